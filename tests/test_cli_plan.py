@@ -11,8 +11,8 @@ from offline_packs import write_texts
 from plan_verb import JOB, LENGTHS, planning
 from test_cli_pack import one_sentence
 
+from varlen.arguments import as_tokens
 from varlen.cli.plan_job import counted, mesh_of
-from varlen.counts import as_tokens
 from varlen.errors import SettingError
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from test_cli import asked, one_sentence
 
-from varlen.counts import as_tokens
+from varlen.arguments import as_tokens
 from varlen.errors import SettingError
 from varlen.train.config import read_config
 

@@ -13,7 +13,7 @@ from house.tree import Source, is_type_checking, python_files
 # A floor may know the floors before it in this list, and nothing of its own. Ground floor: single files.
 FLOORS = (
     {"errors", "kernel_cache", "parsed"},
-    {"types", "jit", "counts", "launch", "regular", "missing", "signals"},
+    {"types", "jit", "arguments", "counts", "launch", "regular", "missing", "signals"},
     {"step_plan"},
     {"files", "pack", "batch", "cost"},
     {"text"},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from varlen.arguments import as_count
 from varlen.batch.packed import import_torch
 from varlen.errors import SettingError
 from varlen.launch import launched
-from varlen.pack.lengths import as_count
 
 
 def as_replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varlen.arguments import TOKENS, as_tokens
 from varlen.cli.options import (
     OUTPUT,
     AllowUnwritten,
@@ -27,7 +28,7 @@ from varlen.cli.options import (
     TextCut,
     Tokenizer,
 )
-from varlen.counts import TOKENS, as_tokens, many
+from varlen.counts import many
 
 if TYPE_CHECKING:
     from varlen.files.losses import Losses

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varlen.arguments import TOKENS, as_tokens
 from varlen.cli.options import (
     DOCUMENTS,
     OUTPUT,
@@ -34,7 +35,7 @@ from varlen.cli.options import (
     Tokenizer,
     print_unread,
 )
-from varlen.counts import TOKENS, as_tokens, many
+from varlen.counts import many
 
 if TYPE_CHECKING:
     from varlen.files.losses import Losses

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from varlen.arguments import as_tokens
 from varlen.cli.options import (
     AllowUnwritten,
     BinaryAsText,
@@ -22,7 +23,7 @@ from varlen.cli.options import (
     TextCut,
     Tokenizer,
 )
-from varlen.counts import as_tokens, many
+from varlen.counts import many
 from varlen.errors import SettingError
 
 if TYPE_CHECKING:

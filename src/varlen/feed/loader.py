@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from varlen.arguments import as_count
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.documents.documents import Supervise
 from varlen.documents.mixture import Mixture
@@ -28,7 +29,6 @@ from varlen.feed.worker.start import hired
 from varlen.files.losses import Losses
 from varlen.files.paths import Data, Format
 from varlen.files.retry import Retry
-from varlen.pack.lengths import as_count
 from varlen.types import Int32Array, Ledger, Method, Overlong
 
 _log = logging.getLogger(__name__)

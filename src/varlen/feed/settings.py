@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from varlen.arguments import as_choice, as_count, check_multiple
 from varlen.batch.packed import Layout
 from varlen.documents.source import OnError
 from varlen.errors import SettingError
 from varlen.feed.state import MOST, Mode
 from varlen.launch import launched, loading_workers
-from varlen.pack.api import as_choice
-from varlen.pack.lengths import as_count, check_multiple
 from varlen.types import Method, Overlong
 
 Scope = Literal["minibatch", "window", "all"]

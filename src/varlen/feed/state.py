@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from varlen.arguments import as_count
 from varlen.errors import StateError
-from varlen.pack.lengths import as_count
 from varlen.text.identity import mark_in
 
 VERSION = 2

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import __version__
+from varlen.arguments import as_count
 from varlen.counts import many
 from varlen.documents.order import STRETCH, DocumentOrder
 from varlen.documents.source import Source
@@ -41,7 +42,6 @@ from varlen.offline.outputs import (
     working_folder,
     write_json,
 )
-from varlen.pack.lengths import as_count
 from varlen.pack.window import WindowPacker
 from varlen.regular import open_regular, read_regular
 from varlen.store.store import TokenStore, open_store

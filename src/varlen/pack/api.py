@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
+from varlen.arguments import LARGEST, as_choice, as_count, as_seed, check_multiple
 from varlen.errors import SettingError
 from varlen.pack.assign import assign
-from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
+from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import (
     Items,
     Pieces,
@@ -206,31 +206,6 @@ def item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> F
     item_work = np.zeros(items.slots.size, np.float64)
     np.add.at(item_work, items.item_of, piece_work)
     return item_work
-
-
-def as_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
-    """Require one of a few words.
-
-    Raises:
-        SettingError: it is another.
-    """
-    if value not in choices:
-        raise SettingError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-
-
-def as_seed(seed: object) -> int:
-    """Return a seed as a whole number from 0 to 2^64 - 1.
-
-    Raises:
-        SettingError: it is something else.
-    """
-    try:
-        number = operator.index(seed)  # type: ignore[arg-type]
-    except TypeError:
-        raise SettingError(f"seed must be a whole number or None, got {seed!r}") from None
-    if isinstance(seed, bool) or not 0 <= number < 2**64:
-        raise SettingError(f"seed must be from 0 to 2^64 - 1, got {seed!r}")
-    return number
 
 
 def as_work(work: object) -> tuple[float, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import as_count, check_multiple
 from varlen.errors import OverlongDocumentError
-from varlen.pack.lengths import as_count, as_lengths, check_multiple
+from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import slots_of
 
 

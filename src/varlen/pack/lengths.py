@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from os import PathLike
@@ -11,11 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import LengthsError, SettingError
+from varlen.arguments import LARGEST
+from varlen.errors import LengthsError
 from varlen.types import Int32Array
-
-LARGEST = 2**31 - 1
-"""Longest document, largest capacity and most documents in one call: what an int32 holds."""
 
 
 def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
@@ -140,33 +137,4 @@ def _refuse(array: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) ->
         raise LengthsError(
             f"length {array[first : first + 1].tolist()[0]!r} of document {first:,} {what} "
             f"({int(wrong.sum()):,} of {array.size:,} lengths are wrong in this way)"
-        )
-
-
-def as_count(value: object, name: str, least: int = 1, most: int = LARGEST) -> int:
-    """Return a setting as a whole number from `least` to `most`.
-
-    Raises:
-        SettingError: it is not a whole number, too small or too large.
-    """
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise SettingError(f"{name} must be a whole number of at least {least}, got {value!r}") from None
-    if isinstance(value, bool) or not least <= number <= most:
-        raise SettingError(f"{name} must be a whole number from {least} to {most:,}, got {value!r}")
-    return number
-
-
-def check_multiple(capacity: int, multiple: int, name: str) -> None:
-    """Require that a capacity is a multiple, or name the nearest that are.
-
-    Raises:
-        SettingError: it isn't.
-    """
-    if capacity % multiple:
-        below, above = capacity // multiple * multiple, (capacity // multiple + 1) * multiple
-        near = f"{below:,} or {above:,}" if below else f"{above:,}"
-        raise SettingError(
-            f"capacity {capacity:,} is not a multiple of {name} {multiple:,}; the nearest: {near}"
         )

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import LARGEST
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError
 from varlen.pack import kernels_arrange
-from varlen.pack.lengths import LARGEST
 from varlen.types import Int32Array, IntArray, Overlong
 
 

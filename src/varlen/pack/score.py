@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import LARGEST
 from varlen.errors import SettingError
 from varlen.pack import kernels
 from varlen.pack.api import DEFAULT_WORK, as_work
 from varlen.pack.bound import lower_bound
-from varlen.pack.lengths import LARGEST
 from varlen.pack.pieces import shuffled
 from varlen.types import FloatArray, Int32Array, IntArray, Packing, as_packing
 

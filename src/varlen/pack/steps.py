@@ -8,8 +8,9 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from varlen.pack.api import DEFAULT_WORK, as_choice, pack
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.arguments import as_choice, as_count
+from varlen.pack.api import DEFAULT_WORK, pack
+from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import shuffled
 from varlen.types import Int32Array, IntArray, Method
 

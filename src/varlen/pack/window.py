@@ -19,9 +19,9 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import LARGEST, as_choice, as_count, check_multiple
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
-from varlen.pack.api import as_choice
-from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
+from varlen.pack.lengths import as_lengths
 from varlen.pack.passes import MIN_FILL, Packs, Passes, Waiting, arrived, no_packs, nothing, whole
 from varlen.pack.pieces import fit
 from varlen.types import Int32Array, Ledger, Method, Overlong, Packing

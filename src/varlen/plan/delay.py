@@ -17,8 +17,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import as_count
 from varlen.errors import LengthsError, SettingError, StateError
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.types import Int32Array, IntArray
 
 VERSION: Final = 1

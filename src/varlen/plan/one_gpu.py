@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from varlen.arguments import as_count
 from varlen.pack.api import pack
-from varlen.pack.lengths import as_count
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, Offload, Recompute, StepPlan
 from varlen.types import Int32Array
 

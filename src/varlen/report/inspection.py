@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import as_count, as_seed
 from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, SettingError
 from varlen.feed.streaming.foreseen import BYTES_A_TOKEN
-from varlen.pack.api import as_seed
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.report.advice import advise
 from varlen.report.demo import PieceFigures
 from varlen.report.doors import Packed, by_lengths, by_pack

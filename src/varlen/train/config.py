@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from varlen.counts import as_tokens
+from varlen.arguments import as_tokens
 from varlen.errors import SettingError, SourceError
 from varlen.parsed import UnreadableError, parse_toml
 from varlen.regular import read_regular_text

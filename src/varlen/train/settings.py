@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from varlen.counts import TOKENS
+from varlen.arguments import TOKENS
 from varlen.errors import SettingError
 from varlen.files.paths import Format
 from varlen.files.retry import Retry

@@ -12,8 +12,9 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from varlen.adapters.peers import raises_too
 from varlen.adapters.replicas import as_num_replicas
+from varlen.arguments import as_count
 from varlen.errors import LengthsError
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.pack.steps import Fill, Steps, steps_of
 from varlen.types import IntArray
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from varlen.adapters.hf.trainer_checks import Weighting
-from varlen.counts import as_tokens
+from varlen.arguments import as_tokens
 from varlen.errors import SettingError
 from varlen.types import Method, Overlong
 

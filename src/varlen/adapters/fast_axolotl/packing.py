@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from varlen.arguments import as_choice, as_count
 from varlen.batch.collate import collate
 from varlen.errors import DocumentsError, OverlongDocumentError, SettingError
-from varlen.pack.api import as_choice, pack
-from varlen.pack.lengths import as_count
+from varlen.pack.api import pack
 from varlen.types import Packing
 
 Sequences = Sequence[Any]

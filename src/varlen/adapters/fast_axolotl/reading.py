@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from varlen.adapters.peers import raises_too
+from varlen.arguments import as_choice, as_count
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.files.finding import Naming, find
 from varlen.files.formats.reader import all_columns
 from varlen.files.paths import File, Format
-from varlen.pack.api import as_choice
-from varlen.pack.lengths import as_count
 
 OnError = Literal["raise", "skip"]
 _TYPES: dict[str, Format] = {

@@ -19,8 +19,8 @@ from varlen.adapters.features import (
     required,
     tell_of_weights,
 )
+from varlen.arguments import as_count
 from varlen.batch.flatten import FlatRow, flatten
-from varlen.pack.lengths import as_count
 
 _TAKEN = frozenset(
     [

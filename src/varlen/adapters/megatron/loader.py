@@ -14,10 +14,10 @@ import torch
 
 from varlen.adapters.megatron.batches.from_batch import megatron_batch
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
+from varlen.arguments import as_count
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.state import MOST, merge_states
-from varlen.pack.lengths import as_count
 
 _FILES = "train_dataloader_dprank*.pt"
 _KEY = "dataloader_state_dict"

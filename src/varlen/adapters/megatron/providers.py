@@ -10,12 +10,12 @@ from typing import Any
 from varlen.adapters.megatron.dialects import NEWEST
 from varlen.adapters.megatron.loader import MegatronLoader, last_checkpoint, saved_state
 from varlen.adapters.megatron.packing.alignment import alignment
+from varlen.arguments import as_count
 from varlen.documents.mixture import Mixture
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.state import MOST
 from varlen.files.paths import Data
-from varlen.pack.lengths import as_count
 
 Loaders = tuple[MegatronLoader | None, MegatronLoader | None, MegatronLoader | None]
 

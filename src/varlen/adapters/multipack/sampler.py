@@ -11,8 +11,8 @@ from torch.utils.data import Sampler
 
 from varlen.adapters.peers import raises_too
 from varlen.adapters.replicas import as_replicas
-from varlen.pack.api import as_seed
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.arguments import as_count, as_seed
+from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import shuffled
 from varlen.pack.steps import Fill, Steps, steps_of
 from varlen.types import IntArray

@@ -11,10 +11,11 @@ from bisect import bisect_right
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import as_count
 from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
 from varlen.pack.api import DEFAULT_WORK, as_work, pack
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.plan.partition import partition
 from varlen.types import FloatArray, Int32Array, IntArray, Method
 

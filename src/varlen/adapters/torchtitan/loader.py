@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from varlen.adapters.torchtitan.protocol import BaseDataLoader
+from varlen.arguments import as_count
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.documents.memory import placed
 from varlen.documents.mixture import Mixture
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.settings import WorkerKind
-from varlen.pack.lengths import as_count
 from varlen.parsed import parse_json
 from varlen.store.open import open_tokens
 from varlen.text.identity import check_same, made_by, mark_of

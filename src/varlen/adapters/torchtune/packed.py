@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from varlen.arguments import as_count
 from varlen.batch.collate import collate
 from varlen.errors import DocumentsError, OverlongDocumentError
 from varlen.pack.api import pack
-from varlen.pack.lengths import as_count
 from varlen.types import IntArray
 
 _log = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from varlen.adapters.features import (
     tell_of_weights,
 )
 from varlen.adapters.trl.padded import padded_rows
+from varlen.arguments import as_count
 from varlen.batch.flatten import flatten
 from varlen.batch.packed import import_torch
 from varlen.errors import DocumentsError, SettingError
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 
 RowLengths: TypeAlias = Sequence[Sequence[int]]
 """Of each row the lengths of its documents, in TRL's form."""

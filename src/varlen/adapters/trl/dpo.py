@@ -18,11 +18,11 @@ from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.noise import noise_of_documents
 from varlen.adapters.hf.trainer_checks import check_scaling
 from varlen.adapters.replicas import check_processes
+from varlen.arguments import as_count
 from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.errors import DocumentsError, SettingError
 from varlen.pack.api import pack
-from varlen.pack.lengths import as_count
 from varlen.pack.pieces import shuffled
 from varlen.pack.steps import steps_of
 from varlen.types import IntArray

@@ -23,9 +23,9 @@ from varlen.adapters.trl.columns import (
     packed,
     say_what_was_lost,
 )
+from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, MissingExtraError, SettingError
-from varlen.pack.api import as_choice, pack
-from varlen.pack.lengths import as_count
+from varlen.pack.api import pack
 from varlen.types import IntArray
 
 _MAP_SETTINGS = (

@@ -23,8 +23,8 @@ from varlen.adapters.trl.columns import (
     packed,
     say_what_was_lost,
 )
+from varlen.arguments import as_count
 from varlen.errors import DocumentsError
-from varlen.pack.lengths import as_count
 from varlen.pack.window import WindowPacker
 from varlen.types import IntArray, Packing
 

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.adapters.peers import raises_too
+from varlen.arguments import LARGEST, as_count
 from varlen.errors import LengthsError, OverlongDocumentError, SettingError
-from varlen.pack.lengths import LARGEST, as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.plan.partition import Division, as_weights, by_part, even_packs, fitting_parts, packed, partition
 from varlen.types import FloatArray, Int32Array
 

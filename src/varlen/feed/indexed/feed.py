@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from varlen.arguments import as_count
 from varlen.documents.source import OnError
 from varlen.errors import InputError, SettingError, StateError
 from varlen.feed.bad_documents import ReadPieces, Unreadable, where_of
@@ -23,7 +24,6 @@ from varlen.feed.indexed.windows import StorePacks
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.files.losses import Losses
-from varlen.pack.lengths import as_count
 from varlen.types import IntArray, Ledger
 
 _NOTHING = Ledger(tokens_in=0, packed=0)

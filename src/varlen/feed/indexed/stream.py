@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from varlen.arguments import as_count
 from varlen.errors import StateError
 from varlen.feed.indexed.windows import StorePacks, Windows, end_to_end
 from varlen.feed.state import MOST
-from varlen.pack.lengths import as_count
 from varlen.store.token_files import FileTokens
 from varlen.store.tokens import ReadableTokens, TokenDocuments
 from varlen.types import Ledger

@@ -21,8 +21,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from varlen.arguments import LARGEST
 from varlen.documents.order import DocumentOrder, hashed
-from varlen.pack.lengths import LARGEST
 from varlen.pack.window import WindowPacker
 from varlen.store.tokens import TokenDocuments
 from varlen.types import IntArray, Ledger, Method, Overlong

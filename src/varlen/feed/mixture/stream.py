@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from varlen.arguments import as_count
 from varlen.documents.mixture import Unit, Until
 from varlen.documents.order import hashed
 from varlen.errors import SettingError, StateError
@@ -26,7 +27,6 @@ from varlen.feed import kernels
 from varlen.feed.indexed.stream import Grown, PackStream, Position, refuse
 from varlen.feed.indexed.windows import StorePacks, Window, WindowSettings, end_to_end, packs_of
 from varlen.feed.state import MOST
-from varlen.pack.lengths import as_count
 from varlen.store.open import JoinedTokens
 from varlen.types import FloatArray, IntArray, Ledger
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from varlen.arguments import LARGEST
 from varlen.documents.block_reader import Chunk
 from varlen.documents.blocks import Blocks, block_bytes_for
 from varlen.errors import SourceError
@@ -25,7 +26,6 @@ from varlen.feed.streaming.intake import Brought, ChunkSequence, Claim, unread
 from varlen.feed.streaming.lane import RECORD_BITS, Arrival, LaneRecord, chunk_of, document_ids
 from varlen.feed.streaming.rounds import Rounds
 from varlen.files.losses import Losses
-from varlen.pack.lengths import LARGEST
 from varlen.store.blank import BlankTokens
 from varlen.types import Int32Array, IntArray
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import as_count
 from varlen.documents.block_reader import BlockReader, Chunk, Raw, Read, encode
 from varlen.documents.blocks import Blocks
 from varlen.documents.source import Source
@@ -31,7 +32,6 @@ from varlen.feed.streaming.lane import (
 )
 from varlen.files.losses import Losses
 from varlen.files.rows import losses_of
-from varlen.pack.lengths import as_count
 from varlen.types import Int32Array, IntArray
 
 _TASKS_A_THREAD = 16

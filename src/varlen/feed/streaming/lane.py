@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import as_count
 from varlen.documents.block_reader import Chunk, Read
 from varlen.documents.order import hashed
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
 from varlen.feed.state import MOST
 from varlen.files.losses import Losses
-from varlen.pack.lengths import as_count
 from varlen.pack.passes import Passes, Waiting, arrived, take, take_all
 from varlen.pack.pieces import slots_of
 from varlen.text.loss_masks import Mask, all_weigh_one, as_marks, end_to_end

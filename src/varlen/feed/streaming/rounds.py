@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from varlen import errors
+from varlen.arguments import as_count
 from varlen.documents.block_reader import Chunk
 from varlen.errors import SourceError, StateError
 from varlen.feed.agreement import Exchange
@@ -48,7 +49,6 @@ from varlen.feed.streaming.lane import (
     to_record,
 )
 from varlen.files.losses import Losses, total
-from varlen.pack.lengths import as_count
 from varlen.pack.passes import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
 from varlen.types import Ledger
 

@@ -19,9 +19,9 @@ from varlen.adapters.megatron.batches.in_batch_rows import (
     checked_width,
     lengths_of,
 )
+from varlen.arguments import as_count
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
-from varlen.pack.lengths import as_count
 
 _log = logging.getLogger(__name__)
 IGNORE_INDEX = -100

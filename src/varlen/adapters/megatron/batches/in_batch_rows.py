@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from varlen.arguments import as_count
 from varlen.errors import DocumentsError, SettingError
-from varlen.pack.lengths import as_count
 
 Lengths = list[int]
 """Tokens of each row."""

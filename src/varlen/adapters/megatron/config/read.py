@@ -24,8 +24,8 @@ from varlen.adapters.megatron.config.settings import (
 )
 from varlen.adapters.megatron.config.values import EXPECTED, as_kind
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
+from varlen.arguments import as_count
 from varlen.errors import SettingError
-from varlen.pack.lengths import as_count
 
 NEAR = 0.88
 """How alike two names must be, as difflib counts it, for one to be taken for the other mistyped."""

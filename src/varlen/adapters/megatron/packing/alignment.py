@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.adapters.megatron.dialects import NEWEST, as_dialect
+from varlen.arguments import as_count
 from varlen.errors import OverlongDocumentError, SettingError
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import Pieces, fit
 from varlen.types import Int32Array, IntArray, Overlong
 

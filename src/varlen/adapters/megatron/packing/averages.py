@@ -9,8 +9,8 @@ import numpy as np
 
 from varlen.adapters.megatron.files.opening import open_packed
 from varlen.adapters.peers import raises_too
+from varlen.arguments import as_count
 from varlen.errors import DocumentsError
-from varlen.pack.lengths import as_count
 
 
 @raises_too(AssertionError)

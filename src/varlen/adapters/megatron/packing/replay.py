@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.adapters.megatron.packing.alignment import aligned_pieces, slots_of
+from varlen.arguments import LARGEST, as_choice, as_count
 from varlen.errors import LedgerError
-from varlen.pack.api import as_choice
 from varlen.pack.assign import assign
-from varlen.pack.lengths import LARGEST, as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import Items, Pieces, arrange
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from varlen.adapters.megatron.packing.alignment import check_size, longest_aligned
+from varlen.arguments import as_choice, as_count
 from varlen.errors import SettingError
-from varlen.pack.api import as_choice
-from varlen.pack.lengths import as_count
 from varlen.types import Method, Overlong
 
 OfflineAlgorithm: TypeAlias = Literal[

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.adapters.megatron.packing.replay import Draws, in_turn, packed_in_turn
+from varlen.arguments import as_choice, as_count
 from varlen.counts import many
 from varlen.errors import DocumentsError, OverlongDocumentError, SettingError
-from varlen.pack.api import as_choice
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.types import Int32Array, IntArray, Method
 
 PACKING_ALGOS = ["first_fit_decreasing", "first_fit_shuffle"]

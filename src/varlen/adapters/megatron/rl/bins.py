@@ -10,8 +10,8 @@ import torch
 from varlen.adapters.megatron.rl.info import PackingAlgo, PackingInfo, as_algo, attention_work, checked_starts
 from varlen.adapters.megatron.rl.packer import PackedTrajectories
 from varlen.adapters.megatron.scheduling.balance import dealt
+from varlen.arguments import as_count
 from varlen.errors import DocumentsError, SettingError
-from varlen.pack.lengths import as_count
 
 EmptyBins = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, list[dict[str, Any]]]
 """Tokens, positions and loss mask, and of each bin what `PackingInfo` says of it."""

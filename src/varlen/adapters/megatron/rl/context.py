@@ -12,8 +12,8 @@ import torch
 from varlen.adapters.megatron.batches.params import PackedSeqParams
 from varlen.adapters.megatron.rl.info import PackingInfo
 from varlen.adapters.megatron.rl.packer import SequencePacker
+from varlen.arguments import as_count
 from varlen.errors import DocumentsError, SettingError
-from varlen.pack.lengths import as_count
 
 
 @dataclass

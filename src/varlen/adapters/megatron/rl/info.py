@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from varlen.arguments import as_choice
 from varlen.errors import DocumentsError
-from varlen.pack.api import as_choice
 from varlen.types import FloatArray, IntArray
 
 PackingAlgo = Literal["fifo", "round-robin", "balanced"]

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from varlen.adapters.megatron.rl.info import PackingInfo, places, runs
+from varlen.arguments import as_count
 from varlen.errors import DocumentsError
-from varlen.pack.lengths import as_count
 
 
 def pack_inference_logprobs(

@@ -13,9 +13,9 @@ import torch
 from varlen.adapters.megatron.batches.in_batch_rows import check_shapes, lengths_of
 from varlen.adapters.megatron.rl.info import PackingInfo, runs
 from varlen.adapters.peers import raises_too
+from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
-from varlen.pack.api import as_choice
-from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.lengths import as_lengths
 from varlen.plan.partition import even_ways, halved, packed
 from varlen.types import FloatArray, Int32Array, IntArray
 

@@ -11,8 +11,8 @@ from varlen.adapters.megatron.batches.params import PackedSeqParams
 from varlen.adapters.megatron.rl.context import PackingContext
 from varlen.adapters.megatron.rl.info import PackingInfo, checked_starts
 from varlen.adapters.peers import raises_too
+from varlen.arguments import as_count
 from varlen.errors import DocumentsError, SettingError
-from varlen.pack.lengths import as_count
 
 
 @raises_too(AssertionError)

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.adapters.megatron.scheduling.microbatches import Microbatches
+from varlen.arguments import LARGEST, as_choice, as_count
 from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError
-from varlen.pack.api import DEFAULT_WORK, as_choice, as_work
-from varlen.pack.lengths import LARGEST, as_count, as_lengths
+from varlen.pack.api import DEFAULT_WORK, as_work
+from varlen.pack.lengths import as_lengths
 from varlen.plan.partition import even_ways, packed
 from varlen.types import FloatArray, Int32Array, IntArray
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from varlen.adapters.megatron.scheduling.scheduler import REQUIRED_SAMPLE_KEYS
+from varlen.arguments import as_count
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch, on_host
 from varlen.errors import DocumentsError
-from varlen.pack.lengths import as_count
 
 __all__ = [
     "REQUIRED_SAMPLE_KEYS",

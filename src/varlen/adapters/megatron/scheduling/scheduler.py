@@ -8,9 +8,9 @@ from typing import Any, get_args
 from varlen.adapters.megatron.scheduling.balance import Fill, Overlong, balance_microbatches
 from varlen.adapters.megatron.scheduling.microbatches import Groups, Microbatches
 from varlen.adapters.peers import raises_too
+from varlen.arguments import as_choice, as_count
 from varlen.errors import SettingError
-from varlen.pack.api import DEFAULT_WORK, as_choice
-from varlen.pack.lengths import as_count
+from varlen.pack.api import DEFAULT_WORK
 
 REQUIRED_SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "padded_seq_len")
 """What every sample must carry that Megatron-Core's schedulers pack."""

@@ -1,0 +1,98 @@
+"""Arguments and settings, each checked by one function, with sentences that say what is taken."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+from varlen.errors import SettingError
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+LARGEST = 2**31 - 1
+"""Longest document, largest capacity and most documents in one call: what an int32 holds."""
+
+
+def as_count(value: object, name: str, least: int = 1, most: int = LARGEST) -> int:
+    """Return a setting as a whole number from `least` to `most`.
+
+    Raises:
+        SettingError: it is not a whole number, too small or too large.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise SettingError(f"{name} must be a whole number of at least {least}, got {value!r}") from None
+    if isinstance(value, bool) or not least <= number <= most:
+        raise SettingError(f"{name} must be a whole number from {least} to {most:,}, got {value!r}")
+    return number
+
+
+def check_multiple(capacity: int, multiple: int, name: str) -> None:
+    """Require that a capacity is a multiple, or name the nearest that are.
+
+    Raises:
+        SettingError: it isn't.
+    """
+    if capacity % multiple:
+        below, above = capacity // multiple * multiple, (capacity // multiple + 1) * multiple
+        near = f"{below:,} or {above:,}" if below else f"{above:,}"
+        raise SettingError(
+            f"capacity {capacity:,} is not a multiple of {name} {multiple:,}; the nearest: {near}"
+        )
+
+
+def as_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
+    """Require one of a few words.
+
+    Raises:
+        SettingError: it is another.
+    """
+    if value not in choices:
+        raise SettingError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def as_seed(seed: object) -> int:
+    """Return a seed as a whole number from 0 to 2^64 - 1.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    try:
+        number = operator.index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        raise SettingError(f"seed must be a whole number or None, got {seed!r}") from None
+    if isinstance(seed, bool) or not 0 <= number < 2**64:
+        raise SettingError(f"seed must be from 0 to 2^64 - 1, got {seed!r}")
+    return number
+
+
+TOKENS = "4096, 4k (of 1,024) or 1m"
+"""How a number of tokens is given, for messages and help."""
+
+
+def as_tokens(given: object, name: str) -> int:
+    """Read a number of tokens, as every option and setting that counts tokens takes it.
+
+    Args:
+        given: 8192, or a text: 8192, 256k (of 1,024) or 1m.
+        name: of the option or setting.
+
+    Raises:
+        SettingError: it isn't one; says what is taken.
+
+    >>> as_tokens("256k", "--capacity"), as_tokens("1M", "--capacity"), as_tokens("8_192", "--capacity")
+    (262144, 1048576, 8192)
+    """
+    found = (
+        re.fullmatch(r"(\d[\d_,]{0,20})\s*([km]?)", given.strip().lower(), re.ASCII)
+        if isinstance(given, str)
+        else None
+    )
+    value = int(re.sub("[_,]", "", found[1])) * _UNITS[found[2]] if found else 0
+    if isinstance(given, int) and not isinstance(given, bool):
+        value = given
+    if not 1 <= value <= LARGEST:
+        raise SettingError(
+            f"{name} must be a whole number of tokens from 1 to {LARGEST:,}, such as {TOKENS}; got {given!r}"
+        )
+    return value
