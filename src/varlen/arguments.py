@@ -13,11 +13,7 @@ LARGEST = 2**31 - 1
 
 
 def as_count(value: object, name: str, least: int = 1, most: int = LARGEST) -> int:
-    """Return a setting as a whole number from `least` to `most`.
-
-    Raises:
-        SettingError: it is not a whole number, too small or too large.
-    """
+    """Return a setting as a whole number from `least` to `most`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -28,11 +24,7 @@ def as_count(value: object, name: str, least: int = 1, most: int = LARGEST) -> i
 
 
 def check_multiple(capacity: int, multiple: int, name: str) -> None:
-    """Require that a capacity is a multiple, or name the nearest that are.
-
-    Raises:
-        SettingError: it isn't.
-    """
+    """Require that a capacity is a multiple, or name the nearest that are."""
     if capacity % multiple:
         below, above = capacity // multiple * multiple, (capacity // multiple + 1) * multiple
         near = f"{below:,} or {above:,}" if below else f"{above:,}"
@@ -42,21 +34,13 @@ def check_multiple(capacity: int, multiple: int, name: str) -> None:
 
 
 def as_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
-    """Require one of a few words.
-
-    Raises:
-        SettingError: it is another.
-    """
+    """Require one of a few words."""
     if value not in choices:
         raise SettingError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
 def as_seed(seed: object) -> int:
-    """Return a seed as a whole number from 0 to 2^64 - 1.
-
-    Raises:
-        SettingError: it is something else.
-    """
+    """Return a seed as a whole number from 0 to 2^64 - 1."""
     try:
         number = operator.index(seed)  # type: ignore[arg-type]
     except TypeError:
@@ -72,13 +56,6 @@ TOKENS = "4096, 4k (of 1,024) or 1m"
 
 def as_tokens(given: object, name: str) -> int:
     """Read a number of tokens, as every option and setting that counts tokens takes it.
-
-    Args:
-        given: 8192, or a text: 8192, 256k (of 1,024) or 1m.
-        name: of the option or setting.
-
-    Raises:
-        SettingError: it isn't one; says what is taken.
 
     >>> as_tokens("256k", "--capacity"), as_tokens("1M", "--capacity"), as_tokens("8_192", "--capacity")
     (262144, 1048576, 8192)

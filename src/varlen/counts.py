@@ -6,11 +6,6 @@ from __future__ import annotations
 def many(number: int, one: str, several: str | None = None) -> str:
     """Write a number of things.
 
-    Args:
-        number: how many.
-        one: what one of them is called.
-        several: what more or fewer of them are called; None: the same with an "s".
-
     >>> many(1, "record"), many(2500, "record"), many(0, "row was", "rows were")
     ('1 record', '2,500 records', '0 rows were')
     """

@@ -82,9 +82,6 @@ def sized(expected_s: float) -> Iterator[None]:
 
     So a script that packs some documents never waits for the compiler. `VARLEN_JIT=1` compiles whatever the
     size.
-
-    Args:
-        expected_s: what Python takes for it, at most.
     """
     global _spent_s
     loaded = "numba" in sys.modules or "VARLEN_JIT" in os.environ
@@ -216,11 +213,6 @@ def compiled(function: Any = None, *, in_python: Callable[..., Any] | None = Non
     never the call.
 
     The GIL is released while the kernel runs. Under `VARLEN_JIT=0` and within `sized`, its source runs in Python.
-
-    Args:
-        function: the kernel in plain Python; it takes and returns arrays and numbers, and calls kernels of its own
-            file only.
-        in_python: what runs in Python instead of the kernel's source, where that is much faster.
     """
     if function is None:
         return functools.partial(_Kernel, in_python=in_python)
@@ -231,9 +223,6 @@ def inlined(function: _Function) -> _Function:
     """Compile a part of a kernel into each kernel of its file that calls it.
 
     Worth it where it takes many arrays and does little with them: a call costs more than the work then.
-
-    Args:
-        function: as for `compiled`.
     """
     return cast(_Function, _Kernel(function, is_inlined=True))
 

@@ -37,15 +37,7 @@ class Reader:
 def is_private(
     place: os.stat_result, reader: Reader, *, is_above: bool = False, has_acl: bool = False
 ) -> bool:
-    """Return whether nobody but the reader and root decides what stands in a file or folder.
-
-    Args:
-        place: what `os.stat` says of it.
-        reader: who would run what it holds.
-        is_above: it is a folder above the one in question: others may write it if they can't replace what stands in
-            it (as in /tmp, where each user's entries are their own).
-        has_acl: it has an access control list; the bits of the group then speak for everybody whom the list names.
-    """
+    """Return whether nobody but the reader and root decides what stands in a file or folder."""
     if place.st_uid not in (0, reader.user):
         return False
     open_to = place.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -100,9 +92,6 @@ def folder_for(source: str) -> Path | None:
 
     Looked at in this order: NUMBA_CACHE_DIR, `__pycache__` beside the source, the user's cache folder, a folder of
     the user's own among the temporary ones, and a new one that this process alone uses.
-
-    Returns:
-        The folder; None where no folder can be written at all.
     """
     for candidate in _candidates(source):
         with suppress(OSError):
@@ -164,15 +153,7 @@ def _temporary(process: int) -> Path:
 
 
 def keep(kernel: Any, source: str) -> bool:
-    """Have numba keep the machine code of a kernel on disk, in a folder that only this user can write.
-
-    Args:
-        kernel: numba's dispatcher.
-        source: the file that holds it.
-
-    Returns:
-        Whether there is such a folder.
-    """
+    """Have numba keep the machine code of a kernel on disk, in a folder that only this user can write."""
     folder = folder_for(source) if os.path.exists(source) else None  # noqa: PTH110, it may come from no file
     if folder is None:
         return False

@@ -33,11 +33,7 @@ class UnreadableError(ValueError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON holds.
-
-    Raises:
-        UnreadableError: it isn't JSON, or isn't UTF-8, or is nested too deeply, or has a number of too many digits.
-    """
+    """Return what JSON holds."""
     try:
         return json.loads(text, parse_int=_integer)
     except RecursionError:
@@ -49,11 +45,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return what TOML holds.
-
-    Raises:
-        UnreadableError: it isn't TOML, or is too long or nested too deeply, or has an integer of over 64 bits.
-    """
+    """Return what TOML holds."""
     import tomllib
 
     _check_size(text, "TOML")
@@ -72,13 +64,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what YAML holds, without running anything that it names.
-
-    Raises:
-        UnreadableError: it isn't YAML, or is too long or nested too deeply, has a number of hundreds of digits, or
-            aliases and merges that stand for over a million values.
-        ImportError: PyYAML isn't installed.
-    """
+    """Return what YAML holds, without running anything that it names."""
     import yaml
 
     _check_size(text, "YAML")
@@ -112,9 +98,6 @@ def parse_python(source: str) -> ast.Module:
 
     CPython counts how deeply it nests in one place for all threads, and until 3.13 fails at random where two of them
     parse at once; it is tried again then.
-
-    Raises:
-        SyntaxError: it isn't Python.
     """
     for _ in range(_TRIES - 1):
         try:
@@ -125,11 +108,7 @@ def parse_python(source: str) -> ast.Module:
 
 
 def _check_node(node: Any, known: dict[int, int], depth: int) -> int:
-    """Return how many values a part of YAML stands for, with what its aliases repeat and its merges copy.
-
-    Raises:
-        UnreadableError: too many, an alias within what it stands for, or a number of too many digits.
-    """
+    """Return how many values a part of YAML stands for, with what its aliases repeat and its merges copy."""
     line = node.start_mark.line + 1
     found = known.get(id(node))
     if found is not None:

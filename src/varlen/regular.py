@@ -21,16 +21,7 @@ MOST_JSON_BYTES = 1 << 30
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Return the descriptor of a regular file that is open; usable as the opener of `open`.
-
-    Args:
-        path: of the file; links are followed.
-        flags: as `os.open` takes them.
-
-    Raises:
-        OSError: it can't be opened.
-        NoFileError: it is something else.
-    """
+    """Return the descriptor of a regular file that is open; usable as the opener of `open`."""
     return open_with_status(path, flags)[0]
 
 
@@ -48,35 +39,20 @@ def open_with_status(path: str | Path, flags: int = os.O_RDONLY) -> tuple[int, o
 
 
 def require_regular(mode: int) -> None:
-    """Require that a file is a regular one.
-
-    Raises:
-        NoFileError: it isn't.
-    """
+    """Require that a file is a regular one."""
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
         raise NoFileError(f"it is {kind} and not a file")
 
 
 def read_regular_text(path: str | Path) -> str:
-    """Return the text of a regular file in UTF-8, with line ends as Python reads them.
-
-    Raises:
-        OSError: it can't be read.
-        NoFileError: it is something else, or larger than anything that belongs there.
-        UnicodeDecodeError: it isn't UTF-8.
-    """
+    """Return the text of a regular file in UTF-8, with line ends as Python reads them."""
     with io.TextIOWrapper(io.BytesIO(read_regular(path)), encoding="utf-8") as text:
         return text.read()
 
 
 def read_regular(path: str | Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
-    """Return all bytes of a regular file.
-
-    Raises:
-        OSError: it can't be read.
-        NoFileError: it is something else, or larger than anything that belongs there.
-    """
+    """Return all bytes of a regular file."""
     with open(path, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:

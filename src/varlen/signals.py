@@ -24,12 +24,7 @@ class Stopped(KeyboardInterrupt):
     """A scheduler's signal asked this process to end. Whatever handles Ctrl-C handles it."""
 
     def __init__(self, number: int, said: str = "") -> None:
-        """Say which, and what is kept.
-
-        Args:
-            number: of the signal.
-            said: what is kept, in words.
-        """
+        """Say which, and what is kept."""
         super().__init__(number, said)
         self.number, self.said = number, said
 
@@ -66,9 +61,6 @@ def end_soon(number: int) -> Callable[[], None]:
     """End this process by a signal's exit code in a while, whatever it does then; returns what takes that back.
 
     `Stopped` may be lost: Python drops what is raised in a finalizer, and libraries hold locks of their own.
-
-    Args:
-        number: of the signal.
     """
     timer = threading.Timer(_PATIENCE_S, _end, (number,))
     timer.daemon = True

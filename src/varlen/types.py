@@ -197,15 +197,7 @@ class Packing:
 
 
 def as_packing(given: object, use: str) -> Packing:
-    """Require a Packing, where something else is easily given.
-
-    Args:
-        given: what was given.
-        use: of it, as a call: "vl.score(packing)".
-
-    Raises:
-        SettingError: it is something else.
-    """
+    """Require a Packing, where something else is easily given."""
     if isinstance(given, Packing):
         return given
     raise SettingError(

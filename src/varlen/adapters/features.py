@@ -27,15 +27,7 @@ Columns: TypeAlias = Mapping[str, Any]
 
 
 def as_columns(features: Features, needed: Collection[str]) -> Columns:
-    """Return the columns that all documents have.
-
-    Args:
-        features: as a data loader gives them.
-        needed: names of which all documents must have the column, or none.
-
-    Raises:
-        DocumentsError: no documents, or a needed column in some of them only, so that nobody knows what is meant.
-    """
+    """Return the columns that all documents have."""
     if type(features) is not list:
         given = _as_table(features)
         if given is not None:
@@ -59,12 +51,7 @@ def as_columns(features: Features, needed: Collection[str]) -> Columns:
 
 
 def tell_of_weights(columns: Columns, carried: Collection[str] = ()) -> None:
-    """Say once that rows have weights, where a collator's batches hold none.
-
-    Args:
-        columns: of a batch.
-        carried: names of those that its batches hold.
-    """
+    """Say once that rows have weights, where a collator's batches hold none."""
     if WEIGHTS not in columns or WEIGHTS in carried or _TOLD:
         return
     _TOLD.append(WEIGHTS)
@@ -76,11 +63,7 @@ def tell_of_weights(columns: Columns, carried: Collection[str] = ()) -> None:
 
 
 def _as_table(features: Any) -> Columns | None:
-    """The columns of an Arrow table or a mapping of columns, or None where it is neither.
-
-    Raises:
-        DocumentsError: no documents.
-    """
+    """The columns of an Arrow table or a mapping of columns, or None where it is neither."""
     if hasattr(features, "schema") and hasattr(features, "column"):
         columns = {name: _whole(features.column(name)) for name in features.schema.names}
     elif hasattr(features, "keys"):
@@ -100,11 +83,7 @@ def _whole(column: Any) -> Any:
 
 
 def _of_all(features: Sequence[Mapping[str, Any]], needed: Collection[str]) -> Columns:
-    """The columns that all have, where some have others too.
-
-    Raises:
-        DocumentsError: a needed one is in some only.
-    """
+    """The columns that all have, where some have others too."""
     columns = {}
     for name in {name: None for feature in features for name in feature}:
         without = [number for number, feature in enumerate(features) if name not in feature]
@@ -119,11 +98,7 @@ def _of_all(features: Sequence[Mapping[str, Any]], needed: Collection[str]) -> C
 
 
 def required(columns: Columns, name: str) -> Any:
-    """Return a column that must be there.
-
-    Raises:
-        DocumentsError: it isn't.
-    """
+    """Return a column that must be there."""
     if name not in columns:
         names = ", ".join(map(repr, columns)) or "no values"
         raise DocumentsError(f"features need {name!r}, the token ids of each document, and hold {names}")
@@ -133,17 +108,7 @@ def required(columns: Columns, name: str) -> Any:
 def columns_to_carry(
     columns: Columns, wanted: Collection[str] | None, taken: Collection[str]
 ) -> dict[str, Any]:
-    """Return the other columns that travel along, in their order.
-
-    Args:
-        columns: of the batch.
-        wanted: names, each of which must be there; None for every column of numbers with one value a token.
-        taken: names that aren't looked at.
-
-    Raises:
-        DocumentsError: a wanted column isn't there.
-        SettingError: a wanted column has the name of an array that a batch has anyway.
-    """
+    """Return the other columns that travel along, in their order."""
     if wanted is None:
         others = {name: values for name, values in columns.items() if name not in taken}
         return {
@@ -175,12 +140,7 @@ def _is_per_token(values: Any, documents: Any) -> bool:
 
 
 def finish(arrays: Mapping[str, npt.NDArray[Any]], return_tensors: str) -> dict[str, Any]:
-    """Return arrays as they are asked for.
-
-    Args:
-        arrays: by name.
-        return_tensors: "pt" for torch tensors, which share their memory, "np" for numpy.
-    """
+    """Return arrays as they are asked for."""
     if return_tensors == "np":
         return dict(arrays)
     from_numpy = import_torch().from_numpy
@@ -188,46 +148,27 @@ def finish(arrays: Mapping[str, npt.NDArray[Any]], return_tensors: str) -> dict[
 
 
 def check_form(return_tensors: object) -> None:
-    """Refuse forms of arrays that nobody makes here.
-
-    Raises:
-        SettingError: neither "pt" nor "np".
-    """
+    """Refuse forms of arrays that nobody makes here."""
     if return_tensors not in ("pt", "np"):
         raise SettingError(f'return_tensors must be "pt" (torch) or "np" (numpy); got {return_tensors!r}')
 
 
 def flash_arguments(row: FlatRow, return_tensors: str) -> dict[str, Any]:
-    """Return the boundaries of a row as FlashAttention's keyword arguments.
-
-    Args:
-        row: as `flatten` made it.
-        return_tensors: "pt" or "np".
-    """
+    """Return the boundaries of a row as FlashAttention's keyword arguments."""
     ends: Any = row.cu_seqlens if return_tensors == "np" else import_torch().from_numpy(row.cu_seqlens)
     longest = row.max_seqlen
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def carried_columns(row: FlatRow, given: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of a row with the dtypes that torch gives them: lists of floats become float32.
-
-    Args:
-        row: as `flatten` made it.
-        given: the columns as they came.
-    """
+    """Return the columns of a row with the dtypes that torch gives them: lists of floats become float32."""
     return as_torch_has_them(row.columns, given)
 
 
 def as_torch_has_them(
     arrays: Mapping[str, npt.NDArray[Any]], given: Mapping[str, Any]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return arrays with the dtypes that torch gives them: lists of floats become float32.
-
-    Args:
-        arrays: by name.
-        given: the columns as they came, those that there are.
-    """
+    """Return arrays with the dtypes that torch gives them: lists of floats become float32."""
     return {
         name: values.astype(np.float32)
         if values.dtype == np.float64

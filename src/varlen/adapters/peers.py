@@ -17,10 +17,6 @@ def raises_too(
 ) -> Callable[[Raising], Raising]:
     """Decorate a drop-in, a function or a class, so that its errors are of its peer's classes as well.
 
-    Args:
-        kinds: what the peer raises, beside ValueError, which all our errors of input are.
-        only: which of our errors are of these classes too.
-
     >>> from varlen.errors import SettingError
     >>> @raises_too(AssertionError)
     ... def checked(size: int) -> None:
@@ -70,12 +66,7 @@ def _wrapped(function: Any, kinds: tuple[type[Exception], ...], only: type[Varle
 
 
 def of_kinds(error: VarlenError, kinds: tuple[type[Exception], ...]) -> VarlenError:
-    """Return an error of the same class that is of other classes too.
-
-    Args:
-        error: as it was raised.
-        kinds: classes that it is to be of.
-    """
+    """Return an error of the same class that is of other classes too."""
     missing = tuple(kind for kind in kinds if not isinstance(error, kind))
     if not missing:
         return error

@@ -11,16 +11,7 @@ from varlen.launch import launched
 
 
 def as_replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of replicas and the rank.
-
-    Args:
-        num_replicas: None, like the rank, asks torch.distributed where that is initialised; else there is one.
-        rank: from 0.
-
-    Raises:
-        SettingError: a rank outside of them, one of both alone where nobody can be asked for the other, or
-            nothing to go by in a job of several processes.
-    """
+    """Return the number of replicas and the rank."""
     if num_replicas is None or rank is None:
         group = _group()
         launch = launched()
@@ -40,11 +31,7 @@ def as_replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def as_num_replicas(num_replicas: int | None) -> int:
-    """Return the number of replicas where one process deals for all of them.
-
-    Raises:
-        SettingError: as for `as_replicas`.
-    """
+    """Return the number of replicas where one process deals for all of them."""
     return as_replicas(None, None)[0] if num_replicas is None else as_count(num_replicas, "num_replicas")
 
 
@@ -56,14 +43,6 @@ def check_processes(
     """Refuse a job of several processes of which the framework doesn't know, as on CPUs where nobody told it.
 
     Each process would take itself for the only one, train on all of the data, and share no gradient.
-
-    Args:
-        known: processes, by the framework.
-        who: what the framework is called.
-        way: how it is told.
-
-    Raises:
-        SettingError: the launcher says other.
     """
     launch = launched()
     if launch is not None and launch.size != str(known):

@@ -201,11 +201,7 @@ def _fields(
 
 
 def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> int:
-    """Return a setting as a whole number within its limits.
-
-    Raises:
-        SettingError: it is something else.
-    """
+    """Return a setting as a whole number within its limits."""
     if type(value) is int and least <= value <= most:
         return value
     try:
@@ -218,11 +214,7 @@ def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> i
 
 
 def _as_mapping(values: object, name: str) -> Mapping[str, Any]:
-    """Return values by name, none if nothing is given.
-
-    Raises:
-        SettingError: no mapping.
-    """
+    """Return values by name, none if nothing is given."""
     if values is None:
         return {}
     if not isinstance(values, Mapping):
@@ -273,11 +265,7 @@ def _buffers(
 
 
 def _refuse_shared(arrays: Mapping[str, npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]]) -> None:
-    """Refuse to write where tokens, labels, a mask or a column are yet to be read.
-
-    Raises:
-        OutputBufferError: a buffer shares memory with one of them.
-    """
+    """Refuse to write where tokens, labels, a mask or a column are yet to be read."""
     for name, array in arrays.items():
         if any(np.may_share_memory(array, source) for source in read):
             raise OutputBufferError(
@@ -410,11 +398,7 @@ class Source:
         self._segments = segments
 
     def tokens(self) -> tuple[npt.NDArray[Any], IntArray]:
-        """Return token ids and the index of each segment's first.
-
-        Raises:
-            DocumentsError: they are no whole numbers of 32 bits.
-        """
+        """Return token ids and the index of each segment's first."""
         tokens, starts = self._segments.tokens, self._segments.sources
         check_integers(tokens, "token ids")
         self._check_range(tokens, starts, "token ids")
@@ -428,11 +412,7 @@ class Source:
         tokens: npt.NDArray[Any],
         starts: IntArray,
     ) -> Targets | None:
-        """Return labels and mask for the kernel, or None where every token is its own label.
-
-        Raises:
-            DocumentsError: labels or a mask that don't match the documents.
-        """
+        """Return labels and mask for the kernel, or None where every token is its own label."""
         if labels is None and loss_mask is None and weights is None:
             return None
         values, value_starts = tokens, starts
@@ -453,12 +433,7 @@ class Source:
         return values, value_starts, mask, mask_starts
 
     def column(self, values: Documents, name: str, pad: Any) -> Column:
-        """Return a per-token column.
-
-        Raises:
-            DocumentsError: a column that doesn't match the documents or holds no numbers.
-            SettingError: a pad value that the column's dtype can't hold.
-        """
+        """Return a per-token column."""
         array, starts = self._read(values, f"column {name!r}")
         if array.dtype.kind not in "biuf" or array.dtype.itemsize not in _SIZES:
             raise DocumentsError(f"column {name!r} must hold numbers or booleans, got dtype {array.dtype}")
@@ -468,11 +443,7 @@ class Source:
         return Column(array, starts, _as_pad(pad, array.dtype, name))
 
     def weights(self, values: Documents) -> Column:
-        """Return what labels weigh, as a column of float32.
-
-        Raises:
-            DocumentsError: they don't match the documents, hold no numbers, or such as only float64 tells from 0.
-        """
+        """Return what labels weigh, as a column of float32."""
         array, starts = self._read(values, "target_weights")
         if array.dtype.kind not in "biuf":
             raise DocumentsError(f"target_weights must be numbers, got dtype {array.dtype}")
@@ -543,9 +514,6 @@ def check_weights(weights: npt.NDArray[np.float32]) -> None:
 
     Args:
         weights: of a batch, `[rows, width]`.
-
-    Raises:
-        DocumentsError: names the first and how many there are.
     """
     wrong = ~((weights >= 0) & (weights < np.inf))
     if wrong.any():
@@ -557,11 +525,7 @@ def check_weights(weights: npt.NDArray[np.float32]) -> None:
 
 
 def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tuple[str, ...]) -> None:
-    """Refuse columns by the names of arrays that a batch has anyway, and pads of columns that aren't there.
-
-    Raises:
-        SettingError: either.
-    """
+    """Refuse columns by the names of arrays that a batch has anyway, and pads of columns that aren't there."""
     reserved = [name for name in columns if name in taken]
     if reserved:
         raise SettingError(
@@ -576,11 +540,7 @@ def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tu
 
 
 def _as_pad(pad: Any, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
-    """A pad value in the dtype of its column.
-
-    Raises:
-        SettingError: the dtype can't hold it.
-    """
+    """A pad value in the dtype of its column."""
     given = np.asarray(pad)
     if given.ndim == 0 and given.dtype.kind in "biuf":
         with np.errstate(all="ignore"):

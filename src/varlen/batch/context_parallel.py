@@ -21,16 +21,9 @@ def zigzag_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int) ->
 
     Args:
         cu_slots: int32 `[segments + 1]`: `cu_seqlens_padded` of a batch, or `cu_seqlens` where that is None.
-        cp_rank: this rank, from 0.
-        cp_world_size: ranks that share a sequence.
 
     Returns:
         int64 `[positions / cp_world_size]`, rising within each of a segment's two chunks. Over all ranks every
-        position stands exactly once.
-
-    Raises:
-        DocumentsError: boundaries that are no rising whole numbers.
-        SettingError: a rank out of range, or a segment that 2·CP doesn't divide.
 
     >>> zigzag_indices([0, 8, 12], cp_rank=0, cp_world_size=2).tolist()
     [0, 1, 6, 7, 8, 11]
@@ -58,12 +51,6 @@ def contiguous_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int
 
     Args:
         cu_slots: int32 `[segments + 1]`; only its ends are used.
-        cp_rank: this rank, from 0.
-        cp_world_size: ranks that share a sequence.
-
-    Raises:
-        DocumentsError: boundaries that are no rising whole numbers.
-        SettingError: a rank out of range, or positions that don't divide evenly.
     """
     bounds = _as_bounds(cu_slots, cp_rank, cp_world_size)
     total = int(bounds[-1] - bounds[0])
@@ -77,12 +64,7 @@ def contiguous_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int
 
 
 def _as_bounds(cu_slots: npt.ArrayLike, cp_rank: object, cp_world_size: object) -> IntArray:
-    """Return boundaries as int64, checked, as are rank and ranks.
-
-    Raises:
-        DocumentsError: boundaries that are no rising whole numbers.
-        SettingError: a rank out of range.
-    """
+    """Return boundaries as int64, checked, as are rank and ranks."""
     try:
         ranks, rank = operator.index(cp_world_size), operator.index(cp_rank)  # type: ignore[arg-type]
     except TypeError:

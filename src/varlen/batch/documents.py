@@ -42,11 +42,7 @@ what a small batch takes; of a fixed-size list, all offsets are made only once."
 
 
 def count_documents(documents: Documents, name: str) -> int:
-    """Return how many documents there are, without converting them.
-
-    Raises:
-        DocumentsError: not a form that holds documents.
-    """
+    """Return how many documents there are, without converting them."""
     if isinstance(documents, tuple):
         if len(documents) != 2 or np.ndim(documents[1]) != 1 or len(documents[1]) == 0:
             raise DocumentsError(
@@ -85,11 +81,7 @@ def _is_arrow(values: Any) -> bool:
 
 
 def as_flat(documents: Documents, name: str) -> Ragged | None:
-    """Return documents that are flat values already, which no batch needs to convert, or None.
-
-    Raises:
-        DocumentsError: values that aren't numbers, or nulls among them.
-    """
+    """Return documents that are flat values already, which no batch needs to convert, or None."""
     if isinstance(documents, tuple):
         return _flat(documents[0], documents[1], name=name) if len(documents) == 2 else None
     seen = _FLAT.get(id(documents))
@@ -109,18 +101,11 @@ def as_ragged(
     """Return documents as flat values, and where each wanted one stands in them.
 
     Args:
-        documents: any of the forms above.
-        num_documents: how many there must be.
         wanted: gives int64 `[segments]`, the documents that the batch needs, in range; they may repeat. Called
             where documents must be converted.
-        name: what to call them in errors.
 
     Returns:
         The values, and int64 `[segments]`, the index of each wanted document in their offsets; None where that
-        is the document's number.
-
-    Raises:
-        DocumentsError: values that aren't numbers, a form that holds no documents, or another number of them.
     """
     count = count_documents(documents, name)
     if count != num_documents:
@@ -239,11 +224,7 @@ def _from_list(parts: list[Any], name: str) -> Ragged:
 
 
 def as_document(part: Any, index: int, name: str) -> npt.NDArray[Any]:
-    """Return one document of a list as an array.
-
-    Raises:
-        DocumentsError: it can't be read, or hasn't one dimension.
-    """
+    """Return one document of a list as an array."""
     try:
         array = np.asarray(part)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
@@ -257,11 +238,7 @@ def as_document(part: Any, index: int, name: str) -> npt.NDArray[Any]:
 
 
 def check_integers(values: npt.NDArray[Any], name: str) -> None:
-    """Require whole numbers.
-
-    Raises:
-        DocumentsError: floats, booleans, text or objects.
-    """
+    """Require whole numbers."""
     if values.dtype.kind not in "iu":
         raise DocumentsError(f"{name} must be whole numbers, got dtype {values.dtype}")
 
@@ -269,17 +246,7 @@ def check_integers(values: npt.NDArray[Any], name: str) -> None:
 def refuse_negative(
     values: npt.NDArray[Any], starts: IntArray, lengths: npt.NDArray[Any], documents: IntArray
 ) -> NoReturn:
-    """Refuse token ids below 0.
-
-    Args:
-        values: token ids.
-        starts: index of each segment's first.
-        lengths: tokens of each segment.
-        documents: the document of each.
-
-    Raises:
-        DocumentsError: says how many, and where the first stands.
-    """
+    """Refuse token ids below 0."""
     sizes = np.asarray(lengths, np.int64)
     owners = np.repeat(np.arange(sizes.size), sizes)
     places = np.arange(owners.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
@@ -293,11 +260,7 @@ def refuse_negative(
 
 
 def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:
-    """Return pack numbers as int64, one-dimensional.
-
-    Raises:
-        DocumentsError: not whole numbers.
-    """
+    """Return pack numbers as int64, one-dimensional."""
     try:
         array = np.atleast_1d(np.asarray(values))
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:

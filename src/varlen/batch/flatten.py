@@ -64,28 +64,6 @@ def flatten(
 ) -> FlatRow:
     """Lay whole documents end to end.
 
-    Args:
-        documents: token ids of each, whole numbers: a list of lists, arrays or tensors, an Arrow list array, or
-            (values, offsets).
-        labels: as many for each document; None takes the tokens themselves.
-        keep: as many numbers for each document; tokens where it is 0 are left out, with all that is theirs.
-        columns: other values a token.
-        lengths: lists of lengths where an entry of `documents` holds several end to end; None for one each.
-        separator: the first label of every document, which nothing before it may predict.
-        first_position: position of every first token.
-        pad_id: id at padding.
-        pad_to_multiple_of: the width is rounded up to it.
-        column_pads: values of the columns at padding, 0 where not named.
-        positions: whether positions are asked for.
-        owners: whether segment numbers are asked for.
-
-    Returns:
-        The row; a document without tokens has no segment, and is counted.
-
-    Raises:
-        DocumentsError: no token at all, values that aren't whole numbers, ids below 0, or not as many of them.
-        SettingError: more positions than int32 boundaries can count.
-
     Cost: one pass over the tokens, and about 0.1 us for each document; from lists, 4 ns for each int.
 
     >>> row = flatten([[11, 12, 13], [], [21, 22]], pad_to_multiple_of=4)
@@ -167,12 +145,7 @@ def _taken(joined: Joined, kept: npt.NDArray[np.bool_]) -> Joined:
 
 
 def _width(tokens: int, multiple: int, num_documents: int) -> int:
-    """Positions of the row.
-
-    Raises:
-        DocumentsError: no token.
-        SettingError: too many positions.
-    """
+    """Positions of the row."""
     if not tokens:
         raise DocumentsError(
             f"no token in this batch of {num_documents:,} documents, so there is nothing to train on; leave empty "
@@ -188,11 +161,7 @@ def _width(tokens: int, multiple: int, num_documents: int) -> int:
 
 
 def _check_counts(counts: IntArray, sizes: IntArray, name: str) -> None:
-    """Require as many values as tokens.
-
-    Raises:
-        DocumentsError: other counts.
-    """
+    """Require as many values as tokens."""
     if counts.size != sizes.size:
         raise DocumentsError(f"{name} are given for {counts.size:,} of {sizes.size:,} documents")
     wrong = counts != sizes
@@ -227,11 +196,7 @@ def _kept_lengths(kept: npt.NDArray[np.bool_], pieces: IntArray) -> IntArray:
 
 
 def _pieces(lengths: Any, sizes: IntArray) -> IntArray:
-    """Lengths of all documents, where rows hold several.
-
-    Raises:
-        DocumentsError: lengths that don't add up to their row, or are negative.
-    """
+    """Lengths of all documents, where rows hold several."""
     flat, counts, _ = as_whole(join(lengths, "seq_lengths"), "seq_lengths")
     flat = flat.astype(np.int64, copy=False)
     if counts.size != sizes.size:
@@ -279,15 +244,7 @@ class Joined(NamedTuple):
 
 
 def join(documents: Any, name: str) -> Joined:
-    """Lay the values of documents end to end, in a dtype of their own.
-
-    Args:
-        documents: a list of lists, arrays or tensors; an Arrow list array, chunked or not; or (values, offsets).
-        name: what to call them in errors.
-
-    Raises:
-        DocumentsError: an entry that isn't one-dimensional, or holds no numbers.
-    """
+    """Lay the values of documents end to end, in a dtype of their own."""
     if isinstance(documents, tuple) or hasattr(documents, "null_count"):
         return _from_flat(documents, name)
     values = documents if type(documents) is list else list(documents)
@@ -303,11 +260,7 @@ def join(documents: Any, name: str) -> Joined:
 
 
 def as_whole(joined: Joined, name: str) -> Joined:
-    """Return the same as int32 or int64.
-
-    Raises:
-        DocumentsError: fractions, booleans, or numbers outside of int64.
-    """
+    """Return the same as int32 or int64."""
     values = joined.values
     if values.dtype in (np.int64, np.int32):
         return joined
@@ -329,11 +282,7 @@ def holds_ones_only(documents: Any) -> bool:
 
 
 def _from_flat(documents: Any, name: str) -> Joined:
-    """An Arrow list array, or values with their offsets.
-
-    Raises:
-        DocumentsError: offsets that fall, or lie outside of the values.
-    """
+    """An Arrow list array, or values with their offsets."""
     if hasattr(documents, "num_chunks") and documents.num_chunks != 1:  # taken row by row, a chunk is a row
         documents = documents.combine_chunks()
     flat = as_flat(documents, name)
@@ -407,10 +356,6 @@ def _one_by_one(values: Sequence[Any], name: str) -> Joined:
 
 
 def _check_numbers(values: npt.NDArray[Any], name: str) -> None:
-    """Require numbers or booleans.
-
-    Raises:
-        DocumentsError: text or objects.
-    """
+    """Require numbers or booleans."""
     if values.dtype.kind not in "biuf":
         raise DocumentsError(f"{name} must hold numbers or booleans, got dtype {values.dtype}")

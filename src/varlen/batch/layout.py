@@ -63,13 +63,7 @@ def padding_segment(multiple: int) -> int:
 def lay_out(
     packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multiple_of: int, documents: Documents
 ) -> Segments:
-    """Place the segments of some packs and find their tokens.
-
-    Raises:
-        DocumentsError: documents that don't match the packing.
-        SettingError: a pack number out of range, a pack that can't be or is over the capacity, too many positions
-            for int32 boundaries, or a multiple that doesn't divide the capacity.
-    """
+    """Place the segments of some packs and find their tokens."""
     multiple = packing.document_multiple_of
     width = packing.capacity if layout == "rows" else 0
     _check_width(width, pad_to_multiple_of)
@@ -132,11 +126,7 @@ def lay_out(
 
 
 def _check_width(width: int, pad_to_multiple_of: int) -> None:
-    """Require that rows are as wide as a multiple, or name the nearest; a flat row's width of 0 is one of any.
-
-    Raises:
-        SettingError: they aren't.
-    """
+    """Require that rows are as wide as a multiple, or name the nearest; a flat row's width of 0 is one of any."""
     if width % pad_to_multiple_of:
         below = width // pad_to_multiple_of * pad_to_multiple_of
         near = f"{below:,} or {below + pad_to_multiple_of:,}" if below else f"{pad_to_multiple_of:,}"
@@ -165,19 +155,7 @@ def exactness(packing: Packing) -> int:
 def refuse_mismatch(
     ragged: Ragged, home: int, document: int, piece: Int32Array, counts: tuple[int, int], name: str
 ) -> None:
-    """Say how a document differs from what was packed.
-
-    Args:
-        ragged: documents, labels or a column.
-        home: index of the document in its offsets.
-        document: its number.
-        piece: first token and length of a piece that it doesn't hold.
-        counts: how many segments don't match, of how many.
-        name: what these documents are called.
-
-    Raises:
-        DocumentsError: always.
-    """
+    """Say how a document differs from what was packed."""
     offsets, num_values = ragged.offsets, ragged.values.size
     falls = offsets[1:] < offsets[:-1]
     if falls.any():

@@ -352,17 +352,12 @@ def target_weights(
     """Return what one target of each segment weighs; `PackedBatch.loss_weights` says what the words mean.
 
     Args:
-        weighting: the word.
         targets: `[segments]`: targets in each segment, or the sum of what they weigh by themselves.
         documents: `[segments]`: document of each segment.
         groups: `[segments]`: group of each segment's document, or None.
-        num_packs: packs in the batch.
 
     Returns:
         float64 `[segments]`; 0 where there is no target.
-
-    Raises:
-        SettingError: an unknown weighting, or "pair" without groups.
     """
     if weighting not in get_args(LossWeighting):
         raise SettingError(
@@ -388,7 +383,6 @@ def spread(weights: FloatArray, places: Any, lengths: Any, size: int) -> Any:
         weights: `[segments]`.
         places: `[segments]`: first position of each segment.
         lengths: `[segments]`.
-        size: positions in all.
 
     Returns:
         float64 `[size]`; 0 at padding.
@@ -444,10 +438,6 @@ def dense_mask(segment_ids: Any, position_ids: Any, sliding_window: int | None =
     Args:
         segment_ids: integers `[rows, width]`, -1 at padding.
         position_ids: integers `[rows, width]`, restarting with each segment.
-        sliding_window: attend to the last this many positions only, the token itself included.
-
-    Raises:
-        SettingError: a window that is no whole number, or below 1.
     """
     check_window(sliding_window)
     queries, keys = position_ids[:, :, None], position_ids[:, None, :]
@@ -461,11 +451,7 @@ def dense_mask(segment_ids: Any, position_ids: Any, sliding_window: int | None =
 
 
 def check_window(sliding_window: int | None) -> None:
-    """Require a window that holds the token itself.
-
-    Raises:
-        SettingError: it is no whole number, or below 1.
-    """
+    """Require a window that holds the token itself."""
     if sliding_window is None:
         return
     try:
@@ -480,11 +466,7 @@ def check_window(sliding_window: int | None) -> None:
 
 
 def import_torch() -> Any:
-    """Return the torch module.
-
-    Raises:
-        MissingExtraError: torch is not installed.
-    """
+    """Return the torch module."""
     try:
         import torch
     except ImportError:
@@ -496,12 +478,7 @@ def as_tensor(array: Any, device: torch.device | str | None, *, widen: bool) -> 
     """Return an array as a tensor, None as None.
 
     Args:
-        array: numpy or torch; host memory is shared where dtype and device allow.
-        device: where to; None leaves it where it is.
         widen: to int64, after it has moved, so that int32 crosses at half the traffic.
-
-    Raises:
-        MissingExtraError: torch is not installed.
     """
     if array is None:
         return None
@@ -522,11 +499,6 @@ def mask_function(segment_ids: Any, sliding_window: int | None = None) -> Callab
     Args:
         segment_ids: integers `[rows, width]`, numpy or torch, -1 at padding; the function reads a tensor on
             their device.
-        sliding_window: attend to the last this many positions only, the token itself included.
-
-    Raises:
-        MissingExtraError: torch is not installed.
-        SettingError: a window below 1.
     """
     check_window(sliding_window)
     owners = import_torch().as_tensor(segment_ids)
@@ -545,11 +517,6 @@ def block_mask(segment_ids: Any, sliding_window: int | None = None) -> Any:
 
     Args:
         segment_ids: integers `[rows, width]`, numpy or torch, -1 at padding.
-        sliding_window: attend to the last this many positions only, the token itself included.
-
-    Raises:
-        MissingExtraError: torch is not installed.
-        SettingError: a window below 1.
     """
     torch = import_torch()
     from torch.nn.attention.flex_attention import create_block_mask

@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_alone(data: list[str] | None, others: dict[str, object]) -> None:
-    """Refuse what planning takes and measuring doesn't.
-
-    Args:
-        data: as given; there must be none.
-        others: what was given for options, by their names; None for nothing.
-
-    Raises:
-        SettingError: data was named, or one of the options.
-    """
+    """Refuse what planning takes and measuring doesn't."""
     named = [*(data or ()), *(option for option, given in others.items() if given is not None)]
     if named:
         raise SettingError(
@@ -36,19 +28,7 @@ def check_alone(data: list[str] | None, others: dict[str, object]) -> None:
 
 
 def calibrated(model: str, tp: int, seconds: float, *, save: Path | None, as_json: bool) -> None:
-    """Measure, print predicted beside measured seconds, and keep the rates.
-
-    Args:
-        model: as given.
-        tp: GPUs that share every layer: the share of one is measured.
-        seconds: to measure for.
-        save: file for the rates.
-        as_json: print JSON.
-
-    Raises:
-        SettingError: settings out of range.
-        MissingExtraError: torch isn't installed.
-    """
+    """Measure, print predicted beside measured seconds, and keep the rates."""
     if not 0 < seconds < float("inf"):
         raise SettingError(f"--seconds must be above 0; got {seconds:g}")
     from varlen.cli.plan_job import model_of
@@ -90,15 +70,7 @@ def _say_least(model: str, tp: int, seconds: float, least_s: float) -> None:
 
 
 def share_of(model: ModelShape, tp: int) -> ModelShape:
-    """Return the share of a model that one tensor-parallel GPU computes.
-
-    Args:
-        model: all of it.
-        tp: GPUs that share every layer.
-
-    Raises:
-        SettingError: they don't divide its heads.
-    """
+    """Return the share of a model that one tensor-parallel GPU computes."""
     from varlen.cost.shape import check_mesh
     from varlen.step_plan import Mesh
 

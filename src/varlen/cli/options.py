@@ -157,19 +157,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the manifest.", rich
 def as_source(
     data: Sequence[str], *, tokenizer: str, column: Sequence[str], eos: str | None, **more: Any
 ) -> Source | Path:
-    """Return the source that arguments name, or the folder of a token store.
-
-    Args:
-        data: as given.
-        tokenizer: as given.
-        column: ROLE=NAME each.
-        eos: a token, or its id.
-        more: handed on to `open_source`.
-
-    Raises:
-        SourceError: no such files.
-        SettingError: an argument out of its range.
-    """
+    """Return the source that arguments name, or the folder of a token store."""
     from varlen.documents.source import open_source
     from varlen.files.written import read_manifest
 
@@ -195,12 +183,7 @@ def as_source(
 
 
 def as_documents(data: Sequence[str], **settings: Any) -> Source:
-    """Return the source that arguments name, where a token store is none; arguments as in `as_source`.
-
-    Raises:
-        SourceError: no such files.
-        SettingError: an argument out of its range, or a token store.
-    """
+    """Return the source that arguments name, where a token store is none; arguments as in `as_source`."""
     source = as_source(data, **settings)
     if isinstance(source, Path):
         raise SettingError(f"{source} is a token store already; name the documents, or pack it as it is")
@@ -208,11 +191,7 @@ def as_documents(data: Sequence[str], **settings: Any) -> Source:
 
 
 def as_crew(processes: int | None, ray: bool) -> Crew:
-    """Return who does the work: as many processes as asked for, else one a processor that this one may use.
-
-    Raises:
-        SettingError: fewer than one process.
-    """
+    """Return who does the work: as many processes as asked for, else one a processor that this one may use."""
     from varlen.offline.crew import Crew
     from varlen.offline.processors import processors
 
@@ -220,11 +199,7 @@ def as_crew(processes: int | None, ray: bool) -> Crew:
 
 
 def check_one_store(source: Source | Path, tokens: Path | None) -> None:
-    """Refuse a store of tokens as the data where another is named to keep them.
-
-    Raises:
-        SettingError: both are named.
-    """
+    """Refuse a store of tokens as the data where another is named to keep them."""
     if isinstance(source, Path) and tokens is not None and tokens.resolve() != source.resolve():
         raise SettingError(
             f"{source} holds tokens already, and --tokens names {tokens}; leave one of them out"
@@ -234,17 +209,7 @@ def check_one_store(source: Source | Path, tokens: Path | None) -> None:
 def lengths_of(
     data: Sequence[str], on_progress: Callable[[int, int, str], None], excerpts: int, **settings: Any
 ) -> Lengths:
-    """Return the lengths of the documents that arguments name.
-
-    Args:
-        data: as given: documents, a token store, or one `.npz` file of lengths.
-        on_progress: called with work done, all work, and words.
-        excerpts: documents whose beginnings are wanted.
-        settings: handed on to `as_source`.
-
-    Raises:
-        SourceError: a record can't be read, or there is no document.
-    """
+    """Return the lengths of the documents that arguments name."""
     from varlen.store.lengths import counted_lengths, read_lengths, stored_lengths
     from varlen.store.store import open_store
 
@@ -304,11 +269,7 @@ def pack_arguments(
 
 
 def _as_variables(text: str | None) -> dict[str, Any] | None:
-    """Return what a chat template sees beside the chat.
-
-    Raises:
-        SettingError: it is no JSON object.
-    """
+    """Return what a chat template sees beside the chat."""
     if text is None:
         return None
     try:
@@ -331,11 +292,7 @@ def print_unread(source: Mapping[str, Any]) -> None:
 
 
 def _as_columns(columns: Sequence[str]) -> dict[str, str]:
-    """Return the column of each role.
-
-    Raises:
-        SettingError: one isn't of the form ROLE=NAME, or a role stands twice.
-    """
+    """Return the column of each role."""
     roles: dict[str, str] = {}
     for pair in columns:
         role, equals, name = pair.partition("=")

@@ -212,11 +212,7 @@ def pack(
 
 
 def _check_format(format_: str) -> None:
-    """Refuse a format of documents in place of one of rows.
-
-    Raises:
-        SettingError: it is one.
-    """
+    """Refuse a format of documents in place of one of rows."""
     from varlen.errors import SettingError
 
     if format_ in ("jsonl", "json", "csv", "tsv", "text", "npz"):
@@ -372,11 +368,7 @@ def split_of(read: str | None) -> str:
 
 
 def refuse_others(given: Mapping[str, Any]) -> None:
-    """Refuse options of Megatron-Bridge where another form is written.
-
-    Raises:
-        SettingError: one is given.
-    """
+    """Refuse options of Megatron-Bridge where another form is written."""
     from varlen.errors import SettingError
 
     for name, value in given.items():
@@ -394,19 +386,7 @@ def megatron_packer(
     columns: Mapping[str, bool],
     **shared: Any,
 ) -> Callable[..., PackedSet]:
-    """Return what packs for Megatron-Bridge.
-
-    Args:
-        capacity: positions of a row.
-        method: of packing.
-        format_: of `FORMATS`.
-        given: the options of Megatron-Bridge, by name.
-        columns: other columns that were asked for.
-        shared: settings that other forms have too.
-
-    Raises:
-        SettingError: an option out of its range, or two that contradict each other.
-    """
+    """Return what packs for Megatron-Bridge."""
     from varlen.adapters.megatron.packing.alignment import alignment
     from varlen.adapters.megatron.packing.offline import pack_for_megatron
     from varlen.adapters.megatron.packing.settings import MegatronPackSettings

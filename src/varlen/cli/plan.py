@@ -144,11 +144,7 @@ def plan(
 
 
 def _named(data: list[str] | None, seconds: float | None) -> list[str]:
-    """Return what is to be planned.
-
-    Raises:
-        SettingError: nothing was named, or a time to measure for, which planning has no use for.
-    """
+    """Return what is to be planned."""
     if seconds is not None:
         raise SettingError("--seconds says how long --calibrate measures; planning takes what it takes")
     if not data:
@@ -157,11 +153,7 @@ def _named(data: list[str] | None, seconds: float | None) -> list[str]:
 
 
 def _cost_of(model: str, hardware: str, rates: str, recompute: str) -> CostModel:
-    """Return the cost model that arguments name.
-
-    Raises:
-        SettingError: no such model, hardware, rates or recomputation.
-    """
+    """Return the cost model that arguments name."""
     from varlen.cli.plan_job import hardware_of, model_of
     from varlen.cost.model import CostModel, Mode
     from varlen.step_plan import Recompute
@@ -181,11 +173,7 @@ def _cost_of(model: str, hardware: str, rates: str, recompute: str) -> CostModel
 
 
 def _with_positions(cost: CostModel, steps: list[StepDocuments], *, stretch: bool) -> CostModel:
-    """Return the cost model, its model's positions stretched to the longest document where that was asked for.
-
-    Raises:
-        SettingError: documents are longer than the model has positions.
-    """
+    """Return the cost model, its model's positions stretched to the longest document where that was asked for."""
     positions = cost.model.max_positions
     largest = max(steps, key=lambda step: step.capacity)
     longest = int(largest.lengths.max())
@@ -202,11 +190,7 @@ def _with_positions(cost: CostModel, steps: list[StepDocuments], *, stretch: boo
 
 
 def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: bool) -> dict[str, Any]:
-    """Return the mesh that arguments name, or for a sweep the GPUs that are divided in every way.
-
-    Raises:
-        SettingError: it doesn't divide, or a sweep is given an axis.
-    """
+    """Return the mesh that arguments name, or for a sweep the GPUs that are divided in every way."""
     from varlen.cli.plan_job import mesh_of
     from varlen.step_plan import Sharding
 
@@ -222,11 +206,7 @@ def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: b
 
 
 def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: bool) -> dict[str, Any]:
-    """Return what is planned, and how.
-
-    Raises:
-        SettingError: an unknown method or sharding, or several methods for a sweep.
-    """
+    """Return what is planned, and how."""
     from varlen.report.plan import METHODS, check_methods
 
     check_methods(method or ())
@@ -239,11 +219,7 @@ def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: 
 
 
 def _capacities(given: list[str] | None, *, sweep: bool) -> list[int]:
-    """Read the capacities.
-
-    Raises:
-        SettingError: one is none, or there are several without a sweep.
-    """
+    """Read the capacities."""
     found = [as_tokens(words, "--capacity") for words in given or [_DEFAULT_CAPACITY]]
     if len(found) > 1 and not sweep:
         raise SettingError("--capacity stands several times, which only --sweep compares; name one of them")

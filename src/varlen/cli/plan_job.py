@@ -34,20 +34,7 @@ def mesh_of(
     virtual_stages: int,
     sharding: Sharding,
 ) -> Mesh:
-    """Return the mesh: data-parallel ranks are what the other axes leave of the GPUs.
-
-    Args:
-        gpus: as given; None: what the axes come to, 8 where dp isn't given either.
-        dp: as given; None: what is left.
-        pp: pipeline stages.
-        cp: GPUs that share every document.
-        tp: GPUs that share every layer.
-        virtual_stages: chunks of a stage.
-        sharding: what data-parallel ranks divide.
-
-    Raises:
-        SettingError: the axes don't divide the GPUs; names the numbers that would.
-    """
+    """Return the mesh: data-parallel ranks are what the other axes leave of the GPUs."""
     from varlen.step_plan import Mesh
 
     rest = prod(max(axis, 1) for axis in (pp, cp, tp))
@@ -72,14 +59,7 @@ def mesh_of(
 
 
 def model_of(words: str) -> ModelShape:
-    """Return the shape of a model: by its name, or from its configuration.
-
-    Args:
-        words: a name such as llama-3-8b, a config.json, or a folder that holds one.
-
-    Raises:
-        SettingError: no such name, or a file that is no configuration.
-    """
+    """Return the shape of a model: by its name, or from its configuration."""
     from varlen.cost.shape import ModelShape
 
     path = Path(words)
@@ -99,14 +79,7 @@ def model_of(words: str) -> ModelShape:
 
 
 def hardware_of(words: str) -> Hardware:
-    """Return hardware: by its name, or as `varlen plan --calibrate` measured it.
-
-    Args:
-        words: a name such as h100, or a file.
-
-    Raises:
-        SettingError: no such name, no such file, or a file of something else.
-    """
+    """Return hardware: by its name, or as `varlen plan --calibrate` measured it."""
     from varlen.cost.hardware import Hardware
 
     if Path(words).is_file():
@@ -127,14 +100,7 @@ _MOST_DIGITS = 18
 
 
 def counted(data: Sequence[str]) -> Lengths | None:
-    """Return the lengths that one file holds, or None where arguments name something else.
-
-    Args:
-        data: as given.
-
-    Raises:
-        SourceError: an `.npy` file of something else than lengths, or a text of which half the lines are lengths.
-    """
+    """Return the lengths that one file holds, or None where arguments name something else."""
     if len(data) != 1 or not Path(data[0]).is_file():
         return None
     path = Path(data[0])
@@ -196,11 +162,7 @@ def _checked(path: Path, found: npt.NDArray[Any]) -> Lengths:
 
 
 def _lines(path: Path) -> Lengths | None:
-    """Read a text of numbers; None where most lines are something else, and the text a document.
-
-    Raises:
-        SourceError: half the lines or more are lengths, and some are not.
-    """
+    """Read a text of numbers; None where most lines are something else, and the text a document."""
     import numpy as np
 
     from varlen.store.lengths import Lengths

@@ -24,17 +24,7 @@ _OPTIONS = {"output": "-o", "trace": "--trace", "save": "--save"}
 
 
 def check_outputs(outputs: dict[str, Path | None], data: list[str], *, sweep: bool) -> None:
-    """Refuse files that couldn't be written, or would be written over, before anything is planned.
-
-    Args:
-        outputs: by "output", "trace" and "save".
-        data: what is planned.
-        sweep: whether meshes are searched, which writes none.
-
-    Raises:
-        SettingError: a folder is missing or can't be written, a file is read or written already, or a sweep is to
-            write one.
-    """
+    """Refuse files that couldn't be written, or would be written over, before anything is planned."""
     from varlen.report.page import check_writable
 
     taken = {Path(name).resolve(): "read" for name in data}
@@ -53,17 +43,7 @@ def check_outputs(outputs: dict[str, Path | None], data: list[str], *, sweep: bo
 
 
 def show(found: PlanComparison, outputs: dict[str, Path | None], *, as_json: bool) -> None:
-    """Write what was asked for, and print the figures.
-
-    Args:
-        found: methods side by side.
-        outputs: by "output", "trace" and "save".
-        as_json: print JSON.
-
-    Raises:
-        SettingError: a file can't be written after all.
-        PlanError: no method has a plan; the report is written and the reasons are printed even so.
-    """
+    """Write what was asked for, and print the figures."""
     try:
         _write(found, outputs)
     except OSError as error:
@@ -97,15 +77,7 @@ def _write(found: PlanComparison, outputs: dict[str, Path | None]) -> None:
 
 
 def show_sweep(found: PlanSweep, *, as_json: bool) -> None:
-    """Print the fastest meshes.
-
-    Args:
-        found: of a sweep.
-        as_json: print JSON.
-
-    Raises:
-        PlanError: no mesh holds the step; the reasons are printed even so.
-    """
+    """Print the fastest meshes."""
     if as_json:
         _print_json(found.to_json())
     else:

@@ -38,10 +38,6 @@ class Part:
 def fitted(parts: list[Part], width: int) -> list[Part]:
     """Return the parts that a line has room for, in their order.
 
-    Args:
-        parts: of the line; those without words are left out.
-        width: columns of the terminal.
-
     >>> words = [Part(words="step 7", rank=0), Part(words="1.00 % waiting", rank=2), Part(words="left 0:01", rank=1)]
     >>> [part.words for part in fitted(words, 20)]
     ['step 7', 'left 0:01']
@@ -137,15 +133,7 @@ def _log_lines(console: Console) -> OnProgress:
 
 
 def require_training(verb: str, does: str = "trains a model") -> None:
-    """Refuse to start without the packages that train.
-
-    Args:
-        verb: that needs them.
-        does: what it needs them for.
-
-    Raises:
-        MissingExtraError: one isn't installed; names the command that installs it.
-    """
+    """Refuse to start without the packages that train."""
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise MissingExtraError(

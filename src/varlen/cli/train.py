@@ -105,11 +105,7 @@ def train(
 
 
 def check_asked(config: Path | None, init: Path | None, changes: list[str]) -> None:
-    """Require a configuration to train, or a file to write, and not both; arguments as given.
-
-    Raises:
-        SettingError: neither, or both.
-    """
+    """Require a configuration to train, or a file to write, and not both; arguments as given."""
     if init is not None and (config is not None or changes):
         raise SettingError("--init writes an example and trains nothing; leave everything else out")
     if init is None and config is None:
@@ -167,11 +163,7 @@ def _to_go_on(summary: TrainSummary) -> str:
 
 @contextmanager
 def watching(every: int) -> Iterator[Watcher]:
-    """Give what shows a run, until it ends.
-
-    Args:
-        every: steps between two lines where there is no terminal.
-    """
+    """Give what shows a run, until it ends."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield Lines(console, every)

@@ -174,21 +174,13 @@ def verify(
 
 
 def _refuse(names: list[str], why: str) -> None:
-    """Refuse arguments that would do nothing.
-
-    Raises:
-        SettingError: there are some; names them.
-    """
+    """Refuse arguments that would do nothing."""
     if names:
         raise SettingError(f"leave out {' and '.join(names)} {why}")
 
 
 def _named(model: str | None) -> str:
-    """Return the model that was named.
-
-    Raises:
-        SettingError: there is none.
-    """
+    """Return the model that was named."""
     if model is None:
         raise SettingError("name a MODEL, such as llama, or a configuration with --megatron CONFIG")
     return model
@@ -201,11 +193,7 @@ def _end(is_right: bool, code: int) -> None:
 
 
 def _dtype(name: str | None) -> Any:
-    """Return torch's dtype of a name.
-
-    Raises:
-        SettingError: no such dtype.
-    """
+    """Return torch's dtype of a name."""
     import torch
 
     known = ("float64", "float32", "bfloat16", "float16")
@@ -236,14 +224,7 @@ WIDEST = 118
 
 
 def check_megatron(config: str, *, dialect: str | None, world_size: int | None, as_json: bool) -> bool:
-    """Check a configuration and print the report; returns whether there is no error.
-
-    Args:
-        config: path of a YAML file.
-        dialect: of the release, or the release; None: told by the names in the file.
-        world_size: processes of the job; None: not known.
-        as_json: print one JSON object.
-    """
+    """Check a configuration and print the report; returns whether there is no error."""
     from pathlib import Path
 
     from varlen.adapters.megatron.config.check import check_config
@@ -264,12 +245,7 @@ def check_megatron(config: str, *, dialect: str | None, world_size: int | None, 
 
 
 def print_report(report: ConfigReport, console: Console) -> None:
-    """Print a report in colour, broken to the terminal's width.
-
-    Args:
-        report: of a configuration.
-        console: of the terminal.
-    """
+    """Print a report in colour, broken to the terminal's width."""
     from rich.text import Text
 
     width = min(console.width, WIDEST)

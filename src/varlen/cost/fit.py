@@ -60,15 +60,7 @@ class Samples:
 
 
 def median_of_repeats(samples: Samples) -> tuple[Samples, float]:
-    """Return one sample for each point, rows and keys and FLOPs alike, with the median of its seconds; and the noise.
-
-    Args:
-        samples: as measured.
-
-    Returns:
-        The points, and the variance of a median's logarithm: 0 where nothing was measured twice. It is taken from
-        the median deviation, so that single repeats that went wrong don't count.
-    """
+    """Return one sample for each point (rows, keys, FLOPs) with the median of its seconds, and the noise."""
     points = np.stack([samples.rows, samples.keys, samples.flops], axis=1)
     distinct, which, counts = np.unique(points, axis=0, return_inverse=True, return_counts=True)
     which = which.ravel()
@@ -86,9 +78,6 @@ def fit_table(samples: Samples) -> RateTable:
 
     Outside that grid the rate at its edge holds. More rows of equal keys never take less time.
 
-    Args:
-        samples: of one pass; a grid of rows and keys in octaves, each measured a few times, is enough.
-
     Cost: O(samples x grid).
     """
     rows, keys = _grid(samples.rows), _grid(samples.keys)
@@ -101,14 +90,7 @@ def fit_table(samples: Samples) -> RateTable:
 
 
 def fit_curve(samples: Samples) -> RateCurve:
-    """Fit the rate of matrix products in one pass.
-
-    Args:
-        samples: with keys of 1; of a whole layer without attention, if that is what shall be predicted.
-
-    Raises:
-        SettingError: samples with several key lengths.
-    """
+    """Fit the rate of matrix products in one pass."""
     if np.unique(samples.keys).size > 1:
         raise SettingError(
             f"matrix products have no keys, but samples of {np.unique(samples.keys).size} key lengths were given; "
@@ -140,18 +122,7 @@ def calibrated(
     name: str = "this machine",
     source: str,
 ) -> Hardware:
-    """Return hardware with the rates of measured kernels, and all else as given.
-
-    Args:
-        hardware: whose memory and links hold.
-        attention: samples of the forward and of the backward pass.
-        gemm: samples of matrix products, forward.
-        gemm_backward: the same of the backward pass, where it was measured.
-        heads: query heads that attention was measured with.
-        launch_s: of a layer and pass, beyond its kernels; see `fit_launch_s`.
-        name: what to call it.
-        source: what was measured where and when, for people.
-    """
+    """Return hardware with the rates of measured kernels, and all else as given."""
     return dataclasses.replace(
         hardware,
         name=name,

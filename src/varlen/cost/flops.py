@@ -35,7 +35,6 @@ def pairs_of(starts: FloatArray, stops: FloatArray, window: int = 0) -> FloatArr
     Args:
         starts: `[num_slices]`, first tokens.
         stops: `[num_slices]`, past the last tokens.
-        window: keys that a query sees, itself included; 0 for all.
 
     >>> pairs_of(np.array([2.0]), np.array([4.0])).tolist()
     [7.0]
@@ -57,7 +56,6 @@ def slice_flops(model: ModelShape, starts: npt.ArrayLike, stops: npt.ArrayLike) 
     backward 2.5 and 2 times that.
 
     Args:
-        model: the model.
         starts: `[num_slices]`.
         stops: `[num_slices]`.
     """
@@ -71,10 +69,7 @@ def step_flops(
     """Return FLOPs of training on whole documents once.
 
     Args:
-        model: the model.
         lengths: `[num_documents]`.
-        recompute: "full" computes every layer's forward pass again, the head's not.
-        recompute_share: of the layers.
     """
     stops = np.asarray(lengths, np.float64)
     each, products = _forward(model, np.zeros_like(stops), stops)
@@ -90,17 +85,7 @@ def step_flops(
 
 
 def mfu(flops: Flops, seconds: float, num_gpus: int, peak_tflops: float) -> float:
-    """Return the share of the GPUs' peak that a model's own FLOPs took.
-
-    Args:
-        flops: of the step.
-        seconds: that the step took.
-        num_gpus: GPUs of the mesh.
-        peak_tflops: of one.
-
-    Raises:
-        SettingError: no time, no GPU or no peak.
-    """
+    """Return the share of the GPUs' peak that a model's own FLOPs took."""
     if not (seconds > 0 and num_gpus > 0 and peak_tflops > 0):
         raise SettingError(
             f"MFU of {seconds!r} s on {num_gpus!r} GPUs of {peak_tflops!r} TFLOP/s; all must be above 0"

@@ -17,11 +17,7 @@ _NAMED_HOLES = 4
 
 
 def is_number(value: object) -> bool:
-    """Return whether something is a number, and not a truth value.
-
-    Args:
-        value: of a setting.
-    """
+    """Return whether something is a number, and not a truth value."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 

@@ -69,7 +69,6 @@ def layers_again(layers: FloatArray, share: float) -> FloatArray:
 
     Args:
         layers: `[chunks]`, of any shape.
-        share: above 0, at most 1.
     """
     again: FloatArray = np.ceil(share * layers - 1e-9)
     return again
@@ -241,14 +240,7 @@ class LayerBytes:
 
 
 def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Kernels) -> LayerBytes:
-    """Count the bytes of a row in one layer; with "full", layers that aren't computed again are selective.
-
-    Args:
-        model: its widths.
-        mesh: tensor-parallel GPUs divide rows.
-        recompute: what is computed again in the backward pass.
-        kernels: whose layers run.
-    """
+    """Count the bytes of a row in one layer; with "full", layers that aren't computed again are selective."""
     tp, hidden, gates = mesh.tp, 2.0 * model.hidden, 2.0 * model.active_ffn
     expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim) / kv_shards(model, mesh)
     whole = (
@@ -392,11 +384,7 @@ class Messages(NamedTuple):
     sent_backward: FloatArray
 
     def taken(self, counts: int) -> tuple[FloatArray, FloatArray]:
-        """Return what changes as a task of each pass takes its message, float64 `[chunks, counts]` of its counts.
-
-        Args:
-            counts: how many there are.
-        """
+        """Return what changes as a task of each pass takes its message, float64 `[chunks, counts]` of its counts."""
         found = np.zeros((2, len(self.sent_forward), counts))
         for of_pass, received in zip(found, (self.received_forward, self.received_backward)):
             of_pass[:, OWN], of_pass[:, NEXT] = -received, received
@@ -414,9 +402,7 @@ def messages(layer: LayerBytes, is_again: npt.NDArray[np.bool_], stages: Stages)
     """Return what stages hold of messages; nothing of layers that aren't eager.
 
     Args:
-        layer: bytes of a row.
         is_again: `[chunks]`: whether all layers are computed again; of others, what they give belongs to their graph.
-        stages: which chunks are first and last.
     """
     row = layer.hidden * layer.is_eager
     comes, goes = np.where(stages.has_embedding, 0.0, row), np.where(stages.has_head, 0.0, row)
@@ -446,8 +432,6 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
     """Return what a forward task takes at its peaks, float64 `[chunks, peaks, 7]`.
 
     Args:
-        layer: bytes of a row.
-        chunks: how they run.
         left: `[chunks, 7]`: what it leaves, messages apart.
         taken: `[chunks, 7]`: of messages.
     """
@@ -469,8 +453,6 @@ def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> Floa
     """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 14]`.
 
     Args:
-        layer: bytes of a row.
-        chunks: how they run.
         taken: `[chunks, 14]`: of messages.
     """
     num_kept, last = chunks.layers - chunks.num_again, chunks.layers - 1
@@ -565,10 +547,6 @@ def logit_bytes(model: ModelShape, kernels: Kernels = "fused") -> float:
     """Return bytes of a row's logits, and of the final norm's backward pass where it is an eager one.
 
     Of that norm: 30h at its widest, 12h beside the logits, of which 2h are a gradient that is there for all rows.
-
-    Args:
-        model: its widths.
-        kernels: whose norm it is.
     """
     logits = float(LOGIT_BYTES * model.vocab)
     return logits if kernels == "fused" else max(10 * model.hidden + logits, 28.0 * model.hidden)

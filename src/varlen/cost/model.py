@@ -255,14 +255,7 @@ class CostModel:
         )
 
     def _exchanges(self, kv: float, queries: float, outputs: float, again: float) -> dict[str, Any]:
-        """What GPUs sharing a document send each other, apart from keys and values forward; bytes are per token.
-
-        Args:
-            kv: bytes of keys and values.
-            queries: of queries.
-            outputs: of outputs.
-            again: forward passes in the backward pass.
-        """
+        """What GPUs sharing a document send each other, apart from keys and values forward; bytes are per token."""
         if self.kernels == "fused":
             return {
                 "exchanges_back": 2.0,

@@ -27,12 +27,7 @@ _PLAIN: Final = tuple(
 
 
 def save_hardware(hardware: Hardware, path: str | Path) -> None:
-    """Write hardware to a JSON file, every number to its last digit.
-
-    Args:
-        hardware: such as `fit.calibrated` returns.
-        path: of the file; one that exists is replaced.
-    """
+    """Write hardware to a JSON file, every number to its last digit."""
     forward, backward = hardware.attention
     record: dict[str, Any] = {"format": FORMAT}
     record |= {name: getattr(hardware, name) for name in _PLAIN}
@@ -55,14 +50,7 @@ def save_hardware(hardware: Hardware, path: str | Path) -> None:
 
 
 def load_hardware(path: str | Path) -> Hardware:
-    """Read what `save_hardware` wrote.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        SettingError: no such file, another format, a setting missing or unknown, a table with holes.
-    """
+    """Read what `save_hardware` wrote."""
     try:
         record = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -118,11 +106,7 @@ def _names(kind: type[Link | RateTable | RateCurve]) -> tuple[str, ...]:
 
 
 def _object(within: Mapping[str, Any], name: str, names: tuple[str, ...]) -> Mapping[str, Any]:
-    """A part of the file, with these names and no others.
-
-    Raises:
-        SettingError: it is something else.
-    """
+    """A part of the file, with these names and no others."""
     found = within[name]
     if not isinstance(found, Mapping) or set(found) != set(names):
         seen = f"holds {sorted(found)}" if isinstance(found, Mapping) else f"is {json.dumps(found)[:40]}"

@@ -370,14 +370,7 @@ _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 
 
 def read(config: Any) -> dict[str, Any]:
-    """Return the settings of a shape.
-
-    Args:
-        config: a transformers configuration, or the mapping it is saved as; of several modalities the text part.
-
-    Raises:
-        SettingError: names what is missing, or which layers have no attention to price.
-    """
+    """Return the settings of a shape."""
     given = _text_part(_mapping(config))
     found = {name: _first(given, keys) for name, keys in _NAMES.items()}
     lacking = [" or ".join(_NAMES[name]) for name, value in found.items() if value is None]
@@ -549,10 +542,6 @@ def stages_of(model: ModelShape, mesh: Mesh) -> Stages:
     The head counts as the layers whose matrix products equal its own. Layers are dealt one at a time to the
     lightest stage, which is optimal for items of equal weight; ties go to later stages, where fewer MicroPacks
     wait for their backward pass and so less memory is held. Within a stage the last chunks get less.
-
-    Args:
-        model: with at least as many layers as chunks.
-        mesh: the mesh.
     """
     head = model.head_parameters / model.linear_parameters_per_layer
     counts = np.full(mesh.pp, mesh.virtual_stages)
@@ -576,15 +565,7 @@ def stages_of(model: ModelShape, mesh: Mesh) -> Stages:
 
 
 def check_mesh(model: ModelShape, mesh: Mesh) -> None:
-    """Refuse a mesh whose tensor-parallel GPUs don't divide the heads, or whose chunks outnumber the layers.
-
-    Args:
-        model: the model.
-        mesh: the mesh.
-
-    Raises:
-        SettingError: names the numbers that would divide.
-    """
+    """Refuse a mesh whose tensor-parallel GPUs don't divide the heads, or whose chunks outnumber the layers."""
     if not divides(model, mesh.tp):
         fit = [str(tp) for tp in range(1, model.heads + 1) if divides(model, tp)]
         raise SettingError(
@@ -599,12 +580,7 @@ def check_mesh(model: ModelShape, mesh: Mesh) -> None:
 
 
 def divides(model: ModelShape, tp: int) -> bool:
-    """Return whether so many GPUs get equal query heads, and whole key heads or equal copies of them.
-
-    Args:
-        model: the model.
-        tp: GPUs.
-    """
+    """Return whether so many GPUs get equal query heads, and whole key heads or equal copies of them."""
     return model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
 
 
@@ -612,11 +588,7 @@ def check_positions(model: ModelShape, lengths: Int32Array) -> None:
     """Refuse documents longer than the model has positions.
 
     Args:
-        model: the model.
         lengths: int32 `[num_documents]`.
-
-    Raises:
-        ModelError: names the first such document, and how many there are.
     """
     if model.max_positions is None:
         return

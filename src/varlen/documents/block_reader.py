@@ -63,17 +63,7 @@ class Read:
 
 
 def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
-    """Turn a chunk's rows into documents.
-
-    Args:
-        raw: the rows.
-        source: that they are of.
-        wanted: records to be encoded, ascending; None for all. Those that the chunk hasn't are left out.
-
-    Raises:
-        SourceError: something can't be read, and `on_error` is "raise".
-        SettingError: the tokenizer fails.
-    """
+    """Turn a chunk's rows into documents."""
     parts: list[Documents] = []
     records: list[IntArray] = []
     before = 0
@@ -149,19 +139,11 @@ class BlockReader:
         return len(self._blocks)
 
     def is_cut(self, chunk: Chunk) -> bool:
-        """Whether a chunk is found without reading what comes before it in its file.
-
-        Args:
-            chunk: of a block that there is.
-        """
+        """Whether a chunk is found without reading what comes before it in its file."""
         return bool(self._blocks.of_parts[chunk.block])
 
     def has(self, chunk: Chunk) -> bool:
-        """Whether there is such a chunk; of a block that can't be cut, reads on to it and keeps it for `rows`.
-
-        Args:
-            chunk: of a block; one before those that were forgotten costs reading from the beginning.
-        """
+        """Whether there is such a chunk; of a block that can't be cut, reads on to it and keeps it for `rows`."""
         if self._blocks.of_parts[chunk.block]:
             return chunk.number == 0
         stream = self._streams.get(chunk.block)
@@ -197,28 +179,16 @@ class BlockReader:
         return None if stream is None else stream.error
 
     def print_of(self, chunk: Chunk) -> str:
-        """Return the hash of all rows to the end of a chunk, after reading on to it; "" where there is no such chunk.
-
-        Args:
-            chunk: of a block whose rows are given while they are read.
-        """
+        """Return the hash of all rows up to the end of a chunk, which is read; "" where there is no such chunk."""
         stream = self._streams.get(chunk.block) or self._stream(chunk.block)
         return stream.print_of(chunk.number)
 
     def stretch_of(self, chunk: Chunk) -> tuple[int, int]:
-        """Return what tells chunks that one thread is to read one after the other, in the order of their blocks.
-
-        Args:
-            chunk: any.
-        """
+        """Return what tells chunks that one thread is to read one after the other, in the order of their blocks."""
         return int(self._blocks.files[chunk.block]), int(self._blocks.starts[chunk.block])
 
     def rows(self, chunk: Chunk) -> Raw:
-        """Read a chunk's rows, as far as they can be read.
-
-        Args:
-            chunk: one that `has` has found, where its block can't be cut.
-        """
+        """Read a chunk's rows, as far as they can be read."""
         blocks, block = self._blocks, chunk.block
         index, start, stop, part, of_parts = (
             int(of[block])
@@ -276,11 +246,7 @@ class BlockReader:
             yield from rows_in(file, columns, self._source.text_cut, start, end)
 
     def _columns_of(self, index: int) -> Columns | None:
-        """Return what the rows of a file hold.
-
-        Raises:
-            SourceError: nobody knows.
-        """
+        """Return what the rows of a file hold."""
         file = self._source.files[index]
         if index not in self._columns:
             if file.format == "jsonl" and not file.suffix_compression and compression_of(file) is not None:
@@ -370,14 +336,7 @@ class StreamCursor:
     def __init__(
         self, rows: Iterator[Rows], chunk_bytes: Callable[[int], int], before: StreamCursor | None = None
     ) -> None:
-        """Begin to read.
-
-        Args:
-            rows: of the file.
-            chunk_bytes: of the chunks that come, about, where so many were read.
-            before: a cursor of the same file that has come further: chunks that it has found, in the epoch before,
-                may still be wanted.
-        """
+        """Begin to read."""
         self._rows, self._chunk_bytes = rows, chunk_bytes
         self._num_bytes = 0
         self._prints = array("Q")

@@ -87,12 +87,7 @@ class Blocks:
         )
 
     def order(self, seed: int | None, epoch: int) -> IntArray:
-        """Return the numbers of the blocks in the order in which an epoch takes them, int64 `[blocks]`.
-
-        Args:
-            seed: of the shuffle; None: as they stand.
-            epoch: from 0; each has its own order.
-        """
+        """Return the numbers of the blocks in the order in which an epoch takes them, int64 `[blocks]`."""
         if seed is None:
             return np.arange(len(self))
         seed = int(hashed(np.array([epoch]), seed)[0])
@@ -110,9 +105,6 @@ class Blocks:
         """Return how large the next chunks are of rows whose number nobody knows.
 
         They are as small against what has come as other blocks are against all that there is.
-
-        Args:
-            before: bytes that have come.
         """
         return min(MOST_BLOCK_BYTES, max(_FEWEST_LIVE_BYTES, before // (BLOCKS_OF_A_LANE * self.lanes)))
 
@@ -123,13 +115,6 @@ class Blocks:
 
 def cut_blocks(source: Source, lanes: int) -> Blocks:
     """Cut the files of a source into blocks.
-
-    Args:
-        source: of documents.
-        lanes: among which the blocks are to be dealt.
-
-    Raises:
-        SourceError: a table can't be opened, and `on_error` is "raise".
 
     Cost: one look into each table.
     """
@@ -156,22 +141,12 @@ def cut_blocks(source: Source, lanes: int) -> Blocks:
 
 
 def block_bytes_for(total_bytes: int, lanes: int) -> int:
-    """Return the most bytes of a block.
-
-    Args:
-        total_bytes: of all files, unpacked.
-        lanes: among which the blocks are to be dealt.
-    """
+    """Return the most bytes of a block."""
     return min(MOST_BLOCK_BYTES, max(FEWEST_BLOCK_BYTES, total_bytes // (BLOCKS_OF_A_LANE * lanes)))
 
 
 def read_by_all(source: Source, blocks: Blocks) -> list[str]:
-    """Name the files that can't be cut, so that every rank reads all of each.
-
-    Args:
-        source: of documents.
-        blocks: of `cut_blocks`.
-    """
+    """Name the files that can't be cut, so that every rank reads all of each."""
     return [source.files[index].path for index in blocks.files[blocks.of_parts == 0].tolist()]
 
 

@@ -23,15 +23,7 @@ def steps_of(
     template: ChatTemplate,
     choice: Choice,
 ) -> list[Callable[[], Rendered]]:
-    """Return what writes each row, or says why it can't be written.
-
-    Args:
-        columns: what the rows hold; no ready tokens and no texts.
-        values: of the rows, by role.
-        num_rows: of them.
-        template: what writes messages.
-        choice: what is supervised.
-    """
+    """Return what writes each row, or says why it can't be written."""
     nothing = [None] * num_rows
     tools, systems = values.get("tools", nothing), values.get("system", nothing)
     variables = values.get("chat_template_kwargs", nothing)
@@ -70,11 +62,7 @@ def steps_of(
 
 
 def _check_label(label: Any) -> None:
-    """Refuse a completion that is there to be learned from as a bad one.
-
-    Raises:
-        SourceError: it is.
-    """
+    """Refuse a completion that is there to be learned from as a bad one."""
     if label is None or label is True:
         return
     if label is False or label == 0 or (isinstance(label, str) and label.strip().lower() in ("false", "0")):
@@ -107,11 +95,7 @@ def _as_chats(prompt: Any, completion: Any, *, weighs: bool) -> tuple[Any, Any]:
 
 
 def _with_system(chat: Any, system: Any) -> Any:
-    """Put what a column of its own says to the model before the messages of a chat.
-
-    Raises:
-        SourceError: it is no text, the chat has another one, or there is a text in place of a chat.
-    """
+    """Put what a column of its own says to the model before the messages of a chat."""
     if system is None or system == "":
         return chat
     if not isinstance(system, str):

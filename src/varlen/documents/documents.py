@@ -96,18 +96,6 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     """Turn rows into documents.
 
     An empty text is a document of no tokens, without EOS: there is nothing to train on, and it is counted.
-
-    Args:
-        rows: with the columns named.
-        columns: what the rows hold.
-        encoding: how.
-
-    Returns:
-        A document for each row that is in order (for rows of packed documents, for each of those), and the
-        faults of the others.
-
-    Raises:
-        SettingError: the tokenizer can't do it: no EOS, or it fails.
     """
     documents = _encoded(rows, columns, encoding)
     if not documents.faults:
@@ -305,11 +293,7 @@ def _enclose(
 
 
 def eos_of(encoding: Encoding) -> int | None:
-    """Return what ends a document, if anything is to.
-
-    Raises:
-        SettingError: the tokenizer has no such token.
-    """
+    """Return what ends a document, if anything is to."""
     if not encoding.append_eos:
         return None
     if encoding.tokenizer.specials.eos_id is None:
@@ -355,18 +339,6 @@ def encode_cut(
 
     Where the tokenizer surely splits at a special token, the parts of a text are encoded at once with that between
     them, whose ids are taken out again: as if each part were encoded, sooner.
-
-    Args:
-        tokenizer: what encodes.
-        texts: well-formed.
-        cuts: of all texts, places in each, ascending; what stands between two of the same is an empty part.
-        counts: of each text, how many of the cuts are its own.
-
-    Returns:
-        Tokens, and the bounds of all parts: of each text one more than its cuts.
-
-    Raises:
-        SettingError: the tokenizer failed.
     """
     parts, first = [], 0
     for text, count in zip(texts, counts):

@@ -14,12 +14,7 @@ class Held:
     """
 
     def __init__(self, end: Callable[..., None], *given: Any) -> None:
-        """Take the function that releases the resource.
-
-        Args:
-            end: called once.
-            given: its arguments.
-        """
+        """Take the function that releases the resource."""
         self._end = weakref.finalize(self, end, *given)
 
     def release(self) -> None:

@@ -34,18 +34,7 @@ def placed(
     *,
     is_streamed: bool = False,
 ) -> Any:
-    """Return data in which rows in memory are files; paths, URLs and files are left as they are.
-
-    Args:
-        data: as `files.Data` says.
-        columns: names of columns by role, where they aren't the usual ones.
-        cache: folder for such files; None for varlen's in the user's cache.
-        is_streamed: whether iterables are read while they are iterated over; else they must end, and are written.
-
-    Raises:
-        SourceError: rows of a form that isn't read, without a column of documents, or none at all.
-        SettingError: they can't be written.
-    """
+    """Return data in which rows in memory are files; paths, URLs and files are left as they are."""
     if isinstance(data, str):
         refuse_text(data, "data")
     if isinstance(data, str | os.PathLike | File):
@@ -60,11 +49,7 @@ def placed(
 
 
 def let_go(data: Any) -> None:
-    """Let go of the files of rows in memory; nobody is to read them any more.
-
-    Args:
-        data: of `placed`.
-    """
+    """Let go of the files of rows in memory; nobody is to read them any more."""
     for entry in entries_of(data):
         if isinstance(entry, File) and isinstance(entry.hold, Held):
             entry.hold.release()

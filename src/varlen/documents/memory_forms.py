@@ -66,11 +66,7 @@ Rows = Objects | Table
 
 
 def rows_in(data: Any) -> Rows | None:
-    """Return the rows that data is; None where it is a list of paths or of several sources.
-
-    Raises:
-        SourceError: it is something that isn't read.
-    """
+    """Return the rows that data is; None where it is a list of paths or of several sources."""
     for of_form in (_of_datasets, _of_arrow, _of_pandas, _of_mapping):
         found = of_form(data)
         if found is not None:
@@ -93,11 +89,7 @@ def _unknown(data: Any) -> str:
 
 
 def _of_list(data: Sequence[Any]) -> Rows | None:
-    """Return rows, where a list is none of paths and other sources.
-
-    Raises:
-        SourceError: its entries are texts, tokens or messages without a name.
-    """
+    """Return rows, where a list is none of paths and other sources."""
     if not any(isinstance(entry, Mapping) and not _is_split(entry) for entry in data):
         for number, entry in enumerate(data):
             _refuse_nameless(entry, number)
@@ -112,11 +104,7 @@ def _of_list(data: Sequence[Any]) -> Rows | None:
 
 
 def _refuse_nameless(entry: Any, number: int) -> None:
-    """Refuse texts, tokens and messages in a list of sources, with the line to write.
-
-    Raises:
-        SourceError: it is one.
-    """
+    """Refuse texts, tokens and messages in a list of sources, with the line to write."""
     if isinstance(entry, str):
         refuse_text(entry, f"entry {number:,} of the list")
     first = (
@@ -165,11 +153,7 @@ def _of_iterable(data: Any) -> Rows:
 
 
 def _of_mapping(data: Any) -> Rows | None:
-    """Return the rows of a mapping from names to columns.
-
-    Raises:
-        SourceError: it is one row, or its columns differ in length.
-    """
+    """Return the rows of a mapping from names to columns."""
     if not isinstance(data, Mapping):
         return None
     if _is_split(data):
@@ -207,11 +191,7 @@ def _is_split(data: Any) -> bool:
 
 
 def _split(splits: Mapping[Any, Any], what: str) -> Any:
-    """Return the split that is meant.
-
-    Raises:
-        SourceError: there are several, and none is called "train".
-    """
+    """Return the split that is meant."""
     chosen = next(iter(splits)) if len(splits) == 1 else "train"
     if chosen not in splits:
         first = next(iter(splits), "")
@@ -246,11 +226,7 @@ def _column_of(series: Any) -> list[Any]:
 
 
 def _refuse_twice(names: Sequence[Any], what: str) -> None:
-    """Refuse two columns of one name.
-
-    Raises:
-        SourceError: there are.
-    """
+    """Refuse two columns of one name."""
     twice = [name for name in dict.fromkeys(names) if list(names).count(name) > 1]
     if twice:
         raise SourceError(f"{what} has several columns of the name `{twice[0]}`; rename or drop all but one")
@@ -292,11 +268,7 @@ def _reader(data: Any) -> Any:
 
 
 def _of_datasets(data: Any) -> Rows | None:
-    """Return the rows of a data set of Hugging Face's `datasets`, as it gives them: chosen, in order, transformed.
-
-    Raises:
-        SourceError: several splits, of which none is called "train".
-    """
+    """Return the rows of a data set of Hugging Face's `datasets`, as it gives them: chosen, in order, transformed."""
     if _is(data, "datasets", "DatasetDict") or _is(data, "datasets", "IterableDatasetDict"):
         return rows_in(data[_split(data, f"a {type(data).__name__}")])
     if not _is(data, "datasets", "Dataset"):
@@ -345,18 +317,7 @@ _BATCH_BYTES = 4 << 20
 
 
 def file_of(data: Any, columns: Mapping[str, str], cache: Path | None, *, is_streamed: bool) -> File | None:
-    """Return the file that data becomes if it is rows in memory; None for a list of paths.
-
-    Args:
-        data: of `memory.placed`, as the others are.
-        columns: by role.
-        cache: folder for it.
-        is_streamed: whether iterables are read while they are iterated over.
-
-    Raises:
-        SourceError: rows of a form that isn't read, without a column of documents, or none at all.
-        SettingError: they can't be written.
-    """
+    """Return the file that data becomes if it is rows in memory; None for a list of paths."""
     found = rows_in(data)
     if found is None:
         return None
@@ -413,11 +374,7 @@ def _write_objects(rows: Objects, columns: Mapping[str, str], sink: Sink, counte
 
 
 def _wanted(table: Table, columns: Mapping[str, str]) -> list[str]:
-    """Return the columns that documents are made of.
-
-    Raises:
-        SourceError: there are none, or they hold pictures or sounds.
-    """
+    """Return the columns that documents are made of."""
     found = find_columns(table.names, columns, table.where).names.values()
     wanted = [name for name in dict.fromkeys(table.names) if name in set(found)]
     media = [name for name in wanted if name in table.media]

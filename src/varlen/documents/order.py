@@ -47,11 +47,7 @@ class DocumentOrder:
         return -(-self.num_documents // self._size)
 
     def stretch(self, number: int) -> tuple[IntArray, IntArray]:
-        """Return the shards, and the numbers within them, of the documents at the places of a stretch.
-
-        Args:
-            number: from 0; the last stretch may be shorter.
-        """
+        """Return the shards, and the numbers within them, of the documents at the places of a stretch."""
         start = number * self._size
         stop = min(start + self._size, self.num_documents)
         documents = self._permuted(start, stop)

@@ -35,17 +35,6 @@ def ready_documents(
     documents in it, or where there are none `position_ids` that begin again at 0; a token is supervised unless its
     label is -100 or its `loss_mask` or `loss_weights` is 0. Where rows have `seq_start_id` they are Megatron's, and
     masks and lengths are read as `packed_starts` says.
-
-    Args:
-        columns: by role: `input_ids`, and any of `labels`, `loss_mask`, `loss_weights`, `attention_mask`,
-            `seq_lengths`, `seq_start_id`, `position_ids`.
-        num_rows: rows of each column.
-        vocab_size: ids at or above are refused; None to take any.
-        weighs: take other `loss_weights` than 0 and 1.
-
-    Returns:
-        Tokens and offsets of documents, the mask (None where every token is supervised), and for each row that
-        can't be used, by index, why.
     """
     wrong: dict[int, str] = {}
     flat: _Flat = {role: _flat(column, role, num_rows, wrong) for role, column in columns.items()}
@@ -90,13 +79,7 @@ def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple
 
 
 def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Values, IntArray]:
-    """Return the values of an Arrow list array of whole numbers and its offsets, where they lie if they can.
-
-    Args:
-        column: a validated array.
-        role: what it holds, for messages.
-        wrong: takes the rows that hold null, and why.
-    """
+    """Return the values of an Arrow list array of whole numbers and its offsets, where they lie if they can."""
     import pyarrow as pa
 
     if not pa.types.is_fixed_size_list(column.type) and not pa.types.is_boolean(column.type.value_type):
@@ -335,11 +318,7 @@ _Column = tuple[npt.NDArray[np.integer[Any]], IntArray]
 
 
 def starts_differ(flat: Mapping[str, _Column]) -> dict[int, str]:
-    """Blame rows whose documents don't begin at 0, rise and end within them.
-
-    Args:
-        flat: values and offsets of each column, `seq_start_id` among them.
-    """
+    """Blame rows whose documents don't begin at 0, rise and end within them."""
     found: dict[int, str] = {}
     (_, offsets), (starts, owners) = flat["input_ids"], flat[STARTS]
     widths, counts = np.diff(offsets), np.diff(owners)
@@ -378,9 +357,6 @@ def without_starts(flat: Mapping[str, _Column]) -> dict[str, _Column]:
     """Return columns that say the same by `seq_lengths`, a `loss_mask` of each token itself, and an `attention_mask`.
 
     The mark of a document's first token, which nothing predicts and no such file keeps, is that of its second.
-
-    Args:
-        flat: checked values and offsets of each column, `seq_start_id` among them.
     """
     same = {name: column for name, column in flat.items() if name not in (STARTS, "position_ids")}
     (ids, offsets), (_, owners) = flat["input_ids"], flat[STARTS]

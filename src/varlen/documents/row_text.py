@@ -30,17 +30,7 @@ _Wrong = (TypeError, ValueError, RecursionError, OverflowError)
 def write_rows(
     rows: Iterable[Any], named: Mapping[str, str], where: str, write: Callable[[bytes], object]
 ) -> int:
-    """Write rows as lines; returns how many.
-
-    Args:
-        rows: mappings from names of columns to values; others are faults.
-        named: names of columns by role, as the caller gave them.
-        where: what the rows are called in messages.
-        write: takes some lines at a time.
-
-    Raises:
-        SourceError: whoever gives the rows fails.
-    """
+    """Write rows as lines; returns how many."""
     lines: list[str] = []
     size = count = 0
     given = raised_by_rows(rows, where)
@@ -58,15 +48,7 @@ def write_rows(
 
 
 def raised_by_rows(rows: Iterable[Any], where: str) -> Iterator[Any]:
-    """Yield rows; what is raised by whoever gives them is told as a fault of the source.
-
-    Args:
-        rows: of any code.
-        where: what they are called in messages.
-
-    Raises:
-        SourceError: something was raised.
-    """
+    """Yield rows; what is raised by whoever gives them is told as a fault of the source."""
     count = 0
     try:
         for row in rows:
@@ -79,11 +61,7 @@ def raised_by_rows(rows: Iterable[Any], where: str) -> Iterator[Any]:
 
 
 def first_rows(rows: Iterator[Any]) -> tuple[list[Any], tuple[tuple[str, ...], ...]]:
-    """Take the first rows, as many as tell what all hold; returns them, and the names of those that have any.
-
-    Args:
-        rows: of which these are taken.
-    """
+    """Take the first rows, as many as tell what all hold; returns them, and the names of those that have any."""
     seen: list[Any] = []
     names: list[tuple[str, ...]] = []
     for row in rows:
@@ -96,13 +74,7 @@ def first_rows(rows: Iterator[Any]) -> tuple[list[Any], tuple[tuple[str, ...], .
 
 
 def used_columns(names: Iterable[tuple[str, ...]], named: Mapping[str, str], where: str) -> frozenset[str]:
-    """Return the columns that documents are made of, as first rows tell; all that may be where they don't.
-
-    Args:
-        names: of the first rows.
-        named: names of columns by role, as the caller gave them.
-        where: what the rows are called in messages.
-    """
+    """Return the columns that documents are made of, as first rows tell; all that may be where they don't."""
     used: set[str] = set()
     for one in names:
         with suppress(SourceError):  # reading will tell, or another row is what this one isn't
@@ -111,12 +83,7 @@ def used_columns(names: Iterable[tuple[str, ...]], named: Mapping[str, str], whe
 
 
 def row_line(row: Any, used: frozenset[str]) -> str:
-    """Return a row as a line.
-
-    Args:
-        row: a mapping; anything else becomes the line of a fault.
-        used: columns that documents are made of.
-    """
+    """Return a row as a line."""
     if not isinstance(row, Mapping):
         return fault_line(f"is {_called(row)}, not a mapping with named fields such as `text`")
     try:
@@ -133,11 +100,7 @@ def row_line(row: Any, used: frozenset[str]) -> str:
 
 
 def fault_line(why: str) -> str:
-    """Return the line of a row that can't be used.
-
-    Args:
-        why: goes on from the row's name, as in `Fault`.
-    """
+    """Return the line of a row that can't be used."""
     return _dumps(why) + "\n"
 
 
@@ -158,11 +121,7 @@ def _slowly(row: dict[Any, Any], used: frozenset[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold in place of an array, a number of a library's own or a mapping.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return what JSON can hold in place of an array, a number of a library's own or a mapping."""
     if isinstance(value, Mapping):
         return dict(value)
     numpy, torch, arrow = (sys.modules.get(name) for name in ("numpy", "torch", "pyarrow"))

@@ -45,17 +45,7 @@ class Serving(Held):
     def __init__(
         self, begin: Callable[[], Any], where: str, columns: Mapping[str, str], *, is_once: bool
     ) -> None:
-        """Begin the first pass, and look at its first row.
-
-        Args:
-            begin: returns an iterator over all rows.
-            where: what the rows are called in messages.
-            columns: names of columns by role, as the caller gave them.
-            is_once: whether there can be one pass only.
-
-        Raises:
-            SourceError: there is no row, or whoever gives them fails.
-        """
+        """Begin the first pass, and look at its first row."""
         self._passes = passes = _Passes(begin=begin, where=where, is_once=is_once)
         names = passes.peeked()
         passes.used = used_columns(names, columns, where)
@@ -99,11 +89,7 @@ class _Passes:
     is_over: bool = False
 
     def peeked(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the first rows that have any, and keep what was read for the first reader.
-
-        Raises:
-            SourceError: there is no row, or whoever gives them fails.
-        """
+        """Return the names of the first rows that have any, and keep what was read for the first reader."""
         rows = self._next_pass()
         seen, names = first_rows(rows)
         if not seen:
@@ -116,11 +102,7 @@ class _Passes:
         return names
 
     def next_pass(self) -> Iterator[Any]:
-        """Return the rows of the next pass.
-
-        Raises:
-            SourceError: there can be no other, or whoever gives them fails.
-        """
+        """Return the rows of the next pass."""
         with self.lock:
             if self.waiting is not None:
                 rows, self.waiting = self.waiting, None
@@ -198,11 +180,7 @@ def _serve(passes: _Passes, reader: socket.socket) -> None:
 
 
 def _send(passes: _Passes, reader: socket.socket) -> None:
-    """Send rows, in pieces that are neither small nor late.
-
-    Raises:
-        SourceError: whoever gives rows fails.
-    """
+    """Send rows, in pieces that are neither small nor late."""
     lines: list[str] = []
     size, sent = 0, time.monotonic()
     with closing(cast(Any, passes.next_pass())) as rows:

@@ -68,9 +68,6 @@ class Source:
         """Cut the files into parts of about as many bytes; the same files give the same parts anywhere.
 
         Files that can't be cut (compressed, CSV, JSON arrays) are one span, however large.
-
-        Raises:
-            SourceError: a file can't be opened, and `on_error` is "raise".
         """
         parts: list[Part] = []
         small: list[Span] = []
@@ -151,9 +148,6 @@ class Source:
         """Refuse to end texts with a token that the tokenizer doesn't name, before they are read.
 
         Looks at the columns of the first files only; one that can't be read is left to reading.
-
-        Raises:
-            SettingError: texts are to be ended so.
         """
         if not self.encoding.append_eos or self.encoding.tokenizer.specials.eos_id is not None:
             return
@@ -171,12 +165,7 @@ class Source:
                 yield columns
 
     def read(self, part: Part) -> Iterator[Documents]:
-        """Yield the documents of a part, in the order of the files, a few megabytes at a time.
-
-        Raises:
-            SourceError: a record or a file can't be read, and `on_error` is "raise".
-            SettingError: the tokenizer fails.
-        """
+        """Yield the documents of a part, in the order of the files, a few megabytes at a time."""
         for span in part:
             yield from self._read_span(span)
 
@@ -214,41 +203,7 @@ def open_source(
     retry: Retry | None = None,
     cache: Path | None = None,
 ) -> Source:
-    """Say what documents are read from where, and how they become tokens. Nothing is read yet but names.
-
-    Args:
-        data: a file, a folder, a glob or a URL; rows in memory; or several of these, as `docs/data.md` lists them.
-        tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function.
-        columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
-        chat_template: a jinja template, a file that holds one, or "trl-training" for the twin that TRL has of the
-            tokenizer's; None for the tokenizer's own, else ChatML.
-        chat_template_kwargs: what the template sees beside the chat, such as {"enable_thinking": False}; a row's own
-            column of this name goes before it.
-        allow_unwritten: count the texts of an assistant's own turn that the template leaves out, such as thoughts
-            that it has no form for; else they are an error.
-        eos: the token that ends a document, by id or text; None for the tokenizer's own.
-        append_eos: end every text with it.
-        supervise: "assistant": of chats and completions only what the model is to say; "last": of that the last
-            turn; "all": everything.
-        row_weights: take weights of messages and tokens as those of their losses; else only 0 and 1 are read.
-        text_cut: what a document is in a text file: "file", "paragraph", "line", or "auto": paragraphs of a
-            single file, else files.
-        split: of folders that hold several by Hugging Face's naming: the one to read, or "all"; None for `train`
-            where there are others, and else everything. Files and globs are read as they are named.
-        format: of every file, as "jsonl", "json", "csv", "tsv", "text", "parquet", "arrow" or "npz"; None goes by
-            their names, and by what they hold where those say nothing.
-        binary_as_text: read binary columns of Parquet and Arrow as UTF-8 text.
-        vocab_size: refuse ready tokens at or above; None takes that of a tokenizer that is given, else any.
-        on_error: "raise" at the first bad record, or "skip" it and tell.
-        leave_out: folders that results go to; where they lie in a folder of data, they aren't read.
-        retry: how often and how long a listing or a read of remote files is tried; None for the usual.
-        cache: folder for rows in memory while they are read; None for varlen's in the user's cache.
-
-    Raises:
-        SourceError: no such files, or the rows of a packed set that holds pieces of documents.
-        SettingError: a setting out of range.
-        MissingExtraError: a package that isn't installed.
-    """
+    """Say what documents are read from where, and how they become tokens. Nothing is read yet but names."""
     if on_error not in ("raise", "skip"):
         raise SettingError(f'on_error must be "raise" or "skip", got {on_error!r}')
     if supervise not in ("assistant", "last", "all"):
@@ -321,11 +276,7 @@ def _reading(tokenizer: Tokenizer) -> str:
 
 
 def check_reading(split: str | None, format_: str | None) -> None:
-    """Refuse a split without a name, and formats that aren't read.
-
-    Raises:
-        SettingError: one is given.
-    """
+    """Refuse a split without a name, and formats that aren't read."""
     if split is not None and not (isinstance(split, str) and split):
         raise SettingError(f'split must be the name of one, or "all", got {split!r}')
     if format_ is not None and format_ not in get_args(Format):
@@ -333,11 +284,7 @@ def check_reading(split: str | None, format_: str | None) -> None:
 
 
 def _refuse_cut_rows(files: Sequence[File]) -> None:
-    """Refuse a packed set as documents if packing cut some: its pieces would pass for documents.
-
-    Raises:
-        SourceError: it did.
-    """
+    """Refuse a packed set as documents if packing cut some: its pieces would pass for documents."""
     for folder in sorted({file.folder for file in files if file.folder is not None}):
         if cut := split_documents(folder):
             raise SourceError(
@@ -347,15 +294,7 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
 
 
 def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark | None:
-    """Return the tokenizer that made the packed sets among files; None where none of them says.
-
-    Args:
-        files: to be read.
-        given: the tokenizer that ready tokens are taken to be of; None where none is.
-
-    Raises:
-        SettingError: another one made them, or they were made by several.
-    """
+    """Return the tokenizer that made the packed sets among files; None where none of them says."""
     found: tuple[Path, TokenizerMark] | None = None
     for folder in sorted({file.folder for file in files if file.folder is not None}):
         manifest = read_manifest(folder)
@@ -375,12 +314,7 @@ def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark 
 
 
 def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mapping[str, str]:
-    """Return the chat template that is meant, or those of the tokenizer by name.
-
-    Raises:
-        SettingError: a file is named that isn't there, or TRL has no twin of the tokenizer's template.
-        MissingExtraError: the twin is asked for, and TRL isn't installed.
-    """
+    """Return the chat template that is meant, or those of the tokenizer by name."""
     if chosen is None:
         return own
     return training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)

@@ -107,15 +107,6 @@ def spool(write: Callable[[Sink], None], name: str, cache: Path | None) -> Spool
     """Write a file into the spool, or find the same bytes there.
 
     Several processes may do so at once: each writes its own, and the first that is done stands for all.
-
-    Args:
-        write: writes the content; called once.
-        name: of the file, such as "rows.jsonl".
-        cache: folder to be used; None for the user's. Where it can't be written, the temporary folder is taken.
-
-    Raises:
-        SettingError: the disk is full, or neither folder can be written.
-        SourceError: what `write` says.
     """
     making, lock = _begun(cache)
     try:
@@ -145,11 +136,7 @@ def spool(write: Callable[[Sink], None], name: str, cache: Path | None) -> Spool
 
 
 def _begun(cache: Path | None) -> tuple[Path, IO[bytes]]:
-    """Return a new folder to write in, and its lock, which is held; stale ones beside it are removed.
-
-    Raises:
-        SettingError: no folder can be written.
-    """
+    """Return a new folder to write in, and its lock, which is held; stale ones beside it are removed."""
     named = cache_folder(cache)
     faults: list[str] = []
     for place in _places(named):
@@ -184,11 +171,7 @@ def _places(named: Path | None) -> Iterator[Callable[[], Path]]:
 
 
 def _temporary() -> Path:
-    """Return a folder of this user's below the temporary folder, in which nobody else can have laid anything.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Return a folder of this user's below the temporary folder, in which nobody else can have laid anything."""
     own = Path(tempfile.gettempdir()) / f"varlen-{os.getuid()}"
     own.mkdir(mode=0o700, exist_ok=True)
     found = own.lstat()

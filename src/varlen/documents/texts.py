@@ -36,13 +36,6 @@ def read_texts(data: Data, split: str | None = None) -> Iterator[str]:
     Messages become lines of `role: content`; a prompt is followed by its completion. A single text file is cut at its
     blank lines, since one document alone can't be packed with anything. Empty documents are left out. Memory is
     bounded by a few megabytes, or the longest row.
-
-    Args:
-        data: a file, a folder, a glob or a URL, or several of them.
-        split: of folders that hold several; "all", or None for `train`.
-
-    Raises:
-        SourceError: nothing is there, or a file is not what its name says; file and row are named.
     """
     files = find(placed(data), Naming(split=split)).files
     found_any = False
@@ -60,11 +53,7 @@ def read_texts(data: Data, split: str | None = None) -> Iterator[str]:
 
 
 def _texts(rows: Rows, columns: Columns) -> Iterator[str]:
-    """Yield the text of each row.
-
-    Raises:
-        SourceError: a row is faulty, or holds ready tokens.
-    """
+    """Yield the text of each row."""
     if rows.faults:
         raise rows.faults[0].raised()
     if columns.kind == "tokens":
@@ -120,12 +109,6 @@ def interpreter_texts(folder: Path | None = None) -> Iterator[str]:
 
     Deterministic: the same files give the same documents in the same order. Files that don't parse or
     decode are left out; parsing costs about 3 s for all of the standard library.
-
-    Args:
-        folder: where the sources lie; None takes the running interpreter's standard library.
-
-    Raises:
-        SourceError: the interpreter carries no sources (frozen or zipped).
     """
     root = folder or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not _is_left_out(path.relative_to(root)))

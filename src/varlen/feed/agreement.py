@@ -48,15 +48,7 @@ class Agreement:
     """Brings together what the ranks know."""
 
     def __init__(self, store: Any, name: str, rank: int, ranks: int, deadline_s: float) -> None:
-        """Take a store of torch.distributed, and which rank this is.
-
-        Args:
-            store: of the job.
-            name: of `name_of`, the same on all ranks.
-            rank: among the data-parallel ranks.
-            ranks: how many there are.
-            deadline_s: longest wait for the others.
-        """
+        """Take a store of torch.distributed, and which rank this is."""
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._deadline_s = deadline_s
         self._said: deque[str] = deque()
@@ -64,15 +56,7 @@ class Agreement:
         store.set_timeout(timedelta(seconds=_SHORT_S))
 
     def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the values of all ranks; waits until every rank has given its own.
-
-        Args:
-            key: the same on all ranks.
-            mine: values of this rank by number, of numbers, texts, lists and mappings.
-
-        Raises:
-            StalledError: not all ranks came in time; names those that are missing.
-        """
+        """Return the values of all ranks; waits until every rank has given its own."""
         # What was said first stands, also for who comes back, and for peers that share a data-parallel rank.
         said = self._store.compare_set(self._key(key, self._rank), "", json.dumps(list(mine.items())))
         self._forget(key)
@@ -125,12 +109,7 @@ class Exchange(Protocol):
     """Brings together what the ranks know of their lanes, in one run of a feed."""
 
     def all(self, key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return the values of all lanes; waits until every rank has given its own.
-
-        Args:
-            key: the same on all ranks, and used once in a run.
-            mine: a value for each lane of this rank, of numbers, texts, lists and mappings.
-        """
+        """Return the values of all lanes; waits until every rank has given its own."""
 
     def close(self) -> None:
         """Let whoever waits in `all` give up with an error; called from another thread, where the feed is closed."""

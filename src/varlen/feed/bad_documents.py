@@ -82,14 +82,7 @@ class ReadPieces:
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end; arguments as `ReadableTokens` has them.
-
-        Returns:
-            Tokens, and the mask; in the place of a piece that can't be read padding, none of which is supervised.
-
-        Raises:
-            SourceError: a document can't be read, and `on_error` is "raise"; names it.
-        """
+        """Read pieces of documents end to end; arguments as `ReadableTokens` has them."""
         try:
             return self._store.gather(shards, documents, starts, lengths)
         except SourceError:
@@ -141,13 +134,7 @@ def check_ids(
     """Refuse ids that a model doesn't know.
 
     Args:
-        tokens: of pieces of documents, end to end.
         lengths: int64 `[pieces]`: tokens of each.
-        vocab_size: ids are below.
-        where: says where the document of a piece lies.
-
-    Raises:
-        ModelError: an id isn't known; names the document.
 
     Cost: 0.1 ms a million tokens.
     """
@@ -163,14 +150,6 @@ def check_ids(
 
 def check_first_ids(tokens: TokenDocuments, vocab_size: int) -> None:
     """Refuse documents with ids that a model doesn't know, as far as the first of them tell.
-
-    Args:
-        tokens: the documents; nobody waits for those that aren't there yet.
-        vocab_size: ids are below.
-
-    Raises:
-        ModelError: an id isn't known; names the document.
-        SourceError: a file is damaged.
 
     Cost: reading 4,096 documents of the first shard, or 10 million tokens if these have more.
     """

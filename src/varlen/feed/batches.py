@@ -84,15 +84,7 @@ class Contents:
 
 
 def check_heard(passes: int, heard: int) -> None:
-    """Refuse data that trains nothing: steps without targets are left out, and others would be looked for for ever.
-
-    Args:
-        passes: epochs that are over.
-        heard: epochs that were over at the last step with targets.
-
-    Raises:
-        SourceError: a whole epoch has gone by since.
-    """
+    """Refuse data without targets: steps without targets are left out, so the search would never end."""
     if passes > heard + 1:
         raise SourceError(
             "the data holds nothing to train on: in a whole epoch no token has a label. A document of one token has "
@@ -101,14 +93,7 @@ def check_heard(passes: int, heard: int) -> None:
 
 
 def no_batch(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> InputError:
-    """Return the error of data of which no batch is left, which says what became of everything.
-
-    Args:
-        ledger: of all documents.
-        losses: of their source.
-        capacity: tokens of a pack.
-        epochs: that the ledger counts.
-    """
+    """Return the error of data of which no batch is left, which says what became of everything."""
     left = nothing_left(ledger, losses, capacity, epochs)
     said = f"the data holds nothing to train on, and no batch is left of it: {left}"
     said += "; the log says what can't be read, and why" if losses.of_reading else ""
@@ -147,24 +132,7 @@ def make_batch(
     settings: BatchSettings,
     out: Out | None = None,
 ) -> PackedBatch:
-    """Build one batch of a rank.
-
-    Args:
-        store: the documents.
-        step: of `plan_step`.
-        rank: among the data-parallel ranks.
-        micro_batch: number of the batch within the step.
-        settings: those of the step.
-        out: arrays to fill, as `vl.collate` takes them.
-
-    Returns:
-        A batch whose `document_ids` count through the store, and whose `pack_ids` count through the training:
-        step times the packs of a step, plus the pack's number within it.
-
-    Raises:
-        SourceError: the store is damaged.
-        ModelError: it holds an id that the model doesn't know.
-    """
+    """Build one batch of a rank."""
     size = settings.micro_batch_size
     numbers = step.hands[rank, micro_batch * size : (micro_batch + 1) * size]
     packs = step.packs
@@ -204,7 +172,6 @@ def work_of(lengths: IntArray, offsets: IntArray, work: tuple[float, float]) -> 
     Args:
         lengths: `[pieces]`: tokens of each.
         offsets: `[packs + 1]`: where each pack's pieces begin.
-        work: of a token and of a squared token.
     """
     tokens = lengths.astype(np.float64)
     before = np.concatenate([[0.0], np.cumsum(work[0] * tokens + work[1] * tokens**2)])
@@ -219,18 +186,7 @@ def fill_batch(
     out: Out | None = None,
     where: Callable[[int], str] = "document {:,}".format,
 ) -> PackedBatch:
-    """Build a batch out of its pieces.
-
-    Args:
-        contents: the pieces.
-        num_targets: labels of the whole step, of all ranks.
-        settings: how.
-        out: arrays to fill, as `vl.collate` takes them.
-        where: says where a document lies, by its number.
-
-    Raises:
-        ModelError: it holds an id that the model doesn't know.
-    """
+    """Build a batch out of its pieces."""
     if settings.vocab_size is not None:
         ids = contents.document_ids
         check_ids(
@@ -309,9 +265,6 @@ def deal(
 
     Args:
         work: `[packs]`, a multiple of `ranks * micro_batch_size`; equal work keeps the order of the packs.
-        ranks: data-parallel ranks.
-        micro_batch_size: packs a rank takes at a time.
-        in_order: earlier packs go into earlier micro-batches, however much work they are.
 
     Returns:
         int64 `[ranks, packs / ranks]`: the packs of each rank, micro-batch after micro-batch, ascending in each.

@@ -52,13 +52,7 @@ def has_label(tokens: TokenDocuments, settings: LoaderSettings) -> bool:
 
 
 def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
-    """Refuse tokens that the model doesn't know; where nobody says how many there are, the first are looked at.
-
-    Raises:
-        SettingError: the vocabulary of a store is larger.
-        ModelError: some of the first are beyond the model's; batches tell of others.
-        SourceError: a file is damaged.
-    """
+    """Refuse tokens that the model doesn't know; where nobody says how many there are, the first are looked at."""
     if isinstance(tokens, TokenStore):
         made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
         if made_by.get("vocab_size") is not None:
@@ -74,11 +68,7 @@ def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
 
 
 def check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:
-    """Refuse documents longer than a pack before training, and not in the midst of it, as far as they are there.
-
-    Raises:
-        OverlongDocumentError: there are some; names the first.
-    """
+    """Refuse documents longer than a pack before training, and not in the midst of it, as far as they are there."""
     first, count = "", 0
     for shard, documents in enumerate(tokens.documents.tolist()):
         for start in range(0, documents, _CHECKED):
@@ -97,16 +87,7 @@ def check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:
 
 
 def say_cut(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool:
-    """Say how many documents, and tokens of theirs, are longer than a pack, and what becomes of them.
-
-    Args:
-        tokens: as far as they are there.
-        data: of the tokens.
-        settings: of the loader, of rank 0 of which the sentence is.
-
-    Returns:
-        Whether it is known by now.
-    """
+    """Say how many documents, and tokens of theirs, are longer than a pack, and what becomes of them."""
     counts = tokens.documents
     if settings.ranks[0] or settings.method == "wrapped" or settings.overlong == "error":
         return True
@@ -130,11 +111,7 @@ def say_cut(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool
 
 
 def say_first_cut(ledger: Ledger, settings: LoaderSettings) -> bool:
-    """Say how many documents were longer than a pack so far, where none of that was known before they were read.
-
-    Returns:
-        Whether some were.
-    """
+    """Say how many documents were longer than a pack so far, where none of that was known before they were read."""
     count = ledger.split_documents + ledger.truncated_documents + ledger.dropped_documents
     if count and not settings.ranks[0] and settings.method != "wrapped":
         _say_cut(

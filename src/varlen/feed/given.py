@@ -18,28 +18,14 @@ _log = logging.getLogger(__name__)
 
 
 def placed_for(data: Data, settings: LoaderSettings) -> Data:
-    """Return data as paths and files that workers open; iterables as files of their rows where they are streamed.
-
-    Args:
-        data: of a loader.
-        settings: of the loader.
-
-    Raises:
-        SourceError: rows of a form that isn't read, or without a column of documents.
-        SettingError: rows can't be written.
-    """
+    """Return data as paths and files that workers open; iterables as files of their rows where they are streamed."""
     is_streamed = settings.mode != "indexed" and settings.scope != "all"
     columns = settings.reading.get("columns")
     return absolute(placed(data, columns, settings.cache, is_streamed=is_streamed))
 
 
 def placed_in(mixture: Mixture, settings: LoaderSettings) -> dict[str, Data]:
-    """Return the sources of a mixture as paths and files that workers open; arguments and errors as above.
-
-    Args:
-        mixture: of a loader.
-        settings: of the loader.
-    """
+    """Return the sources of a mixture as paths and files that workers open; arguments and errors as above."""
     columns = settings.reading.get("columns")
     return {name: absolute(placed(one, columns, settings.cache)) for name, one in mixture.sources.items()}
 
@@ -58,11 +44,7 @@ def absolute(data: Data) -> Data:
 
 
 def check_passes(source: Source, settings: LoaderSettings) -> None:
-    """Refuse several epochs of what can be iterated over once.
-
-    Raises:
-        SettingError: there is such a source.
-    """
+    """Refuse several epochs of what can be iterated over once."""
     once = [file for file in source.files if file.live is not None and file.live.is_once]
     if once and settings.epochs != 1:
         raise SettingError(
@@ -76,13 +58,7 @@ def _listed(names: list[str]) -> str:
 
 
 def tell_read_by_all(names: list[str], source: Source, world: int) -> None:
-    """Warn of what each of several ranks reads whole.
-
-    Args:
-        names: of files that can't be cut.
-        source: that they are of.
-        world: ranks.
-    """
+    """Warn of what each of several ranks reads whole."""
     if not names:
         return
     is_live = any(file.live is not None for file in source.files)

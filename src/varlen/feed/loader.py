@@ -251,14 +251,7 @@ class PackedLoader(OfOneProcess):
         return self
 
     def __next__(self) -> PackedBatch:
-        """Return the next batch.
-
-        Raises:
-            StopIteration: all epochs are over.
-            StalledError: no batch came within `deadline_s`.
-            WorkerDiedError: the worker dies again and again.
-            VarlenError: what keeps a batch from being made, such as a bad record; or nothing is left of the data.
-        """
+        """Return the next batch."""
         if not self._is_running or self._is_fork:
             self.start_prefetch()
         begun = time.perf_counter()
@@ -323,9 +316,6 @@ class PackedLoader(OfOneProcess):
         """Count the batches of all epochs that this rank takes, those that were taken included.
 
         Steps that are left out since none of their packs has a label are counted too: finding them takes reading.
-
-        Raises:
-            UnknownLengthError: nobody knows: in streaming, or for epochs without end.
         """
         try:
             return self._lookup.num_steps(self._state) * self.micro_batches
@@ -470,12 +460,7 @@ class Meter:
     """
 
     def __init__(self, say_cut: Callable[[Ledger], bool] | None = None) -> None:
-        """Begin at nothing.
-
-        Args:
-            say_cut: told of what has become of tokens until it returns that it has said how many documents were
-                longer than a pack; None: that was said before.
-        """
+        """Begin at nothing."""
         self._say_cut = say_cut
         names = [field.name for field in fields(LoaderStats) if field.name not in ("ledger", "losses")]
         self._counts: dict[str, float] = dict.fromkeys(names, 0)
@@ -513,12 +498,7 @@ class Meter:
             self._counts["skipped"] += losses.num_rows
 
     def stats(self, worker: Worker, before: Losses) -> LoaderStats:
-        """Return what was entered so far, beside what the worker counts.
-
-        Args:
-            worker: makes the batches.
-            before: what was lost when the tokens were made.
-        """
+        """Return what was entered so far, beside what the worker counts."""
         self.add_up()
         counted = {"copies": worker.copies, "restarts": worker.restarts}
         whole = {name: value if name.endswith("_s") else int(value) for name, value in self._counts.items()}

@@ -59,12 +59,7 @@ class IndexedLookup:
         return isinstance(self._table, MixedTable)
 
     def num_steps(self, state: FeedState) -> int:
-        """Return the steps of all epochs, those without targets counted too.
-
-        Raises:
-            SettingError: epochs without end.
-            SourceError: the store is damaged.
-        """
+        """Return the steps of all epochs, those without targets counted too."""
         return -(-self._table.num_packs(self._parts(state)) // self._feed.step_packs)
 
     def _parts(self, state: FeedState) -> Any:
@@ -75,16 +70,7 @@ class IndexedLookup:
         return position.grown
 
     def state_at(self, step: int, state: FeedState) -> FeedState:
-        """Return the state in which a step is the next.
-
-        Args:
-            step: from 0.
-            state: of now, which knows how the store has grown.
-
-        Raises:
-            SettingError: there is no such step.
-            SourceError: the store is damaged.
-        """
+        """Return the state in which a step is the next."""
         if step < 0:
             raise SettingError(f"step {step:,} is none: steps are counted from 0")
         position, is_there = self._table.find(step * self._feed.step_packs, self._parts(state))
@@ -94,26 +80,14 @@ class IndexedLookup:
         return self._feed.state(step, position)
 
     def remember(self, state: FeedState) -> None:
-        """Keep the windows of a mixture that are passed.
-
-        Args:
-            state: after a batch. Behind the last one there is no pack: only what was gone on from says where one is.
-        """
+        """Keep the windows of a mixture that are passed."""
         last, self._last = self._last, state
         was_gone_on_from = (last.step, last.micro_batch) < (state.step, state.micro_batch) and last.at
         if was_gone_on_from and isinstance(self._table, MixedTable):
             self._table.pass_by(last.step * self._feed.step_packs, last.at)
 
     def documents(self, step: int, state: FeedState) -> StepDocuments:
-        """Return what a step holds; arguments and errors as `state_at` has them.
-
-        Args:
-            step: from 0.
-            state: of now.
-
-        Raises:
-            SettingError: there is no such step.
-        """
+        """Return what a step holds; arguments and errors as `state_at` has them."""
         packs, ids = self._feed.packs(self.state_at(step, state))
         if packs.num_packs == 0:
             raise SettingError(f"step {step:,} would be the next after the last one")
@@ -127,15 +101,7 @@ class IndexedLookup:
         )
 
     def lengths(self, step: int, state: FeedState) -> Int32Array | None:
-        """Return the tokens of each piece of a step, int32 `[pieces]`, or None behind the last step.
-
-        Args:
-            step: from 0.
-            state: of now.
-
-        Raises:
-            SourceError: the store is damaged.
-        """
+        """Return the tokens of each piece of a step, int32 `[pieces]`, or None behind the last step."""
         position, is_there = self._table.find(step * self._feed.step_packs, self._parts(state))
         if not is_there:
             return None
@@ -162,23 +128,14 @@ class StreamingLookup:
         return True
 
     def num_steps(self, _state: FeedState) -> int:
-        """Say that nobody knows.
-
-        Raises:
-            SettingError: always.
-        """
+        """Say that nobody knows."""
         raise SettingError(
             "how many steps there are isn't known before the documents are tokenized; index them (varlen index) "
             "where that is needed"
         )
 
     def state_at(self, step: int, state: FeedState) -> FeedState:
-        """Return the state in which a step is the next, from the last round before it that is remembered.
-
-        Args:
-            step: from 0; whether there is such a step only reading will tell.
-            state: of now.
-        """
+        """Return the state in which a step is the next, from the last round before it that is remembered."""
         self.remember(state)
         known = [begin for begin in self._rounds if begin <= step]
         # Rounds between are prepared on the way, and none of their batches is made.
@@ -197,15 +154,7 @@ class StreamingLookup:
                 self._rounds.popitem(last=False)
 
     def documents(self, step: int, state: FeedState) -> StepDocuments:
-        """Return what a step of the last rounds held.
-
-        Args:
-            step: from 0.
-            state: of now.
-
-        Raises:
-            SettingError: it was taken too long ago, or wasn't taken.
-        """
+        """Return what a step of the last rounds held."""
         at = self.state_at(step, state)
         if step > state.step or step < min(self._rounds):
             raise SettingError(
@@ -229,11 +178,7 @@ class StreamingLookup:
         raise SettingError(f"step {step:,} held nothing to train on, and was left out")
 
     def lengths(self, _step: int, _state: FeedState) -> Int32Array | None:
-        """Say that nobody knows.
-
-        Raises:
-            SettingError: always.
-        """
+        """Say that nobody knows."""
         raise SettingError(
             "the lengths of coming steps aren't known before their documents are tokenized; index them (varlen "
             "index) where steps are to be planned ahead"

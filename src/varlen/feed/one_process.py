@@ -21,11 +21,7 @@ class OfOneProcess:
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
-        """Refuse to read in a fork.
-
-        Raises:
-            SettingError: this is one.
-        """
+        """Refuse to read in a fork."""
         if self._is_fork:
             raise SettingError(
                 f"this loader was made in process {self._process}, and this is a fork of it, process {os.getpid()}, "
@@ -38,11 +34,7 @@ class OfOneProcess:
         return lambda: close() if os.getpid() == process else None
 
     def __getitem__(self, _: object) -> PackedBatch:
-        """Refuse to be a data set of single items, as PyTorch's DataLoader asks for them.
-
-        Raises:
-            SettingError: always.
-        """
+        """Refuse to be a data set of single items, as PyTorch's DataLoader asks for them."""
         raise SettingError(
             "a PackedLoader gives whole batches in their order and no single items, so a DataLoader around it has "
             "nothing to do; iterate it as it is: for batch in loader"
@@ -53,11 +45,7 @@ class OfOneProcess:
         return True
 
     def __reduce__(self) -> str:
-        """Refuse to be copied: there is one place, and one worker.
-
-        Raises:
-            SettingError: always.
-        """
+        """Refuse to be copied: there is one place, and one worker."""
         raise SettingError(
             "a loader can't be copied or handed to another process; make another one, and load this one's state_dict"
         )

@@ -16,15 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def one_tokenizer(marks: Mapping[str, TokenizerMark | None], given: Any) -> dict[str, Any] | None:
-    """Require that the sources of a mixture hold tokens of one tokenizer, and return its mark.
-
-    Args:
-        marks: the tokenizer of each source; None where it is unknown.
-        given: the tokenizer for documents among them, if there is one.
-
-    Raises:
-        SettingError: two give different ids; both are named.
-    """
+    """Require that the sources of a mixture hold tokens of one tokenizer, and return its mark."""
     named = [(name, mark) for name, mark in marks.items() if mark is not None]
     if not named:
         return None
@@ -43,12 +35,7 @@ def one_tokenizer(marks: Mapping[str, TokenizerMark | None], given: Any) -> dict
 
 
 def differing(store: str | Path, given: Any) -> str:
-    """Say by name that a store's tokenizer isn't the one that is given; "" where it is, or that can't be told.
-
-    Args:
-        store: tokens.
-        given: a tokenizer, or None.
-    """
+    """Say by name that a store's tokenizer isn't the one that is given; "" where it is, or that can't be told."""
     if given is None:
         return ""
     try:
@@ -61,12 +48,7 @@ def differing(store: str | Path, given: Any) -> str:
 
 
 def say_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
-    """Say that tokens are bytes, on the first rank.
-
-    Args:
-        mark: of the tokenizer that makes them.
-        rank: of this process.
-    """
+    """Say that tokens are bytes, on the first rank."""
     found = mark_in(mark)
     if rank == 0 and found is not None and found.are_bytes:
         _log.warning(

@@ -70,18 +70,7 @@ class Opened:
 
 
 def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
-    """Look at the data, and decide how it is fed.
-
-    Args:
-        data: documents, tokens, or a mixture of such sources.
-        tokenizer: of documents.
-        settings: how.
-
-    Raises:
-        SourceError: no such data, or it can't be read.
-        SettingError: settings that don't go with the data.
-        OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-    """
+    """Look at the data, and decide how it is fed."""
     if isinstance(data, Mixture):
         opened = open_mixture(replace(data, sources=placed_in(data, settings)), tokenizer, settings)
     else:
@@ -112,12 +101,7 @@ def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
 
 
 def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
-    """Return how several sources are fed, each of which becomes a token store where it is none.
-
-    Raises:
-        SettingError: settings that don't go with a mixture.
-        SourceError: a source can't be read, or holds no document.
-    """
+    """Return how several sources are fed, each of which becomes a token store where it is none."""
     if settings.mode == "streaming" or settings.scope == "all":
         given = 'mode="streaming"' if settings.mode == "streaming" else 'scope="all"'
         raise SettingError(f"a mixture is fed by known lengths, window by window; leave {given} out")
@@ -168,12 +152,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
 
 
 def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
-    """Return documents that are to be tokenized.
-
-    Raises:
-        SettingError: they are tokens already.
-        SourceError: there are none, or they can't be read.
-    """
+    """Return documents that are to be tokenized."""
     entries = entries_of(data)
     # Where a folder holds both, such as texts beside what Megatron made of them, the texts are meant.
     stores = [e for e in entries if is_token_store(e) or (is_megatron(e) and not _is_folder(e))]
@@ -215,17 +194,7 @@ def batch_settings(settings: LoaderSettings) -> BatchSettings:
 
 
 def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> Opened:
-    """Return how documents are fed that are tokens already.
-
-    Args:
-        tokens: of the data.
-        data: what the worker opens again.
-        settings: how.
-
-    Raises:
-        SettingError: settings that don't go with the store.
-        OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-    """
+    """Return how documents are fed that are tokens already."""
     check_tokens(tokens, settings)
     if settings.overlong == "error" and settings.method != "wrapped":
         check_lengths(tokens, settings.capacity, str(data))
@@ -302,12 +271,7 @@ def streaming_settings(settings: LoaderSettings) -> StreamingSettings:
 
 
 def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
-    """Return how documents are fed straight from their files.
-
-    Raises:
-        SettingError: sizes that don't divide each other.
-        SourceError: a table can't be read.
-    """
+    """Return how documents are fed straight from their files."""
     rank, world = settings.ranks
     check_passes(source, settings)
     prints = known_prints(source.files)

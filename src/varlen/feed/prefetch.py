@@ -45,13 +45,7 @@ class Ahead(Generic[_Item]):
     def __init__(
         self, items: Callable[[], Iterator[_Item]], settings: AheadSettings, stop: Callable[[], None]
     ) -> None:
-        """Begin.
-
-        Args:
-            items: makes the iterator; called and run in the thread, and closed there.
-            settings: how far ahead.
-            stop: called by `close`, to wake the iterator where it waits for something.
-        """
+        """Begin."""
         self._settings, self._stop, self._make = settings, stop, items
         self._ready: deque[_Item] = deque()
         self._changed = threading.Condition()
@@ -68,11 +62,7 @@ class Ahead(Generic[_Item]):
         return self
 
     def __next__(self) -> _Item:
-        """Return the next item; waits for it.
-
-        Raises:
-            Exception: what the iterator raised in its place.
-        """
+        """Return the next item; waits for it."""
         with self._changed:
             if self._taken is not None:
                 took = self._since_taken()

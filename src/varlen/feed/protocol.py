@@ -85,23 +85,12 @@ class Feed(Protocol):
     """Makes the batches of one rank."""
 
     def begun(self, state: FeedState) -> FeedState:
-        """Return a state that says where it stands, also where training begins.
-
-        Args:
-            state: of this feed, or of another one.
-
-        Raises:
-            StateError: of another one.
-        """
+        """Return a state that says where it stands, also where training begins."""
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
         """Yield the batches that follow a state, to the end of the last epoch; the same bytes whenever it is asked.
 
         Behind them comes what no batch has told, if there is anything.
-
-        Args:
-            state: of which the first batch is the next.
-            buffers: called once before each batch.
         """
 
 
@@ -124,11 +113,7 @@ class Worker(Protocol):
         """Begin after a state, whatever was made before."""
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many were ready when it was asked for.
-
-        Args:
-            deadline_s: longest wait.
-        """
+        """Return the next batch, or the end, and how many were ready when it was asked for."""
 
     def closer(self) -> Callable[[], None]:
         """Return what ends it, and doesn't keep it alive."""

@@ -55,11 +55,7 @@ class LoaderSettings:
     model: Any = None
 
     def __post_init__(self) -> None:
-        """Refuse what can't be.
-
-        Raises:
-            SettingError: a setting out of its range; the message names it.
-        """
+        """Refuse what can't be."""
         for name, choices in (
             ("mode", ("auto", *get_args(Mode))),
             ("scope", get_args(Scope)),
@@ -125,28 +121,16 @@ class LoaderSettings:
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """The data-parallel rank and world size.
-
-        Raises:
-            SettingError: one without the other, or a rank outside of the world.
-        """
+        """The data-parallel rank and world size."""
         return as_ranks(self.dp_rank, self.dp_world_size)
 
     def check_reader(self) -> None:
-        """Refuse to read where several processes would get the same data.
-
-        Raises:
-            SettingError: no ranks were given in a job of several processes; or this is a DataLoader's worker.
-        """
+        """Refuse to read where several processes would get the same data."""
         check_reader(is_ranked=self.dp_rank is not None)
 
     @property
     def batch_sizes(self) -> tuple[int, int]:
-        """Packs of a step, and packs of a batch.
-
-        Raises:
-            SettingError: they don't divide among the ranks.
-        """
+        """Packs of a step, and packs of a batch."""
         return as_batch_sizes(self.global_batch_size, self.micro_batch_size, self.ranks[1])
 
     @property
@@ -165,11 +149,7 @@ class LoaderSettings:
         return self.seed if self.shuffle else None
 
     def deciding(self, window: int | None) -> dict[str, Any]:
-        """Return the settings that the bytes depend on.
-
-        Args:
-            window: that is in effect, also where none was asked for; None where everything is packed at once.
-        """
+        """Return the settings that the bytes depend on."""
         whole, micro = self.batch_sizes
         return {
             "capacity": self.capacity,
@@ -194,16 +174,7 @@ FREE = frozenset({"dp_world_size", "micro_batch_size"})
 
 
 def check_vocabulary(vocab_size: int | None, name: str, settings: LoaderSettings) -> None:
-    """Refuse tokens that the model doesn't know.
-
-    Args:
-        vocab_size: all tokens are below; None where it isn't known.
-        name: of the tokenizer.
-        settings: with the model, if one was given.
-
-    Raises:
-        SettingError: the vocabulary is larger than the model's.
-    """
+    """Refuse tokens that the model doesn't know."""
     known = settings.vocab_size
     if known is not None and vocab_size is not None and vocab_size > known:
         raise SettingError(
@@ -213,11 +184,7 @@ def check_vocabulary(vocab_size: int | None, name: str, settings: LoaderSettings
 
 
 def _check_model(settings: LoaderSettings) -> None:
-    """Refuse packs longer than the model's positions, and a token for padding that it doesn't know.
-
-    Raises:
-        SettingError: either.
-    """
+    """Refuse packs longer than the model's positions, and a token for padding that it doesn't know."""
     known = settings.vocab_size
     if known is not None and settings.pad_id >= known:
         raise SettingError(
@@ -244,15 +211,7 @@ def _of_model(model: Any, name: str) -> int | None:
 
 
 def as_ranks(dp_rank: int | None, dp_world_size: int | None) -> tuple[int, int]:
-    """Return the data-parallel rank and world size.
-
-    Args:
-        dp_rank: from 0; ranks that share a replica (tensor, pipeline or context parallel) pass the same.
-        dp_world_size: ranks that get different data.
-
-    Raises:
-        SettingError: one without the other, or a rank outside of the world.
-    """
+    """Return the data-parallel rank and world size."""
     if dp_rank is None and dp_world_size is None:
         return 0, 1
     if dp_rank is None or dp_world_size is None:
@@ -263,14 +222,7 @@ def as_ranks(dp_rank: int | None, dp_world_size: int | None) -> tuple[int, int]:
 
 
 def check_reader(*, is_ranked: bool) -> None:
-    """Refuse to read where several processes would get the same data.
-
-    Args:
-        is_ranked: a rank and a world size were given.
-
-    Raises:
-        SettingError: they weren't, in a job of several processes; or this is a worker of PyTorch's DataLoader.
-    """
+    """Refuse to read where several processes would get the same data."""
     workers = loading_workers()
     if workers > 1 or (workers and not is_ranked):
         raise SettingError(
@@ -290,16 +242,7 @@ def check_reader(*, is_ranked: bool) -> None:
 def as_batch_sizes(
     global_batch_size: int, micro_batch_size: int | None, dp_world_size: int
 ) -> tuple[int, int]:
-    """Return the packs of a step, and those of a batch.
-
-    Args:
-        global_batch_size: packs of a step, over all ranks.
-        micro_batch_size: packs of a batch; None for all that a rank takes in a step.
-        dp_world_size: data-parallel ranks.
-
-    Raises:
-        SettingError: the packs of a step don't divide among the ranks and their batches; names the nearest that do.
-    """
+    """Return the packs of a step, and those of a batch."""
     whole = as_count(global_batch_size, "global_batch_size")
     micro = None if micro_batch_size is None else as_count(micro_batch_size, "micro_batch_size")
     at_once = dp_world_size * (micro or 1)

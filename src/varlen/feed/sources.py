@@ -17,16 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
-    """Open documents that are tokens already; None where they aren't.
-
-    Args:
-        data: as given.
-        settings: of the loader.
-
-    Raises:
-        SettingError: a setting out of its range.
-        SourceError: nothing is there, or it can't be read.
-    """
+    """Open documents that are tokens already; None where they aren't."""
     reading = settings.reading
     check_reading(reading.get("split"), reading.get("format"))
     tokens = open_tokens(
@@ -41,16 +32,7 @@ def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
 
 
 def source_of(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
-    """Open documents that are to be tokenized, and say which of them are read.
-
-    Args:
-        data: as given.
-        tokenizer: of the documents.
-        settings: of the loader.
-
-    Raises:
-        SourceError: nothing is there, or it can't be read.
-    """
+    """Open documents that are to be tokenized, and say which of them are read."""
     source = open_source(data, tokenizer, **settings.reading)
     _say(source.unread(), settings)
     _say(source.said_of_template(), settings)
@@ -79,11 +61,7 @@ _USUAL = {
 
 
 def refuse_reading(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> None:
-    """Refuse settings that say how documents become tokens, where they are tokens already.
-
-    Raises:
-        SettingError: one was changed.
-    """
+    """Refuse settings that say how documents become tokens, where they are tokens already."""
     if settings.reading.get("row_weights") and not weighs(tokens):
         raise SettingError(
             f"{data} holds tokens already, without weights, which row_weights can't give them; leave it out, or "

@@ -32,11 +32,7 @@ class Spec(Protocol):
     """Makes a feed, in this process or in another one."""
 
     def open(self, exchanges: Exchanges | None = None) -> Feed:
-        """Make it.
-
-        Args:
-            exchanges: how ranks tell each other what they know; None where they can't.
-        """
+        """Make it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +58,7 @@ class IndexedSpec:
     """As `open_tokens` takes them."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
-        """Make the feed.
-
-        Args:
-            exchanges: how ranks agree on what a store that grows has when an epoch begins; None where they can't, and
-                later epochs hold what the first one does.
-
-        Raises:
-            SourceError: the store can't be read.
-        """
+        """Make the feed."""
         tokens = opened(self.data, self.patience_s, self.on_error, split=self.split, format=self.format)
         can_agree = exchanges is not None or self.batches.dp_world_size == 1
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
@@ -100,11 +88,7 @@ class MixtureSpec:
     """As `open_tokens` takes them."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:  # noqa: ARG002 - all know all lengths
-        """Make the feed.
-
-        Raises:
-            SourceError: a store can't be read, or holds no document.
-        """
+        """Make the feed."""
         sets = [
             opened(data, self.patience_s, self.on_error, split=self.split, format=self.format)
             for data in self.sources
@@ -129,11 +113,7 @@ def _losses_of(tokens: TokenDocuments) -> Losses:
 
 
 def let_go(spec: Spec) -> None:
-    """Let go of rows in memory that a feed was made of.
-
-    Args:
-        spec: of a feed that isn't asked for batches any more.
-    """
+    """Let go of rows in memory that a feed was made of."""
     if isinstance(spec, StreamingSpec):
         memory.let_go(spec.source.files)
     elif isinstance(spec, IndexedSpec):
@@ -156,12 +136,7 @@ class _PartsNow:
         self._store, self._first, self._rank, self._exchanges = store, first, rank, exchanges
 
     def __call__(self, epoch: int) -> int:
-        """Return the parts of an epoch.
-
-        Raises:
-            SourceError: another store stands there now.
-            StalledError: not all ranks came.
-        """
+        """Return the parts of an epoch."""
         if epoch == 0:
             return self._first
         self._store.reread()
@@ -179,18 +154,7 @@ def opened(
     split: str | None = None,
     format: Format | None = None,
 ) -> TokenDocuments:
-    """Open documents that were tokens when a loader was made.
-
-    Args:
-        data: as `open_tokens` takes it.
-        patience_s: how long to wait for the next part of a store that is being written.
-        on_error: "raise" as soon as missing tokens can be told, or "skip" documents when they are to be read.
-        split: of folders that hold several.
-        format: of every file.
-
-    Raises:
-        SourceError: they aren't any more.
-    """
+    """Open documents that were tokens when a loader was made."""
     tokens = open_tokens(
         data, patience_s=patience_s, check_tokens=on_error == "raise", split=split, format=format
     )
@@ -214,13 +178,5 @@ class StreamingSpec:
     rank: int
 
     def open(self, exchanges: Exchanges | None = None) -> StreamingFeed:
-        """Make the feed.
-
-        Args:
-            exchanges: how ranks tell each other what they know; None where they can't.
-
-        Raises:
-            SettingError: sizes that don't divide each other.
-            SourceError: a table can't be read.
-        """
+        """Make the feed."""
         return StreamingFeed(self.source, self.settings, self.batches, self.rank, exchanges)

@@ -37,13 +37,7 @@ class FeedState:
 
 
 def to_json(state: FeedState, mode: Mode, belongs_to: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state as numbers, texts, lists and mappings.
-
-    Args:
-        state: of a loader.
-        mode: of the loader.
-        belongs_to: settings and fingerprints that the bytes depend on, by name.
-    """
+    """Return a state as numbers, texts, lists and mappings."""
     return {
         "version": VERSION,
         "mode": mode,
@@ -57,17 +51,7 @@ def to_json(state: FeedState, mode: Mode, belongs_to: Mapping[str, Any]) -> dict
 def from_json(
     state: Mapping[str, Any], mode: Mode, belongs_to: Mapping[str, Any], free: frozenset[str]
 ) -> FeedState:
-    """Return a state that `to_json` wrote.
-
-    Args:
-        state: as it is, or back from JSON.
-        mode: of the loader that is to go on.
-        belongs_to: of that loader.
-        free: names in it that may differ where a step begins: the world size and the size of batches.
-
-    Raises:
-        StateError: another version, mode, data or setting, named; or no state at all.
-    """
+    """Return a state that `to_json` wrote."""
     if not isinstance(state, Mapping):
         raise StateError(f"a loader's state is a mapping, got {type(state).__name__}")
     if state.get("version") != VERSION or state.get("mode") != mode:
@@ -90,14 +74,6 @@ def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[s
 
     Near the end of its data a run packs otherwise than where more follows: all that waits goes out there. What comes
     after a state fits what came before only if that end stays where it was, and so the place names it.
-
-    Args:
-        at: of the state.
-        was: what the state belongs to.
-        now: what the loader's states belong to.
-
-    Raises:
-        StateError: the loader has fewer epochs.
     """
     if EPOCHS not in was or EPOCHS not in now or was[EPOCHS] == now[EPOCHS]:
         return at
@@ -122,11 +98,7 @@ def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[s
 
 
 def check_micro_batch(state: FeedState, micro_batches: int) -> None:
-    """Refuse a state that says that more of a step was taken than there is.
-
-    Raises:
-        StateError: it does.
-    """
+    """Refuse a state that says that more of a step was taken than there is."""
     if state.micro_batch >= micro_batches:
         raise StateError(
             f"the state says that {state.micro_batch:,} batches of step {state.step:,} were taken, which has "
@@ -165,11 +137,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str]) -> None:
-    """Require that a state belongs to this loader.
-
-    Raises:
-        StateError: it doesn't; names what differs.
-    """
+    """Require that a state belongs to this loader."""
     own = {TOKENIZER, EPOCHS} if EPOCHS in was and EPOCHS in now else {TOKENIZER}
     names = [name for name in {**was, **now} if name not in free | own]
     told_of = {

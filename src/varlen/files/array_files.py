@@ -22,10 +22,6 @@ def map_array(path: Path) -> Any:
     A header that promises more than there is takes no memory, as nothing is read. numpy parses it as Python, and
     CPython before 3.11.8 fails at that now and then where another thread parses something at the same time
     (github.com/python/cpython/issues/106905): it is asked again.
-
-    Raises:
-        OSError: it can't be read, or is no regular file.
-        SourceError: it isn't such an array, or is damaged; also a ValueError, as numpy's own errors are.
     """
     with open(path, "rb", opener=open_regular) as file:
         if file.read(len(_MAGIC)) != _MAGIC:

@@ -124,11 +124,7 @@ class Fields:
 
 
 def check_named(named: Mapping[str, str]) -> None:
-    """Refuse names for roles that don't exist.
-
-    Raises:
-        SettingError: an unknown role.
-    """
+    """Refuse names for roles that don't exist."""
     unknown = [role for role in named if role not in ROLES]
     if unknown:
         raise SettingError(f"columns can be named for {', '.join(ROLES)}; got {unknown[0]!r}")
@@ -142,18 +138,7 @@ def find_columns(
     are_fields: bool = False,
     are_a_line: bool = False,
 ) -> Columns:
-    """Choose the columns that hold documents.
-
-    Args:
-        present: names of the file's columns.
-        named: the caller's choice, by role; it goes before what would be found, and decides the kind.
-        where: the file, for messages.
-        are_fields: of a first row; others may have tools where it has none.
-        are_a_line: the first line of a file, which may be a row by mistake.
-
-    Raises:
-        SourceError: nothing suitable, lists the columns that exist; or two that could be the mask.
-    """
+    """Choose the columns that hold documents."""
     key = (tuple(present), tuple(named.items()), are_fields)
     found = _FOUND.get(key)  # files of one form are many, and each asks
     if found is None:
@@ -204,11 +189,7 @@ def _find(
 
 
 def _refuse_others(present: Sequence[str], where: str) -> None:
-    """Refuse rows that are something else than documents, by what they are.
-
-    Raises:
-        SourceError: they are preference pairs, or indices of other rows.
-    """
+    """Refuse rows that are something else than documents, by what they are."""
     if list(present) == ["indices"]:
         raise SourceError(
             f"{where} has the column `indices` alone: it says which rows of another file are meant and in which "
@@ -259,11 +240,7 @@ def _context(
     *,
     are_fields: bool,
 ) -> str | None:
-    """Return the column of what instructions are about; rows that are objects may have it where the first has none.
-
-    Raises:
-        SourceError: two columns could be it.
-    """
+    """Return the column of the instructions' context; of objects, the first row may lack it."""
     if "context" in named:
         return named["context"]
     known = [name for name in ("context", "input") if name != names["instruction"]]

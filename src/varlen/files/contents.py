@@ -70,13 +70,7 @@ def mark_of(head: bytes) -> str | None:
 
 
 def rows_in(head: bytes, fields: Collection[str], *, is_whole: bool) -> Format | None:
-    """Return the format of the rows that a file holds, by its first bytes; None where it isn't one of rows.
-
-    Args:
-        head: of the file, unpacked.
-        fields: names of columns that documents stand in.
-        is_whole: nothing follows.
-    """
+    """Return the format of the rows that a file holds, by its first bytes; None where it isn't one of rows."""
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"ARROW1") or _is_stream(head):

@@ -62,13 +62,6 @@ def find(data: Data, naming: Naming | None = None) -> Found:
 
     Each of them gives its files sorted by name, one after the other in the order they were named. Folders that are
     links are followed; one that is met again is not. A file, and whatever a glob matches, is always read.
-
-    Args:
-        data: what is named.
-        naming: what the caller says of it; None for nothing.
-
-    Raises:
-        SourceError: nothing is there, a file was named twice, or all of them are empty.
     """
     naming = naming or Naming()
     entries = entries_of(data)
@@ -93,11 +86,7 @@ def find(data: Data, naming: Naming | None = None) -> Found:
 
 
 def _refuse_twice(files: Sequence[File]) -> None:
-    """Refuse a file that is met twice, by its own name or by that of a link to it.
-
-    Raises:
-        SourceError: there is one.
-    """
+    """Refuse a file that is met twice, by its own name or by that of a link to it."""
     seen: dict[str, str] = {}
     for file in files:
         place = file.path if file.is_remote else os.path.realpath(file.place)
@@ -319,11 +308,7 @@ def _walk(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _refuse_results(path: Path, files: Sequence[Path]) -> None:
-    """Refuse a folder with results of varlen's below it, whose rows would be read beside what they were made of.
-
-    Raises:
-        SourceError: there are some, or the folder itself is half a result.
-    """
+    """Refuse a folder with results of varlen's below it, whose rows would be read beside what they were made of."""
     if is_unfinished(path):
         raise SourceError(
             f"{path} is an unfinished output; run the command that makes it again, and name what it gives"

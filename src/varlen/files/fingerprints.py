@@ -20,9 +20,6 @@ def fingerprint(file: File) -> str:
     """Return a text that changes whenever a file's content does: its SHA-256, or a server's mark for it.
 
     Cost: reads a local file whole, about a second a GB.
-
-    Raises:
-        SourceError: it can't be read.
     """
     if file.content is not None:
         return file.content
@@ -40,9 +37,6 @@ def quick_fingerprint(file: File) -> str:
     the pieces stays unseen. Files of up to 4 MB are read whole.
 
     Cost: 64 reads of a local file, whatever its size.
-
-    Raises:
-        SourceError: it can't be read.
     """
     if file.content is not None:
         return file.content
@@ -60,9 +54,6 @@ def fingerprint_files(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) 
     `quick_fingerprint` says. Neither folders nor times of change matter: the same data gives the same anywhere.
 
     Cost: about half a second for the most that is read whole; of more, 4 MB a file.
-
-    Raises:
-        SourceError: one can't be read.
     """
     return fingerprint_of(files, known_prints(files, whole_bytes=whole_bytes))
 

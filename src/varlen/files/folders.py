@@ -98,14 +98,6 @@ def choose_files(folder: Folder, split: str | None, told: Format | None) -> Chos
 
     What speaks of the data (README.md, LICENSE.txt, metadata of packed rows) isn't data where rows lie beside it;
     names that begin with a dot are left out.
-
-    Args:
-        folder: its files.
-        split: to be taken; "all", or None for `train` where there are others.
-        told: format of all files, where the caller says it.
-
-    Raises:
-        SourceError: none does, or it isn't told which are meant, or one that is meant can't be read.
     """
     chosen = _saved(folder, split)
     if chosen is None:
@@ -132,12 +124,7 @@ def dangling_links(paths: Sequence[str]) -> str:
 
 
 def _saved(folder: Folder, split: str | None) -> Chosen | None:
-    """Choose the files of a data set saved by Hugging Face's `save_to_disk`; None for any other folder.
-
-    Raises:
-        SourceError: its description can't be read, or it holds several splits and none is called "train", or its rows
-            are chosen and ordered by indices in another file.
-    """
+    """Choose the files of a data set saved by Hugging Face's `save_to_disk`; None for any other folder."""
     described_at = folder.find(_DICT)
     if described_at is not None:
         return _of_splits(folder, described(folder.read(described_at), described_at.path, "splits"), split)
@@ -205,11 +192,7 @@ def _of_splits(folder: Folder, splits: Sequence[object], split: str | None) -> C
 
 
 def _named(folder: Folder, split: str | None, told: Format | None) -> Chosen:
-    """Choose files by their names, and by what a data set's card says.
-
-    Raises:
-        SourceError: no file is data, or it isn't told which split or configuration is meant.
-    """
+    """Choose files by their names, and by what a data set's card says."""
     shown = [entry for entry in folder.listing if not is_hidden(entry.name)]
     beside, caches = _without_caches(folder, shown)
     card = folder.find(CARD)
@@ -269,11 +252,7 @@ def _cache_folders(entries: Sequence[Listed]) -> list[str]:
 
 
 def _without_caches(folder: Folder, entries: Sequence[Listed]) -> tuple[list[Listed], list[Listed]]:
-    """Return a folder's files without results of `.map` and its like that `datasets` keeps, and those.
-
-    Raises:
-        SourceError: a saved data set below has rows chosen by indices, or there are caches of several data sets.
-    """
+    """Return a folder's files without results of `.map` and its like that `datasets` keeps, and those."""
     kept = _cache_folders(entries)
     if len(kept) > 1:
         raise SourceError(
@@ -407,17 +386,7 @@ def is_card(content: bytes) -> bool:
 
 
 def configs_of(content: bytes, path: str, names: Sequence[str], *, is_yaml: bool = False) -> list[Config]:
-    """Return the configurations that a card lists, of those whose files are there.
-
-    Args:
-        content: of the card.
-        path: of the card, for messages.
-        names: all files of data.
-        is_yaml: it is YAML throughout.
-
-    Raises:
-        SourceError: the list can't be read.
-    """
+    """Return the configurations that a card lists, of those whose files are there."""
     block = content.decode(errors="replace") if is_yaml else _yaml_of(content)
     if block is None or not re.search(r"^configs\s*:", block, re.MULTILINE):
         return []
@@ -443,11 +412,7 @@ def configs_of(content: bytes, path: str, names: Sequence[str], *, is_yaml: bool
 
 
 def chosen_config(configs: Sequence[Config], folder: str) -> Config | None:
-    """Return the configuration that is meant where none is named; None where the card lists none.
-
-    Raises:
-        SourceError: there are several, and none is the default.
-    """
+    """Return the configuration that is meant where none is named; None where the card lists none."""
     if len(configs) < 2:
         return configs[0] if configs else None
     defaults = [config for config in configs if config.is_default]
@@ -497,11 +462,7 @@ def _entries(block: str, path: str) -> list[Mapping[str, Any]]:
 
 
 def _patterns(files: Any, path: str) -> dict[str, list[str]]:
-    """Return patterns of files by split: one or several, or such by split.
-
-    Raises:
-        SourceError: they have another form.
-    """
+    """Return patterns of files by split: one or several, or such by split."""
     some = [files] if isinstance(files, str) else files
     if isinstance(some, list) and some and all(isinstance(one, str) for one in some):
         return {"train": some}
@@ -544,15 +505,7 @@ _INDICES = ("_indices_data_files", "_indices_files")
 
 
 def refuse_indices(content: bytes, path: str) -> None:
-    """Refuse a data set of which only some rows are meant, or in another order.
-
-    Args:
-        content: of its state.json.
-        path: of that, for messages.
-
-    Raises:
-        SourceError: it is one, or this isn't a description.
-    """
+    """Refuse a data set of which only some rows are meant, or in another order."""
     try:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -565,16 +518,7 @@ def refuse_indices(content: bytes, path: str) -> None:
 
 
 def described(content: bytes, path: str, key: str) -> list[Any]:
-    """Return a list that a data set's description holds.
-
-    Args:
-        content: of the description.
-        path: of that, for messages.
-        key: of the list.
-
-    Raises:
-        SourceError: it doesn't.
-    """
+    """Return a list that a data set's description holds."""
     try:
         value = json.loads(content)[key]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

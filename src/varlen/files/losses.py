@@ -140,24 +140,13 @@ def total(found: Iterable[Losses]) -> Losses:
 
 
 def stored(found: Mapping[str, Any]) -> Losses:
-    """Return the losses of a shard or a manifest; version 0.1.0 wrote the number of records alone.
-
-    Args:
-        found: with "losses", or with "num_skipped".
-    """
+    """Return the losses of a shard or a manifest; version 0.1.0 wrote the number of records alone."""
     losses = found.get("losses")
     return Losses(records=int(found.get("num_skipped", 0))) if losses is None else Losses.from_json(losses)
 
 
 def nothing_read(paths: Sequence[str], documents: int, losses: Losses, example: str | None) -> str:
-    """Say that files hold nothing to train on, what became of it, and of what can't be read one example.
-
-    Args:
-        paths: of the files.
-        documents: that were read, none of which has a token.
-        losses: of the files.
-        example: where the first fault is, and why.
-    """
+    """Say that files hold nothing to train on, what became of it, and of what can't be read one example."""
     more = f" and {many(len(paths) - 1, 'more file')}" if len(paths) > 1 else ""
     why = many(documents, "empty document") if documents else "no document"
     such_as = [f"the first: {example}"] if example else []
@@ -165,14 +154,7 @@ def nothing_read(paths: Sequence[str], documents: int, losses: Losses, example: 
 
 
 def nothing_left(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> str:
-    """Say what became of everything, where nothing is left to train on.
-
-    Args:
-        ledger: of all documents.
-        losses: of their source.
-        capacity: tokens of a pack.
-        epochs: that the ledger counts; losses are those of one.
-    """
+    """Say what became of everything, where nothing is left to train on."""
     times = f" in {many(epochs, 'epoch')}" if epochs > 1 and ledger.documents_in else ""
     found = [f"{many(ledger.documents_in, 'document')} read{times}"]
     whys = (

@@ -60,11 +60,7 @@ class _Stored(io.FileIO):
             raise
 
     def _check_same(self, status: os.stat_result) -> None:
-        """Require that what is open, of which this is the status, holds what was listed.
-
-        Raises:
-            SourceError: it doesn't.
-        """
+        """Require that what is open, of which this is the status, holds what was listed."""
         file, now = self._file, Seen.of(status)
         self._at = status.st_size, status.st_mtime_ns, status.st_ctime_ns
         if 0 <= file.size != now.size:
@@ -109,15 +105,7 @@ class _Stored(io.FileIO):
 
 
 def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
-    """Open a file's bytes as they are stored.
-
-    Args:
-        file: to be opened.
-        buffer_bytes: read at a time, by one request where it is remote; None for what suits reading all of it.
-
-    Raises:
-        SourceError: it can't be opened, or isn't what it was when the files were listed.
-    """
+    """Open a file's bytes as they are stored."""
     if file.live is not None:
         return open_live(file.path, file.place)
     if file.is_remote:
@@ -142,10 +130,6 @@ def compression_of(file: File) -> Compression | None:
     """Return how a file is compressed, by its first bytes.
 
     Cost: one small request for a remote file, once as long as it stays what it is.
-
-    Raises:
-        SourceError: it can't be opened, or is compressed in a way that isn't read, or its name says that it is
-            compressed and it isn't.
     """
     if file.live is not None:
         return None
@@ -184,15 +168,7 @@ def _is_unpacked_on_the_way(file: File) -> bool:
 
 @contextmanager
 def open_plain(file: File, buffer_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """Give a file's bytes, unpacked, as a buffered stream to be read once from beginning to end.
-
-    Args:
-        file: to be opened.
-        buffer_bytes: as stored, read at a time; None for what suits reading all of it.
-
-    Raises:
-        SourceError: it can't be opened, read or unpacked, while the stream is in use too.
-    """
+    """Give a file's bytes, unpacked, as a buffered stream to be read once from beginning to end."""
     with _unpacked(file, buffer_bytes) as stream:
         # Rows that are given while they are read are JSON lines, and wouldn't wait for being looked at.
         is_given = file.live is not None
@@ -219,13 +195,6 @@ def rows_at(file: File, fields: Collection[str]) -> Format | None:
     """Return the format of the rows that a file holds, by its first bytes; None where it isn't one of rows.
 
     Cost: reads 64 KB, by one request where it is remote, once as long as it stays what it is.
-
-    Args:
-        file: to be looked into.
-        fields: names of columns that documents stand in.
-
-    Raises:
-        SourceError: it can't be read.
     """
     head, is_whole = _head(file) if file.mark is None else _head_by_mark(replace(file, on_read=None))
     return rows_in(head, fields, is_whole=is_whole)
@@ -275,15 +244,7 @@ _READABLE: dict[str, Format] = {
 
 
 def other_content(file: File, fields: Collection[str]) -> str | None:
-    """Say that a file holds something else than its name or the caller says; None where its first bytes don't tell.
-
-    Args:
-        file: that can't be read as what it should be.
-        fields: names of columns that documents stand in.
-
-    Raises:
-        SourceError: it can't be read.
-    """
+    """Say what a file holds if its name or the caller says otherwise; None where its first bytes don't tell."""
     with _unpacked(file, None) as stream:
         head = stream.read(LOOKED_AT_BYTES)
     kind = mark_of(head[:MARK_BYTES])
@@ -325,9 +286,6 @@ def open_seekable(file: File) -> Iterator[BinaryIO]:
     """Give a file's bytes, unpacked, as a stream that can be read at any place.
 
     What is compressed is unpacked into a nameless temporary file first: memory stays bounded, disk is needed.
-
-    Raises:
-        SourceError: it can't be opened, read or unpacked, while the stream is in use too.
     """
     if compression_of(file) is None:
         # Tables and archives are read here and there, a little at a time.
@@ -343,11 +301,7 @@ def open_seekable(file: File) -> Iterator[BinaryIO]:
 
 @contextmanager
 def faults(file: File) -> Iterator[None]:
-    """Turn faults of reading and unpacking into a sentence that names the file.
-
-    Raises:
-        SourceError: reading failed.
-    """
+    """Turn faults of reading and unpacking into a sentence that names the file."""
     with remote_faults(file.path) if file.is_remote else nullcontext():
         try:
             yield
@@ -380,12 +334,7 @@ _WITH_HEADER = 31
 
 
 def unpacker(stored: BinaryIO, compression: Compression) -> AbstractContextManager[Any]:
-    """Return what unpacks a stream.
-
-    Args:
-        stored: compressed bytes, which it doesn't close.
-        compression: theirs.
-    """
+    """Return what unpacks a stream."""
     if compression == "gzip":
         return gzip.GzipFile(fileobj=stored, mode="rb")
     import pyarrow as pa
@@ -476,11 +425,7 @@ def _zstd_pieces(stored: BinaryIO, start: int) -> Iterator[bytes]:
 
 
 def fault_of_gzip(stored: BinaryIO) -> int:
-    """Return the byte at which compressed bytes are found to be damaged; their number where they aren't.
-
-    Args:
-        stored: from its beginning.
-    """
+    """Return the byte at which compressed bytes are found to be damaged; their number where they aren't."""
     unpacking, at, member = zlib.decompressobj(_WITH_HEADER), 0, 0
     while packed := stored.read(_STORED_BYTES):
         stop = at + len(packed)

@@ -28,15 +28,7 @@ def is_there(path: Path) -> bool:
 
 
 def refuse_link(path: Path, way_out: str) -> None:
-    """Refuse a link.
-
-    Args:
-        path: where something is to be written.
-        way_out: what to do about it.
-
-    Raises:
-        SettingError: it is one.
-    """
+    """Refuse a link."""
     if path.is_symlink():
         raise SettingError(
             f"{path} is a link (to {path.readlink()}), and links aren't followed where varlen writes; {way_out}"
@@ -44,13 +36,7 @@ def refuse_link(path: Path, way_out: str) -> None:
 
 
 def mark_of_folder(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], object]) -> bool:
-    """Return whether a folder carries a mark, or nothing that anybody could miss.
-
-    Args:
-        folder: a real one.
-        name: of the mark, a path in it.
-        is_mark: whether an object of JSON is one.
-    """
+    """Return whether a folder carries a mark, or nothing that anybody could miss."""
     place = folder / name
     try:
         if not stat.S_ISREG(place.lstat().st_mode):  # a link, or a pipe that a read would wait for
@@ -90,16 +76,7 @@ def entries_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def check_names(folder: Path, is_ours: Callable[[Path], bool], way_out: str) -> None:
-    """Refuse to clear or replace a folder in which somebody has laid something of theirs.
-
-    Args:
-        folder: of ours.
-        is_ours: whether an entry is one of those that varlen writes there.
-        way_out: what to do about it.
-
-    Raises:
-        SettingError: somebody has; names what.
-    """
+    """Refuse to clear or replace a folder in which somebody has laid something of theirs."""
     try:
         foreign = sorted(path.name for path in folder.iterdir() if not is_ours(path) and is_there(path))
     except FileNotFoundError:  # another run has finished it just now
@@ -113,12 +90,7 @@ def check_names(folder: Path, is_ours: Callable[[Path], bool], way_out: str) -> 
 
 
 def remove_marked(folder: Path, name: str) -> None:
-    """Remove a folder of ours, its mark last, so that half of it is still known as ours.
-
-    Args:
-        folder: of ours; a link is left.
-        name: of its mark, right in it.
-    """
+    """Remove a folder of ours, its mark last, so that half of it is still known as ours."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for entry in folder.iterdir():
@@ -139,16 +111,7 @@ def remove_entry(path: Path) -> None:
 
 
 def open_own(path: Path, way_out: str) -> IO[bytes]:
-    """Open a file to read and write it, and make it if need be; a link isn't followed, and nothing is cut.
-
-    Args:
-        path: of the file.
-        way_out: what to do where something else has that name.
-
-    Raises:
-        SettingError: a link, a folder, a pipe or a device has that name.
-        OSError: it can't be opened.
-    """
+    """Open a file to read and write it, and make it if need be; a link isn't followed, and nothing is cut."""
     refuse_link(path, way_out)
     if is_there(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise SettingError(f"{path} is no file; {way_out}")

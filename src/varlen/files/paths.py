@@ -55,11 +55,7 @@ class _Lines:
         self._is_over = False
 
     def readline(self, limit: int = -1) -> bytes:
-        """Return the next line; none behind the last row.
-
-        Raises:
-            SourceError: there is no next row, for a reason that is told, or nobody gives rows any more.
-        """
+        """Return the next line; none behind the last row."""
         if self._is_over:
             return b""
         line = self._file.readline(limit)
@@ -87,15 +83,7 @@ class _Lines:
 
 
 def open_live(where: str, path: str) -> BinaryIO:
-    """Begin a pass.
-
-    Args:
-        where: what the rows are called in messages.
-        path: of the socket.
-
-    Raises:
-        SourceError: nobody gives rows there.
-    """
+    """Begin a pass."""
     return cast(BinaryIO, _Lines(where, path))
 
 
@@ -278,15 +266,7 @@ def _without_suffix(name: str) -> tuple[str, str]:
 
 
 def refuse_text(entry: str, what: str) -> None:
-    """Refuse a string that can't be meant as a path, with the line to write.
-
-    Args:
-        entry: a string.
-        what: it is called.
-
-    Raises:
-        SourceError: it is a text.
-    """
+    """Refuse a string that can't be meant as a path, with the line to write."""
     if "\n" in entry or len(entry) > _LONGEST_PATH:
         raise SourceError(
             f"{what} is a text ({entry[:40]!r} ...), and strings name files; for rows of texts pass "

@@ -59,12 +59,7 @@ class Listed:
 
 @contextmanager
 def remote_faults(url: str) -> Iterator[None]:
-    """Turn whatever a file system raises into a sentence that names the URL; clouds have errors of their own.
-
-    Raises:
-        SourceError: the file system failed.
-        MissingExtraError: its package isn't installed.
-    """
+    """Turn whatever a file system raises into a sentence that names the URL; clouds have errors of their own."""
     try:
         yield
     except VarlenError:
@@ -82,10 +77,6 @@ def file_system(url: str, retry: Retry) -> tuple[Any, str]:
     each of our tries would be 25 (5 of s3fs by 5 of botocore), and doesn't remember listings. What the user has
     configured for s3fs goes first. To be called by the thread that reads, not by one that lives for one call: some
     versions of fsspec keep a file system, with connections of its own, for each thread.
-
-    Raises:
-        SourceError: there is none for such a URL.
-        MissingExtraError: its package isn't installed.
     """
     import fsspec
 
@@ -117,10 +108,6 @@ def list_remote(url: str, retry: Retry) -> tuple[list[Listed], Kind]:
 
     A name with the characters of a glob is a glob only where nothing is called so. Of a glob, what is hidden isn't
     listed.
-
-    Raises:
-        SourceError: nothing is there, or the file system failed.
-        MissingExtraError: the file system's package isn't installed.
     """
     fs, path = file_system(url, retry)
     # Long listings take many requests, each with the client's own limit.
@@ -275,21 +262,13 @@ def replaced(was: str | None, now: str | None) -> str | None:
 
 
 def remote_mark(url: str, retry: Retry) -> str | None:
-    """Return what changes whenever the file behind a URL does (its ETag or checksum), or None.
-
-    Raises:
-        SourceError: the file system failed.
-    """
+    """Return what changes whenever the file behind a URL does (its ETag or checksum), or None."""
     fs, path = file_system(url, retry)
     return retried(lambda: _mark(fs.info(path)), url, retry)
 
 
 def read_remote(url: str, retry: Retry) -> bytes:
-    """Return all bytes of a small file behind a URL.
-
-    Raises:
-        SourceError: the file system failed.
-    """
+    """Return all bytes of a small file behind a URL."""
     fs, path = file_system(url, retry)
     return retried(lambda: bytes(fs.cat_file(path)), url, retry)
 
@@ -308,19 +287,7 @@ _BY_REQUEST = ("s3://", "s3a://", "memory://")
 def open_remote(
     url: str, size: int, retry: Retry, buffer_bytes: int = BUFFER_BYTES, seen: str | None = None
 ) -> BinaryIO:
-    """Open a file behind a URL for reading, seekable where its size is known.
-
-    Args:
-        url: of the file.
-        size: bytes as it was listed, or -1 where the server doesn't say.
-        retry: how often and how long a read is tried.
-        buffer_bytes: fetched at a time.
-        seen: what the server said of it when it was listed.
-
-    Raises:
-        SourceError: it can't be opened, or isn't what it was when it was listed.
-        MissingExtraError: the file system's package isn't installed.
-    """
+    """Open a file behind a URL for reading, seekable where its size is known."""
     fs, path = file_system(url, retry)
     by_request = size >= 0 and url.startswith(_BY_REQUEST)
     kind = _Ranges
@@ -357,11 +324,7 @@ class _Ranges:
         self.size = size
 
     def open(self) -> Any:
-        """Return the stream, opened if need be.
-
-        Raises:
-            SourceError: the file has another size than when it was listed, or opened before.
-        """
+        """Return the stream, opened if need be."""
         if self._stream is None:
             # Ranges come at the size that is wanted: read ahead would be fetched twice.
             stream = self._fs.open(self._path, "rb", cache_type="none", **self._conditions())
@@ -389,11 +352,7 @@ class _Ranges:
         return {**asked, "headers": {**getattr(self._fs, "kwargs", {}).get("headers", {}), "If-Match": etag}}
 
     def check(self, details: Any) -> None:
-        """Require that the file is the one that was listed, as far as what is said of it tells.
-
-        Raises:
-            SourceError: it isn't.
-        """
+        """Require that the file is the one that was listed, as far as what is said of it tells."""
         name = replaced(self.seen, said_of(details)) if isinstance(details, Mapping) else None
         if name is not None:
             raise told(self._url, self.seen, replaced_words(self._url, f"the server names another {name}"))
@@ -508,11 +467,7 @@ class _Remote(io.RawIOBase):
         return b"".join(pieces)
 
     def _fetch(self, count: int) -> bytes:
-        """Return what comes next, at most `count` bytes; none at the end alone.
-
-        Raises:
-            SourceError: it can't be read, or the file has another size than when it was listed.
-        """
+        """Return what comes next, at most `count` bytes; none at the end alone."""
         start, size = self._at, self._size
         if 0 <= size <= start:
             return b""

@@ -80,9 +80,6 @@ class Retry:
 
     Waits double from `first_s` up to `most_s`, each shortened by chance to between half and all of it, so that
     readers that failed together don't come back together.
-
-    Raises:
-        SettingError: a number out of range.
     """
 
     attempts: int = 8
@@ -111,19 +108,7 @@ class Retry:
 def retried(
     call: Callable[[], Result], url: str, retry: Retry, *, place: str = "", silence_s: float | None = None
 ) -> Result:
-    """Return what a call to a server gives, made again while it fails for reasons that pass.
-
-    Args:
-        call: to be made; it may be given up half-way, and must leave nothing behind that the next try would trip on.
-        url: for messages.
-        retry: how often and how long.
-        place: of the file that was to be read, for messages: "byte 1,000".
-        silence_s: instead of the setting's, for calls that take long by nature.
-
-    Raises:
-        SourceError: it failed for good, or too often, or for too long.
-        MissingExtraError: the file system's package isn't installed.
-    """
+    """Return what a call to a server gives, made again while it fails for reasons that pass."""
     began = time.monotonic()
     most_s = silence_s or retry.silence_s
     attempt = 0
@@ -154,9 +139,6 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     """Return what a call gives, or give it up.
 
     What is given up goes on by itself until its own library gives it up too: nothing can end a thread.
-
-    Raises:
-        TimeoutError: it took longer.
     """
     given: list[Result] = []
     raised: list[BaseException] = []

@@ -88,22 +88,12 @@ class Rows:
         return len(self.numbers)
 
     def between(self, start: int, stop: int, faults: tuple[Fault, ...]) -> Rows:
-        """Return some of the rows, by index.
-
-        Args:
-            start: the first.
-            stop: one past the last.
-            faults: of those that can't be read, which belong to these.
-        """
+        """Return some of the rows, by index."""
         columns = {name: _some(column, start, stop) for name, column in self.columns.items()}
         return replace(self, columns=columns, numbers=self.numbers[start:stop], faults=faults)
 
     def chosen(self, indexes: Sequence[int]) -> Rows:
-        """Return some of the rows, by index, ascending, without faults.
-
-        Args:
-            indexes: which.
-        """
+        """Return some of the rows, by index, ascending, without faults."""
         columns = {
             name: [column[index] for index in indexes]
             if isinstance(column, list)
@@ -118,19 +108,11 @@ class Rows:
         return len(self) + sum(fault.covers for fault in self.faults)
 
     def where(self, index: int) -> str:
-        """Name the file and a row's place in it.
-
-        Args:
-            index: of the row among these.
-        """
+        """Name the file and a row's place in it."""
         return place(self.path, self.unit, self.base() + self.numbers[index])
 
     def blame(self, wrong: Mapping[int, str]) -> tuple[Fault, ...]:
-        """Return the faults of these rows, those that reading found among them, in the order of the file.
-
-        Args:
-            wrong: why a row can't be used, by its index among these.
-        """
+        """Return the faults of these rows, those that reading found among them, in the order of the file."""
         if not wrong:
             return self.faults
         found = [
@@ -141,12 +123,7 @@ class Rows:
 
 
 def faulty(fault: Fault, names: Sequence[str] = ()) -> Rows:
-    """Return no row but a fault.
-
-    Args:
-        fault: of rows that can't be read.
-        names: of the columns.
-    """
+    """Return no row but a fault."""
     return Rows(columns={name: [] for name in names}, numbers=(), path=fault.where, faults=(fault,))
 
 
@@ -170,10 +147,6 @@ def as_list(column: Column, prune: Callable[[Any], Any] | None = None) -> list[A
 
     What Arrow can't turn into one stays as it is, and a cell of JSON type that holds none is `NotJson`; both
     are to be refused by row.
-
-    Args:
-        column: of rows.
-        prune: takes away what a cell of a table holds only since other rows do, such as keys without a value.
     """
     if isinstance(column, list):
         return column
@@ -265,11 +238,7 @@ class _Said:
 
 
 def refuse(why: str) -> NoReturn:
-    """Say why a row can't be used.
-
-    Raises:
-        SourceError: always.
-    """
+    """Say why a row can't be used."""
     raise SourceError(why)
 
 
@@ -278,13 +247,7 @@ class _UnreadableError(Exception):
 
 
 def decode_column(type_: Any, values: list[Any], prune: Decode | None) -> list[Any]:
-    """Return the cells of a column as what its type means.
-
-    Args:
-        type_: of the column, in Arrow's words.
-        values: of the column, as `to_pylist` gives them.
-        prune: takes away what a cell holds only since other rows do; JSON's own nulls and those of maps stay.
-    """
+    """Return the cells of a column as what its type means."""
     decode = _decoder(type_)
     if decode is None:
         return values if prune is None else [prune(value) for value in values]

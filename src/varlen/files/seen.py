@@ -83,13 +83,7 @@ _replaced: dict[tuple[str, object], str] = {}
 
 
 def told(place: str, seen: object, said: str) -> SourceError:
-    """Return the error that says so of a file, and remember it: whoever skips what can't be read may not skip this.
-
-    Args:
-        place: its path or URL.
-        seen: of it when it was listed.
-        said: the sentence.
-    """
+    """Return the error for a changed file, and remember it, so that `on_error="skip"` can't skip it."""
     _replaced[place, seen] = said
     return SourceError(said)
 
@@ -100,11 +94,7 @@ def untold(place: str, seen: object) -> None:
 
 
 def check_told(place: str, seen: object) -> None:
-    """Require that nobody has found another file in the place of one, whatever became of that error.
-
-    Raises:
-        SourceError: somebody has.
-    """
+    """Require that nobody has found another file in the place of one, whatever became of that error."""
     if (said := _replaced.get((place, seen))) is not None:
         raise SourceError(said)
 
@@ -117,17 +107,7 @@ _shown: dict[tuple[str, Seen], Seen] = {}
 def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:
     """Say in what a file isn't what it was; None where it is, or is shown to hold the same.
 
-    Args:
-        place: its path.
-        was: seen when it was listed.
-        now: seen of it as it is open; of the size that it had.
-        print_: its fingerprint then, where it is known.
-        opened: its descriptor; its name may be another file's by now.
-
     Cost: where the two differ, and a fingerprint is known, reading the file once, or 4 MB of a large one.
-
-    Raises:
-        OSError: it can't be read.
     """
     if now == was:
         return None

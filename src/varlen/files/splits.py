@@ -106,17 +106,7 @@ def of_word(name: str, *, is_folder: bool) -> list[str]:
 
 
 def choose(names: Sequence[str], every: Iterable[str], wanted: str | None, folder: str) -> Choice:
-    """Choose the files of a split, of those that a folder holds.
-
-    Args:
-        names: files of data.
-        every: all files of the folder, source code among them.
-        wanted: a split; "all" or None: `train` where there are others too, and else everything.
-        folder: for messages.
-
-    Raises:
-        SourceError: there is no such split; or there are several, and none is called `train`.
-    """
+    """Choose the files of a split, of those that a folder holds."""
     if wanted == ALL or not names:
         return Choice(taken=frozenset(names), left_out={})
     split = None if wanted is None else canonical(wanted)
@@ -138,18 +128,7 @@ def choose(names: Sequence[str], every: Iterable[str], wanted: str | None, folde
 
 
 def among(groups: Groups, names: Sequence[str], wanted: str | None, folder: str, rest: str) -> Choice:
-    """Choose the files of a split, where a description says which files each split has.
-
-    Args:
-        groups: names of files by split.
-        names: all files of data.
-        wanted: as in `choose`.
-        folder: for messages.
-        rest: why files without a split aren't taken.
-
-    Raises:
-        SourceError: as in `choose`.
-    """
+    """Choose the files of a split, where a description says which files each split has."""
     if wanted == ALL:
         return Choice(taken=frozenset(names), left_out={})
     if wanted is not None:
@@ -180,11 +159,7 @@ def no_such_split(wanted: str, groups: Mapping[str, Sequence[str]], folder: str)
 
 
 def _refuse_without_train(groups: Mapping[str, Sequence[str]], folder: str) -> None:
-    """Refuse splits of which none is called `train`, though one is for training and another isn't.
-
-    Raises:
-        SourceError: they are such.
-    """
+    """Refuse splits of which none is called `train`, though one is for training and another isn't."""
     families = {split for name in groups for split in of_word(name, is_folder=True)}
     if "train" in groups or not ("train" in families and len(families) > 1):
         return

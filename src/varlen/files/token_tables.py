@@ -17,14 +17,7 @@ from varlen.types import IntArray
 def write_table(
     columns: Mapping[str, Any], path: Path, kind: Literal["parquet", "arrow"], group_rows: int
 ) -> None:
-    """Write columns to a file.
-
-    Args:
-        columns: Arrow arrays of one length.
-        path: of the file.
-        kind: "parquet", or "arrow": an Arrow stream, as Hugging Face's data sets are saved.
-        group_rows: rows of a row group or record batch.
-    """
+    """Write columns to a file."""
     import pyarrow as pa
 
     table = pa.table(dict(columns))
@@ -91,11 +84,7 @@ def _arrow(values: npt.NDArray[Any]) -> Any:
 
 
 def flat_values(column: Any) -> tuple[npt.NDArray[Any], IntArray] | None:
-    """Return the values of an Arrow list array and its int64 offsets, from 0; None where it holds nulls.
-
-    Args:
-        column: a validated array of type list or large_list, of numbers.
-    """
+    """Return the values of an Arrow list array and its int64 offsets, from 0; None where it holds nulls."""
     if column.null_count:
         return None
     if len(column) == 0:  # its offsets may have no buffer

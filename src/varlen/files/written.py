@@ -39,11 +39,7 @@ _KINDS = {
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a folder that varlen wrote, or None where it is something else, however large.
-
-    Raises:
-        SourceError: it is one, and isn't what was written.
-    """
+    """Return the manifest of a folder that varlen wrote, or None where it is something else, however large."""
     found = _found(folder)
     return None if found is None else found[1]
 
@@ -79,15 +75,7 @@ def _found(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def check_parts(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Require that the files of a packed set are those that its manifest lists, by name and size.
-
-    Args:
-        folder: of the set.
-        manifest: of it; version 0.1.0 noted no sizes.
-
-    Raises:
-        SourceError: they aren't.
-    """
+    """Require that the files of a packed set are those that its manifest lists, by name and size."""
     missing = [name for name in _OF_ROWS if name not in manifest]
     if len(missing) < len(_OF_ROWS) and missing:
         raise SourceError(f"{folder} has a damaged manifest: `{missing[0]}` is missing; pack the data again")

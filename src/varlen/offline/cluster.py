@@ -16,16 +16,7 @@ Result = TypeVar("Result")
 
 
 def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]) -> Iterator[Result]:
-    """Yield the results of all tasks as they are done, in any order.
-
-    Args:
-        function: of a module, so that other machines find it by its name.
-        shared: its first argument.
-        tasks: its second arguments.
-
-    Raises:
-        WorkerDiedError: Ray lost a task.
-    """
+    """Yield the results of all tasks as they are done, in any order."""
     ray = _connected()
     handed = ray.put((Path.cwd(), function, shared))
     remote = ray.remote(_task)

@@ -29,11 +29,7 @@ class Crew:
     data, of the output and of the tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse a crew of nobody.
-
-        Raises:
-            SettingError: fewer than one process.
-        """
+        """Refuse a crew of nobody."""
         if self.processes < 1:
             raise SettingError(f"processes must be at least 1, got {self.processes}")
 
@@ -78,19 +74,7 @@ class Team:
         *,
         is_one: bool = False,
     ) -> Iterator[Result]:
-        """Yield the results of all tasks as they are done, in any order.
-
-        Args:
-            function: of a module, so that other processes find it by its name.
-            shared: its first argument; handed to each process once.
-            tasks: its second arguments; taken one by one as there is room.
-            is_one: there is one task, which this process does itself, with all its threads.
-
-        Raises:
-            VarlenError: a task failed; the others are stopped.
-            SettingError: something that can't be handed to another process.
-            MissingExtraError: Ray isn't installed.
-        """
+        """Yield the results of all tasks as they are done, in any order."""
         if self._crew.ray:
             return over_ray(function, shared, tasks)
         if self._workers is not None and not is_one:

@@ -26,12 +26,7 @@ from varlen.text.tokenizer import ByteTokenizer, digest
 
 
 def fingerprint_of(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
-    """Return what changes with the tokens of a store and their order.
-
-    Args:
-        marks: of `source_marks`.
-        grown: stages that the store went through before.
-    """
+    """Return what changes with the tokens of a store and their order."""
     stages = [list(grown)] if grown else []
     return digest(json.dumps([STORE_FORMAT, __version__, deciding(marks), *stages], sort_keys=True))
 
@@ -42,11 +37,7 @@ def deciding(marks: dict[str, Any]) -> dict[str, Any]:
 
 
 def unnamed(marks: dict[str, Any]) -> dict[str, Any]:
-    """Return what identifies a source without its tokenizer's name: folders are moved, and their ids stay.
-
-    Args:
-        marks: of `source_marks`.
-    """
+    """Return what identifies a source without its tokenizer's name: folders are moved, and their ids stay."""
     tokenizer = marks.get("tokenizer") or {}
     if not tokenizer or tokenizer.get("name") == ByteTokenizer().name:
         return marks
@@ -58,11 +49,7 @@ TOLD = ("tokenizer", ROW_WEIGHTS)
 
 
 def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[str, Any]) -> None:
-    """Say how many parts a token store will have, and of what, for those who read it while it is made.
-
-    Raises:
-        SettingError: it can't be written.
-    """
+    """Say how many parts a token store will have, and of what, for those who read it while it is made."""
     with disk_faults(partial):
         write_json(
             partial / WORK / PLAN,
@@ -73,13 +60,7 @@ def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[st
 def in_stored_order(
     source: Source, marks: dict[str, Any], manifest: dict[str, Any] | None
 ) -> tuple[Source, dict[str, Any]]:
-    """Put the files that a store was made of before those that are new, whatever their names; others stay.
-
-    Args:
-        source: what is to be read.
-        marks: of `source_marks`.
-        manifest: of the store that is there, if one is.
-    """
+    """Put the files that a store was made of before those that are new, whatever their names; others stay."""
     known_files = _files(manifest)
     if not known_files:
         return source, marks
@@ -100,12 +81,7 @@ def in_stored_order(
 
 
 def stages_before(manifest: dict[str, Any] | None, marks: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the stages that a store will have behind it; none where it is to be made from the beginning.
-
-    Args:
-        manifest: of the store that is there, if one is.
-        marks: of what is to be read, in the order of `in_stored_order`.
-    """
+    """Return the stages that a store will have behind it; none where it is to be made from the beginning."""
     count = len(_files(manifest))
     if manifest is None or not 0 < count <= len(marks["files"]):
         return []
@@ -134,16 +110,7 @@ def _files(manifest: dict[str, Any] | None) -> list[Any]:
 
 
 def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Fetch shards that a run moved into the store before it ended too early to list them.
-
-    Args:
-        partial: where the run made them.
-        folder: of the store.
-        manifest: of the store, as it was when this run began.
-
-    Raises:
-        SettingError: another run has grown the store since.
-    """
+    """Fetch shards that a run moved into the store before it ended too early to list them."""
     if read_manifest(folder) != manifest:
         raise SettingError(f"{folder} was changed by another run meanwhile; run the same again")
     listed = {shard["name"] for shard in manifest["shards"]}
@@ -157,17 +124,7 @@ def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str, Any]) -> None:
-    """Move shards into a store, and then list them, all at once.
-
-    Args:
-        partial: where they are.
-        folder: of the store.
-        names: of the shards.
-        manifest: of the store with them.
-
-    Raises:
-        SettingError: the store can't be written.
-    """
+    """Move shards into a store, and then list them, all at once."""
     with disk_faults(folder):
         for name in names:
             (partial / name).replace(folder / name)

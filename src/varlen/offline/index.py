@@ -56,9 +56,6 @@ def source_marks(source: Source) -> dict[str, Any]:
     """Return what identifies a source: its files by name, size and content, and how they become tokens.
 
     Beside that stands what of its folders isn't read, which decides nothing.
-
-    Raises:
-        SourceError: a file can't be read.
     """
     with ThreadPoolExecutor(max_workers=4) as pool:
         marks = list(pool.map(fingerprint, source.files))
@@ -93,18 +90,6 @@ def index_source(
 
     The bytes depend on the data, how it becomes tokens and varlen's version, not on who does the work or how often it
     was interrupted.
-
-    Args:
-        source: documents.
-        folder: of the store; it appears when it is whole.
-        crew: who does the work; None: this process.
-        overwrite: replace a store made from something else.
-        marks: of `source_marks`, where they are known; else the files are read for them.
-        on_progress: called with bytes read, bytes of all files, and words.
-
-    Raises:
-        SourceError: a record can't be read, or there is no document.
-        SettingError: the folder can't be written, or holds something else.
     """
     folder = folder.resolve() if folder.is_symlink() else folder
     check_places(source.files, folder)
@@ -117,11 +102,7 @@ def index_source(
 
 
 def look_at(source: Source, output: Path, team: Team, on_progress: OnProgress) -> dict[str, Any]:
-    """Return what identifies a source, while processes start if there will be work for them.
-
-    Raises:
-        SourceError: a file can't be read.
-    """
+    """Return what identifies a source, while processes start if there will be work for them."""
     on_progress(0, 1, "looking at the files")
     if not output.exists() and sum(file.size for file in source.files) > PART_BYTES:
         team.start()
@@ -140,18 +121,6 @@ def build_store(
     """Tokenize a source into a store, or return the finished store that is there already.
 
     A store that was made of some of these files, in the same way, keeps what it holds and is given the others.
-
-    Args:
-        source: what to read.
-        folder: of the store.
-        marks: of `source_marks`.
-        team: who does it.
-        on_progress: called with bytes read, bytes of all files, and words.
-        overwrite: replace a store made from something else.
-
-    Raises:
-        SourceError: a record can't be read, or there is no document.
-        SettingError: the folder can't be written, or holds something else.
     """
     there = read_manifest(folder)
     source, marks = in_stored_order(source, marks, there)
@@ -199,16 +168,7 @@ def build_store(
 
 
 def check_tokenizer(folder: Path, there: dict[str, Any] | None, marks: dict[str, Any]) -> None:
-    """Refuse by name to replace what another tokenizer made.
-
-    Args:
-        folder: of the result.
-        there: manifest of what is there.
-        marks: of what is to be made.
-
-    Raises:
-        SettingError: it did.
-    """
+    """Refuse by name to replace what another tokenizer made."""
     was, now = made_by(there), mark_in(marks.get("tokenizer"))
     if was is not None and now is not None and was.is_same(now) is False:
         raise SettingError(
@@ -233,14 +193,7 @@ class _Plan(NamedTuple):
 def _index_parts(
     source: Source, plan: _Plan, team: Team, on_progress: OnProgress
 ) -> tuple[list[dict[str, Any]], int]:
-    """Tokenize all parts of a source; returns their shards, and how many parts the store has with them.
-
-    Args:
-        source: what is new.
-        plan: of the store.
-        team: who does it.
-        on_progress: called with bytes read, bytes of all files, and words.
-    """
+    """Tokenize all parts of a source; returns their shards, and how many parts the store has with them."""
     parts = source.parts(PART_BYTES)
     partial, first = plan.partial, plan.first
     write_plan(partial, plan.fingerprint, first + len(parts), plan.source)
@@ -270,12 +223,7 @@ def _first_skipped(folder: Path, shards: list[dict[str, Any]]) -> str | None:
 
 
 def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int, list[dict[str, Any]]]:
-    """Tokenize one part into shards of its own; returns its number, and what the shards hold.
-
-    Raises:
-        SourceError: a record can't be read.
-        SettingError: the disk is full.
-    """
+    """Tokenize one part into shards of its own; returns its number, and what the shards hold."""
     (source, folder), (number, part) = shared, task
     note = folder / WORK / f"{number:05d}.json"
     finished = _finished(folder, note)

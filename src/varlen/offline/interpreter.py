@@ -56,15 +56,6 @@ def fresh_interpreter(
 
     It is a session of its own, so that Ctrl-C is for this process alone, which then stops the others; signals of
     schedulers, which may go to every process of a job, don't end it either.
-
-    Args:
-        module: whose `main` is to be run.
-        arguments: of its command line.
-        threads: that a tokenizer may run.
-        files: open files that it keeps, under the same numbers.
-
-    Raises:
-        WorkerDiedError: no process can be started.
     """
     environment = {
         **os.environ,

@@ -52,11 +52,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a place that can't be written, or holds something else, before hours of work are done for it.
-
-    Raises:
-        SettingError: a file is there, a folder that isn't empty, or the folder around can't be written.
-    """
+    """Refuse a place that can't be written, or holds something else, before hours of work are done for it."""
     if folder.suffix in (".parquet", ".arrow", ".jsonl"):
         raise SettingError(
             f"{folder} names a file, but a packed set is a folder of them; pass {folder.with_suffix('')}"
@@ -83,16 +79,7 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
 
 
 def check_places(data: Sequence[File] | Path, output: Path, tokens: Path | None = None) -> None:
-    """Refuse to write where something is read from.
-
-    Args:
-        data: the files that are read, or the folder of a token store.
-        output: folder of the result.
-        tokens: folder of the tokens that are kept, if any are.
-
-    Raises:
-        SettingError: the data, the tokens and the output aren't apart.
-    """
+    """Refuse to write where something is read from."""
     for place in (output, tokens):
         if place is not None and place.name in ("", ".."):
             raise SettingError(
@@ -124,14 +111,6 @@ def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Itera
     """Give the folder in which a result is made, with what an earlier run of the same left there.
 
     What failed before anything was finished leaves nothing.
-
-    Args:
-        folder: where the result is to stand.
-        fingerprint: of all that decides the bytes; what another left is removed.
-        keep: but for what begins so among the work.
-
-    Raises:
-        SettingError: another run works on it, it is somebody else's, or it can't be written.
     """
     partial = partial_of(folder)
     with disk_faults(folder):
@@ -195,17 +174,7 @@ def _take_lock(lock: IO[bytes]) -> None:
 
 
 def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> None:
-    """Make a result appear under its own name, all at once.
-
-    Args:
-        partial: where it was made.
-        folder: its own name.
-        manifest: written last.
-        name: of the manifest's file.
-
-    Raises:
-        SettingError: it can't be written.
-    """
+    """Make a result appear under its own name, all at once."""
     with disk_faults(folder):
         for left in partial.glob(".*.part"):  # of a manifest, by a run that ended just then
             left.unlink()
@@ -227,11 +196,7 @@ def tidy(folder: Path) -> None:
 
 @contextmanager
 def made_whole(path: Path) -> Iterator[Path]:
-    """Give a name to write a file under, which has its own when it is on the disk, or leaves nothing.
-
-    Args:
-        path: its own name; a file or a link of that name is replaced.
-    """
+    """Give a name to write a file under, which has its own when it is on the disk, or leaves nothing."""
     part = unfinished(path)
     try:
         yield part
@@ -251,15 +216,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def note_free(error: OSError, place: Path) -> int | None:
-    """Note how much is free while a disk is full, before what can't be finished is removed.
-
-    Args:
-        error: of writing.
-        place: that was written.
-
-    Returns:
-        Bytes that are free, or were when this was first asked; None for any other error.
-    """
+    """Note how much is free while a disk is full, before what can't be finished is removed."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     if not hasattr(error, _FREE):
@@ -275,11 +232,7 @@ def free_words(error: OSError, place: Path) -> str:
 
 @contextmanager
 def disk_faults(place: Path) -> Iterator[None]:
-    """Turn faults of writing into a sentence.
-
-    Raises:
-        SettingError: the disk is full, or the place can't be written.
-    """
+    """Turn faults of writing into a sentence."""
     try:
         yield
     except OSError as error:

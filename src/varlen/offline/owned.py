@@ -41,14 +41,7 @@ def is_made(path: Path) -> bool:
 
 
 def check_unfinished(partial: Path) -> None:
-    """Refuse to work where somebody else's folder has the name of an unfinished result.
-
-    Args:
-        partial: the folder's name; nothing need be there.
-
-    Raises:
-        SettingError: it is a link or a file, it carries no mark, or somebody has laid something beside ours.
-    """
+    """Refuse to work where somebody else's folder has the name of an unfinished result."""
     way_out = "move it away, or name another output"
     refuse_link(partial, way_out)
     refuse_link(partial / WORK, way_out)
@@ -68,12 +61,7 @@ def check_unfinished(partial: Path) -> None:
 
 
 def clear_unfinished(partial: Path, keep: str) -> None:
-    """Remove what a run that made something else left in a folder of `check_unfinished`.
-
-    Args:
-        partial: the folder.
-        keep: but for what begins so among the work.
-    """
+    """Remove what a run that made something else left in a folder of `check_unfinished`."""
     work = partial / WORK
     for entry in [*partial.iterdir(), *work.iterdir()]:
         is_kept = entry.name in (WORK, LOCK) or (entry.parent == work and entry.name.startswith(keep))
@@ -101,15 +89,7 @@ def remove_work(folder: Path) -> None:
 
 
 def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:
-    """Refuse to replace a finished result beside whose files somebody has laid others.
-
-    Args:
-        folder: of the result.
-        manifest: that stands in it.
-
-    Raises:
-        SettingError: somebody has.
-    """
+    """Refuse to replace a finished result beside whose files somebody has laid others."""
     listed = {str(one.get("name")) for key in ("parts", "shards") for one in manifest.get(key) or ()}
     listed |= {str(manifest.get("metadata")), str(manifest.get("data"))}
     listed |= _INDEX if manifest.get("data") == "." else set()
@@ -132,11 +112,7 @@ def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _check_within(folder: Path, way_out: str) -> None:
-    """Refuse to clear or replace a folder in whose shards or tables somebody has laid something of theirs.
-
-    Raises:
-        SettingError: somebody has.
-    """
+    """Refuse to clear or replace a folder in whose shards or tables somebody has laid something of theirs."""
 
     def is_ours(path: Path) -> bool:
         is_table = path.parent.name == TABLES and _TABLE.fullmatch(path.name)

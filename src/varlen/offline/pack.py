@@ -81,22 +81,6 @@ def pack_source(
     first token of every document too) and `seq_lengths`. The bytes depend on the data, the settings and varlen's
     version, not on who does the work or how often it was interrupted.
 
-    Args:
-        source: documents, or the folder of a finished token store.
-        output: folder to write; it appears when it is whole.
-        settings: how to pack.
-        tokens: keep the tokenized documents in this folder, or take them from it, to pack them again without
-            tokenizing; None keeps nothing.
-        crew: who does the work; None: this process.
-        overwrite: replace packed sets and stores made from something else.
-        on_progress: called with work done, all work, and words.
-
-    Raises:
-        SourceError: a record can't be read, or there is no document.
-        OverlongDocumentError: a document is longer than a row, and `overlong` is "error"; or all are, and it is
-            "drop". The tokens are kept for a run with another setting.
-        SettingError: a folder can't be written, or holds something else.
-
     Cost: memory of a window (`window` documents, about 200 bytes each) and of a part for each process (about 20 bytes
     a token of `part_tokens`); disk for the tokens, 2 or 4 bytes each, while it works.
     """
@@ -118,23 +102,7 @@ def make_set(
     overwrite: bool = False,
     on_progress: OnProgress = quiet,
 ) -> PackedSet:
-    """Make a packed set of any form from a source's tokens, unless an earlier run did.
-
-    Args:
-        source: documents, or the folder of a finished token store.
-        output: folder to write; it appears when it is whole.
-        settings: all that decides the bytes.
-        write: writes the set, resumably.
-        tokens: as `pack_source` has them, like what follows.
-        crew: who does the work; None: this process.
-        overwrite: replace packed sets and stores made from something else.
-        on_progress: called with work done, all work, and words.
-
-    Raises:
-        SourceError: a record can't be read, or there is no document.
-        OverlongDocumentError: what `write` says; the tokens are kept.
-        SettingError: a folder can't be written, or holds something else.
-    """
+    """Make a packed set of any form from a source's tokens, unless an earlier run did."""
     output = output.resolve() if output.is_symlink() else output
     tokens = tokens.resolve() if tokens and tokens.is_symlink() else tokens
     check_places(source if isinstance(source, Path) else source.files, output, tokens)
@@ -359,11 +327,7 @@ class Plan:
 
 
 def check_lengths(store: ReadableTokens, capacity: int) -> None:
-    """Refuse documents longer than a row.
-
-    Raises:
-        OverlongDocumentError: there are some; says which is the first and how many there are.
-    """
+    """Refuse documents longer than a row."""
     first, length, count, before = -1, 0, 0, 0
     for index, documents in enumerate(store.documents.tolist()):
         lengths = store.lengths(np.full(documents, index), np.arange(documents))
@@ -446,16 +410,7 @@ class PartCounts:
 
 
 def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> PartCounts:
-    """Write one part, unless an earlier run did.
-
-    Args:
-        shared: folder and fingerprint of the token store, where the parts go, and how they are to be.
-        part: its rows.
-
-    Raises:
-        SettingError: the disk is full, or the folder can't be written.
-        SourceError: the token store is damaged.
-    """
+    """Write one part, unless an earlier run did."""
     store_folder, fingerprint, folder, settings = shared
     name = f"part-{part.number:05d}.{settings.format}"
     note = folder / WORK / f"{name}.json"
@@ -500,15 +455,7 @@ def _sha256(path: Path) -> str:
 
 @lru_cache(maxsize=2)
 def opened_store(folder: Path, fingerprint: str) -> TokenStore:
-    """Open a store once a process.
-
-    Args:
-        folder: of the store.
-        fingerprint: of what it holds, since another may come to stand at the same place.
-
-    Raises:
-        SourceError: it holds something else.
-    """
+    """Open a store once a process."""
     store = open_store(folder)
     if store.fingerprint != fingerprint:
         raise SourceError(f"{folder} was replaced while it was read; pack it again")
@@ -583,11 +530,7 @@ class PackSettings:
     """Tokens of one written file, about; memory grows with it."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be.
-
-        Raises:
-            SettingError: a setting out of its range.
-        """
+        """Refuse what can't be."""
         choices: dict[str, Sequence[Any]] = {
             "method": get_args(Method),
             "overlong": get_args(Overlong),

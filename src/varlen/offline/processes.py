@@ -42,16 +42,7 @@ class Workers:
     def run(
         self, function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]
     ) -> Iterator[Result]:
-        """Yield the results of all tasks as they are done, in any order; after a failure nobody is left.
-
-        Args:
-            function: of a module, so that other processes find it by its name.
-            shared: its first argument; handed to each process once.
-            tasks: its second arguments; a few are taken ahead, so that nobody waits while the next ones are made.
-
-        Raises:
-            SettingError: something that can't be handed to another process.
-        """
+        """Yield the results of all tasks as they are done, in any order; after a failure nobody is left."""
         try:
             head = pickle.dumps((function, shared))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -134,12 +125,7 @@ class _Worker:
         self._head = b""
 
     def ask(self, head: bytes, task: Any) -> tuple[bool, Any]:
-        """Have a task done; returns what `outcome` said, or that the process is gone.
-
-        Args:
-            head: the function and what its tasks share, sent if they aren't those of the task before.
-            task: of that function.
-        """
+        """Have a task done; returns what `outcome` said, or that the process is gone."""
         given = pickle.dumps(task)
         try:
             to = cast(IO[bytes], self.process.stdin)

@@ -11,12 +11,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def processors(root: Path = _ROOT, own: Path = _OWN) -> int:
-    """Count the processors that this process may use, at least one; a quota of 1.5 counts as 2.
-
-    Args:
-        root: where cgroups are mounted.
-        own: says in which of them this process is.
-    """
+    """Count the processors that this process may use, at least one; a quota of 1.5 counts as 2."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([allowed, *(math.ceil(quota) for quota in _quotas(root, own))]), 1)
 

@@ -39,11 +39,7 @@ def send(pipe: IO[bytes], content: bytes) -> None:
 
 
 def receive(pipe: IO[bytes]) -> bytes:
-    """Read a message.
-
-    Raises:
-        EOFError: the other end is gone.
-    """
+    """Read a message."""
     head = pipe.read(8)
     if len(head) < 8:
         raise EOFError

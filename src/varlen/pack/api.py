@@ -190,11 +190,7 @@ def _items(
 
 
 def item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> FloatArray:
-    """Return the work of every item, a·s + b·s² summed over its documents, float64 `[num_items]`.
-
-    Raises:
-        SettingError: the work of all documents is no finite number.
-    """
+    """Return the work of every item, a·s + b·s² summed over its documents, float64 `[num_items]`."""
     tokens = lengths.astype(np.float64)
     with np.errstate(over="ignore"):
         piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
@@ -209,11 +205,7 @@ def item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> F
 
 
 def as_work(work: object) -> tuple[float, float]:
-    """Return the work of a token and of a squared token, checked.
-
-    Raises:
-        SettingError: not two finite numbers of at least 0, one of them above 0.
-    """
+    """Return the work of a token and of a squared token, checked."""
     try:
         linear, quadratic = (float(part) for part in work)  # type: ignore[attr-defined]
         if isinstance(work, (str, bytes)):

@@ -21,11 +21,7 @@ def assign(
     """Give every item a pack by one of the methods; `wrapped` cuts documents and so is not among them.
 
     Args:
-        method: which one.
-        items: what must share a pack.
         item_work: float64 `[num_items]`, for "balanced".
-        capacity: tokens a pack can hold; no item takes up more.
-        max_documents: documents a pack can hold.
 
     Returns:
         int32 `[num_items]`, the pack of each item or -1, numbered as opened; and the number of packs.
@@ -107,10 +103,6 @@ def fill(
     Args:
         order: int32 `[any]`: the pieces around which a pack is tried, unless a pack holds them by then.
         slots: int32 `[num_pieces]`.
-        capacity: tokens a pack can hold; no piece takes up more.
-        min_fill: packs less full aren't made, from 0 to 1.
-        max_documents: pieces a pack can hold.
-        from_first: take the others from the first on that no pack holds; else from the piece in turn on, and round.
 
     Returns:
         int32 `[num_pieces]`, the pack of each piece or -1, and the number of packs.

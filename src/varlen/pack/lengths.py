@@ -24,9 +24,6 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
 
     Returns:
         int32 `[num_documents]`, C-contiguous; the caller's own array where it is that already.
-
-    Raises:
-        LengthsError: names the first offender and how many there are.
     """
     if isinstance(lengths, Iterator):
         raise _misfit(lengths, "it gives its values once; pass list(lengths)")

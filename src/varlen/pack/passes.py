@@ -45,13 +45,6 @@ def arrived(
 
     Args:
         lengths: int32 `[documents]`, checked.
-        first_record: number of the first document.
-        capacity: tokens a pack can hold.
-        method: by which they will be packed.
-        overlong: what becomes of those longer than `capacity`.
-
-    Raises:
-        OverlongDocumentError: a document doesn't fit and `overlong` is "error".
     """
     if method == "wrapped" and overlong in ("error", "split"):
         kept, documents, starts, losses = lengths, None, None, {}
@@ -88,11 +81,7 @@ class Passes:
         return self.method in STREAMS
 
     def run(self, pieces: Waiting) -> tuple[Packs, Packs]:
-        """Pack pieces; returns the packs that are full, and those that the last pass left less full.
-
-        Args:
-            pieces: in the order of their arrival.
-        """
+        """Pack pieces; returns the packs that are full, and those that the last pass left less full."""
         full, rest, last = no_packs(), pieces, no_packs()
         for method in _METHODS.get(self.method, (self.method,)):
             spreads = method == "balanced" != self.method
@@ -103,11 +92,7 @@ class Passes:
         return full, last
 
     def all_of(self, pieces: Waiting) -> Packs:
-        """Pack pieces, all of them, in the order of their first pieces: where nothing is to wait.
-
-        Args:
-            pieces: in the order of arrival.
-        """
+        """Pack pieces, all of them, in the order of their first pieces: where nothing is to wait."""
         if self.method not in _METHODS:
             return self.packed(pieces, self.method)
         found = whole(
@@ -117,12 +102,7 @@ class Passes:
             return self.arranged(pieces, *found)
 
     def packed(self, pieces: Waiting, method: Method) -> Packs:
-        """Pack pieces by one method.
-
-        Args:
-            pieces: in the order of their arrival.
-            method: any of `vl.pack`'s.
-        """
+        """Pack pieces by one method."""
         packing = pack(
             pieces.lengths,
             self.capacity,
@@ -157,12 +137,7 @@ class Passes:
         """Lay out packs in the order of their first pieces, and audit them.
 
         Args:
-            pieces: in the order of arrival.
             pack_of: int32 `[num_pieces]`: packs as opened, -1 for pieces that aren't packed; overwritten.
-            num_packs: how many there are.
-
-        Raises:
-            LedgerError: other pieces were packed than given, or too many; a bug in varlen.
         """
         lengths, most = np.where(pack_of < 0, np.int32(0), pieces.lengths), self.max_documents or LARGEST
         expected = checksum(lengths)
@@ -275,11 +250,7 @@ class Waiting:
 
 
 def _whole_numbers(values: Any, name: str) -> IntArray:
-    """A list of a state as int64.
-
-    Raises:
-        StateError: it holds anything but whole numbers.
-    """
+    """A list of a state as int64."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind != "i"):
         raise StateError(f"the state's {name} are no list of whole numbers; it was cut or changed")
@@ -378,10 +349,6 @@ def whole(
 
     Args:
         lengths: int32 `[num_pieces]`, from 1 to the capacity.
-        capacity: tokens a pack can hold.
-        method: by which long pieces are placed first, "best_fit" or "first_fit".
-        max_documents: most pieces a pack may hold.
-        document_multiple_of: the space of each piece is rounded up to it.
 
     Returns:
         The pack of each piece, int32 `[num_pieces]`, and the number of packs.
@@ -501,16 +468,6 @@ def take(waiting: Waiting, count: int, passes: Passes, max_age: int) -> tuple[Pa
 
     Of the full packs those go out that hold the oldest pieces; where they aren't enough, the fullest others follow.
     Where packing keeps the order of documents, the first packs go out.
-
-    Args:
-        waiting: in the order of their arrival, more of them than so many packs can hold, or all that is left.
-        count: of packs.
-        passes: how.
-        max_age: rounds after which a piece goes out, however full its pack is.
-
-    Returns:
-        The packs, in the order of their first pieces, fewer than `count` only where nothing is left to wait; and the
-        pieces that wait for the next round, a round older.
     """
     if passes.keeps_order:
         packs = passes.packed(waiting, passes.method)
@@ -530,12 +487,7 @@ def take(waiting: Waiting, count: int, passes: Passes, max_age: int) -> tuple[Pa
 
 
 def take_all(waiting: Waiting, passes: Passes) -> Packs:
-    """Pack all that waits into few packs, where no more will come.
-
-    Args:
-        waiting: in the order of their arrival.
-        passes: how.
-    """
+    """Pack all that waits into few packs, where no more will come."""
     return passes.all_of(waiting)
 
 

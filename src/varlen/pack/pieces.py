@@ -31,11 +31,7 @@ class Pieces:
 
 
 def fit(lengths: Int32Array, capacity: int, overlong: Overlong) -> Pieces:
-    """Apply an overlong policy, so that every piece fits in a pack.
-
-    Raises:
-        OverlongDocumentError: `overlong="error"` and a document is longer than `capacity`.
-    """
+    """Apply an overlong policy, so that every piece fits in a pack."""
     if not lengths.size or lengths.max() <= capacity:
         return Pieces(lengths=lengths)
     too_long = lengths > capacity
@@ -78,11 +74,7 @@ def _cut(
 
 
 def _check_pieces(num_pieces: int, capacity: int) -> None:
-    """Refuse to cut documents into more pieces than 32 bits number.
-
-    Raises:
-        LengthsError: it would.
-    """
+    """Refuse to cut documents into more pieces than 32 bits number."""
     if num_pieces > LARGEST:
         raise LengthsError(
             f"capacity {capacity:,} would cut the documents into {num_pieces:,} pieces, and {LARGEST:,} pieces are "
@@ -126,11 +118,7 @@ def slots_of(lengths: Int32Array, multiple: int) -> Int32Array:
 
 
 def as_groups(groups: npt.ArrayLike, num_documents: int) -> IntArray:
-    """Return group numbers as int64 `[num_documents]`, checked.
-
-    Raises:
-        LengthsError: not one whole number a document.
-    """
+    """Return group numbers as int64 `[num_documents]`, checked."""
     wanted = f"groups must be one whole number a document, [{num_documents:,}]"
     try:
         array = np.asarray(groups)
@@ -149,12 +137,7 @@ def gather_groups(
     multiple: int,
     overlong: Overlong,
 ) -> tuple[Pieces, Items]:
-    """Join the documents of each group into one item, in the order of the groups' first documents.
-
-    Raises:
-        SettingError: the policy would cut a group.
-        OverlongDocumentError: a group doesn't fit in a pack and the policy is not "drop".
-    """
+    """Join the documents of each group into one item, in the order of the groups' first documents."""
     if overlong not in ("error", "drop"):
         raise SettingError(
             f'overlong="{overlong}" would cut a group of documents that must stay together; '
@@ -211,15 +194,10 @@ def arrange(
         lengths: int32 `[num_pieces]`.
         pack_of: int32 `[num_pieces]`: packs as opened, -1 for pieces that are not packed. Its memory holds the
             lengths afterwards: at 10^8 pieces, memory that was never touched costs more than the sorting.
-        num_packs: how many packs were opened.
-        seed: permutes the packs; None leaves them in the order of their first piece.
 
     Returns:
         Piece numbers int64 `[num_placed]`, rising within a pack, their lengths int32 `[num_placed]`, and
         offsets int64 `[num_packs + 1]`.
-
-    Raises:
-        LedgerError: a pack was opened and left empty; a bug in varlen.
     """
     used = kernels_arrange.rank_packs(pack_of, np.full(num_packs, -1, np.int32))
     if used != num_packs:
@@ -257,9 +235,6 @@ def audit_cuts(documents: IntArray, starts: Int32Array, lengths: Int32Array, who
         starts: int32 `[num_pieces]`.
         lengths: int32 `[num_pieces]`.
         wholes: int32 `[num_documents]`: tokens of each document that must be packed.
-
-    Raises:
-        LedgerError: a token stands in no piece or in two; a bug in varlen.
     """
     wrong = int(kernels_arrange.misplaced(documents, starts, lengths, wholes))
     if wrong:
@@ -287,13 +262,6 @@ def audit(
         pieces: int64 `[num_placed]`.
         lengths: int32 `[num_placed]`.
         offsets: int64 `[num_packs + 1]`.
-        capacity: tokens a pack may hold.
-        max_documents: pieces a pack may hold.
-        multiple: slots are lengths rounded up to it.
-        expected: `checksum` of the pieces that went in.
-
-    Raises:
-        LedgerError: a pack is over its limits, or other pieces came out than went in; a bug in varlen.
     """
     tokens, overfull, total = kernels_arrange.audit(pieces, lengths, offsets, capacity, multiple)
     crowded = int((np.diff(offsets) > max_documents).sum())

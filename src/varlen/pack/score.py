@@ -124,11 +124,7 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
 
 
 def _refuse_impossible(packing: Packing) -> None:
-    """Refuse a packing whose packs no figure would be true of; `vl.pack` never gives such a one.
-
-    Raises:
-        SettingError: it has empty packs, pieces without tokens, or packs over the capacity.
-    """
+    """Refuse a packing whose packs no figure would be true of; `vl.pack` never gives such a one."""
     empty = np.diff(packing.offsets) < 1
     short = packing.lengths < 1
     over = (
@@ -152,10 +148,6 @@ def length_correlation(lengths: npt.ArrayLike, offsets: npt.ArrayLike) -> float:
     Args:
         lengths: `[num_pieces]` tokens, pack by pack, at least 1.
         offsets: `[num_packs + 1]`.
-
-    Returns:
-        About 0 for random packs, 1 where packs hold equal lengths, below 0 where long and short are mixed on
-        purpose; 0.0 where it is undefined (one length, one pack, or one document a pack).
     """
     values = np.log(np.asarray(lengths, dtype=np.float64))
     bounds = np.asarray(offsets, dtype=np.int64)

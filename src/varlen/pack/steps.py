@@ -70,25 +70,6 @@ def steps_of(
 
     Args:
         lengths: `[num_documents]` in the order of the epoch.
-        capacity: tokens a pack can hold.
-        method: as of `pack`; "best_fit" leaves packs random samples of their documents, where these are shuffled.
-        overlong: what becomes of documents longer than that: "error", or "drop", which counts them.
-        max_documents: most documents of a pack.
-        ranks: data-parallel ranks.
-        packs_per_batch: packs that a rank takes at a time.
-        drop_last: leave the last step out where documents are too few to fill it, and count them.
-        fill: what a rank gets where there are fewer documents than batches: "repeat" the shortest document, or
-            "empty" for a batch without any.
-        balance_over: so many steps' packs are sorted by work and dealt so that packs of a step are about equal work;
-            the steps then come in random order. 1 deals within each step alone.
-        seed: of that order.
-        in_order: neither sort nor deal by work: packs go to steps and ranks in their order.
-        work: (a, b): a document of s tokens is a·s + b·s² of work.
-
-    Raises:
-        OverlongDocumentError: a document doesn't fit.
-        LengthsError: lengths that aren't whole numbers from 0.
-        SettingError: a setting out of range.
 
     Cost: that of `pack`, and O(num_packs log num_packs).
     """

@@ -32,11 +32,7 @@ _MOST = 2**63 - 1
 
 
 def _as_share(value: object, name: str) -> float:
-    """Return a number from 0 to 1.
-
-    Raises:
-        SettingError: it is something else.
-    """
+    """Return a number from 0 to 1."""
     if isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1:
         return float(value)
     raise SettingError(f"{name} must be a number from 0 to 1, got {value!r}")
@@ -315,15 +311,6 @@ def count_packs(
 
     Args:
         lengths: `[any]` tokens of each document.
-        capacity: tokens a pack can hold.
-        method: any of `vl.pack`'s methods.
-        overlong: what becomes of documents longer than `capacity`.
-        max_documents: most pieces a pack may hold; None for no limit.
-        document_multiple_of: round the space each piece takes up to this multiple.
-
-    Raises:
-        LengthsError: lengths that can't be.
-        OverlongDocumentError: a document doesn't fit and `overlong` is "error".
     """
     if method in ("best_fit", "first_fit"):
         kept = fit(as_lengths(lengths), capacity, overlong).lengths

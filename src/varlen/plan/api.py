@@ -141,11 +141,7 @@ def plan_step(
 
 
 def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
-    """Lengths as int32.
-
-    Raises:
-        LengthsError: they can't be planned.
-    """
+    """Lengths as int32."""
     held = as_lengths(lengths)
     if not held.any():
         raise LengthsError(f"{held.size:,} documents have no token among them; a step needs at least one")
@@ -154,11 +150,7 @@ def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
 
 
 def _check_ranks(lengths: Int32Array, mesh: Mesh) -> None:
-    """Refuse more data-parallel ranks than a step has work for, which would take minutes and gigabytes to plan.
-
-    Raises:
-        PlanError: says how many there may be.
-    """
+    """Refuse more data-parallel ranks than a step has work for, which would take minutes and gigabytes to plan."""
     tokens = int(lengths.sum(dtype=np.int64))
     most = max(_MANY_RANKS, tokens // (_LEAST_TOKENS * mesh.cp))
     if mesh.dp > most:
@@ -170,12 +162,7 @@ def _check_ranks(lengths: Int32Array, mesh: Mesh) -> None:
 
 
 def _capacity(lengths: Int32Array, capacity: int | None) -> int:
-    """Tokens of a pack.
-
-    Raises:
-        OverlongDocumentError: documents don't fit.
-        SettingError: it is below 1.
-    """
+    """Tokens of a pack."""
     longest = int(lengths.max())
     if capacity is None:
         return -(-longest // _LEAST_CAPACITY_STEP) * _LEAST_CAPACITY_STEP
@@ -191,12 +178,7 @@ def _capacity(lengths: Int32Array, capacity: int | None) -> int:
 
 
 def repairs(cost: CostModel, mesh: Mesh) -> Iterator[CostModel]:
-    """Yield the cost model as given, then with more recomputation, then with keys and values in host memory.
-
-    Args:
-        cost: what is recomputed and offloaded at least.
-        mesh: where chunks of few layers make several shares the same layers, the largest of those shares is yielded.
-    """
+    """Yield the cost model as given, then with more recomputation, then with keys and values in host memory."""
     yield cost
     layers = cost.stages(mesh).layers
     again = {share: tuple(layers_again(layers, share)) for share in SHARES}
@@ -391,11 +373,6 @@ def refusal(
 
     Args:
         lengths: int32 `[num_documents]`, of which no plan fits.
-        repairs: what was tried, the most sparing with memory last.
-        mesh: the GPUs.
-        holds: asked of single documents, and of the longest on wider meshes.
-        most_ranks: data-parallel ranks that may share a document.
-        is_limited: whether there would be more to try.
 
     Cost: some twenty plans of one document.
     """

@@ -49,20 +49,12 @@ def assign(
 
     Args:
         work: `[num_documents]` numbers of at least 0: what each costs, in any unit.
-        num_groups: data-parallel groups. They may be more than documents; some are empty then.
         tokens: `[num_documents]` whole numbers; needed where there is a limit.
         token_limit: tokens that a group can hold: one number, or `[num_groups]` of them.
         loads: `[num_groups]` numbers of at least 0: what each group has to do before, in the unit of `work`.
-        steps: work of the search in all. It bounds time; equal input and steps give an equal answer anywhere.
 
     Returns:
         int32 `[num_documents]`: the group of each. Groups that begin alike stand in the order of their first
-        documents.
-
-    Raises:
-        LengthsError: work, tokens or loads that are negative, not finite or of a wrong shape.
-        SettingError: a number of groups or of steps below 1, or a limit without tokens.
-        PlanError: the documents don't fit the limits; says what would do.
 
     Cost: O(n·(num_groups + log n)), and `steps`.
 
@@ -131,11 +123,7 @@ def _beginnings(
     limits: IntArray,
     before: FloatArray,
 ) -> Iterator[Int32Array]:
-    """Yield one or two ways to begin with, within the limits; the second is made only where it is asked for.
-
-    Raises:
-        PlanError: none was found.
-    """
+    """Yield one or two ways to begin with, within the limits; the second is made only where it is asked for."""
     dealt = np.empty(values.size, np.int32)
     is_dealt = kernels_assign.deal(order, values, sizes, limits, before, dealt) == 0
     if is_dealt:
@@ -151,11 +139,7 @@ def _beginnings(
 
 
 def _fitted(sizes: IntArray, limits: IntArray) -> Int32Array:
-    """A way that minds memory alone, since one that minded work found no room.
-
-    Raises:
-        PlanError: none was found.
-    """
+    """A way that minds memory alone, since one that minded work found no room."""
     _check_room(sizes, limits)
     large_first = np.argsort(-sizes, kind="stable").astype(np.int32)
     weights, filled = sizes.astype(np.float64), (limits.max() - limits).astype(np.float64)
@@ -175,11 +159,7 @@ def _fitted(sizes: IntArray, limits: IntArray) -> Int32Array:
 
 
 def _check_room(sizes: IntArray, limits: IntArray) -> None:
-    """Require that no document is over every limit, nor all of them together over all limits.
-
-    Raises:
-        PlanError: they are.
-    """
+    """Require that no document is over every limit, nor all of them together over all limits."""
     over = sizes > limits.max()
     if over.any():
         first = int(np.argmax(over))
@@ -224,10 +204,6 @@ def group_loads(loads: npt.ArrayLike | None, num_groups: int) -> FloatArray:
 
     Args:
         loads: `[num_groups]` numbers of at least 0; None for 0.
-        num_groups: how many groups there are.
-
-    Raises:
-        LengthsError: they are no numbers of at least 0, or not as many as groups.
     """
     if loads is None:
         return np.zeros(num_groups)
@@ -247,13 +223,6 @@ def group_limits(
 
     Args:
         tokens: `[num_documents]` whole numbers.
-        token_limit: one for all groups, or one for each; None: none.
-        count: how many documents there are.
-        num_groups: how many groups.
-
-    Raises:
-        LengthsError: tokens that are no whole numbers of at least 0, or not as many as documents.
-        SettingError: limits that aren't, or limits without tokens.
     """
     if token_limit is None:
         return np.zeros(count, np.int64), np.full(num_groups, _UNLIMITED, np.int64)
@@ -298,11 +267,7 @@ class Groups:
         return int(np.count_nonzero(self.num_ranks > 1))
 
     def loads(self, dp: int) -> FloatArray:
-        """Return the work of each rank, float64 `[dp]`.
-
-        Args:
-            dp: ranks.
-        """
+        """Return the work of each rank, float64 `[dp]`."""
         held = self.first_ranks >= 0
         first, work = self.first_ranks[held], self.work[held]
         # Added up in the order of documents, what begins before what ends.
@@ -325,11 +290,6 @@ def merged_sizes(
 
     Args:
         lengths: int32 `[num_documents]`.
-        dp: ranks.
-        rates: of the mesh.
-        threshold: a rank's part of a document may cost at most this much of the mean work of a rank.
-        most_ranks: that share a document because of its cost.
-        most_rows: rows that a rank can hold from forward to backward; more are shared whatever they cost.
         alone: float64 `[num_documents]`: what each costs that isn't shared, where that is known.
     """
     sizes = np.ones(lengths.size, np.int32)
@@ -364,12 +324,6 @@ def grouped(
     Args:
         lengths: int32 `[num_documents]`.
         num_ranks: int32 `[num_documents]`: powers of two.
-        dp: ranks.
-        rates: of the mesh.
-        is_exact: improve the assignment by mixed-integer programming.
-
-    Raises:
-        MissingExtraError: `is_exact` without a solver.
     """
     work = seconds_of(lengths, num_ranks, TYPICAL_ROWS, rates)
     first_ranks = np.full(lengths.size, -1, np.int32)
@@ -391,9 +345,7 @@ def documents_of_ranks(groups: Groups, lengths: Int32Array, dp: int) -> list[Ran
     """Return what each rank holds, in the order in which it is composed.
 
     Args:
-        groups: of the step.
         lengths: int32 `[num_documents]`.
-        dp: ranks.
 
     Cost: O(num_documents · log of them), however many ranks there are.
     """
@@ -476,18 +428,9 @@ def improve_exactly(
     heaviest group and of the lightest ones are rearranged, and the others stay.
 
     Args:
-        work: as for `assign`, as are `num_groups`, `tokens`, `token_limit` and `loads`.
         group_of: int32 `[num_documents]`: what `assign` returned, within the limits.
-        num_groups: data-parallel groups.
         tokens: `[num_documents]`.
-        token_limit: of each group.
         loads: `[num_groups]`: what each group has to do before.
-        nodes: most nodes of branch and bound.
-
-    Raises:
-        MissingExtraError: highspy isn't installed.
-        SettingError: a number of nodes below 1.
-        PlanError: the assignment given is none, or over the limits.
 
     Cost: seconds. They bring next to nothing, since `assign` leaves next to nothing: on the 21 steps of
         benchmarks/plan_exact.py at most 0.003 %, on three of them. CP-SAT from the same start lightened none, and
@@ -530,11 +473,7 @@ def improve_exactly(
 
 
 def _solver() -> Any:
-    """The package of the solver.
-
-    Raises:
-        MissingExtraError: it isn't installed.
-    """
+    """The package of the solver."""
     try:
         import highspy
     except ImportError:

@@ -36,14 +36,7 @@ def check_plan(
     itself.
 
     Args:
-        plan: the plan.
-        cost: the cost model; with it, the plan is simulated and what each GPU holds must stay within the limit.
-        capacity: tokens that a MicroPack may hold, if that is to be required. A rank counts of a slice that it
-            shares its part, rounded up.
         peaks_bytes: `[dp, pp]`: `Timeline.peaks_bytes` of this plan and cost, where it has been simulated before.
-
-    Raises:
-        PlanError: the first rule that is broken, the first place where, and how many there are.
 
     Cost: O(slices · log slices), and about 0.1 ms for each task of the stage that has most.
     """
@@ -61,12 +54,6 @@ def check_plan(
 
 def check_contents(plan: StepPlan) -> None:
     """Require all of `check_plan` but that tasks wait in no circle: that no token is left out, run twice or half run.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PlanError: the first rule that is broken, the first place where, and how many there are.
 
     Cost: O(slices · log slices).
     """
@@ -88,10 +75,6 @@ def targets_per_document(plan: StepPlan, of: Pass = "forward") -> IntArray:
     Labels are shifted before documents are cut: the target of token p is token p + 1 wherever that stands, so a
     slice has a target for each of its tokens, but for the last token of the document, which none follows. Slices of
     a shared document count once. The step's loss is divided by the sum, which no cut may change.
-
-    Args:
-        plan: the plan.
-        of: the pass.
     """
     micropacks = plan.forward if of == "forward" else plan.backward
     documents = micropacks.document_ids
@@ -104,11 +87,7 @@ def targets_per_document(plan: StepPlan, of: Pass = "forward") -> IntArray:
 
 
 def _check_coverage(plan: StepPlan, name: Pass) -> None:
-    """Require every token once on each sharing rank, and slices in the order of the pass.
-
-    Raises:
-        PlanError: one is missing, stands twice or in the wrong place.
-    """
+    """Require every token once on each sharing rank, and slices in the order of the pass."""
     micropacks: MicroPacks = getattr(plan, name)
     documents, dp = micropacks.document_ids, plan.mesh.dp
     ranks = micropacks.ranks[micropacks.micropack_of_slice]
@@ -155,12 +134,7 @@ def _check_present(plan: StepPlan, name: Pass, found: IntArray) -> None:
     """Require slices of each document on each of its ranks.
 
     Args:
-        plan: the plan.
-        name: the pass.
         found: int64, rising: `document * dp + rank` of the slices there are, all of them rightly there.
-
-    Raises:
-        PlanError: some are missing.
     """
     num = np.where(plan.lengths > 0, plan.num_ranks, 0)
     missing = num - np.bincount(found // plan.mesh.dp, minlength=plan.num_documents)
@@ -177,9 +151,6 @@ def _check_merged(plan: StepPlan, name: Pass) -> None:
 
     Shares are aligned, so that all ranks of a block of 2^k share the same documents among those of at least 2^k
     ranks. In each block, those slices and where a new MicroPack begins among them must be the same on every rank.
-
-    Raises:
-        PlanError: two ranks of a block differ.
     """
     micropacks: MicroPacks = getattr(plan, name)
     of_slice = micropacks.micropack_of_slice
@@ -211,11 +182,7 @@ def _check_merged(plan: StepPlan, name: Pass) -> None:
 
 
 def _check_sharded(plan: StepPlan, name: Pass) -> None:
-    """Require that ranks run MicroPacks together where they gather parameters for each.
-
-    Raises:
-        PlanError: they run different numbers of them, or a shared document in different turns.
-    """
+    """Require that ranks run MicroPacks together where they gather parameters for each."""
     micropacks: MicroPacks = getattr(plan, name)
     counts = micropacks.counts
     if (counts != counts[0]).any():
@@ -244,11 +211,7 @@ def _check_sharded(plan: StepPlan, name: Pass) -> None:
 
 
 def _check_capacity(plan: StepPlan, name: Pass, capacity: int) -> None:
-    """Require that no MicroPack holds more tokens of a rank than allowed.
-
-    Raises:
-        PlanError: one does.
-    """
+    """Require that no MicroPack holds more tokens of a rank than allowed."""
     micropacks: MicroPacks = getattr(plan, name)
     parts = -(
         -(micropacks.stops.astype(np.int64) - micropacks.starts) // plan.num_ranks[micropacks.document_ids]
@@ -269,9 +232,6 @@ def _check_targets(plan: StepPlan, name: Pass) -> None:
     """Require a target for each token but the last of each document.
 
     It follows from coverage, and is counted apart since a loss that is divided wrongly shows nowhere else.
-
-    Raises:
-        PlanError: the targets of slices add up to another number.
     """
     found, wanted = targets_per_document(plan, name), np.maximum(plan.lengths - 1, 0)
     wrong = found != wanted
@@ -284,11 +244,7 @@ def _check_targets(plan: StepPlan, name: Pass) -> None:
 
 
 def _check_memory(plan: StepPlan, peaks_bytes: FloatArray, limit_bytes: float) -> None:
-    """Require that no stage ever holds more than a card does.
-
-    Raises:
-        PlanError: one does.
-    """
+    """Require that no stage ever holds more than a card does."""
     mesh = plan.mesh
     if peaks_bytes.shape != (mesh.dp, mesh.pp):
         raise PlanError(
@@ -322,12 +278,6 @@ class _Waits(NamedTuple):
 
 def check_kept(plan: StepPlan) -> None:
     """Require that both passes run the same MicroPacks, unless all layers recompute: what is kept belongs to them.
-
-    Args:
-        plan: the plan; each token stands in one slice of each pass.
-
-    Raises:
-        PlanError: a MicroPack stands in one pass alone.
 
     Cost: O(slices).
     """
@@ -364,12 +314,6 @@ def check_tasks(plan: StepPlan) -> None:
     for all forward slices of its documents, and weight gradients for their backward task. MicroPacks that share a
     merged document start together on its ranks; where parameters are sharded, so do the n-th ones of all ranks.
 
-    Args:
-        plan: the plan; all else about it is right.
-
-    Raises:
-        PlanError: a stage has more or fewer tasks, or some wait for each other; names one.
-
     Cost: about 0.1 ms for each task of the stage that has most.
     """
     check_counts(plan)
@@ -401,14 +345,7 @@ def check_tasks(plan: StepPlan) -> None:
 
 
 def check_counts(plan: StepPlan) -> None:
-    """Require that each stage runs each MicroPack of its rank once in each of its chunks.
-
-    Args:
-        plan: the plan; all else about it is right, but for the order of tasks.
-
-    Raises:
-        PlanError: one runs more or fewer.
-    """
+    """Require that each stage runs each MicroPack of its rank once in each of its chunks."""
     mesh = plan.mesh
     codes = KINDS * mesh.virtual_stages
     places = np.repeat(np.arange(mesh.dp * mesh.pp), np.diff(plan.task_offsets))

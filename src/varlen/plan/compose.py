@@ -71,11 +71,7 @@ class BlockDocuments:
 
     @classmethod
     def of(cls, ranks: Sequence[RankDocuments]) -> BlockDocuments:
-        """Put the documents of ranks one behind the other.
-
-        Args:
-            ranks: of the block.
-        """
+        """Put the documents of ranks one behind the other."""
         return cls(
             table=np.concatenate([each.table for each in ranks], axis=1),
             work=np.concatenate([each.work for each in ranks]),
@@ -103,11 +99,7 @@ class Composition:
         return len(self.chains)
 
     def extended(self, count: int) -> Composition:
-        """Return the same with empty MicroPacks at the end.
-
-        Args:
-            count: MicroPacks wanted, at least as many as there are.
-        """
+        """Return the same with empty MicroPacks at the end."""
         missing = count - self.num_micropacks
         if not missing:
             return self
@@ -171,9 +163,6 @@ def seconds_of(
     Args:
         lengths: int32 `[num_documents]`.
         num_ranks: int32 `[num_documents]`: ranks that share its rows.
-        rows: of the MicroPacks that hold it.
-        rates: of the mesh.
-        forward_part: how much of the forward pass counts; 0 for the backward pass alone.
     """
     seconds: FloatArray = kernels.document_seconds(lengths, num_ranks, rows, forward_part, rates)
     return seconds
@@ -199,17 +188,6 @@ def compose(
     Multiprocessing Timing Anomalies"): to slices with room (Mix) and to free MicroPacks (Pack). Order: small
     MicroPacks rising; shared chains; the other chains, long ones first; full MicroPacks; small ones falling. Ranks
     with fewer MicroPacks than others get empty ones at the end.
-
-    Args:
-        documents: of the ranks.
-        num_micropacks: wanted; long documents and whole ones can make it more or fewer.
-        grading: sizes at both ends.
-        least_rows: rows that a slice has at least.
-        budget: seconds of a shared MicroPack; equal on all ranks, unlike each rank's own.
-        rates: of the mesh, by which documents were weighed.
-        in_step: keep empty MicroPacks, so that shared ones stand at the same place on all ranks.
-        by_work: the order above; without, chains stand as their documents do, and full MicroPacks as they come.
-        mixes: shared slices with room get documents of one rank alone, too.
 
     Cost: O(n · log num_micropacks).
     """

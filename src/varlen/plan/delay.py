@@ -203,11 +203,7 @@ def delay_outliers(
 
 
 def _as_offsets(step_offsets: npt.ArrayLike, num_documents: int) -> IntArray:
-    """Return offsets as int64, checked.
-
-    Raises:
-        LengthsError: they leave documents out, or fall.
-    """
+    """Return offsets as int64, checked."""
     offsets = np.asarray(step_offsets)
     if (
         offsets.ndim != 1
@@ -231,12 +227,7 @@ def _are_ids(ids: npt.NDArray[Any]) -> bool:
 
 
 def _as_thresholds(thresholds: npt.ArrayLike) -> Int32Array:
-    """Return thresholds as int32, checked.
-
-    Raises:
-        LengthsError: they don't rise.
-        SettingError: there are none.
-    """
+    """Return thresholds as int32, checked."""
     try:
         bounds = as_lengths(thresholds)
     except LengthsError as error:

@@ -39,11 +39,6 @@ def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
 
     A block is the ranks of the largest group that shares a document, or a rank that shares none: groups are aligned
     powers of two, so that smaller ones lie within larger ones.
-
-    Args:
-        groups: which ranks hold each document.
-        dp: ranks.
-        in_step: all ranks are one block, because parameters are sharded and gathered MicroPack by MicroPack.
     """
     if in_step:
         return np.array([0, dp])
@@ -55,11 +50,7 @@ def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
 
 
 def padded(compositions: Sequence[Composition]) -> list[Composition]:
-    """Give all ranks of a block equally many MicroPacks, empty ones at the end of those that have fewer.
-
-    Args:
-        compositions: one a rank.
-    """
+    """Give all ranks of a block equally many MicroPacks, empty ones at the end of those that have fewer."""
     count = max(composition.num_micropacks for composition in compositions)
     return [composition.extended(count) for composition in compositions]
 
@@ -87,11 +78,6 @@ def work_of_block(
 ) -> BlockWork:
     """Price the MicroPacks of a block's ranks, composed apart for both passes, and say what each waits for.
 
-    Args:
-        forward: one a rank, all of the same number of MicroPacks.
-        backward: the same for the backward pass, with the same chains of the same documents; may be equal.
-        costs: of the mesh; whether weight gradients stand apart makes no difference.
-
     Cost: O(slices).
     """
     ahead = _joined(forward, forward)
@@ -100,11 +86,6 @@ def work_of_block(
 
 def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageCosts) -> BlockWork:
     """Price the MicroPacks of a block's ranks.
-
-    Args:
-        forward: of the forward pass.
-        backward: of the backward pass; may be the same ones.
-        costs: of the mesh; whether weight gradients stand apart makes no difference.
 
     Cost: O(slices).
     """
@@ -167,10 +148,6 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
     """Return what a block's pipeline has to do: of each MicroPack what it takes the slowest rank.
 
     An order of tasks for this pipeline is one for all of its ranks, and none of them takes longer with it.
-
-    Args:
-        work: of the block.
-        costs: of the mesh.
 
     Cost: O(ranks * MicroPacks * chunks).
     """
@@ -365,15 +342,7 @@ def _places(documents: list[RankDocuments], costs: StageCosts, search: Search) -
 def improve(
     answer: Answer, search: Search, incumbent_s: float, look: Look, favourite: Setting | None = None
 ) -> None:
-    """Try settings on whichever block is slowest, until it has none left: no other can make the step faster.
-
-    Args:
-        answer: changed.
-        search: what may be tried.
-        incumbent_s: of the best answer so far; no more is tried once this one can't beat it.
-        look: how closely; a quick look leaves blocks alone of which an estimate says that they aren't the slowest.
-        favourite: the setting to begin with; without, the usual one.
-    """
+    """Try settings on whichever block is slowest, until it has none left: no other can make the step faster."""
     while True:
         block = max(answer.blocks, key=lambda block: block.makespan_s)
         setting = _next(block, favourite, search, look)
@@ -464,14 +433,7 @@ def _composed(
 
 
 def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: Look) -> Setting | None:
-    """The setting to try next: the best one's neighbours, until all of them have been tried.
-
-    Args:
-        block: what has been tried.
-        favourite: the setting to begin with, if any.
-        search: what may be tried.
-        look: how closely.
-    """
+    """The setting to try next: the best one's neighbours, until all of them have been tried."""
     if not block.tried:
         begin = favourite or first_setting(search)
         return begin._replace(size=min(max(begin.size, block.coarsest), block.finest))
@@ -546,11 +508,7 @@ class Setting(NamedTuple):
 
 
 def first_setting(search: Search) -> Setting:
-    """Return where the search begins.
-
-    Args:
-        search: what may be tried.
-    """
+    """Return where the search begins."""
     sizes = search.sizes
     return Setting(min(range(len(sizes)), key=lambda place: abs(sizes[place] - _FIRST_TRIED)))
 
@@ -558,15 +516,7 @@ def first_setting(search: Search) -> Setting:
 def neighbours(
     best: Setting, finest: int, search: Search, *, shares: bool, is_full: bool
 ) -> Iterator[Setting]:
-    """Yield the settings that differ from one in one thing, the most promising first.
-
-    Args:
-        best: that one.
-        finest: the last size.
-        search: what may be tried.
-        shares: whether there are documents that ranks share.
-        is_full: whether memory is what holds the best back.
-    """
+    """Yield the settings that differ from one in one thing, the most promising first."""
     for step in (-1, 1):
         if 0 <= best.size + step <= finest:
             yield best._replace(size=best.size + step)
@@ -581,13 +531,7 @@ def neighbours(
 
 
 def far_settings(finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
-    """Yield settings far from each other, for a step that is slow at the one to which the search climbed.
-
-    Args:
-        finest: the last size.
-        search: what may be tried.
-        shares: whether there are documents that ranks share.
-    """
+    """Yield settings far from each other, for a step that is slow at the one to which the search climbed."""
     sizes, gradings, sharings, orders = _FAR
     for size, grading, sharing, forward_first in itertools.product(
         [place for place in sizes if place <= finest],

@@ -109,14 +109,6 @@ def micropack(
 
     Args:
         lengths: int32 `[num_documents]`, with at least one document.
-        cost: seconds and bytes.
-        mesh: the GPUs.
-        search: what may be tried.
-        method: what the plan says of itself.
-        incumbent_s: seconds above which nobody asks for the plan.
-
-    Returns:
-        None where memory holds no candidate, or a quick look finds all of them slower than the incumbent.
     """
     splits, kept = search.splits_backward, list[Answer]()
     costs = stage_costs(cost, mesh, splits=splits)
@@ -142,11 +134,7 @@ def micropack(
 
 
 def thorough(found: Found) -> Found:
-    """Look thoroughly at the best ways to share documents.
-
-    Args:
-        found: whose ways are changed.
-    """
+    """Look thoroughly at the best ways to share documents."""
     best: Answer | None = None
     for way in sorted(found.kept, key=lambda way: way.makespan_s)[:_KEPT_LONGER]:
         best = _better(way, best, found.search, Look.THOROUGH)
@@ -286,15 +274,6 @@ def recut(composition: Composition, factor: float, *, least_rows: int, rates: Ra
     The documents of a chain, the long one and the short ones beside it, stay together, so that its backward still
     waits for nothing but its own forward. The long one is cut into `factor` times as many slices of equal backward
     cost; short ones go to the MicroPack of the chain with the least.
-
-    Args:
-        composition: of the forward pass.
-        factor: backward MicroPacks of a chain over its forward ones.
-        least_rows: rows that a slice has at least.
-        rates: of the mesh.
-
-    Returns:
-        MicroPacks in forward order; `backward_order` is the order in which they run.
     """
     sizes = np.diff(composition.slice_offsets)
     pack_of = np.repeat(np.arange(composition.num_micropacks), sizes)
@@ -354,12 +333,7 @@ def _joined(parts: list[tuple[IntArray, Int32Array]], chains: list[int]) -> Comp
 
 
 def micropacks_of(compositions: Sequence[Composition], *, is_backward: bool) -> MicroPacks:
-    """Join the MicroPacks of all ranks for one pass.
-
-    Args:
-        compositions: one a rank.
-        is_backward: in the order of the backward pass.
-    """
+    """Join the MicroPacks of all ranks for one pass."""
     sizes, slices, counts = [], [], []
     for composition in compositions:
         each = np.diff(composition.slice_offsets)
@@ -410,15 +384,7 @@ def step_plan(
 
     Args:
         lengths: int32 `[num_documents]`.
-        groups: which ranks hold each document.
-        forward: one a rank.
-        backward: one a rank.
         codes: uint8 `[stages, tasks]`, one a rank.
-        cost: its recomputation and offload are the plan's.
-        mesh: the GPUs.
-        splits: whether weight gradients are tasks of their own.
-        method: of planning.
-        answered_by: which candidate won.
     """
     return StepPlan(
         lengths=lengths,

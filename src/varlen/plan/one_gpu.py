@@ -21,13 +21,6 @@ def one_gpu_plan(
 
     Args:
         lengths: int32 `[num_documents]`.
-        slice_tokens: rows of a MicroPack at most.
-        recompute: "full" computes a layer's activations again in the backward pass, "none" and "selective" keep
-            them, those of all slices of a document at once.
-        offload: "kv" for keys, values and their gradients in host memory.
-
-    Raises:
-        SettingError: `slice_tokens` is no whole number of at least 1, or above 2^31 - 1.
 
     >>> plan = one_gpu_plan(np.array([5, 2, 1], np.int32), 3)
     >>> plan.forward.stops.tolist(), plan.tasks.tolist()

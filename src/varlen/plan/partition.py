@@ -40,18 +40,9 @@ def partition(
 
     Args:
         weights: `[num_items]` numbers of at least 0, whole or not.
-        num_parts: parts, at most as many as items.
-        is_equal: every part has num_items / num_parts items.
-        method: see above. All are deterministic: equal input, equal output.
 
     Returns:
         int32 `[num_items]`: the part of each item, from 0. No part is empty, but for "greedy", which leaves parts
-        empty where the weights are 0. By "karmarkar_karp" parts stand from heavy to light, by "best" in the order
-        of their first items.
-
-    Raises:
-        LengthsError: weights that are negative, not finite, or too large to add up.
-        SettingError: more parts than items, or a number of items that isn't a multiple of the parts.
 
     Cost: O(n·(log n + num_parts / 4)) at most for Karmarkar-Karp, and the bounded work of `STEPS` for the
     improvement.
@@ -83,7 +74,6 @@ def loads_of(weights: npt.ArrayLike, part_of: Int32Array, num_parts: int) -> npt
     Args:
         weights: `[num_items]`.
         part_of: int32 `[num_items]`.
-        num_parts: how many parts.
     """
     values = as_weights(weights)
     loads = np.zeros(num_parts, values.dtype)
@@ -96,7 +86,6 @@ def by_part(part_of: Int32Array, num_parts: int) -> tuple[IntArray, IntArray]:
 
     Args:
         part_of: int32 `[num_items]`.
-        num_parts: how many parts.
     """
     offsets = np.zeros(num_parts + 1, np.int64)
     np.cumsum(np.bincount(part_of, minlength=num_parts), out=offsets[1:])
@@ -108,9 +97,6 @@ def as_weights(weights: npt.ArrayLike) -> npt.NDArray[Any]:
 
     Args:
         weights: `[num_items]` numbers: a list, an array or a tensor.
-
-    Raises:
-        LengthsError: names the first offender and how many there are.
     """
     try:
         array = np.asarray(weights)
@@ -144,11 +130,7 @@ def as_weights(weights: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def _check_parts(num_items: int, num_parts: int, is_equal: bool) -> None:
-    """Require that every part can have an item, and as many as the others where sizes are to be equal.
-
-    Raises:
-        SettingError: it can't.
-    """
+    """Require that every part can have an item, and as many as the others where sizes are to be equal."""
     if isinstance(num_parts, bool) or not isinstance(num_parts, int | np.integer) or num_parts < 1:
         raise SettingError(f"the number of parts must be a whole number of at least 1, got {num_parts!r}")
     if num_parts > num_items:
@@ -168,8 +150,6 @@ def _improved(values: npt.NDArray[Any], num_parts: int, is_equal: bool, first: I
 
     Args:
         values: `[num_items]`.
-        num_parts: how many parts.
-        is_equal: sizes stay as they are.
         first: int32 `[num_items]`: the division by Karmarkar-Karp, changed.
     """
     order = np.argsort(-values, kind="stable").astype(np.int32)
@@ -210,9 +190,6 @@ def packed(
 
     Args:
         lengths: int32 `[documents]`, from 1 to `capacity`.
-        capacity: tokens a pack can hold.
-        max_documents: documents a pack can hold.
-        method: one of `varlen.pack`.
     """
     packing = pack(lengths, capacity, method, max_documents=max_documents)
     pack_of = np.empty(lengths.size, np.int32)
@@ -237,9 +214,6 @@ def even_ways(
         lengths: int32 `[documents]`, from 1 to `capacity`.
         work: float64 `[documents]`.
         pack_of: int32 `[documents]`: few packs that hold all of them, as `packed` returns.
-        num_packs: how many are wanted: at least those, and at most as many as documents.
-        capacity: tokens a pack can hold.
-        max_documents: documents a pack can hold.
 
     Returns:
         The pack of each document, int32 `[documents]`; none is empty.
@@ -263,12 +237,6 @@ def even_packs(
     Args:
         lengths: int32 `[documents]`, from 1 to `capacity`.
         work: float64 `[documents]`.
-        num_packs: at least as many as best-fit-decreasing needs, and at most as many as documents.
-        capacity: tokens a pack can hold.
-        max_documents: documents a pack can hold.
-
-    Raises:
-        SettingError: `num_packs` is out of that range, and no even parts fit.
 
     >>> even_packs(np.array([5, 5, 2, 2], np.int32), np.array([5.0, 5.0, 2.0, 2.0]), 2, 8).tolist()
     [0, 1, 0, 1]
@@ -297,9 +265,6 @@ def fitting_parts(
     Args:
         lengths: int32 `[documents]`, at least one.
         work: float64 `[documents]`.
-        num_packs: parts, at most as many as documents.
-        capacity: tokens a pack can hold.
-        max_documents: documents a pack can hold.
     """
     parts = [partition(work, num_packs), partition(work, num_packs, method="karmarkar_karp")]
     return [part_of for part_of in parts if _holds(part_of, lengths, num_packs, capacity, max_documents)]
@@ -310,7 +275,6 @@ def halved(pack_of: Int32Array, num_packs: int, work: FloatArray) -> Int32Array:
 
     Args:
         pack_of: int32 `[documents]`; no pack is empty.
-        num_packs: how many are wanted, at least as many as there are, and at most as many as documents.
         work: float64 `[documents]`.
     """
     packs = int(pack_of.max(initial=-1)) + 1

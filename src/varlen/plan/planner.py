@@ -241,11 +241,7 @@ class Planner:
         return _planned(answer)
 
     def _again(self, step: int, lengths: Int32Array) -> _Found:
-        """The plan that the worker made of a step before, made again.
-
-        Raises:
-            StalledError: it doesn't come.
-        """
+        """The plan that the worker made of a step before, made again."""
         answer = self._awaited(step)
         if answer is not None:
             return _planned(answer)
@@ -274,11 +270,7 @@ class Planner:
         return answer
 
     def _check_replayed(self, step: int, fingerprint: str) -> None:
-        """Require that a step that is run again has the plan it had.
-
-        Raises:
-            StateError: it has another.
-        """
+        """Require that a step that is run again has the plan it had."""
         if step in self._replayed and self._replayed[step][1] != fingerprint:
             raise StateError(
                 f"step {step:,} was run by another plan before than the one that its lengths lead to now; the data "
@@ -301,11 +293,7 @@ def _digest(text: str) -> str:
 
 
 def _planned(answer: Answer) -> _Found:
-    """What the worker answered.
-
-    Raises:
-        VarlenError: what it met.
-    """
+    """What the worker answered."""
     if isinstance(answer, VarlenError):
         raise answer
     return "planned", *answer

@@ -61,12 +61,7 @@ class Line:
         return [_at_work(_write, self), _at_work(_read, self)]
 
     def ask(self, step: int, told: bytes) -> None:
-        """Have a step planned.
-
-        Args:
-            step: which.
-            told: what the worker is told of it.
-        """
+        """Have a step planned."""
         with self.came:
             self.asked[step] = told
             self.came.notify_all()
@@ -85,12 +80,7 @@ class Line:
                     self.answers.pop(step, None)
 
     def awaited(self, step: int, deadline_s: float) -> Answer | None:
-        """Return what the worker says of a step; None if it says nothing in time, or there is no worker any more.
-
-        Args:
-            step: one that was asked for.
-            deadline_s: longest wait.
-        """
+        """Return what the worker says of a step; None if it says nothing in time, or there is no worker any more."""
         with self.came:
             self.came.wait_for(lambda: step in self.answers or not self.is_alive or self.closing, deadline_s)
             return self.answers.pop(step, None)

@@ -45,12 +45,7 @@ def best_plan(
     of them run in one order. Candidates that compute for longer than the fastest so far takes are not run at all.
 
     Args:
-        candidates_of: those of one method with some number of micro-batches.
-        counts: the numbers of micro-batches, rising.
         lengths: int32 `[num_documents]`.
-        cost: what everything takes.
-        mesh: the GPUs.
-        method: what the plan says of itself.
     """
     best, least_s, in_vain = None, math.inf, 0
     for place, count in enumerate(counts):
@@ -74,11 +69,7 @@ def as_run(
     """Return a candidate under 1F1B, interleaved where stages hold several chunks, whether it fits or not.
 
     Args:
-        candidate: of one method.
         lengths: int32 `[num_documents]`.
-        cost: its recomputation and offload are the plan's.
-        mesh: the GPUs.
-        method: what the plan says of itself.
     """
     plan = unordered(candidate, lengths, cost, mesh, method)
     return _one_f_one_b(plan)
@@ -102,11 +93,7 @@ def unordered(
     """Return a candidate as a plan that has no tasks yet.
 
     Args:
-        candidate: of one method.
         lengths: int32 `[num_documents]`.
-        cost: its recomputation and offload are the plan's.
-        mesh: the GPUs.
-        method: what the plan says of itself.
     """
     multiple = mesh.pp if mesh.virtual_stages > 1 else 1
     return StepPlan(

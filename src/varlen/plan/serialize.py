@@ -65,21 +65,12 @@ def plan_fingerprint(plan: StepPlan) -> str:
     """Return 64 hexadecimal digits that two plans share only if they say the same; the same on every machine.
 
     It is SHA-256 over settings and arrays, but for `answered_by`, which is for people.
-
-    Args:
-        plan: the plan.
     """
     return _digest(plan).hex()
 
 
 def plan_to_bytes(plan: StepPlan) -> bytes:
     """Return a plan as bytes: equal ones for equal plans, by the same release of zlib.
-
-    Args:
-        plan: the plan; whether it keeps all rules is for `check_plan`.
-
-    Raises:
-        PlanError: arrays of wrong shapes, dtypes or ranges.
 
     Cost: some 10 ms for 1,024 documents on 64 x 16 stages with 48 MicroPacks a rank, which take 40 KB.
     """
@@ -98,15 +89,7 @@ def plan_to_bytes(plan: StepPlan) -> bytes:
 
 
 def plan_from_bytes(content: bytes) -> StepPlan:
-    """Return the plan that `plan_to_bytes` was given.
-
-    Args:
-        content: what it returned.
-
-    Raises:
-        PlanError: bytes of something else, of a later version, or with a bit changed of what they say. No more memory
-            is taken than some 1,000 times the bytes.
-    """
+    """Return the plan that `plan_to_bytes` was given."""
     content = bytes(content)
     start = len(_MAGIC)
     if content[:start] != _MAGIC or len(content) < start + _FRONT.size:
@@ -139,11 +122,7 @@ def plan_from_bytes(content: bytes) -> StepPlan:
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    """Require settings that a plan can have.
-
-    Raises:
-        PlanError: one is none.
-    """
+    """Require settings that a plan can have."""
     allowed = {"method": PlanMethod, "recompute": Recompute, "offload": Offload}
     for name, values in allowed.items():
         if settings[name] not in get_args(values):
@@ -202,11 +181,7 @@ def load_plan(path: str | Path) -> StepPlan:
 
 
 def _as_path(path: object) -> Path:
-    """Require a path.
-
-    Raises:
-        SettingError: it is something else.
-    """
+    """Require a path."""
     if isinstance(path, str | PathLike):
         return Path(path)
     raise SettingError(
@@ -215,18 +190,7 @@ def _as_path(path: object) -> Path:
 
 
 def broadcast_plan(plan: StepPlan | None, store: Store, step: int, *, name: str = "varlen/plan") -> StepPlan:
-    """Hand the plan of a step from the rank that has it to all others, through the job's store.
-
-    Args:
-        plan: of the rank that planned, which doesn't wait; None on the others, which wait for it.
-        store: one of torch.distributed (a TCPStore, FileStore ...), or anything with `set` and `get`.
-        step: of the plan. A step's plan is kept in the store until that of the 64th step after it comes.
-        name: under which plans are kept; another one for each planner of a job.
-
-    Raises:
-        StalledError: the store had no plan in time; how long that is, is the store's setting.
-        PlanError: what came is no plan.
-    """
+    """Hand the plan of a step from the rank that has it to all others, through the job's store."""
     key = f"{name}/{step}"
     if plan is not None:
         store.set(key, plan_to_bytes(plan))
@@ -283,11 +247,7 @@ def _packed(plan: StepPlan, name: str) -> npt.NDArray[Any]:
 
 
 def _restore(found: dict[str, npt.NDArray[Any]]) -> None:
-    """Put arrays in place of the differences that `_packed` returned.
-
-    Args:
-        found: arrays by name, changed.
-    """
+    """Put arrays in place of the differences that `_packed` returned."""
     for name in _ARRAYS:
         if name.endswith("offsets"):
             found[name] = np.cumsum(found[name], dtype=np.int32)
@@ -335,11 +295,7 @@ def _from_planes(content: bytes) -> Int32Array:
 
 
 def _unpacked(content: bytes, size: int) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
-    """The head, and the arrays as they were packed.
-
-    Raises:
-        PlanError: it is no such thing.
-    """
+    """The head, and the arrays as they were packed."""
     if size > _MOST_PACKED * len(content):
         raise PlanError(f"{_OTHER}{len(content):,} bytes can't hold the {size:,} that they claim")
     unpacker = zlib.decompressobj()

@@ -16,23 +16,12 @@ _OURS = "varlen."
 
 
 def to_json(value: Any) -> str:
-    """Return settings as text: numbers, words, arrays, tuples, mappings and dataclasses of varlen, in each other.
-
-    Args:
-        value: such a thing; equal ones give equal text.
-
-    Raises:
-        SettingError: something in it is none of these.
-    """
+    """Return settings as text: numbers, words, arrays, tuples, mappings and dataclasses of varlen, in each other."""
     return json.dumps(_said(value), sort_keys=True)
 
 
 def from_json(text: str) -> Any:
-    """Return what `to_json` was given.
-
-    Args:
-        text: of `to_json`.
-    """
+    """Return what `to_json` was given."""
     return _made(json.loads(text))
 
 
@@ -80,14 +69,7 @@ def _made(said: Any) -> Any:
 
 
 def named(name: str) -> Any:
-    """Return what a module calls so.
-
-    Args:
-        name: "module:name".
-
-    Raises:
-        SettingError: there is no such module, or nothing of that name in it.
-    """
+    """Return what a module calls so."""
     module, _, inner = name.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -55,15 +55,7 @@ def advise(
     batch_documents: int,
     arguments: Sequence[str] = (),
 ) -> AdviceFigures:
-    """Choose a capacity, a method and a policy, and say why.
-
-    Args:
-        capacities: what was measured, rising.
-        padding: the ways of padding whole documents, for comparison.
-        distribution: of the documents.
-        batch_documents: of a padded batch.
-        arguments: with which `varlen pack` would read the same documents and write them; none if it can't.
-    """
+    """Choose a capacity, a method and a policy, and say why."""
     chosen = choose_capacity(capacities)
     door = WITH_PACK if arguments else WITH_LENGTHS
     method, of_lengths = choose_method(chosen, door), choose_method(chosen, WITH_LENGTHS)
@@ -130,12 +122,7 @@ def _costs_nothing(smaller: CapacityFigures, default: CapacityFigures) -> bool:
 
 
 def choose_method(capacity: CapacityFigures, door: str) -> Method:
-    """Return a door's default method, or one that is clearly better in one way and worse in none.
-
-    Args:
-        capacity: what was measured.
-        door: a key of `DEFAULTS`.
-    """
+    """Return a door's default method, or one that is clearly better in one way and worse in none."""
     default = capacity.packing(door + DEFAULTS[door])
     better = [name for name in CANDIDATES if _is_better(capacity.packing(door + name), default)]
     if not better:

@@ -34,14 +34,7 @@ class Dots:
 
 
 def bars(rows: Sequence[Bar], width: int, label: str, least: float = 0.0) -> str:
-    """Draw horizontal bars from zero, their notes at their ends.
-
-    Args:
-        rows: at least one.
-        width: of the picture.
-        label: what it shows, in words.
-        least: what a bar over the whole width is worth at least, so that next to nothing looks like it.
-    """
+    """Draw horizontal bars from zero, their notes at their ends."""
     note_width = 8 * max(len(row.note) for row in rows) + 10
     left, pitch, thickness, top = _row_shape(width)
     reach = width - left - note_width
@@ -58,14 +51,7 @@ def bars(rows: Sequence[Bar], width: int, label: str, least: float = 0.0) -> str
 
 
 def dots(rows: Sequence[Dots], width: int, label: str, axis: Callable[[float], str]) -> str:
-    """Draw values as dots on a common axis, and the mean of each row as a stroke.
-
-    Args:
-        rows: at least one, each with at least one value.
-        width: of the picture.
-        label: what it shows, in words.
-        axis: writes a value under the axis.
-    """
+    """Draw values as dots on a common axis, and the mean of each row as a stroke."""
     note_width = 7.4 * max(len(row.note) for row in rows) + 12
     left, pitch, thickness, top = _row_shape(width)
     values = [value for row in rows for value in row.values]
@@ -94,14 +80,7 @@ def dots(rows: Sequence[Dots], width: int, label: str, axis: Callable[[float], s
 
 
 def histogram(lengths: Sequence[int], cut: int, width: int, label: str) -> str:
-    """Draw, on a log axis of lengths, the share of documents and the share of tokens in every half octave.
-
-    Args:
-        lengths: tokens of each document, at least 1.
-        cut: where documents are cut, drawn as a line.
-        width: of the picture.
-        label: what it shows, in words.
-    """
+    """Draw, on a log axis of lengths, the share of documents and the share of tokens in every half octave."""
     first = math.floor(2 * math.log2(min(lengths)))
     documents, tokens = ([0.0] * (half_octave(max(lengths)) - first + 1) for _ in range(2))
     for length in lengths:
@@ -124,17 +103,7 @@ def half_octaves(
     width: int,
     label: str,
 ) -> str:
-    """Draw a histogram that was counted before: documents above, tokens below.
-
-    Args:
-        first: number of the first half octave.
-        documents: how many fall in each half octave.
-        tokens: how many stand in them.
-        cut: a length that is drawn as a line.
-        cut_note: what stands beside that line.
-        width: of the picture.
-        label: what it shows, in words.
-    """
+    """Draw a histogram that was counted before: documents above, tokens below."""
     bins = max(first + len(documents), half_octave(cut) + 1, first + 2) - first
     last = first + bins
     band, gap, pitch = 92, 40, width / (last - first)
@@ -243,14 +212,7 @@ def text(x: float, y: float, content: str, kind: str = "label", anchor: str = "s
 
 
 def drawing(width: float, height: float, marks: Iterable[str], label: str) -> str:
-    """Join marks to a picture that takes the width of its column.
-
-    Args:
-        width: of the coordinates; text is legible where the column is about as many pixels wide.
-        height: of the coordinates.
-        marks: drawn in order.
-        label: what the picture shows, for readers who can't see it.
-    """
+    """Join marks to a picture that takes the width of its column."""
     return (
         f'<svg viewBox="0 0 {number(width)} {number(height)}" role="img" aria-label="{escape(label)}">'
         f"{''.join(marks)}</svg>"
@@ -288,15 +250,7 @@ class Line:
 def lines(
     rows: Sequence[Line], places: Sequence[int], width: int, label: str, axis: Callable[[float], str]
 ) -> str:
-    """Draw values against places, whose logarithms are evenly far apart.
-
-    Args:
-        rows: at least one, each with a value for each place; later ones are drawn above.
-        places: rising.
-        width: of the picture.
-        label: what it shows, in words.
-        axis: writes a value beside the axis, and in the tips of dots.
-    """
+    """Draw values against places, whose logarithms are evenly far apart."""
     is_wide = width >= NARROW
     left, top = 58.0, 12.0
     right = width - (_NAMES_WIDTH if is_wide else 14)

@@ -64,24 +64,8 @@ def inspect_lengths(
 
     Args:
         lengths: `[num_documents]` tokens of each document; those of length 0 are counted and left out.
-        capacities: tokens that packs may hold; None chooses some that suit the lengths.
         targets: `[num_documents]` supervised tokens of each document, or None where that isn't known.
-        excerpts: how the text of some documents begins, by their number, for the picture of a pack.
-        batch_documents: documents of a padded batch.
-        seed: of random batches, shuffles and samples.
-        name: what the documents are, for headings.
-        arguments: with which `varlen pack` would read these documents and write them, for the advice.
         parts: documents of each part of the data that is tokenized by itself, int64; None: it is one.
-        are_bytes: whether the lengths count bytes, since no tokenizer was given; figures then say so.
-        on_progress: called with capacities done, all of them, and what is going on.
-
-    Returns:
-        The figures; `to_json()` makes them plain.
-
-    Raises:
-        LengthsError: lengths that can't be, or no document with a token.
-        DocumentsError: targets that don't match the lengths.
-        SettingError: a capacity, a batch or a seed out of range.
     """
     checked = as_lengths(lengths)
     if not checked.any():
@@ -143,11 +127,7 @@ def _power_above(value: int) -> int:
 
 
 def _as_capacities(capacities: Sequence[int]) -> tuple[int, ...]:
-    """Return capacities checked, rising, each once.
-
-    Raises:
-        SettingError: there is none, or one isn't a whole number above 0.
-    """
+    """Return capacities checked, rising, each once."""
     checked = sorted({as_count(capacity, "capacity") for capacity in capacities})
     if not checked:
         raise SettingError("capacities is empty; name at least one, or None for those that suit the lengths")
@@ -155,11 +135,7 @@ def _as_capacities(capacities: Sequence[int]) -> tuple[int, ...]:
 
 
 def _as_targets(targets: npt.ArrayLike, lengths: Int32Array) -> IntArray:
-    """Return supervised tokens as int64, one number a document, none above its length.
-
-    Raises:
-        DocumentsError: they don't match the lengths.
-    """
+    """Return supervised tokens as int64, one number a document, none above its length."""
     array = np.asarray(targets)
     if array.shape != lengths.shape or array.dtype.kind not in "iu":
         raise DocumentsError(
@@ -268,9 +244,6 @@ def measure_padding(
 
     Args:
         lengths: int32 `[num_documents]`, none of them 0.
-        batch_documents: documents of a batch; the last batch holds what is left.
-        cut_at: tokens that documents are cut to in a second round; None for no second round.
-        seed: of the random batches.
     """
     order = np.random.default_rng(seed).permutation(lengths.size)
     rising = np.sort(lengths)

@@ -137,13 +137,7 @@ def draw_sample(
     Args:
         lengths: int32 `[num_documents]`, empty ones included.
         targets: int64 `[num_documents]`, or None.
-        smallest_capacity: at which documents are cut into the most pieces.
-        seed: of the sample and of the shuffled order.
         parts: documents of each part of the data that is tokenized by itself, int64; None: it is one.
-        bytes_a_token: of the files, about.
-
-    Raises:
-        SettingError: the smallest capacity would cut even a sample into far too many pieces.
     """
     ids = np.flatnonzero(lengths)
     full = lengths[ids]

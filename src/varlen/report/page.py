@@ -24,12 +24,7 @@ WIDE, NARROW = 944, 354
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Join parts to a page.
-
-    Args:
-        title: of the window.
-        parts: HTML of the page's body, in order.
-    """
+    """Join parts to a page."""
     style = files("varlen.report").joinpath("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -67,12 +62,7 @@ def caption_of(content: str) -> str:
 
 
 def numbers(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Show a few large numbers side by side.
-
-    Args:
-        rows: the class of each ("varlen" where it matters most, "good" or "bad" for a verdict, or ""), its value, and
-            what it is.
-    """
+    """Show a few large numbers side by side."""
     boxes = "".join(
         f'<div class="number {escape(kind)}"><b>{escape(value)}</b><small>{escape(note)}</small></div>'
         for kind, value, note in rows
@@ -85,13 +75,7 @@ def table(
     rows: Sequence[tuple[str, Sequence[str]]],
     kind_of: Callable[[str], str] = lambda _: "",
 ) -> str:
-    """Write a table of plain text; it scrolls sideways where it doesn't fit.
-
-    Args:
-        head: titles of the columns.
-        rows: the class of each row, and its cells.
-        kind_of: returns the class of a cell by what stands in it, or "".
-    """
+    """Write a table of plain text; it scrolls sideways where it doesn't fit."""
 
     def written(cell: str) -> str:
         kind = kind_of(cell)
@@ -113,11 +97,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def write_page(path: Path, content: str) -> None:
-    """Write a page whole or not at all: under another name in the same folder, then renamed.
-
-    Raises:
-        SettingError: the folder is missing or can't be written, or `path` is a folder.
-    """
+    """Write a page whole or not at all: under another name in the same folder, then renamed."""
     check_writable(path)
     partial = unfinished(path)
     try:
@@ -130,12 +110,7 @@ def write_page(path: Path, content: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place where no page could be written, before hours of work are done for it.
-
-    Raises:
-        SettingError: the folder is missing or can't be written, or `path` is a folder, a link, or a file that varlen
-            didn't write.
-    """
+    """Refuse a place where no page could be written, before hours of work are done for it."""
     refuse_link(path, "name the file that it leads to, or another")
     if path.is_dir():
         raise SettingError(f"{path} is a folder; name a file in it, such as {path / 'report.html'}")

@@ -65,14 +65,7 @@ def packed_mask(pieces: Sequence[PieceFigures], capacity: int, width: int) -> st
 
 
 def padded_masks(pieces: Sequence[PieceFigures], capacity: int, scale_width: int, width: int) -> str:
-    """Draw the masks of the same documents padded, to the scale of `packed_mask`: a whole square for each.
-
-    Args:
-        pieces: of the packed row.
-        capacity: of the packed row.
-        scale_width: the width that `packed_mask` is drawn in.
-        width: of this picture; squares are set in as many columns as fit, as many rows as `squares_shown` says.
-    """
+    """Draw the masks of the same documents padded, to the scale of `packed_mask`: a whole square for each."""
     side = max(piece.num_tokens for piece in pieces) * scale_width / capacity
     columns = max(1, min(len(pieces), int((width + 6) // (side + 6))))
     pieces = pieces[: squares_shown(pieces, capacity, scale_width, width)]
@@ -109,14 +102,7 @@ def _triangle(x: float, y: float, side: float, index: int, piece: PieceFigures) 
 
 
 def pack_figure(row: Sequence[PieceFigures], capacity: int, which: str, most_named: int = 24) -> str:
-    """Draw a packed row, a list of its documents, its mask, and the masks of the same documents padded.
-
-    Args:
-        row: pieces as they stand in the row, at least one.
-        capacity: slots of the row.
-        which: names the row at the beginning of the caption.
-        most_named: documents that the list under the row names; of a longer row, the first ones.
-    """
+    """Draw a packed row, a list of its documents, its mask, and the masks of the same documents padded."""
     rest = WIDE - MASK_WIDTH - 40
     longest = max(piece.num_tokens for piece in row)
     free = capacity - sum(piece.num_tokens for piece in row)
@@ -145,12 +131,7 @@ def pack_figure(row: Sequence[PieceFigures], capacity: int, which: str, most_nam
 
 
 def legend(pieces: Sequence[PieceFigures], most: int) -> str:
-    """List the documents of a picture in their colours, each with its tokens and how its text begins.
-
-    Args:
-        pieces: of the picture, in order.
-        most: how many of them are listed.
-    """
+    """List the documents of a picture in their colours, each with its tokens and how its text begins."""
     lines = "".join(
         f'<li><i class="{colour(index)}"></i><span>{piece.num_tokens:,} tokens</span>'
         f"<code>{escape(piece.excerpt or f'document {piece.document_id:,}')}</code></li>"

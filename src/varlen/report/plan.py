@@ -197,21 +197,7 @@ def compare(
     are_bytes: bool = False,
     on_progress: OnProgress = lambda *_: None,
 ) -> PlanComparison:
-    """Plan one step by several methods, and simulate each plan.
-
-    Args:
-        documents: of the step.
-        cost: of the model on its hardware; its `recompute` and `offload` are the least that plans use.
-        mesh: of the job.
-        methods: names among `METHODS`.
-        repairs: whether a method that doesn't fit into memory may recompute more and offload.
-        name: of the data, for headings.
-        are_bytes: whether lengths are of bytes.
-        on_progress: called with methods done, all methods, and words.
-
-    Raises:
-        SettingError: an unknown method, or a mesh that the model can't be divided by.
-    """
+    """Plan one step by several methods, and simulate each plan."""
     check_methods(methods)
     rows = []
     on_progress(0, len(methods), "loading kernels")
@@ -256,15 +242,7 @@ def load_kernels(documents: StepDocuments, methods: Sequence[str], *, cost: Cost
 def planned(
     documents: StepDocuments, method: str, *, cost: CostModel, mesh: Mesh, repairs: bool = True
 ) -> MethodFigures:
-    """Plan a step by one method, and simulate the plan.
-
-    Args:
-        documents: of the step.
-        method: one of `METHODS`.
-        cost: of the model on its hardware.
-        mesh: of the job.
-        repairs: whether memory may be repaired by recomputing more and offloading.
-    """
+    """Plan a step by one method, and simulate the plan."""
     began = time.perf_counter()
     try:
         plan = plan_step(
@@ -283,11 +261,7 @@ def planned(
 
 
 def check_methods(methods: Sequence[str]) -> None:
-    """Refuse methods that there aren't.
-
-    Raises:
-        SettingError: names the nearest one, and all.
-    """
+    """Refuse methods that there aren't."""
     for method in methods:
         if method not in METHODS:
             near = get_close_matches(method, METHODS, n=1)
@@ -411,10 +385,6 @@ def stretched(model: ModelShape, longest: int) -> str:
     A known shape limits no positions, and long-context training stretches a checkpoint's first; whoever plans it
     should know that this step needs it. A model that sets a limit itself has refused what is longer, or was told to.
 
-    Args:
-        model: as it is planned.
-        longest: tokens of the longest document, after truncation.
-
     >>> stretched(ModelShape.named("llama-3-8b"), 262_144).partition("; ")[2]
     'documents of up to 262,144 tokens are planned as if its positions were stretched.'
     """
@@ -479,13 +449,6 @@ def step_documents(
 
     Args:
         lengths: integers `[any]`: of all documents; those of 0 are left out.
-        documents: of a step; the last one takes what is left.
-        step: which one, from 0.
-        capacity: tokens that a document is truncated to.
-        seed: of the order; None: as given.
-
-    Raises:
-        SettingError: there is no such step, no document, or a seed below 0.
     """
     if documents < 1:
         raise SettingError(f"--documents must be at least 1, the documents of a step; got {documents}")

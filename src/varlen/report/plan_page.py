@@ -140,12 +140,7 @@ class _Shown:
 
 
 def lanes(timeline: Timeline, most_tasks: int = MOST_TASKS) -> Lanes:
-    """Choose what is drawn of a timeline: every rank, or as many of the slowest as have at most so many tasks.
-
-    Args:
-        timeline: of a plan.
-        most_tasks: that may be drawn; one rank is drawn even where it has more.
-    """
+    """Choose what is drawn of a timeline: every rank, or as many of the slowest as have at most so many tasks."""
     dp, pp = timeline.plan.mesh.dp, timeline.plan.mesh.pp
     tasks_of = np.bincount(timeline.ranks, minlength=dp)
     ranks = np.arange(dp, dtype=np.int32)
@@ -191,13 +186,7 @@ _KEYS = (
 
 
 def plan_page(found: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
-    """Return the whole report as one self-contained HTML page, with a script of its own and nothing fetched.
-
-    Args:
-        found: what to show.
-        most_tasks: tasks that are drawn in all; plans of more are cut down to their slowest ranks, and the page
-            says so.
-    """
+    """Return the whole report as one self-contained HTML page, with a script of its own and nothing fetched."""
     planned = [row for row in found.methods if row.timeline is not None]
     title = f"varlen plan: {found.name}" if found.name else "varlen plan"
     parts = [

@@ -110,21 +110,6 @@ def sweep(
 
     Meshes are planned by rising lower bound, and the rest is left out once no bound is under the slowest of the
     best: those can't be among them. The best are then planned with 2 and 3 chunks of layers a stage too.
-
-    Args:
-        steps: one step at each capacity to try.
-        cost: of the model on its hardware; its `recompute` and `offload` are the least that plans use.
-        num_gpus: GPUs in all.
-        method: of planning.
-        sharding: of every mesh.
-        repairs: whether memory may be repaired by recomputing more and offloading.
-        most: how many are kept.
-        name: of the data, for headings.
-        are_bytes: whether lengths are of bytes.
-        on_progress: called with meshes done, all meshes, and words.
-
-    Raises:
-        SettingError: fewer than one GPU.
     """
     if num_gpus < 1:
         raise SettingError(f"--gpus must be at least 1; got {num_gpus}")
@@ -195,11 +180,6 @@ def meshes(cost: CostModel, num_gpus: int, sharding: Sharding) -> Iterator[Mesh]
 
     Tensor parallelism stays within a node, pipelines have no more stages than layers, context parallelism is a
     power of two up to 16.
-
-    Args:
-        cost: of the model on its hardware.
-        num_gpus: GPUs in all.
-        sharding: of every mesh.
     """
     for tp in _divisors(num_gpus):
         if tp > cost.hardware.gpus_per_node or not divides(cost.model, tp):

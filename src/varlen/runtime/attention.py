@@ -55,26 +55,13 @@ def slice_attention(
     """Attend within documents; transformers' calling convention.
 
     Args:
-        module: the attention layer that calls; under autocast, all three are taken in its dtype, as PyTorch's own
-            attention takes them.
         query: `[1, query_heads, rows, dim]`, rows of all slices of a MicroPack, one slice behind the other.
         key: `[1, key_heads, rows, dim]`; `query_heads` is a multiple of `key_heads`.
         value: `[1, key_heads, rows, value_dim]`.
-        attention_mask: must be None.
-        dropout: of attention weights; must be 0.
-        scaling: of scores; None for `dim ** -0.5`.
-        sliding_window: attend to the last this many tokens, the token itself included.
-        softcap: scores s become `softcap * tanh(s / softcap)`.
         s_aux: `[query_heads]`: sinks, a score of each head that all its rows see and that has nothing to give.
-        slices: whose rows these are.
-        kernels: what computes it.
-        rest: ignored, apart from patterns that slices don't compute.
 
     Returns:
         `[1, rows, query_heads, value_dim]`, and None for the weights, which are never formed.
-
-    Raises:
-        ModelError: no slices, a mask, dropout, a pattern that slices don't compute, or kernels that don't.
     """
     layer = getattr(module, "layer_idx", None)
     name = type(module).__name__
@@ -114,17 +101,10 @@ def attend(
         query: `[1, query_heads, rows, dim]`.
         key: `[1, key_heads, rows, dim]`.
         value: `[1, key_heads, rows, value_dim]`.
-        slices: whose rows these are, in order; their lengths add up to `rows`.
-        layer: the index under which caches keep this layer.
-        rule: of scores.
         sinks: `[query_heads]`: scores that all rows see and that have nothing to give; None for none.
-        kernels: what computes it.
 
     Returns:
         `[1, query_heads, rows, value_dim]`; heads of one row lie side by side in memory.
-
-    Raises:
-        ModelError: kernels asked for by name don't compute this.
 
     Cost: the work of causal attention cut to the slices; memory linear in rows and tokens.
     """
@@ -160,8 +140,6 @@ class Call(NamedTuple):
 
         Args:
             query: `[1, query_heads, rows, dim]`, of the group.
-            pair: keys and values of the documents up to the group's rows.
-            group: one slice, or with a kernel several that begin their documents.
         """
         if self.kernel is None:
             return tiles.forward(query, pair, group[0], self.rule)
@@ -174,14 +152,7 @@ class Call(NamedTuple):
         whole: flash.Partial,
         group: Sequence[CachedSlice],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of a group's queries, keys and values; those of earlier tokens go to its cache.
-
-        Args:
-            gradient: of the output.
-            query: of the group.
-            whole: what `forward` gave.
-            group: as given to `forward`.
-        """
+        """Return the gradients of a group's queries, keys and values; those of earlier tokens go to its cache."""
         if self.kernel is None:
             return tiles.backward(gradient, query, whole, group[0], self.layer, self.rule)
         return _backward_whole(gradient, query, whole, group, self)
@@ -254,10 +225,6 @@ def _forward_whole(
 
     Args:
         query: `[1, query_heads, rows, dim]`, of the group.
-        pair: keys and values of the documents up to the group's rows.
-        group: a slice with earlier tokens, or slices that begin their documents.
-        rule: of scores.
-        kernel: that computes it.
     """
     first = _first_key(group, rule)
     given = Qkv(_tokens(query), *(_tokens(x)[first:] for x in pair))

@@ -113,17 +113,7 @@ def calibrate(
     """Measure this machine's kernels at a model's widths.
 
     Args:
-        model: gives heads, hidden and inner widths; one layer is made, with random weights.
-        device: "cuda" where there is one, else "cpu".
         dtype: of weights and activations; bfloat16 on CUDA, float32 on CPU.
-        budget_s: seconds to measure for. A smaller one measures shorter documents and fewer rows, whose rates then
-            hold for longer ones; the smallest set is measured whatever it takes.
-        progress: called with the share of the time that is over, from 0 to 1.
-        on_least: called with the seconds that the smallest set takes, as soon as they are seen to be over the budget.
-        machine: what shapes run on; this one.
-
-    Raises:
-        SettingError: a budget that isn't above 0, or a layer that doesn't fit into memory.
     """
     if not 0 < budget_s < float("inf"):
         raise SettingError(f"budget_s={budget_s!r}; it must be above 0 seconds")
@@ -514,15 +504,7 @@ def choose(
     on_least: Callable[[float], object] = lambda _: None,
     progress: Callable[[], object] = lambda: None,
 ) -> Chosen:
-    """Choose what a budget holds, and run each shape of it once or twice.
-
-    Args:
-        machine: what shapes run on.
-        began: when the budget began, by the machine's clock.
-        budget_s: seconds.
-        on_least: called with the seconds that the smallest set takes, where they are over the budget.
-        progress: called after each shape.
-    """
+    """Choose what a budget holds, and run each shape of it once or twice."""
     choice = Choice(machine=machine, deadline=began + budget_s, progress=progress)
     attention, layers = attention_levels(), layer_levels()
     choice.add(*attention.pop(0))

@@ -15,31 +15,19 @@ import torch
 
 
 def is_on(like: torch.Tensor) -> bool:
-    """Return whether autocast is on.
-
-    Args:
-        like: on the device that is meant.
-    """
+    """Return whether autocast is on."""
     return bool(torch.is_autocast_enabled(like.device.type))
 
 
 def lowered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as autocast hands it to a matrix product; float64 stays, and all does where autocast is off.
-
-    Args:
-        tensor: of floats.
-    """
+    """Return a tensor as autocast hands it to a matrix product; float64 stays, and all does where autocast is off."""
     if tensor.dtype == torch.float64 or not is_on(tensor):
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def uncast(like: torch.Tensor) -> AbstractContextManager[Any]:
-    """Return what backward passes, and kernels that know their dtypes, run in: autocast off.
-
-    Args:
-        like: on the device that is meant.
-    """
+    """Return what backward passes, and kernels that know their dtypes, run in: autocast off."""
     return torch.autocast(like.device.type, enabled=False) if is_on(like) else nullcontext()
 
 
@@ -49,9 +37,6 @@ def ungraphed(like: torch.Tensor) -> Iterator[None]:
 
     Autocast casts a weight once and keeps what it made; before PyTorch 2.11 that had no graph if it was first made
     here, and the weight then got no gradient (pytorch/pytorch#65766).
-
-    Args:
-        like: on the device that is meant.
     """
     is_lost = is_on(like) and not _casts_keep_graphs()
     cached: Any = torch.autocast(like.device.type, cache_enabled=False) if is_lost else nullcontext()

@@ -31,14 +31,7 @@ MAKERS: dict[str, Callable[[], SliceKernel]] = {
 
 
 def check_kernels(name: str) -> None:
-    """Refuse a name that says nothing.
-
-    Args:
-        name: of `Kernels`.
-
-    Raises:
-        SettingError: another.
-    """
+    """Refuse a name that says nothing."""
     if name not in get_args(Kernels):
         raise SettingError(f"kernels={name!r}; there are {', '.join(get_args(Kernels))}")
 
@@ -52,11 +45,6 @@ def chosen(
         query: `[1, query_heads, rows, dim]`.
         key: `[1, key_heads, rows, dim]`.
         value: `[1, key_heads, rows, value_dim]`.
-        rule: of scores.
-        name: of `Kernels`.
-
-    Raises:
-        ModelError: a kernel asked for by name doesn't compute this; says why.
     """
     if name == "sdpa" or (name == "auto" and not query.is_cuda):
         return None
@@ -120,16 +108,7 @@ def error_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> float:
-    """Return how far a kernel is from scores formed here, in both passes; in units of the largest.
-
-    Args:
-        kernel: to be tried.
-        lengths: of the slices that it is tried on.
-        heads: of queries and of keys, and how wide.
-        rule: of scores.
-        device: to try it on.
-        dtype: of what it is given.
-    """
+    """Return how far a kernel is from scores formed here, in both passes; in units of the largest."""
     query_heads, key_heads, width = heads
     made = torch.Generator().manual_seed(0)
     rows, keys = sum(lengths.queries), sum(lengths.keys)

@@ -47,12 +47,7 @@ class StepData:
     """int64 `[num_documents + 1]`: where documents begin."""
 
     def rows(self, key: Key, of: torch.Tensor) -> torch.Tensor:
-        """Return the entries of a flat `[num_tokens]` that belong to a MicroPack's rows.
-
-        Args:
-            key: the MicroPack.
-            of: one of the tensors above.
-        """
+        """Return the entries of a flat `[num_tokens]` that belong to a MicroPack's rows."""
         parts = [of[int(self.offsets[d]) + start : int(self.offsets[d]) + stop] for d, start, stop in key]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -87,25 +82,7 @@ class ChunkStep:
         keeps_losses: bool = False,
         shared: Mapping[int, SharedDocument] | None = None,
     ) -> None:
-        """Take the layers of a chunk.
-
-        Args:
-            parts: the model taken apart.
-            layers: the chunk's, of all.
-            data: of the step.
-            layers_again: how many of them, the first ones, are computed again in the backward pass.
-            splits_backward: whether weight gradients of linear layers wait for `weight`.
-            saved: what they are computed again from: "layers" keeps what went into each of them, "stage" what went
-                into the first. A backward slice then runs all but the last of them once more, keeps what goes into
-                each, and goes on as with "layers". To keep the graphs of all layers at once would spare that run, at
-                ten to twenty times the bytes for each row: slices of as few rows as then fit fetch what stands
-                before them as many times more often.
-            is_selective: whether the other layers' graphs are those of `selectively`.
-            offload: "kv" keeps keys, values and their gradients in host memory, and with saved="stage" what went
-                into the chunk. A chunk of `LAYERS_ON_DEVICE` layers or fewer has nothing to offload.
-            keeps_losses: whether the loss of every token is kept in `token_losses`.
-            shared: documents of whose rows this rank has some, by `shared_documents`; None for none.
-        """
+        """Take the layers of a chunk."""
         self._shared = shared or {}
         self._parts, self._data = parts, data
         self.layers = layers
@@ -138,11 +115,7 @@ class ChunkStep:
         """Run a MicroPack forward; return `[1, rows, hidden]`.
 
         Args:
-            key: the MicroPack.
             hidden: `[1, rows, hidden]` out of the chunk before; None for the first.
-
-        Raises:
-            PlanError: a slice that isn't its document's next one.
         """
         slices = self._slices(key, FORWARD)
         if hidden is None:
@@ -167,11 +140,7 @@ class ChunkStep:
         """Run a MicroPack backward; return the gradient of what came in, None where ids did.
 
         Args:
-            key: the MicroPack.
             gradient: of what it gave out, `[1, rows, hidden]`; None for the chunk with the head.
-
-        Raises:
-            PlanError: a slice that isn't its document's next one from the end.
         """
         slices = self._slices(key, BACKWARD)
         positions: Positions | None = None
@@ -202,11 +171,7 @@ class ChunkStep:
         return None
 
     def weight(self, key: Key) -> None:
-        """Add up the weight gradients that the MicroPack's backward has left waiting.
-
-        Args:
-            key: the MicroPack, as `backward` was given it.
-        """
+        """Add up the weight gradients that the MicroPack's backward has left waiting."""
         add_up(self._waiting.pop(key))
 
     def _run(
@@ -234,11 +199,7 @@ class ChunkStep:
         return gradient
 
     def _slices(self, key: Key, kind: int) -> list[CachedSlice]:
-        """Return a MicroPack's slices with the caches of their documents, which the first slice makes.
-
-        Raises:
-            PlanError: a slice that isn't its document's next one in this pass.
-        """
+        """Return a MicroPack's slices with the caches of their documents, which the first slice makes."""
         slices = []
         for number, start, stop in key if kind == FORWARD else reversed(key):
             length = int(self._data.offsets[number + 1] - self._data.offsets[number])
@@ -409,9 +370,6 @@ class _Linear(torch.autograd.Function):
 def add_up(waiting: Sequence[Waiting]) -> None:
     """Add weight gradients to those of their parameters; what they were made of is free then.
 
-    Args:
-        waiting: of one MicroPack and chunk of layers.
-
     Cost: a matrix product each, which adds where the gradient stands.
     """
     for weight, rows, gradient in waiting:
@@ -442,10 +400,6 @@ def selectively(layers: Iterable[nn.Module], is_on: bool = True) -> Iterator[Non
     """Let graphs that are made meanwhile keep factors instead of products that go into these layers' linear layers.
 
     A product whose factors aren't both kept, as where one of them needs no gradient, is kept itself.
-
-    Args:
-        layers: of the model.
-        is_on: False changes nothing.
     """
     if not is_on:
         yield

@@ -67,18 +67,7 @@ class Parts:
 
     @classmethod
     def of(cls, model: Any, kernels: Kernels = "auto") -> Parts:
-        """Take a model apart, and set its attention to that of slices.
-
-        Args:
-            model: a transformers model with a language-model head; its attention is changed in place, and
-                `model.set_attn_implementation("sdpa")` undoes it.
-            kernels: what computes attention.
-
-        Raises:
-            ModelError: a family that isn't known to run layer by layer, one in which slices would learn something
-                else, a model without a head, or adapters and hooks that slices would pass by.
-            SettingError: kernels of another name.
-        """
+        """Take a model apart, and set its attention to that of slices."""
         check_kernels(kernels)
         name, family = family_of(model)
         check_settings(name, model)
@@ -114,7 +103,6 @@ class Parts:
         """Return what layers are told of where rows stand in their documents.
 
         Args:
-            slices: whose rows they are.
             like: `[1, rows, hidden]`: a tensor of the layers' dtype and device.
         """
         ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None]
@@ -157,10 +145,7 @@ class Parts:
         """Run one layer on the rows of a MicroPack.
 
         Args:
-            layer: its index.
             hidden: `[1, rows, hidden]`.
-            positions: of the rows, by `positions`.
-            slices: whose rows these are.
         """
         rotated = positions.embeddings
         out = self.layers[layer](
@@ -266,16 +251,7 @@ class Parts:
 
 
 def check_model(model: Any, kernels: Kernels) -> None:
-    """Refuse a model that isn't run in slices, and leave it as it is.
-
-    Args:
-        model: a transformers model.
-        kernels: what computes attention.
-
-    Raises:
-        ModelError: as for `Parts.of`.
-        SettingError: as for `Parts.of`.
-    """
+    """Refuse a model that isn't run in slices, and leave it as it is."""
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     Parts.of(model, kernels)
     model.set_attn_implementation(before)
@@ -299,17 +275,7 @@ _COPIES = "ModulesToSaveWrapper"
 
 
 def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
-    """Refuse what a step would pass by: adapters and hooks at both ends, and what learns outside of the decoder.
-
-    Args:
-        name: of the family.
-        model: a transformers model.
-        embedding: of ids; without parameters where another stage holds it.
-        head: that gives logits; likewise.
-
-    Raises:
-        ModelError: says what, and the way out.
-    """
+    """Refuse what a step would pass by: adapters and hooks at both ends, and what learns outside of the decoder."""
     for what, end, kind in (("embedding", embedding, nn.Embedding), ("head", head, nn.Linear)):
         if next(end.parameters(), None) is not None:
             _check_end(name, what, end, kind)
@@ -331,11 +297,7 @@ def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
 
 
 def _check_end(name: str, what: str, end: Any, kind: type[nn.Module]) -> None:
-    """Refuse an end that computes something else than its weight says, or that has hooks.
-
-    Raises:
-        ModelError: says what, and the way out.
-    """
+    """Refuse an end that computes something else than its weight says, or that has hooks."""
     owner = end
     if type(end).__name__ == _COPIES:
         owner = next((m for m in end.modules() if m._parameters.get("weight") is end.weight), end)

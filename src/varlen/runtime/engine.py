@@ -248,11 +248,7 @@ class SliceEngine:
     def _prepared(
         self, batch: PackedBatch, plan: StepPlan | None, num_gpus: int, *, shares: bool = False
     ) -> tuple[StepPlan, StepData]:
-        """Return the plan that is run, slices of `slice_tokens` where none is given, and a batch's tokens.
-
-        Raises:
-            VarlenError: what `step` says, apart from what only a mesh knows.
-        """
+        """Return the plan that is run, slices of `slice_tokens` where none is given, and a batch's tokens."""
         check_grad()
         lengths = lengths_of(batch)
         if plan is None and num_gpus > 1:
@@ -281,11 +277,7 @@ def check_lengths(plan: StepPlan, lengths: Int32Array) -> None:
     """Refuse a plan of other documents than a batch's.
 
     Args:
-        plan: of a step.
         lengths: int32 `[num_segments]`: of the batch.
-
-    Raises:
-        PlanError: says where they differ first.
     """
     if len(plan.lengths) != len(lengths):
         raise PlanError(
@@ -320,11 +312,7 @@ def _member(
     gathered: Gathered,
     kernels: Kernels,
 ) -> Member | None:
-    """This process among those of a mesh; None where it is alone.
-
-    Raises:
-        SettingError: a mesh without a rank, a rank without a mesh, or settings out of range.
-    """
+    """This process among those of a mesh; None where it is alone."""
     if gathered not in ("unit", "step") or not deadline_s > 0:
         raise SettingError(
             f'gathered={gathered!r} and deadline_s={deadline_s!r}; there are "unit" and "step", and a deadline is '
@@ -349,14 +337,7 @@ def _attention(model: Any) -> str:
 
 
 def check_alone(model: Any) -> None:
-    """Refuse to run a model by itself that this process holds with others, who would learn something else.
-
-    Args:
-        model: of an engine without a mesh.
-
-    Raises:
-        SettingError: other processes have replicas or shards of it.
-    """
+    """Refuse to run a model by itself that this process holds with others, who would learn something else."""
     if isinstance(model, DistributedDataParallel) and model.process_group.size() > 1:
         held = f"DistributedDataParallel holds the model in {model.process_group.size():,} processes"
     elif isinstance(model, nn.Module) and is_sharded(model):
@@ -370,11 +351,7 @@ def check_alone(model: Any) -> None:
 
 
 def check_grad() -> None:
-    """Refuse a step where PyTorch keeps no graphs.
-
-    Raises:
-        SettingError: gradients are off.
-    """
+    """Refuse a step where PyTorch keeps no graphs."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise SettingError(
             "a step computes gradients, and they are off (torch.no_grad or torch.inference_mode); call engine.step "
@@ -388,18 +365,7 @@ def check_grad() -> None:
 def step_data_of(
     batch: PackedBatch, device: torch.device, weighting: LossWeighting, *, vocabulary: int
 ) -> StepData:
-    """Return a batch's documents one behind the other, with each token's target and its weight.
-
-    Args:
-        batch: on any device.
-        device: of the model.
-        weighting: as `PackedBatch.loss_weights` says, which takes what rows weigh in.
-        vocabulary: ids that the model knows.
-
-    Raises:
-        DocumentsError: it has no target, one that nothing stands before, or ids that the model doesn't know.
-        SettingError: weights that don't add up over batches.
-    """
+    """Return a batch's documents one behind the other, with each token's target and its weight."""
     is_plain = weighting == "token" and batch.target_weights is None
     if not is_plain and batch.num_targets != batch.step_num_targets:
         why = f"weighting={weighting!r}" if weighting != "token" else "target_weights (row_weights)"
@@ -434,14 +400,7 @@ def step_data_of(
 
 
 def lengths_of(batch: PackedBatch) -> Int32Array:
-    """Return the lengths of a batch's documents, int32 `[num_segments]`, in host memory.
-
-    Args:
-        batch: on any device.
-
-    Raises:
-        DocumentsError: no packed batch.
-    """
+    """Return the lengths of a batch's documents, int32 `[num_segments]`, in host memory."""
     if not isinstance(batch, PackedBatch):
         raise DocumentsError(
             f"a batch of type {type(batch).__name__}; engine.step takes a PackedBatch, as vl.collate and "
@@ -459,12 +418,7 @@ def _check_ids(
     Args:
         ids: int64 `[num_tokens]`.
         allowed: bool `[num_tokens]`: those that may be anything.
-        vocabulary: ids that the model knows.
         offsets: int64 `[num_documents + 1]`.
-        verb: between a token and its id.
-
-    Raises:
-        DocumentsError: names the first.
     """
     wrong = ((ids < 0) | (ids >= vocabulary)) & ~allowed
     if bool(wrong.any()):

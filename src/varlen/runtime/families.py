@@ -97,14 +97,7 @@ OWN_ATTENTION = (
 
 
 def family_of(model: Any) -> tuple[str, Family]:
-    """Return what a model's family does around its layers, and its name.
-
-    Args:
-        model: a transformers model.
-
-    Raises:
-        ModelError: slices don't run the family; says why.
-    """
+    """Return what a model's family does around its layers, and its name."""
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if name in FAMILIES:
         return name, FAMILIES[name]
@@ -125,15 +118,7 @@ def family_of(model: Any) -> tuple[str, Family]:
 
 
 def check_settings(name: str, model: Any) -> None:
-    """Refuse settings of a model under which slices would learn something else than the whole model does.
-
-    Args:
-        name: of the family.
-        model: a transformers model; what only training mode does is looked at in training mode.
-
-    Raises:
-        ModelError: says what, how many, and the way out.
-    """
+    """Refuse settings of a model under which slices would learn something else than the whole model does."""
     config = model.config
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError(
@@ -153,11 +138,7 @@ def check_settings(name: str, model: Any) -> None:
 
 
 def rope_by_length(config: Any) -> bool:
-    """Return whether rotary positions depend on how long a document is in all (`rope_type="longrope"`).
-
-    Args:
-        config: of a model.
-    """
+    """Return whether rotary positions depend on how long a document is in all (`rope_type="longrope"`)."""
     rope = getattr(config, "rope_parameters", None) or {}
     return any(
         each.get("rope_type") == "longrope" for each in (rope, *rope.values()) if isinstance(each, dict)

@@ -53,13 +53,10 @@ def forward(
         query: `[1, query_heads, rows, dim]`, any strides.
         key: `[1, key_heads, keys, dim]`; `query_heads` is a multiple of `key_heads`, and no key is copied.
         value: `[1, key_heads, keys, value_dim]`.
-        rule: of scores; its window is what `seen` says.
-        causal: row i sees the keys 0 to i; there are as many keys as rows.
         seen: bool `[rows, keys]`, which keys each row sees; None for all, or as `causal` says.
 
     Returns:
         The output, `[1, query_heads, rows, value_dim]`, 0 in rows that see no key, and their log-sum-exp, `-inf` in
-        such rows.
     """
     if seen is not None or rule.cap is not None or not _has_kernel(query, value):
         return _forward_by_scores(query, key, value, rule, _seen(query, causal, seen))
@@ -82,16 +79,6 @@ def backward(
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what these keys contribute to the gradients of queries, and the gradients of these keys and values.
-
-    Args:
-        gradient: of the merged output, in its shape.
-        query: as in `forward`.
-        key: as in `forward`.
-        value: as in `forward`.
-        merged: output and log-sum-exp over all keys of these rows, not over those given alone.
-        rule: as in `forward`.
-        causal: as in `forward`.
-        seen: as in `forward`.
 
     Returns:
         Gradients in the shapes of `query`, `key` and `value`; float32 or wider where scores are formed.
@@ -125,7 +112,6 @@ def with_sinks(merged: Partial, sinks: torch.Tensor) -> Partial:
     """Merge a score of each head into it that every row sees and that has nothing to give (gpt-oss).
 
     Args:
-        merged: over all keys; the output's memory is used again.
         sinks: `[query_heads]`: a score each.
     """
     out, lse = merged
@@ -134,13 +120,7 @@ def with_sinks(merged: Partial, sinks: torch.Tensor) -> Partial:
 
 
 def sinks_backward(gradient: torch.Tensor, merged: Partial, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of sinks, `[query_heads]`.
-
-    Args:
-        gradient: of the output, in its shape.
-        merged: by `with_sinks`.
-        sinks: as given to it.
-    """
+    """Return the gradient of sinks, `[query_heads]`."""
     out, lse = merged
     of_row = (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     weights = (sinks.to(lse.dtype)[None, :, None] - lse).exp_()

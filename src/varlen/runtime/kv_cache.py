@@ -38,10 +38,7 @@ class DocumentCache:
         """Keep a slice's keys and values, and return those of the document up to the slice's end.
 
         Args:
-            layer: its index.
-            start: of the slice within the document.
             key: `[1, key_heads, rows, dim]`.
-            value: as `key`.
         """
         if layer not in self.pairs:
             self.pairs[layer] = (
@@ -115,9 +112,6 @@ class KeptRows:
         """Return the last rows that are still there, in pieces, and keep them no longer.
 
         A piece's memory is given back with its first row.
-
-        Args:
-            count: of rows; at most as many as are there.
         """
         taken: list[torch.Tensor] = []
         while count:
@@ -164,22 +158,13 @@ class HostLink:
     """The way between a device and host memory, in the order asked for."""
 
     def __init__(self, device: torch.device) -> None:
-        """Open it.
-
-        Args:
-            device: where layers run.
-        """
+        """Open it."""
         self.device = device
         is_cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def copy(self, into: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> Any:
-        """Copy tensors once what is computed so far is there; return what `wait` takes.
-
-        Args:
-            into: on one side of the link.
-            rows: of the same shapes, on the other. What is on the device must stay until `wait` was called.
-        """
+        """Copy tensors once what is computed so far is there; return what `wait` takes."""
         if self._stream is None:
             for target, source in zip(into, rows, strict=True):
                 target.copy_(source)
@@ -191,22 +176,12 @@ class HostLink:
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Let what is computed from here on see copies.
-
-        Args:
-            copied: what `copy` returned.
-        """
+        """Let what is computed from here on see copies."""
         if copied is not None:
             torch.cuda.current_stream().wait_event(copied)
 
     def here(self, like: Pair, tokens: int, dtype: torch.dtype | None = None) -> Pair:
-        """Allocate a pair on the device, tokens side by side.
-
-        Args:
-            like: a pair of any number of tokens.
-            tokens: how many.
-            dtype: of the result; None for that of `like`.
-        """
+        """Allocate a pair on the device, tokens side by side."""
         keys, values = (
             torch.empty(
                 1,
@@ -221,23 +196,14 @@ class HostLink:
         return keys, values
 
     def there(self, like: Pair, tokens: int) -> Pair:
-        """Allocate a pair in host memory, tokens side by side; pinned on CUDA.
-
-        Args:
-            like: a pair of any number of tokens.
-            tokens: how many.
-        """
+        """Allocate a pair in host memory, tokens side by side; pinned on CUDA."""
         keys, values = (
             self._empty((1, tokens, x.shape[1], x.shape[3]), x.dtype).transpose(1, 2) for x in like
         )
         return keys, values
 
     def sent(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a copy in host memory, there once what follows on this link is.
-
-        Args:
-            rows: on the device; theirs is the memory until they are copied.
-        """
+        """Return a copy in host memory, there once what follows on this link is."""
         there = self._empty(rows.shape, rows.dtype)
         self.copy([there], [rows])
         if self._stream is not None:
@@ -245,11 +211,7 @@ class HostLink:
         return there
 
     def fetched(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device.
-
-        Args:
-            rows: in host memory.
-        """
+        """Return a copy on the device."""
         here = torch.empty_like(rows, device=self.device)
         self.wait(self.copy([here], [rows]))
         return here
@@ -286,14 +248,7 @@ class HostCache(DocumentCache):
     _is_new: bool = field(default=False, init=False)
 
     def begin(self, start: int, stop: int, visits: Iterable[Visit], *, is_new: bool) -> None:
-        """Begin a task.
-
-        Args:
-            start: of the task's first row of this document.
-            stop: behind its last.
-            visits: layers in the order in which they run.
-            is_new: whether its keys and values aren't in host memory yet.
-        """
+        """Begin a task."""
         self._near, self._visits = [_Near(), _Near()], deque(visits)
         self._start, self._stop, self._is_new = start, stop, is_new
 
@@ -403,11 +358,7 @@ class HostRows(KeptRows):
     """As `KeptRows`, in host memory."""
 
     def __init__(self, link: HostLink) -> None:
-        """Keep none at first.
-
-        Args:
-            link: to host memory.
-        """
+        """Keep none at first."""
         super().__init__()
         self._link = link
 

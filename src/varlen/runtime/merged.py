@@ -59,10 +59,6 @@ def forward(
         query: `[1, query_heads, rows, dim]`, of this rank's rows.
         key: `[1, key_heads, rows, dim]`.
         value: `[1, key_heads, rows, value_dim]`.
-        piece: the slice, with a share; its cache is that of this rank's rows.
-        layer: the index under which the cache keeps this layer.
-        window: tokens that a row sees, itself included; None for all.
-        attend: computes neighbouring rows.
 
     Cost: the work of attention on the rows given; the keys and values of all tokens seen are gathered, and once more
     put in their order.
@@ -96,16 +92,6 @@ def backward(
 
     What its rows and those of the peers send to keys and values is summed where these are kept: that of earlier
     slices in caches, whose memory of this slice is given back. All ranks of the group call it together.
-
-    Args:
-        gradient: of the output, in its shape.
-        query: as in `forward`.
-        whole: output and log-sum-exp of the rows.
-        piece: as in `forward`.
-        layer: as in `forward`.
-        window: as in `forward`.
-        none: by `none_of`.
-        attend_backward: computes neighbouring rows.
 
     Cost: as `forward`; two copies of the gradients of all tokens seen, float32 or wider, are summed and scattered.
     """

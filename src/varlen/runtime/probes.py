@@ -53,13 +53,7 @@ def quiet(rounds: npt.NDArray[np.float64]) -> FloatArray:
 def run_round(
     probes: Sequence[Probe], run: Callable[[Probe], FloatArray], *, is_back: bool = False
 ) -> FloatArray:
-    """Time every probe once, and return seconds of both passes, float64 `[probes, 2]`.
-
-    Args:
-        probes: what to time.
-        run: what runs and times one, as `run_once` does.
-        is_back: last to first, so that over two rounds no probe always follows the same one.
-    """
+    """Time every probe once, and return seconds of both passes, float64 `[probes, 2]`."""
     taken = np.zeros((len(probes), 2))
     for index in reversed(range(len(probes))) if is_back else range(len(probes)):
         taken[index] = run(probes[index])
@@ -90,15 +84,7 @@ def pairs_of(rows: int, keys: int) -> float:
 def attention_probe(
     model: ModelShape, rows: int, keys: int, device: torch.device, dtype: torch.dtype
 ) -> Probe:
-    """Return attention of the last `rows` of a document of `keys` tokens, or of `rows / keys` whole documents.
-
-    Args:
-        model: gives heads and their width.
-        rows: of all slices.
-        keys: tokens of a document; over `keys`, `rows` is rounded down to a multiple of it.
-        device: where it runs.
-        dtype: of queries, keys and values.
-    """
+    """Return attention of the last `rows` of a document of `keys` tokens, or of `rows / keys` whole documents."""
     spans = [(keys - rows, keys)] if rows <= keys else [(0, keys)] * (rows // keys)
     rows = sum(stop - start for start, stop in spans)
     scale = model.head_dim**-0.5

@@ -38,11 +38,6 @@ def rows_that_fit(rows: int, ran: Sequence[Took], room: int) -> int:
 
     By bytes a row of the tasks that did run, where a meter counted them; else as many as the largest that did run;
     where none of fewer rows did, half.
-
-    Args:
-        rows: of the task that found no memory.
-        ran: tasks of the same pass and layers in the same step.
-        room: bytes that were there when it began, at least; 0 where no meter counted.
     """
     counted = [each.bytes / each.rows for each in ran if each.bytes > 0]
     if counted and room > 0:
@@ -53,16 +48,7 @@ def rows_that_fit(rows: int, ran: Sequence[Took], room: int) -> int:
 def ran_out(
     error: Exception, task: str, key: Key, ran: Sequence[Took], room: int, *, is_alone: bool
 ) -> DeviceMemoryError:
-    """Return the error of a task that found no memory.
-
-    Args:
-        error: what was raised, for which `is_out_of_memory`.
-        task: pass, MicroPack, stage and layers, for people.
-        key: the task's slices.
-        ran: tasks of the same pass and layers in the same step.
-        room: bytes that were there when it began, at least; 0 where no meter counted.
-        is_alone: whether the plan is of one GPU, for which slices of any number of rows can be asked.
-    """
+    """Return the error of a task that found no memory."""
     rows = sum(stop - start for _, start, stop in key)
     slices = ", ".join(f"{start:,}-{stop:,} of document {number}" for number, start, stop in key[:NAMED])
     more = f" and {len(key) - NAMED:,} more slices" if len(key) > NAMED else ""

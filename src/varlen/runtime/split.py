@@ -39,13 +39,7 @@ class Elsewhere(nn.Module):
     """
 
     def __init__(self, module: nn.Module, name: str, cut: Cut) -> None:
-        """Take the place of a module.
-
-        Args:
-            module: that is dropped.
-            name: of it in the model.
-            cut: how the model is cut.
-        """
+        """Take the place of a module."""
         super().__init__()
         for key, value in vars(module).items():
             if isinstance(value, int | float | str) and not key.startswith("_"):
@@ -53,11 +47,7 @@ class Elsewhere(nn.Module):
         self.name, self.cut = name, cut
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            ModelError: another stage holds the module.
-        """
+        """Refuse."""
         raise ModelError(
             f"{self.name} is on another stage than {self.cut.stage} of {self.cut.mesh.pp}; a stage runs in "
             "SliceEngine.step alone"
@@ -65,11 +55,7 @@ class Elsewhere(nn.Module):
 
 
 def cut_of(model: Any) -> Cut | None:
-    """Return how a model was cut; None for a whole one.
-
-    Args:
-        model: a transformers model.
-    """
+    """Return how a model was cut; None for a whole one."""
     return next((module.cut for module in model.modules() if isinstance(module, Elsewhere)), None)
 
 
@@ -77,15 +63,6 @@ def cut_to_stage(model: Any, mesh: Mesh, stage: int) -> Cut:
     """Drop in place what other stages hold, unless that was done before; `SliceEngine` does it by itself.
 
     To shard a stage by `fully_shard`, cut it first, so that shards are made of what stays.
-
-    Args:
-        model: whole; what other stages hold may be on "meta".
-        mesh: how many stages, and chunks of each.
-        stage: that stays.
-
-    Raises:
-        ModelError: it has parameters of which no stage is known, or on "meta".
-        PlanError: fewer layers than chunks, or a model cut otherwise before.
     """
     before = cut_of(model)
     if before is not None:
@@ -125,17 +102,7 @@ def cut_to_stage(model: Any, mesh: Mesh, stage: int) -> Cut:
 
 
 def check_cut(model: Any, parts: Parts, mesh: Mesh) -> None:
-    """Refuse a model that can't be cut into the chunks of a mesh.
-
-    Args:
-        model: whole.
-        parts: the model taken apart.
-        mesh: how it is to be cut.
-
-    Raises:
-        ModelError: it has parameters of which no stage is known, or a pipeline plan of other layers.
-        PlanError: fewer layers than chunks.
-    """
+    """Refuse a model that can't be cut into the chunks of a mesh."""
     layers = len(parts.layers)
     check_layers(layers, mesh)
     known = {id(p) for part in _pieces(parts) for p in part.parameters()}
@@ -158,15 +125,7 @@ def check_cut(model: Any, parts: Parts, mesh: Mesh) -> None:
 
 
 def check_layers(layers: int, mesh: Mesh) -> None:
-    """Require a layer for each chunk; chunks needn't have equally many.
-
-    Args:
-        layers: of the model.
-        mesh: how it is to be cut.
-
-    Raises:
-        PlanError: fewer layers than chunks.
-    """
+    """Require a layer for each chunk; chunks needn't have equally many."""
     if layers < mesh.num_chunks:
         fits = f"pp of at most {layers}" if layers > 1 else "pp=1"
         raise PlanError(
@@ -177,11 +136,7 @@ def check_layers(layers: int, mesh: Mesh) -> None:
 
 
 def stage_dtype(layers: list[nn.Module]) -> torch.dtype:
-    """Return the dtype of what layers give each other: that of their matrices.
-
-    Args:
-        layers: of a stage; where they are sharded, gathered.
-    """
+    """Return the dtype of what layers give each other: that of their matrices."""
     return next(p.dtype for layer in layers for p in layer.parameters() if p.ndim > 1)
 
 

@@ -26,20 +26,11 @@ class Wires(Protocol):
         """Send the rows of a MicroPack, without waiting for who takes them.
 
         Args:
-            kind: FORWARD or BACKWARD.
-            micropack: number within the rank's of that pass.
-            chunk: that takes them.
             rows: `[1, rows, hidden]`: what layers made, or its gradient.
         """
 
     def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
-        """Return the rows of a MicroPack, `[1, rows, hidden]`, once they are there.
-
-        Args:
-            kind: FORWARD or BACKWARD.
-            micropack: number within the rank's of that pass.
-            chunk: that takes them.
-        """
+        """Return the rows of a MicroPack, `[1, rows, hidden]`, once they are there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,18 +75,7 @@ class Place:
         meter: Meter | None = None,
         unit: Callable[[range], AbstractContextManager[Any]] = _nothing,
     ) -> None:
-        """Take the tasks of a stage.
-
-        Args:
-            plan: of the step.
-            rank: data-parallel.
-            stage: of the pipeline.
-            chunks: those of the stage, first to last.
-            wires: to the other stages of the rank's pipeline.
-            clock: marks when tasks end.
-            meter: counts bytes task by task; already entered.
-            unit: entered around every task, those of MicroPacks without slices too, with the layers of its chunk.
-        """
+        """Take the tasks of a stage."""
         first, last = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
         self._codes: list[int] = plan.tasks[first:last].tolist()
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
@@ -204,10 +184,6 @@ def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
     It is the same in both passes, by whose slices graphs are found again, and rows come behind those that they attend
     to; a plan lists the slices of a document in the order of the pass, last to first in the backward one. Those that
     begin their documents are neighbours, which kernels compute in one call.
-
-    Args:
-        packs: of a pass.
-        rank: data-parallel.
     """
     first, last = packs.rank_offsets[rank : rank + 2].tolist()
     bounds = packs.slice_offsets[first : last + 1].tolist()

@@ -73,19 +73,9 @@ def run_step(
     The gradients are those of the mean loss over the step's targets, as the uncut documents would give them.
 
     Args:
-        model: a transformers decoder of `Parts`; its attention is set to that of slices.
         input_ids: int64 `[num_tokens]`, documents one behind the other in the order of `plan.lengths`.
-        plan: in which no ranks share documents; tp and cp are 1.
         labels: int64 `[num_tokens]`: the token after each, -100 where there is none to learn; None: the next token
             of the document.
-        meter: counts bytes task by task; already entered.
-        saved: what layers are computed again from, as for `ChunkStep`.
-
-    Raises:
-        DocumentsError: tokens or labels don't match the plan, or nothing is to learn.
-        PlanError: ranks share documents, passes are cut apart without recomputation, or slices stand out of turn.
-        DeadlockError: stages wait for each other.
-        ModelError: a family that isn't run in slices.
     """
     check_plan(plan)
     return run_places(
@@ -103,21 +93,7 @@ def run_places(
     keeps_losses: bool = False,
     saved: Saved = "layers",
 ) -> StepRun:
-    """Run the tasks of all stages of all ranks in this process; see `run_step`.
-
-    Args:
-        model: whose attention is that of slices.
-        parts: the model taken apart.
-        data: the tokens of the step.
-        plan: that `check_plan` lets pass.
-        meter: counts bytes task by task; already entered.
-        keeps_losses: whether the loss of every token is wanted.
-        saved: what layers are computed again from, as for `ChunkStep`.
-
-    Raises:
-        PlanError: slices stand out of turn.
-        DeadlockError: stages wait for each other.
-    """
+    """Run the tasks of all stages of all ranks in this process; see `run_step`."""
     mesh, device = plan.mesh, data.input_ids.device
     layers = layers_of(model, mesh)
     kept: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
@@ -142,15 +118,7 @@ def run_places(
 
 
 def take_turns(places: Sequence[Place], wires: Sequence[LocalWires]) -> None:
-    """Run the tasks of places, each as far as messages let it, until all are done.
-
-    Args:
-        places: of one process.
-        wires: of each.
-
-    Raises:
-        DeadlockError: none can go on.
-    """
+    """Run the tasks of places, each as far as messages let it, until all are done."""
     while any(place.next_task for place in places):
         has_run = False
         for place, of_place in zip(places, wires):
@@ -189,13 +157,6 @@ _NOTHING = torch.empty(0)
 def check_order(plan: StepPlan, rank: int) -> None:
     """Require that the stages of a pipeline don't wait for each other in a circle.
 
-    Args:
-        plan: of the step.
-        rank: data-parallel.
-
-    Raises:
-        DeadlockError: they do.
-
     Cost: some 5 microseconds a task.
     """
     pp, wires = plan.mesh.pp, LocalWires()
@@ -208,12 +169,7 @@ def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | No
     """Return the tokens of a step, each target weighing the same.
 
     Args:
-        plan: of the step.
         input_ids: int64 `[num_tokens]`.
-        labels: as for `run_step`.
-
-    Raises:
-        DocumentsError: they don't match the plan, or nothing is to learn.
     """
     offsets = np.concatenate([[0], np.cumsum(plan.lengths, dtype=np.int64)])
     if input_ids.shape != (plan.num_tokens,) or (labels is not None and labels.shape != input_ids.shape):
@@ -230,12 +186,7 @@ def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | No
 
 
 def layers_of(model: Any, mesh: Mesh) -> list[range]:
-    """Return the layers of each chunk, as the cost model cuts them.
-
-    Args:
-        model: a transformers model.
-        mesh: how it is cut.
-    """
+    """Return the layers of each chunk, as the cost model cuts them."""
     sizes = stages_of(ModelShape.from_config(model.config), mesh).layers.astype(int)
     return [range(stop - size, stop) for size, stop in zip(sizes.tolist(), np.cumsum(sizes).tolist())]
 
@@ -250,17 +201,7 @@ def chunk_steps(
     shared: Mapping[int, SharedDocument] | None = None,
     saved: Saved = "layers",
 ) -> list[ChunkStep]:
-    """Return the chunks of one rank's pipeline.
-
-    Args:
-        parts: the model taken apart.
-        layers: of each chunk.
-        data: of the step.
-        plan: says what is computed again, and what waits in host memory.
-        keeps_losses: whether the loss of every token is wanted.
-        shared: documents that the rank shares with others, by `shared_documents`; None for none.
-        saved: what layers are computed again from.
-    """
+    """Return the chunks of one rank's pipeline."""
     share = plan.recompute_share if plan.recompute == "full" else 0.0
     again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
     return [
@@ -294,15 +235,7 @@ def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torc
 
 
 def check_plan(plan: StepPlan, *, shares: bool = False) -> None:
-    """Refuse what slices don't run.
-
-    Args:
-        plan: of a step.
-        shares: whether each rank is a process of its own, so that ranks may share documents.
-
-    Raises:
-        PlanError: says what, and what would run.
-    """
+    """Refuse what slices don't run."""
     if plan.mesh.tp > 1 or plan.mesh.cp > 1:
         raise PlanError(
             f"a plan of tp={plan.mesh.tp} and cp={plan.mesh.cp}; the engine runs whole layers on whole documents, so "
@@ -327,11 +260,7 @@ def check_plan(plan: StepPlan, *, shares: bool = False) -> None:
 
 
 def _check_within(packs: MicroPacks, kind: int) -> None:
-    """Require that a document's slices stand in the order of the pass within a MicroPack too.
-
-    Raises:
-        PlanError: names some that don't.
-    """
+    """Require that a document's slices stand in the order of the pass within a MicroPack too."""
     of_slice, documents, starts = packs.micropack_of_slice, packs.document_ids, packs.starts
     order = np.lexsort((documents, of_slice))  # stable, so that the plan's own order is left
     one, other = order[:-1], order[1:]

@@ -99,9 +99,6 @@ def forward(query: torch.Tensor, pair: Pair, piece: CachedSlice, rule: Rule) -> 
 
     Args:
         query: `[1, query_heads, rows, dim]`, of the slice.
-        pair: keys and values of the document up to the slice's end.
-        piece: the slice.
-        rule: of scores.
     """
     outs: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
@@ -132,11 +129,6 @@ def backward(
 
     Args:
         gradient: of the output, `[1, query_heads, rows, value_dim]`.
-        query: of the slice.
-        merged: output and log-sum-exp of the slice.
-        piece: the slice.
-        layer: of the cache.
-        rule: of scores.
     """
     start, cache = piece.start, piece.cache
     pair, earlier = cache.read(layer, piece.stop), cache.earlier_gradients(layer, start)

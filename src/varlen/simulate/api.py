@@ -84,21 +84,7 @@ def run_plan(
     overlap: bool = True,
     contention: bool = True,
 ) -> Timeline:
-    """Run a planned step whose durations and bytes are known; see `simulate`.
-
-    Args:
-        plan: what to run.
-        seconds: of every task.
-        memory: bytes of every stage, and of rows in every chunk.
-        slowdown: as for `simulate`.
-        overlap: as for `simulate`.
-        contention: as for `simulate`.
-
-    Raises:
-        PlanError: a plan that leaves something out.
-        DeadlockError: tasks wait for each other in a circle.
-        SettingError: a slowdown of another shape.
-    """
+    """Run a planned step whose durations and bytes are known; see `simulate`."""
     mesh = plan.mesh
     factors = _factors(slowdown, mesh.dp * mesh.pp)
     graph = build_graph(plan, seconds, factors, overlap, contention)
@@ -140,11 +126,7 @@ def run_plan(
 
 
 def _factors(slowdown: npt.ArrayLike | None, num_places: int) -> FloatArray:
-    """float64 `[dp * pp]`, checked.
-
-    Raises:
-        SettingError: another shape, or factors that are negative or not finite.
-    """
+    """float64 `[dp * pp]`, checked."""
     if slowdown is None:
         return np.ones(num_places)
     try:
@@ -182,14 +164,7 @@ def first_of(wrong: npt.NDArray[np.bool_]) -> int:
 
 
 def check_form(plan: StepPlan) -> None:
-    """Require shapes, dtypes and ranges, so that what follows may index by them.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PlanError: one is wrong.
-    """
+    """Require shapes, dtypes and ranges, so that what follows may index by them."""
     _check_parts(plan)
     mesh, count = plan.mesh, plan.num_documents
     _check_array("lengths", plan.lengths, np.int32, None, 0, None)
@@ -217,11 +192,7 @@ def check_form(plan: StepPlan) -> None:
 
 
 def _check_parts(plan: StepPlan) -> None:
-    """Require a mesh, and MicroPacks of both passes.
-
-    Raises:
-        PlanError: one is something else.
-    """
+    """Require a mesh, and MicroPacks of both passes."""
     for name, kind in (("mesh", Mesh), ("forward", MicroPacks), ("backward", MicroPacks)):
         part = getattr(plan, name)
         if not isinstance(part, kind):
@@ -231,11 +202,7 @@ def _check_parts(plan: StepPlan) -> None:
 def _check_array(
     name: str, array: npt.NDArray[Any], dtype: type, size: int | None, least: int, end: int | None
 ) -> None:
-    """Require one dimension, a dtype, a size if given, and values from `least` to below `end`.
-
-    Raises:
-        PlanError: it is otherwise.
-    """
+    """Require one dimension, a dtype, a size if given, and values from `least` to below `end`."""
     if array.ndim != 1 or array.dtype != dtype or (size is not None and array.size != size):
         wanted = "any size" if size is None else f"size {size:,}"
         raise PlanError(
@@ -253,11 +220,7 @@ def _check_array(
 
 
 def _check_offsets(name: str, offsets: npt.NDArray[Any], parts: int | None, whole: int) -> None:
-    """Require offsets that rise from 0 to how many there are.
-
-    Raises:
-        PlanError: they don't.
-    """
+    """Require offsets that rise from 0 to how many there are."""
     _check_array(name, offsets, np.int32, None if parts is None else parts + 1, 0, whole + 1)
     if not offsets.size or offsets[0] != 0 or offsets[-1] != whole or (np.diff(offsets) < 0).any():
         said = "has no entry" if not offsets.size else f"runs from {offsets[0]:,} to {offsets[-1]:,}"
@@ -265,14 +228,7 @@ def _check_offsets(name: str, offsets: npt.NDArray[Any], parts: int | None, whol
 
 
 def check_shares(plan: StepPlan) -> None:
-    """Require that each document stands on an aligned power of two of neighbouring ranks.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PlanError: one doesn't.
-    """
+    """Require that each document stands on an aligned power of two of neighbouring ranks."""
     first, num, dp = plan.first_ranks, plan.num_ranks, plan.mesh.dp
     is_empty = plan.lengths == 0
     wrong = (num & (num - 1)) != 0
@@ -292,12 +248,6 @@ def check_places(plan: StepPlan) -> None:
     """Require that slices stand on their documents' ranks, as many tokens of them as each document has.
 
     Less than `varlen.plan.check.check_plan`, which also asks for each token once and for their order.
-
-    Args:
-        plan: of good form and shares.
-
-    Raises:
-        PlanError: one doesn't, or tokens are missing or too many.
 
     Cost: O(slices).
     """
@@ -336,8 +286,6 @@ def explain(plan: StepPlan, graph: Graph, stops: FloatArray) -> str:
     either, to the one that is. A way without end among finitely many streams runs in a circle.
 
     Args:
-        plan: the plan.
-        graph: its tasks.
         stops: float64 `[num_tasks]`: when each ended, NaN for those that didn't.
 
     Cost: O(tasks).

@@ -80,16 +80,6 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float 
     gradients, where they are tasks of their own, fill gaps of at least a quarter of their time (Qi et al. 2023,
     arXiv 2401.10241). With equal costs this is 1F1B.
 
-    Args:
-        pipeline: one rank's.
-        forward_first: the forward where both can start: while the backward of a long document goes through the
-            stages, those that wait for it have other backwards left to run. Holds more in memory.
-        limit_s: seconds above which nobody asks how long it takes: once a stage has more left to do, it is given up.
-
-    Returns:
-        The order, and the makespan of this rank alone: it doesn't wait for other ranks. Of one that was given up, no
-        order, and seconds above `limit_s` that it takes at least.
-
     Cost: O(tasks * stages), about 0.1 µs each.
     """
     codes = np.zeros((pipeline.limits.size, pipeline.tasks_per_stage), np.uint8)
@@ -148,13 +138,8 @@ def pipeline_of(
     """Put together what one rank's pipeline has to do.
 
     Args:
-        costs: of the mesh.
-        seconds: of tasks, those of other ranks perhaps among them.
         after: int32 `[backward MicroPacks]`, as `Pipeline.after`.
-        taken: bytes of the same tasks as `seconds`.
         begins: float64 `[stages]`: bytes before the first task.
-        ahead: the rank's among the forward MicroPacks of `seconds`.
-        back: the rank's among the backward ones.
     """
     # Parameters that are sharded are gathered while a task computes: it takes as long as the longer of the two.
     gathers = gathers_s(seconds.gather, splits=costs.splits)[:, :, np.newaxis]
@@ -178,12 +163,7 @@ def pipeline_of(
 
 
 def loads_s(plan: StepPlan, seconds: Durations) -> FloatArray:
-    """Return how long each data-parallel rank's busiest stage computes, float64 `[dp]`: no order of tasks is faster.
-
-    Args:
-        plan: its tasks aren't read.
-        seconds: of them.
-    """
+    """Return the seconds that each data-parallel rank's busiest stage computes, float64 `[dp]`: a lower bound."""
     pp, dp = plan.mesh.pp, plan.mesh.dp
     passes = [(plan.forward, seconds.forward), (plan.backward, seconds.backward)]
     if plan.splits_backward:
@@ -199,16 +179,7 @@ def loads_s(plan: StepPlan, seconds: Durations) -> FloatArray:
 
 
 def pipelines_of(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Callable[[int], Pipeline]:
-    """Return what tells each data-parallel rank's pipeline, where ranks share nothing.
-
-    Args:
-        plan: its tasks aren't read.
-        costs: of its mesh.
-        seconds: of its tasks.
-
-    Raises:
-        PlanError: a rank runs the backward of a document and not its forward.
-    """
+    """Return what tells each data-parallel rank's pipeline, where ranks share nothing."""
     after = last_forwards(plan)
     taken = plan_bytes(plan, costs.memory)
 

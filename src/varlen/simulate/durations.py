@@ -61,13 +61,6 @@ class Durations:
 def durations(plan: StepPlan, cost: CostModel) -> Durations:
     """Price every task of a plan.
 
-    Args:
-        plan: the plan.
-        cost: what slices, messages and collectives take.
-
-    Raises:
-        SettingError: a mesh that doesn't divide the model.
-
     Cost: O(slices + tasks).
     """
     costs = stage_costs(cost, plan.mesh, splits=plan.splits_backward)
@@ -87,7 +80,6 @@ def durations_of_prices(costs: StageCosts, forward: FloatArray, backward: FloatA
     """Return what tasks take in each chunk of layers, given what their MicroPacks take in an average layer.
 
     Args:
-        costs: of the mesh; whether weight gradients are apart.
         forward: float64 `[forward MicroPacks, 7]`, priced.
         backward: float64 `[backward MicroPacks, 7]`, priced.
     """
@@ -122,7 +114,6 @@ def gathers_s(gather: FloatArray, *, splits: bool) -> FloatArray:
 
     Args:
         gather: float64 `[num_chunks]`, as `Durations.gather`.
-        splits: whether weight gradients are tasks of their own.
     """
     return np.array([1, 1 if splits else 2, 1])[:, np.newaxis] * gather
 
@@ -164,14 +155,6 @@ class StageCosts:
 def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCosts:
     """Ask a cost model for all that a step on a mesh needs.
 
-    Args:
-        cost: the model on its hardware.
-        mesh: the GPUs.
-        splits: whether weight gradients are tasks of their own.
-
-    Raises:
-        SettingError: the mesh doesn't divide the model.
-
     Cost: a millisecond at first; the last ones asked for are kept.
     """
     stages, memory = cost.stages(mesh), cost.memory(mesh, splits_backward=splits)
@@ -196,7 +179,6 @@ def priced(costs: StageCosts, slice_offsets: Int32Array, slices: Int32Array) -> 
     """Price MicroPacks; float64 `[num_micropacks, 7]`.
 
     Args:
-        costs: of the mesh.
         slice_offsets: int32 `[num_micropacks + 1]`.
         slices: int32 `[3 or more, num_slices]`: starts, stops, ranks that share the slice.
     """

@@ -81,15 +81,7 @@ def build_graph(
     - Gradients are added up when all data-parallel ranks of a stage are done.
 
     Args:
-        plan: the plan.
-        durations: of its tasks.
         slowdown: float64 `[dp * pp]`: what each stage's seconds are multiplied by.
-        overlap: whether a stage computes while it sends and gathers.
-        contention: whether the messages of a link wait for each other.
-
-    Raises:
-        PlanError: stages that leave out a MicroPack, a backward without its forward, unequal numbers of MicroPacks
-            where parameters are sharded.
 
     Cost: O(tasks · log tasks) at most; about a microsecond a task.
     """
@@ -260,13 +252,7 @@ class Computes(NamedTuple):
     """Number in `plan.forward` for FORWARD, in `plan.backward` for the others."""
 
     def table(self, kind: int, num_chunks: int, num_micropacks: int) -> IntArray:
-        """Return int64 `[num_chunks, num_micropacks]`: the task of a kind for each chunk and MicroPack.
-
-        Args:
-            kind: FORWARD, BACKWARD or WEIGHT.
-            num_chunks: of the mesh.
-            num_micropacks: of the pass that the kind belongs to.
-        """
+        """Return int64 `[num_chunks, num_micropacks]`: the task of a kind for each chunk and MicroPack."""
         task_of = np.full((num_chunks, num_micropacks), -1, np.int64)
         tasks = np.flatnonzero(self.kinds == kind)
         task_of[self.chunks[tasks], self.micropacks[tasks]] = tasks
@@ -275,12 +261,6 @@ class Computes(NamedTuple):
 
 def computes_of(plan: StepPlan) -> Computes:
     """Return what each task of a plan is.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PlanError: a stage does not run each MicroPack of its rank once in each of its chunks.
 
     Cost: O(tasks).
     """
@@ -319,11 +299,7 @@ def _check_counts(plan: StepPlan, counts: IntArray) -> None:
     """Require of each stage as many tasks of each kind and chunk as its rank has MicroPacks.
 
     Args:
-        plan: the plan.
         counts: int64 `[dp * pp, 3 * virtual_stages]`: tasks of each code.
-
-    Raises:
-        PlanError: names the first stage that has more or fewer.
     """
     mesh = plan.mesh
     wanted = np.zeros((mesh.dp, KINDS), np.int64)
@@ -346,12 +322,6 @@ def last_forwards(plan: StepPlan) -> IntArray:
 
     A document's backward begins at its end, so a MicroPack waits for every forward MicroPack of its rank that holds
     a slice of one of its documents: a stage runs those in order, so for the last of them.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PlanError: a rank runs the backward of a document and not its forward.
 
     Cost: O(slices · log slices).
     """
@@ -400,12 +370,6 @@ def lock_steps(plan: StepPlan) -> LockSteps:
 
     MicroPacks that hold the same slice of a merged document run together; where parameters are sharded, so do those
     that are the n-th of their ranks. What two groups share joins them.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PlanError: parameters are sharded and ranks have different numbers of MicroPacks.
 
     Cost: O(slices of merged documents · log of them), and O(MicroPacks) where parameters are sharded.
     """

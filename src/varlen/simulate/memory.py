@@ -42,10 +42,6 @@ class TaskBytes(NamedTuple):
 def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
     """Return what each MicroPack of a plan takes in each chunk of layers.
 
-    Args:
-        plan: its tasks aren't read.
-        memory: bytes of rows.
-
     Cost: O(slices + chunks * MicroPacks).
     """
     mesh = plan.mesh
@@ -88,11 +84,8 @@ def bytes_of(
     """Return what MicroPacks of ranks take, given what they count; with ranks as a first dimension.
 
     Args:
-        memory: bytes of rows.
         forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`.
         backward: float64 `[ranks, 14, MicroPacks]`, by `backward_counts`.
-        stages: of the pipeline.
-        splits: whether weight gradients are tasks of their own.
     """
     forward_peaks, forward_left, backward_peaks, backward_left, apart, first = _coefficients(memory, splits)
     return TaskBytes._make(
@@ -120,7 +113,6 @@ def forward_counts(
         slices: int32 `[5, slices]`: starts, stops, data-parallel ranks that share it, document ids, whether its
             document ends here.
         rank_offsets: int32 `[ranks + 1]`.
-        cp: GPUs of a rank that share a slice.
     """
     found: FloatArray = kernels.forward_counts(slice_offsets, slices, rank_offsets, cp)
     return found
@@ -141,7 +133,6 @@ def backward_counts(
         slices: int32 `[5, slices]`: as for `forward_counts`.
         order: int64 `[MicroPacks]`: in which they run.
         rank_offsets: int32 `[ranks + 1]`: in that order.
-        cp: GPUs of a rank that share a slice.
         forward: int32 `[5, forward slices]` of the same documents; may be `slices`, where both passes are cut alike.
     """
     cuts = np.zeros(0, np.int64)
@@ -159,9 +150,6 @@ def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, 
     which goes with that. Weight gradients are added to those that the states count.
 
     Args:
-        plan: the plan.
-        memory: bytes of states, and of rows in each chunk.
-        graph: tasks; those of the first `dp * pp` streams compute.
         starts: float64 `[num_tasks]`.
         stops: float64 `[num_tasks]`.
 

@@ -34,13 +34,6 @@ def one_f_one_b(pp: int, count: int) -> Schedule:
     costs a step takes (count + pp - 1)(forward + backward) (PipeDream-flush; Narayanan et al. 2021,
     "Memory-Efficient Pipeline-Parallel DNN Training", arXiv 2006.09503).
 
-    Args:
-        pp: stages, at least 1.
-        count: MicroPacks, at least 0.
-
-    Raises:
-        SettingError: fewer.
-
     >>> one_f_one_b(2, 2).tasks.tolist()
     [0, 0, 1, 1, 0, 1, 0, 1]
     """
@@ -53,14 +46,6 @@ def sliced(pp: int, count: int, slices: int) -> Schedule:
     A stage waits for the end of the first document, so it runs slices - 1 forwards more before its first backward
     (Sun et al. 2024, "Seq1F1B", arXiv 2406.03488). In `StepPlan.backward` the MicroPacks of a document stand last to
     first.
-
-    Args:
-        pp: stages, at least 1.
-        count: MicroPacks, a multiple of `slices`.
-        slices: MicroPacks of each document, at least 1.
-
-    Raises:
-        SettingError: numbers below these, or a count that is no multiple.
     """
     _check(pp=pp, slices=slices)
     _check(0, count=count)
@@ -82,14 +67,6 @@ def interleaved(pp: int, virtual: int, count: int) -> Schedule:
     up to 2 (pp - s - 1) + (virtual - 1) pp + 1 MicroPacks of a chunk each, more than without messages to hide it
     would have to: as Megatron does (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
     Clusters Using Megatron-LM", arXiv 2104.04473, section 2.2).
-
-    Args:
-        pp: stages, at least 2.
-        virtual: chunks a stage, at least 1; with 1 it is `one_f_one_b`.
-        count: MicroPacks, a multiple of pp.
-
-    Raises:
-        SettingError: numbers below these, or a count that is no multiple.
     """
     _check(pp=pp, virtual=virtual)
     _check(0, count=count)
@@ -116,13 +93,6 @@ def zero_bubble(pp: int, count: int) -> Schedule:
     lets the weight gradients wait by s MicroPacks. With equal costs and count >= pp a step takes
     count(forward + input + weight) + (pp - 1)(forward + input - weight), if weight is the least of the three
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241).
-
-    Args:
-        pp: stages, at least 1.
-        count: MicroPacks, at least 0.
-
-    Raises:
-        SettingError: fewer.
 
     >>> zero_bubble(2, 2).tasks.tolist()
     [0, 0, 1, 2, 1, 2, 0, 1, 0, 1, 2, 2]
@@ -197,10 +167,6 @@ def amplify(
     Args:
         forward_s: `[dp, count]`: seconds of each rank's micro-batches through the whole model, in their order.
         backward_s: `[dp, count]`: of their backward passes.
-        stages: numbers of stages to cut the model into, evenly; 1 is data parallelism alone.
-
-    Raises:
-        SettingError: arrays of other shapes, seconds that are negative or not finite.
 
     >>> uneven = [[1, 4, 1, 1], [1, 1, 1, 1]]
     >>> amplify(uneven, uneven, stages=(1, 4)).slowdown.round(3).tolist()

@@ -189,10 +189,6 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
     each other, are asynchronous events of the process; arrows lead from each task to the one that takes its output;
     memory is a counter of each stage, in GB of 1e9 bytes.
 
-    Args:
-        timeline: what to write.
-        path: of the file; with the ending `.gz` it is compressed.
-
     Cost: O(tasks) time, and the memory of a few numbers a task.
     """
     path = Path(path)

@@ -74,11 +74,7 @@ class ArrowFile:
         return flat
 
     def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Return where the documents [first, stop) begin, in tokens of the file, and their lengths.
-
-        Raises:
-            SourceError: the file is damaged, or pads a row between its tokens.
-        """
+        """Return where the documents [first, stop) begin, in tokens of the file, and their lengths."""
         self._check_size()
         starts, lengths = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         number = int(np.searchsorted(self._rows, first, side="right")) - 1
@@ -124,11 +120,7 @@ class ArrowFile:
         return begins, sizes
 
     def _check_size(self) -> None:
-        """Require that the file is all there still; touching mapped memory that isn't would kill the process.
-
-        Raises:
-            SourceError: it was cut short since it was mapped.
-        """
+        """Require that the file is all there still; touching mapped memory that isn't would kill the process."""
         self._check_same()
         size = os.fstat(self._mapped.fileno()).st_size
         if size < self._file.size:
@@ -138,29 +130,17 @@ class ArrowFile:
             )
 
     def __enter__(self) -> ArrowFile:
-        """Look whether the file is there; it is mapped.
-
-        Raises:
-            SourceError: it was cut short since.
-        """
+        """Look whether the file is there; it is mapped."""
         self._check_size()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Look whether it was written to while it was read.
-
-        Raises:
-            SourceError: it was.
-        """
+        """Look whether it was written to while it was read."""
         if kind is None:
             self._check_same()
 
     def _check_same(self) -> None:
-        """Require that a file of the user's is what was mapped.
-
-        Raises:
-            SourceError: it was replaced or rewritten since.
-        """
+        """Require that a file of the user's is what was mapped."""
         if self._file.stored is None:
             self._unchanged.check()
 
@@ -174,16 +154,7 @@ class ArrowFile:
         return self._batch(number)[role][0][start - first : stop - first]
 
     def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:
-        """Return which of the tokens [start, stop) of one document are supervised.
-
-        Args:
-            start: in tokens of the file.
-            stop: in tokens of the file.
-            check: refuse what is no such mark; else it counts as one by the same rule on every rank.
-
-        Raises:
-            SourceError: a label is neither -100 nor its token's id, or a mask neither 0 nor 1.
-        """
+        """Return which of the tokens [start, stop) of one document are supervised."""
         mask = np.ones(stop - start, dtype=np.uint8)
         if "labels" in self._names:
             labels, ids = self._values("labels", start, stop), self._values("input_ids", start, stop)
@@ -214,11 +185,7 @@ class ArrowFile:
 
 
 def map_arrow(file: File) -> ArrowFile | None:
-    """Map a file whose rows are documents of ready tokens; None where it is something else, or can't be read so.
-
-    Raises:
-        SourceError: it is a damaged Arrow file.
-    """
+    """Map a file whose rows are documents of ready tokens; None where it is something else, or can't be read so."""
     import pyarrow as pa
 
     if file.format != "arrow" or file.is_remote or file.suffix_compression is not None or file.size <= 0:

@@ -38,17 +38,7 @@ class MegatronFile:
     has_mask = False
 
     def __init__(self, prefix: Path, name: str, *, check_tokens: bool = True) -> None:
-        """Open a pair.
-
-        Args:
-            prefix: path of both files without their suffixes.
-            name: relative to what the user named.
-            check_tokens: refuse places behind the tokens; else, where the index agrees with itself and so the `.bin`
-                was cut, that is found by who reads them.
-
-        Raises:
-            SourceError: a file is missing or damaged, or its numbers are no tokens.
-        """
+        """Open a pair."""
         self._bin, self._idx = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
         self.path, self.name = str(self._bin), name
         try:
@@ -115,11 +105,7 @@ class MegatronFile:
         return np.memmap(self._idx, dtype=dtype, mode="r", offset=at, shape=(count,))
 
     def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Return where the documents [first, stop) begin, in tokens of the file, and their lengths.
-
-        Raises:
-            SourceError: the index is damaged.
-        """
+        """Return where the documents [first, stop) begin, in tokens of the file, and their lengths."""
         mapped: Any = self._sequences.base
         if mapped.size() < self._idx_bytes:  # touching what isn't there any more would kill the process
             raise SourceError(f"{self._idx} was cut short while it was in use; copy it again, and go on")
@@ -164,11 +150,7 @@ class MegatronFile:
         )
 
     def __enter__(self) -> MegatronFile:
-        """Open the tokens.
-
-        Raises:
-            SourceError: they or their index can't be read, or aren't what they were.
-        """
+        """Open the tokens."""
         self._tokens.check()
         self._index.check()
         try:
@@ -178,22 +160,14 @@ class MegatronFile:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Close them.
-
-        Raises:
-            SourceError: they were written to while they were read.
-        """
+        """Close them."""
         os.close(self._file)
         self._file = -1
         if kind is None:
             self._tokens.check()
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
-        """Return tokens [start, stop) of the open file, as they are stored.
-
-        Raises:
-            SourceError: the file ends before.
-        """
+        """Return tokens [start, stop) of the open file, as they are stored."""
         width = self._dtype.itemsize
         try:
             content = os.pread(self._file, (stop - start) * width, start * width)

@@ -52,17 +52,7 @@ class PartialStore:
         stopped_s: float = _STOPPED_S,
         check_tokens: bool = True,
     ) -> None:
-        """Open it.
-
-        Args:
-            folder: that the finished store will have.
-            patience_s: how long to wait for the next part while a run writes.
-            stopped_s: how long to wait for a run to begin again where none does; never longer than `patience_s`.
-            check_tokens: as `open_store` takes it.
-
-        Raises:
-            SourceError: nobody has begun to write it.
-        """
+        """Open it."""
         self.folder = folder
         self._partial = folder.with_name(folder.name + PARTIAL)
         self._patience_s, self._stopped_s = patience_s, min(stopped_s, patience_s)
@@ -120,11 +110,7 @@ class PartialStore:
         return self.fingerprint if num_parts == self.num_parts else None
 
     def wait_for(self, num_parts: int) -> None:
-        """Return when the first so many parts are finished.
-
-        Raises:
-            SourceError: they don't come: no run writes the store, or it takes too long over a part.
-        """
+        """Return when the first so many parts are finished."""
         if self._finished_parts >= min(num_parts, self.num_parts):
             return
         begun = since = time.monotonic()
@@ -160,11 +146,7 @@ class PartialStore:
         )
 
     def _look(self) -> None:
-        """Take in what has been finished since.
-
-        Raises:
-            SourceError: the store is written from something else now, or is gone.
-        """
+        """Take in what has been finished since."""
         if self._is_whole or self._has_moved():
             return
         plan = _read_plan(self._partial)
@@ -197,13 +179,7 @@ class PartialStore:
                 ) from error
 
     def _check_note(self, number: str, listed: Any) -> None:
-        """Require that the note of a part lists the shards that are there, which were written before it.
-
-        Raises:
-            SourceError: it doesn't.
-            OSError: the folder isn't there any more.
-            KeyError, TypeError: the note is damaged.
-        """
+        """Require that the note of a part lists the shards that are there, which were written before it."""
         there = {path.name for path in self._partial.iterdir() if path.name.startswith(f"{number}-")}
         if {shard["name"] for shard in listed} != there:
             raise SourceError(
@@ -244,11 +220,7 @@ class PartialStore:
             return ask(self._store)
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there.
-
-        Raises:
-            SourceError: a shard is damaged.
-        """
+        """Return the lengths of documents, each given by its shard and its number there."""
         return self._asked(lambda store: store.lengths(shards, documents))
 
     def where(self, shard: int) -> str:
@@ -262,21 +234,13 @@ class PartialStore:
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
     ) -> IntArray:
-        """Count the labels that pieces of documents give; arguments as `TokenDocuments` has them.
-
-        Raises:
-            SourceError: a shard is damaged.
-        """
+        """Count the labels that pieces of documents give; arguments as `TokenDocuments` has them."""
         return self._asked(lambda store: store.count_targets(shards, documents, starts, stops))
 
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them.
-
-        Raises:
-            SourceError: a shard is damaged.
-        """
+        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them."""
         return self._asked(lambda store: store.gather(shards, documents, starts, lengths))
 
 

@@ -64,17 +64,7 @@ class Lengths:
 
 
 def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int = 0) -> Lengths:
-    """Read and tokenize a source, and keep the lengths alone.
-
-    Args:
-        source: what to read.
-        on_progress: called with bytes read, bytes of all files, and words.
-        excerpts_wanted: documents, the first ones, whose beginnings are kept for pictures.
-
-    Raises:
-        SourceError: a record can't be read, or there is no document.
-        SettingError: the tokenizer fails.
-    """
+    """Read and tokenize a source, and keep the lengths alone."""
     lengths: list[IntArray] = []
     targets: list[IntArray] = []
     skipped: list[str] = []
@@ -138,11 +128,7 @@ def stored_lengths(store: TokenStore) -> Lengths:
 
 
 def counted_lengths(path: Path) -> Lengths | None:
-    """Return the lengths that an `.npz` file holds as `lengths`, or None where it is something else.
-
-    Raises:
-        SourceError: they aren't whole numbers from 0.
-    """
+    """Return the lengths that an `.npz` file holds as `lengths`, or None where it is something else."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             with zipfile.ZipFile(file) as archive:

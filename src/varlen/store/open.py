@@ -40,22 +40,6 @@ def open_tokens(
     These are a token store, also while it is being written; Megatron's pairs of `.bin` and `.idx`, by either name, by
     the name without a suffix, a glob or a folder of them; and Arrow files of ready tokens, one document a row and not
     compressed, as Hugging Face's `save_to_disk` writes them.
-
-    Args:
-        data: a file, a folder or a glob, or several of them.
-        patience_s: how long to wait for the next part of a store that is being written.
-        check_tokens: refuse missing tokens as soon as the lengths of documents, or their labels, are counted; False:
-            who reads them is told, as plans need the lengths alone.
-        cache: folder for rows in memory while they are read; None for varlen's in the user's cache.
-        split: of folders that hold several, as `open_source` takes it.
-        format: of every file, as `open_source` takes it.
-
-    Returns:
-        The documents; None where `varlen index` has to make a store first: of texts, chats, Parquet, compressed or
-        remote files, and packed rows.
-
-    Raises:
-        SourceError: nothing is there, a file is damaged, or tokens of several kinds are named together.
     """
     data = placed(data, cache=cache)
     entries = entries_of(data)
@@ -140,11 +124,7 @@ def _of_split(
 
 
 def _pairs(entry: str | Path | File) -> list[tuple[Path, str]]:
-    """List Megatron's pairs that are named, by path without a suffix and by name; none where it is something else.
-
-    Raises:
-        SourceError: one half is named, and the other isn't there.
-    """
+    """List Megatron's pairs that are named, by path without a suffix and by name; none where it is something else."""
     if isinstance(entry, File) or is_url(entry):
         return []
     path = Path(entry).expanduser()
@@ -187,12 +167,7 @@ class JoinedTokens:
     """Reads documents of any of several sets, which hold what they held when they were joined."""
 
     def __init__(self, sets: Sequence[TokenDocuments], num_parts: Sequence[int] | None = None) -> None:
-        """Take the sets, all of whose parts are there.
-
-        Args:
-            sets: of documents.
-            num_parts: of each set; it holds these parts alone. None: all that it has.
-        """
+        """Take the sets, all of whose parts are there."""
         self._sets = tuple(sets)
         kept = [one.num_parts for one in sets] if num_parts is None else num_parts
         held = [one.documents[: np.searchsorted(one.parts, parts)] for one, parts in zip(sets, kept)]

@@ -167,12 +167,7 @@ def shard_counts(folder: Path) -> ShardCounts | None:
 
 
 def _check_crc32(name: str, array: npt.NDArray[Any], counts: ShardCounts) -> None:
-    """Require that numbers are those that were written.
-
-    Raises:
-        SourceError: they aren't.
-        KeyError: it isn't said of these.
-    """
+    """Require that numbers are those that were written."""
     if counts.crc32 is not None and zlib.crc32(np.ascontiguousarray(array).data) != counts.crc32[name]:
         raise SourceError(f"{name}.npy isn't what was written: its checksum is another")
 
@@ -190,14 +185,7 @@ class ShardFiles:
     """Open files of a shard, as numbers; closed when nobody holds this object any more."""
 
     def __init__(self, tokens: int, mask: int, width: int, *, is_weighted: bool) -> None:
-        """Take the open files, to have them open once more, and the bytes of a stored token; -1 for no mask.
-
-        Args:
-            tokens: open file.
-            mask: open file, of weights where `is_weighted`.
-            width: bytes.
-            is_weighted: see above.
-        """
+        """Take the open files, to have them open once more, and the bytes of a stored token; -1 for no mask."""
         self.is_weighted = is_weighted
         self.tokens, self.mask = os.dup(tokens), -1 if mask < 0 else os.dup(mask)
         self.width = width
@@ -220,16 +208,7 @@ class Shard:
     """
 
     def __init__(self, folder: Path, *, check_tokens: bool = True) -> None:
-        """Open it.
-
-        Args:
-            folder: of the shard.
-            check_tokens: refuse one whose tokens are missing; else that is found by who reads them, as packs are
-                planned by the offsets alone.
-
-        Raises:
-            SourceError: it is none, or damaged.
-        """
+        """Open it."""
         counts = shard_counts(folder)
         if counts is None:
             raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
@@ -263,11 +242,7 @@ class Shard:
             )
 
     def check_offsets(self) -> None:
-        """Require that the offsets are all there still; touching mapped memory that isn't would kill the process.
-
-        Raises:
-            SourceError: their file was cut short since it was mapped.
-        """
+        """Require that the offsets are all there still; touching mapped memory that isn't would kill the process."""
         if self._mapped.size() < self._mapped_bytes:
             raise SourceError(f"{self._path} is damaged: offsets.npy was cut short while it was in use")
 
@@ -318,11 +293,7 @@ class Shard:
                         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def targets(self) -> IntArray:
-        """Return int64 `[documents]`: the labels that each document gives.
-
-        Raises:
-            SourceError: their file is damaged.
-        """
+        """Return int64 `[documents]`: the labels that each document gives."""
         path, count = self._path / "targets.npy", self.counts.num_documents
         try:
             mapped = map_array(path)
@@ -344,11 +315,7 @@ class Shard:
         return targets
 
     def count_marked(self, starts: IntArray, stops: IntArray) -> list[int]:
-        """Count the supervised tokens of stretches [start, stop), by the mask alone, which there is.
-
-        Raises:
-            SourceError: it can't be read.
-        """
+        """Count the supervised tokens of stretches [start, stop), by the mask alone, which there is."""
         self._mask = self._opened(self._mask_name)
         try:
             stretches = zip(starts.tolist(), stops.tolist())
@@ -360,11 +327,7 @@ class Shard:
             self.__exit__()
 
     def files(self) -> ShardFiles:
-        """Open the files for reading here and there.
-
-        Raises:
-            SourceError: they can't be opened.
-        """
+        """Open the files for reading here and there."""
         with self:
             is_weighted = self.counts.has_weights
             return ShardFiles(self._tokens, self._mask, self._dtype.itemsize, is_weighted=is_weighted)

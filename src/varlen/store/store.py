@@ -61,11 +61,7 @@ class TokenStore:
         self._targets = lru_cache(maxsize=_KEPT_TARGETS)(lambda index: opened(index).targets())
 
     def take(self, manifest: dict[str, Any]) -> None:
-        """Take in what a manifest lists; it begins with what is there already.
-
-        Raises:
-            SourceError: it is damaged, or its parts are out of order.
-        """
+        """Take in what a manifest lists; it begins with what is there already."""
         check_listing(self.folder, manifest)
         listed = manifest["shards"]
         names = [shard["name"] for shard in listed]
@@ -110,11 +106,7 @@ class TokenStore:
         """Return at once: all parts of a finished store are there."""
 
     def reread(self) -> None:
-        """Take in what was added since; what was there keeps its place.
-
-        Raises:
-            SourceError: another store stands there now.
-        """
+        """Take in what was added since; what was there keeps its place."""
         now = open_store(self.folder)
         if now.fingerprint_at(self.num_parts) != self.fingerprint:
             raise SourceError(
@@ -127,11 +119,7 @@ class TokenStore:
         return self._open(index)
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there.
-
-        Raises:
-            SourceError: a shard's offsets are damaged.
-        """
+        """Return the lengths of documents, each given by its shard and its number there."""
         lengths = np.empty(len(shards), dtype=np.int64)
         for index in np.unique(shards).tolist():
             at, shard = shards == index, self.shard(index)
@@ -163,9 +151,6 @@ class TokenStore:
 
         Returns:
             int64 `[pieces]`. Cost: masks are read only of documents that are cut.
-
-        Raises:
-            SourceError: a shard is damaged.
         """
         counts: IntArray = np.maximum(stops - starts - 1, 0)
         if not self._may_have_masks:
@@ -198,10 +183,6 @@ class TokenStore:
 
         Returns:
             Tokens, and the mask; None where all are supervised, and float32 where shards of the pieces hold
-            weights. Cost: a system call a piece, and no step in Python.
-
-        Raises:
-            SourceError: a shard is damaged.
         """
         return self._reader.read(shards, documents, np.asarray(starts), lengths)
 
@@ -215,16 +196,7 @@ def _opened(folder: Path, listed: Mapping[str, Any], *, check_tokens: bool) -> S
 
 
 def open_store(folder: str | Path, *, check_tokens: bool = True) -> TokenStore:
-    """Open a finished token store.
-
-    Args:
-        folder: of the store.
-        check_tokens: refuse a shard whose tokens are missing as soon as its lengths are needed; else who reads them
-            is told.
-
-    Raises:
-        SourceError: there is none, or another version of varlen wrote it.
-    """
+    """Open a finished token store."""
     manifest = read_manifest(Path(folder))
     if manifest is None or manifest.get("kind") != "tokens":
         raise SourceError(f"{folder} is not a finished token store: it has no manifest of one")
@@ -239,11 +211,7 @@ def open_store(folder: str | Path, *, check_tokens: bool = True) -> TokenStore:
 
 
 def format_of(shards: Sequence[Mapping[str, Any]]) -> int:
-    """Return the format of a store.
-
-    Args:
-        shards: as its manifest lists them.
-    """
+    """Return the format of a store."""
     return WEIGHTED_FORMAT if any(shard.get("has_weights") for shard in shards) else STORE_FORMAT
 
 
@@ -272,11 +240,7 @@ class Reader:
     def read(
         self, shards: IntArray, documents: IntArray, starts: IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces end to end; arguments as `TokenStore.gather` has them.
-
-        Raises:
-            SourceError: a shard is damaged.
-        """
+        """Read pieces end to end; arguments as `TokenStore.gather` has them."""
         pieces = [np.ascontiguousarray(part, dtype=np.int64) for part in (shards, documents, starts, lengths)]
         for index in np.unique(shards).tolist():  # the kernel looks into their offsets
             self._shard(index).check_offsets()
@@ -342,15 +306,7 @@ _COMPARED = ("num_documents", "num_tokens", "num_targets", "dtype", "has_mask", 
 
 
 def check_listing(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Require that a manifest agrees with itself; shards of odd sizes are looked at now, others when they are read.
-
-    Args:
-        folder: of the store.
-        manifest: of it.
-
-    Raises:
-        SourceError: it doesn't; says in what.
-    """
+    """Require that a manifest agrees with itself and with the sizes of its shards."""
     why = _wrong_in(manifest)
     if why is not None:
         raise SourceError(f"{folder} has a damaged manifest: {why}; index the data again")
@@ -361,16 +317,7 @@ def check_listing(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def check_listed(path: Path, listed: Mapping[str, Any], counts: ShardCounts | None) -> None:
-    """Require that a shard holds what the manifest says.
-
-    Args:
-        path: of the shard.
-        listed: what the manifest says of it.
-        counts: what it says of itself.
-
-    Raises:
-        SourceError: it doesn't.
-    """
+    """Require that a shard holds what the manifest says."""
     if counts is None:
         raise SourceError(
             f"{path} is not a finished shard of tokens, though the manifest lists it; index again"

@@ -48,37 +48,16 @@ class TokenFile(Protocol):
         """Open it."""
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Close it.
-
-        Raises:
-            SourceError: it was written to while it was read.
-        """
+        """Close it."""
 
     def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Return where the documents [first, stop) begin, in tokens of the file, and their lengths.
-
-        Raises:
-            SourceError: the file is damaged.
-        """
+        """Return where the documents [first, stop) begin, in tokens of the file, and their lengths."""
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
-        """Return tokens [start, stop) of one document of the open file, as they are stored.
-
-        Raises:
-            SourceError: the file is damaged.
-        """
+        """Return tokens [start, stop) of one document of the open file, as they are stored."""
 
     def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:
-        """Return which of the tokens [start, stop) of one document of the open file are supervised.
-
-        Args:
-            start: in tokens of the file.
-            stop: in tokens of the file.
-            check: refuse what says neither; else it counts by a rule.
-
-        Raises:
-            SourceError: the file is damaged.
-        """
+        """Return which of the tokens [start, stop) of one document of the open file are supervised."""
 
     def will_need(self, start: int, stop: int) -> None:
         """Have the system read tokens [start, stop) of the open file in."""
@@ -98,17 +77,7 @@ class FileTokens:
     def __init__(
         self, files: Sequence[TokenFile], *, check_tokens: bool = True, unread: str | None = None
     ) -> None:
-        """Take the files.
-
-        Args:
-            files: one after the other.
-            check_tokens: refuse marks of tokens that are none as soon as labels are counted; else who reads them is
-                told.
-            unread: which split the files are, and what of their folders isn't read.
-
-        Raises:
-            SourceError: they hold no document.
-        """
+        """Take the files."""
         self._files, self._check_tokens = list(files), check_tokens
         self.unread = unread
         counts = [file.num_documents for file in files]
@@ -160,11 +129,7 @@ class FileTokens:
         return file, starts, lengths
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there.
-
-        Raises:
-            SourceError: a file is damaged.
-        """
+        """Return the lengths of documents, each given by its shard and its number there."""
         lengths = np.empty(len(shards), dtype=np.int64)
         for shard in np.unique(shards).tolist():
             at = shards == shard
@@ -191,9 +156,6 @@ class FileTokens:
         """Count the labels that pieces of documents give; arguments as `TokenDocuments` has them.
 
         Cost: where there is a mask, reading that of the pieces.
-
-        Raises:
-            SourceError: a file is damaged.
         """
         counts: IntArray = np.maximum(stops - starts - 1, 0)
         for shard in np.unique(shards).tolist():
@@ -214,11 +176,7 @@ class FileTokens:
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them.
-
-        Raises:
-            SourceError: a file is damaged, or holds an id that no vocabulary has.
-        """
+        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them."""
         ends = np.cumsum(lengths)
         tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int32)
         mask: Mask | None = None
@@ -255,15 +213,7 @@ class Unchanged:
     """Holds a local file against what it was when it was opened: cheap to ask for as often as it is read."""
 
     def __init__(self, path: str | Path, mark: Callable[[str | Path], str]) -> None:
-        """Take a file that is there.
-
-        Args:
-            path: of the file.
-            mark: returns what changes with its content.
-
-        Raises:
-            OSError: it can't be looked at, or is none.
-        """
+        """Take a file that is there."""
         said = Path(path).stat()
         require_regular(said.st_mode)
         self._path, self._take = path, mark
@@ -271,22 +221,14 @@ class Unchanged:
         self._mark: str | None = None
 
     def mark(self) -> str:
-        """Return what changes with its content.
-
-        Raises:
-            SourceError: it can't be read, or isn't what it was.
-        """
+        """Return what changes with its content."""
         if self._mark is None:
             self.check()
             self._mark = self._take(self._path)
         return self._mark
 
     def check(self) -> None:
-        """Require that it is what it was: by inode and times, and where these differ by its mark, if that is known.
-
-        Raises:
-            SourceError: it isn't, or is gone.
-        """
+        """Require an unchanged file: by inode and times, or else by its fingerprint, if that is known."""
         try:
             now = Seen.of(Path(self._path).stat())
         except OSError as error:
@@ -313,9 +255,6 @@ def whole_mark(path: str | Path) -> str:
     """Return a text that changes with a file's content; of a file of up to 4 MB the same as `sampled_mark`.
 
     Cost: reads it whole, one to two seconds a GB.
-
-    Raises:
-        SourceError: it can't be read.
     """
     try:
         with open(path, "rb", opener=open_regular) as file:
@@ -330,9 +269,6 @@ def sampled_mark(path: str | Path) -> str:
     """Return a text that changes with a file's size and, all but surely, with its content.
 
     Cost: reads 64 pieces of 64 kB evenly over the file, its beginning and end among them; a smaller file whole.
-
-    Raises:
-        SourceError: it can't be read.
     """
     try:
         with open(path, "rb", opener=open_regular) as file:

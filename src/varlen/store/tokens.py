@@ -21,11 +21,7 @@ class ReadableTokens(Protocol):
         """int64 `[shards]`: documents of each shard that is there; more may come behind them."""
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there.
-
-        Raises:
-            SourceError: a file is damaged.
-        """
+        """Return the lengths of documents, each given by its shard and its number there."""
 
     def where(self, shard: int) -> str:
         """Say where a shard lies."""
@@ -46,9 +42,6 @@ class ReadableTokens(Protocol):
 
         Returns:
             int64 `[pieces]`.
-
-        Raises:
-            SourceError: a file is damaged.
         """
 
     def gather(
@@ -64,9 +57,6 @@ class ReadableTokens(Protocol):
 
         Returns:
             Tokens, and the mask; None where all are supervised. As float32 it holds weights.
-
-        Raises:
-            SourceError: a file is damaged.
         """
 
 
@@ -101,19 +91,11 @@ class TokenDocuments(ReadableTokens, Protocol):
         """Return the fingerprint of the first parts alone; None where they never were a whole."""
 
     def wait_for(self, num_parts: int) -> None:
-        """Return when the first so many parts are there.
-
-        Raises:
-            SourceError: they don't come.
-        """
+        """Return when the first so many parts are there."""
 
 
 def weighs(tokens: object) -> bool:
-    """Whether documents were read with `row_weights`, so that their masks may hold weights.
-
-    Args:
-        tokens: that are open; none but stores of ours have a manifest to say so.
-    """
+    """Whether documents were read with `row_weights`, so that their masks may hold weights."""
     manifest = getattr(tokens, "manifest", None)
     source = manifest.get("source") if isinstance(manifest, Mapping) else None
     return isinstance(source, Mapping) and bool(source.get(ROW_WEIGHTS))

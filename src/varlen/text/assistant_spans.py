@@ -56,14 +56,6 @@ def fill_masked(
 
     The chat is rendered once more, with marks for all texts but arguments: what stands between them is the
     template's own, a tool or an argument, and what ends a turn stands at the end of that.
-
-    Args:
-        skeleton: of the chat's shape, arguments apart.
-        render: the template.
-        messages: the chat.
-        source: of the template.
-        text: the chat as text.
-        foreign: as of `skeleton_of`.
     """
     slot = free_character(foreign + text)
     marked, slots = masked(messages, slot, source, arguments=False)
@@ -212,18 +204,7 @@ def by_prefixes(
     skeleton: Skeleton | None,
     marks: EndMarks,
 ) -> list[Said] | None:
-    """Measure each assistant's message as what the chat with it has more than the chat before it.
-
-    Args:
-        render: the template.
-        messages: the chat.
-        text: the chat as text.
-        skeleton: of the same roles, which knows how turns open and close; None where there is none.
-        marks: what ends a turn.
-
-    Returns:
-        Where assistants speak, or None where the text doesn't begin with the text of its first messages.
-    """
+    """Measure each assistant's message as what the chat with it has more than the chat before it."""
     known = {turn.message: turn for turn in skeleton.turns} if skeleton else {}
     said: list[Said] = []
     for number, message in enumerate(messages):
@@ -269,19 +250,7 @@ def _turn_length(turn: str, known: Turn | None, marks: EndMarks) -> tuple[int, b
 def by_frames(
     render: Render, messages: list[dict[str, Any]], text: str, skeleton: Skeleton | None, foreign: str
 ) -> list[Said] | None:
-    """Take as the assistant's what stands between the messages of others, less what the template frames it by.
-
-    Args:
-        render: the template.
-        messages: the chat.
-        text: the chat as text.
-        skeleton: of the same roles, which knows the frames; None where there is none.
-        foreign: as of `skeleton_of`.
-
-    Returns:
-        Where assistants speak, or None where another's content isn't written once, whole and in order, or two
-        assistants' messages follow each other.
-    """
+    """Take as the assistant's what stands between the messages of others, less what the template frames it by."""
     others = [n for n, message in enumerate(messages) if message["role"] != "assistant"]
     contents = [messages[n]["content"] for n in others]
     if skeleton is None or not all(isinstance(content, str) for content in contents):

@@ -31,15 +31,7 @@ class Arguments(dict[str, Any]):
 
 
 def as_calls(value: object, number: int) -> list[dict[str, Any]]:
-    """Return the tool calls of a message, each in the one form.
-
-    Args:
-        value: a list of calls, or the JSON text of one; a call may be bare, `{"name": ..., "arguments": ...}`.
-        number: of the message, for what is said.
-
-    Raises:
-        SourceError: one is no call.
-    """
+    """Return the tool calls of a message, each in the one form."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):  # what is no JSON is refused as text
             value = json.loads(value)
@@ -53,14 +45,7 @@ def as_calls(value: object, number: int) -> list[dict[str, Any]]:
 
 
 def spoken_calls(content: str, number: int) -> list[dict[str, Any]] | None:
-    """Return the calls that a ShareGPT message of `function_call` has as its text: JSON of one call, or of a list.
-
-    Returns:
-        None where the text is no JSON, and so has a markup of its own.
-
-    Raises:
-        SourceError: the JSON is no call.
-    """
+    """Return the calls that a ShareGPT message of `function_call` has as its text: JSON of one call, or of a list."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
@@ -69,15 +54,7 @@ def spoken_calls(content: str, number: int) -> list[dict[str, Any]] | None:
 
 
 def as_tools(value: object) -> list[Any] | None:
-    """Return the tools of a row as objects; None where there are none.
-
-    Args:
-        value: a list of tools, or its JSON text; a tool may be JSON text itself, or bare as OpenAI's `functions` and
-            Anthropic's tools are.
-
-    Raises:
-        SourceError: it is none of these.
-    """
+    """Return the tools of a row as objects; None where there are none."""
     if isinstance(value, str):
         value = (
             from_json(value, "`tools`") if value.strip() else None
@@ -92,16 +69,7 @@ def as_tools(value: object) -> list[Any] | None:
 
 
 def from_json(text: str, what: str, wrong: str = "") -> Any:
-    """Return what JSON text holds.
-
-    Args:
-        text: of a row.
-        what: names it in messages.
-        wrong: what is said where it is no JSON; that it isn't, unless given.
-
-    Raises:
-        SourceError: it is not valid JSON.
-    """
+    """Return what JSON text holds."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -69,11 +69,7 @@ class ChatTemplate:
         return self._compiled[0]
 
     def check(self) -> None:
-        """Compile it now, so that it fails before data is read.
-
-        Raises:
-            SettingError: it does not compile.
-        """
+        """Compile it now, so that it fails before data is read."""
         _ = self.program
 
     def render(
@@ -84,24 +80,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         choice: Choice = ALL,
     ) -> Rendered:
-        """Render a conversation and find what the assistant says in it.
-
-        Args:
-            messages: as `as_chat` takes them.
-            tools: JSON schemas of tools that the assistant may call, as `as_tools` takes them.
-            variables: what the template sees beside the chat, before those of the template itself.
-            choice: what is supervised.
-
-        Returns:
-            The text with its supervised spans: each assistant's message from the end of the generation prompt
-            through the end-of-turn mark. The mark is the first special token in what the template writes after
-            the content for this message, else the template's own characters right after the content up to
-            white space; special tokens that follow at once belong to it.
-
-        Raises:
-            SourceError: these are no messages, none is the assistant's, the template fails on them, leaves out
-                what an assistant's own turn says, or rewrites earlier turns so that it can't be located.
-        """
+        """Render a conversation and find what the assistant says in it."""
         chat = as_chat(messages, weighs=choice.row_weights)
         return self.render_from(chat, tools, 0, variables or {}, choice)
 
@@ -153,19 +132,7 @@ def chat_template(
     end_marks: Collection[str] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
-    """Compile a chat template.
-
-    Args:
-        source: the template of a tokenizer, in jinja's language; several by name, of which `tool_use` writes the
-            conversations with tools and `default` the others; None for ChatML.
-        special_tokens: what the template sees by name, such as `bos_token` and `eos_token`.
-        end_marks: texts of the tokenizer's special tokens, by which the end of a turn is known.
-        variables: what else it sees, such as `enable_thinking`; before the special tokens.
-
-    Raises:
-        SettingError: it does not compile, or is no text; there are several and none is the default; or a variable
-            has a name that the template sees the chat by.
-    """
+    """Compile a chat template."""
     named = {"default": CHATML} if not source else {"default": source} if isinstance(source, str) else source
     if not isinstance(named, Mapping):
         raise SettingError(f"the chat template must be text, got {source!r}")
@@ -209,11 +176,7 @@ def chat_template(
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
-    """Refuse variables by whose names a template sees the chat itself.
-
-    Raises:
-        SettingError: there is one.
-    """
+    """Refuse variables by whose names a template sees the chat itself."""
     for name in variables:
         if name in _OWN or not str(name).isidentifier():
             raise SettingError(
@@ -231,20 +194,7 @@ def prompt_and_completion(
     variables: Mapping[str, Any] | None = None,
     choice: Choice = ALL,
 ) -> Rendered:
-    """Join a prompt and its completion, of which the completion alone is supervised.
-
-    Args:
-        prompt: text, or a list of messages, or these as `as_chat` gives them.
-        completion: of the same kind. As text it is supervised whole, with an EOS token to be appended; of
-            messages only the assistant's are.
-        template: what writes messages; text is left as it is.
-        tools: JSON schemas of tools that the assistant may call.
-        variables: what the template sees beside the chat.
-        choice: what is supervised.
-
-    Raises:
-        SourceError: one is text and the other messages, or the completion has nothing to train on.
-    """
+    """Join a prompt and its completion, of which the completion alone is supervised."""
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise SourceError("the completion is empty, so there is nothing to train on; leave out the row")
@@ -284,11 +234,7 @@ def _again(
 
 
 def _trained(chat: Chat, first: int, choice: Choice) -> list[int]:
-    """Return the messages that are supervised.
-
-    Raises:
-        SourceError: there is none.
-    """
+    """Return the messages that are supervised."""
     speaking = [n for n, message in enumerate(chat.messages) if n >= first and message["role"] == "assistant"]
     what = "completion" if first else "chat"
     if not speaking:
@@ -306,11 +252,7 @@ def _trained(chat: Chat, first: int, choice: Choice) -> list[int]:
 
 
 def _are_others_off(chat: Chat) -> bool:
-    """Whether all that isn't the assistant's is switched off, so that its messages alone are trained.
-
-    Raises:
-        SourceError: some of it is switched off or weighed, and nobody knows where in the text it stands.
-    """
+    """Whether all that isn't the assistant's is switched off, so that its messages alone are trained."""
     others = {n: message["role"] for n, message in enumerate(chat.messages) if message["role"] != "assistant"}
     if others.keys() <= chat.off:
         return bool(others)
@@ -324,11 +266,7 @@ def _are_others_off(chat: Chat) -> bool:
 
 
 def template_text(template: str | Path) -> str:
-    """Return a chat template's text: what is given, or what stands in the file that it names.
-
-    Raises:
-        SettingError: a file is named that isn't there.
-    """
+    """Return a chat template's text: what is given, or what stands in the file that it names."""
     if isinstance(template, str) and ("{" in template or "\n" in template):
         return template
     try:
@@ -359,17 +297,7 @@ _HEADERS = {role: f"<|im_start|>{role}\n" for role in ("system", "developer", "u
 def write_chatml(
     messages: list[dict[str, Any]], trained: Collection[int] | None, first: int, mark: int
 ) -> tuple[str, list[tuple[int, int]], int] | None:
-    """Write plain messages as ChatML; None for any other chat.
-
-    Args:
-        messages: of role and content.
-        trained: index of those that are; None: the assistant's from number `first` on.
-        first: index.
-        mark: characters of the closing that are trained.
-
-    Returns:
-        The text, its spans, and how many of the turns say nothing.
-    """
+    """Write plain messages as ChatML; None for any other chat."""
     pieces: list[str] = []
     spans = []
     position = number = empty = 0

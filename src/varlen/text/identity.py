@@ -93,11 +93,7 @@ def mark_of(tokenizer: Tokenizer) -> TokenizerMark:
 
 
 def mark_in(said: object) -> TokenizerMark | None:
-    """Return the mark that a manifest or a state holds; None where it names no tokenizer.
-
-    Args:
-        said: its entry `tokenizer`.
-    """
+    """Return the mark that a manifest or a state holds; None where it names no tokenizer."""
     if not isinstance(said, Mapping) or not said:
         return None
     found, size, eos = (said.get(key) for key in ("fingerprint", "vocab_size", "eos_id"))
@@ -113,28 +109,14 @@ def mark_in(said: object) -> TokenizerMark | None:
 
 
 def made_by(tokens: object) -> TokenizerMark | None:
-    """Return the tokenizer that made a store's or a packed set's tokens, by its manifest; None where it names none.
-
-    Args:
-        tokens: what is open, or a manifest.
-    """
+    """Return the tokenizer that a store's or packed set's manifest names; None where it names none."""
     manifest = tokens if isinstance(tokens, Mapping) else getattr(tokens, "manifest", None)
     source = manifest.get("source") if isinstance(manifest, Mapping) else None
     return mark_in(source.get("tokenizer")) if isinstance(source, Mapping) else None
 
 
 def check_same(where: str, made_by: TokenizerMark | None, meant: TokenizerMark, out: str) -> None:
-    """Refuse tokens that another tokenizer made; where that can't be told, say so.
-
-    Args:
-        where: the tokens are.
-        made_by: the tokenizer that made them; None where nobody knows.
-        meant: the tokenizer that they are taken for.
-        out: the way out.
-
-    Raises:
-        SettingError: another one made them.
-    """
+    """Refuse tokens that another tokenizer made; where that can't be told, say so."""
     same = None if made_by is None else made_by.is_same(meant)
     if same is True:
         return
@@ -166,11 +148,6 @@ def backend_fingerprint(spec: Mapping[str, Any], *, prefix_ids: Sequence[int], s
     Vocabulary, merges, added tokens, normalizer and pre-tokenizer decide; the decoder, truncation, padding and the
     order of what has none don't, and neither do fields at their usual values, which versions of the library write or
     leave out.
-
-    Args:
-        spec: as the library serializes it.
-        prefix_ids: what it puts before a document.
-        splits_specials: special tokens in a text are text like any other.
     """
     return f"{_IDS}1:{_digest([canonical(spec, splits_specials=splits_specials), list(prefix_ids)])}"
 
@@ -218,12 +195,7 @@ def _kind_of(model: Mapping[str, Any]) -> str:
 
 
 def _steps(step: Mapping[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """Return a normalizer or pre-tokenizer as a flat list of steps.
-
-    Args:
-        step: one, or a sequence of them.
-        inner: what a sequence calls its own.
-    """
+    """Return a normalizer or pre-tokenizer as a flat list of steps."""
     if step is None:
         return []
     if step.get("type") == "Sequence":

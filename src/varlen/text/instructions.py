@@ -15,15 +15,6 @@ def instruction_messages(
 ) -> list[dict[str, Any]]:
     r"""Return the chat that an instruction and its answer are.
 
-    Args:
-        instruction: what the user asks.
-        context: what the question is about, which follows it after an empty line; None or "" where there is none.
-        output: what the assistant answers.
-        history: earlier turns, as pairs of question and answer, or as messages; None or empty where there are none.
-
-    Raises:
-        SourceError: one of them is no text, or there is no answer to train on.
-
     >>> instruction_messages("Sum up.", "A long text.", "Short.")[0]["content"]
     'Sum up.\n\nA long text.'
     """
@@ -38,11 +29,7 @@ def instruction_messages(
 
 
 def _earlier(history: Any) -> list[dict[str, Any]]:
-    """Return earlier turns as messages.
-
-    Raises:
-        SourceError: they are neither pairs of texts nor messages.
-    """
+    """Return earlier turns as messages."""
     if isinstance(history, str):
         history = from_json(history, "`history`") if history.strip() else []
     if isinstance(history, list) and all(isinstance(turn, dict) for turn in history):

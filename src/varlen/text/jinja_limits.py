@@ -40,11 +40,7 @@ class TooLongError(TemplateError):
 
 
 def check_number(length: int) -> None:
-    """Refuse a number that would be a very large size.
-
-    Raises:
-        TooLongError: it is.
-    """
+    """Refuse a number that would be a very large size."""
     if length > LONGEST:
         raise TooLongError(
             f"one expression asks for {length:.3g} characters, items or bits; {LONGEST:,} at most"
@@ -52,15 +48,7 @@ def check_number(length: int) -> None:
 
 
 def check_text(length: int, what: str) -> None:
-    """Refuse an operation that would make a very large text.
-
-    Args:
-        length: of what it would make, at most.
-        what: the operation.
-
-    Raises:
-        TooLongError: it is too large.
-    """
+    """Refuse an operation that would make a very large text."""
     if length > LARGEST_TEXT:
         raise TooLongError(
             f"{what} asks for a text of {length:.3g} characters; {LARGEST_TEXT:,} bytes at most"
@@ -92,11 +80,7 @@ def _check_made(value: str | bytes) -> None:
 
 
 def made(value: Any) -> Any:
-    """Return a list, tuple or mapping that a template has made, unless what stands in it is very large.
-
-    Raises:
-        TooLongError: it is more than the limit.
-    """
+    """Return a list, tuple or mapping that a template has made, unless what stands in it is very large."""
     run = current()
     if run is None:
         return value
@@ -114,11 +98,7 @@ def made(value: Any) -> Any:
 
 
 def repeated(value: Any, once: Any, times: int) -> Any:
-    """Return what stands in something `times` times, unless that is very large.
-
-    Raises:
-        TooLongError: it is more than the limit.
-    """
+    """Return what stands in something `times` times, unless that is very large."""
     run = current()
     if run is None or isinstance(value, str | bytes):
         return within(value)
@@ -154,12 +134,7 @@ def size_of(value: Any) -> int:
 
 
 def _measured(value: Any, known: dict[int, Any]) -> tuple[int, int]:
-    """Return how much stands in a container, and how deep it is.
-
-    Args:
-        value: the container.
-        known: what was measured before, by identity; what this measures is added.
-    """
+    """Return how much stands in a container, and how deep it is."""
     found = known.get(id(value))
     if found is not None and found[0] is value:
         return found[1], found[2]
@@ -183,11 +158,7 @@ def _measured(value: Any, known: dict[int, Any]) -> tuple[int, int]:
 
 
 def items_of(values: Any) -> Any:
-    """Return what a filter takes all of, unless these are very many.
-
-    Raises:
-        TooLongError: it is more than the limit.
-    """
+    """Return what a filter takes all of, unless these are very many."""
     if isinstance(values, str | bytes):
         if len(values) > MOST_ITEMS:
             raise TooLongError(f"a filter takes {len(values):,} characters as items; {MOST_ITEMS:,} at most")
@@ -209,11 +180,7 @@ _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 def check_percent(form: str, values: Any) -> None:
-    """Refuse a text that is filled in with very much (`'%s' % value`).
-
-    Raises:
-        TooLongError: it is more than the limit.
-    """
+    """Refuse a text that is filled in with very much (`'%s' % value`)."""
     if _WIDE_PERCENT.search(form):
         raise TooLongError(f"{form[:40]!r} asks for a text of more than {LONGEST:,} characters")
     given = values if isinstance(values, tuple) else (values,)
@@ -223,11 +190,7 @@ def check_percent(form: str, values: Any) -> None:
 
 
 def check_braces(form: str, values: Iterable[Any]) -> None:
-    """Refuse a text that is filled in with very much (`'{}'.format(value)`).
-
-    Raises:
-        TooLongError: it is more than the limit.
-    """
+    """Refuse a text that is filled in with very much (`'{}'.format(value)`)."""
     if _WIDE_BRACES.search(form):
         raise TooLongError(f"{form[:40]!r} asks for a text of more than {LONGEST:,} characters")
     largest = max(map(size_of, values), default=0)
@@ -402,11 +365,7 @@ _TAKE_ALL = ("batch", "dictsort", "groupby", "join", "list", "reverse", "slice",
 
 
 def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter of jinja that asks before it makes more than it takes.
-
-    Raises:
-        TooLongError: it is more than the limit.
-    """
+    """Return a filter of jinja that asks before it makes more than it takes."""
     check, takes_all = FILTERS.get(name), name in _TAKE_ALL
     if check is None and not takes_all:
         return function

@@ -166,18 +166,7 @@ class Program:
         marks: str = "",
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render messages.
-
-        Args:
-            messages: as `as_messages` gives them.
-            tools: JSON schemas of the tools that the assistant may call.
-            prompts: end with what asks the assistant to speak (`add_generation_prompt`).
-            marks: two characters, written before and after each {% generation %} block; none by default.
-            variables: what the template sees beside the chat, such as `enable_thinking`; before those of the program.
-
-        Raises:
-            SourceError: the template fails on these messages, or refuses them.
-        """
+        """Render messages."""
         seen = {
             **self.variables,
             **variables,
@@ -215,15 +204,7 @@ class Program:
 
 
 def compile_template(source: str, variables: Mapping[str, str]) -> Program:
-    """Compile a template, to be run often.
-
-    Args:
-        source: the text of the template, in jinja's language.
-        variables: what it sees beside the messages, such as `bos_token`.
-
-    Raises:
-        SettingError: it does not compile; the line is named.
-    """
+    """Compile a template, to be run often."""
     if len(source) > _LONGEST_SOURCE:
         raise SettingError(f"the chat template has {len(source):,} characters; {_LONGEST_SOURCE:,} at most")
     environment = _Sandbox()
@@ -499,11 +480,7 @@ def make_cycler(*items: Any) -> Cycler:
 
 
 def strftime_now(form: str) -> str:
-    """Return the time of day in a form.
-
-    Raises:
-        TooLongError: it is more than the limit.
-    """
+    """Return the time of day in a form."""
     if len(form) > _LONGEST_FORM:
         raise TooLongError(f"the form of a time has {len(form):,} characters; {_LONGEST_FORM:,} at most")
     return datetime.now().strftime(form)
@@ -522,11 +499,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON for a reader that is a model: no HTML escapes, every script in its own letters.
-
-    Raises:
-        TooLongError: it is more than the limit.
-    """
+    """Write JSON for a reader that is a model: no HTML escapes, every script in its own letters."""
     for option in (indent, *(separators or ())):
         if (len(option) if isinstance(option, str) else option or 0) > _LONGEST_FORM:
             raise TooLongError(

@@ -74,16 +74,7 @@ def current() -> Run | None:
 
 
 def watched(program: str, call: Callable[..., Result], *arguments: object) -> Result:
-    """Run a program of a stranger.
-
-    Args:
-        program: what identifies it, such as its source.
-        call: what runs it.
-        arguments: of the call.
-
-    Raises:
-        StoppedError: it took too long, or too much memory; says what and the limit.
-    """
+    """Run a program of a stranger."""
     if _watcher is None:
         _begin()
     if _overdue and _overdue[program] >= _MOST_OVERDUE:
@@ -120,11 +111,7 @@ def watched(program: str, call: Callable[..., Result], *arguments: object) -> Re
 
 
 def account(size: int) -> None:
-    """Say that the program of this thread has made something large.
-
-    Raises:
-        StoppedError: the process has grown by too much meanwhile.
-    """
+    """Say that the program of this thread has made something large."""
     run = _running.get(get_ident())
     if run is None:
         return

@@ -32,14 +32,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     """Train a byte-level BPE, which can spell any text, on the texts given.
 
     Deterministic. Half a second for 4 million characters.
-
-    Args:
-        texts: what to learn from.
-        vocab_size: tokens in the vocabulary, at least the 256 bytes; fewer come out where the text is too
-            small to learn so many.
-
-    Raises:
-        SettingError: a vocabulary smaller than the 256 bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -58,18 +50,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def load_tokenizer(tokenizer: Any = None, *, eos: int | str | None = None) -> Tokenizer:
-    """Return what encodes texts.
-
-    Args:
-        tokenizer: None or "bytes" for the built-in one; a JSON file of the `tokenizers` library, or a folder
-            that holds it; an object of `tokenizers` or transformers; or a function that takes a text, or a list
-            of texts, and returns ids.
-        eos: the token that ends a document, by id or as text; None for the tokenizer's own.
-
-    Raises:
-        SettingError: no such file, not a tokenizer, or `eos` isn't one of its tokens.
-        MissingExtraError: it takes transformers, which isn't installed.
-    """
+    """Return what encodes texts."""
     made = _made(tokenizer)
     if eos is None:
         return made
@@ -117,11 +98,7 @@ def _made(tokenizer: Any) -> Tokenizer:
 
 
 def _by_batch(function: Callable[..., Any]) -> Callable[[list[str]], Sequence[Sequence[int]]]:
-    """Return a function of a list of texts, whichever of both the caller's takes.
-
-    Raises:
-        SettingError: it takes neither.
-    """
+    """Return a function of a list of texts, whichever of both the caller's takes."""
     for batch in (False, True):
         try:
             ids = list(function(["a"]) if batch else function("a"))
@@ -238,12 +215,7 @@ _PLAIN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normali
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a file or a folder; a name that is neither is one of a hub, which transformers knows.
-
-    Raises:
-        SettingError: there is none, it is damaged, or it needs code of its own.
-        MissingExtraError: it takes transformers, which isn't installed.
-    """
+    """Load a file or a folder; a name that is neither is one of a hub, which transformers knows."""
     place = Path(path).expanduser()
     if place.is_file():
         if place.name == _BACKEND and (place.parent / _CONFIG).is_file():
@@ -286,11 +258,7 @@ def _from_file(path: Path) -> Tokenizer:
 
 
 def _read_backend(path: Path) -> Any:
-    """Return what the `tokenizers` library makes of a file.
-
-    Raises:
-        SettingError: it isn't one of its files.
-    """
+    """Return what the `tokenizers` library makes of a file."""
     from tokenizers import Tokenizer as Backend
 
     try:
@@ -301,12 +269,7 @@ def _read_backend(path: Path) -> Any:
 
 
 def _from_folder(folder: Path, name: str) -> Tokenizer:
-    """Load a folder.
-
-    Raises:
-        SettingError: a file in it is damaged, or it needs code of its own.
-        MissingExtraError: it isn't plain, and transformers isn't installed.
-    """
+    """Load a folder."""
     config = _read_json(folder / _CONFIG)
     special_map = _read_json(folder / _MAP)
     templates = _templates(folder, config)
@@ -353,14 +316,7 @@ def _changing(
     special_map: Mapping[str, Any],
     added: Mapping[str, Any],
 ) -> str | None:
-    """Say what would change the ids of tokenizer.json; None where nothing does.
-
-    Args:
-        backend: of tokenizer.json.
-        config: of tokenizer_config.json.
-        special_map: of special_tokens_map.json.
-        added: of added_tokens.json.
-    """
+    """Say what would change the ids of tokenizer.json; None where nothing does."""
     if backend.padding is not None:
         return f"has padding in {_BACKEND}, whose token may be another one"
     tokens = {
@@ -410,17 +366,7 @@ def _has_flags(token: Any, known: Mapping[str, Any]) -> bool:
 
 
 def _by_transformers(name: str, why: str, folder: Path | None = None) -> Tokenizer:
-    """Load a folder or a name of the hub as `AutoTokenizer` does, and never with code of its own.
-
-    Args:
-        name: as given.
-        why: it isn't read here.
-        folder: None for a name of the hub.
-
-    Raises:
-        SettingError: it can't be loaded.
-        MissingExtraError: transformers isn't installed.
-    """
+    """Load a folder or a name of the hub as `AutoTokenizer` does, and never with code of its own."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -447,11 +393,7 @@ def _by_transformers(name: str, why: str, folder: Path | None = None) -> Tokeniz
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a folder by name: files of their own go before the configuration.
-
-    Raises:
-        SettingError: one can't be read.
-    """
+    """Return the chat templates of a folder by name: files of their own go before the configuration."""
     files = dict(_template_files(folder))
     return files or named_templates(config.get("chat_template")) or _of_processor(folder)
 
@@ -475,11 +417,7 @@ def _of_processor(folder: Path) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return what a tokenizer's folder says beside its vocabulary; nothing where the file is absent.
-
-    Raises:
-        SettingError: it isn't a JSON object.
-    """
+    """Return what a tokenizer's folder says beside its vocabulary; nothing where the file is absent."""
     if not path.is_file():
         return {}
     try:

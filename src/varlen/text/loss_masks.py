@@ -27,12 +27,7 @@ def all_weigh_one(mask: Mask) -> bool:
 
 
 def end_to_end(masks: Sequence[Mask | None], sizes: Sequence[int]) -> Mask | None:
-    """Return masks one after the other, as weights where one of them holds weights; None where all are.
-
-    Args:
-        masks: of some tokens each; None where all are trained on.
-        sizes: tokens of each.
-    """
+    """Return masks one after the other, as weights where one of them holds weights; None where all are."""
     if all(mask is None for mask in masks):
         return None
     whole = [np.ones(size, np.uint8) if mask is None else mask for mask, size in zip(masks, sizes)]

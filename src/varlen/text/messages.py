@@ -95,13 +95,6 @@ def as_chat(value: object, *, weighs: bool = False) -> Chat:
     """Return a row's messages in the one form, and which of them are not trained on.
 
     Messages of role and text alone by their common names are handed on as they are, not copied.
-
-    Args:
-        value: a list of messages, or a JSON string of one, or an object of lists, as `datasets` may give it.
-        weighs: take other weights of messages than 0 and 1.
-
-    Raises:
-        SourceError: it is no list of messages; the message is named, counted from 1.
     """
     if isinstance(value, Chat):
         return value
@@ -152,11 +145,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
 
 
 def well_formed(text: str) -> str:
-    """Return the text of a chat, which must be such as a tokenizer can take.
-
-    Raises:
-        SourceError: it holds half a character, as JSON can spell it.
-    """
+    """Return the text of a chat, which must be such as a tokenizer can take."""
     if text.isascii():
         return text
     try:
@@ -174,10 +163,6 @@ def without_nulls(value: Any, *, is_chat: bool) -> Any:
 
     A column of a table gives every object all keys that any row's has, so a call's `arguments` would name those of
     all other calls, and a model would learn to write them.
-
-    Args:
-        value: messages, or tools.
-        is_chat: of messages, leave out what their calls hold; their own nulls are `as_messages`' to judge.
     """
     if not is_chat:
         return _pruned(value)
@@ -338,11 +323,7 @@ def _joined_text(held: object, number: int) -> str:
 
 
 def _take_thoughts(kept: dict[str, Any], number: int) -> None:
-    """Give an assistant's thoughts their common name.
-
-    Raises:
-        SourceError: they are no text, or stand twice and differ.
-    """
+    """Give an assistant's thoughts their common name."""
     found = {key: kept[key] for key in THOUGHTS if key in kept}
     if not found:
         return
@@ -411,17 +392,7 @@ _ALL = frozenset((*FLAGS, _MASKED, *_DETAILS))
 
 
 def weight_of(message: dict[str, Any], number: int, *, weighs: bool) -> float:
-    """Take the flags out of a message; return what its labels weigh: 0 where it isn't trained on, 1 where it is.
-
-    Args:
-        message: in the one form; changed.
-        number: of it, for what is said.
-        weighs: take other weights than 0 and 1.
-
-    Raises:
-        SourceError: a flag is neither on nor off, nor a weight that may be taken; two weights differ; or a flag is
-            one of single characters.
-    """
+    """Take the flags out of a message; return what its labels weigh: 0 where it isn't trained on, 1 where it is."""
     if _ALL.isdisjoint(message):
         return 1.0
     for key in _DETAILS:
@@ -447,16 +418,7 @@ def weight_of(message: dict[str, Any], number: int, *, weighs: bool) -> float:
 
 
 def check_one_turn(earlier: dict[str, Any], message: dict[str, Any], number: int) -> None:
-    """Refuse two messages of one turn whose flags differ, since it has one weight.
-
-    Args:
-        earlier: the message before.
-        message: the one that becomes a part of it.
-        number: of the message, for what is said.
-
-    Raises:
-        SourceError: they differ.
-    """
+    """Refuse two messages of one turn whose flags differ, since it has one weight."""
     for key in _ALL.intersection((*earlier, *message)):
         usual = 0 if key == _MASKED else None if key in _DETAILS else 1
         held = [usual if one.get(key) is None else one[key] for one in (earlier, message)]
@@ -479,11 +441,7 @@ def _number(value: Any) -> Any:
 
 
 def _weight(key: str, flag: Any, value: Any, number: int, *, weighs: bool) -> float:
-    """Return a weight that is neither 0 nor 1.
-
-    Raises:
-        SourceError: it is none, or weights aren't taken.
-    """
+    """Return a weight that is neither 0 nor 1."""
     weight = math.nan
     if isinstance(flag, Number):
         with suppress(OverflowError):
@@ -528,11 +486,7 @@ class Chat:
     """What the labels of a message weigh, by its index, where that is neither 0 nor 1."""
 
     def behind(self, number: int) -> tuple[frozenset[int], dict[int, float]]:
-        """Return `off` and `weights` of the same messages behind some others.
-
-        Args:
-            number: of these.
-        """
+        """Return `off` and `weights` of the same messages behind some others."""
         return (
             frozenset(index + number for index in self.off),
             {index + number: weight for index, weight in self.weights.items()},

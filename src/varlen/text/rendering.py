@@ -88,11 +88,7 @@ class Rendering:
         return self._program.run(some, self._tools, prompts=prompts, variables=self._variables)
 
     def rendered(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
-        """Render, find what is said, and count what is lost.
-
-        Raises:
-            SourceError: the template fails, loses what is said, or writes it where it can't be located.
-        """
+        """Render, find what is said, and count what is lost."""
         if self._program.has_generation:
             return self._generated(first, trained, choice)
         text = well_formed(self.render(self._messages, False))
@@ -132,14 +128,7 @@ class Rendering:
         return tuple(self._weights.get(number, 1.0) for number in owners)
 
     def _said(self, text: str) -> tuple[list[Said], Skeleton | None, bool]:
-        """Locate the assistant's messages by the skeleton of their shape, else by prefixes, else by frames.
-
-        Returns:
-            Where they stand, the skeleton of the shape, and whether the text is that filled in.
-
-        Raises:
-            SourceError: they can't be located.
-        """
+        """Locate the assistant's messages by the skeleton of their shape, else by prefixes, else by frames."""
         messages, source = self._messages, self._template.source
         said, skeleton = self._filled(messages, text)
         if said is None and any("</think>" in (message.get("content") or "") for message in messages):
@@ -219,11 +208,7 @@ class Rendering:
     def _losses(
         self, trained: Sequence[int], turns: Mapping[int, Any], said: Mapping[int, str] | None, choice: Choice
     ) -> Losses:
-        """Count what isn't written of the messages that are trained.
-
-        Raises:
-            SourceError: a turn loses a text of its own, and that isn't allowed.
-        """
+        """Count what isn't written of the messages that are trained."""
         messages = self._messages
         empty = sum(_is_empty(messages[number]) for number in trained)
         if said is None and not any(turn.missing for turn in turns.values()):
@@ -251,11 +236,7 @@ class Rendering:
         return f"choose another template, {allow}"
 
     def _check_tools(self, text: str) -> None:
-        """Refuse tools that the template doesn't write.
-
-        Raises:
-            SourceError: it doesn't.
-        """
+        """Refuse tools that the template doesn't write."""
         tools = self._tools or []
         if self._template.wants(self._variables).tools:
             return
@@ -269,14 +250,7 @@ class Rendering:
             )
 
     def _marked(self) -> tuple[str, str, str, str]:
-        """Render the chat with a mark before and after each generation block.
-
-        Returns:
-            The text, the text with marks, and both marks.
-
-        Raises:
-            SourceError: the template works with the text of the blocks.
-        """
+        """Render the chat with a mark before and after each generation block."""
         handed, program = self._messages, self._program
         if not self._is_plain:
             from varlen.text.wants import hand
@@ -427,22 +401,13 @@ ALL = Choice()
 
 
 def between(spans: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
-    """Return the stretches of a text between others.
-
-    Args:
-        spans: ascending.
-        length: of the text.
-    """
+    """Return the stretches of a text between others."""
     bounds = [0, *(place for span in spans for place in span), length]
     return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)
 
 
 def spelled(value: Any, what: str) -> str:
-    """Return JSON of what a row gives to a template.
-
-    Raises:
-        SourceError: it is none.
-    """
+    """Return JSON of what a row gives to a template."""
     if not value:
         return ""
     try:
@@ -473,11 +438,7 @@ def marked_spans(marked: str, start: str, stop: str) -> list[tuple[int, int]]:
 def after_prompt(
     render: Render, messages: list[dict[str, Any]], text: str, spans: list[tuple[int, int]], first: int
 ) -> list[tuple[int, int]]:
-    """Return the spans that lie behind the first messages, which are a prompt.
-
-    Raises:
-        SourceError: the template rewrites the prompt.
-    """
+    """Return the spans that lie behind the first messages, which are a prompt."""
     before = render(messages[:first], False).rstrip()
     if not text.startswith(before):
         raise SourceError(
@@ -494,15 +455,7 @@ def of_messages(
     spans: list[tuple[int, int]],
     speaking: Collection[int],
 ) -> dict[int, list[tuple[int, int]]] | None:
-    """Return which spans belong to which of the assistant's messages; None where that can't be told.
-
-    Args:
-        render: the template.
-        messages: the chat.
-        text: of the chat.
-        spans: of the messages `speaking`.
-        speaking: index of each, ascending.
-    """
+    """Return which spans belong to which of the assistant's messages; None where that can't be told."""
     owned: dict[int, list[tuple[int, int]]] = {}
     rest = list(spans)
     for number in speaking:
@@ -517,12 +470,7 @@ def of_messages(
 def of_located(
     begins: Collection[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> dict[int, list[tuple[int, int]]] | None:
-    """Return which spans belong to which of the assistant's messages, by where these begin; None where one holds two.
-
-    Args:
-        begins: number of each message, and where its turn begins in the text, ascending.
-        spans: ascending.
-    """
+    """Return the spans of each assistant message by where messages begin; None where a span holds two."""
     owned: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in begins}
     for start, stop in spans:
         before = [number for number, begin in begins if begin < stop]
@@ -563,15 +511,7 @@ def lost_texts(
     said: Mapping[int, str] | None,
     alone: Callable[[int], str],
 ) -> Iterator[Lost]:
-    """Yield the texts of trained messages that a rendering doesn't hold.
-
-    Args:
-        messages: the chat, in the one form.
-        trained: index of the messages that matter.
-        turns: of the skeleton of the chat's shape, by message; none where there is no skeleton.
-        said: text of each message's turn, where the rendering isn't the skeleton filled in; None where it is.
-        alone: returns the text of the chat up to a message.
-    """
+    """Yield the texts of trained messages that a rendering doesn't hold."""
     last_user = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for number in sorted(trained):
         message, turn = messages[number], turns.get(number)
@@ -658,16 +598,7 @@ def _holds(turn: str, value: Any) -> bool:
 
 
 def losses_of(lost: Sequence[Lost], *, allowed: bool, way_out: Callable[[], str]) -> Losses:
-    """Count what isn't written.
-
-    Args:
-        lost: of one chat.
-        allowed: an assistant's own turn may lose texts.
-        way_out: returns the end of the sentence.
-
-    Raises:
-        SourceError: a turn loses a text of its own, and that isn't allowed.
-    """
+    """Count what isn't written."""
     own = [one for one in lost if not one.by_design]
     if own and not allowed:
         one = own[0]

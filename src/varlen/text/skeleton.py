@@ -88,18 +88,6 @@ def skeleton_of(
 ) -> Skeleton | None:
     """Render the skeleton of a chat's shape.
 
-    Args:
-        render: the template.
-        messages: in the one form, of the shape.
-        source: of the template.
-        marks: what ends a turn.
-        foreign: text that the template may write itself; the slots' marks are chosen not to stand in it.
-        kind: what it is for.
-        tool: the name of the tool that is rendered, which stands nowhere else; None without tools.
-
-    Returns:
-        The skeleton, or None where the template fails on it, or writes the assistant's turns out of order.
-
     Cost: three renderings of the chat, at most, for each of the assistant's messages.
     """
     slot = free_character(foreign)
@@ -428,14 +416,7 @@ def _call_shape(call: dict[str, Any], ids: dict[str, int]) -> tuple[Any, ...] | 
 def masked(
     messages: Sequence[dict[str, Any]], slot: str, source: str, *, arguments: bool
 ) -> tuple[Any, list[Slot]]:
-    """Return messages of some shape with a mark in place of every text, and what each mark stands for.
-
-    Args:
-        messages: in the one form, of a shape.
-        slot: a character that stands nowhere.
-        source: of the template.
-        arguments: mark those of calls too, of which one is given in place of all; else they stay.
-    """
+    """Return messages of some shape with a mark in place of every text, and what each mark stands for."""
     made = _Marked(slot)
     for number, message in enumerate(messages):
         given: dict[str, Any] = {}
@@ -492,11 +473,7 @@ def try_render(render: Render, messages: list[dict[str, Any]], prompts: bool) ->
 
 
 def free_character(text: str) -> str:
-    """Return a private-use character that doesn't stand in a text.
-
-    Raises:
-        SourceError: all of them do.
-    """
+    """Return a private-use character that doesn't stand in a text."""
     free = next((c for c in map(chr, range(0xF0000, 0xF0008)) if c not in text), "")
     if not free:
         used = set(text)

@@ -67,12 +67,7 @@ class Tokenizer(Protocol):
         """Whether a text's ids don't depend on what stands before it, but for merges across the cut."""
 
     def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:
-        """Return ids end to end, int32, and int64 `[texts + 1]` offsets; nothing is added to the texts.
-
-        Args:
-            texts: well-formed.
-            is_chat: pieces of a chat, in which marks such as <|im_end|> are special tokens.
-        """
+        """Return ids end to end, int32, and int64 `[texts + 1]` offsets; nothing is added to the texts."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return about the text that ids stand for, for pictures."""
@@ -134,11 +129,7 @@ def _marked(piece: bytes) -> Int32Array:
 
 @contextmanager
 def backend_faults(name: str) -> Iterator[None]:
-    """Turn what the `tokenizers` library raises, or panics about, into a sentence.
-
-    Raises:
-        SettingError: the library failed.
-    """
+    """Turn what the `tokenizers` library raises, or panics about, into a sentence."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit):
@@ -168,11 +159,7 @@ class FastTokenizer:
         return _again, (values, bool(self.backend.encode_special_tokens))
 
     def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:  # noqa: ARG002
-        """Return the ids of texts, special tokens in them included, as this library does.
-
-        Raises:
-            SettingError: the library failed.
-        """
+        """Return the ids of texts, special tokens in them included, as this library does."""
         parts: list[bytes] = []
         lengths: list[int] = []
         for batch in _batches(texts):
@@ -190,12 +177,8 @@ class FastTokenizer:
         For tokenizers whose texts can't be cut at the spans; about twice as slow as `encode`.
 
         Args:
-            texts: well-formed.
             spans: int64 `[spans, 2]`, characters [start, stop) of a text.
             span_offsets: int64 `[texts + 1]`: text t has the spans `span_offsets[t]:span_offsets[t + 1]`.
-
-        Returns:
-            Tokens, offsets, and for each token the number of its span among all, from 1; 0 for none.
         """
         parts, lengths, marks = [], [], []
         encodings = self._encode(list(texts), with_places=True)
@@ -243,11 +226,7 @@ class FunctionTokenizer:
     is_cuttable: bool = True
 
     def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:  # noqa: ARG002
-        """Return the ids of texts.
-
-        Raises:
-            SettingError: the function raises, or returns no ids.
-        """
+        """Return the ids of texts."""
         parts: list[Int32Array] = []
         for batch in _batches(texts):
             try:

@@ -72,12 +72,7 @@ class EndMarks:
         return stop
 
     def know_prompt(self, render: Callable[[list[Any], bool], str], asked: list[Any]) -> None:
-        """Take note of a template's generation prompt.
-
-        Args:
-            render: the template.
-            asked: a chat of a user's message and an answer that is thought about.
-        """
+        """Take note of a template's generation prompt."""
         answer = {"role": "assistant", "content": asked[1]["content"]}
         try:
             plain, prompted = render(asked[:1], False), render(asked[:1], True)
@@ -91,12 +86,7 @@ class EndMarks:
         self.begins = begin[0] if begin else ""
 
     def know_answers(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> None:
-        """Take note of how a template goes on after a turn of calls.
-
-        Args:
-            render: the template.
-            called: a chat of a user's message, calls, and two answers of tools.
-        """
+        """Take note of how a template goes on after a turn of calls."""
         try:
             none, one, two = (render(called[:count], False) for count in (2, 3, 4))
         except VarlenError:
@@ -115,15 +105,7 @@ class EndMarks:
 def opening_of(
     plain: str | None, prompted: str | None, piece: str, slot: str, marks: EndMarks
 ) -> tuple[str | None, int]:
-    """Return a header that is nobody's, and how many characters before a turn's first slot are generated.
-
-    Args:
-        plain: what the template writes of the messages before.
-        prompted: the same with a generation prompt.
-        piece: what it writes between the last text of those and the turn's first.
-        slot: the character that marks are made of.
-        marks: which know the generation prompt after a user's message.
-    """
+    """Return a header that is nobody's, and how many characters before a turn's first slot are generated."""
     usual = marks.prompt
     if plain is None:  # a chat can't end there, such as one that begins with the assistant
         return None, _after_usual(usual, piece)
@@ -190,13 +172,7 @@ def _partly(plain: str, prompt: str, piece: str, slot: str, marks: EndMarks) -> 
 
 
 def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
-    """Return what after a content belongs to its message, and where in it the end-of-turn mark stops.
-
-    Args:
-        own: what the template writes after the content where no message follows.
-        piece: what it writes where the next one does, with that one's header.
-        marks: what ends a turn.
-    """
+    """Return what after a content belongs to its message, and where in it the end-of-turn mark stops."""
     for opener in marks.of_answers:
         own = own.partition(opener)[0]
     for closing in (own, own.rstrip()):
@@ -225,12 +201,6 @@ def call_closing(own: str, piece: str, marks: EndMarks, *, is_answered: bool) ->
     A turn of calls may end with what other turns end with, with a mark of calls alone (`<|call|>`), or with the
     special token that opens the answers of tools (`<|observation|>`): that is what a model must write to stop. What
     the template writes for every single answer is no part of the turn.
-
-    Args:
-        own: what the template writes after the call where no message follows.
-        piece: what it writes where the next one does, with that one's header.
-        marks: what ends a turn.
-        is_answered: a tool's message follows.
     """
     same = own[: _common(own, piece)]
     if marks.usual and marks.usual in same:

@@ -27,12 +27,7 @@ def twin_of(source: str) -> str:
 
 
 def training_twin(source: str | None) -> str:
-    """Return the text of a template's twin.
-
-    Raises:
-        MissingExtraError: TRL isn't installed.
-        SettingError: it has no twin of this template.
-    """
+    """Return the text of a template's twin."""
     if _folder() is None:
         raise MissingExtraError(
             f"chat_template={TWIN!r} takes the training templates of TRL, which isn't installed; run: pip install trl"

@@ -63,12 +63,7 @@ class Wants:
 
 
 def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
-    """Find what a template wants.
-
-    Args:
-        program: the template.
-        variables: what it sees beside the chat.
-    """
+    """Find what a template wants."""
     probe = _Probe(program, variables)
     arguments: Literal["object", "text"] | None = None
     null: Blank = "empty"
@@ -92,11 +87,7 @@ def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
 
 
 def hand(messages: Sequence[dict[str, Any]], wants: Wants) -> list[dict[str, Any]]:
-    """Return messages of the one form as a template wants them.
-
-    Raises:
-        SourceError: the arguments of a call are text that is no JSON object, and the template wants an object.
-    """
+    """Return messages of the one form as a template wants them."""
     return [_handed(message, number, wants) for number, message in enumerate(messages, start=1)]
 
 

@@ -58,19 +58,7 @@ def wrap_backend(
     marks: Iterable[str] = (),
     is_own: bool = False,
 ) -> FastTokenizer:
-    """Wrap a tokenizer of the `tokenizers` library.
-
-    Args:
-        backend: left alone, as truncation and padding are switched off in a copy.
-        name: in messages.
-        texts: of special tokens by their usual names; None where nobody says, and the usual EOS is looked for.
-        templates: of chats, by name.
-        marks: texts of special tokens that the backend doesn't call so.
-        is_own: nobody else has the backend, so that it needn't be copied.
-
-    Raises:
-        SettingError: it can't be serialized, fails, or gives other ids each time.
-    """
+    """Wrap a tokenizer of the `tokenizers` library."""
     from tokenizers import Tokenizer as Backend
 
     splits = bool(backend.encode_special_tokens)
@@ -115,12 +103,7 @@ def wrap_backend(
 
 
 def put_before(made: FastTokenizer, ids: Sequence[int]) -> FastTokenizer:
-    """Return the same tokenizer, which puts these ids before a document.
-
-    Args:
-        made: that puts others there, or none.
-        ids: of special tokens.
-    """
+    """Return the same tokenizer, which puts these ids before a document."""
     print_ = backend_fingerprint(
         json.loads(made.backend.to_str()),
         prefix_ids=ids,
@@ -147,16 +130,7 @@ def prefix(whole: Sequence[int], bare: Sequence[int]) -> tuple[int, ...]:
 
 
 def wrap_transformers(tokenizer: Any, name: str, templates: Mapping[str, str] | None = None) -> Tokenizer:
-    """Wrap a tokenizer of transformers: its backend where that gives its ids, else its own code.
-
-    Args:
-        tokenizer: as it is now, whatever was changed since it was loaded.
-        name: in messages.
-        templates: of chats, where it has none of its own.
-
-    Raises:
-        SettingError: it fails.
-    """
+    """Wrap a tokenizer of transformers: its backend where that gives its ids, else its own code."""
     texts = {key: str(text) for key, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
     own = named_templates(getattr(tokenizer, "chat_template", None)) or dict(templates or {})
     marks = [str(mark) for mark in tokenizer.all_special_tokens]

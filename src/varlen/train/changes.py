@@ -35,17 +35,7 @@ _PLACES = ("run.output", "run.resume")
 
 
 def checkpoint_of(run: RunSettings, folder: Path, ranks: Ranks) -> Checkpoint | None:
-    """Return what a run goes on from; None where it begins; all ranks call it together.
-
-    Args:
-        run: its settings.
-        folder: of its checkpoints.
-        ranks: of the run.
-
-    Raises:
-        SettingError: it is to begin anew where another run has been.
-        StateError: the newest checkpoint is damaged.
-    """
+    """Return what a run goes on from; None where it begins; all ranks call it together."""
     found = newest(folder, ranks)
     if found is not None and run.resume == "never":
         raise SettingError(
@@ -58,21 +48,7 @@ def checkpoint_of(run: RunSettings, folder: Path, ranks: Ranks) -> Checkpoint | 
 def check_unchanged(
     found: Checkpoint, settings: TrainSettings, config: Any, loader: PackedLoader, *, allow_changed: bool
 ) -> tuple[list[str], bool]:
-    """Put a loader where a checkpoint stands in the data, and require that the checkpoint is of the same run.
-
-    Args:
-        found: the checkpoint.
-        settings: of the run that goes on.
-        config: of its model.
-        loader: of its data; at its beginning, where that is other data.
-        allow_changed: go on with another model, tokenizer, data, size, seed or precision.
-
-    Returns:
-        Sentences about what has changed, and whether the data is begun anew.
-
-    Raises:
-        StateError: something has changed that isn't allowed to; names each, as it was and as it is.
-    """
+    """Put a loader where a checkpoint stands in the data, and require that the checkpoint is of the same run."""
     was, now = found.manifest.get("settings"), json.loads(json.dumps(asdict(settings)))
     words = [*([] if found.words is None else [found.words]), *_unknown(found, settings)]
     before: dict[str, Any] = dict(_flat(was)) if isinstance(was, Mapping) else {}
@@ -111,11 +87,7 @@ def check_unchanged(
 
 
 def _loader_state(found: Checkpoint) -> Mapping[str, Any]:
-    """Return the loader's state in a checkpoint.
-
-    Raises:
-        StateError: there is none.
-    """
+    """Return the loader's state in a checkpoint."""
     state = found.manifest.get("loader")
     if not isinstance(state, Mapping):
         raise StateError(f"{found.folder} doesn't say where it stands in the data")
@@ -212,13 +184,7 @@ class WeightsMark:
     """Which weights a run begins with; files are hashed by a thread beside the run, about a second a GB."""
 
     def __init__(self, path: str | None, config: Any, known: Mapping[str, Any] | None) -> None:
-        """Begin to look.
-
-        Args:
-            path: of the model; None: random weights, which the seed decides.
-            config: of the model.
-            known: what a checkpoint says already.
-        """
+        """Begin to look."""
         self._future: Future[dict[str, Any]] = Future()
         if known is not None or path is None:
             self._future.set_result(dict(known or {}))

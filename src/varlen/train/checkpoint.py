@@ -60,15 +60,6 @@ Tensors = dict[str, torch.Tensor]
 def newest(folder: Path, ranks: Ranks) -> Checkpoint | None:
     """Return the newest checkpoint of a folder, or None; all ranks call it together.
 
-    Args:
-        folder: of checkpoints.
-        ranks: of the run, each of which reads its share of the files.
-
-    Raises:
-        StateError: the newest isn't whole, so somebody else has touched it, or the disk has; an older one that is
-            whole is named.
-        VarlenError: another rank found that, or other checkpoints.
-
     Cost: reads all its files once, shared among ranks, at the speed of SHA-256 or of the disk.
     """
     paths: list[Path] = []
@@ -110,11 +101,7 @@ def _way_out(paths: Sequence[Path]) -> str:
 
 
 def _check(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Hold this rank's share of a checkpoint's files against their checksums.
-
-    Raises:
-        StateError: one isn't what was written, or can't be read.
-    """
+    """Hold this rank's share of a checkpoint's files against their checksums."""
     folder, manifest = checkpoint.folder, checkpoint.manifest
     try:
         if manifest["format"] == WITHOUT_CHECKSUMS:
@@ -127,11 +114,7 @@ def _check(checkpoint: Checkpoint, ranks: Ranks) -> None:
 
 
 def _check_steps(checkpoint: Checkpoint) -> None:
-    """Require, where there are no checksums, that the optimizer has taken as many steps as the run.
-
-    Raises:
-        StateError: it hasn't.
-    """
+    """Require, where there are no checksums, that the optimizer has taken as many steps as the run."""
     with _reading(checkpoint.folder):
         found = read_tensors(checkpoint.folder, STEP)
         steps = [float(one) for one in found.values()]
@@ -145,22 +128,7 @@ def _check_steps(checkpoint: Checkpoint) -> None:
 def save(
     folder: Path, step: int, tensors: Tensors, notes: Mapping[str, Any], ranks: Ranks, keep: int
 ) -> Path:
-    """Write a checkpoint; all ranks call it together.
-
-    Args:
-        folder: of checkpoints.
-        step: of the checkpoint.
-        tensors: by name; sharded ones are written by the ranks that hold them.
-        notes: numbers, texts, lists and mappings, of the first rank.
-        ranks: of the run.
-        keep: newest checkpoints that are kept, this one among them.
-
-    Returns:
-        Its folder.
-
-    Raises:
-        VarlenError: it can't be written, or another rank couldn't; the one before is as it was.
-    """
+    """Write a checkpoint; all ranks call it together."""
     final, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.part"
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}", folder):
         if ranks.is_first:
@@ -196,17 +164,7 @@ def _finish(partial: Path, final: Path, notes: Mapping[str, Any], checksums: Map
 
 
 def load(checkpoint: Checkpoint, tensors: Tensors, ranks: Ranks) -> None:
-    """Fill tensors with what a checkpoint holds; all ranks call it together.
-
-    Args:
-        checkpoint: of any number of ranks.
-        tensors: by name, of the shapes that were saved; filled in place.
-        ranks: of the run.
-
-    Raises:
-        StateError: the checkpoint holds other tensors.
-        VarlenError: another rank couldn't read it.
-    """
+    """Fill tensors with what a checkpoint holds; all ranks call it together."""
     fault: VarlenError | None = None
     try:
         with _reading(checkpoint.folder):
@@ -224,11 +182,7 @@ def load(checkpoint: Checkpoint, tensors: Tensors, ranks: Ranks) -> None:
 
 
 def _check_same(saved: Mapping[str, Any], tensors: Tensors, folder: Path) -> None:
-    """Require that a checkpoint holds these tensors.
-
-    Raises:
-        StateError: it doesn't.
-    """
+    """Require that a checkpoint holds these tensors."""
     for name, tensor in tensors.items():
         if name not in saved or saved[name].size != tensor.shape:
             shape = list(saved[name].size) if name in saved else "absent"
@@ -239,11 +193,7 @@ def _check_same(saved: Mapping[str, Any], tensors: Tensors, folder: Path) -> Non
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turn whatever a damaged file makes its readers raise into a sentence.
-
-    Raises:
-        StateError: the checkpoint can't be read.
-    """
+    """Turn whatever a damaged file makes its readers raise into a sentence."""
     try:
         with _quiet():
             yield
@@ -256,11 +206,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _for_all(ranks: Ranks, what: str, folder: Path) -> Iterator[None]:
-    """Fail on every rank where the disk failed one.
-
-    Raises:
-        VarlenError: it did.
-    """
+    """Fail on every rank where the disk failed one."""
     fault: VarlenError | None = None
     try:
         yield
@@ -294,28 +240,13 @@ def _quiet() -> Iterator[None]:
 
 
 def read_weights(checkpoint: Path) -> Tensors:
-    """Return the weights that a checkpoint holds, whole, by their names in the model; one process does so alone.
-
-    Args:
-        checkpoint: its folder.
-
-    Raises:
-        StateError: it can't be read.
-    """
+    """Return the weights that a checkpoint holds, whole, by their names in the model; one process does so alone."""
     found = read_tensors(checkpoint, WEIGHT)
     return {name.removeprefix(WEIGHT): tensor for name, tensor in found.items()}
 
 
 def read_tensors(checkpoint: Path, prefix: str) -> Tensors:
-    """Return the tensors that a checkpoint holds under names that begin so; one process does so alone.
-
-    Args:
-        checkpoint: its folder.
-        prefix: of the names.
-
-    Raises:
-        StateError: it can't be read.
-    """
+    """Return the tensors that a checkpoint holds under names that begin so; one process does so alone."""
     with _reading(checkpoint):
         reader = HuggingFaceStorageReader(str(checkpoint))
         saved = reader.read_metadata().state_dict_metadata
@@ -371,12 +302,7 @@ class HashingFiles(FileSystem):
 
 
 def gathered(digests: Mapping[str, bytes], ranks: Ranks) -> dict[int, str]:
-    """Return the checksums of the files that all ranks have written, by the shards' numbers.
-
-    Args:
-        digests: of this rank's files, by names that begin `shard-NUMBER-`, of which a rank writes one at most.
-        ranks: of the run.
-    """
+    """Return the checksums of the files that all ranks have written, by the shards' numbers."""
     mine: list[float] = [0.0] * (1 + DIGEST_BYTES)
     for name, digest in digests.items():
         mine = [float(shard_number(name)), *map(float, digest)]
@@ -393,17 +319,7 @@ def shard_number(name: str) -> int:
 
 
 def check_files(folder: Path, checksums: Mapping[str, str], mine: Sequence[str]) -> None:
-    """Hold files against their checksums.
-
-    Args:
-        folder: of the checkpoint.
-        checksums: of its files, by name.
-        mine: names of those that are to be read.
-
-    Raises:
-        StateError: one holds something else than was written.
-        OSError: one can't be read.
-    """
+    """Hold files against their checksums."""
     block = memoryview(bytearray(_BLOCK_BYTES))
     for name in mine:
         digest = hashlib.sha256()
@@ -424,28 +340,13 @@ _log = logging.getLogger(__name__)
 
 
 def begin(partial: Path) -> None:
-    """Make the folder of a checkpoint in the making, and mark it before anything else is in it.
-
-    Args:
-        partial: its name, which nothing else has.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Make the folder of a checkpoint in the making, and mark it before anything else is in it."""
     partial.mkdir()
     (partial / MANIFEST).write_text(json.dumps({"varlen": __version__, "kind": KIND}), encoding="utf-8")
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints.
-
-    Args:
-        folder: of checkpoints.
-        keep: how many stay; those in which somebody keeps files of their own stay too, and don't count.
-
-    Raises:
-        SettingError: as `remove_partial`.
-    """
+    """Remove all but the newest checkpoints."""
     for old in [path for path in checkpoints_in(folder) if _is_ours(path)][:-keep]:
         partial = old.with_name(f".{old.name}.part")  # so that no half of it is ever found under its name
         _remove_partial(partial)
@@ -471,24 +372,13 @@ def _is_ours(checkpoint: Path) -> bool:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what runs that were killed have left.
-
-    Args:
-        folder: of checkpoints.
-
-    Raises:
-        SettingError: somebody else's folder has the name of a checkpoint in the making.
-    """
+    """Remove what runs that were killed have left."""
     for path in folder.glob(".step-*.part"):
         _remove_partial(path)
 
 
 def _remove_partial(partial: Path) -> None:
-    """Remove a checkpoint in the making, which carries our mark.
-
-    Raises:
-        SettingError: it doesn't.
-    """
+    """Remove a checkpoint in the making, which carries our mark."""
     if not is_there(partial):
         return
     out = "move it away, or choose another run.output"
@@ -510,11 +400,6 @@ def state_tensors(
     """Return everything that a run's next step depends on and that is a tensor: weights and AdamW's state.
 
     A parameter without state yet, since nothing has trained it, gets one of zeros, which AdamW takes for none.
-
-    Args:
-        model: bare, sharded or not, whole or a stage.
-        optimizer: AdamW over its parameters.
-        tied: other names of tied weights, with those under which they are kept.
     """
     names = {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -540,14 +425,7 @@ def state_tensors(
 def put_steps(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str], tensors: Tensors
 ) -> None:
-    """Give every parameter's state the number of its steps, which isn't filled in place.
-
-    Args:
-        model: bare, sharded or not, whole or a stage.
-        optimizer: AdamW over its parameters.
-        tied: as for `state_tensors`.
-        tensors: of `state_tensors`, filled.
-    """
+    """Give every parameter's state the number of its steps, which isn't filled in place."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].fill_(float(tensors[f"{STEP}{tied.get(name, name)}"]))

@@ -24,12 +24,6 @@ def claimed(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder; the claim ends with this process, however that ends.
 
     A folder in which nothing else was written is removed again.
-
-    Args:
-        folder: of the run; made if need be.
-
-    Raises:
-        SettingError: another process trains there, or the folder can't be written.
     """
     with _locked(folder) as file:
         file.seek(0)
@@ -52,11 +46,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """Return the open lock of a folder.
-
-    Raises:
-        SettingError: it is another process's, or the folder can't be written.
-    """
+    """Return the open lock of a folder."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)

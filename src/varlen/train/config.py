@@ -27,16 +27,7 @@ _WORDS: dict[Any, str] = {
 
 
 def read_config(path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:
-    """Read a configuration file.
-
-    Args:
-        path: of the file.
-        changes: "table.key=value" each, put over what the file says; a value is TOML, or a text as it stands.
-
-    Raises:
-        SourceError: no such file, or no TOML.
-        SettingError: a key that is none, a value of another type or out of its range, or one that is missing.
-    """
+    """Read a configuration file."""
     try:
         table = parse_toml(read_regular_text(path))
     except OSError as error:
@@ -51,16 +42,7 @@ def read_config(path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:
 
 
 def as_settings(kind: type[_Settings], table: Mapping[str, Any], name: str) -> _Settings:
-    """Return the settings that a table holds.
-
-    Args:
-        kind: a frozen dataclass.
-        table: keys and values, as TOML has them.
-        name: of the table, dotted; "" for the file.
-
-    Raises:
-        SettingError: a key that is none, a value of another type or out of its range, or one that is missing.
-    """
+    """Return the settings that a table holds."""
     hints = get_type_hints(kind, include_extras=True)
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for key in table:
@@ -91,11 +73,7 @@ def _nearest(key: str, name: str, known: Iterable[str]) -> str:
 
 
 def _as_value(hint: Any, value: Any, key: str) -> Any:
-    """Return a value as a field wants it.
-
-    Raises:
-        SettingError: it is of another type.
-    """
+    """Return a value as a field wants it."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = tuple(option for option in options if option is not NoneType)
     for option in options:
@@ -150,11 +128,7 @@ def _shown(value: Any) -> str:
 
 
 def _put(table: dict[str, Any], change: str) -> None:
-    """Put one "table.key=value" over a table.
-
-    Raises:
-        SettingError: it is of another form.
-    """
+    """Put one "table.key=value" over a table."""
     key, equals, text = change.partition("=")
     *path, last = key.strip().split(".")
     if not (equals and path and last):

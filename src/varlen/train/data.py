@@ -19,19 +19,7 @@ from varlen.train.tokens import RunTokenizer, as_data
 
 
 def open_loader(settings: TrainSettings, config: Any, tokenizer: RunTokenizer, ranks: Ranks) -> PackedLoader:
-    """Return the loader of this rank, or of whole steps where they are planned; nothing is read ahead yet.
-
-    Args:
-        settings: of the run.
-        config: of the model, which the data must fit.
-        tokenizer: of the run.
-        ranks: of the run.
-
-    Raises:
-        SettingError: settings that don't go together, or with the data or the model.
-        SourceError: no such data.
-        OverlongDocumentError: a document is longer than a pack, and `data.overlong` is "error".
-    """
+    """Return the loader of this rank, or of whole steps where they are planned; nothing is read ahead yet."""
     data, run = settings.data, settings.run
     given: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(data)}
     given = {name: value for name, value in given.items() if value is not None}
@@ -56,16 +44,7 @@ def open_loader(settings: TrainSettings, config: Any, tokenizer: RunTokenizer, r
 
 
 def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -> int | None:
-    """Return the optimizer steps of the whole run, or None where only the end of the data will say.
-
-    Args:
-        loader: of the run.
-        settings: of the run.
-        begun_at: steps of the run before its data was begun, where that is other data than before.
-
-    Raises:
-        SettingError: the learning rate is to fall to the end, and nobody knows where that is.
-    """
+    """Return the optimizer steps of the whole run, or None where only the end of the data will say."""
     if settings.run.steps is not None:
         return settings.run.steps
     try:
@@ -81,10 +60,6 @@ def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -
 
 
 def smallest_batch(pad_id: int = 0) -> PackedBatch:
-    """Return one document of two tokens, to ask a model what it makes of batches.
-
-    Args:
-        pad_id: token id of both.
-    """
+    """Return one document of two tokens, to ask a model what it makes of batches."""
     tokens = np.full(2, pad_id, dtype=np.int32)
     return collate((tokens, np.array([0, 2])), pack([2], capacity=2))

@@ -64,13 +64,7 @@ class Replay:
     _seen: int = 0
 
     def note(self, before: Mapping[str, Any], seconds: float, waited_s: float) -> None:
-        """Enter a step.
-
-        Args:
-            before: the loader's state when it began.
-            seconds: that it took.
-            waited_s: of them for batches.
-        """
+        """Enter a step."""
         self._seen += 1
         if self._seen == 1:
             return  # whose batches weren't made ahead yet, and whose kernels weren't warm
@@ -81,18 +75,7 @@ class Replay:
     def measure(
         self, loader: PackedLoader, stepper: Steps, ranks: Ranks, number: int, say: Callable[[str], None]
     ) -> Exposed | None:
-        """Train the noted steps again, from memory; the weights are none of a run's afterwards.
-
-        Args:
-            loader: of the run.
-            stepper: of the run.
-            ranks: of the run.
-            number: of the next step.
-            say: told what goes on.
-
-        Returns:
-            None where no step was noted.
-        """
+        """Train the noted steps again, from memory; the weights are none of a run's afterwards."""
         if not self._steps:
             return None
         count = len(self._steps)

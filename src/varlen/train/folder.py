@@ -22,13 +22,6 @@ def prepare(run: RunSettings, metrics: str) -> None:
     """Remove what runs that were killed have left, and refuse what isn't a run's where this one will write.
 
     The folder itself may be a link; what is in it may not.
-
-    Args:
-        run: settings of the run.
-        metrics: name of the file of steps.
-
-    Raises:
-        SettingError: somebody else's file, folder or link has one of the names; nothing has changed but leftovers.
     """
     folder = run.folder
     for name in (CHECKPOINTS, STATE, MEASURED):
@@ -48,11 +41,7 @@ def prepare(run: RunSettings, metrics: str) -> None:
 
 
 def _check_plans(path: Path) -> None:
-    """Refuse a file that doesn't hold how steps were planned.
-
-    Raises:
-        SettingError: it holds something else.
-    """
+    """Refuse a file that doesn't hold how steps were planned."""
     if not is_there(path):
         return
     try:

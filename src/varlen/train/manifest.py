@@ -40,11 +40,7 @@ class Checkpoint:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, the newest last.
-
-    Raises:
-        StateError: it can't be listed, so that nobody knows whether there are any.
-    """
+    """Return the checkpoints of a folder, the newest last."""
     try:
         names = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -57,11 +53,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def opened(folder: Path) -> Checkpoint:
-    """Return a checkpoint whose files are all there, by their sizes.
-
-    Raises:
-        StateError: they aren't, or what it says of itself is damaged.
-    """
+    """Return a checkpoint whose files are all there, by their sizes."""
     try:
         manifest = json.loads(read_regular(folder / MANIFEST))
     except (OSError, ValueError, RecursionError) as error:
@@ -119,11 +111,7 @@ def _step_of(folder: Path) -> int:
 
 
 def _check_size(path: Path, size: int) -> None:
-    """Require a file of a size.
-
-    Raises:
-        StateError: there is none.
-    """
+    """Require a file of a size."""
     try:
         now = path.stat()
         require_regular(now.st_mode)

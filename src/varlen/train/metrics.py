@@ -63,15 +63,7 @@ class MetricsFile:
     """A file of steps, written by the first rank."""
 
     def __init__(self, path: Path, after: int) -> None:
-        """Open the file, and cut off what stands in it of later steps.
-
-        Args:
-            path: of the file.
-            after: the step that the run goes on from.
-
-        Raises:
-            SettingError: it can't be written, is a link, or holds lines that no run has written.
-        """
+        """Open the file, and cut off what stands in it of later steps."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_own(path, _OUT)
@@ -102,14 +94,7 @@ class MetricsFile:
 
 
 def check_metrics(path: Path) -> None:
-    """Refuse a file that no run has written, before anything is built.
-
-    Args:
-        path: where steps are to be written; nothing need be there.
-
-    Raises:
-        SettingError: it is a link or no file, or holds other lines.
-    """
+    """Refuse a file that no run has written, before anything is built."""
     if not is_there(path):
         return
     try:
@@ -120,11 +105,7 @@ def check_metrics(path: Path) -> None:
 
 
 def _end_of(file: IO[bytes], path: Path, after: int) -> int:
-    """Return where the last whole line of a step up to `after` ends.
-
-    Raises:
-        SettingError: a line is none of a step, but for the last one, which a stop may have torn.
-    """
+    """Return where the last whole line of a step up to `after` ends."""
     end = 0
     is_before = True
     for number, line in enumerate(file, start=1):

@@ -37,16 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
-    """Return the configuration of the model, without building it.
-
-    Args:
-        settings: of the model.
-        vocabulary: token ids that the data may hold; what random weights embed unless they say otherwise.
-
-    Raises:
-        SettingError: no such type, a setting that the type doesn't have, or a vocabulary that nobody knows.
-        SourceError: the folder holds no model.
-    """
+    """Return the configuration of the model, without building it."""
     if settings.path is not None:
         return _saved_config(settings.path)
     assert settings.type is not None, "settings name one of the two"
@@ -86,11 +77,7 @@ def _place(path: str) -> tuple[str, bool]:
 
 
 def _saved_config(path: str) -> Any:
-    """Return the configuration that a folder, or a name on the hub, holds.
-
-    Raises:
-        SourceError: it holds none.
-    """
+    """Return the configuration that a folder, or a name on the hub, holds."""
     place, is_here = _place(path)
     if not (Path(place) / "config.json").is_file() if is_here else not _HUB_NAME.fullmatch(path):
         raise SourceError(
@@ -105,15 +92,7 @@ def _saved_config(path: str) -> Any:
 
 
 def saved_dtype(config: Any, settings: ModelSettings) -> torch.dtype:
-    """Return the dtype that the trained model is saved in: the one that is asked for, else the checkpoint's own.
-
-    Args:
-        config: of `model_config`, before a model is built from it.
-        settings: of the model.
-
-    Raises:
-        SourceError: the checkpoint's weights can't be read.
-    """
+    """Return the dtype that the trained model is saved in: the one that is asked for, else the checkpoint's own."""
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
     own = getattr(config, "dtype", None)
@@ -123,11 +102,7 @@ def saved_dtype(config: Any, settings: ModelSettings) -> torch.dtype:
 
 
 def _stored_dtype(path: str) -> torch.dtype:
-    """Return the dtype of a checkpoint's first floating weight, as transformers takes it where no file says.
-
-    Raises:
-        SourceError: the weights can't be read.
-    """
+    """Return the dtype of a checkpoint's first floating weight, as transformers takes it where no file says."""
     place, is_here = _place(path)
     found: str | None = None
     try:
@@ -148,18 +123,7 @@ def _stored_dtype(path: str) -> torch.dtype:
 
 
 def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: bool = True) -> Any:
-    """Build the model in float32 on the CPU, equal on every rank, with the attention that keeps documents apart.
-
-    Args:
-        config: of `model_config`.
-        settings: of the model.
-        seed: of random weights.
-        weights: whether a folder's weights are read; False where a checkpoint's follow.
-
-    Raises:
-        ModelError: no argument keeps this model's documents apart, or it has no such attention.
-        SourceError: the folder's weights can't be read.
-    """
+    """Build the model in float32 on the CPU, equal on every rank, with the attention that keeps documents apart."""
     torch.manual_seed(seed)
     if settings.path is None or not weights:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -172,11 +136,7 @@ def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: boo
 
 
 def _read_model(path: str, config: Any) -> Any:
-    """Return the model whose weights a folder, or a name on the hub, holds: safetensors alone, which run no code.
-
-    Raises:
-        SourceError: it holds none.
-    """
+    """Return the model whose weights a folder, or a name on the hub, holds: safetensors alone, which run no code."""
     place, is_here = _place(path)
     try:
         return AutoModelForCausalLM.from_pretrained(
@@ -188,11 +148,7 @@ def _read_model(path: str, config: Any) -> Any:
 
 
 def _set_attention(model: Any, attention: str) -> None:
-    """Set the attention: per document where the model computes it through transformers' registry.
-
-    Raises:
-        ModelError: the model refuses all, or the one that is named.
-    """
+    """Set the attention: per document where the model computes it through transformers' registry."""
     hf.register()
     names = ["varlen", "sdpa", "eager"] if attention == "auto" else [attention]
     refused = ""
@@ -214,9 +170,6 @@ def tied_names(model: Any) -> Mapping[str, str]:
     """Return the other names of parameters that stand in several places, with the name that checkpoints have.
 
     A stage may hold a tied weight in a place that isn't its first.
-
-    Args:
-        model: whole.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -224,12 +177,7 @@ def tied_names(model: Any) -> Mapping[str, str]:
 
 
 def copy_generation(settings: ModelSettings, folder: Path) -> None:
-    """Copy what a model's folder says of generating, its stop tokens among it, beside the trained model.
-
-    Args:
-        settings: of the model.
-        folder: of the trained model.
-    """
+    """Copy what a model's folder says of generating, its stop tokens among it, beside the trained model."""
     place, is_here = _place(settings.path or "")
     said = Path(place) / "generation_config.json"
     if settings.path is not None and is_here and said.is_file():
@@ -237,11 +185,7 @@ def copy_generation(settings: ModelSettings, folder: Path) -> None:
 
 
 def described(config: Any) -> Mapping[str, Any]:
-    """Return what tells one model from another, as JSON has it: a checkpoint's weights fit no other.
-
-    Args:
-        config: of `model_config`.
-    """
+    """Return what tells one model from another, as JSON has it: a checkpoint's weights fit no other."""
     told = json.loads(json.dumps(config.to_diff_dict(), default=str))
     return {key: value for key, value in told.items() if not key.startswith("_") and key not in _CHANGEABLE}
 
@@ -256,12 +200,7 @@ _MARK = ".varlen.json"
 
 
 def whole_weights(model: Any, tied: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
-    """Return a model's weights on the first rank, each once; all ranks call it together.
-
-    Args:
-        model: bare, sharded or not, and no stage.
-        tied: other names of tied weights, which whole shards have too.
-    """
+    """Return a model's weights on the first rank, each once; all ranks call it together."""
     every: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
@@ -280,15 +219,7 @@ def export_model(
     """Write a model to a folder, which appears whole; all ranks call it together.
 
     Args:
-        weights: of the model by name; those of the first rank are written.
-        config: of the model.
-        folder: what is in it is replaced.
-        ranks: of the run.
         dtype: that it is saved in; weights that the model keeps in float32 stay so.
-        beside: writes what else belongs into the folder, such as the tokenizer.
-
-    Raises:
-        VarlenError: it can't be written, or another rank failed.
     """
     fault: VarlenError | None = None
     if ranks.is_first:
@@ -321,14 +252,7 @@ def export_model(
 
 
 def clear_models(folder: Path) -> None:
-    """Remove what runs that were killed have left of a model, and refuse somebody else's folder of its name.
-
-    Args:
-        folder: where the model is to be; nothing need be there.
-
-    Raises:
-        SettingError: as `check_model`.
-    """
+    """Remove what runs that were killed have left of a model, and refuse somebody else's folder of its name."""
     for left in folder.parent.glob(f".{folder.name}.*.part"):
         if not left.is_symlink() and left.is_dir() and mark_of_folder(left, _MARK, _is_mark):
             remove_marked(left, _MARK)
@@ -336,14 +260,7 @@ def clear_models(folder: Path) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Refuse to replace a folder that doesn't hold a model as a run wrote it.
-
-    Args:
-        folder: where the model is to be; nothing need be there.
-
-    Raises:
-        SettingError: it is a link or a file, it carries no mark, or a file in it isn't as it was written.
-    """
+    """Refuse to replace a folder that doesn't hold a model as a run wrote it."""
     out = "move it away and run the same command again, or choose another run.output"
     refuse_link(folder, out)
     if not is_there(folder):

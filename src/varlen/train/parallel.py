@@ -28,13 +28,7 @@ from varlen.train.settings import RunSettings
 
 
 def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
-    """Return the model as this rank trains it, on its device.
-
-    Args:
-        model: equal on every rank, on the CPU.
-        settings: of the run.
-        ranks: of the run.
-    """
+    """Return the model as this rank trains it, on its device."""
     if settings.parallel == "fsdp" and dist.is_initialized():
         return sharded(
             model, settings, ranks.device, init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -54,14 +48,7 @@ def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
 
 
 def sharded(model: Any, settings: RunSettings, device: torch.device, mesh: DeviceMesh) -> Any:
-    """Shard every layer by itself, and the rest together; weights stay float32 whatever is computed in.
-
-    Args:
-        model: equal on all processes of the mesh, on the CPU.
-        settings: of the run.
-        device: of this process.
-        mesh: the processes that hold a shard each.
-    """
+    """Shard every layer by itself, and the rest together; weights stay float32 whatever is computed in."""
     half = torch.bfloat16 if settings.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, output_dtype=None)
     layers = set(getattr(model, "_no_split_modules", None) or ())
@@ -94,10 +81,6 @@ def settle(model: Any, passes: Callable[[], torch.Tensor]) -> None:
 
     DDP lays its gradients out anew after the first backward pass, and with three ranks or more another layout adds
     them in another order, which another last bit shows. So that pass is done before the first step.
-
-    Args:
-        model: of `shared`.
-        passes: does a forward pass and returns the loss, alike on every rank.
     """
     if isinstance(model, DistributedDataParallel):
         for _ in range(2):  # the layout changes at the beginning of the second
@@ -141,14 +124,7 @@ class Ranks:
         self.gather([0.0])
 
     def check_all(self, fault: VarlenError | None) -> None:
-        """Fail on every rank where one has failed.
-
-        Args:
-            fault: of this rank, or None.
-
-        Raises:
-            VarlenError: this rank's fault, or the word that another has failed.
-        """
+        """Fail on every rank where one has failed."""
         failed = self.gather([fault is not None])[:, 0].nonzero().flatten().tolist()
         if fault is not None:
             raise fault
@@ -157,11 +133,7 @@ class Ranks:
 
 
 def device_of(settings: RunSettings) -> torch.device:
-    """Return where this process computes.
-
-    Raises:
-        SettingError: a GPU is asked for where there is none.
-    """
+    """Return where this process computes."""
     there = torch.cuda.is_available()
     if settings.device == "cuda" and not there:
         raise SettingError('run.device is "cuda" and PyTorch finds no GPU here; set run.device = "cpu"')
@@ -172,11 +144,7 @@ def device_of(settings: RunSettings) -> torch.device:
 
 @contextmanager
 def _ending_together(notes: Notes) -> Iterator[None]:
-    """End by the signal that has ended another rank, where that happened before they could agree on a step.
-
-    Raises:
-        Stopped: one of the ranks was stopped.
-    """
+    """End by the signal that has ended another rank, where that happened before they could agree on a step."""
     others = [rank for rank in range(notes.world_size) if rank != notes.rank]
     try:
         yield
@@ -202,11 +170,7 @@ def _ending_together(notes: Notes) -> Iterator[None]:
 
 
 def _world_size() -> int:
-    """Return how many processes torchrun started; 1 where it started none.
-
-    Raises:
-        SettingError: the launcher's variables don't say how the processes find each other.
-    """
+    """Return how many processes torchrun started; 1 where it started none."""
     said = os.environ.get("WORLD_SIZE", "").strip() or "1"
     told = {name: os.environ.get(name, "").strip() for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
     if said.isdecimal() and int(said) <= 1:
@@ -227,12 +191,7 @@ def _world_size() -> int:
 
 @contextmanager
 def joined(settings: RunSettings) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, or be alone.
-
-    Raises:
-        SettingError: several processes, and no way named to share the work; or no GPU where one is asked for.
-        WorkerDiedError: another rank is gone; says which.
-    """
+    """Join the processes that torchrun started, or be alone."""
     world_size = _world_size()
     launch = launched() if world_size == 1 else None
     if launch is not None:

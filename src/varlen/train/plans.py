@@ -65,26 +65,17 @@ class Plans(Protocol):
         """What plans there are, for people."""
 
     def begin(self, step: int) -> None:
-        """Begin to plan, where that is done ahead.
-
-        Args:
-            step: from 0; which is taken first.
-        """
+        """Begin to plan, where that is done ahead."""
 
     def take(self, step: int, lengths: Int32Array) -> Taken:
         """Return the plan of a step; all ranks call it.
 
         Args:
-            step: from 0.
             lengths: int32 `[num_documents]`: of its documents.
         """
 
     def beside(self, step: int) -> AbstractContextManager[Any]:
-        """Return what a step computes in: what plans take is done beside it, and is done when it ends.
-
-        Args:
-            step: that was taken.
-        """
+        """Return what a step computes in: what plans take is done beside it, and is done when it ends."""
 
     def simulated_s(self, plan: StepPlan) -> float | None:
         """Return the seconds that a plan was made for; None where nobody knows."""
@@ -141,16 +132,7 @@ class PlansAhead:
         ranks: Ranks,
         folder: Path,
     ) -> None:
-        """Take what plans are made of; nothing is planned yet.
-
-        Args:
-            loader: of the run; knows the lengths of coming steps.
-            settings: of the plans.
-            mesh: of the run.
-            cost: of the first rank.
-            ranks: of the run.
-            folder: of the run.
-        """
+        """Take what plans are made of; nothing is planned yet."""
         self._loader, self._settings, self._mesh, self._cost = loader, settings, mesh, cost
         self._ranks, self._path = ranks, folder / STATE
         self._method = settings.method or "micropack"
@@ -175,11 +157,7 @@ class PlansAhead:
         return f'"{self._method}" on {mesh}{kept}{rates}'
 
     def begin(self, step: int) -> None:
-        """Begin to plan on the first rank, and have steps that are run again planned as they were.
-
-        Args:
-            step: from 0; which is taken first.
-        """
+        """Begin to plan on the first rank, and have steps that are run again planned as they were."""
         if self._cost is None or self._planner is not None:
             return
         given = self._settings
@@ -208,12 +186,7 @@ class PlansAhead:
                 self._planner.load_state_dict(kept["planner"])
 
     def take(self, step: int, lengths: Int32Array) -> Taken:
-        """Return the plan of a step; see `Plans.take`.
-
-        Raises:
-            PlanError: no plan holds the step, or its documents are others than the loader said before.
-            VarlenError: the first rank has no plan.
-        """
+        """Return the plan of a step; see `Plans.take`."""
         begun = time.perf_counter()
         self.begin(step)
         if self._planner is None:
@@ -232,11 +205,7 @@ class PlansAhead:
 
     @contextmanager
     def beside(self, step: int) -> Iterator[None]:
-        """Note how the step was answered, and look up the lengths that the next one asks for; see `Plans.beside`.
-
-        Raises:
-            VarlenError: the folder can't be written, so that nobody would know by which plan the step was run.
-        """
+        """Note how the step was answered, and look up the lengths that the next one asks for; see `Plans.beside`."""
         if self._planner is None or self._aside is None:
             yield
             return
@@ -256,11 +225,7 @@ class PlansAhead:
         return self._known[step] if step in self._known else self._loader.lengths(step)
 
     def _told(self, step: int) -> StepPlan:
-        """The first rank's plan.
-
-        Raises:
-            VarlenError: it has none.
-        """
+        """The first rank's plan."""
         try:
             return broadcast_plan(None, self._ranks.store, step, name=_NAME)
         except PlanError:
@@ -295,11 +260,7 @@ class PlansAhead:
 
 
 def _check_documents(plan: StepPlan, lengths: Int32Array, step: int) -> None:
-    """Require that a step holds the documents that it was planned for, in their order.
-
-    Raises:
-        PlanError: it doesn't.
-    """
+    """Require that a step holds the documents that it was planned for, in their order."""
     if len(plan.lengths) == len(lengths) and (plan.lengths == lengths).all():
         return
     differ = (
@@ -319,16 +280,7 @@ _SHARDING: Final[dict[str, Sharding]] = {"none": "none", "ddp": "none", "fsdp": 
 
 
 def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
-    """Return how the processes of a run are arranged.
-
-    Args:
-        plan: its stages.
-        run: how data-parallel ranks share a stage.
-        world_size: processes.
-
-    Raises:
-        SettingError: they can't be divided into pipelines, or each needs hardware that there is no word of.
-    """
+    """Return how the processes of a run are arranged."""
     if world_size % plan.pp:
         below, above = world_size - world_size % plan.pp, world_size + plan.pp - world_size % plan.pp
         near = f"{below:,} or {above:,}" if below else f"{above:,}"
@@ -354,19 +306,7 @@ def plans_of(
     ranks: Ranks,
     say: Callable[[str], object],
 ) -> Plans:
-    """Return what plans the steps of a run; nothing is planned yet, but a new machine is measured.
-
-    Args:
-        loader: of the run, with all packs of a step in one batch.
-        settings: of the run, with a `plan`.
-        config: of the model.
-        ranks: of the run.
-        say: told what goes on.
-
-    Raises:
-        SettingError: a mesh that doesn't divide the processes or the model, hardware that isn't there, or data whose
-            lengths nobody knows.
-    """
+    """Return what plans the steps of a run; nothing is planned yet, but a new machine is measured."""
     plan = settings.plan
     assert plan is not None, "such a run is planned"
     mesh = mesh_of(plan, settings.run, ranks.world_size)
@@ -414,17 +354,7 @@ def _cost_of(
 
 
 def engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
-    """Cut a model to this process's stage, shard it if that is wanted, and return what runs plans through it.
-
-    Args:
-        model: equal on every rank, on the CPU; cut in place.
-        settings: of the run, with a `plan`.
-        ranks: of the run.
-
-    Raises:
-        ModelError: a family that isn't run in slices, or one that isn't cut.
-        VarlenError: another rank has another model, or is gone.
-    """
+    """Cut a model to this process's stage, shard it if that is wanted, and return what runs plans through it."""
     plan, run = settings.plan, settings.run
     assert plan is not None, "such a run is planned"
     mesh = mesh_of(plan, run, ranks.world_size)
@@ -463,16 +393,6 @@ def affordable(
 
     Args:
         lengths: int32 `[num_documents]`.
-        cost: seconds and bytes; what it recomputes and offloads counts for nothing.
-        mesh: the GPUs.
-        method: of `vl.plan_step`.
-        search: what may be tried.
-        recompute: of the plan; "auto": any.
-        offload: of the plan; "auto": any.
-
-    Raises:
-        PlanError: none fits; says what would.
-        VarlenError: what `vl.plan_step` raises else.
     """
     try:
         return _planned(lengths, cost, mesh, method, search, recompute, offload)
@@ -551,17 +471,6 @@ def hardware_of(
 ) -> Hardware:
     """Return the hardware that plans are priced by.
 
-    Args:
-        settings: of the plans.
-        shape: of the model, at whose widths kernels are measured.
-        device: where the run computes.
-        dtype: that it computes in.
-        folder: of the run, which keeps what was measured: other rates would plan the steps of a resumed run anew.
-        say: told what goes on.
-
-    Raises:
-        SettingError: no such name, no such file, or a file of something else.
-
     Cost: `settings.calibrate_s` seconds once, where nothing is named and the device isn't known.
     """
     named = settings.hardware
@@ -597,11 +506,6 @@ def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
 
     Where states leave room for rows, it is that many times smaller, on the stage whose states are least. What is all
     in float32 also takes as many times longer on every link; under autocast keys and values are not, and links stay.
-
-    Args:
-        cost: of half precision.
-        mesh: of the run.
-        times: bytes of a row over those counted.
     """
     state = float(cost.memory(mesh).state_bytes.min())
     room = cost.limit_bytes - state
@@ -617,11 +521,7 @@ def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
 
 
 def _named(name: str) -> Hardware:
-    """Hardware of a name or of a file.
-
-    Raises:
-        SettingError: there is none.
-    """
+    """Hardware of a name or of a file."""
     if Path(name).is_file():
         return load_hardware(name)
     if Path(name).suffix == ".json" or "/" in name:

@@ -88,11 +88,7 @@ class ModelSettings:
     """"auto": per document where the model allows; or transformers' name of an attention."""
 
     def __post_init__(self) -> None:
-        """Require one of the two ways to name a model.
-
-        Raises:
-            SettingError: both, or neither.
-        """
+        """Require one of the two ways to name a model."""
         if (self.type is None) == (self.path is None):
             both = "names both" if self.type is not None else "names neither"
             raise SettingError(
@@ -126,11 +122,7 @@ class OptimizerSettings:
     """Gradients are scaled down to this norm; 0 leaves them."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers with which nothing can be trained.
-
-        Raises:
-            SettingError: one is out of its range, named.
-        """
+        """Refuse numbers with which nothing can be trained."""
         for name in ("learning_rate", "weight_decay", "warmup_steps", "min_learning_rate", "max_grad_norm"):
             _check_range(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("beta1", "beta2"):
@@ -169,11 +161,7 @@ class RunSettings:
     """Longest that processes wait for each other."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of their range.
-
-        Raises:
-            SettingError: one is, named.
-        """
+        """Refuse numbers out of their range."""
         lowest = {"steps": 1, "epochs": 1, "checkpoint_every": 0, "keep": 1, "threads": 1, "timeout_s": 1}
         for name, limit in lowest.items():
             if getattr(self, name) is not None:
@@ -196,11 +184,7 @@ class LogSettings:
     """Steps between two lines where there is no terminal to draw on."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be.
-
-        Raises:
-            SettingError: no step, or no name of a file.
-        """
+        """Refuse what can't be."""
         _check_range("log.every", self.every, 1)
         if Path(self.metrics).name != self.metrics or self.metrics in _TAKEN:
             raise SettingError(
@@ -219,11 +203,7 @@ class MeasureSettings:
     """Steps at the end of training that are trained again."""
 
     def __post_init__(self) -> None:
-        """Refuse to measure nothing.
-
-        Raises:
-            SettingError: fewer than one step.
-        """
+        """Refuse to measure nothing."""
         _check_range("measure.steps", self.steps, 1)
 
 
@@ -270,11 +250,7 @@ class PlanSettings:
     """How long a run waits for its first plan, and for one that is made again after a stop."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of their range, and rows for plans that are made of seconds.
-
-        Raises:
-            SettingError: one is, named.
-        """
+        """Refuse numbers out of their range, and rows for plans that are made of seconds."""
         for name in ("slice_tokens", "pp", "virtual_stages", "least_rows", "ahead"):
             if getattr(self, name) is not None:
                 _check_range(f"plan.{name}", getattr(self, name), 1)
@@ -322,11 +298,7 @@ class TrainSettings:
     plan: PlanSettings | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what slices don't run.
-
-        Raises:
-            SettingError: an attention of another's.
-        """
+        """Refuse what slices don't run."""
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(
                 f'model.attention = "{self.model.attention}" and [plan]: slices bring their own attention; leave one '
@@ -335,11 +307,7 @@ class TrainSettings:
 
 
 def _check_range(name: str, value: float, lowest: float, highest: float | None = None) -> None:
-    """Require that a number lies in its range, both ends included.
-
-    Raises:
-        SettingError: it doesn't.
-    """
+    """Require that a number lies in its range, both ends included."""
     if not value >= lowest:
         raise SettingError(f"{name} must be at least {lowest:,}, got {value:,}")
     if highest is not None and not value <= highest:
@@ -406,11 +374,7 @@ exposed_data = false         # after the last step, train the last 20 again from
 
 
 def write_example(path: str | Path) -> None:
-    """Write the example; it replaces nothing.
-
-    Raises:
-        SettingError: the file is there already, or can't be written.
-    """
+    """Write the example; it replaces nothing."""
     try:
         with Path(path).open("x", encoding="utf-8") as file:
             file.write(EXAMPLE.replace("CONFIG.toml", os.fspath(path)))

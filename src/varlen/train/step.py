@@ -68,30 +68,14 @@ class Stepper:
         micro_batches: int,
         has_weights: bool = False,
     ) -> None:
-        """Take all that a step needs.
-
-        Args:
-            model: bare.
-            shared: the same as ranks share it.
-            optimizer: over its parameters.
-            settings: of the run.
-            ranks: of the run.
-            micro_batches: of a step and rank.
-            has_weights: targets may weigh as their rows say, on all ranks alike.
-        """
+        """Take all that a step needs."""
         self.model, self.optimizer = model, optimizer
         self._shared, self._settings, self._ranks = shared, settings, ranks
         self._micro_batches, self._has_weights = micro_batches, has_weights
         settle(shared, lambda: self._loss_sum(smallest_batch(settings.data.pad_id or 0))[0])
 
     def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
-        """Train one step; None where the data is at its end, and nothing has changed.
-
-        Args:
-            number: of the step, from 1; with the seed and the rank it decides what dropout draws.
-            learning_rate: of the step.
-            take: gives its batches.
-        """
+        """Train one step; None where the data is at its end, and nothing has changed."""
         watch = Stopwatch(self._ranks.device)
         torch.manual_seed(self._seed(number))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
@@ -143,12 +127,7 @@ class Stepper:
         return whole
 
     def _loss_sum(self, batch: PackedBatch) -> tuple[torch.Tensor, Any]:
-        """Run the model forward on a batch, whose documents don't see each other.
-
-        Returns:
-            The sum of its losses, each multiplied by what its target weighs; and, where rows may say that, the sum
-            of the weights.
-        """
+        """Run the model forward on a batch, whose documents don't see each other."""
         weights = batch.to_torch(self._ranks.device).loss_weights() if self._has_weights else None
         arguments = hf.model_inputs(unweighted(batch), self.model)
         labels = arguments.pop("labels")
@@ -176,12 +155,7 @@ class Stepper:
 
 
 def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Change weights by their gradients, which are gone then.
-
-    Args:
-        optimizer: over the weights.
-        learning_rate: of the step.
-    """
+    """Change weights by their gradients, which are gone then."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
@@ -208,32 +182,14 @@ class PlannedStepper:
         settings: TrainSettings,
         ranks: Ranks,
     ) -> None:
-        """Take all that a step needs.
-
-        Args:
-            engine: runs plans through the model.
-            optimizer: over the parameters that this process holds.
-            plans: of the run.
-            settings: of the run.
-            ranks: of the run.
-        """
+        """Take all that a step needs."""
         self.model, self.optimizer = engine.model, optimizer
         self._engine, self._plans, self._settings, self._ranks = engine, plans, settings, ranks
         self._kept: OrderedDict[int, StepPlan] = OrderedDict()
         self._most_kept = settings.measure.steps + 1 if settings.measure.exposed_data else 0
 
     def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
-        """Train one step; None where the data is at its end, and nothing has changed.
-
-        Args:
-            number: of the step, from 1.
-            learning_rate: of the step.
-            take: gives its batch.
-
-        Raises:
-            PlanError: no plan holds the step; nothing has changed.
-            VarlenError: another rank failed.
-        """
+        """Train one step; None where the data is at its end, and nothing has changed."""
         watch = Stopwatch(self._ranks.device)
         begun = time.perf_counter()
         batch = take()
@@ -320,13 +276,7 @@ def _block_sum(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tenso
 def make_optimizer(
     model: torch.nn.Module, settings: OptimizerSettings, device: torch.device
 ) -> torch.optim.AdamW:
-    """Return AdamW over a model's parameters, of which only matrices decay.
-
-    Args:
-        model: sharded or not.
-        settings: of the optimizer.
-        device: where the parameters are; decides whether the fused kernel is there.
-    """
+    """Return AdamW over a model's parameters, of which only matrices decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -345,11 +295,6 @@ def make_optimizer(
 
 def learning_rate(step: int, steps: int | None, settings: OptimizerSettings) -> float:
     """Return the learning rate of a step.
-
-    Args:
-        step: from 1.
-        steps: of the whole training; "constant" needs none.
-        settings: of the optimizer.
 
     >>> settings = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=2)
     >>> [learning_rate(step, 6, settings) for step in range(1, 7)]
@@ -373,11 +318,7 @@ class Stopwatch:
     """Runs from when it is made until `stop`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin.
-
-        Args:
-            device: whose work is measured.
-        """
+        """Begin."""
         self._is_gpu = device.type == "cuda"
         self._begin = self._mark()
         self._end: Any = None

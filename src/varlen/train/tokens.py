@@ -45,16 +45,7 @@ class RunTokenizer:
 
 
 def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
-    """Return the tokenizer of a run: the one that is named, else the model's own, else bytes.
-
-    Args:
-        data: of the run.
-        model: of the run.
-
-    Raises:
-        SettingError: no such tokenizer, or the data holds tokens of another one; both are named.
-        SourceError: no such data.
-    """
+    """Return the tokenizer of a run: the one that is named, else the model's own, else bytes."""
     own = model.path if model.path is not None and holds_tokenizer(model.path) else None
     origin = data.tokenizer if data.tokenizer is not None else own
     of_folders: dict[str, Any] = {"split": data.split, "format": data.format}
@@ -76,11 +67,7 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
 
 
 def _of_tokens(tokens: Any, data: DataSettings, model: ModelSettings, origin: str | None) -> RunTokenizer:
-    """Compare tokens that are there with the tokenizer that they are taken to be of; arguments as above.
-
-    Raises:
-        SettingError: they are of another one.
-    """
+    """Compare tokens that are there with the tokenizer that they are taken to be of; arguments as above."""
     mark = made_by(tokens)
     size = None if mark is None else mark.vocab_size
     if origin is None:
@@ -101,15 +88,7 @@ def _of_tokens(tokens: Any, data: DataSettings, model: ModelSettings, origin: st
 
 
 def _loaded(origin: str, own: str | None) -> Tokenizer:
-    """Return a tokenizer.
-
-    Args:
-        origin: of it.
-        own: the model's path, if it is the model's own.
-
-    Raises:
-        SettingError: it can't be loaded.
-    """
+    """Return a tokenizer."""
     try:
         return load_tokenizer(origin)
     except SettingError as error:
@@ -140,16 +119,7 @@ def as_data(source: str | tuple[str, ...]) -> str | list[str]:
 
 
 def write_tokenizer(tokenizer: RunTokenizer, chat_template: str | None, folder: Path) -> None:
-    """Write the files of a run's tokenizer beside its model, so that `AutoTokenizer` gives the ids that were trained.
-
-    Args:
-        tokenizer: of the run; nothing is written of bytes, or where nobody names one.
-        chat_template: that the run rendered chats by, if not by the tokenizer's own.
-        folder: with the model's config.json.
-
-    Raises:
-        VarlenError: the tokenizer can't be read any more.
-    """
+    """Write a run's tokenizer beside its model, so that `AutoTokenizer` gives the ids that were trained."""
     made, origin = tokenizer.made, tokenizer.origin
     if made is None or origin is None or isinstance(made, ByteTokenizer):
         return

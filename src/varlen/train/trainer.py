@@ -48,17 +48,6 @@ def train(settings: TrainSettings, watcher: Watcher, *, allow_changed: bool = Fa
     """Train a model, from the beginning or from the newest checkpoint.
 
     Every process of `torchrun` calls it.
-
-    Args:
-        settings: of the run.
-        watcher: told what goes on, on the first rank.
-        allow_changed: go on from a checkpoint of another model, tokenizer, data, batch, seed or precision.
-
-    Raises:
-        InputError: settings, data or a checkpoint that can't be used; nothing has been trained then.
-        VarlenError: the disk, a worker or another rank failed; the newest checkpoint is whole.
-        KeyboardInterrupt: Ctrl-C; with a sentence where a checkpoint was saved.
-        Stopped: likewise by SIGTERM or SIGUSR1, of this rank or another.
     """
     with Interrupt() as interrupt, joined(settings.run) as ranks, ExitStack() as stack:
         if ranks.is_first:
@@ -128,11 +117,7 @@ class _Run:
             stack.callback(self._metrics.close)
 
     def _go_on(self, found: Checkpoint, allow_changed: bool) -> None:
-        """Take from a checkpoint where the run stands, and note what has changed since.
-
-        Raises:
-            StateError: the checkpoint is of another model, tokenizer, data, batch, seed or precision.
-        """
+        """Take from a checkpoint where the run stands, and note what has changed since."""
         self._done = self._saved = found.step
         self._changes, begins_anew = check_unchanged(
             found, self._settings, self._config, self._loader, allow_changed=allow_changed
@@ -197,12 +182,7 @@ class _Run:
         )
 
     def train(self) -> TrainSummary:
-        """Take all steps, save, and write the model.
-
-        Raises:
-            SourceError: the data gives no step at all.
-            KeyboardInterrupt: Ctrl-C or a scheduler's signal, once all is saved.
-        """
+        """Take all steps, save, and write the model."""
         self._tell("begin", self._plan)
         for sentence in (*self._changes, *self._tokenizer.words):
             self._tell("say", sentence)
@@ -249,11 +229,7 @@ class _Run:
         return agreed(self._ranks.gather([self._interrupt.asked])[:, 0].tolist())
 
     def _report(self) -> int:
-        """Note the step that was launched last, over all ranks; returns the signal by which one is asked to stop.
-
-        Raises:
-            VarlenError: its loss or gradient is no number.
-        """
+        """Note the step that was launched last, over all ranks; returns the signal by which one is asked to stop."""
         if self._pending is None:
             return 0
         launched, self._pending = self._pending, None
@@ -547,22 +523,13 @@ class Interrupt:
 
 
 def agreed(asked: Iterable[float]) -> int:
-    """Return the one signal that all ranks follow; 0 where none has come.
-
-    Args:
-        asked: of each rank, `Interrupt.asked`.
-    """
+    """Return the one signal that all ranks follow; 0 where none has come."""
     came = set(map(int, asked))
     return next((number for number in _ORDER if number in came), 0)
 
 
 def raised(number: int, said: str = "") -> KeyboardInterrupt:
-    """Return what ends a run by a signal.
-
-    Args:
-        number: of the signal.
-        said: what is kept, in words.
-    """
+    """Return what ends a run by a signal."""
     if number == signal.SIGINT:
         return KeyboardInterrupt(*([said] if said else []))
     return Stopped(number, said)

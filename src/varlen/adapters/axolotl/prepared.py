@@ -25,13 +25,6 @@ def saved(dataset: Any, folder: str | Path) -> Path:
     Every rank may call it at once: a copy is made beside it, and takes its place whole.
 
     Cost: reading all tokens once, and where they aren't there yet, writing them.
-
-    Args:
-        dataset: of Hugging Face's `datasets`.
-        folder: for data that was prepared.
-
-    Raises:
-        SettingError: a data set without ids and labels, or without a length, or with weights.
     """
     missing = [name for name in _COLUMNS if name not in (getattr(dataset, "column_names", None) or ())]
     if missing or not hasattr(dataset, "save_to_disk"):
@@ -68,11 +61,7 @@ def _digest(dataset: Any) -> str:
 
 
 def loader_settings(cfg: Any) -> dict[str, Any]:
-    """Return what a configuration says to a PackedLoader, in the loader's own words.
-
-    Args:
-        cfg: axolotl's validated configuration.
-    """
+    """Return what a configuration says to a PackedLoader, in the loader's own words."""
     told = {name: value for name, value in dict(cfg.varlen).items() if value is not None}
     for name in ("attention", "loss_weighting"):
         told.pop(name, None)
@@ -81,21 +70,12 @@ def loader_settings(cfg: Any) -> dict[str, Any]:
 
 
 def folder_of(cfg: Any) -> Path:
-    """Return the folder that axolotl keeps prepared data in.
-
-    Args:
-        cfg: axolotl's validated configuration.
-    """
+    """Return the folder that axolotl keeps prepared data in."""
     return Path(cfg.dataset_prepared_path or Path(cfg.output_dir) / "prepared")
 
 
 def count_steps(cfg: Any, dataset: Any) -> int:
-    """Return the updates of a whole run.
-
-    Args:
-        cfg: axolotl's validated configuration.
-        dataset: that axolotl has prepared.
-    """
+    """Return the updates of a whole run."""
     settings = loader_settings(cfg)
     settings |= {"global_batch_size": settings.get("global_batch_size", cfg.batch_size), "worker": "thread"}
     settings |= {"dp_rank": 0, "dp_world_size": 1, "epochs": math.ceil(cfg.num_epochs), "seed": cfg.seed or 0}

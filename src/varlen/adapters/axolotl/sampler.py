@@ -178,11 +178,7 @@ class MultipackBatchSampler(BatchSampler):
         return self._steps
 
     def _order(self) -> IntArray:
-        """Indices of the epoch, as the sampler gives them.
-
-        Raises:
-            LengthsError: an index without a length.
-        """
+        """Indices of the epoch, as the sampler gives them."""
         given = self.sampler
         if isinstance(given, range):
             order: IntArray = np.arange(given.start, given.stop, given.step)
@@ -255,12 +251,7 @@ class MultipackBatchSampler(BatchSampler):
 
 
 def report(steps: Steps, epoch: int) -> None:
-    """Log what an epoch leaves out, gives twice, or leaves empty.
-
-    Args:
-        steps: of the epoch.
-        epoch: its number.
-    """
+    """Log what an epoch leaves out, gives twice, or leaves empty."""
     if steps.dropped_documents:
         _log.warning(
             "epoch %d leaves out %s documents of %s tokens, which are longer than a pack or asked for by drop_last",

@@ -61,14 +61,7 @@ class VarlenArguments(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_other_packers(cls, given: Any) -> Any:
-        """Require that nobody else makes batches.
-
-        Args:
-            given: the configuration as it was read.
-
-        Raises:
-            SettingError: names the settings to leave out; pydantic makes it part of its own error.
-        """
+        """Require that nobody else makes batches."""
         wrong = [name for name in _CONTRADICT if given.get(name)]
         if (given.get("context_parallel_size") or 1) > 1:
             raise SettingError(

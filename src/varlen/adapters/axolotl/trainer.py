@@ -29,16 +29,7 @@ class _ToldItems(AxolotlTrainer):  # type: ignore[misc]
 
 
 class VarlenTrainer(PackedTraining, _ToldItems):
-    """What axolotl's builder makes in the place of its own trainer.
-
-    Args:
-        args: axolotl's training arguments.
-        train_dataset: that axolotl has prepared.
-        rest: as axolotl's trainer takes it.
-
-    Raises:
-        SettingError: settings that contradict each other, or a data set without ids, labels or a length.
-    """
+    """What axolotl's builder makes in the place of its own trainer."""
 
     def __init__(self, *, args: Any, train_dataset: Any, **rest: Any) -> None:
         cfg = PluginManager.get_instance().cfg

@@ -203,12 +203,7 @@ def concatenate_and_pack(
 
 
 def _check_lengths(sequences: Sequences, longest: int, overlong: Policy) -> None:
-    """Refuse what is no sequence, and sequences that are too long unless a policy is named.
-
-    Raises:
-        DocumentsError: an entry without a length.
-        OverlongDocumentError: a sequence is too long, and the policy is "error".
-    """
+    """Refuse what is no sequence, and sequences that are too long unless a policy is named."""
     odd = [
         number
         for number, sequence in enumerate(sequences)
@@ -239,17 +234,7 @@ def _rows(
     *,
     is_made_here: bool = False,
 ) -> tuple[dict[str, Any], Packing]:
-    """Pack sequences next-fit; returns ids and columns as rows, lists where lists were given, and the packing.
-
-    Args:
-        sequences: token ids.
-        width: of a row.
-        overlong: what becomes of sequences longer than that.
-        pad_id: at padding.
-        columns: values beside the ids.
-        pads: of columns, where not 0.
-        is_made_here: the columns are known to fit the sequences.
-    """
+    """Pack sequences next-fit; returns ids and columns as rows, lists where lists were given, and the packing."""
     packing = pack([len(sequence) for sequence in sequences], width, "next_fit", overlong)
     if are_plain([sequences] if is_made_here else [sequences, *columns.values()]):
         rows = {name: join(column, packing, pads.get(name, 0)) for name, column in columns.items()}

@@ -64,12 +64,6 @@ def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, config: Any = N
 
     Args:
         attention_mask: `[rows, width]`, 0 at padding; all ones, or None, changes nothing.
-        config: the model's.
-        rest: how the model wants its mask, as transformers says it.
-
-    Raises:
-        ModelError: the caller gave a mask with holes, or the model adds a pattern of its own, which would
-            both be lost.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ModelError(
@@ -104,26 +98,13 @@ def varlen_attention(
     """Attend within documents; transformers' calling convention.
 
     Args:
-        module: the attention layer that calls.
         query: `[rows, query_heads, width, head_dim]`.
         key: `[rows, key_heads, width, head_dim]`; `query_heads` is a multiple of `key_heads`.
-        value: as `key`, its last dimension may differ.
-        attention_mask: must be None.
-        dropout: of attention weights; the layer passes 0.0 outside training.
-        scaling: of scores; None for `head_dim ** -0.5`.
-        sliding_window: attend to the last this many tokens, the token itself included.
-        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
         s_aux: `[query_heads]`, a score per head that takes up weight and gives no value (GPT-OSS).
-        is_causal: overrides the module's; must not be False.
         cu_seq_lens_q: int32 `[segments + 1]`, over the flattened `rows * width` tokens.
-        max_length_q: the longest segment.
-        rest: ignored, apart from patterns that this attention doesn't compute.
 
     Returns:
         `[rows, width, query_heads, value_dim]`, and None for the weights, which are never formed.
-
-    Raises:
-        ModelError: no boundaries, a mask, a cache, or a pattern that this attention doesn't compute.
     """
     ends = _checked_boundaries(query, key, attention_mask, cu_seq_lens_q)
     _check_pattern(module, sliding_window, is_causal, rest)

@@ -24,19 +24,12 @@ def drops_boundaries(model: Any) -> str | None:
     """Return the class of a layer that takes keyword arguments and hands them on to nobody; None where none does.
 
     FlashAttention's boundaries travel as keyword arguments, from the model through its layers.
-
-    Args:
-        model: a transformers model, bare or wrapped.
     """
     return _read(model)[0]
 
 
 def drops_block_masks(model: Any) -> bool:
-    """Return whether the model makes its masks over, and passes over those of FlexAttention while it does.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-    """
+    """Return whether the model makes its masks over, and passes over those of FlexAttention while it does."""
     return _read(model)[1]
 
 

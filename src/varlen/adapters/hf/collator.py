@@ -88,22 +88,10 @@ class DataCollatorWithFlattening:
     ) -> dict[str, Any]:
         """Return a batch of one row.
 
-        Args:
-            features: for each document its `input_ids`, perhaps `labels` and `attention_mask`, and other columns;
-                lists, numpy arrays or tensors. Or all documents' columns at once, an Arrow table or a mapping.
-            return_tensors: "pt" or "np" for this batch.
-            separator_id: for this batch.
-
         Returns:
             `input_ids`, `labels` and, unless switched off, `position_ids`, int64 `[1, width]`; on request `seq_idx`
             int32 `[1, width]`, `cu_seq_lens_q` and `cu_seq_lens_k` int32 `[segments + 1]`, `max_length_q` and
             `max_length_k` as Python ints, `shift_labels`; other columns `[1, width]`. Never an attention mask,
-            which would turn the boundaries off.
-
-        Raises:
-            DocumentsError: no token in the batch, values that aren't whole numbers, columns that only some
-                features have or that aren't as long as the ids.
-            SettingError: an unknown form of arrays, or a column that can't be carried along.
 
         Cost: one pass over the tokens, and about 0.2 us for each document; from lists, 4 ns for each int.
         """

@@ -26,7 +26,6 @@ def fused_kernel(query: torch.Tensor, value: torch.Tensor, rules: LayerRules) ->
     Args:
         query: `[tokens, query_heads, head_dim]`; only dtype and shape are looked at.
         value: `[tokens, key_heads, value_dim]`, likewise.
-        rules: of the layer.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
@@ -52,10 +51,7 @@ def by_torch(
     Args:
         query: `[tokens, query_heads, head_dim]`, in half precision.
         key: `[tokens, key_heads, head_dim]`.
-        value: as `key`.
         ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
-        longest: the longest segment.
-        rules: of the layer; only what the kernel computes.
 
     Returns:
         `[tokens, query_heads, head_dim]`.
@@ -93,10 +89,7 @@ def by_flash_attention(
     Args:
         query: `[tokens, query_heads, head_dim]`, in half precision.
         key: `[tokens, key_heads, head_dim]`.
-        value: as `key`.
         ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
-        longest: the longest segment.
-        rules: of the layer; only what the kernel computes.
 
     Returns:
         `[tokens, query_heads, head_dim]`.

@@ -31,15 +31,7 @@ _MULTIMODAL = ("vision_config", "audio_config")
 
 
 def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
-    """Look at what a model does beside its decoder.
-
-    Args:
-        base: a transformers model.
-        decoder: its decoder, a module of it.
-
-    Returns:
-        Why it mixes tokens, or what isn't known of it; None and None where it acts on each token alone.
-    """
+    """Look at what a model does beside its decoder."""
     inside = set(map(id, decoder.modules()))
     for name, module in base.named_modules():
         if id(module) not in inside and (put := put_on(module)):
@@ -90,12 +82,7 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
 
 
 def acts_on_tokens(module: Any, width: int | None) -> bool:
-    """Return whether a module of unknown code, given one value or, an embedding, one id a token, acts on each alone.
-
-    Args:
-        module: any; not changed.
-        width: of its input, where the module has no linear layer that says it.
-    """
+    """Return whether a module maps each value (or, for an embedding, each id) by itself."""
     widths = [layer.in_features for layer in module.modules() if hasattr(layer, "in_features")][:1]
     for size in dict.fromkeys([*([width] if width else []), *widths]):
         try:

@@ -111,11 +111,7 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
 
 
 def _check_width(batch: PackedBatch, model: Any) -> None:
-    """Refuse rows wider than a model's table of distances.
-
-    Raises:
-        ModelError: names the limit.
-    """
+    """Refuse rows wider than a model's table of distances."""
     limit, width = getattr(text_config(model), BY_DISTANCE[model_type(model)]), batch.input_ids.shape[1]
     if width > limit:
         raise ModelError(
@@ -125,11 +121,7 @@ def _check_width(batch: PackedBatch, model: Any) -> None:
 
 
 def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
-    """Refuse a model whose own code loses what it is told on the way to attention.
-
-    Raises:
-        ModelError: names the layer, and what to use instead.
-    """
+    """Refuse a model whose own code loses what it is told on the way to attention."""
     name, kind = type(unwrap(model)).__name__, implementation(model)
     if kind == "flex_attention" and drops_block_masks(model):
         raise ModelError(
@@ -156,11 +148,7 @@ def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
 
 
 def _of_vision(batch: PackedBatch, model: Any, media: Media | None) -> dict[str, Any]:
-    """Return the positions of a model with M-RoPE, and the images.
-
-    Raises:
-        ModelError: images for another model, or a vision part that would be told the boundaries of the text.
-    """
+    """Return the positions of a model with M-RoPE, and the images."""
     base, device = unwrap(model), _input_device(model)
     if not reads_text_positions(model):
         if media:
@@ -240,11 +228,7 @@ def _input_device(model: Any) -> torch.device | None:
 
 
 def _takes_boundaries(name: str) -> bool:
-    """Return whether this attention is told boundaries, and not a mask.
-
-    Raises:
-        ModelError: an attention that varlen doesn't know.
-    """
+    """Return whether this attention is told boundaries, and not a mask."""
     if name == attention.NAME or ("flash" in name and not name.startswith("paged|")):
         return True
     if name in MASK_FORMS:
@@ -305,15 +289,8 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
 def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype) -> Any:
     """Return what to pass as `attention_mask`: one mask, or one for each kind of layer.
 
-    Args:
-        batch: torch tensors on the model's device.
-        model: decides which kinds of layers, and how wide their windows are.
-        form: "bool" (sdpa), "additive" (eager) or "block" (FlexAttention).
-        dtype: of additive masks.
-
     Returns:
         `[rows, 1, width, width]`, or a mapping from kind to such a mask for models with
-        `config.layer_types`. Quadratic in the width, except for "block".
     """
     config = text_config(model)
     kinds = named_kinds(config)
@@ -353,15 +330,7 @@ def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dt
 
 
 def check_scaled(batch: PackedBatch, model: Any) -> None:
-    """Refuse a batch in which a model would scale documents by what shares their row or batch.
-
-    Args:
-        batch: in either layout.
-        model: a transformers model, bare or wrapped.
-
-    Raises:
-        ModelError: names what is scaled by what, how many documents it changes, and the way out.
-    """
+    """Refuse a batch in which a model would scale documents by what shares their row or batch."""
     config = text_config(model)
     name = type(unwrap(model)).__name__
     for kind, limit in _limits(config):
@@ -396,11 +365,7 @@ def _limits(config: Any) -> list[tuple[str, int]]:
 
 
 def _check_places(batch: PackedBatch, config: Any, name: str) -> None:
-    """Refuse tokens whose place in the row has another temperature than their place in the document.
-
-    Raises:
-        ModelError: there are such tokens.
-    """
+    """Refuse tokens whose place in the row has another temperature than their place in the document."""
     step, width = config.floor_scale, batch.input_ids.shape[1]
     rows = getattr(config, "no_rope_layers", None)
     if width < step or (rows is not None and all(rows)):

@@ -61,17 +61,7 @@ _TRYING: ContextVar[bool] = ContextVar("_TRYING", default=False)
 
 
 def check_family(model: Any) -> None:
-    """Refuse models whose documents no argument keeps apart.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-
-    Raises:
-        ModelError: encoder-decoders, models that attend in both directions, models that mix tokens outside
-            attention (recurrence, convolution, pooling heads) or number positions in their own way, models that take
-            masks of padding alone, soft prompts in front of rows, and unknown code, which may mix tokens,
-            unless `vl.verify` has found it to keep documents apart.
-    """
+    """Refuse models whose documents no argument keeps apart."""
     base, config = unwrap(model), text_config(model)
     reason = _two_sequences(base) or _both_directions(config) or _soft_prompt(model) or _flat_masks(model)
     if not reason and model_type(model) not in TOLD:
@@ -95,12 +85,7 @@ def trying() -> Iterator[None]:
 
 
 def found_apart(model: Any, is_apart: bool) -> None:
-    """Remember whether a model that was tried keeps documents apart.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-        is_apart: whether it does.
-    """
+    """Remember whether a model that was tried keeps documents apart."""
     (_TRIED.add if is_apart else _TRIED.discard)(unwrap(model))
 
 
@@ -155,15 +140,7 @@ def _recurrence(base: Any) -> str | None:
 
 
 def _looked_through(base: Any, *, told: bool) -> tuple[str | None, str | None]:
-    """Look through a model's modules, once a model: there are thousands, and a batch comes every step.
-
-    Args:
-        base: the model.
-        told: its convolutions and recurrences are told boundaries.
-
-    Returns:
-        The first reason to refuse it, and the first thing that is unknown, which may mix tokens.
-    """
+    """Look through a model's modules, once a model: there are thousands, and a batch comes every step."""
     if base not in _LOOKED_THROUGH:
         decoder = _mixer(base)
         reason, unknown = _direction(decoder), None
@@ -289,12 +266,7 @@ def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
 
 
 def mixes(name: str, module: Any) -> str | None:
-    """Say that one of torch's own modules mixes the tokens of a row.
-
-    Args:
-        name: in the model.
-        module: any.
-    """
+    """Say that one of torch's own modules mixes the tokens of a row."""
     if isinstance(module, _NEIGHBOURS) and any(size != 1 for size in module.kernel_size):
         return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
     if isinstance(module, _ALL_TOKENS):

@@ -39,11 +39,7 @@ def unwrap(model: Any) -> Any:
 
 
 def wrappers(model: Any) -> Iterator[Any]:
-    """Yield a model, what it wraps, and so on.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-    """
+    """Yield a model, what it wraps, and so on."""
     while True:
         yield model
         wrapped = getattr(model, "_orig_mod", None)
@@ -59,11 +55,7 @@ def wrappers(model: Any) -> Iterator[Any]:
 
 
 def text_decoder(model: Any) -> Any:
-    """Return the module that mixes tokens: the decoder without its head, or the text part of several.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-    """
+    """Return the module that mixes tokens: the decoder without its head, or the text part of several."""
     base = unwrap(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
     # Some heads call their last matrix "decoder", which transformers then takes for one.
@@ -124,11 +116,7 @@ def implementation(model: Any) -> str:
 
 
 def named_kinds(config: Any) -> tuple[str, ...]:
-    """Return the kinds of attention among the layers, by first use; empty where they have no names.
-
-    Args:
-        config: of the text decoder.
-    """
+    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
     return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
 
 
@@ -137,9 +125,6 @@ def only_kind(model: Any) -> str:
 
     A window in the config is not enough: some models (Moshi) carry one that they never use. So the source
     of the model is asked whether it makes windowed masks, as transformers does for such questions.
-
-    Args:
-        model: a transformers model, bare or wrapped.
     """
     config = text_config(model)
     if getattr(config, "sliding_window", None) is not None:
@@ -207,9 +192,6 @@ def uses_registry(model: Any) -> bool:
     """Return whether the model computes attention through transformers' registry of attention functions.
 
     A model that doesn't takes any registered name and computes its own attention all the same.
-
-    Args:
-        model: a transformers model, bare or wrapped.
     """
     base = unwrap(model)
     answer = getattr(base, "_can_set_attn_implementation", None)
@@ -233,11 +215,7 @@ def accepts(model: Any, name: str) -> bool:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Return whether a model's own loss is that of the next token, which shifts the labels that it is given.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-    """
+    """Return whether a model's own loss is that of the next token, which shifts the labels that it is given."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     base = unwrap(model)
@@ -248,15 +226,7 @@ def shifts_labels(model: Any) -> bool:
 
 
 def check_size(batch: PackedBatch, model: Any) -> None:
-    """Refuse a batch with longer documents or larger token ids than the model was made for.
-
-    Args:
-        batch: in either layout.
-        model: a transformers model, bare or wrapped.
-
-    Raises:
-        ModelError: too few positions or too small a vocabulary.
-    """
+    """Refuse a batch with longer documents or larger token ids than the model was made for."""
     name, positions = (
         type(unwrap(model)).__name__,
         getattr(text_config(model), "max_position_embeddings", None),

@@ -20,12 +20,7 @@ _SHARES = "varlen_neftune_shares"
 
 @contextlib.contextmanager
 def noise_of_documents(trainer: Any, batch: PackedBatch) -> Iterator[None]:
-    """Have a Trainer's NEFTune go by the documents of a batch, while the model is called with it.
-
-    Args:
-        trainer: a transformers Trainer, which has NEFTune or not.
-        batch: whose arrays the model is called with.
-    """
+    """Have a Trainer's NEFTune go by the documents of a batch, while the model is called with it."""
     embedding = _noisy(trainer)
     if embedding is None:
         yield
@@ -70,11 +65,7 @@ def _noisy(trainer: Any) -> Any:
 
 
 def _add_noise(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
-    """Add noise to embedded tokens; with no batch told of, as transformers does.
-
-    Raises:
-        ModelError: the output is that of another batch.
-    """
+    """Add noise to embedded tokens; with no batch told of, as transformers does."""
     if not module.training:
         return output
     told = getattr(module, _SHARES, None)

@@ -36,40 +36,24 @@ _FORWARDS = ("forward", "_old_forward", "_original_forward")
 
 
 def is_known(kind: Any) -> bool:
-    """Return whether the code of a class of modules is that of libraries whose modules are known.
-
-    Args:
-        kind: a module's class.
-    """
+    """Return whether the code of a class of modules is that of libraries whose modules are known."""
     return _own_class(kind) is None
 
 
 def plain_class(kind: Any) -> Any:
-    """Return the class that torch has made a class of its own of, as `fully_shard` does; else the class itself.
-
-    Args:
-        kind: a module's class.
-    """
+    """Return the class that torch has made a class of its own of, as `fully_shard` does; else the class itself."""
     bases = kind.__bases__
     return bases[1] if len(bases) == 2 and bases[0].__module__.startswith("torch.distributed.") else kind
 
 
 def own_code(module: Any) -> str | None:
-    """Name the code of one's own that a module runs when it is called; None where it runs none.
-
-    Args:
-        module: any.
-    """
+    """Name the code of one's own that a module runs when it is called; None where it runs none."""
     own = _own_class(type(module))
     return own.__name__ if own is not None else put_on(module)
 
 
 def put_on(module: Any) -> str | None:
-    """Name the code that was put on a single module, and isn't of its class; None where there is none.
-
-    Args:
-        module: any.
-    """
+    """Name the code that was put on a single module, and isn't of its class; None where there is none."""
     for name in _FORWARDS:
         if (put := vars(module).get(name)) is not None and not _is_of_libraries(put):
             return f"a {name} that was put on it"

@@ -33,8 +33,6 @@ def attend(
         key: `[tokens, key_heads, head_dim]`.
         value: `[tokens, key_heads, value_dim]`.
         ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
-        longest: the longest segment; None to find out.
-        rules: of this layer.
 
     Returns:
         `[tokens, query_heads, value_dim]`.

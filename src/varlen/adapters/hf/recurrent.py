@@ -27,17 +27,10 @@ def segment_arguments(family: str, ends: torch.Tensor, rows: int, width: int) ->
     """Return what recurrent layers are told of segments, beside what attention is.
 
     Args:
-        family: `config.model_type` of the text decoder.
         ends: int32 `[segments + 1]`, over the flattened `rows * width` tokens.
-        rows: of the batch.
-        width: of a row.
 
     Returns:
         `seq_idx` int32 `[rows, width]`: the number of each token's segment in its row, those of padding included.
-        Nothing where the family has no such layers.
-
-    Raises:
-        ModelError: the recurrence takes the segments of one row, and there are several.
     """
     if family not in TOLD:
         return {}

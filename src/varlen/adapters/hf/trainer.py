@@ -53,20 +53,6 @@ class PackedTraining(_BeforeTrainer):
 
         class MyPackedTrainer(PackedTraining, MyTrainer):
             pass
-
-    Args:
-        args: as the Trainer takes them.
-        train_loader: made for this rank, with as many batches a step (`train_loader.micro_batches`) as
-            `gradient_accumulation_steps`. Its `epochs` are those of the run, unless `max_steps` or fewer
-            `num_train_epochs` end it sooner.
-        loss_weighting: "token" for the mean over the targets of a step on all ranks; "document" for the mean over
-            documents of each one's mean, "longalign" for that within batches, as `PackedBatch.loss_weights` says.
-            Where rows are read with `row_weights`, their weights go into each of these.
-        rest: as the Trainer takes it; a `data_collator` is for evaluation only.
-
-    Raises:
-        SettingError: settings of the Trainer and of the loader that contradict each other.
-        ModelError: a model whose documents no argument keeps apart.
     """
 
     def __init__(
@@ -94,17 +80,7 @@ class PackedTraining(_BeforeTrainer):
         self.add_callback(LoaderPlace())
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **rest: Any) -> Any:
-        """Train, as the Trainer does, after taking the loader to the place of the checkpoint.
-
-        Args:
-            resume_from_checkpoint: a folder, or True for the newest in `output_dir`. With `ignore_data_skip` the
-                loader stays where it is.
-            args: as the Trainer takes them.
-            rest: as the Trainer takes it.
-
-        Raises:
-            StateError: the checkpoint has no place, or that of other data or settings.
-        """
+        """Train, as the Trainer does, after taking the loader to the place of the checkpoint."""
         folder = resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call]
@@ -116,12 +92,7 @@ class PackedTraining(_BeforeTrainer):
         return super().train(resume_from_checkpoint, *args, **rest)
 
     def get_train_dataloader(self) -> DataLoader[PackedBatch | None]:
-        """Return the loader's batches, as they are: neither sharded nor collated.
-
-        Raises:
-            SettingError: the loader has nothing left.
-            StateError: it stands within a step.
-        """
+        """Return the loader's batches, as they are: neither sharded nor collated."""
         place = self.train_loader.state_dict()
         if place["micro_batch"]:
             raise StateError(
@@ -151,15 +122,7 @@ class PackedTraining(_BeforeTrainer):
         return self._resumed_at + whole - loader.step
 
     def set_initial_training_values(self, *args: Any, **rest: Any) -> Any:
-        """Return the Trainer's numbers of epochs, steps and examples, with no more steps than there are.
-
-        Args:
-            args: as the Trainer passes them.
-            rest: as the Trainer passes it.
-
-        Raises:
-            SettingError: `max_steps` wants more than there are.
-        """
+        """Return the Trainer's numbers of epochs, steps and examples, with no more steps than there are."""
         values, steps = super().set_initial_training_values(*args, **rest), self._num_steps()
         if steps is None:
             return values
@@ -173,13 +136,7 @@ class PackedTraining(_BeforeTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[PackedBatch | None], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
-        """Return the batches of a step, and what its losses are divided by: over all of them and all ranks.
-
-        Args:
-            epoch_iterator: over the loader's batches.
-            num_batches: of a step.
-            device: where the number is wanted.
-        """
+        """Return the batches of a step, and what its losses are divided by: over all of them and all ranks."""
         assert self._batches is not None
         self._batches.begin_step(self.state.global_step)
         drawn = (batch for batch in epoch_iterator if batch is not None)
@@ -203,14 +160,7 @@ class PackedTraining(_BeforeTrainer):
         return made, self.accelerator.reduce(mine.to(device), "sum") / self.get_tp_size()
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> torch.Tensor:
-        """Compute one batch's loss and gradients, after making the arguments that this model wants.
-
-        Args:
-            model: as the Trainer has wrapped it.
-            inputs: of `get_batch_samples`.
-            args: as the Trainer passes them.
-            rest: as the Trainer passes it.
-        """
+        """Compute one batch's loss and gradients, after making the arguments that this model wants."""
         batch: PackedBatch = inputs[PACKED]
         wanted = model_inputs(batch, self.model)
         if self._weighs:
@@ -221,14 +171,7 @@ class PackedTraining(_BeforeTrainer):
         return loss
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> Any:
-        """Return a batch's share of the loss: the Trainer's own, unless targets are to be weighed.
-
-        Args:
-            model: as the Trainer has wrapped it.
-            inputs: keyword arguments of the model, perhaps with weights.
-            args: as the Trainer passes them.
-            rest: as the Trainer passes it, `num_items_in_batch` among it.
-        """
+        """Return a batch's share of the loss: the Trainer's own, unless targets are to be weighed."""
         if WEIGHTS not in inputs:
             return super().compute_loss(model, inputs, *args, **rest)
         ours = (WEIGHTS, "labels", "shift_labels")
@@ -247,14 +190,6 @@ class PackedTrainer(PackedTraining, Trainer):
         loader = loader_for(args, "store", capacity=4096)
         trainer = PackedTrainer(model=model, args=args, train_loader=loader)
         trainer.train(resume_from_checkpoint=True)
-
-    Args:
-        args: as the Trainer takes them.
-        rest: as the Trainer and PackedTraining take it.
-
-    Raises:
-        SettingError: a `train_dataset` too, and as of PackedTraining.
-        ModelError: as of PackedTraining.
     """
 
     def __init__(self, *args: Any, **rest: Any) -> None:
@@ -270,18 +205,6 @@ def loader_for(
     `per_device_train_batch_size` counts packs. A step holds so many for each of `gradient_accumulation_steps` and of
     the processes; `num_train_epochs` and `max_steps` say when the data ends, and `data_seed` or `seed` how it is
     shuffled.
-
-    Args:
-        args: TrainingArguments, or those of another trainer.
-        source: as of `vl.PackedLoader`.
-        tokenizer: as of `vl.PackedLoader`.
-        capacity: tokens of a pack.
-        settings: others of `vl.PackedLoader`, which come before those of `args`. With tensor parallelism pass
-            `dp_rank`, `dp_world_size` and `global_batch_size`; on another number of ranks than a run began with, the
-            `global_batch_size` that it began with.
-
-    Raises:
-        SettingError: as of `vl.PackedLoader`.
     """
     a_batch, batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
     said = {
@@ -319,11 +242,6 @@ class LoaderBatches(IterableDataset[PackedBatch | None]):
     """What is left in a loader, as a data set whose items are batches.
 
     Iterating again goes on where the last loop stopped, as the loader does.
-
-    Args:
-        loader: at the beginning of a step.
-        length: batches of an epoch, as the Trainer counts them; None where nobody knows.
-        drawn: batches that a resumed Trainer is going to throw away, of its epoch.
     """
 
     def __init__(self, loader: PackedLoader, length: int | None, drawn: int = 0) -> None:
@@ -332,11 +250,7 @@ class LoaderBatches(IterableDataset[PackedBatch | None]):
         self._before: tuple[int, dict[str, Any]] | None = None
 
     def __len__(self) -> int:
-        """Return the batches of an epoch.
-
-        Raises:
-            UnknownLengthError: nobody knows.
-        """
+        """Return the batches of an epoch."""
         if self._length is None:
             raise UnknownLengthError("nobody knows how many batches the loader has")
         return self._length
@@ -350,19 +264,11 @@ class LoaderBatches(IterableDataset[PackedBatch | None]):
             yield batch
 
     def begin_step(self, global_step: int) -> None:
-        """Remember the place before the batches of a step are drawn.
-
-        Args:
-            global_step: updates that the Trainer has made.
-        """
+        """Remember the place before the batches of a step are drawn."""
         self._before = global_step, self.loader.state_dict()
 
     def place(self, global_step: int) -> dict[str, Any]:
-        """Return the loader's state after the last update, whether or not batches of the next are drawn already.
-
-        Args:
-            global_step: updates that the Trainer has made.
-        """
+        """Return the loader's state after the last update, whether or not batches of the next are drawn already."""
         if self._before is not None and self._before[0] == global_step:
             return self._before[1]
         return self.loader.state_dict()
@@ -376,14 +282,7 @@ class LoaderPlace(TrainerCallback, ExportableState):
         self.trainer_state: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Learn which data set it is, since the Trainer may have made this object anew from a checkpoint.
-
-        Args:
-            args: of the Trainer; not looked at.
-            state: of the Trainer.
-            control: of the Trainer; not looked at.
-            rest: with the loader of the data set.
-        """
+        """Learn which data set it is, since the Trainer may have made this object anew from a checkpoint."""
         del args, control
         self.batches, self.trainer_state = rest["train_dataloader"].dataset, state
         state.stateful_callbacks.setdefault(
@@ -398,19 +297,7 @@ class LoaderPlace(TrainerCallback, ExportableState):
 
 
 def go_to_checkpoint(loader: PackedLoader, folder: str | Path, *, with_data: bool) -> int:
-    """Take a loader to where a checkpoint was saved.
-
-    Args:
-        loader: made with the settings of the run that was saved; the number of ranks may be another.
-        folder: the checkpoint.
-        with_data: False leaves the loader where it is.
-
-    Returns:
-        The updates that had been made.
-
-    Raises:
-        StateError: the checkpoint has no place, or that of other data or settings; nothing has changed then.
-    """
+    """Take a loader to where a checkpoint was saved."""
     state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
     if with_data:
         place = _saved_place(state, folder)

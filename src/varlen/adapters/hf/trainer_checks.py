@@ -21,15 +21,7 @@ BEFORE_DATASET = 3
 
 
 def checked_loader(loader: object, trainer: str) -> PackedLoader:
-    """Return what a Trainer is to train on.
-
-    Args:
-        loader: what was given as `train_loader`.
-        trainer: name of the Trainer's class.
-
-    Raises:
-        SettingError: it is none.
-    """
+    """Return what a Trainer is to train on."""
     if loader is None:
         raise SettingError(
             f"{trainer} trains on train_loader, and none was given; make one of the same data: "
@@ -41,15 +33,7 @@ def checked_loader(loader: object, trainer: str) -> PackedLoader:
 
 
 def check_train_dataset(args: Sequence[Any], rest: Mapping[str, Any]) -> None:
-    """Refuse a data set to train on beside the loader, of which nothing would be read.
-
-    Args:
-        args: of a Trainer's constructor.
-        rest: likewise.
-
-    Raises:
-        SettingError: there is one.
-    """
+    """Refuse a data set to train on beside the loader, of which nothing would be read."""
     given = args[BEFORE_DATASET] if len(args) > BEFORE_DATASET else rest.get("train_dataset")
     if given is not None and rest.get("train_loader") is not None:
         raise SettingError(
@@ -59,14 +43,7 @@ def check_train_dataset(args: Sequence[Any], rest: Mapping[str, Any]) -> None:
 
 
 def check_evaluation(data: Any) -> None:
-    """Refuse a loader to evaluate on.
-
-    Args:
-        data: a Trainer's `eval_dataset`, or a mapping of several.
-
-    Raises:
-        SettingError: it is one, or holds one.
-    """
+    """Refuse a loader to evaluate on."""
     if any(isinstance(one, PackedLoader) for one in (data.values() if isinstance(data, Mapping) else [data])):
         raise SettingError(
             "eval_dataset is a PackedLoader, and a Trainer evaluates on data sets; pass one, and "
@@ -75,14 +52,7 @@ def check_evaluation(data: Any) -> None:
 
 
 def check_settings(trainer: Any) -> None:
-    """Refuse a Trainer and a loader whose settings contradict each other.
-
-    Args:
-        trainer: with its `train_loader`.
-
-    Raises:
-        SettingError: names both settings.
-    """
+    """Refuse a Trainer and a loader whose settings contradict each other."""
     args, loader, weighting = trainer.args, trainer.train_loader, trainer.loss_weighting
     if weighting not in get_args(Weighting):
         raise SettingError(
@@ -117,11 +87,7 @@ def check_settings(trainer: Any) -> None:
 
 
 def _check_ranks(trainer: Any, loader: PackedLoader) -> None:
-    """Require that the loader deals to the ranks that there are.
-
-    Raises:
-        SettingError: it doesn't, or a batch would be cut among processes.
-    """
+    """Require that the loader deals to the ranks that there are."""
     args, (rank, world) = trainer.args, loader.settings.ranks
     check_processes(trainer.accelerator.num_processes)
     if trainer.get_cp_size() * trainer.get_sp_size() > 1:
@@ -152,14 +118,7 @@ def _check_ranks(trainer: Any, loader: PackedLoader) -> None:
 
 
 def check_head(trainer: Any) -> None:
-    """Refuse a model whose loss isn't that of the next token.
-
-    Args:
-        trainer: with its model.
-
-    Raises:
-        SettingError: it isn't.
-    """
+    """Refuse a model whose loss isn't that of the next token."""
     if not shifts_labels(trainer.model):
         raise SettingError(
             f"{type(unwrap(trainer.model)).__name__} has no loss of the next token, and the loader's labels are next "
@@ -168,14 +127,7 @@ def check_head(trainer: Any) -> None:
 
 
 def check_own_loss(trainer: Any) -> None:
-    """Refuse what the weighted loss doesn't compute.
-
-    Args:
-        trainer: that weighs targets.
-
-    Raises:
-        SettingError: names it.
-    """
+    """Refuse what the weighted loss doesn't compute."""
     for name, asked in (
         ("label_smoothing_factor", trainer.label_smoother is not None),
         ("compute_loss_func", trainer.compute_loss_func is not None),
@@ -199,14 +151,7 @@ def _weighing(trainer: Any) -> str:
 
 
 def check_scaling(reason: str) -> None:
-    """Refuse a transformers that divides a loss by the batches of a step, whatever it is told.
-
-    Args:
-        reason: why the loss is divided here.
-
-    Raises:
-        SettingError: it does.
-    """
+    """Refuse a transformers that divides a loss by the batches of a step, whatever it is told."""
     if not hasattr(Trainer, "loss_is_scaled_for_ga"):
         raise SettingError(
             f"{reason}, and this transformers would divide its loss once more; install transformers 5.19 or later"

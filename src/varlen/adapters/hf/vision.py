@@ -38,11 +38,7 @@ _IMAGE, _VIDEO = 1, 2
 
 
 def reads_text_positions(model: Any) -> bool:
-    """Return whether the decoder takes positions `[4, rows, width]`: text positions, then time, height and width.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-    """
+    """Return whether the decoder takes positions `[4, rows, width]`: text positions, then time, height and width."""
     decoder: Any = type(text_decoder(model))
     return _reads_text_positions(decoder)
 
@@ -100,17 +96,7 @@ def mrope_positions(batch: PackedBatch, model: Any, media: Media | None = None) 
 
 
 def media_arguments(batch: PackedBatch, model: Any, media: Media) -> dict[str, torch.Tensor]:
-    """Return the arrays of all images and videos of a batch, in the order in which their documents stand.
-
-    Args:
-        batch: in either layout.
-        model: a transformers model, bare or wrapped.
-        media: by document, mappings of arrays that are laid end to end along their first dimension: `pixel_values`,
-            `image_grid_thw` and the like. What a processor returns of tokens is left out.
-
-    Raises:
-        ModelError: the model takes no such argument.
-    """
+    """Return the arrays of all images and videos of a batch, in the order in which their documents stand."""
     parts: dict[str, list[torch.Tensor]] = {}
     for document in on_host(batch.document_ids).tolist():
         for name, values in (_given(media, document) or {}).items():
@@ -179,11 +165,7 @@ def _kinds_of(given: Mapping[str, Any], by_ids: IntArray, document: int) -> IntA
 
 
 def _check_whole(given: Mapping[str, Any] | None, kinds: IntArray, document: int, start: int) -> None:
-    """Require that images and their tokens come together.
-
-    Raises:
-        DocumentsError: one without the other, or only some of them.
-    """
+    """Require that images and their tokens come together."""
     images, videos = int((kinds == _IMAGE).sum()), int((kinds == _VIDEO).sum())
     if given is None:
         raise DocumentsError(
@@ -204,11 +186,7 @@ def _check_whole(given: Mapping[str, Any] | None, kinds: IntArray, document: int
 
 
 def _check_marks(ids: IntArray, kinds: IntArray, base: Any) -> None:
-    """Require that the model can tell images from videos.
-
-    Raises:
-        DocumentsError: it marks both with the same token, and the batch holds both.
-    """
+    """Require that the model can tell images from videos."""
     if np.intersect1d(ids[kinds == _IMAGE], ids[kinds == _VIDEO]).size:
         raise DocumentsError(
             f"{type(base).__name__} marks images and videos with the same token, and can't take both in one call; "
@@ -219,12 +197,7 @@ def _check_marks(ids: IntArray, kinds: IntArray, base: Any) -> None:
 def _of_document(
     base: Any, ids: IntArray, kinds: IntArray, given: Mapping[str, Any], document: int
 ) -> IntArray:
-    """Positions of one document, int64 `[3, tokens]`.
-
-    Raises:
-        DocumentsError: its images don't fit its tokens.
-        ModelError: the model can't number images.
-    """
+    """Positions of one document, int64 `[3, tokens]`."""
     inner = getattr(base, getattr(base, "base_model_prefix", ""), None)
     home = next((module for module in (base, inner) if hasattr(module, "get_rope_index")), None)
     if home is None:

@@ -62,19 +62,8 @@ class PaddingFreeCollator:
     ) -> dict[str, Any]:
         """Return a minibatch of one row.
 
-        Args:
-            minibatch: for each sample its `input_ids`, and perhaps `labels` and `attention_mask`.
-            batch_num_loss_counted_tokens: targets of all minibatches of the step, handed on; None gives this one's.
-            return_tensors: "pt" or "np" for this batch.
-
         Returns:
             `input_ids`, `labels` and `position_ids` int64 `[1, width]`; as Python ints
-            `num_loss_counted_tokens`, the labels other than -100, `num_samples` that have one,
-            `batch_num_loss_counted_tokens` and `total_length`; on request boundaries.
-
-        Raises:
-            DocumentsError: no token, values that aren't whole numbers, labels that don't match.
-            SettingError: an unknown form of arrays.
 
         Cost: one pass over the tokens; from lists, 4 ns for each int.
         """

@@ -143,12 +143,7 @@ class _Batches:
         return self
 
     def __next__(self) -> _Taken:
-        """Return the next batch.
-
-        Raises:
-            StopIteration: all epochs are over.
-            SettingError: they were over already, and training would go round without data.
-        """
+        """Return the next batch."""
         was_begun, self._has_begun = self._has_begun, True
         try:
             batch = next(self.loader)
@@ -181,11 +176,7 @@ class _Taken:
 
 
 def _check(trainer: Any, loader: PackedLoader) -> None:
-    """Refuse a trainer whose steps or epochs are others than the loader's.
-
-    Raises:
-        SettingError: it would step at other batches, or begin epochs without data.
-    """
+    """Refuse a trainer whose steps or epochs are others than the loader's."""
     accumulated = trainer.accumulate_grad_batches
     by_itself = getattr(trainer.lightning_module, "automatic_optimization", True)
     if by_itself and accumulated != loader.micro_batches:

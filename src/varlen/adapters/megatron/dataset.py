@@ -195,30 +195,11 @@ class GPTSFTPackedDataset(Dataset[Item]):
         return self.indexed_dataset.num_rows if self.samples_mapping is None else len(self.samples_mapping)
 
     def __getitem__(self, idx: int) -> Item:
-        """Return a row.
-
-        Args:
-            idx: its number; below 0 it is counted from the end and trains nothing.
-
-        Returns:
-            `input_ids` and `loss_mask`, arrays of all stored tokens; `seq_boundaries`, where documents begin and the
-            last one ends; `row`, its number in the file, from 0; `seq_lengths`, where the file has it; `is_padding`,
-            where the row trains nothing.
-
-        Raises:
-            IndexError: no row has this number.
-        """
+        """Return a row."""
         return self.__getitems__([idx])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        """Return several rows, read at once: what a `DataLoader` calls for a batch.
-
-        Args:
-            indices: of rows, as for one.
-
-        Raises:
-            IndexError: a number that no row has.
-        """
+        """Return several rows, read at once: what a `DataLoader` calls for a batch."""
         wanted = np.array([operator.index(index) for index in indices], dtype=np.int64)
         outside = (wanted < -len(self)) | (wanted >= len(self))
         if outside.any():
@@ -299,11 +280,7 @@ class GPTSFTPackedParquetDataset(GPTSFTPackedDataset):
 
 
 def _shuffled(num_rows: int, most: int | None, seed: int) -> npt.NDArray[np.int64] | None:
-    """Return which rows stand where: passes over all of them, each shuffled as the releases shuffle it.
-
-    Raises:
-        SettingError: fewer than one row wanted, or a seed out of range.
-    """
+    """Return which rows stand where: passes over all of them, each shuffled as the releases shuffle it."""
     if most is None:
         return None
     if isinstance(most, bool) or not isinstance(most, int | np.integer) or most < 1:
@@ -320,11 +297,7 @@ def _shuffled(num_rows: int, most: int | None, seed: int) -> npt.NDArray[np.int6
 
 
 def _eos_id(tokenizer: Any) -> int:
-    """Return the tokenizer's end-of-text token.
-
-    Raises:
-        SettingError: it has none.
-    """
+    """Return the tokenizer's end-of-text token."""
     for name in ("eos_id", "eod", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         if isinstance(value, int | np.integer) and not isinstance(value, bool):

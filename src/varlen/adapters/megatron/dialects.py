@@ -16,12 +16,6 @@ NEWEST: Dialect = "0.6"
 def as_dialect(dialect: str) -> Dialect:
     """Return a dialect by its name, or by the release that speaks it.
 
-    Args:
-        dialect: `"0.4"`, `"0.5"` or `"0.6"`, or a release such as `"0.3.1"` or `"v0.5.1"`.
-
-    Raises:
-        SettingError: no release of Megatron-Bridge that packs has this number.
-
     >>> as_dialect("v0.3.1"), as_dialect("0.5.0"), as_dialect("0.7")
     ('0.4', '0.5', '0.6')
     """

@@ -19,15 +19,7 @@ Item = dict[str, Any]
 
 
 def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
-    """Return rows that came one by one as packed rows.
-
-    Args:
-        batch: rows with `input_ids`, `loss_mask` and `seq_boundaries`, arrays or lists. Tokens outside of the
-            boundaries are left out.
-
-    Raises:
-        DocumentsError: no rows, or one that lacks something or whose boundaries don't match.
-    """
+    """Return rows that came one by one as packed rows."""
     if not len(batch):
         raise DocumentsError("a batch needs at least one packed row, got none")
     ids, masks, bounds = zip(*[_parts(number, item) for number, item in enumerate(batch)])
@@ -49,11 +41,7 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
 def _parts(
     number: int, item: Mapping[str, Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return a row's tokens, its mask, and where its documents begin and the last one ends, from 0.
-
-    Raises:
-        DocumentsError: what the row lacks, or what doesn't match.
-    """
+    """Return a row's tokens, its mask, and where its documents begin and the last one ends, from 0."""
     try:
         tokens, mask = np.asarray(item["input_ids"]), np.asarray(item["loss_mask"])
         ends = np.asarray(item["seq_boundaries"])
@@ -83,11 +71,7 @@ def _parts(
 
 
 def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray[np.int32]:
-    """Return the real inputs of a row's documents.
-
-    Raises:
-        DocumentsError: they are no whole numbers, or not as many.
-    """
+    """Return the real inputs of a row's documents."""
     found = np.asarray(lengths)
     if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
         raise DocumentsError(

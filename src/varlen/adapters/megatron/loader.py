@@ -73,11 +73,7 @@ class MegatronLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """Return the next micro-batch of this rank.
-
-        Raises:
-            SettingError: all epochs of the data are over, on every rank after the same micro-batch.
-        """
+        """Return the next micro-batch of this rank."""
         if self._taken == self._restart_after:
             self._loader.load_state_dict(self._begin)
             self._taken = 0
@@ -140,11 +136,7 @@ class MegatronLoader:
         self._loader.seek(consumed // each)
 
     def __len__(self) -> int:
-        """Count the micro-batches of this rank, over all epochs.
-
-        Raises:
-            UnknownLengthError: nobody knows: in streaming, or for data without end.
-        """
+        """Count the micro-batches of this rank, over all epochs."""
         return len(self._loader)
 
     def __bool__(self) -> bool:
@@ -217,11 +209,7 @@ def last_checkpoint(load: str | Path) -> tuple[int, int]:
 
 
 def _check(loader: PackedLoader) -> None:
-    """Refuse batches that Megatron can't read.
-
-    Raises:
-        SettingError: says which setting it is.
-    """
+    """Refuse batches that Megatron can't read."""
     settings = loader.settings
     if settings.batch_sizes[1] != 1:
         raise SettingError(

@@ -179,12 +179,7 @@ def loader_batch_size(global_batch_size: int, rampup_batch_size: Sequence[int] |
 
 
 def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | None, iteration: int) -> None:
-    """Go to where a run stopped.
-
-    Raises:
-        SettingError: nobody knows where that is.
-        StateError: the state belongs to other data or settings.
-    """
+    """Go to where a run stopped."""
     found = saved_state(dataloader_save, iteration) if dataloader_save and iteration else None
     if found is not None:
         loader.restore_state(found)
@@ -203,11 +198,7 @@ def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | 
 
 
 def _check_length(loader: MegatronLoader, num_samples: Sequence[int] | None, global_batch_size: int) -> None:
-    """Refuse training for longer than there is data, before hours of it, where anybody knows.
-
-    Raises:
-        SettingError: says for how long there is data, or that these are no numbers of samples.
-    """
+    """Refuse training for longer than there is data, before hours of it, where anybody knows."""
     if num_samples is None:
         return
     try:

@@ -76,12 +76,7 @@ class PackedSequenceSpecs:
     """Which release's meaning the fields have: "0.4", "0.5", "0.6", or a release. Not a field of the release."""
 
     def __post_init__(self) -> None:
-        """Refuse what the release refuses.
-
-        Raises:
-            SettingError: a value out of its range, or two that contradict each other.
-            SourceError: a file that isn't there.
-        """
+        """Refuse what the release refuses."""
         self.dialect = as_dialect(self.dialect)
         self._check_numbers()
         for name in ("packed_train_data_path", "packed_val_data_path"):
@@ -297,12 +292,7 @@ class PackedSequenceSpecs:
             )
 
     def _found(self, name: str, path: str) -> str | Path:
-        """Return a path as the release keeps it, once it is certain that something is there.
-
-        Raises:
-            SettingError: it names nothing that could be packed data.
-            SourceError: nothing is there.
-        """
+        """Return a path as the release keeps it, once it is certain that something is there."""
         if path.lower().endswith(".npy"):
             if not Path(path).exists():
                 raise SourceError(f"{name} names {path}, which isn't there")

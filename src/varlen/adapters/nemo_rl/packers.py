@@ -123,11 +123,7 @@ class SequencePacker(ABC):
         return bins
 
     def _enough(self, bins: Bins, lengths: Int32Array) -> Bins:
-        """Return as many bins as are asked for.
-
-        Raises:
-            DocumentsError: there are fewer sequences, and `allow_empty` is False.
-        """
+        """Return as many bins as are asked for."""
         goal = max(len(bins), self.min_bin_count or 0)
         goal += -goal % (self.bin_count_multiple or 1)
         if lengths.size < goal and not self.allow_empty:
@@ -312,8 +308,6 @@ def _cut(bins: Bins, goal: int, work: FloatArray) -> Bins:
     """Cut the bin with the most work into even halves until there are enough; the second halves stand last.
 
     Args:
-        bins: none empty.
-        goal: bins wanted, at most as many as sequences.
         work: float64 `[num_sequences]`.
     """
     found = [list(numbers) for numbers in bins]
@@ -363,11 +357,6 @@ def modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
 
     Args:
         lengths: `[num_sequences]`, from 1 to `capacity`.
-        capacity: tokens a bin can hold.
-
-    Returns:
-        The bins of NeMo-RL's packer, in its order, without the empty one that its releases return where nothing is
-        left.
 
     Cost: O(n·log n) comparisons, where there every bin searches all that is left.
     """
@@ -400,13 +389,7 @@ def modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
 
 
 def _paired(small: list[tuple[int, int]], bins: Bins, rooms: list[int]) -> list[tuple[int, int]]:
-    """Put two small sequences into bins that hold one long one, the last bin first; return those left over.
-
-    Args:
-        small: (length, number) from short to long, equal ones in their order.
-        bins: those of the long sequences, changed.
-        rooms: tokens free in each, changed.
-    """
+    """Put two small sequences into bins that hold one long one, the last bin first; return those left over."""
     lengths = [length for length, _ in small]
     first, numbers = 0, [number for _, number in small]
     for place in range(len(bins) - 1, -1, -1):

@@ -154,19 +154,11 @@ class PackedDataLoader(BaseDataLoader):
         return self
 
     def __next__(self) -> TrainerBatch:
-        """Return the next batch of this rank, as `trainer_batch` has it.
-
-        Raises:
-            StopIteration: all epochs are over, on all ranks after the same batch.
-        """
+        """Return the next batch of this rank, as `trainer_batch` has it."""
         return trainer_batch(next(self._loader), flat=self._is_flat)
 
     def __len__(self) -> int:
-        """Count the batches of this rank, over all epochs; over `loader.micro_batches` it is torchtitan's steps.
-
-        Raises:
-            UnknownLengthError: nobody knows: in streaming, or for data without end.
-        """
+        """Count the batches of this rank, over all epochs; over `loader.micro_batches` it is torchtitan's steps."""
         return len(self._loader)
 
     def __bool__(self) -> bool:
@@ -218,11 +210,7 @@ def _sizes(
     max_context_length: int | None,
     num_tokens_per_batch: int | None,
 ) -> tuple[int, int]:
-    """Return tokens of a pack, and packs of a batch.
-
-    Raises:
-        SettingError: neither pair was given, or a batch isn't whole packs.
-    """
+    """Return tokens of a pack, and packs of a batch."""
     if seq_len is not None and local_batch_size is not None:
         return seq_len, local_batch_size
     if max_context_length is None or num_tokens_per_batch is None:
@@ -243,11 +231,7 @@ def _sizes(
 
 
 def _check_settings(config: PackedDataLoader.Config) -> None:
-    """Refuse settings that would change nothing, or that stand elsewhere.
-
-    Raises:
-        SettingError: names them.
-    """
+    """Refuse settings that would change nothing, or that stand elsewhere."""
     if config.source is None or (isinstance(config.source, str) and not config.source):
         raise SettingError(
             "dataloader.source is empty; pass a token store, or documents: a file, folder or glob"
@@ -274,11 +258,7 @@ def _others_of(config: PackedDataLoader.Config) -> dict[str, Any]:
 
 
 def _check_snapshots(batches: int | None, loader: PackedLoader) -> None:
-    """Refuse a trainer whose steps are others than the loader's, as far as its checkpoints tell.
-
-    Raises:
-        SettingError: a checkpoint would stand within a step of the loader.
-    """
+    """Refuse a trainer whose steps are others than the loader's, as far as its checkpoints tell."""
     if batches is not None and batches % loader.micro_batches:
         raise SettingError(
             f"torchtitan saves after every {batches:,} batches of a rank, and dataloader.global_batch_size "
@@ -297,11 +277,7 @@ def _placed(config: PackedDataLoader.Config) -> Any:
 
 
 def _tokenizer_for(config: PackedDataLoader.Config, source: Any, trainers: Any) -> Any:
-    """Return what tokenizes documents, None for a token store.
-
-    Raises:
-        SettingError: the trainer's tokenizer can't be used.
-    """
+    """Return what tokenizes documents, None for a token store."""
     if config.text_tokenizer is not None:
         return config.text_tokenizer
     if trainers is None:
@@ -317,11 +293,7 @@ def _tokenizer_for(config: PackedDataLoader.Config, source: Any, trainers: Any) 
 
 
 def _as_tokenizer(trainers: Any) -> Any:
-    """Return torchtitan's tokenizer as varlen's, with the marks that torchtitan puts around a document.
-
-    Raises:
-        SettingError: it isn't one that wraps the `tokenizers` library.
-    """
+    """Return torchtitan's tokenizer as varlen's, with the marks that torchtitan puts around a document."""
     backend = getattr(trainers, "tokenizer", trainers)
     if not hasattr(backend, "encode_batch_fast"):
         raise SettingError(
@@ -336,11 +308,7 @@ def _as_tokenizer(trainers: Any) -> Any:
 
 
 def _check_weights(loader: PackedLoader) -> None:
-    """Refuse weights that torchtitan's loss doesn't know.
-
-    Raises:
-        SettingError: there are some.
-    """
+    """Refuse weights that torchtitan's loss doesn't know."""
     if loader.has_weights:
         raise SettingError(
             "the rows are read with their weights (row_weights), and torchtitan's loss knows none, so that all would "
@@ -389,11 +357,7 @@ def trainer_batch(batch: PackedBatch, *, flat: bool = False) -> TrainerBatch:
 
 
 def positions(batch: PackedBatch) -> IntArray:
-    """Return int64 `[rows, width]` positions that are 0 where a document begins, or a piece of padding.
-
-    Args:
-        batch: of numpy arrays in rows.
-    """
+    """Return int64 `[rows, width]` positions that are 0 where a document begins, or a piece of padding."""
     is_padding = batch.segment_ids < 0
     here = np.arange(is_padding.shape[1], dtype=np.int64)
     run_begins = np.maximum.accumulate(np.where(is_padding, 0, here + 1), axis=1)

@@ -21,11 +21,7 @@ class StandInDataLoader:
         _owner: ClassVar[type | None] = None
 
         def build(self, **runtime: Any) -> Any:
-            """Return the loader of these settings.
-
-            Args:
-                runtime: what the trainer knows: ranks, sizes and its tokenizer.
-            """
+            """Return the loader of these settings."""
             assert self._owner is not None
             return self._owner(config=dataclasses.replace(self), **runtime)
 

@@ -94,16 +94,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return a row.
 
-        Args:
-            idx: its number; negative ones count from the end.
-
         Returns:
             int64 tensors: `tokens`, `labels` (-100 at padding) and `input_pos` of `max_seq_len` values each, and
-            `seq_lens`, the lengths of the documents and last that of the padding, which sum to as many. Positions
-            run on at padding, up to `max_seq_len - 1`.
-
-        Raises:
-            IndexError: no row has this number.
         """
         number = operator.index(idx)
         number += len(self) if number < 0 else 0
@@ -153,11 +145,6 @@ def _read(
 
     Returns:
         int32 tokens and labels of all samples end to end, where each begins as int64 `[num_samples + 1]`, and
-        whether these were all samples.
-
-    Raises:
-        OverlongDocumentError: a sample is longer than allowed.
-        DocumentsError: a sample that can't be read.
     """
     parts: dict[str, list[npt.NDArray[np.int32]]] = {"tokens": [], "labels": []}
     lengths: list[int] = []
@@ -189,11 +176,7 @@ def _read(
 
 
 def _values(sample: Any, name: str, number: int) -> npt.NDArray[np.int32]:
-    """Tokens or labels of a sample as int32.
-
-    Raises:
-        DocumentsError: they are missing, or no whole numbers of 32 bits in one dimension.
-    """
+    """Tokens or labels of a sample as int32."""
     try:
         values = np.asarray(sample[name])
     except (KeyError, TypeError, IndexError):

@@ -83,22 +83,11 @@ class DataCollatorForLanguageModeling:
     def __call__(self, examples: Features, return_tensors: str | None = None) -> dict[str, Any]:
         """Return a batch: a row for each example, or one of all.
 
-        Args:
-            examples: for each row its `input_ids`, and perhaps `labels`, `seq_lengths` of its documents,
-                `attention_mask`, and other columns; lists, numpy arrays or tensors. Or all rows' columns at once, an
-                Arrow table or a mapping.
-            return_tensors: None or "pt".
-
         Returns:
             `input_ids`, `labels`, perhaps `position_ids`, and `attention_mask` int64 `[rows, width]`. With
             `padding_free`: `input_ids`, `labels` and `position_ids` int64 `[1, width]`, `cu_seq_lens_q` and
             `cu_seq_lens_k` int32 `[segments + 1]`, `max_length_q` and `max_length_k` as Python ints, `seq_idx` int32
             `[1, width]`.
-
-        Raises:
-            DocumentsError: no token, values that aren't whole numbers, columns that don't match each other, rows of
-                several documents without `padding_free`.
-            SettingError: other tensors, or a column that can't be carried along.
 
         Cost: one pass over the tokens; from lists, 4 ns for each int.
         """
@@ -167,10 +156,6 @@ class DataCollatorForLanguageModeling:
 
 
 def _check_form(return_tensors: object) -> None:
-    """Refuse other tensors than torch's.
-
-    Raises:
-        SettingError: they are.
-    """
+    """Refuse other tensors than torch's."""
     if return_tensors != "pt":
         raise SettingError(f'return_tensors must be "pt", as in TRL; got {return_tensors!r}')

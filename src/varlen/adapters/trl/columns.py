@@ -69,15 +69,7 @@ def listed(packing: Packing) -> Rows:
 
 
 def lengths_of(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> IntArray:
-    """Return the length of every document, int64 `[num_documents]`, the same in all columns.
-
-    Args:
-        batches: the columns, in pieces; only their offsets are read.
-        schema: names and types of the columns.
-
-    Raises:
-        DocumentsError: a column that holds no lists, missing documents, or columns of different lengths.
-    """
+    """Return the length of every document, int64 `[num_documents]`, the same in all columns."""
     _check_types(schema)
     parts, done = [np.empty(0, np.int64)], 0
     for batch in batches:
@@ -98,11 +90,7 @@ def lengths_of(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> IntArray
 
 
 def _check_types(schema: pa.Schema) -> None:
-    """Require columns, all of them lists, that aren't packed yet.
-
-    Raises:
-        DocumentsError: they aren't.
-    """
+    """Require columns, all of them lists, that aren't packed yet."""
     if not len(schema):
         raise DocumentsError("the data set has no columns; it needs one with lists of token ids")
     wrong = [
@@ -127,11 +115,7 @@ def _check_types(schema: pa.Schema) -> None:
 
 
 def _lengths(column: pa.Array, name: str, done: int) -> IntArray:
-    """Lengths of one column's lists.
-
-    Raises:
-        DocumentsError: some are missing.
-    """
+    """Lengths of one column's lists."""
     if column.null_count:
         row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
         raise DocumentsError(
@@ -147,11 +131,7 @@ def packed(
     """Return rows of packed documents, every column in its type.
 
     Args:
-        batches: the columns, in pieces.
         places: int64 `[num_documents]`: where each document stands among the rows of `batches`.
-        rows: which pieces to copy.
-        schema: names and types of the columns.
-        marked: add the lengths of each row's documents as the column `seq_lengths`.
     """
     wanted = places[rows.documents]
     firsts = np.cumsum([0, *(batch.num_rows for batch in batches)])
@@ -238,12 +218,7 @@ METHODS: dict[Strategy, tuple[Method, Overlong]] = {
 
 
 def say_what_was_lost(ledger: Ledger, capacity: int) -> None:
-    """Log the tokens that were cut off, if any were.
-
-    Args:
-        ledger: of a finished packing.
-        capacity: most tokens of a row.
-    """
+    """Log the tokens that were cut off, if any were."""
     if ledger.truncated:
         _log.warning(
             "%s of %s tokens (%.2f %%) were cut off the ends of %s documents longer than %s tokens and will not be "

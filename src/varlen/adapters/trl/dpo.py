@@ -37,18 +37,6 @@ class PackedDPOTrainer(DPOTrainer):
 
     A step's loss is the mean over its pairs on all ranks, also where batches hold different numbers of pairs. (The
     loss "sft" is a mean over tokens in TRL, and "aot" sorts within a batch: those depend on what shares a batch.)
-
-    Args:
-        args: as DPOTrainer takes them.
-        capacity: most tokens of a pack of pairs, prompts counted twice; `per_device_train_batch_size` then counts
-            packs. None for batches of that many pairs, whatever their length.
-        rest: as DPOTrainer takes it.
-
-    Raises:
-        SettingError: pairs with images, processes of which accelerate doesn't know, or batches to accumulate with a
-            transformers before 5.19.
-        OverlongDocumentError: a pair longer than `capacity`.
-        ModelError: a model whose documents no argument keeps apart.
     """
 
     loss_is_scaled_for_ga = True
@@ -75,13 +63,7 @@ class PackedDPOTrainer(DPOTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor]:
-        """Return the batches of a step, and the number of their pairs on all ranks.
-
-        Args:
-            epoch_iterator: over batches.
-            num_batches: of a step.
-            device: where the number is wanted.
-        """
+        """Return the batches of a step, and the number of their pairs on all ranks."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         pairs = torch.tensor(sum(num_pairs(batch) for batch in batches), device=device)
         return batches, self.accelerator.reduce(pairs, "sum")
@@ -89,14 +71,7 @@ class PackedDPOTrainer(DPOTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return TRL's loss of a batch; within a step, its share of the mean over the step's pairs.
-
-        Args:
-            model: the policy, as the Trainer has wrapped it.
-            inputs: of the collator.
-            return_outputs: return the model's outputs beside it.
-            num_items_in_batch: pairs of the step; None in evaluation.
-        """
+        """Return TRL's loss of a batch; within a step, its share of the mean over the step's pairs."""
         pairs = num_pairs(inputs)
         with self._flat(model, inputs) as (flat, padded):
             found: Any = super().compute_loss(flat, padded, return_outputs)  # type: ignore[no-untyped-call]
@@ -107,22 +82,13 @@ class PackedDPOTrainer(DPOTrainer):
         return (found[0] * scale, found[1]) if return_outputs else found * scale
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Return the reference's log-probabilities of chosen and rejected answers, as TRL does.
-
-        Args:
-            model: the reference, as the Trainer has wrapped it.
-            inputs: of the collator.
-        """
+        """Return the reference's log-probabilities of chosen and rejected answers, as TRL does."""
         with self._flat(model, inputs) as (flat, padded):
             return super().compute_ref_log_probs(flat, padded)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def _flat(self, model: Any, inputs: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Let the policy and the reference be called with padded rows, and compute a flat one.
-
-        Yields:
-            What to call in place of the policy, and the inputs without the flat row.
-        """
+        """Let the policy and the reference be called with padded rows, and compute a flat one."""
         if PACKED not in inputs:
             yield model, inputs
             return
@@ -142,11 +108,7 @@ class PackedDPOTrainer(DPOTrainer):
 
 
 class UnevenGather:
-    """An Accelerator that gathers a number a pair from ranks whose batches hold different numbers of pairs.
-
-    Args:
-        accelerator: does all the rest.
-    """
+    """An Accelerator that gathers a number a pair from ranks whose batches hold different numbers of pairs."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -171,11 +133,7 @@ class UnevenGather:
 
 
 def num_pairs(inputs: dict[str, Any]) -> int:
-    """Count the pairs of a batch.
-
-    Args:
-        inputs: of the collator: two rows a pair.
-    """
+    """Count the pairs of a batch."""
     return int(inputs["input_ids"].shape[0]) // 2
 
 
@@ -190,17 +148,6 @@ class PairPacks(Dataset[list[dict[str, Any]]]):
     """A data set whose rows are packs: lists of pairs, both answers of which stay together.
 
     Packs are random samples of the pairs, and stay the same in all epochs; there are as many on every rank.
-
-    Args:
-        rows: tokenized pairs, with `prompt_ids`, `chosen_ids` and `rejected_ids`.
-        capacity: most tokens of a pack, prompts counted twice as they are trained on twice.
-        longest: answers are cut with their prompts to so many tokens by the collator; None where they aren't.
-        at_once: packs that all ranks take at a time; the number of packs is a multiple of it.
-        seed: of the sample; None keeps neighbours together.
-
-    Raises:
-        OverlongDocumentError: a pair doesn't fit.
-        DocumentsError: rows without those columns.
     """
 
     def __init__(
@@ -223,15 +170,7 @@ class PairPacks(Dataset[list[dict[str, Any]]]):
 
 
 def pair_lengths(rows: Any, longest: int | None = None) -> IntArray:
-    """Return the tokens of each pair, int64 `[num_pairs]`: its prompt twice, and both answers.
-
-    Args:
-        rows: a Dataset of tokenized pairs.
-        longest: most tokens of a prompt with an answer; None for no limit.
-
-    Raises:
-        DocumentsError: rows without the columns.
-    """
+    """Return the tokens of each pair, int64 `[num_pairs]`: its prompt twice, and both answers."""
     missing = [name for name in _IDS if name not in (getattr(rows, "column_names", None) or ())]
     if missing:
         raise DocumentsError(
@@ -255,11 +194,7 @@ class PairCollator:
     """Makes of B pairs a batch of 2B padded rows, all chosen answers first."""
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
-        """Return TRL's batch, and a PackedBatch as `packed`.
-
-        Args:
-            examples: pairs, or packs of pairs.
-        """
+        """Return TRL's batch, and a PackedBatch as `packed`."""
         pairs = [pair for row in examples for pair in (row if isinstance(row, list) else [row])]
         batch = self.padded(pairs)
         return {**batch, PACKED: flat_row(batch)}
@@ -297,11 +232,7 @@ class FlatCall:
     """Of the padded rows."""
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call the model.
-
-        Args:
-            inputs: keyword arguments for padded rows. Without labels, when logits are wanted, the model is called so.
-        """
+        """Call the model."""
         if "labels" not in inputs:
             return self.model(**inputs)
         others = {name: value for name, value in inputs.items() if name not in _REPLACED}
@@ -320,7 +251,6 @@ def padded_rows(values: torch.Tensor, lengths: torch.Tensor, width: int) -> torc
         values: `[tokens - 1]`: one for each token that predicts another. A document's last predicts the first of the
             next document, which is never a target; it is left out.
         lengths: `[documents]` in tokens.
-        width: of the rows.
 
     Returns:
         `[documents, width]`, 0 behind a document's end.

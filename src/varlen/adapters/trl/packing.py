@@ -109,11 +109,7 @@ def _named(settings: dict[str, Any], file: str | None) -> dict[str, Any]:
 
 
 def _packed_set(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> Any:
-    """One set packed, stored or streamed.
-
-    Raises:
-        SettingError: settings that packing can't follow.
-    """
+    """One set packed, stored or streamed."""
     from datasets import Dataset
 
     known = _MAP_SETTINGS if isinstance(dataset, Dataset) else ("batch_size",)

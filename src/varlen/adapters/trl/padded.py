@@ -27,23 +27,8 @@ def padded_rows(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return a row for each document.
 
-    Args:
-        documents: token ids of each.
-        labels: as many for each document; None takes the tokens themselves.
-        keep: as many numbers for each document; tokens where it is 0 are left out, with all that is theirs.
-        lengths: of each row the lengths of its documents; None for one each.
-        columns: other values a token.
-        pad_id: id at padding.
-        multiple: the width is rounded up to it.
-        column_pads: values of the columns at padding, 0 where not named.
-        positions: whether positions are asked for.
-
     Returns:
         `[rows, width]` each, in TRL's order.
-
-    Raises:
-        DocumentsError: no token at all, values that aren't whole numbers, of which there aren't as many, or rows of
-            several documents.
     """
     ids = as_whole(join(documents, "input_ids"), "input_ids")
     given: dict[str, Joined] = (
@@ -84,11 +69,7 @@ def padded_rows(
 
 
 def _check_sizes(sizes: IntArray, wanted: IntArray, name: str) -> None:
-    """Refuse a column that has another length than its ids.
-
-    Raises:
-        DocumentsError: names the first.
-    """
+    """Refuse a column that has another length than its ids."""
     if sizes.size == wanted.size and bool((sizes == wanted).all()):
         return
     if sizes.size != wanted.size:
@@ -102,11 +83,7 @@ def _check_sizes(sizes: IntArray, wanted: IntArray, name: str) -> None:
 
 
 def _check_one_each(lengths: Any, sizes: IntArray) -> None:
-    """Refuse rows of several documents, which see each other in a padded row.
-
-    Raises:
-        DocumentsError: there are such rows, or lengths that aren't those of their rows.
-    """
+    """Refuse rows of several documents, which see each other in a padded row."""
     told = join(lengths, "seq_lengths")
     several = np.flatnonzero(told.sizes > 1)
     if several.size:

@@ -32,17 +32,7 @@ from varlen.types import IntArray, Packing
 def packed_stream(
     dataset: IterableDataset, capacity: int, strategy: Strategy, window: Any
 ) -> IterableDataset:
-    """Return a stream of packed rows.
-
-    Args:
-        dataset: the documents.
-        capacity: most tokens of a row.
-        strategy: one of TRL's.
-        window: documents that are packed at a time; None or -1 for all at once, as in `map`.
-
-    Raises:
-        SettingError: a window that can't be.
-    """
+    """Return a stream of packed rows."""
     size = None if window in (None, -1) else as_count(window, "batch_size")
     documents = dataset._ex_iterable
     if (
@@ -175,11 +165,7 @@ def _rows_of(
 def _tables_of(
     documents: _BaseExamplesIterable, window: int | None, features: Features | None
 ) -> Iterator[pa.Table]:
-    """Tables of documents, all of one type.
-
-    Raises:
-        DocumentsError: rows of several types.
-    """
+    """Tables of documents, all of one type."""
     schema: pa.Schema | None = None
     try:
         for table in (

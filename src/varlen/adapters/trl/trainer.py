@@ -22,10 +22,6 @@ class PackedSFTTrainer(PackedTraining, SFTTrainer):
 
     Packing, truncation and tokenization are the loader's, so `packing`, `padding_free` and `max_length` of SFTConfig
     are for the `eval_dataset` alone.
-
-    Args:
-        args: as SFTTrainer takes them.
-        rest: as SFTTrainer and PackedTraining take it.
     """
 
     def __init__(self, *args: Any, **rest: Any) -> None:
@@ -37,14 +33,7 @@ class PackedSFTTrainer(PackedTraining, SFTTrainer):
         super().__init__(*args, **rest)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> torch.Tensor:
-        """Compute one batch's loss and gradients, as PackedTraining does.
-
-        Args:
-            model: as the Trainer has wrapped it.
-            inputs: of `get_batch_samples`.
-            args: as the Trainer passes them.
-            rest: as the Trainer passes it.
-        """
+        """Compute one batch's loss and gradients, as PackedTraining does."""
         self._real_tokens = inputs["attention_mask"]
         try:
             return super().training_step(model, inputs, *args, **rest)
@@ -52,14 +41,7 @@ class PackedSFTTrainer(PackedTraining, SFTTrainer):
             self._real_tokens = None
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> Any:
-        """Return the loss as SFTTrainer does, which counts tokens by a mask `[rows, width]`; the model gets its own.
-
-        Args:
-            model: as the Trainer has wrapped it.
-            inputs: keyword arguments of the model.
-            args: as the Trainer passes them.
-            rest: as the Trainer passes it.
-        """
+        """Return SFTTrainer's loss, with tokens counted by a mask `[rows, width]`; the model gets its own mask."""
         if self._real_tokens is None:
             return super().compute_loss(model, inputs, *args, **rest)
         wanted = inputs.get("attention_mask")

@@ -266,11 +266,7 @@ def micro_batch_partitions(
 
 
 def _grouped(seqlen_list: npt.ArrayLike, size: int) -> tuple[Int32Array, FloatArray]:
-    """Return the tokens of each group of neighbours, and its work.
-
-    Raises:
-        LengthsError: lengths of 0, or groups that aren't whole.
-    """
+    """Return the tokens of each group of neighbours, and its work."""
     lengths = as_lengths(seqlen_list)
     if lengths.size and not lengths.min():
         raise LengthsError(f"sample {int(np.argmin(lengths)):,} has no tokens; leave such samples out")

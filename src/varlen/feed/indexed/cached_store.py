@@ -28,16 +28,6 @@ def indexed_in_cache(source: Source, cache: Path | None, patience_s: float) -> P
 
     Of several processes that ask for the same store one makes it, and the others wait. If it dies, one of them goes
     on where it stopped.
-
-    Args:
-        source: documents.
-        cache: folder of such stores; None for the user's.
-        patience_s: how long another process may make the store without writing anything.
-
-    Raises:
-        SourceError: a record can't be read.
-        SettingError: the cache can't be written.
-        StalledError: another process has begun the store, and doesn't go on.
     """
     base = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
     marks = source_marks(source)

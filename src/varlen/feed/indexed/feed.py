@@ -43,15 +43,7 @@ class IndexedFeed:
         on_error: OnError = "raise",
         losses: Callable[[], Losses] = Losses,
     ) -> None:
-        """Take the packs of all epochs, and how one rank's batches are made of them.
-
-        Args:
-            stream: the packs.
-            settings: of the batches.
-            rank: among the data-parallel ranks.
-            on_error: what becomes of documents that can't be read.
-            losses: says what was lost when the tokens were made.
-        """
+        """Take the packs of all epochs, and how one rank's batches are made of them."""
         self._stream, self._settings, self._rank, self.losses = stream, settings, rank, losses
         self._unreadable = Unreadable(on_error, settings.pad_id)
 
@@ -70,11 +62,7 @@ class IndexedFeed:
         return FeedState(step=step, at=self._stream.at(position))
 
     def packs(self, state: FeedState) -> tuple[StorePacks, IntArray]:
-        """Return the packs of the step that a state is in, none behind the last one, and each piece's document.
-
-        Raises:
-            SourceError: the store is damaged.
-        """
+        """Return the packs of the step that a state is in, none behind the last one, and each piece's document."""
         position = self.position(state)
         packs = self._stream.take(position, self.step_packs)[0]
         return packs, numbers_of(self._stream.tokens(position), packs.shards, packs.documents)
@@ -88,11 +76,6 @@ class IndexedFeed:
 
         A step without any target trains nothing: it is left out, on every rank alike, though it is counted. What is
         counted behind the last step comes at the end, alone.
-
-        Raises:
-            StateError: the state is none of a token store.
-            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-            SourceError: the store is damaged, or holds nothing to train on.
         """
         number, position, ledger = state.step, self.position(state), _NOTHING
         count = self._packs_begun(state)
@@ -120,18 +103,7 @@ class IndexedFeed:
         return no_batch(ledger, self.losses(), self._settings.capacity)
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
-        """Yield the batches that follow a state, and what they haven't told of.
-
-        Args:
-            state: of which the first batch is the next.
-            buffers: called once before each batch.
-
-        Raises:
-            StateError: the state is none of a token store.
-            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-            SourceError: the tokens of a document can't be read, and `on_error` is "raise"; or the lengths or counts
-                can't, by which steps are planned.
-        """
+        """Yield the batches that follow a state, and what they haven't told of."""
         first = state.micro_batch
         pieces = ReadPieces(self._stream.tokens(self.position(state)), self._unreadable)
         ledger: Ledger | None
@@ -156,12 +128,7 @@ class IndexedFeed:
             first = 0
 
     def begun(self, state: FeedState) -> FeedState:
-        """Return a state that says where it stands, also where training begins.
-
-        Raises:
-            StateError: the state is none of a token store, or of another one, or can't be.
-            SourceError: the store is damaged.
-        """
+        """Return a state that says where it stands, also where training begins."""
         check_micro_batch(state, self._settings.micro_batches)
         if (state.step or state.micro_batch) and not state.at:
             raise StateError(
@@ -184,11 +151,7 @@ class IndexedFeed:
         return replace(state, at=at)
 
     def _packs_begun(self, state: FeedState) -> int:
-        """Return the packs of the step that a state is in, as far as it says: fewer where the data ended in it.
-
-        Raises:
-            StateError: there can't be so many.
-        """
+        """Return the packs of the step that a state is in, as far as it says: fewer where the data ended in it."""
         size = self._settings.global_batch_size
         if not state.micro_batch or _PACKS not in state.at:  # states of 0.1.0 don't say it
             return size
@@ -198,11 +161,7 @@ class IndexedFeed:
             raise StateError(f"this is no state of a loader: {error}") from None
 
     def _check_step(self, state: FeedState, position: Any) -> None:
-        """Refuse a state within a step that would hold other packs here than those of which some were taken.
-
-        Raises:
-            StateError: it would.
-        """
+        """Refuse a state within a step that would hold other packs here than those of which some were taken."""
         count = self._packs_begun(state)
         if _PRINT in state.at and self._stream.take(position, count)[0].print != state.at[_PRINT]:
             raise StateError(
@@ -211,9 +170,5 @@ class IndexedFeed:
             )
 
     def position(self, state: FeedState) -> Any:
-        """Return where the step of a state begins, and which parts of the store its epochs hold.
-
-        Raises:
-            StateError: the state is none of a token store, or of another one.
-        """
+        """Return where the step of a state begins, and which parts of the store its epochs hold."""
         return self._stream.position(state.at)

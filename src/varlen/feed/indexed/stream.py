@@ -46,19 +46,10 @@ class Stream(Protocol):
     epochs: int | None
 
     def take(self, position: Any, count: int) -> tuple[StorePacks, Any, Ledger]:
-        """Return the next packs, where those after begin, and what became of the tokens of the windows begun.
-
-        Args:
-            position: of the first.
-            count: how many.
-        """
+        """Return the next packs, where those after begin, and what became of the tokens of the windows begun."""
 
     def check(self, position: Any) -> None:
-        """Refuse a position that can't be, as far as the store is there; `take` refuses the others.
-
-        Raises:
-            StateError: there is no such pack.
-        """
+        """Refuse a position that can't be, as far as the store is there; `take` refuses the others."""
 
     def passes(self, position: Any) -> int:
         """Return the epochs that are over at a position: of a mixture, those of each source."""
@@ -93,15 +84,7 @@ class PackStream:
         *,
         grows: bool = True,
     ) -> None:
-        """Take the windows, and how many epochs there are.
-
-        Args:
-            windows: of all epochs.
-            epochs: None for no end.
-            num_parts: asked with an epoch, when it is first needed, for how many parts it is to hold, the same on all
-                ranks; None: those that the store has now, for all epochs.
-            grows: False: all epochs hold what the first one that a position knows does.
-        """
+        """Take the windows, and how many epochs there are."""
         self.windows, self.epochs, self._grows = windows, epochs, grows
         now = windows.store.num_parts
         self._num_parts = num_parts or (lambda _: now)
@@ -110,15 +93,6 @@ class PackStream:
         """Return the next packs, where those after begin, and what became of the tokens of the windows begun.
 
         There are fewer packs than asked for only where the last epoch ends.
-
-        Args:
-            position: of the first; of a state, or as returned with the packs before.
-            count: how many.
-
-        Raises:
-            StateError: there is no such position.
-            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-            SourceError: the store is damaged, or isn't there yet and isn't being written.
 
         Cost: that of the windows that hold them.
         """
@@ -148,10 +122,6 @@ class PackStream:
     def check(self, position: Position) -> None:
         """Refuse a position that can't be, as far as the store is there; `take` refuses the others.
 
-        Raises:
-            StateError: there is no such pack.
-            SourceError: the store is damaged.
-
         Cost: that of its window, unless it is a huge one.
         """
         windows, parts = self.windows, position.num_parts
@@ -163,11 +133,7 @@ class PackStream:
             refuse("pack", position.pack, window.packs.num_packs - 1)
 
     def _refuse_none(self, position: Position) -> None:
-        """Refuse a window that an epoch doesn't have; behind a group's last one is where the next group begins.
-
-        Raises:
-            StateError: there is no such window, or no pack in it.
-        """
+        """Refuse a window that an epoch doesn't have; behind a group's last one is where the next group begins."""
         count = self.windows.num_windows(position.group, position.num_parts)
         if count == 0:  # behind the last one, so that all of them are there
             refuse("group", position.group, self.windows.num_groups(position.num_parts))
@@ -190,11 +156,7 @@ class PackStream:
         return {**numbers, "grown": [[*pair, store.fingerprint_at(pair[1])] for pair in position.grown]}
 
     def position(self, at: Mapping[str, Any]) -> Position:
-        """Return the position that `at` gave; without one, where training begins.
-
-        Raises:
-            StateError: it is none, or of another store.
-        """
+        """Return the position that `at` gave; without one, where training begins."""
         return self.begun(_as_position(at, self.windows.store))
 
     def begun(self, position: Position) -> Position:
@@ -204,12 +166,7 @@ class PackStream:
         return replace(position, grown=((position.epoch, self._num_parts(position.epoch)),))
 
     def at_window(self, position: Position) -> Position | None:
-        """Return a position in a window that there is: where a group or an epoch ends, the next one's; None: no more.
-
-        Raises:
-            StateError: there is no such position.
-            SourceError: a group isn't there, and isn't being written.
-        """
+        """Return the position, or the next window's behind the end of a group or epoch; None at the end."""
         position = self.begun(position)
         if self.epochs is None or position.epoch < self.epochs:
             self._refuse_none(position)
@@ -235,11 +192,7 @@ class PackStream:
 
 
 def refuse(name: str, number: int, most: int) -> None:
-    """Refuse a number of a position that is too large.
-
-    Raises:
-        StateError: it is.
-    """
+    """Refuse a number of a position that is too large."""
     if number > max(most, 0):
         raise StateError(
             f"the state begins at {name} {number:,}, and there are none behind {max(most, 0):,}; it was changed. "
@@ -259,11 +212,7 @@ def _had(store: TokenDocuments, num_parts: int, mark: Any) -> bool:
 
 
 def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
-    """Return where a step begins.
-
-    Raises:
-        StateError: nothing of the kind, or the store isn't the one that the state was saved with, nor grown from it.
-    """
+    """Return where a step begins."""
     if not at:
         return Position()
     try:

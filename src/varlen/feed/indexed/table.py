@@ -83,26 +83,13 @@ class WindowTable:
     """The tables of all epochs of a stream, made when they are needed."""
 
     def __init__(self, stream: PackStream, threads: int | None = None) -> None:
-        """Take the stream.
-
-        Args:
-            stream: of the packs.
-            threads: that count windows side by side; None for one a processor, up to eight.
-        """
+        """Take the stream."""
         self._stream, self._threads = stream, threads or min(processors(), _MOST_THREADS)
         self._making = threading.Lock()  # who comes second finds the table
         self._made = lru_cache(_KEPT)(self._make)
 
     def num_packs(self, grown: Grown = ()) -> int:
-        """Return the packs of all epochs.
-
-        Args:
-            grown: parts of the epochs that have begun, as a position has them.
-
-        Raises:
-            SettingError: there is no last epoch.
-            SourceError: the store is damaged, or isn't there yet and isn't being written.
-        """
+        """Return the packs of all epochs."""
         if self._stream.epochs is None:
             raise SettingError(
                 "epochs without end have no number of packs; pass epochs, or count steps yourself"
@@ -117,26 +104,12 @@ class WindowTable:
     def find(self, number: int, grown: Grown = ()) -> tuple[Position, bool]:
         """Return where a pack stands, counted over all epochs, and whether it is there; if not, where they end.
 
-        Args:
-            number: of the pack, from 0.
-            grown: parts of the epochs that have begun, as a position has them; others hold what the store has.
-
-        Raises:
-            SourceError: the store is damaged, or isn't there yet and isn't being written.
-
         Cost: the tables of the epochs before, unless they were made before.
         """
         return self._walk(Position(grown=grown), number)
 
     def skip(self, position: Position, count: int) -> Position:
         """Return the position so many packs behind another one; behind the last pack, where they end.
-
-        Args:
-            position: of the stream.
-            count: packs to leave out.
-
-        Raises:
-            SourceError: the store is damaged, or isn't there yet and isn't being written.
 
         Cost: the tables of the epochs from there, unless they were made before.
         """
@@ -166,15 +139,7 @@ class WindowTable:
         return self._stream.windows.num_groups(position.num_parts)
 
     def epoch(self, epoch: int, num_parts: int) -> EpochTable:
-        """Return the table of an epoch: found, or made and kept.
-
-        Args:
-            epoch: from 0.
-            num_parts: parts of the store that it holds.
-
-        Raises:
-            SourceError: the store is damaged, or isn't there yet and isn't being written.
-        """
+        """Return the table of an epoch: found, or made and kept."""
         # In the order of the store all epochs are alike.
         one = 0 if self._stream.windows.settings.seed is None else epoch
         with self._making:
@@ -235,11 +200,7 @@ class WindowTable:
 
 
 def _result(future: Future[IntArray], count: Callable[[IntArray], IntArray], run: IntArray) -> IntArray:
-    """Return what a thread has counted, or count it here.
-
-    Raises:
-        SourceError: the store is damaged, and wasn't just renamed while several threads read it.
-    """
+    """Return what a thread has counted, or count it here."""
     try:
         return future.result()
     except SourceError:
@@ -251,7 +212,6 @@ def count_window(lengths: IntArray, settings: WindowSettings) -> int:
 
     Args:
         lengths: int64 `[documents]`.
-        settings: how they are packed.
     """
     return count_packs(
         lengths,
@@ -277,13 +237,7 @@ class KeptTable:
     """Where a table of int64 is kept, if anywhere."""
 
     def __init__(self, stores: Sequence[TokenDocuments], num_parts: Sequence[int], depends_on: Any) -> None:
-        """Name it.
-
-        Args:
-            stores: of which it tells; it lies beside the first.
-            num_parts: of each, that it tells of.
-            depends_on: what else it depends on, for JSON.
-        """
+        """Name it."""
         marks = [store.fingerprint_at(parts) for store, parts in zip(stores, num_parts)]
         folders = [stores[0].tables, _cache_folder()]
         if None in marks:
@@ -292,12 +246,7 @@ class KeptTable:
         self._paths = [folder / f"{digest(told)}.table" for folder in folders if folder is not None]
 
     def read(self, is_right: Callable[[IntArray], bool], columns: int | None = None) -> IntArray | None:
-        """Return the table; None where there is none, or a damaged one.
-
-        Args:
-            is_right: whether an array can be it.
-            columns: of a table of two dimensions.
-        """
+        """Return the table; None where there is none, or a damaged one."""
         for path in self._paths:
             try:
                 with open(path, "rb", opener=open_regular) as file:

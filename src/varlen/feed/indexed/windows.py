@@ -89,11 +89,7 @@ class Windows:
         return self._groups.is_there(group, num_parts)
 
     def num_windows(self, group: int, num_parts: int) -> int:
-        """Return the windows of a group, in an epoch of so many parts; waits until the group is sealed.
-
-        Raises:
-            SourceError: the group isn't there, and isn't being written.
-        """
+        """Return the windows of a group, in an epoch of so many parts; waits until the group is sealed."""
         start, stop = self._groups.shards(group, num_parts)
         return -(-int(self._store.documents[start:stop].sum()) // self._settings.window)
 
@@ -106,26 +102,12 @@ class Windows:
         return DocumentOrder(self._store.documents[start:stop], seed, stretch=self._settings.window)
 
     def documents(self, epoch: int, group: int, number: int, num_parts: int) -> tuple[IntArray, IntArray]:
-        """Return the shards, and the numbers within them, of a window's documents; arguments as `window` has them.
-
-        Raises:
-            SourceError: the group isn't there, and isn't being written.
-        """
+        """Return the shards, and the numbers within them, of a window's documents; arguments as `window` has them."""
         shards, documents = self._order(epoch, group, num_parts).stretch(number)
         return shards + self._groups.shards(group, num_parts)[0], documents
 
     def _make_window(self, epoch: int, group: int, number: int, num_parts: int) -> Window:
         """Pack a window.
-
-        Args:
-            epoch: from 0.
-            group: of the window, from 0.
-            number: of the window within its group, from 0.
-            num_parts: parts of the store that the epoch holds.
-
-        Raises:
-            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-            SourceError: the group isn't there, and isn't being written.
 
         Cost: reading the window's lengths, sorting hashes of its documents and packing them.
         """
@@ -140,10 +122,6 @@ def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings:
         shards: int64 `[documents]`.
         documents: int64 `[documents]`: numbers within the shards.
         lengths: int64 `[documents]`.
-        settings: how.
-
-    Raises:
-        OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
     """
     packer = WindowPacker(
         capacity=settings.capacity,
@@ -197,14 +175,7 @@ class Enough:
 
 
 def enough_for(window: int, capacity: int, overlong: Overlong, parts: int = PARTS_A_GROUP) -> Enough:
-    """Return what a group holds at least so that hardly any of its packs aren't full.
-
-    Args:
-        window: documents that are packed together.
-        capacity: of a pack.
-        overlong: what becomes of longer documents.
-        parts: that a group has at least.
-    """
+    """Return what a group holds at least so that hardly any of its packs aren't full."""
     return Enough(
         parts=parts,
         documents=WINDOWS_A_GROUP * window,
@@ -243,11 +214,7 @@ class Groups:
         return self._enough.parts
 
     def num_groups(self, num_parts: int) -> int:
-        """Return how many groups the first parts make, each of which holds a document; waits for all these parts.
-
-        Raises:
-            SourceError: they don't come.
-        """
+        """Return how many groups the first parts make, each of which holds a document; waits for all these parts."""
         group = 0
         while True:
             first, stop = self.shards(group, num_parts)
@@ -263,13 +230,6 @@ class Groups:
         """Return the shard at which a group begins, and the one at which it ends; waits until it is sealed.
 
         Behind the last group there are no more shards with documents.
-
-        Args:
-            group: from 0.
-            num_parts: parts of the epoch.
-
-        Raises:
-            SourceError: the parts of it don't come.
         """
         found = self._parts(group, num_parts, is_waiting=True)
         start, end = np.searchsorted(self._store.parts, found or (0, 0))
@@ -294,11 +254,7 @@ class Groups:
                     self._ends.append(end)
 
     def _end(self, begins: int, num_parts: int, *, is_waiting: bool) -> int | None:
-        """Return the part after the last of a group that begins at a part; more than `num_parts` if it goes on there.
-
-        Returns:
-            None where parts have to be there to tell, and nobody waits for them.
-        """
+        """Return the part behind the group that begins at a part; more than `num_parts` if the group isn't whole."""
         wanted = min(begins + self._enough.parts, num_parts)
         while True:
             if is_waiting and wanted > self._there:

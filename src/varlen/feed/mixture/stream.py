@@ -86,14 +86,7 @@ class MixedStream:
         settings: WindowSettings,
         mix: MixSettings,
     ) -> None:
-        """Take the documents, and their order in each source.
-
-        Args:
-            tokens: of all sources.
-            sources: of each, without an end unless the mixture ends with the first.
-            settings: of the packs.
-            mix: how sources are mixed.
-        """
+        """Take the documents, and their order in each source."""
         self.sources, self.settings, self.mix = tuple(sources), settings, mix
         self.epochs = None if mix.until == "endless" else mix.epochs
         self._columns = [Columns(stream) for stream in self.sources]
@@ -101,11 +94,7 @@ class MixedStream:
         self._held = lru_cache(_KEPT)(tokens.with_parts)
 
     def begin(self, grown: Sequence[Grown]) -> MixedPosition:
-        """Return where training began.
-
-        Args:
-            grown: parts of each source, as a position has them.
-        """
+        """Return where training began."""
         return MixedPosition(sources=tuple(SourcePlace(position=Position(grown=one)) for one in grown))
 
     def passes(self, position: MixedPosition) -> int:
@@ -117,18 +106,7 @@ class MixedStream:
         return self._held(position.num_parts)
 
     def take(self, position: MixedPosition, count: int) -> tuple[StorePacks, MixedPosition, Ledger]:
-        """Return the next packs, where those after begin, and what became of the tokens of the windows begun.
-
-        Args:
-            position: of the first.
-            count: how many.
-
-        Raises:
-            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-            SettingError: no document gives a pack.
-            StateError: there is no such position.
-            SourceError: a store is damaged.
-        """
+        """Return the next packs, where those after begin, and what became of the tokens of the windows begun."""
         parts: list[StorePacks] = []
         ledger = Ledger(tokens_in=0, packed=0)
         taken, barren = 0, 0
@@ -161,10 +139,6 @@ class MixedStream:
     def check(self, position: MixedPosition) -> None:
         """Refuse a position that can't be.
 
-        Raises:
-            StateError: there is no such pack.
-            SourceError: a store is damaged.
-
         Cost: that of its window.
         """
         for stream, place in zip(self.sources, position.sources):
@@ -183,11 +157,7 @@ class MixedStream:
         return {"window": position.window, "pack": position.pack, **documents, "sources": places}
 
     def position(self, at: Mapping[str, Any]) -> MixedPosition:
-        """Return the position that `at` gave; without one, where training begins.
-
-        Raises:
-            StateError: it is none, or of other sources.
-        """
+        """Return the position that `at` gave; without one, where training begins."""
         if not at:
             return self.begin([stream.begun(Position()).grown for stream in self.sources])
         try:
@@ -254,14 +224,7 @@ class MixedStream:
 
 
 def refuse_barren(windows: int) -> None:
-    """Refuse to look further where no pack comes.
-
-    Args:
-        windows: one after the other that gave none.
-
-    Raises:
-        SettingError: they are too many.
-    """
+    """Refuse to look further where no pack comes."""
     if windows > _MOST_BARREN:
         raise SettingError(
             f"{windows:,} windows of the mixture gave no pack; every document is empty, or dropped as too long"
@@ -306,14 +269,7 @@ class Columns:
         self._rows = lru_cache(_KEPT_WINDOWS)(self._make)
 
     def of(self, position: Position) -> IntArray:
-        """Return int64 `[7, 1 + documents]`: the column where a window begins, and those of its documents.
-
-        Args:
-            position: in the window; there is one.
-
-        Raises:
-            SourceError: the store is damaged.
-        """
+        """Return int64 `[7, 1 + documents]`: the column where a window begins, and those of its documents."""
         rows = self._rows(position)
         columns = np.empty((7, rows.shape[1] + 1), dtype=np.int64)
         columns[:_EPOCH, 0] = -1
@@ -336,19 +292,7 @@ class Head:
     def __init__(
         self, windows: Columns, first_shard: int, place: SourcePlace, last_epoch: int | None
     ) -> None:
-        """Go to a place.
-
-        Args:
-            windows: of the source.
-            first_shard: of it among those of all sources.
-            place: where it stands.
-            last_epoch: epochs after which it is over though it goes on, which is to be seen as it happens; None: it
-                is never over, or has no more.
-
-        Raises:
-            StateError: there is no such place.
-            SourceError: the store is damaged.
-        """
+        """Go to a place."""
         self._windows, self._stream, self._first_shard = windows, windows.stream, first_shard
         self._last_epoch = last_epoch
         self.place = place
@@ -375,11 +319,7 @@ class Head:
         return self._last_epoch is not None and self.place.position.epoch >= self._last_epoch
 
     def take(self, count: int) -> IntArray:
-        """Return int64 `[4, documents]`: shards, numbers, lengths and epochs of the documents that were taken.
-
-        Args:
-            count: of columns, those where a window begins among them.
-        """
+        """Return int64 `[4, documents]`: shards, numbers, lengths and epochs of the documents that were taken."""
         taken, self._columns = self._columns[:, :count], self._columns[:, count:]
         if count:
             self._stand_at(taken[:, -1])
@@ -389,11 +329,7 @@ class Head:
         return documents
 
     def refill(self, wanted: int) -> bool:
-        """Go on with the next window, once all before it are taken; returns whether there is one.
-
-        Args:
-            wanted: documents that are of use at most; windows behind the next one are fetched as long as they are.
-        """
+        """Go on with the next window, once all before it are taken; returns whether there is one."""
         wanted = min(wanted, max(self._taken, _LEAST))
         was_over, count = self.is_over, 0
         parts: list[IntArray] = []
@@ -442,14 +378,7 @@ class Head:
 
 
 def epoch_orders(seed: int | None, first: Position, epochs: int, documents: int) -> IntArray:
-    """Return int64 `[epochs, documents]`: in which order each epoch has the documents of a group of one window.
-
-    Args:
-        seed: of the shuffle, as `Windows` has it; None for the order of the store.
-        first: of the group, in the first of the epochs.
-        epochs: how many.
-        documents: of the group.
-    """
+    """Return int64 `[epochs, documents]`: in which order each epoch has the documents of a group of one window."""
     if seed is None:
         return np.tile(np.arange(documents), (epochs, 1))
     seeds = hashed(first.epoch + np.arange(epochs), seed)

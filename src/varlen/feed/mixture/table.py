@@ -84,35 +84,17 @@ class MixedTable:
         self._grown: tuple[Grown, ...] | None = None
 
     def pass_by(self, number: int, at: Mapping[str, Any]) -> None:
-        """Remember a place, if it is in another window than the last one was.
-
-        Args:
-            number: of the pack that stands there, and isn't behind the last one.
-            at: its position, as the stream says it.
-        """
+        """Remember a place, if it is in another window than the last one was."""
         if at.get("window") != self._last_window:
             self._last_window = at.get("window")
             self._noted.append((number, at))
 
     def stand_at(self, number: int, position: MixedPosition) -> None:
-        """Say where training stands, from where to look further.
-
-        Args:
-            number: of the pack that stands there, if one does.
-            position: of it.
-        """
+        """Say where training stands, from where to look further."""
         self._here = number, position
 
     def num_packs(self, grown: tuple[Grown, ...]) -> int:
-        """Return the packs of the whole mixture.
-
-        Args:
-            grown: parts of each source, as a position has them.
-
-        Raises:
-            SettingError: it has no end.
-            SourceError: a store is damaged.
-        """
+        """Return the packs of the whole mixture."""
         if self._stream.epochs is None:
             raise SettingError("a mixture without end has no number of packs; count steps yourself")
         with self._going:
@@ -123,16 +105,7 @@ class MixedTable:
             return self._end[0]
 
     def find(self, number: int, grown: tuple[Grown, ...]) -> tuple[MixedPosition, bool]:
-        """Return where a pack stands, and whether it is there; if not, where the mixture ends.
-
-        Args:
-            number: of the pack, from 0.
-            grown: parts of each source, as a position has them.
-
-        Raises:
-            SettingError: no document gives a pack.
-            SourceError: a store is damaged.
-        """
+        """Return where a pack stands, and whether it is there; if not, where the mixture ends."""
         with self._going:
             self._begin(grown)
             if self._end is not None and number >= self._end[0]:

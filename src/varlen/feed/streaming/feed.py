@@ -80,20 +80,7 @@ class StreamingFeed:
         *,
         logs_skipped: bool = True,
     ) -> None:
-        """Take documents, and how they are packed and dealt; looks into each table, and at no other file.
-
-        Args:
-            source: documents.
-            settings: of the packs.
-            batch: of the batches.
-            rank: among the data-parallel ranks.
-            exchanges: with it a rank reads the blocks of its own lanes only; without, each reads those of all lanes.
-            logs_skipped: whether records that can't be read are logged, each once.
-
-        Raises:
-            SettingError: sizes that don't divide each other.
-            SourceError: a table can't be read, and `on_error` is "raise".
-        """
+        """Take documents, and how they are packed and dealt; looks into each table, and at no other file."""
         _check(settings, batch)
         self._source, self._settings, self._batch, self._rank = source, settings, batch, rank
         self._blocks = cut_blocks(source, settings.lanes)
@@ -137,9 +124,6 @@ class StreamingFeed:
         """Return a state that says where it stands, in the form that all states have after it.
 
         Version 0.1.0 left the place out of states before the first batch.
-
-        Raises:
-            StateError: the state isn't one of streaming, or can't be.
         """
         check_micro_batch(state, self._batch.micro_batches)
         begins = state.at.get("step", 0)
@@ -154,16 +138,6 @@ class StreamingFeed:
         """Yield the batches that follow a state, and what they haven't told of.
 
         A step without any target trains nothing: it is left out, on every rank alike, though it is counted.
-
-        Args:
-            state: of which the first batch is the next.
-            buffers: called once before each batch.
-
-        Raises:
-            StateError: the state is none of these documents.
-            SourceError: a record can't be read, and `on_error` is "raise".
-            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-            SettingError: the tokenizer fails.
         """
         state = self.begun(state)
         exchange = self._exchanges(self._runs)
@@ -224,12 +198,7 @@ class StreamingFeed:
                 yield Made(batch=batch, state=now)
 
     def _dealt(self, works: Mapping[int, FloatArray], step: int) -> IntArray:
-        """Return this rank's packs of a step, those of most work first: their numbers among all of the step.
-
-        Args:
-            works: what the packs of a round cost, of each lane.
-            step: of the round.
-        """
+        """Return this rank's packs of a step, those of most work first: their numbers among all of the step."""
         size = self._rounds.step_packs
         numbers = np.concatenate([lane * size + np.arange(size) for lane in self._own])
         work = np.zeros((len(self._own), size))
@@ -289,11 +258,7 @@ def _begun(at: Mapping[str, Any]) -> int:
 
 
 def _check(settings: StreamingSettings, batch: BatchSettings) -> None:
-    """Require sizes that divide each other.
-
-    Raises:
-        SettingError: they don't.
-    """
+    """Require sizes that divide each other."""
     lanes, size, world = settings.lanes, batch.global_batch_size, batch.dp_world_size
     if lanes < 1 or size % lanes:
         raise SettingError(

@@ -41,7 +41,6 @@ def indexed_packs(lengths: Int32Array, shards: IntArray | None, settings: Loader
     Args:
         lengths: int32 `[documents]`, empty ones too.
         shards: int64 `[parts]`: documents of each part of the store; None: all are in one.
-        settings: of the loader.
     """
     tokens = BlankTokens(lengths, shards)
     windows = grouped(tokens, window_settings(settings, usual_window(settings)), PARTS_A_GROUP)
@@ -56,8 +55,6 @@ def streamed_packs(
 
     Args:
         lengths: int32 `[documents]`, empty ones too.
-        settings: of the loader.
-        bytes_a_token: of the files.
     """
     chosen = streaming_settings(settings)
     chunks = _Chunks(lengths, bytes_a_token, chosen.lanes)

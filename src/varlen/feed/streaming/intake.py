@@ -89,12 +89,7 @@ class Intake:
         self._reader.close()
 
     def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[Brought | Exception]:
-        """Return what each claim brings, or why it brings nothing; an error hides none of another lane.
-
-        Args:
-            claims: whose chunks are wanted.
-            soon: chunks that will be wanted next: they are read meanwhile, and while nothing is asked for.
-        """
+        """Return what each claim brings, or why it brings nothing; an error hides none of another lane."""
         # A chunk may be claimed twice, in two epochs of little data.
         begun = {chunk: self._begun.pop(chunk, None) for chunk in dict.fromkeys(c.chunk for c in claims)}
         others = [claim for claim in claims if begun[claim.chunk] is None]
@@ -172,21 +167,12 @@ class Intake:
         return lambda: [result for some in results for result in some]
 
     def can_wait(self, records: Iterable[LaneRecord]) -> bool:
-        """Whether the documents that wait may be read after others, at no more cost than before them.
-
-        Raises:
-            StateError: they aren't there.
-        """
+        """Whether the documents that wait may be read after others, at no more cost than before them."""
         wanted = [chunk for chunk, _ in self._wanted(records)]
         return not any(record.is_masked for record in records) and all(map(self._reader.is_cut, wanted))
 
     def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
-        """Return the documents that wait in each lane; only they are encoded.
-
-        Raises:
-            StateError: they aren't there, or are shorter than they were.
-            SourceError: a file can't be read any more.
-        """
+        """Return the documents that wait in each lane; only they are encoded."""
         wanted = self._wanted(records.values())
         raws = self._rows([chunk for chunk, _ in wanted])
         source = replace(
@@ -210,12 +196,7 @@ class Intake:
         return [chunk_of(chunk << RECORD_BITS, is_alone=self._is_alone) for chunk in chunks.tolist()]
 
     def _wanted(self, records: Iterable[LaneRecord]) -> list[tuple[Chunk, IntArray]]:
-        """Return the chunks that hold the documents that wait, and which of their documents these are.
-
-        Raises:
-            StateError: there are no such chunks.
-            SourceError: their file can't be read that far.
-        """
+        """Return the chunks that hold the documents that wait, and which of their documents these are."""
         ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(one.ids for one in records)]))
         which = np.unique(ids >> RECORD_BITS, return_inverse=True)[1]
         wanted = [(chunk, ids[which == index]) for index, chunk in enumerate(self.chunks_of([ids]))]
@@ -231,11 +212,7 @@ class Intake:
 
 
 def _chosen(found: Arrival, record: LaneRecord) -> Arrival:
-    """Return the pieces that a record names.
-
-    Raises:
-        StateError: a document isn't there, or has fewer tokens than it had.
-    """
+    """Return the pieces that a record names."""
     order = np.argsort(found.ids, kind="stable")
     at = np.searchsorted(found.ids[order], record.ids)
     known = at < len(order)
@@ -289,11 +266,7 @@ Print = tuple[int, int, str, bool]
 
 
 def as_claimed(at: Mapping[str, Any]) -> Claimed:
-    """Return a position of a state.
-
-    Raises:
-        StateError: it is none.
-    """
+    """Return a position of a state."""
     try:
         return Claimed(**{name: as_count(at[name], name, 0, MOST) for name in ("epoch", "index", "chunk")})
     except (KeyError, TypeError, ValueError) as error:
@@ -348,11 +321,7 @@ class ChunkSequence:
         return found
 
     def next(self, at: Claimed) -> tuple[tuple[int, Chunk] | None, Claimed]:
-        """Return the epoch and chunk at a position, None where the input has ended, and the position after it.
-
-        Raises:
-            SourceError: a file that can't be cut can't be opened.
-        """
+        """Return the epoch and chunk at a position, None where the input has ended, and the position after it."""
         empty_since = at.epoch
         while not self.is_over(at):
             if at.index == len(self._blocks):
@@ -397,15 +366,7 @@ class ChunkSequence:
         return found + [(block, *end, True) for block, end in sorted(self._reader.ends.items())]
 
     def check(self, prints: Sequence[Print]) -> None:
-        """Read rows again up to where a state stands, and require that they are what they were.
-
-        Args:
-            prints: of the state.
-
-        Raises:
-            StateError: they aren't.
-            SourceError: they can't be read that far.
-        """
+        """Read rows again up to where a state stands, and require that they are what they were."""
         for block, last, told, is_end in sorted(prints):
             is_known = block < len(self._blocks) and self._reader.is_live(block)
             if not is_known or self._reader.print_of(Chunk(block=block, number=last)) != told:
@@ -432,12 +393,6 @@ class ChunkSequence:
 
 def deal_claims(held: Sequence[int], targets: Sequence[int], brings: float, most: int) -> list[int]:
     """Return the lanes that claim the next chunks, one after the other: always the one that will hold the least.
-
-    Args:
-        held: tokens of each lane.
-        targets: what each is to hold.
-        brings: tokens that a chunk brings, about.
-        most: claims at most; few where the input may soon end, so that the next ones can even out what these bring.
 
     >>> deal_claims([5, 0, 9], [9, 9, 9], brings=3, most=4)
     [1, 1, 0, 1]
@@ -488,16 +443,7 @@ class Unread:
         self._waited = {lane: record.ids for lane, record in records.items()}
 
     def bring(self, packs: Mapping[int, LanePacks], left: Mapping[int, Arrival]) -> None:
-        """Put tokens where zeros are.
-
-        Args:
-            packs: of each lane; views of those of a round.
-            left: what each lane keeps for the next round.
-
-        Raises:
-            StateError: a document isn't there, or has fewer tokens than it had.
-            SourceError: a file can't be read any more.
-        """
+        """Put tokens where zeros are."""
         wanted: dict[int, _Pieces] = {}
         for lane, one in packs.items():
             wanted[2 * lane] = _Pieces(

@@ -27,17 +27,7 @@ BLOCK_BITS, CHUNK_BITS, RECORD_BITS = 25, 18, 20
 
 
 def document_ids(block: int, chunk: int, records: IntArray, *, is_alone: bool = False) -> IntArray:
-    """Return numbers that tell documents of a data set apart, the same in every epoch.
-
-    Args:
-        block: of the data set.
-        chunk: of the block.
-        records: of the chunk.
-        is_alone: whether there is no other block, so that its chunks may take the numbers of blocks too.
-
-    Raises:
-        SourceError: a block, a chunk or a record beyond what a number can tell.
-    """
+    """Return numbers that tell documents of a data set apart, the same in every epoch."""
     most = int(records.max()) if len(records) else 0
     chunk_bits = CHUNK_BITS + (BLOCK_BITS if is_alone else 0)
     if block >= 1 << BLOCK_BITS or chunk >= 1 << chunk_bits or most >= 1 << RECORD_BITS:
@@ -49,12 +39,7 @@ def document_ids(block: int, chunk: int, records: IntArray, *, is_alone: bool = 
 
 
 def chunk_of(document_id: int, *, is_alone: bool = False) -> Chunk:
-    """Return the chunk that a document is of.
-
-    Args:
-        document_id: of `document_ids`.
-        is_alone: as there.
-    """
+    """Return the chunk that a document is of."""
     number = document_id >> RECORD_BITS
     if is_alone:
         return Chunk(block=0, number=number)
@@ -147,12 +132,7 @@ class Counts:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Counts:
-        """Return what `to_json` gave; states of version 0.1.0 have the number of skipped records instead of losses.
-
-        Raises:
-            VarlenError: a number that can't be.
-            KeyError: one is missing.
-        """
+        """Read what `to_json` gave; states of version 0.1.0 hold a number of skipped records in place of losses."""
         names = [one.name for one in fields(cls) if one.name != "losses"]
         old = {"records": found["skipped"]} if "losses" not in found else {}
         losses = Losses.from_json(found.get("losses", old))
@@ -278,11 +258,7 @@ class Lane:
         return self._counts
 
     def add(self, arrival: Arrival, epoch: int, path: str, losses: Losses) -> None:
-        """Take in what a claim brought, and what was lost of it.
-
-        Raises:
-            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-        """
+        """Take in what a claim brought, and what was lost of it."""
         lengths = np.diff(arrival.offsets)
         self._refuse_overlong(lengths, path)
         self._counts = self._counts.plus(
@@ -311,11 +287,7 @@ class Lane:
             )
 
     def pack(self, count: int | None) -> tuple[LanePacks, Arrival]:
-        """Pack a round; returns its packs and what waits for the next one.
-
-        Args:
-            count: packs of the round; None where the input has ended and all is to go out.
-        """
+        """Pack a round; returns its packs and what waits for the next one."""
         settings, here, order = self._settings, joined(self._arrived), self._order()
         lengths = np.diff(here.offsets)[order].astype(np.int32)
         passes = settings.passes
@@ -407,14 +379,7 @@ class LaneRecord:
 
 
 def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequence[int]) -> dict[str, Any]:
-    """Return what a state says of a lane, for JSON.
-
-    Args:
-        carried: what waits.
-        counts: of the lane.
-        seed: of the shuffle.
-        epochs: in which most of what waits may have come.
-    """
+    """Return what a state says of a lane, for JSON."""
     lengths, ages = np.diff(carried.offsets), carried.ages.astype(np.int64)
     table = np.stack([carried.ids, carried.firsts, lengths, ages])
     order = np.lexsort((ages, lengths, carried.firsts, carried.ids))
@@ -448,15 +413,7 @@ def _arrived(stored: IntArray, seed: int | None, epoch: int) -> IntArray:
 
 
 def from_record(record: Mapping[str, Any], seed: int | None) -> LaneRecord:
-    """Read what `to_record` wrote.
-
-    Args:
-        record: of a state.
-        seed: of the shuffle.
-
-    Raises:
-        StateError: it is nothing of the kind.
-    """
+    """Read what `to_record` wrote."""
     try:
         count, tokens = (as_count(record[name], name, 0, MOST) for name in ("documents", "tokens"))
         epoch = None if record["epoch"] is None else as_count(record["epoch"], "epoch", 0, MOST)
@@ -495,12 +452,7 @@ def from_record(record: Mapping[str, Any], seed: int | None) -> LaneRecord:
 
 
 def _unpacked(text: object, count: int, columns: int) -> IntArray:
-    """Return columns of whole numbers, int64 `[columns, count]`.
-
-    Raises:
-        ValueError: they aren't.
-        zlib.error: they were changed.
-    """
+    """Return columns of whole numbers, int64 `[columns, count]`."""
     if not isinstance(text, str):
         raise SettingError(f"waiting must be text, got {type(text).__name__}")
     packed = base64.b64decode(text, validate=True)

@@ -153,33 +153,13 @@ class Rounds:
         mine: Sequence[int],
         told: set[Chunk] | None = None,
     ) -> None:
-        """Take the input, who reads it, how to tell other ranks, and the lanes of this process.
-
-        Args:
-            sequence: of the chunks.
-            intake: reads them.
-            exchange: with other ranks.
-            settings: what rounds depend on.
-            mine: lanes.
-            told: chunks whose skipped records have been logged, as epochs and states come back to them; None: those
-                of no chunk are logged here.
-        """
+        """Take the input, who reads it, how to tell other ranks, and the lanes of this process."""
         self._sequence, self._intake, self._exchange = sequence, intake, exchange
         self._settings, self._mine, self._told = settings, tuple(mine), told
         self._num_soon = min(_SOON_BYTES // settings.block_bytes, _MOST_SOON)
 
     def run(self, at: Mapping[str, Any], step: int) -> Iterator[Round]:
-        """Yield the rounds from a place on, to the end of the input; of the first one, the steps that are wanted.
-
-        Args:
-            at: of a state; empty where training begins.
-            step: from which on steps are wanted, at or after that place.
-
-        Raises:
-            StateError: the place is none of this data.
-            SourceError: a record can't be read, and `on_error` is "raise".
-            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-        """
+        """Yield the rounds from a place on, to the end of the input; of the first one, the steps that are wanted."""
         place = place_of(at, self._settings.lanes)
         carried, counts, missing = self._restored(place)
         self._sequence.check(place.prints)
@@ -328,11 +308,7 @@ class Rounds:
         return told
 
     def _agree(self, key: str, told: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Exchange values of lanes; an error of one is raised by all.
-
-        Raises:
-            SourceError: or whatever was raised where a lane was read.
-        """
+        """Exchange values of lanes; an error of one is raised by all."""
         said = {
             lane: {"error": type(one).__name__, "said": str(one)} if isinstance(one, Exception) else one
             for lane, one in told.items()
@@ -433,24 +409,12 @@ class Place:
 
 
 def beginning_of(at: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the place where the run of a place began.
-
-    Args:
-        at: of a state.
-    """
+    """Return the place where the run of a place began."""
     return {name: at[name] for name in (ENDS,) if name in at}
 
 
 def place_of(at: Mapping[str, Any], lanes: int) -> Place:
-    """Return where a round begins.
-
-    Args:
-        at: of a state; without all but `ends` where training begins.
-        lanes: that there are.
-
-    Raises:
-        StateError: it is none of these lanes.
-    """
+    """Return where a round begins."""
     ends = _ends_of(at)
     if at == beginning_of(at):
         nothing = to_record(joined([]), Counts(), None, [0])
@@ -467,20 +431,12 @@ def place_of(at: Mapping[str, Any], lanes: int) -> Place:
 
 
 def _as_print(block: Any, chunk: Any, told: Any, is_end: Any) -> Print:
-    """Return a hash of a state.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a hash of a state."""
     return as_count(block, "block", 0, MOST), as_count(chunk, "chunk", 0, MOST), str(told), bool(is_end)
 
 
 def _ends_of(at: Mapping[str, Any]) -> list[int]:
-    """Return the ends of a place.
-
-    Raises:
-        StateError: they are none.
-    """
+    """Return the ends of a place."""
     try:
         return [as_count(end, ENDS, 1, MOST) for end in at.get(ENDS, ())]
     except (TypeError, ValueError) as error:
@@ -488,17 +444,7 @@ def _ends_of(at: Mapping[str, Any]) -> list[int]:
 
 
 def check_place(at: Mapping[str, Any], lanes: int, seed: int | None, epochs: int | None) -> None:
-    """Refuse a place where no round can begin, as far as that can be told without reading.
-
-    Args:
-        at: of a state; empty where training begins.
-        lanes: that there are.
-        seed: of the shuffle.
-        epochs: of the loader; None for no end.
-
-    Raises:
-        StateError: it is none of these lanes, or was changed.
-    """
+    """Refuse a place where no round can begin, as far as that can be told without reading."""
     place = place_of(at, lanes)
     for record in place.records:
         from_record(record, seed)

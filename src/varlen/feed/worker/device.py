@@ -37,11 +37,7 @@ class DeviceWorker:
     """Another worker's batches, as tensors on a device; on CUDA one of them is on its way ahead of the trainer."""
 
     def __init__(self, worker: Worker, device: Any) -> None:
-        """Take the worker, and the device.
-
-        Raises:
-            MissingExtraError: torch isn't installed.
-        """
+        """Take the worker, and the device."""
         torch = import_torch()
         self._worker, self._device = worker, torch.device(device)
         self._is_cuda = self._device.type == "cuda"
@@ -73,11 +69,7 @@ class DeviceWorker:
         self._worker.start(state)
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many were ready; errors as the worker's own.
-
-        Args:
-            deadline_s: longest wait.
-        """
+        """Return the next batch, or the end, and how many were ready; errors as the worker's own."""
         ready = self.ready
         if self._coming is None and not self._is_over:
             self._coming = self._sent(deadline_s)

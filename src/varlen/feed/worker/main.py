@@ -65,11 +65,7 @@ class _Relay:
         self._is_closed = False
 
     def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the values of all ranks.
-
-        Raises:
-            StalledError: some didn't come in time, or nobody waits any more.
-        """
+        """Return the values of all ranks."""
         self._mouth.say(b"ask_" + json.dumps([self._run, key, list(mine.items())]).encode())
         while not self._is_closed and self._desk.runs.empty():
             answer = self._desk.answers.get()
@@ -126,11 +122,7 @@ def _load_kernels() -> None:
 
 
 def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth: _Mouth) -> Ended:
-    """Make the batches that follow a state; returns what comes behind them.
-
-    Raises:
-        _SupersededError: there is another state to begin with.
-    """
+    """Make the batches that follow a state; returns what comes behind them."""
     taken: list[tuple[int, Slot]] = []
 
     def buffers() -> Out:

@@ -82,11 +82,7 @@ class ProcessWorker:
     """Has batches made in a fresh interpreter."""
 
     def __init__(self, spec: Spec, slots: int, slot_bytes: int, exchanges: Exchanges | None = None) -> None:
-        """Take what makes the feed, the slots of the ring, and how ranks agree where they have to.
-
-        Raises:
-            SettingError: the tokenizer can't be handed to another process, or there is no such memory.
-        """
+        """Take what makes the feed, the slots of the ring, and how ranks agree where they have to."""
         try:
             head = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -137,12 +133,7 @@ class ProcessWorker:
             self._reader = _at_work(_read, line)
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many were ready when it was asked for.
-
-        Raises:
-            StalledError: none came in time.
-            WorkerDiedError: the worker dies again and again.
-        """
+        """Return the next batch, or the end, and how many were ready when it was asked for."""
         line = self._line
         batches = line.batches
         ready = batches.qsize() - line.is_over

@@ -40,11 +40,7 @@ class Ring:
     """A number of slots of one size. Make it on one side, and hand `file` to the process on the other."""
 
     def __init__(self, slots: int, slot_bytes: int, file: int | None = None) -> None:
-        """Take the number of slots and their size, and the open file of a ring that is there already.
-
-        Raises:
-            SettingError: no memory of this kind on this system, or not as much.
-        """
+        """Take the number of slots and their size, and the open file of a ring that is there already."""
         self.slots, self.slot_bytes = slots, _whole_pages(slot_bytes)
         marks, total = _whole_pages(slots), max(slots * self.slot_bytes, mmap.PAGESIZE)
         self._lent: dict[int, weakref.ref[Bytes]] = {}
@@ -90,23 +86,13 @@ class Ring:
         self._marks[number] = 0
 
     def free_but(self, held: AbstractSet[int]) -> None:
-        """Free all slots but some: whoever filled them is dead.
-
-        Args:
-            held: numbers of slots; they may be freed meanwhile.
-        """
+        """Free all slots but some: whoever filled them is dead."""
         for number in range(self.slots):
             if number not in held:
                 self._marks[number] = 0
 
     def lend(self, number: int, on_free: Callable[[object], object]) -> Bytes:
-        """Return a slot's bytes, to be read as long as anybody likes.
-
-        Args:
-            number: of the slot.
-            on_free: called once no array over these bytes is left; it may be called from any thread, and in the
-                middle of anything, so it must do no more than take note and `free` the slot.
-        """
+        """Return a slot's bytes, to be read as long as anybody likes."""
         whole = self.slot(number)
         # Arrays over arrays keep this one alive, and nothing else does: they never reach past it to the memory.
         self._lent[number] = weakref.ref(whole, on_free)
@@ -163,12 +149,7 @@ _TOKENS_A_SEGMENT = 32
 
 
 def slot_bytes(positions: int, *, has_weights: bool = False) -> int:
-    """Return the size of a slot for batches of so many positions, padding counted.
-
-    Args:
-        positions: of a batch.
-        has_weights: it may hold `target_weights`.
-    """
+    """Return the size of a slot for batches of so many positions, padding counted."""
     return (
         positions * 4 * (len(_BY_POSITION) + has_weights)
         + (positions // _TOKENS_A_SEGMENT + 1) * _SEGMENT_BYTES
@@ -238,13 +219,7 @@ class Slot:
 
 
 def read_made(message: bytes, memory: Bytes, state: FeedState) -> Made:
-    """Return the batch that a message speaks of; its arrays lie in the memory, but for those that came with it.
-
-    Args:
-        message: of `Slot.message`.
-        memory: of the slot.
-        state: after the batch.
-    """
+    """Return the batch that a message speaks of; its arrays lie in the memory, but for those that came with it."""
     size = int.from_bytes(message[:8], "little")
     said = json.loads(message[8 : 8 + size])
     found: dict[str, Any] = {**said["numbers"], "columns": {}}

@@ -12,12 +12,7 @@ from varlen.feed.worker.thread import ThreadWorker
 
 
 def hired(opened: Opened, settings: LoaderSettings) -> Worker:
-    """Return the worker that settings ask for, started.
-
-    Args:
-        opened: what it runs.
-        settings: of the loader.
-    """
+    """Return the worker that settings ask for, started."""
     multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
     positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
     worker: Worker

@@ -102,11 +102,7 @@ class ThreadWorker:
         self._thread.start()
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many were ready when it was asked for.
-
-        Raises:
-            StalledError: none came in time.
-        """
+        """Return the next batch, or the end, and how many were ready when it was asked for."""
         ready, begun = self.ready, time.monotonic()
         while self._thread is not None:
             try:

@@ -24,25 +24,13 @@ _ODD = re.compile("[\udc80-\udcff]")
 
 
 def column_names(file: File) -> list[str]:
-    """Return the names in the first line; none where the file is empty.
-
-    Raises:
-        SourceError: the file can't be read, or two columns have the same name.
-    """
+    """Return the names in the first line; none where the file is empty."""
     with open_plain(file, HEAD_BYTES) as stream:
         return _names(_Reader(stream, file))
 
 
 def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
-    """Yield the rows of a file, about a megabyte at a time.
-
-    Args:
-        file: to be read.
-        wanted: columns, of those that `column_names` gives.
-
-    Raises:
-        SourceError: the file can't be read any further.
-    """
+    """Yield the rows of a file, about a megabyte at a time."""
     with open_plain(file) as stream:
         found = _rows(_Reader(stream, file), wanted)
         # A row of nothing but commas has no size.

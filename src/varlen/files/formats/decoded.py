@@ -22,9 +22,6 @@ def row_sizes(array: Any) -> IntArray:
 
     What an array shares between rows (a dictionary's entries, the values of runs) counts for every row.
 
-    Args:
-        array: of any type; one whose offsets are damaged gives some sizes, none below 0.
-
     Cost: a few passes over offsets and indices; no value is decoded.
     """
     import pyarrow as pa
@@ -69,13 +66,7 @@ def batch_sizes(batch: Any) -> IntArray:
 
 
 def cuts(sizes: IntArray, most_bytes: int, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield where to cut rows so that no piece takes more than so much, but for single rows that do.
-
-    Args:
-        sizes: of the rows.
-        most_bytes: of a piece.
-        most_rows: of a piece.
-    """
+    """Yield where to cut rows so that no piece takes more than so much, but for single rows that do."""
     ends = np.cumsum(sizes)
     start = 0
     while start < len(sizes):
@@ -87,11 +78,7 @@ def cuts(sizes: IntArray, most_bytes: int, most_rows: int) -> Iterator[tuple[int
 
 
 def pieces(batch: Any) -> Iterator[Any]:
-    """Cut a batch where it is large, by what its rows take once they are decoded.
-
-    Args:
-        batch: of an Arrow table.
-    """
+    """Cut a batch where it is large, by what its rows take once they are decoded."""
     if not any(map(shares, batch.schema.types)) and batch.nbytes <= 2 * BATCH_BYTES:
         for start in range(0, batch.num_rows, MOST_ROWS):
             yield batch.slice(start, MOST_ROWS)
@@ -114,11 +101,7 @@ def shares(kind: Any) -> bool:
 
 
 def list_counts(array: Any) -> IntArray:
-    """Return how many of the innermost values stand in each row of nested lists, int64 `[len(array)]`.
-
-    Args:
-        array: of lists, or of structs of a single field, to any depth.
-    """
+    """Return how many of the innermost values stand in each row of nested lists, int64 `[len(array)]`."""
     import pyarrow as pa
 
     bounds = np.arange(len(array) + 1)
@@ -138,12 +121,7 @@ def list_counts(array: Any) -> IntArray:
 
 
 def plain(array: Any, kind: Any) -> Any:
-    """Return an array with its dictionaries decoded, wherever they stand.
-
-    Args:
-        array: of lists and structs of dictionaries.
-        kind: type to return, the same but for the dictionaries.
-    """
+    """Return an array with its dictionaries decoded, wherever they stand."""
     import pyarrow as pa
 
     types = pa.types

@@ -42,18 +42,7 @@ def gather(
     count_faults: bool = False,
     size: int = BATCH_SIZE,
 ) -> Iterator[Rows]:
-    """Yield rows in batches of about as many bytes; where reading fails, what was found before it comes first.
-
-    Args:
-        found: rows in the order of the file; its errors pass through.
-        names: columns, in the order of each row's values.
-        path: of the file.
-        unit: what a row is called in messages, as in `Rows`.
-        base: rows before those that the numbers count from, as in `Rows`.
-        most_rows: at which a batch is full, however small they are.
-        count_faults: whether rows that can't be read are among those; they must be where they may have no size.
-        size: bytes or characters of rows that make a batch large enough.
-    """
+    """Yield rows in batches of about as many bytes; where reading fails, what was found before it comes first."""
     taken: list[list[Any]] = []
     numbers: list[int] = []
     faults: list[Fault] = []

@@ -31,15 +31,7 @@ _ODD = re.compile("[\udc80-\udcff]")
 
 
 def row_names(file: File, most: int) -> list[tuple[str, ...]]:
-    """Return the names that the first objects have; none where there is no value.
-
-    Args:
-        file: to be looked into.
-        most: objects that are wanted.
-
-    Raises:
-        SourceError: the file can't be read, or none of its first values is an object.
-    """
+    """Return the names that the first objects have; none where there is no value."""
     with open_plain(file, HEAD_BYTES) as stream:
         values = enumerate(_Values(stream, file.path), start=1)
         rows = (
@@ -53,15 +45,7 @@ def row_names(file: File, most: int) -> list[tuple[str, ...]]:
 
 
 def read(file: File, fields: Fields) -> Iterator[Rows]:
-    """Yield the objects of a file, about a megabyte at a time.
-
-    Args:
-        file: to be read.
-        fields: to be taken; an object without one that is needed is a fault.
-
-    Raises:
-        SourceError: the file can't be read any further.
-    """
+    """Yield the objects of a file, about a megabyte at a time."""
     with open_plain(file) as stream:
         found = _rows(_Values(stream, file.path), fields)
         yield from gather(found, names=fields.names, path=file.path, unit="value")
@@ -178,11 +162,7 @@ class _Values:
                 return self._buffer[at : at + 1], "\n" not in self._buffer[stop:at]
 
     def _after_fault(self, said: str, position: int) -> _Bad | Lost:
-        """Go on with the record after a value that can't be read, where it is plain where that begins.
-
-        Raises:
-            SourceError: it isn't, and the rest is too long to be looked through.
-        """
+        """Go on with the record after a value that can't be read, where it is plain where that begins."""
         where = f"(character {self.consumed + position + 1:,} of the file)"
         wanted = _CHUNK_BYTES
         while (found := self._next_record()) is None:
@@ -254,16 +234,7 @@ _BEFORE = 256
 
 
 def next_record(text: str, start: int, key: str, *, is_begun: bool, is_all: bool) -> int | None:
-    """Return where to go on behind a damaged record, before a comma or at a record; None: nobody can tell.
-
-    Args:
-        text: with all that was read so far.
-        start: of the damaged record.
-        key: the name by which the last object that could be read begins; "" where there is none, and the name by
-            which the damaged one begins is taken.
-        is_begun: something stands before the text.
-        is_all: nothing follows the text.
-    """
+    """Return where to go on behind a damaged record, before a comma or at a record; None: nobody can tell."""
     before = _LINE.search(text, max(start - _BEFORE, 0), start)
     if before is not None and is_begun and before.start() == 0 and text[0] != "\n":
         before = None

@@ -30,15 +30,7 @@ MOST_RECORD_BYTES = 256 << 20
 
 
 def row_names(file: File, most: int) -> list[tuple[str, ...]]:
-    """Return the names that the first rows have, of those that can be read; none where there is no row.
-
-    Args:
-        file: to be looked into.
-        most: rows that are wanted.
-
-    Raises:
-        SourceError: the file can't be read, or none of its first rows is an object.
-    """
+    """Return the names that the first rows have, of those that can be read; none where there is no row."""
     with open_plain(file, HEAD_BYTES) as stream:
         lines = enumerate(_lines(stream, file.path), start=1)
         rows = (
@@ -52,17 +44,7 @@ def row_names(file: File, most: int) -> list[tuple[str, ...]]:
 def first_names(
     rows: Iterator[tuple[str, dict[str, Any] | str]], path: str, most: int
 ) -> list[tuple[str, ...]]:
-    """Return the names that the first rows in order have; none where there is no row.
-
-    Args:
-        rows: where each stands, and the row or why it is none.
-        path: of the file.
-        most: rows that are wanted.
-
-    Raises:
-        SourceError: none of the first thousand is in order and has a field, says what is wrong with the first; or
-            the file can't be read up to one.
-    """
+    """Return the names that the first rows in order have; none where there is no row."""
     first_fault = ""
     found: list[tuple[str, ...]] = []
     try:
@@ -93,17 +75,7 @@ def cut_points(file: File, target_bytes: int) -> list[int] | None:
 
 
 def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) -> Iterator[Rows]:
-    """Yield the rows of the lines that begin in [start, stop), about a megabyte at a time.
-
-    Args:
-        file: to be read.
-        fields: to be taken; a row without one that is needed is a fault.
-        start: byte; the line that it stands in belongs to the part before, unless it is the line's first.
-        stop: byte, or None for the file's end.
-
-    Raises:
-        SourceError: the file can't be read any further.
-    """
+    """Yield the rows of the lines that begin in [start, stop), about a megabyte at a time."""
     if start == 0 and stop is None:
         with open_plain(file) as stream:
             yield from _read(stream, file, fields, 0, stop)

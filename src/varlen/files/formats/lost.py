@@ -22,16 +22,7 @@ def rest_of(
     start: int = 0,
     stop: int | None = None,
 ) -> Fault:
-    """Return the fault of what follows in a file.
-
-    Args:
-        file: of which something can't be read.
-        error: says why.
-        rows: of the stretch that were read, or are faults of their own.
-        read_to: byte up to which the file was read then; 0 where nothing of it was.
-        start: of the stretch, in the unit in which the format is cut.
-        stop: of the stretch; None: the file's end.
-    """
+    """Return the fault of what follows in a file."""
     said = str(error)
     return Fault(
         where=file.path,

@@ -30,25 +30,13 @@ _BOUNDARIES = ("offsets", "seq_lengths")
 
 
 def column_names(file: File) -> list[str]:
-    """Return the arrays of a file but for its boundaries, `ids` and `tokens` called `input_ids`.
-
-    Raises:
-        SourceError: the file isn't such an archive.
-    """
+    """Return the arrays of a file but for its boundaries, `ids` and `tokens` called `input_ids`."""
     with _archive(file) as archive:
         return [name for name in _members(archive) if name not in _BOUNDARIES]
 
 
 def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
-    """Yield the documents of a file as Arrow lists.
-
-    Args:
-        file: to be read.
-        wanted: columns, of those that `column_names` gives.
-
-    Raises:
-        SourceError: the arrays don't fit each other, or the file can't be read.
-    """
+    """Yield the documents of a file as Arrow lists."""
     with _archive(file) as archive:
         members = _members(archive)
         _, total = _checked(archive, members, file)
@@ -70,11 +58,7 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
 
 
 def count_rows(file: File, _start: int, _stop: int | None) -> int:
-    """Count the documents of a file.
-
-    Raises:
-        SourceError: its offsets can't be read.
-    """
+    """Count the documents of a file."""
     with _archive(file) as archive:
         return _checked(archive, _members(archive), file)[0]
 
@@ -86,11 +70,7 @@ def _members(archive: zipfile.ZipFile) -> dict[str, str]:
 
 
 def _checked(archive: zipfile.ZipFile, members: dict[str, str], file: File) -> tuple[int, int]:
-    """Return how many documents and values the offsets speak of, checked, a piece of them at a time.
-
-    Raises:
-        SourceError: there are none, or they are no offsets.
-    """
+    """Return how many documents and values the offsets speak of, checked, a piece of them at a time."""
     if "offsets" not in members:
         raise SourceError(
             f"{file.path} has no array `offsets` (where documents begin); it has {listed(list(members))}"
@@ -116,11 +96,7 @@ def _pieces(stream: _Stream) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def _bounds(stream: _Stream) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield where documents begin and end, from 0: of some that have few values together, or of one that has many.
-
-    Args:
-        stream: of offsets that were checked.
-    """
+    """Yield where documents begin and end, from 0: of some that have few values together, or of one that has many."""
     last = np.zeros(0, dtype=np.int64)
     for piece in _pieces(stream):
         offsets = np.concatenate([last, piece])

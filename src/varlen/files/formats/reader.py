@@ -45,9 +45,6 @@ def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
 
     Rows that are objects may differ. What most of the first ones hold is what all of the file are to hold, and others
     are faults.
-
-    Raises:
-        SourceError: the file can't be read, or has no column of documents.
     """
     try:
         return _columns_of(file, named)
@@ -84,11 +81,7 @@ def _columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
 def _of_most(
     rows: Sequence[tuple[str, ...]], named: Mapping[str, str], path: str, *, is_last: bool
 ) -> Columns | None:
-    """Return what most rows hold, the first of those that are as many; None where none can be used.
-
-    Raises:
-        SourceError: none can, and these are the last; says what is wrong with the first.
-    """
+    """Return what most rows hold, the first of those that are as many; None where none can be used."""
     found: dict[str, tuple[int, Columns]] = {}
     first: tuple[str, ...] = ()
     for names, count in Counter(rows).items():  # in the order in which they come first
@@ -107,20 +100,12 @@ def _of_most(
 
 @lru_cache(maxsize=1 << 10)
 def _of_names(names: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Columns:
-    """Return what a row of these names holds; of thousands of files most have the same.
-
-    Raises:
-        SourceError: nothing; it names no file.
-    """
+    """Return what a row of these names holds; of thousands of files most have the same."""
     return find_columns(names, dict(named), "", are_fields=True)
 
 
 def _refuse_twice(names: Sequence[str], columns: Columns, path: str) -> None:
-    """Refuse columns that several have the name of: nothing says which is meant.
-
-    Raises:
-        SourceError: there are some among those that are read.
-    """
+    """Refuse columns that several have the name of: nothing says which is meant."""
     twice = [name for name in columns.fields.names if names.count(name) > 1]
     if twice:
         raise SourceError(
@@ -167,11 +152,7 @@ def _to_the_fault(
 
 
 def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault, ...]]]:
-    """Yield every column of a file's rows as Python values, whatever they hold, and the rows that can't be read.
-
-    Raises:
-        SourceError: the file can't be opened.
-    """
+    """Yield every column of a file's rows as Python values, whatever they hold, and the rows that can't be read."""
     names = column_names(file)
     if not names:
         return
@@ -193,11 +174,7 @@ def _read(file: File, fields: Fields, start: int, stop: int | None) -> Iterator[
 
 
 def _placed(read: Iterator[Rows]) -> Iterator[Rows]:
-    """Yield rows; where a file can't be unpacked or read on, say how far it was read.
-
-    Raises:
-        SourceError: it can't.
-    """
+    """Yield rows; where a file can't be unpacked or read on, say how far it was read."""
     last: Rows | None = None
     try:
         for rows in read:
@@ -211,11 +188,7 @@ def _placed(read: Iterator[Rows]) -> Iterator[Rows]:
 
 
 def column_names(file: File) -> list[str]:
-    """Return the names of a file's columns.
-
-    Raises:
-        SourceError: the file can't be read.
-    """
+    """Return the names of a file's columns."""
     if file.mark is None:
         return _column_names(file)
     return list(_column_names_by_mark(replace(file, on_read=None)))
@@ -242,11 +215,7 @@ def _column_names_by_mark(file: File) -> tuple[str, ...]:
 
 
 def _row_names(file: File, most: int) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the first rows that are objects with some.
-
-    Raises:
-        SourceError: the file can't be read, or none of its first rows is one.
-    """
+    """Return the names of the first rows that are objects with some."""
     if file.live is not None:
         return file.live.names
     if file.mark is None:
@@ -262,11 +231,7 @@ _row_names_by_mark = lru_cache(maxsize=1 << 14)(_names_of_rows)
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:
-    """Return where a large file can be cut, in units of its format, or None.
-
-    Raises:
-        SourceError: the file can't be opened.
-    """
+    """Return where a large file can be cut, in units of its format, or None."""
     if 0 <= file.size <= target_bytes:
         return None
     if file.format == "jsonl":

@@ -20,12 +20,6 @@ def sizes(table: Any, stored: BinaryIO, wanted: list[str], file_bytes: int) -> l
 
     The same for the same file anywhere. Where batches are compressed or share values, the first, the middle and the
     last are looked into, and all of them if one decodes to more.
-
-    Args:
-        table: a reader of a file.
-        stored: the file that it reads.
-        wanted: columns.
-        file_bytes: of the file.
     """
     count = table.num_record_batches
     share = file_bytes // max(count, 1)
@@ -82,11 +76,6 @@ class Block:
 def blocks_of(stored: BinaryIO, start: int = 0, stop: int | None = None) -> list[Block]:
     """Return the record batches of an Arrow file, as its footer lists them; none where that is damaged.
 
-    Args:
-        stored: the file, which can be read at any place; where it stands afterwards is undefined.
-        start: the first that is wanted.
-        stop: the first that isn't any more; None for all.
-
     Cost: one read for the footer, and one for each batch.
     """
     try:
@@ -131,12 +120,7 @@ def _described(header: bytes) -> tuple[int | None, bool]:
 
 
 def stream_rows(stored: BinaryIO, start: int) -> int | None:
-    """Return the rows of the message that begins at a byte of a stream; None where it isn't a batch, or is damaged.
-
-    Args:
-        stored: the stream, which can be read at any place, and stands there again afterwards.
-        start: of the message.
-    """
+    """Return the rows of the message at a byte of a stream; None where it is no batch, or damaged."""
     now = stored.tell()
     try:
         stored.seek(start)
@@ -163,11 +147,7 @@ class _Table:
     """A table of a flatbuffer."""
 
     def __init__(self, content: bytes, at: int) -> None:
-        """Take the buffer, and where the table stands.
-
-        Raises:
-            LookupError: outside of it.
-        """
+        """Take the buffer, and where the table stands."""
         if not 0 <= at < len(content):
             raise LookupError(at)
         (back,) = struct.unpack_from("<i", content, at)
@@ -176,11 +156,7 @@ class _Table:
             raise LookupError(back)
 
     def field(self, number: int) -> int:
-        """Return where a field stands.
-
-        Raises:
-            LookupError: there is none.
-        """
+        """Return where a field stands."""
         (size,) = struct.unpack_from("<H", self._content, self._fields)
         slot = 4 + 2 * number
         at = struct.unpack_from("<H", self._content, self._fields + slot)[0] if slot < size else 0

@@ -106,15 +106,7 @@ class _Leaf:
 def batches(
     table: Any, stored: BinaryIO, wanted: list[str], columns: Sequence[Column], group: int
 ) -> Iterator[Any | TooLarge]:
-    """Yield the rows of a row group, a few megabytes at a time.
-
-    Args:
-        table: opened with `OPENED`.
-        stored: the file that it reads.
-        wanted: columns.
-        columns: of `columns_of`.
-        group: its number.
-    """
+    """Yield the rows of a row group, a few megabytes at a time."""
     shape = table.metadata.row_group(group)
     if shape.num_rows == 0:
         return
@@ -131,11 +123,6 @@ def sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int]:
 
     The same for the same file anywhere. Where the description can't exclude it, the first, the middle and the last
     such row group are looked into, and all of them if one decodes to more.
-
-    Args:
-        table: opened with `OPENED`.
-        stored: the file that it reads.
-        wanted: columns.
     """
     columns, metadata = columns_of(table, wanted), table.metadata
     leaves = [_leaves(metadata.row_group(group), columns) for group in range(metadata.num_row_groups)]
@@ -429,12 +416,7 @@ class DictionaryPage:
 
 
 def dictionary_page(stored: BinaryIO, at: int) -> DictionaryPage | None:
-    """Return the dictionary page that begins at a place, or None where none does.
-
-    Args:
-        stored: the file; where it is read next isn't kept.
-        at: where the page begins.
-    """
+    """Return the dictionary page that begins at a place, or None where none does."""
     stored.seek(at)
     try:
         numbers, end = _struct(stored.read(_HEADER_BYTES), 0)
@@ -447,13 +429,7 @@ def dictionary_page(stored: BinaryIO, at: int) -> DictionaryPage | None:
 
 
 def longest_entry(stored: BinaryIO, page: DictionaryPage, compression: str) -> int:
-    """Return the bytes of the longest string of a dictionary; those of all where that can't be told.
-
-    Args:
-        stored: the file; where it is read next isn't kept.
-        page: of `dictionary_page`.
-        compression: what Parquet calls it.
-    """
+    """Return the bytes of the longest string of a dictionary; those of all where that can't be told."""
     import pyarrow as pa
 
     stored.seek(page.begin)
@@ -472,12 +448,7 @@ def longest_entry(stored: BinaryIO, page: DictionaryPage, compression: str) -> i
 
 
 def _struct(content: bytes, at: int, path: tuple[int, ...] = ()) -> tuple[dict[tuple[int, ...], int], int]:
-    """Return the numbers of a struct by the path of their fields, and where it ends.
-
-    Raises:
-        SourceError: a field of a kind that page headers of dictionaries don't have.
-        IndexError: it isn't over where the content is.
-    """
+    """Return the numbers of a struct by the path of their fields, and where it ends."""
     numbers: dict[tuple[int, ...], int] = {}
     field = 0
     while content[at]:

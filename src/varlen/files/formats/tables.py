@@ -25,22 +25,14 @@ from varlen.files.rows import Fault, Rows, faulty, place
 
 
 def column_names(file: File) -> list[str]:
-    """Return the names of a table's columns.
-
-    Raises:
-        SourceError: the file isn't such a table.
-    """
+    """Return the names of a table's columns."""
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
         schema = table.schema_arrow if file.format == "parquet" else table.schema
         return list(schema.names)
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:
-    """Return the row groups or record batches at which a file may be cut; None where it can't be.
-
-    Raises:
-        SourceError: the file isn't such a table.
-    """
+    """Return the row groups or record batches at which a file may be cut; None where it can't be."""
     if 0 <= file.size <= target_bytes or compression_of(file) is not None:
         return None
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
@@ -60,18 +52,7 @@ def cut_points(file: File, target_bytes: int) -> list[int] | None:
 
 
 def stretch_sizes(file: File, wanted: Sequence[str]) -> list[int] | None:
-    """Estimate the bytes of each row group or record batch, from the file's description of itself alone.
-
-    Args:
-        file: to be read.
-        wanted: columns; others aren't counted where the description tells them apart.
-
-    Returns:
-        None where the file can't be cut.
-
-    Raises:
-        SourceError: the file isn't such a table.
-    """
+    """Estimate the bytes of each row group or record batch, from the file's description of itself alone."""
     if file.size < 0 or compression_of(file) is not None:
         return None
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
@@ -82,11 +63,7 @@ def stretch_sizes(file: File, wanted: Sequence[str]) -> list[int] | None:
 
 
 def count_rows(file: File, start: int, stop: int | None) -> int:
-    """Count the rows of row groups, or record batches, [start, stop), by what the file says of itself.
-
-    Raises:
-        SourceError: the file isn't such a table, or is damaged; or it is a stream.
-    """
+    """Count the rows of row groups, or record batches, [start, stop), by what the file says of itself."""
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
         if file.format == "parquet":
             groups = range(start, table.num_row_groups if stop is None else stop)
@@ -100,15 +77,6 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
     """Yield the rows of a table, a few megabytes at a time, as Arrow arrays.
 
     A row group or record batch that is damaged is a fault, and those after it are read.
-
-    Args:
-        file: to be read.
-        wanted: columns, of those that `column_names` gives.
-        start: row group or record batch to begin with.
-        stop: row group or record batch to end before; None for all.
-
-    Raises:
-        SourceError: the file isn't such a table, or can't be read any further.
     """
     base = cache(lambda: _rows_before(file, start))
     row = 0
@@ -334,11 +302,7 @@ def _table(file: File, stored: BinaryIO) -> Iterator[Any]:
 
 @contextmanager
 def table_faults(file: File) -> Iterator[None]:
-    """Turn what Arrow says of a broken file into a sentence; the disk's own errors are left as they are.
-
-    Raises:
-        SourceError: Arrow can't read it.
-    """
+    """Turn what Arrow says of a broken file into a sentence; the disk's own errors are left as they are."""
     try:
         yield
     except Exception as error:

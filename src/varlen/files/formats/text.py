@@ -19,16 +19,7 @@ _MOST_DOCUMENT_BYTES = 256 << 20
 
 
 def read(file: File, cut: Cut) -> Iterator[Rows]:
-    """Yield the documents of a text file in a column `text`.
-
-    Args:
-        file: to be read.
-        cut: "file": all of it is one document; "paragraph": blank lines part documents; "line": each line that
-            isn't blank is one.
-
-    Raises:
-        SourceError: the file can't be read, or a document is so long that it would fill the memory.
-    """
+    """Yield the documents of a text file in a column `text`."""
     with open_plain(file) as stream:
         _refuse_rows(file, stream)
         documents = _whole(stream, file.path) if cut == "file" else _parts(stream, file.path, cut)
@@ -38,11 +29,7 @@ def read(file: File, cut: Cut) -> Iterator[Rows]:
 
 
 def _refuse_rows(file: File, stream: BinaryIO) -> None:
-    """Refuse JSON lines under the name of a text, unless the caller says that they are one.
-
-    Raises:
-        SourceError: the file holds some.
-    """
+    """Refuse JSON lines under the name of a text, unless the caller says that they are one."""
     if file.is_told:
         return
     head = cast(io.BufferedReader, stream).peek(LOOKED_AT_BYTES)[:LOOKED_AT_BYTES]

@@ -48,11 +48,6 @@ def dynamic_cp_candidates(
     Args:
         lengths: int32 `[num_documents]`.
         work: float64 `[num_documents, num_levels]`: seconds of both passes on each rank if 2^level ranks share it.
-        mesh: where it runs; the widest groups have 2^(num_levels - 1) of its data-parallel ranks.
-        capacity: tokens that one rank can hold.
-        counts: micro-batches that are tried; None for those of `micro_batch_counts`.
-        orders: of the micro-batches.
-        ways: to share documents.
     """
     seen: set[bytes] = set()
     for label, group_of, levels, batches in _shared(lengths, work, mesh, capacity, counts, ways):
@@ -88,9 +83,6 @@ def by_need(
     Args:
         lengths: int32 `[num_documents]`.
         work: float64 `[num_documents, num_levels]`.
-        dp: data-parallel ranks.
-        capacity: tokens of one rank in one micro-batch. What the widest group can't hold it takes all the same.
-        count: micro-batches; there may be some more or less.
 
     Returns:
         int32 `[num_documents]`, the group of each document, -1 where it is empty; and of each group, int32
@@ -121,12 +113,7 @@ def by_speed(
     Args:
         lengths: int32 `[num_documents]`.
         work: float64 `[num_documents, num_levels]`.
-        dp: data-parallel ranks.
-        capacity: tokens of one rank in one micro-batch; doubled in those that hold more, however shared.
         batch_of: int32 `[num_documents]`: -1 where a document is empty.
-
-    Returns:
-        As `by_need` does.
     """
     group_of, levels = np.full(lengths.size, -1, np.int32), np.zeros(dp, np.int32)
     all_levels, batches = [np.zeros(0, np.int32)], []
@@ -149,11 +136,9 @@ def divisions(lengths: Int32Array, work: FloatArray, count: int) -> Iterator[tup
     Args:
         lengths: int32 `[num_documents]`.
         work: float64 `[num_documents]`.
-        count: micro-batches, at most as many as documents that aren't empty.
 
     Yields:
         int32 `[num_documents]` each, -1 where a document is empty: neighbours by length with about equal tokens, the
-        same with about equal work, and each with about the same work of long and short ones.
     """
     held = np.flatnonzero(lengths)
     if not held.size:
@@ -211,7 +196,6 @@ def seated(loads: FloatArray, levels: Int32Array, batches: Int32Array, dp: int) 
         loads: float64 `[num_groups]`: seconds of each rank.
         levels: int32 `[num_groups]`: the group has 2^level ranks.
         batches: int32 `[num_groups]`, rising: the micro-batch of each.
-        dp: data-parallel ranks, as many as the groups of a micro-batch have at least.
     """
     first_ranks = np.zeros(levels.size, np.int32)
     totals = np.zeros(dp)

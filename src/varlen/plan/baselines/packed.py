@@ -33,7 +33,6 @@ def ordered(work: FloatArray, group_of: Int32Array, order: Order) -> IntArray:
     Args:
         work: float64 `[num_packs]`, in any unit.
         group_of: int32 `[num_packs]`: the rank of each pack, or zeros where all ranks run them in one order.
-        order: see above.
 
     Returns:
         int64 `[num_packs]`: groups one after the other.
@@ -72,8 +71,6 @@ def packed(lengths: Int32Array, mesh: Mesh, capacity: int) -> Candidate:
 
     Args:
         lengths: int32 `[num_documents]`.
-        mesh: ranks that get one pack less run one less.
-        capacity: tokens a pack can hold. Longer documents are packs of their own.
     """
     pack_of, num_packs = packs_of(lengths, capacity)
     numbers = np.arange(num_packs)
@@ -101,14 +98,6 @@ def packed_candidates(
     Args:
         lengths: int32 `[num_documents]`.
         work: float64 `[num_documents]`: seconds of both passes.
-        mesh: where it runs.
-        capacity: tokens that the largest packs tried can hold. Documents longer than a smaller one are packs of
-            their own.
-        orders: of the packs of each rank.
-
-    Yields:
-        Candidates at capacity, its half, … its 32nd part; for each, packs dealt round robin, evenly in equal
-        numbers, and evenly in any numbers; for each of those, every order.
     """
     for tried in capacities(capacity):
         pack_of, num_packs = packs_of(lengths, tried)
@@ -135,7 +124,6 @@ def packs_of(lengths: Int32Array, capacity: int) -> tuple[Int32Array, int]:
 
     Args:
         lengths: int32 `[num_documents]`; those of 0 get pack -1.
-        capacity: tokens a pack can hold. Longer documents get packs of their own, after the others.
     """
     pack_of = np.full(lengths.size, -1, np.int32)
     is_long = lengths > capacity
@@ -157,7 +145,6 @@ def rank_choices(work: FloatArray, dp: int) -> Iterator[tuple[str, Int32Array]]:
 
     Args:
         work: float64 `[num_packs]`.
-        dp: data-parallel ranks.
     """
     yield "round robin", (np.arange(work.size) % dp).astype(np.int32)
     if work.size > dp:
@@ -172,7 +159,6 @@ def equal_counts(work: FloatArray, dp: int) -> Int32Array:
 
     Args:
         work: float64 `[num_packs]`.
-        dp: data-parallel ranks.
     """
     missing = -work.size % dp
     return partition(np.concatenate([work, np.zeros(missing)]), dp, is_equal=True)[: work.size]
@@ -220,9 +206,6 @@ def balanced_candidates(
     Args:
         lengths: int32 `[num_documents]`.
         work: float64 `[num_documents]`: seconds of both passes.
-        mesh: where it runs.
-        counts: micro-batches a rank; None for those of `micro_batch_counts`.
-        orders: of the micro-batches of each rank.
     """
     for count in micro_batch_counts(lengths, mesh) if counts is None else counts:
         for name, pack_of, ranks in (
@@ -250,8 +233,6 @@ def micro_batch_counts(lengths: Int32Array, mesh: Mesh, steps: int = _MOST_STEPS
 
     Args:
         lengths: int32 `[num_documents]`.
-        mesh: where it runs.
-        steps: documents times micro-batches of all ranks that may be looked at for one of these numbers.
     """
     most = int(lengths.sum(dtype=np.int64)) // (mesh.dp * LEAST_TOKENS)
     held = int(np.count_nonzero(lengths))
@@ -272,8 +253,6 @@ def by_workload(
     Args:
         lengths: int32 `[num_documents]`.
         work: float64 `[num_documents]`.
-        count: micro-batches a rank.
-        dp: data-parallel ranks.
 
     Yields:
         A name; int32 `[num_documents]`, the micro-batch of each document, -1 where it is empty; and int32
@@ -296,8 +275,6 @@ def by_differencing(work: FloatArray, count: int, dp: int) -> tuple[Int32Array, 
 
     Args:
         work: float64 `[num_documents]`; 0 for empty documents and no others.
-        count: micro-batches a rank, at most; ranks with fewer documents have fewer.
-        dp: data-parallel ranks.
     """
     held = np.flatnonzero(work)
     rank_of = partition(work[held], dp) if held.size > dp else np.arange(held.size, dtype=np.int32)
@@ -336,9 +313,6 @@ def placed(
         num_ranks: int32 `[num_packs]`: how many neighbours share its rows, a power of two.
         order: int64 `[num_packs]`: all packs as they are run; each rank runs its own in this order, so that packs
             which ranks share stand in one order on all of them.
-        mesh: where parameters are sharded, ranks with fewer packs are given empty MicroPacks at their end.
-        label: for people.
-        schedule: the order of tasks.
     """
     num_packs = first_ranks.size
     copies = np.repeat(order, num_ranks[order])
@@ -385,7 +359,6 @@ def work_of_packs(work: FloatArray, pack_of: Int32Array, num_packs: int) -> Floa
     Args:
         work: float64 `[num_documents]`.
         pack_of: int32 `[num_documents]`: -1 where a document is in no pack.
-        num_packs: how many packs there are.
     """
     is_held = pack_of >= 0
     total = np.bincount(pack_of[is_held], weights=work[is_held], minlength=num_packs)

@@ -27,10 +27,7 @@ class Channel:
         """Take the connection, and the rows of the pass.
 
         Args:
-            group: of the two.
             like: `[hidden]`: of the dtype and on the device of what is sent.
-            rows: of each MicroPack, in order.
-            lookout: is told of waiting.
         """
         self._group, self._like, self._lookout = group, like, lookout
         self._other = 1 - group.index
@@ -47,14 +44,7 @@ class Channel:
             self._received = (rows, self._guarded(self._group.receive, rows, self._other))
 
     def take(self, micropack: int) -> torch.Tensor:
-        """Return the rows of a MicroPack once they are there, `[1, rows, hidden]`, and begin to receive the next.
-
-        Args:
-            micropack: the next one.
-
-        Raises:
-            PeerLostError: nothing comes.
-        """
+        """Return the rows of a MicroPack once they are there, `[1, rows, hidden]`, and begin to receive the next."""
         if not self._rows[micropack]:
             return self._like.new_empty(1, 0, len(self._like))
         assert self._received is not None
@@ -69,11 +59,7 @@ class Channel:
         """Begin to send the rows of the next MicroPack.
 
         Args:
-            micropack: the next one.
             rows: `[1, rows, hidden]`.
-
-        Raises:
-            PeerLostError: nobody takes.
         """
         if not self._rows[micropack]:
             return
@@ -84,11 +70,7 @@ class Channel:
         self._sent.append((rows, self._guarded(self._group.send, rows, self._other)))
 
     def finish(self) -> None:
-        """Wait until all that was sent has been taken.
-
-        Raises:
-            PeerLostError: nobody takes.
-        """
+        """Wait until all that was sent has been taken."""
         while self._sent:
             self._guarded(self._sent[0][1].wait)
             self._sent.popleft()
@@ -99,11 +81,7 @@ class Channel:
         self._sent.clear()
 
     def _guarded(self, work: Any, *arguments: Any) -> Any:
-        """Do something with the connection.
-
-        Raises:
-            PeerLostError: it is broken, or nothing came in time.
-        """
+        """Do something with the connection."""
         try:
             with self._lookout.waiting(self._group.ranks[self._other]):
                 return work(*arguments)
@@ -125,14 +103,7 @@ class Channels:
         """Begin to receive the first message of each channel that brings some.
 
         Args:
-            groups: of this process.
-            plan: of the step.
             like: `[hidden]`: of the dtype and on the device of what layers give each other.
-            lookout: is told of waiting.
-            shared: documents that the rank shares with others, by `shared_documents`; None for none.
-
-        Raises:
-            PeerLostError: a connection is broken.
         """
         seat, pp = groups.seat, groups.seat.mesh.pp
         rows = {
@@ -155,11 +126,7 @@ class Channels:
         return self._of[kind, chunk].take(micropack)
 
     def finish(self) -> None:
-        """Wait until all that was sent has been taken.
-
-        Raises:
-            PeerLostError: nobody takes.
-        """
+        """Wait until all that was sent has been taken."""
         for channel in self._of.values():
             channel.finish()
 

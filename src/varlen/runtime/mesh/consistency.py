@@ -19,20 +19,13 @@ _DIGITS = 12
 
 
 def model_fingerprint(model: Any) -> str:
-    """Return 64 hexadecimal digits that models share whose parameters have the same names, shapes and dtypes.
-
-    Args:
-        model: whole; on "meta" it has the same as elsewhere.
-    """
+    """Return 64 hexadecimal digits that models share whose parameters have the same names, shapes and dtypes."""
     said = sorted(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters())
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 
 def batch_fingerprint(data: StepData) -> str:
     """Return 64 hexadecimal digits that batches share with the same documents, labels and weights.
-
-    Args:
-        data: of the step.
 
     Cost: a copy to the host and some 25 ms for a million tokens.
     """
@@ -44,11 +37,7 @@ def batch_fingerprint(data: StepData) -> str:
 
 
 def settings_fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return 64 hexadecimal digits that equal settings share.
-
-    Args:
-        settings: plain values by name.
-    """
+    """Return 64 hexadecimal digits that equal settings share."""
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
 
 
@@ -59,18 +48,7 @@ def agree(
     *,
     name_of: Callable[[int], str] = str,
 ) -> None:
-    """Require that all ranks have the same fingerprints, and that none has failed; all say the same if not.
-
-    Args:
-        group: of all ranks.
-        facts: 64 hexadecimal digits by what they are of; the same names in the same order on all ranks.
-        fault: what this rank has found wrong, or None.
-        name_of: what people call a rank.
-
-    Raises:
-        PlanError: ranks differ; says which, and in what.
-        VarlenError: another rank has failed, or `fault`.
-    """
+    """Require that all ranks have the same fingerprints, and that none has failed; all say the same if not."""
     mine = (
         b"".join(bytes.fromhex(digits) for digits in facts.values())
         if fault is None

@@ -33,12 +33,7 @@ class PeerLostError(WorkerDiedError):
     """Nothing comes any more from the process at the other end of a channel, or from some of a group."""
 
     def __init__(self, rank: int | None, said: str) -> None:
-        """Name it.
-
-        Args:
-            rank: of the process that is silent; None where it is any of a group.
-            said: what the connection said.
-        """
+        """Name it."""
         super().__init__(
             f"nothing comes from {'others' if rank is None else f'rank {rank}'} any more: {said}"
         )
@@ -68,39 +63,21 @@ class Notes:
             self.store.set(f"ended {self.rank}", note[:_MOST_CHARACTERS])
 
     def of(self, rank: int) -> str | None:
-        """Return how another process ended; None while it has said nothing.
-
-        Args:
-            rank: of the other.
-        """
+        """Return how another process ended; None while it has said nothing."""
         return self._note(f"ended {rank}")
 
     def awaited_by(self, rank: int, heard: dict[int, str]) -> int | None:
-        """Return whom another process waits for; None where it says none, or said it before it was killed.
-
-        Args:
-            rank: of the other.
-            heard: what each process said when it was first asked; what is said again since then is of the living.
-        """
+        """Return whom another process waits for; None where it says none, or said it before it was killed."""
         note = self._note(f"awaits {rank}") or ""
         return int(note.split()[0]) if note and note != heard.setdefault(rank, note) else None
 
     def say_awaited(self, rank: int | None, beat: int = 0) -> None:
-        """Say whom this process waits for.
-
-        Args:
-            rank: of the other; None where it waits no more.
-            beat: another one each time.
-        """
+        """Say whom this process waits for."""
         with suppress(Exception):
             self.store.set(f"awaits {self.rank}", "" if rank is None else f"{rank} {beat}")
 
     def await_readers(self, gone: Collection[int]) -> None:
-        """Say that the notes of others are read; the first rank, which holds the store, waits until all have said so.
-
-        Args:
-            gone: ranks that read nothing any more.
-        """
+        """Acknowledge the other ranks' notes; the first rank, which holds the store, waits for all to do so."""
         with suppress(Exception):
             self.store.set(f"read {self.rank}", "")
             if self.rank == 0:
@@ -120,12 +97,7 @@ class Lookout:
     """Says in the job's store whom this process waits for, if it waits for longer than a moment."""
 
     def __init__(self, notes: Notes, *, every_s: float = 0.25) -> None:
-        """Begin to look; `close` ends it.
-
-        Args:
-            notes: of the job.
-            every_s: between two looks; who waits at two of them is said to wait.
-        """
+        """Begin to look; `close` ends it."""
         self._notes, self._every_s = notes, every_s
         self._wait: tuple[int, object] | None = None
         self._closed = threading.Event()
@@ -135,11 +107,7 @@ class Lookout:
 
     @contextmanager
     def waiting(self, rank: int | None = None) -> Iterator[None]:
-        """Wait for another process.
-
-        Args:
-            rank: of the other; None for any of a group.
-        """
+        """Wait for another process."""
         before, self._wait = self._wait, (_ALL if rank is None else rank, object())
         try:
             yield
@@ -166,15 +134,7 @@ class Lookout:
 
 @contextmanager
 def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
-    """Say which process is gone, where its absence broke the group.
-
-    Args:
-        notes: of the job.
-        way_out: what to do about it.
-
-    Raises:
-        WorkerDiedError: another process is gone, or failed.
-    """
+    """Say which process is gone, where its absence broke the group."""
     try:
         yield
     except BaseException as error:
@@ -250,16 +210,7 @@ def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
 
 
 def wait_until(is_done: Callable[[], bool], notes: Notes, timeout_s: float) -> None:
-    """Wait for the device, in which the messages of others are waited for, and look after the others meanwhile.
-
-    Args:
-        is_done: whether the device has come to the end.
-        notes: of the job.
-        timeout_s: the longest wait.
-
-    Raises:
-        PeerLostError: another process has ended, or time is over.
-    """
+    """Wait for the device, in which the messages of others are waited for, and look after the others meanwhile."""
     end = time.monotonic() + timeout_s
     look = time.monotonic() + 1.0
     while not is_done():

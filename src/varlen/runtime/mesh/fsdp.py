@@ -44,11 +44,7 @@ class Unhooked:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 has divided any of a model's parameters.
-
-    Args:
-        model: whole or a stage.
-    """
+    """Return whether FSDP2 has divided any of a model's parameters."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -57,10 +53,6 @@ def waiting_at_most(seconds: float, model: nn.Module) -> Iterator[None]:
     """Let the groups that a model is divided among wait for others no longer than that, and then as long as before.
 
     They are the user's, and may be that of all processes, which waits for half an hour at checkpoints and elsewhere.
-
-    Args:
-        seconds: the longest wait.
-        model: whole or a stage; with nothing divided, nothing is changed.
     """
     meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     before = [
@@ -88,19 +80,7 @@ class Shards:
         gathered: Gathered,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Take a stage.
-
-        Args:
-            model: the stage.
-            parts: the stage taken apart.
-            replicas: among which it is divided.
-            gathered: when parameters are whole.
-            waiting: entered while parameters are gathered, for which others are waited for.
-
-        Raises:
-            ModelError: shards within layers, or of one of embedding and head that share their weight.
-            SettingError: divided among others than the replicas.
-        """
+        """Take a stage."""
         self._parts, self._replicas, self._gathered, self._waiting = parts, replicas, gathered, waiting
         config: Any = model.config
         self._ties = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
@@ -142,11 +122,7 @@ class Shards:
 
     @contextmanager
     def unit(self, layers: range) -> Iterator[None]:
-        """Hold the parameters of a chunk during a task; all replicas do so for the same tasks.
-
-        Args:
-            layers: of the chunk.
-        """
+        """Hold the parameters of a chunk during a task; all replicas do so for the same tasks."""
         modules = self._of_chunk(layers) if self._gathered == "unit" else []
         self._gather(modules)
         try:
@@ -155,11 +131,7 @@ class Shards:
             self._let_go(modules)
 
     def whole_dtype(self, layers: range) -> torch.dtype:
-        """Return the dtype of layers' matrices when gathered; all replicas ask at once.
-
-        Args:
-            layers: of a chunk.
-        """
+        """Return the dtype of layers' matrices when gathered; all replicas ask at once."""
         with self.unit(layers):
             held = (p for layer in layers for p in self._parts.layers[layer].parameters() if p.ndim > 1)
             return next(held).dtype

@@ -18,11 +18,7 @@ BUCKET_BYTES = 25 << 20
 
 @contextmanager
 def apart(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Compute and sum gradients by themselves, and add them to those of earlier batches, which stay where that fails.
-
-    Args:
-        parameters: by name.
-    """
+    """Compute and reduce gradients apart, then add them to those of earlier batches; a failure changes nothing."""
     earlier = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None
@@ -42,9 +38,6 @@ def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Drop the gradients that a step began and didn't end, so that another one may be tried.
 
     Gradients that were there before have a part of it then, which the error is noted with.
-
-    Args:
-        parameters: of the model.
     """
     new, added = [], 0
     for parameter in parameters:
@@ -65,13 +58,7 @@ def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool], group: Group) -> list[str]:
-    """Return the parameters of which any member has a gradient, in the order given.
-
-    Args:
-        parameters: by name, the same on all members.
-        has: whether this member has one, by name.
-        group: of replicas.
-    """
+    """Return the parameters of which any member has a gradient, in the order given."""
     names = list(parameters)
     flags = torch.tensor([has.get(name, False) for name in names], dtype=torch.uint8, device=group.device)
     if names:
@@ -80,12 +67,7 @@ def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool]
 
 
 def sum_replicas(parameters: Mapping[str, torch.Tensor], group: Group) -> None:
-    """Put the sum over replicas in place of every gradient; a replica without one counts as zeros.
-
-    Args:
-        parameters: whole ones, by name, the same on all replicas.
-        group: of the replicas.
-    """
+    """Put the sum over replicas in place of every gradient; a replica without one counts as zeros."""
     if group.size == 1:
         return
     has = {name: p.grad is not None for name, p in parameters.items()}
@@ -103,12 +85,7 @@ def sum_replicas(parameters: Mapping[str, torch.Tensor], group: Group) -> None:
 
 
 def buckets(gradients: list[torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
-    """Yield gradients in order, as many of one dtype at a time as go into a message.
-
-    Args:
-        gradients: of any shapes.
-        most_bytes: of a message; a larger gradient is one by itself.
-    """
+    """Yield gradients in order, as many of one dtype at a time as go into a message."""
     held: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:
@@ -122,12 +99,7 @@ def buckets(gradients: list[torch.Tensor], most_bytes: int = BUCKET_BYTES) -> It
 
 
 def sum_tied(weight: torch.Tensor, group: Group) -> None:
-    """Put the sum of both ends' gradients of a tied weight in place of each.
-
-    Args:
-        weight: of the embedding on one end and of the head on the other; whole, or sharded alike.
-        group: of the two.
-    """
+    """Put the sum of both ends' gradients of a tied weight in place of each."""
     if not weight.requires_grad:
         return
     if weight.grad is None:
@@ -140,33 +112,19 @@ def sum_tied(weight: torch.Tensor, group: Group) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor.
-
-    Args:
-        tensor: whole or sharded.
-    """
+    """Return what this process holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def scattered(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return the sum over shards' processes of their whole gradients, sharded as a parameter is.
-
-    Args:
-        whole: this process's gradient of the whole parameter.
-        like: the sharded parameter.
-    """
+    """Return the sum over shards' processes of their whole gradients, sharded as a parameter is."""
     mesh = like.device_mesh
     partial = DTensor.from_local(whole, mesh, [Partial()] * mesh.ndim, run_check=False)
     return partial.redistribute(placements=like.placements)
 
 
 def squares(parameters: Mapping[str, torch.Tensor], *, counts_whole: bool) -> float:
-    """Return this process's part of the sum of all gradients' squares.
-
-    Args:
-        parameters: by name, those of a tied weight once.
-        counts_whole: whether this process counts what all replicas hold.
-    """
+    """Return this process's part of the sum of all gradients' squares."""
     total = 0.0
     for parameter in parameters.values():
         if parameter.grad is None:
@@ -186,13 +144,7 @@ def squares(parameters: Mapping[str, torch.Tensor], *, counts_whole: bool) -> fl
 
 
 def clip(parameters: Mapping[str, torch.Tensor], norm: float, most: float) -> None:
-    """Scale gradients so that their norm over all processes is at most a number; as `torch.nn.utils` does.
-
-    Args:
-        parameters: by name.
-        norm: of all gradients now.
-        most: that it may be.
-    """
+    """Scale gradients so that their norm over all processes is at most a number; as `torch.nn.utils` does."""
     factor = most / (norm + 1e-6)
     if factor >= 1:
         return  # not so where the norm is no number: gradients become what will be noticed

@@ -39,33 +39,17 @@ class Seat:
         return self.rank % self.mesh.dp
 
     def at(self, stage: int) -> int:
-        """Return the rank of another stage of this pipeline.
-
-        Args:
-            stage: of the pipeline.
-        """
+        """Return the rank of another stage of this pipeline."""
         return stage * self.mesh.dp + self.dp_rank
 
     def name_of(self, rank: int) -> str:
-        """Return what people call a rank.
-
-        Args:
-            rank: among all.
-        """
+        """Return what people call a rank."""
         stage, dp_rank = divmod(rank, self.mesh.dp)
         return f"stage {stage} of pipeline {dp_rank} (rank {rank})"
 
 
 def seat_of(mesh: Mesh, rank: int) -> Seat:
-    """Return where a rank sits.
-
-    Args:
-        mesh: of the job.
-        rank: among all.
-
-    Raises:
-        SettingError: no such rank, or a mesh whose GPUs share layers or documents.
-    """
+    """Return where a rank sits."""
     if mesh.tp > 1 or mesh.cp > 1:
         raise SettingError(
             f"mesh with tp={mesh.tp} and cp={mesh.cp}; the engine runs whole layers on whole documents, so both must "
@@ -91,17 +75,7 @@ class Group:
         timeout_s: float,
         settle: Callable[[torch.device], None],
     ):
-        """Meet the others; waits until all have come.
-
-        Args:
-            store: of the job.
-            name: of this group alone.
-            ranks: of the members among all, in order.
-            rank: of this process among all.
-            device: of the tensors that are sent: by NCCL from CUDA, by gloo from elsewhere.
-            timeout_s: longest wait for others in anything.
-            settle: waits for the device in a way that ends when another process has ended.
-        """
+        """Meet the others; waits until all have come."""
         self._settle = settle
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(rank)
@@ -122,31 +96,19 @@ class Group:
         return self._backend
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Put the sum of all members' tensors in place of this one.
-
-        Args:
-            tensor: of one shape and dtype on all members, contiguous.
-        """
+        """Put the sum of all members' tensors in place of this one."""
         if self.size > 1:
             self._backend.allreduce([tensor]).wait()
 
     def most(self, tensor: torch.Tensor) -> None:
-        """Put the largest of all members' entries in place of this tensor's.
-
-        Args:
-            tensor: of one shape and dtype on all members, contiguous.
-        """
+        """Put the largest of all members' entries in place of this tensor's."""
         if self.size > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
             self._backend.allreduce([tensor], options).wait()
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all members, `[size, ...]`, in their order.
-
-        Args:
-            tensor: of one shape and dtype on all members.
-        """
+        """Return the tensors of all members, `[size, ...]`, in their order."""
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         if self.size == 1:
             return tensor[None]
@@ -154,30 +116,16 @@ class Group:
         return torch.stack(parts)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return on the host what others had a part in: a plain copy would wait for them without end.
-
-        Args:
-            tensor: on the device of the group.
-        """
+        """Return on the host what others had a part in: a plain copy would wait for them without end."""
         self._settle(self.device)
         return tensor.cpu()
 
     def send(self, tensor: torch.Tensor, index: int) -> Any:
-        """Begin to send; returns what says whether it is done, until when the tensor must stay.
-
-        Args:
-            tensor: contiguous.
-            index: of the receiver within the group.
-        """
+        """Begin to send; returns what says whether it is done, until when the tensor must stay."""
         return self._backend.send([tensor], index, 0)
 
     def receive(self, tensor: torch.Tensor, index: int) -> Any:
-        """Begin to receive into a tensor; returns what says whether it is there.
-
-        Args:
-            tensor: contiguous, of the size sent.
-            index: of the sender within the group.
-        """
+        """Begin to receive into a tensor; returns what says whether it is there."""
         return self._backend.recv([tensor], index, 0)
 
     def close(self) -> None:
@@ -221,10 +169,6 @@ class Groups:
         """Return the group of neighbouring data-parallel ranks of this stage; the first call makes it.
 
         Members ask for new groups in one order, or they wait for each other in a circle.
-
-        Args:
-            first: of the ranks, a multiple of `count`.
-            count: of the ranks, a power of two.
         """
         if (first, count) not in self.shared:
             base = self.seat.stage * self.seat.mesh.dp
@@ -249,13 +193,6 @@ def open_groups(
 
     Every process makes its groups in one order of all, so that none waits in a circle, and sends through each right
     away: NCCL connects two processes at their first message, and first messages in the order of tasks would.
-
-    Args:
-        seat: of this process.
-        store: of the job, under a prefix of this engine.
-        device: of the model.
-        timeout_s: longest wait for others in anything.
-        settle: as for `Group`.
     """
     mesh, rank = seat.mesh, seat.rank
     given = (rank, device, timeout_s, settle)

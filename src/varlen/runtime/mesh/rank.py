@@ -63,23 +63,7 @@ class Member:
         gathered: Gathered,
         kernels: Kernels = "auto",
     ) -> None:
-        """Cut the model to this process's stage, and meet the others.
-
-        Args:
-            model: a transformers model, alike on all ranks; cut in place.
-            mesh: of the job.
-            rank: of this process.
-            deadline_s: longest wait for others in anything.
-            gathered: when parameters that FSDP2 has divided are whole.
-            kernels: what computes attention.
-
-        Raises:
-            SettingError: no such rank, or processes that don't fit the mesh.
-            ModelError: a model that can't be cut.
-            PlanError: fewer layers than chunks, or other models on other ranks.
-            VarlenError: another rank has refused its model.
-            WorkerDiedError: another process is gone.
-        """
+        """Cut the model to this process's stage, and meet the others."""
         self.seat = seat_of(mesh, rank)
         store = _job_store(self.seat)
         answer_s = min(ANSWER_S, deadline_s / 4)
@@ -118,20 +102,7 @@ class Member:
         keeps_losses: bool = False,
         saved: Saved = "layers",
     ) -> tuple[StepRun, Totals]:
-        """Run this process's part of a step; all processes do so at once.
-
-        Args:
-            model: that of this member.
-            prepared: plan and tokens of the whole step; or why there are none, so that all ranks end.
-            meter: counts bytes task by task; already entered.
-            keeps_losses: whether the loss of every token is wanted.
-            saved: what layers are computed again from, as for `ChunkStep`.
-
-        Raises:
-            PlanError: a plan of another mesh, or other plans or batches on other ranks.
-            DeadlockError: stages would wait for each other.
-            WorkerDiedError: another process is gone, or failed; says which.
-        """
+        """Run this process's part of a step; all processes do so at once."""
         with self._ending():
             groups = self._open()
             fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared[0])
@@ -152,15 +123,7 @@ class Member:
                 return run, self._total(groups, run)
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> float:
-        """Scale the gradients of all stages and shards to a norm; all processes do so at once.
-
-        Args:
-            model: that of this member.
-            max_norm: that they may have together at most.
-
-        Raises:
-            WorkerDiedError: another process is gone.
-        """
+        """Scale the gradients of all stages and shards to a norm; all processes do so at once."""
         with self._ending():
             groups, parameters = self._open(), _trained(model)
             counted = dict(parameters)
@@ -335,11 +298,7 @@ def _trained(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _job_store(seat: Seat) -> Any:
-    """Return the job's store, under a prefix of the engine that is made now.
-
-    Raises:
-        SettingError: processes that don't fit the mesh.
-    """
+    """Return the job's store, under a prefix of the engine that is made now."""
     mesh, number = seat.mesh, next(_ENGINES)
     if mesh.num_gpus == 1:
         return HashStore()

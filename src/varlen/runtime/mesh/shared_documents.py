@@ -40,21 +40,11 @@ class SharedDocument:
         return self.dealing.before(self.tokens)[self.peers.rank]
 
     def kept(self, start: int, stop: int) -> tuple[int, int]:
-        """Return which of this rank's rows of the document are those of a slice: the first, and one past the last.
-
-        Args:
-            start: of the slice.
-            stop: of the slice.
-        """
+        """Return which of this rank's rows of the document are those of a slice: the first, and one past the last."""
         return self.dealing.before(start)[self.peers.rank], self.dealing.before(stop)[self.peers.rank]
 
     def share(self, start: int, stop: int) -> Share:
-        """Return this rank's share of a slice.
-
-        Args:
-            start: of the slice.
-            stop: of the slice.
-        """
+        """Return this rank's share of a slice."""
         ranges = self.dealing.ranges(self.peers.rank, start, stop)
         first, last = self.kept(start, stop)
         return Share(document=self, start=start, stop=stop, ranges=ranges, first=first, last=last)
@@ -96,11 +86,7 @@ class Share:
         return self.last - self.first
 
     def span(self, window: int | None) -> Span:
-        """Return which tokens are gathered, worked out once a slice.
-
-        Args:
-            window: tokens that a row sees at most; None for all.
-        """
+        """Return which tokens are gathered, worked out once a slice."""
         if window not in self.spans:
             dealing, rank = self.document.dealing, self.document.peers.rank
             start = 0 if window is None else max(0, self.start - window + 1)
@@ -116,9 +102,6 @@ class Share:
 
         It is made anew in each layer, from 8 bytes a token of the document: kept for every slice, it would grow with
         the square of the document.
-
-        Args:
-            span: by `span`.
         """
         owners, places = (x[span.start : span.stop] for x in (self.document.owners, self.document.places))
         return span.shifts[owners] + places
@@ -128,12 +111,6 @@ def shared_documents(
     plan: StepPlan, rank: int, groups: Mapping[tuple[int, int], Peers], device: torch.device
 ) -> dict[int, SharedDocument]:
     """Return the documents of a plan that a rank shares, at one stage.
-
-    Args:
-        plan: of the step.
-        rank: data-parallel.
-        groups: that it shares them with, by first rank and size; by `PeerGroups.of`.
-        device: of the model.
 
     Cost: O(tokens of these documents), and 8 bytes each on the device.
     """
@@ -150,12 +127,7 @@ def shared_documents(
 
 
 def tokens_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
-    """Return which tokens' rows of a MicroPack this rank computes, as slices; one of no token if there are none.
-
-    Args:
-        key: the MicroPack.
-        shared: by `shared_documents`.
-    """
+    """Return which tokens' rows of a MicroPack this rank computes, as slices; one of no token if there are none."""
     if not any(document in shared for document, _, _ in key):
         return key
     found = []
@@ -172,21 +144,12 @@ def rows_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
     """Return where a MicroPack's slices are among the rows that this rank keeps of their documents.
 
     A slice of which it has no row is there too, as long as 0.
-
-    Args:
-        key: the MicroPack.
-        shared: by `shared_documents`.
     """
     return tuple((d, *shared[d].kept(a, b)) if d in shared else (d, a, b) for d, a, b in key)
 
 
 def num_rows(key: Key, shared: Mapping[int, SharedDocument]) -> int:
-    """Return how many rows of a MicroPack this rank computes: those of what stages send each other; may be 0.
-
-    Args:
-        key: the MicroPack.
-        shared: by `shared_documents`.
-    """
+    """Return how many rows of a MicroPack this rank computes: those of what stages send each other; may be 0."""
     return sum(stop - start for _, start, stop in rows_of(key, shared))
 
 
@@ -242,22 +205,13 @@ class Dealing:
     def before(self, token: int) -> list[int]:
         """Return how many rows of each rank stand before a token.
 
-        Args:
-            token: of the document.
-
         Cost: O(chunks), which are `2 * num_ranks` a piece.
         """
         rows = np.clip(token - self.starts, 0, self.stops - self.starts)
         return np.bincount(self.owners, weights=rows, minlength=self.num_ranks).astype(np.int64).tolist()  # type: ignore[no-any-return]
 
     def ranges(self, rank: int, start: int, stop: int) -> Ranges:
-        """Return the tokens of a slice whose rows are a rank's, neighbours joined; any slice of either pass.
-
-        Args:
-            rank: within the group.
-            start: of the slice.
-            stop: of the slice.
-        """
+        """Return the tokens of a slice whose rows are a rank's, neighbours joined; any slice of either pass."""
         firsts, lasts = np.maximum(self.starts, start), np.minimum(self.stops, stop)
         mine = (self.owners == rank) & (firsts < lasts)
         found: list[tuple[int, int]] = []
@@ -279,10 +233,6 @@ class Dealing:
 
 def deal(cuts: Iterable[int], num_ranks: int) -> Dealing:
     """Deal a document's rows.
-
-    Args:
-        cuts: where slices of either pass begin and end, in any order, the document's ends among them.
-        num_ranks: of the group.
 
     >>> dealing = deal([0, 8, 12], 2)
     >>> dealing.ranges(0, 0, 12), dealing.ranges(1, 0, 12)
@@ -339,13 +289,7 @@ class ProcessPeers:
     def __init__(
         self, group: Group, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """Take a group.
-
-        Args:
-            group: with this process in it, which is asked for its connection at each call, so that a group that is
-                closed is left by all.
-            waiting: entered around every call of the group, in which the others are waited for.
-        """
+        """Take a group."""
         self._group, self._waiting = group, waiting
         self._rank, self._size = group.index, group.size
 
@@ -405,24 +349,12 @@ def peers_of(
     Called by all processes of a stage before they run the plan: where members wait for each other to make a new
     group, it is for no one else. Groups are aligned, so that of two that have a process in common one holds the
     other; the larger is asked for first everywhere, and no two wait for each other.
-
-    Args:
-        plan: of the step.
-        rank: data-parallel.
-        group_of: returns what `ProcessPeers` takes, of neighbouring data-parallel ranks of this stage: given the
-            first one, and how many; made once in a job, and not once a step.
-        waiting: as for `ProcessPeers`.
     """
     return {key: ProcessPeers(group_of(*key), waiting) for key in groups_of(plan, rank)}
 
 
 def groups_of(plan: StepPlan, rank: int) -> list[tuple[int, int]]:
-    """Return the groups that share documents with a rank: first rank and size of each, the largest first.
-
-    Args:
-        plan: of the step.
-        rank: data-parallel.
-    """
+    """Return the groups that share documents with a rank: first rank and size of each, the largest first."""
     first, size = plan.first_ranks, plan.num_ranks
     mine = (size > 1) & (first <= rank) & (rank < first + size)
     pairs = set(zip(first[mine].tolist(), size[mine].tolist()))

@@ -90,15 +90,7 @@ class Corpus:
 
 
 def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
-    """Read documents, learn a tokenizer from them, encode them, and keep some aside for validation.
-
-    Args:
-        data: the user's path or glob; None for the interpreter's own sources.
-        settings: asked for.
-
-    Raises:
-        SourceError: nothing readable, or fewer documents than the experiment needs.
-    """
+    """Read documents, learn a tokenizer from them, encode them, and keep some aside for validation."""
     rng = np.random.default_rng([settings.seed, 0])
     source = interpreter_texts() if data is None else read_texts(data)
     found, is_cut = _within_limit(source)
@@ -152,14 +144,7 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _too_few(data: str | Path | None, found: int, settings: DemoSettings, *, is_drawn: bool) -> str:
-    """Say how many documents there are, how many it takes, and the way out.
-
-    Args:
-        data: where they come from.
-        found: documents of two tokens or more among those read or drawn.
-        settings: of the experiment.
-        is_drawn: whether there are more, which the demo doesn't take.
-    """
+    """Say how many documents there are, how many it takes, and the way out."""
     whose = "this interpreter's sources" if data is None else _printable(data)
     affordable = (found - settings.validation_documents) // settings.batch_documents
     hold = "hold" if data is None else "holds"

@@ -106,12 +106,7 @@ class Experiment:
         self._tally = _Tally(total=self._all_slots(), on_progress=on_progress)
 
     def run(self) -> Outcome:
-        """Train everything.
-
-        Raises:
-            VarlenError: a run was killed or failed.
-            LedgerError: the methods didn't train the same documents and targets; a bug in varlen.
-        """
+        """Train everything."""
         first = self._seeds[0]
         measured, isolation, num_parameters = self._take_turns(first)
         losses = {method.name: [measured[method.name].validation_loss] for method in METHODS}
@@ -212,11 +207,7 @@ class Experiment:
 
 
 def check_equal_work(methods: tuple[MethodFigures, ...]) -> None:
-    """Require that every method trained the same documents once, as many targets, in as many steps.
-
-    Raises:
-        LedgerError: they didn't, so nothing that they show could be compared.
-    """
+    """Require that every method trained the same documents once, as many targets, in as many steps."""
     for name in ("steps", "num_documents", "num_tokens", "num_targets"):
         counts = {method.title: getattr(method, name) for method in methods}
         if len(set(counts.values())) > 1:
@@ -234,17 +225,7 @@ _EXCERPT_CHARACTERS = 110
 
 
 def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnProgress) -> DemoFigures:
-    """Run the whole demo.
-
-    Args:
-        data: the user's documents; None for the interpreter's own sources.
-        settings: of the experiment; fewer steps where documents are few or long.
-        on_progress: told of the work done.
-
-    Raises:
-        SourceError: the documents can't be read, or are too few.
-        VarlenError: a run was killed or failed.
-    """
+    """Run the whole demo."""
     start = time.perf_counter()
     on_progress(0, 1, "reading documents")
     if (

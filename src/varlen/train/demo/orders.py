@@ -45,14 +45,7 @@ def make_order(name: OrderName, lengths: IntArray, *, steps: int, max_length: in
       evenly to steps.
 
     Args:
-        name: one of the three.
         lengths: int64 `[num_documents]` in tokens, before cutting; a multiple of `steps` documents.
-        steps: optimizer steps.
-        max_length: documents are cut to it.
-        seed: of the shuffle of buckets.
-
-    Raises:
-        SourceError: the packs are fewer than the steps.
     """
     if name == "packed":
         packing = pack(lengths, _capacity(lengths, steps, max_length), method="best_fit", overlong="truncate")
@@ -75,7 +68,6 @@ def batches_as_packing(lengths: IntArray, batches: IntArray, max_length: int) ->
     Args:
         lengths: int64 `[num_documents]`, before cutting.
         batches: int64 `[num_batches, batch_documents]`: every document once.
-        max_length: documents are cut to it.
     """
     ids = batches.reshape(-1)
     stops = np.minimum(lengths[ids], max_length)
@@ -164,11 +156,7 @@ def step_inputs(layout: LayoutName, model: Any, documents: Documents, order: Ord
     """Lay out the documents of one step.
 
     Args:
-        layout: see the module's first lines.
         model: a transformers model whose attention is `ATTENTION[layout]`.
-        documents: of the run.
-        order: of the same documents.
-        step: counted from 0.
     """
     if layout in ("padded_with_mask", "padded"):
         return padded_inputs(documents, order, step, with_mask=layout == "padded_with_mask")

@@ -118,14 +118,7 @@ at once would be 512 MB and more page faults than work, which would flatter pack
 
 
 def small_llama(settings: DemoSettings, vocab_size: int, seed: int, attention: str) -> LlamaForCausalLM:
-    """Build the model with weights drawn from a seed.
-
-    Args:
-        settings: its shape and the longest document.
-        vocab_size: token ids to embed.
-        seed: of the weights; equal seeds give equal weights whatever the attention.
-        attention: transformers' name of the attention function, or "varlen".
-    """
+    """Build the model with weights drawn from a seed."""
     hf.register()
     shape = settings.model
     torch.manual_seed(seed)
@@ -158,10 +151,7 @@ def add_gradients(model: Any, arguments: dict[str, Any], labels: torch.Tensor, n
     included, as transformers' own loss does.
 
     Args:
-        model: of `small_llama`.
-        arguments: keyword arguments of the model.
         labels: int64 `[rows, width]`, not shifted; position t is learned from position t - 1.
-        num_targets: what the sum of losses is divided by.
     """
     hidden = _positions_before_labels(model.model(**arguments).last_hidden_state)
     targets = _blocks(labels[:, 1:].reshape(-1))

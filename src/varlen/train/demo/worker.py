@@ -65,11 +65,7 @@ class Worker:
         self._receive()
 
     def request(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the run and return what it returns.
-
-        Raises:
-            VarlenError: the process died, or the run failed; the message says how.
-        """
+        """Call a method of the run and return what it returns."""
         with suppress(OSError):  # where the process is gone, receiving says how it ended
             self._connection.send((method, arguments))
         return self._receive()

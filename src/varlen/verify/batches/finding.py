@@ -173,12 +173,7 @@ def finding(
     """Make a finding of all places at which something is wrong.
 
     Args:
-        kind: of finding.
-        level: of finding.
-        what: happens.
-        fix: for it.
         places: bool `[rows, width]` or `[entries]`, true where it is wrong; None where it has no place.
-        place: what stands before the row and column, or, without places, the place itself.
     """
     if places is None:
         return Finding(kind=kind, level=level, what=what, where=place, fix=fix)

@@ -62,14 +62,7 @@ class _Case:
 
 
 def isolation_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
-    """Yield what lets documents see each other.
-
-    Args:
-        given: the batch.
-        segments: where its documents begin.
-        facts: of the model; None where it isn't known, and then findings with the attention that the batch
-            isn't made for are warnings.
-    """
+    """Yield what lets documents see each other."""
     if facts is not None and facts.refusal and segments.is_packed:
         yield _refused(given, segments, facts)
         return
@@ -333,10 +326,6 @@ def opened_across(given: GivenBatch, segments: Segments) -> BoolArray | None:
 
     Masks on a GPU and FlexAttention's block masks aren't read. Cost: the mask is gone through once.
 
-    Args:
-        given: the batch, with a finished mask.
-        segments: where its documents begin.
-
     Returns:
         bool `[rows, width]`.
     """
@@ -378,13 +367,7 @@ _FIX = "inputs = varlen.adapters.hf.model_inputs(packed_batch, model); model(**i
 
 
 def recurrent_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
-    """Yield what lets a state run on from one document into the next.
-
-    Args:
-        given: the batch.
-        segments: where its documents begin.
-        facts: of the model; None where it isn't known.
-    """
+    """Yield what lets a state run on from one document into the next."""
     if facts is None or not facts.recurrent_read or not segments.is_packed:
         return
     if facts.recurrent_in_one_row and given.rows > 1:

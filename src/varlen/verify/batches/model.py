@@ -36,14 +36,7 @@ INFERRED_FROM_POSITIONS = ("eager", "sdpa", "flex_attention")
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """Ask a model all that matters to a batch.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-
-    Raises:
-        ModelError: not a transformers model.
-    """
+    """Ask a model all that matters to a batch."""
     config, decoder, name = text_config(model), text_decoder(model), implementation(model)
     limit = getattr(config, "max_position_embeddings", None)
     kind: Any = type(decoder)

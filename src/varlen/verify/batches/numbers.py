@@ -23,12 +23,7 @@ RESTART = "restart position_ids at 0 with every document and every piece of one"
 
 
 def number_findings(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Finding]:
-    """Yield what is wrong with shapes, dtypes, ids, positions and each array of boundaries by itself.
-
-    Args:
-        given: the batch.
-        facts: of the model; None where it isn't known.
-    """
+    """Yield what is wrong with shapes, dtypes, ids, positions and each array of boundaries by itself."""
     yield from _shapes(given)
     yield from _finished_masks(given)
     yield from _float_ids(given)
@@ -42,14 +37,7 @@ def number_findings(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Fin
 def agreement_findings(
     given: GivenBatch, segments: Segments, facts: ModelFacts | None, known: Set[Kind]
 ) -> Iterator[Finding]:
-    """Yield where the arguments that tell boundaries tell different ones.
-
-    Args:
-        given: the batch.
-        segments: where its documents begin.
-        facts: of the model; None where it isn't known.
-        known: kinds already found, which needn't be said twice.
-    """
+    """Yield where the arguments that tell boundaries tell different ones."""
     ends, other = (given.arrays.get(name) for name in BOUNDARIES)
     if ends is not None and other is not None and not np.array_equal(ends, other):
         what = "cu_seq_lens_q and cu_seq_lens_k differ, and a token attends to its own row alone"
@@ -221,13 +209,7 @@ def _beyond(given: GivenBatch, facts: ModelFacts | None) -> Level:
 
 
 def target_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
-    """Yield what is wrong with labels; where there are none at all, nothing.
-
-    Args:
-        given: the batch.
-        segments: where its documents begin.
-        facts: of the model; None where it isn't known.
-    """
+    """Yield what is wrong with labels; where there are none at all, nothing."""
     for name in ("labels", "shift_labels"):
         labels = given.by_token(name)
         if labels is None:

@@ -69,9 +69,6 @@ class GivenBatch:
         """Return an array shaped like `input_ids`, or None where it wasn't given or has another shape.
 
         One row of positions stands for all rows. Of M-RoPE positions, text positions are returned.
-
-        Args:
-            name: of `BY_TOKEN`.
         """
         array = self.arrays.get(name)
         if array is None:
@@ -85,14 +82,7 @@ class GivenBatch:
 
 
 def read(batch: Any) -> GivenBatch:
-    """Read a batch into host memory.
-
-    Args:
-        batch: a PackedBatch, or a mapping of arrays, tensors, lists and numbers.
-
-    Raises:
-        DocumentsError: neither, no `input_ids`, or something that isn't a rectangle of numbers.
-    """
+    """Read a batch into host memory."""
     if isinstance(batch, PackedBatch):
         return _read_packed(batch)
     if not isinstance(batch, Mapping):
@@ -218,11 +208,7 @@ def _host_tensors(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
 
 
 def _in_one_transfer(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
-    """Copy all tensors of a device at once, so that the host waits for it once.
-
-    Raises:
-        DocumentsError: there are no numbers in them.
-    """
+    """Copy all tensors of a device at once, so that the host waits for it once."""
     import torch
 
     if any(tensor.is_meta for tensor in tensors.values()):
@@ -280,11 +266,7 @@ class Segments:
 
 
 def segments_of(given: GivenBatch) -> Segments:
-    """Find out where documents begin.
-
-    Args:
-        given: the batch.
-    """
+    """Find out where documents begin."""
     starts_by = dict(_told(given))
     starts = np.zeros((given.rows, given.width), dtype=bool)
     starts[:, :1] = True
@@ -309,7 +291,6 @@ def breaks(values: IntArray, step: int) -> BoolArray:
 
     Args:
         values: `[rows, width]`.
-        step: 1 for positions, 0 for numbers of documents.
     """
     starts = np.ones(values.shape, dtype=bool)
     np.not_equal(values[:, 1:], values[:, :-1] + step, out=starts[:, 1:])
@@ -317,12 +298,7 @@ def breaks(values: IntArray, step: int) -> BoolArray:
 
 
 def usable_ends(given: GivenBatch, name: str = "cu_seq_lens_q") -> IntArray | None:
-    """Return boundaries that run from 0 to the number of tokens without falling, or None.
-
-    Args:
-        given: the batch.
-        name: of the boundaries.
-    """
+    """Return boundaries that run from 0 to the number of tokens without falling, or None."""
     ends = given.arrays.get(name)
     if ends is None or ends.ndim != 1 or len(ends) < 2:
         return None
@@ -331,11 +307,7 @@ def usable_ends(given: GivenBatch, name: str = "cu_seq_lens_q") -> IntArray | No
 
 
 def segment_mask(given: GivenBatch) -> IntArray | None:
-    """Return the attention mask if it numbers segments (1, 1, 2, 2, 0), else None.
-
-    Args:
-        given: the batch.
-    """
+    """Return the attention mask if it numbers segments (1, 1, 2, 2, 0), else None."""
     mask = given.by_token("attention_mask")
     return mask if mask is not None and mask.size and int(mask.max()) > 1 else None
 

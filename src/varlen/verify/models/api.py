@@ -130,12 +130,7 @@ def verify(
 
 
 def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tuple[Layout, ...]:
-    """Return the layouts to try.
-
-    Raises:
-        SettingError: none, or one that there isn't.
-        DocumentsError: a batch that is no PackedBatch.
-    """
+    """Return the layouts to try."""
     if batch is not None:
         if not isinstance(batch, PackedBatch):
             raise DocumentsError(
@@ -407,14 +402,6 @@ FAULT = "the check itself failed"
 
 def matrix_row(family: str) -> dict[str, Any]:
     """Verify one family, and return all verdicts.
-
-    Args:
-        family: `config.model_type`.
-
-    Returns:
-        `model`, `verdict` and `weights`; `cells`, by backend and layout: `verdict`, `reason`, `stand_in`,
-        `gradients`, `moved`, `control`, `kernels`; `calls`, by way of calling, backend and layout, a verdict each.
-        Where no tiny model can be made, `reason` says why and every cell is "not run".
 
     Cost: some seconds.
     """

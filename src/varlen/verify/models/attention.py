@@ -57,11 +57,7 @@ class AttentionPicture:
 
 
 def attention_picture(trial: Trial) -> AttentionPicture | None:
-    """Read the attention weights of one row; None where the model returns none.
-
-    Args:
-        trial: a model set to eager attention, and its batch.
-    """
+    """Read the attention weights of one row; None where the model returns none."""
     row = max(range(len(trial.owner)), key=lambda i: len(np.unique(trial.owner[i])))
     kept_apart = _weights(trial, trial.inputs, row)
     if kept_apart is None:
@@ -161,16 +157,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def kernels_of(run: Callable[[], Any]) -> tuple[Any, tuple[tuple[str, int], ...]]:
-    """Run something, and return what it returns, and which attention kernels ran and how often, by name.
-
-    Args:
-        run: one forward pass.
-
-    Returns:
-        The result; names of PyTorch's operators, such as "_scaled_dot_product_flash_attention_for_cpu", and "softmax"
-        for layers that formed their scores. Where one kernel ran in some layers and another in others, both stand
-        there.
-    """
+    """Run something, and return what it returns, and which attention kernels ran and how often, by name."""
     with _Recorder() as recorder:
         result = run()
     counts = recorder.counts
@@ -186,12 +173,6 @@ def computed_in(run: Callable[[], Any]) -> tuple[Any, torch.dtype | None]:
     """Run something, and return what it returns and the coarsest dtype of its matrix products.
 
     Weights don't tell: under autocast products are computed in another dtype.
-
-    Args:
-        run: one forward pass.
-
-    Returns:
-        The result; the dtype, None where there was no product.
     """
     with _Recorder() as recorder:
         result = run()

@@ -27,15 +27,7 @@ _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flas
 
 
 def backends_for(model: Any, names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the backends to try.
-
-    Args:
-        model: decides on which device.
-        names: as transformers names them; None for all that varlen knows on this device.
-
-    Raises:
-        SettingError: none, a name twice, or one that varlen gives no arguments for.
-    """
+    """Return the backends to try."""
     if names is None:
         newer = ("flash_attention_3",) if _has_kernel(model, "flash_attention_3") else ()
         return CPU_BACKENDS + newer
@@ -53,18 +45,7 @@ def backends_for(model: Any, names: Sequence[str] | None) -> tuple[str, ...]:
 
 @contextmanager
 def attending(model: Any, backend: str) -> Iterator[tuple[str, ...]]:
-    """Set a model to a backend, and afterwards back to what it was set to.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-        backend: one of `backends_for`.
-
-    Yields:
-        What stands in for a kernel that this machine doesn't have: nothing, or the name of the kernel.
-
-    Raises:
-        ModelError: transformers doesn't let this model have that attention.
-    """
+    """Set a model to a backend, and afterwards back to what it was set to."""
     from transformers.utils import logging
 
     hf.register()
@@ -156,11 +137,7 @@ def _configs(model: Any) -> list[Any]:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return what transformers says, without the advice to open issues.
-
-    Args:
-        error: that it raised.
-    """
+    """Return what transformers says, without the advice to open issues."""
     text = " ".join(str(error).split())
     return text.split(" Please ")[0].split(". ")[0].rstrip(".")
 
@@ -178,11 +155,7 @@ _OF_FLA = ("delta",)
 
 @contextmanager
 def flash_attention() -> Iterator[None]:
-    """Put kernels that need no GPU where transformers looks for FlashAttention's.
-
-    Raises:
-        ModelError: within: tokens that no segment covers, or segments longer than was said.
-    """
+    """Put kernels that need no GPU where transformers looks for FlashAttention's."""
     from transformers import modeling_flash_attention_utils
     from transformers.integrations import flash_attention as integration
 
@@ -261,12 +234,6 @@ def recurrence(model: Any) -> Iterator[tuple[str, ...]]:
 
     transformers' own fallbacks refuse boundaries. Each segment is given to them by itself here. A function that is
     told no boundaries runs over whole rows, as it would anywhere.
-
-    Args:
-        model: a transformers model.
-
-    Yields:
-        The names of the functions that stand in.
     """
     homes = {sys.modules[type(module).__module__] for module in model.modules()}
     found: list[str] = []

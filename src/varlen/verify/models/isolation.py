@@ -138,29 +138,6 @@ def check_isolation(
 
     The model runs in eval mode and without gradients: two forward passes for each document changed, and at
     most nine more. Modes, gradients and random states are afterwards as before.
-
-    Args:
-        model: a transformers model, on any device.
-        batch: the batch to try; None for ten short documents of random tokens. Only documents longer than
-            the model's window, or chunk, show whether that is counted from the document's start.
-        inputs: turns batch and model into the model's keyword arguments, so that another way of calling the
-            model can be checked as well.
-        tolerance: for the comparison with documents run alone, relative to the largest logit; None for a
-            value that fits the model's dtype. Isolation itself has none, last bits with experts apart.
-        max_changed: change at most this many documents, spread over the batch.
-        seed: of the changed tokens, and of the batch where none is given.
-        known: what was found of the same model, attention and batch, called in another way: its control, its dtype
-            and its rows' coupling are true here as well, and the check then ends with the first document that leaks.
-        alone: logits of documents alone, by number, of the same model, attention and batch: they aren't computed
-            again, and what is missing is put in.
-
-    Returns:
-        What moved, and the verdict; `report.ok` if documents are isolated.
-
-    Raises:
-        SettingError: `max_changed` below 1, or a batch without documents.
-        DocumentsError: not a PackedBatch.
-        ModelError: not a transformers model.
     """
     if max_changed < 1:
         raise SettingError(f"max_changed must be at least 1, got {max_changed}")
@@ -216,13 +193,7 @@ def check_isolation(
 
 
 def judge(moved: Movements, tolerance: float, rounding: float = 0.0) -> tuple[Verdict, str]:
-    """Read the verdict off what moved, with the reason where it isn't "isolated".
-
-    Args:
-        moved: what a trial found.
-        tolerance: the largest `alone_difference` that counts as rounding.
-        rounding: the largest movement of other documents that counts as rounding; 0 where nothing may move.
-    """
+    """Read the verdict off what moved, with the reason where it isn't "isolated"."""
     moves = max(moved.largest_difference, moved.padding_difference)
     coupling = moved.row_coupling or 0.0
     couples = coupling > rounding and not moved.attention_across
@@ -333,17 +304,7 @@ def _control(trial: Trial) -> float | None:
 def against_alone(
     trial: Trial, before: torch.Tensor, chosen: list[int], known: dict[int, torch.Tensor] | None = None
 ) -> dict[str, float]:
-    """Compare the chosen documents, packed and unchanged, with each of them run alone.
-
-    Args:
-        trial: the model and the batch.
-        before: logits of the batch, unchanged.
-        chosen: documents.
-        known: logits of documents alone; what is missing is put in.
-
-    Returns:
-        By the names of `Movements`: `alone_difference`, `packed_loss` and `alone_loss`.
-    """
+    """Compare the chosen documents, packed and unchanged, with each of them run alone."""
     largest = before[trial.where(trial.owner >= 0)].abs().max().double()
     logits = {} if known is None else known
     difference, packed, alone, targets = 0.0, 0.0, 0.0, 0

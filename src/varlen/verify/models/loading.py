@@ -47,16 +47,8 @@ def load_model(
     """Return the model that was named.
 
     Args:
-        model: a family's name ("llama": a tiny model with random weights), a checkpoint folder, a transformers
-            configuration (random weights), or a transformers model, bare or wrapped, which is used as it is.
-        tokenizer: its largest id must have an embedding; None for a folder's own, if it has one.
         dtype: of the weights that are made or loaded; None for float32, and for a folder's own. Of no effect on a
             live model.
-        device: for models that are made or loaded; None for the CPU.
-
-    Raises:
-        ModelError: no such family or folder; a model that needs code or packages that aren't here; a tokenizer with
-            more ids than the model embeds; not a transformers model.
     """
     from transformers import PreTrainedConfig
 
@@ -81,11 +73,7 @@ def load_model(
 
 
 def _check_live(base: Any) -> None:
-    """Refuse a live model of which nothing can be asked.
-
-    Raises:
-        ModelError: it isn't transformers' own kind, or its weights aren't there.
-    """
+    """Refuse a live model of which nothing can be asked."""
     name = type(base).__name__
     lacking = [each for each in ("device", "dtype", "set_attn_implementation") if not hasattr(base, each)]
     if lacking:
@@ -142,11 +130,7 @@ def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
 
 
 def _check_causal(family: str) -> None:
-    """Refuse a family that is no causal language model.
-
-    Raises:
-        ModelError: names what there is instead.
-    """
+    """Refuse a family that is no causal language model."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -199,11 +183,7 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
 
 
 def _check_code(path: Path) -> None:
-    """Refuse a folder whose model is code of its own.
-
-    Raises:
-        ModelError: no config.json, one that isn't JSON, or one that names code.
-    """
+    """Refuse a folder whose model is code of its own."""
     from transformers import CONFIG_MAPPING
 
     place = path / "config.json"
@@ -334,11 +314,7 @@ def _listed(path: Path) -> _Vocabulary | None:
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer with ids that the model doesn't embed.
-
-    Raises:
-        ModelError: names the first such id.
-    """
+    """Refuse a tokenizer with ids that the model doesn't embed."""
     if not hasattr(tokenizer, "get_vocab"):
         raise ModelError(f"a tokenizer must have get_vocab, as those of transformers have; got {tokenizer!r}")
     vocabulary = tokenizer.get_vocab()

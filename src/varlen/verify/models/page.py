@@ -26,11 +26,7 @@ _GAP, _TOP = 28.0, 22.0
 
 
 def model_page(report: VerifyReport) -> str:
-    """Return a report as one self-contained HTML page.
-
-    Args:
-        report: of one model.
-    """
+    """Return a report as one self-contained HTML page."""
     parts = [_opening(report), section("With varlen's arguments", *_own(report))]
     if report.attention is not None:
         parts.append(section("Who attends to whom", _attention(report.attention)))

@@ -72,13 +72,6 @@ def gradient_parity(trial: Trial, dtype: torch.dtype) -> GradientParity:
     Besides, each document's loss is followed back to the embedded tokens: none but its own may have a gradient. Two
     backward passes over the batch, one over it for each document, and one over each document. `.grad` is neither read
     nor written, but hooks on parameters are called.
-
-    Args:
-        trial: the model and the batch, in eval mode.
-        dtype: of the model's matrix products.
-
-    Raises:
-        ModelError: the model refuses the batch, or fails.
     """
     weights = {name: p for name, p in trial.model.named_parameters() if p.requires_grad}
     if not weights:
@@ -248,11 +241,7 @@ class OwnLoss:
 
 
 def own_loss(trial: Trial) -> OwnLoss | None:
-    """Ask a model for its loss, and compute it from its logits; None where it returns none.
-
-    Args:
-        trial: the model and the batch, in eval mode.
-    """
+    """Ask a model for its loss, and compute it from its logits; None where it returns none."""
     arguments = trial.inputs(trial.batch, trial.model)
     labels = arguments.get("labels")
     if labels is None or not bool((labels[:, 1:] != IGNORE_INDEX).any()):
@@ -338,11 +327,6 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
     """Judge in training mode what is isolated in eval mode.
 
     Where logits are the same to the bit in both modes, so is the verdict.
-
-    Args:
-        trial: the model, isolated in eval mode, and its batch.
-        in_eval: logits of the batch in eval mode.
-        found: the report of eval mode.
     """
     verdict: Verdict = "isolated"
     reason, wavering = "", 0.0

@@ -154,11 +154,7 @@ _TOKENS = ("input_ids=", "labels=", "shift_labels=")
 
 
 def report_text(report: VerifyReport) -> str:
-    """Write a report for a terminal.
-
-    Args:
-        report: of one model.
-    """
+    """Write a report for a terminal."""
     parts = [
         _head(report),
         "\n".join(["Called with varlen.adapters.hf.model_inputs(batch, model)", *_backends(report)]),
@@ -192,11 +188,7 @@ def _head(report: VerifyReport) -> str:
 
 
 def tried(report: VerifyReport) -> str:
-    """Return which documents were tried; empty where nothing ran.
-
-    Args:
-        report: of one model.
-    """
+    """Return which documents were tried; empty where nothing ran."""
     ran = {
         each.layout: each for cell in report.cells if (each := cell.isolation) and each.verdict != "refuses"
     }
@@ -214,11 +206,7 @@ def _backends(report: VerifyReport) -> list[str]:
 
 
 def backend_rows(report: VerifyReport) -> list[list[str]]:
-    """Return the cells of a table: a head, and a row for every backend.
-
-    Args:
-        report: of one model.
-    """
+    """Return the cells of a table: a head, and a row for every backend."""
     layouts = list(dict.fromkeys(cell.layout for cell in report.cells))
     rows = [["backend", *layouts, "moved by", "control", "gradients", "kernel"]]
     for backend, cells in _grouped(report.cells).items():
@@ -229,11 +217,7 @@ def backend_rows(report: VerifyReport) -> list[list[str]]:
 
 
 def stand_ins(report: VerifyReport) -> list[str]:
-    """Return a sentence about what stood in for kernels that weren't there, if anything did.
-
-    Args:
-        report: of one model.
-    """
+    """Return a sentence about what stood in for kernels that weren't there, if anything did."""
     missing = sorted({name for cell in report.cells for name in cell.stand_in})
     if not missing:
         return []
@@ -244,11 +228,7 @@ def stand_ins(report: VerifyReport) -> list[str]:
 
 
 def reasons(report: VerifyReport) -> list[str]:
-    """Return why backends aren't isolated, or what of them wasn't compared, each reason once.
-
-    Args:
-        report: of one model.
-    """
+    """Return why backends aren't isolated, or what of them wasn't compared, each reason once."""
     found: dict[str, dict[str, list[str]]] = {}
     for cell in report.cells:
         uncompared = cell.gradients.reason if cell.gradients else ""
@@ -271,11 +251,7 @@ def reasons(report: VerifyReport) -> list[str]:
 
 
 def arguments(report: VerifyReport) -> list[str]:
-    """Return what model_inputs gives for each backend that runs, in the first layout that does, each once.
-
-    Args:
-        report: of one model.
-    """
+    """Return what model_inputs gives for each backend that runs, in the first layout that does, each once."""
     found: dict[str, str] = {}
     for cell in report.cells:
         if cell.isolation is not None and cell.verdict in ("isolated", "coupled"):
@@ -319,11 +295,7 @@ def _calls(report: VerifyReport) -> list[str]:
 
 
 def call_rows(report: VerifyReport) -> list[list[str]]:
-    """Return the cells of a table: a head, and a row for every way of calling.
-
-    Args:
-        report: of one model.
-    """
+    """Return the cells of a table: a head, and a row for every way of calling."""
     backends = list(dict.fromkeys(cell.backend for cell in report.calls))
     rows = [["arguments", *(_SHORT.get(backend, backend) for backend in backends)]]
     for call, cells in _by_call(report.calls).items():
@@ -342,11 +314,7 @@ def _whys(report: VerifyReport) -> list[str]:
 
 
 def explanations(report: VerifyReport) -> list[tuple[str, str]]:
-    """Return each reason for a leak once, as the first backend saw it, with the fix, or an empty string.
-
-    Args:
-        report: of one model.
-    """
+    """Return each reason for a leak once, as the first backend saw it, with the fix, or an empty string."""
     found: dict[str, list[CallCell]] = {}
     for cell in report.leaks:
         # The same reason names another attention and other counts in each cell.

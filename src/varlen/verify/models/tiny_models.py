@@ -175,14 +175,7 @@ def families() -> tuple[str, ...]:
 
 
 def tiny_config(family: str) -> Any:
-    """Return the configuration of a family's smallest model with layers of all its kinds.
-
-    Args:
-        family: `config.model_type`, such as "llama".
-
-    Raises:
-        ModelError: no such family, or none so small can be made of it.
-    """
+    """Return the configuration of a family's smallest model with layers of all its kinds."""
     from transformers import CONFIG_MAPPING
 
     if family not in CONFIG_MAPPING:
@@ -199,17 +192,7 @@ def tiny_config(family: str) -> Any:
 def tiny_model(
     family: str, *, dtype: torch.dtype = torch.float32, attention: str = "eager", seed: int = 0
 ) -> Any:
-    """Return a family's tiny model with random weights, large enough that every token matters to those that see it.
-
-    Args:
-        family: `config.model_type`.
-        dtype: of the weights.
-        attention: function to begin with.
-        seed: of the weights; the caller's random state stays what it was.
-
-    Raises:
-        ModelError: no such family, or it can't be made so small.
-    """
+    """Return a family's tiny model, its random weights large enough that every visible token matters."""
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM

@@ -24,11 +24,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
-    """Run a model in eval mode and without gradients, and leave modes and random states as they were.
-
-    Args:
-        model: a transformers model, bare or wrapped.
-    """
+    """Run a model in eval mode and without gradients, and leave modes and random states as they were."""
     modes = [(module, module.training) for module in model.modules()]
     device = hf.unwrap(model).device
     devices = [device] if device.type == "cuda" else []
@@ -42,11 +38,7 @@ def untouched(model: Any) -> Iterator[None]:
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
-    """Return the logits among what a model returned: named, in a tuple, or by themselves; None where there are none.
-
-    Args:
-        outputs: of a model's forward.
-    """
+    """Return the logits among a model's outputs, by name, in a tuple or alone; None where there are none."""
     if isinstance(outputs, torch.Tensor):
         return outputs
     named = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
@@ -74,11 +66,7 @@ class Trial:
         self.owner = np.where(segments >= 0, starts.ravel().cumsum().reshape(segments.shape) - 1, -1)
 
     def choose(self, most: int) -> list[int]:
-        """Return the documents to change, spread evenly, first and last among them.
-
-        Args:
-            most: how many at most.
-        """
+        """Return the documents to change, spread evenly, first and last among them."""
         count = int(self.owner.max()) + 1
         return sorted({int(i) for i in np.linspace(0, count - 1, min(most, count)).round()})
 
@@ -91,11 +79,7 @@ class Trial:
         return None
 
     def changed(self, document: int) -> PackedBatch:
-        """Return the batch with every token of one document replaced by another token.
-
-        Args:
-            document: its number in the batch; -1 for padding.
-        """
+        """Return the batch with every token of one document replaced by another token."""
         tokens = self.tokens.copy()
         chosen = self.owner == document
         shifts = self.rng.integers(1, max(2, self.vocabulary), int(chosen.sum()))
@@ -106,15 +90,7 @@ class Trial:
         )
 
     def logits(self, batch: PackedBatch, inputs: Inputs | None = None) -> torch.Tensor:
-        """Run the model; `[rows, width, vocabulary]`.
-
-        Args:
-            batch: this trial's, or one changed from it.
-            inputs: turns it into keyword arguments; None for the trial's own.
-
-        Raises:
-            ModelError: no logits, or those of a document's tokens aren't finite or have another shape.
-        """
+        """Run the model; `[rows, width, vocabulary]`."""
         logits = self.predict((inputs or self.inputs)(batch, self.model))
         if logits.shape[:2] != self.owner.shape:
             raise ModelError(
@@ -128,14 +104,7 @@ class Trial:
         return logits
 
     def predict(self, arguments: dict[str, Any]) -> torch.Tensor:
-        """Call the model, and return its logits; `[rows, width, vocabulary]`.
-
-        Args:
-            arguments: for the model.
-
-        Raises:
-            ModelError: the model fails, or returns no logits, or too few for its own tokens.
-        """
+        """Call the model, and return its logits; `[rows, width, vocabulary]`."""
         logits = logits_of(self.call(arguments))
         name = type(hf.unwrap(self.model)).__name__
         if logits is None:
@@ -150,15 +119,7 @@ class Trial:
         return logits
 
     def call(self, arguments: dict[str, Any], **more: Any) -> Any:
-        """Call the model without labels: its own loss is computed in float32, and isn't needed.
-
-        Args:
-            arguments: for the model.
-            more: besides.
-
-        Raises:
-            ModelError: the model fails, which may come in the midst of its arithmetic.
-        """
+        """Call the model without labels: its own loss is computed in float32, and isn't needed."""
         kept = {name: value for name, value in arguments.items() if name not in ("labels", "shift_labels")}
         try:
             return self.model(**kept, **more)
@@ -188,7 +149,6 @@ class Trial:
 
         Args:
             before: `[rows, width, vocabulary]`.
-            after: the same, after a change.
             chosen: `[rows, width]`.
         """
         mask = self.where(chosen)
@@ -198,11 +158,7 @@ class Trial:
         return float((after[mask].double() - before[mask].double()).abs().max() / real.clamp(min=1e-300))
 
     def others(self, document: int) -> BoolArray:
-        """Return the tokens of all other documents, padding left out.
-
-        Args:
-            document: its number in the batch.
-        """
+        """Return the tokens of all other documents, padding left out."""
         others: BoolArray = (self.owner >= 0) & (self.owner != document)
         return others
 
@@ -222,11 +178,7 @@ class Trial:
         return max(float(w.abs().masked_fill(~outside, 0).max()) for w in weights)
 
     def alone(self, document: int) -> torch.Tensor:
-        """Run one document by itself, in an ordinary causal call; `[length, vocabulary]`.
-
-        Args:
-            document: its number in the batch.
-        """
+        """Run one document by itself, in an ordinary causal call; `[length, vocabulary]`."""
         ids = torch.as_tensor(self.tokens[self.owner == document])[None]
         return self._plain(ids)[0]
 
@@ -240,9 +192,6 @@ class Trial:
         Where rows move each other without any packing, packing isn't to blame. The first row is looked at and the
         last, since experts that are full turn away whoever comes last; and the last without the others, whose number
         may be what matters.
-
-        Args:
-            tolerance: the largest difference from a row alone that counts as rounding.
         """
         rows, width = max(2, len(self.owner)), int(np.bincount(self.owner[self.owner >= 0]).max())
         tokens = torch.as_tensor(self.rng.integers(0, self.vocabulary, (rows, width)))
@@ -267,7 +216,6 @@ class Trial:
 
         Args:
             logits: `[length, vocabulary]`, of this document's tokens.
-            document: its number.
         """
         labels = torch.as_tensor(self.batch.labels).cpu().long()[torch.as_tensor(self.owner == document)][1:]
         total = cross_entropy(logits[:-1].double().cpu(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -286,14 +234,7 @@ CAPACITY = 52
 def sample_batch(
     vocabulary_size: int, seed: int = 0, *, layout: Layout = "rows", capacity: int = CAPACITY
 ) -> PackedBatch:
-    """Return documents in a few rows, their tokens drawn from the whole vocabulary.
-
-    Args:
-        vocabulary_size: tokens are drawn from 0 to one below.
-        seed: of the tokens.
-        layout: "rows", or "flat" for all of them in one row.
-        capacity: tokens of a row; longer documents are split.
-    """
+    """Return documents in a few rows, their tokens drawn from the whole vocabulary."""
     rng = np.random.default_rng(seed)
     lengths = [max(n, capacity + 12) if i == _SPLIT else n for i, n in enumerate(LENGTHS)]
     documents = [rng.integers(0, vocabulary_size, length).astype(np.int32) for length in lengths]

@@ -14,14 +14,8 @@ from varlen.types import IntArray
 def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.Tensor:
     """Return who may not see whom.
 
-    Args:
-        bounds: documents that stay apart; None: a row is one sequence.
-        num_rows: rows of the batch.
-        width: of a row.
-
     Returns:
         bool `[rows, 1, width, width]`, True where position q (of the last dimension but one) must not see position k:
-        a later one, or one of another segment. Every position sees itself.
 
     Cost:
         Quadratic in the width; boundaries are the way for long rows.
@@ -40,9 +34,7 @@ def padding_places(stored: StoredRows, lengths: IntArray, width: int) -> npt.NDA
     """Return which positions are padding.
 
     Args:
-        stored: packed rows.
         lengths: int64 `[documents]`: real inputs.
-        width: of a row.
 
     Returns:
         bool `[rows, width]`.

@@ -42,10 +42,6 @@ def boundary_keys(bounds: Boundaries, dialect: Dialect) -> MegatronBatch:
     In `"0.4"` and `"0.5"`, `cu_seqlens` counts places and each row ends in at least one -1: a row without one is
     read as empty there, because the end is looked for with `argmin`. In `"0.6"`, `cu_seqlens_q` counts real tokens
     and rows are made equally long by repeats, which are segments without tokens.
-
-    Args:
-        bounds: of each row.
-        dialect: whose keys.
     """
     longest = torch.from_numpy(bounds.max_seqlen)
     if dialect == "0.6":
@@ -89,11 +85,7 @@ def _ended(values: Int32Array, counts: IntArray) -> tuple[torch.Tensor, torch.Te
 
 
 def physical_boundaries(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the boundaries of a batch's places, in any dialect, -1 at the end included; None where it has none.
-
-    Args:
-        batch: of any dialect.
-    """
+    """Return the boundaries of a batch's places, in any dialect, -1 at the end included; None where it has none."""
     for name in ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens"):
         if batch.get(name) is not None:
             found: torch.Tensor = batch[name]
@@ -102,11 +94,7 @@ def physical_boundaries(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def logical_boundaries(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the boundaries of a batch's real tokens, in any dialect; None where it has none.
-
-    Args:
-        batch: of any dialect.
-    """
+    """Return the boundaries of a batch's real tokens, in any dialect; None where it has none."""
     for name in ("cu_seqlens_q", "cu_seqlens_unpadded", "cu_seqlens"):
         if batch.get(name) is not None:
             found: torch.Tensor = batch[name]

@@ -79,11 +79,7 @@ class RowCollator:
     """Give the release's values, where they are wrong too."""
 
     def __post_init__(self) -> None:
-        """Check the settings against each other.
-
-        Raises:
-            SettingError: what contradicts, or is missing.
-        """
+        """Check the settings against each other."""
         object.__setattr__(self, "dialect", as_dialect(self.dialect))
         for name in ("pad_seq_length_to_mult", "pad_seq_to_mult", "max_seq_length"):
             value = getattr(self, name)
@@ -114,11 +110,7 @@ class RowCollator:
             self._check_static()
 
     def _check_static(self) -> None:
-        """Check what batches of one shape need.
-
-        Raises:
-            SettingError: what is missing.
-        """
+        """Check what batches of one shape need."""
         if not self.pad_to_max_length:
             raise SettingError(
                 "'pad_to_max_length=True' is required when pad_cu_seqlens is enabled: CUDA graphs need one shape"
@@ -145,18 +137,10 @@ class RowCollator:
         """Return the batch of some rows.
 
         Args:
-            rows: packed rows, at least one.
             silent: bool `[rows]`: rows that only complete the batch and train nothing.
-            where: names a row, for messages.
 
         Returns:
             `tokens`, `labels`, `position_ids` int64 `[rows, width]`; `loss_mask` int64, or float32 where the rows
-            hold fractions; `token_count`, inputs of each row; and the boundaries or the mask of the dialect.
-
-        Raises:
-            DocumentsError: rows that are no packed rows, or none.
-            SettingError: a row that is longer than `max_seq_length`, or has more documents than the metadata says;
-                or `silent` of another length.
 
         Cost:
             One pass over the tokens, by a compiled kernel.
@@ -209,11 +193,7 @@ class RowCollator:
     def _measured(
         self, rows: PackedRows, stored: StoredRows, where: Callable[[int], str]
     ) -> tuple[IntArray, IntArray, bool]:
-        """Return each document's real inputs, each row's inputs, and whether any document holds padding.
-
-        Raises:
-            DocumentsError: rows that are no packed rows.
-        """
+        """Return each document's real inputs, each row's inputs, and whether any document holds padding."""
         lengths, used = np.empty(len(stored.starts), np.int64), np.empty(len(stored.offsets) - 1, np.int64)
         keep = 2 if self.pad_seq_to_mult == 1 else 0 if self.compatible else 1
         wrong, differs = kernels.measure_rows(
@@ -236,11 +216,7 @@ class RowCollator:
         return lengths, used, bool(differs)
 
     def _width(self, used: IntArray, where: Callable[[int], str]) -> int:
-        """Return the width of a batch.
-
-        Raises:
-            SettingError: a row is longer than `max_seq_length`.
-        """
+        """Return the width of a batch."""
         longest, most = int(max(used.tolist())), self.max_seq_length
         if most is not None and longest > most:
             over = used > most
@@ -267,12 +243,7 @@ class RowCollator:
         differs: bool,
         where: Callable[[int], str],
     ) -> Boundaries:
-        """Return where every row's documents end.
-
-        Raises:
-            SettingError: a row has more documents than the metadata says, or a longer one, or padding within them
-                that `pad_seq_to_mult` doesn't speak of.
-        """
+        """Return where every row's documents end."""
         multiple = self.pad_seq_to_mult
         always = self.compatible if self.always_padded is None else self.always_padded
         padded = differs or (multiple > 1 and (always or self.pad_cu_seqlens))
@@ -326,11 +297,7 @@ class RowCollator:
     def _constant_max_seqlen(
         self, longest: Int32Array, width: int, where: Callable[[int], str]
     ) -> npt.NDArray[np.int32]:
-        """Return int32 `[rows]`: one `max_seqlen` for all batches, as the metadata gives it.
-
-        Raises:
-            SettingError: a document is longer.
-        """
+        """Return int32 `[rows]`: one `max_seqlen` for all batches, as the metadata gives it."""
         constant = max(
             self._static("dataset_max_seqlen", max), width - self._static("min_packed_seqlen", min)
         )
@@ -343,11 +310,7 @@ class RowCollator:
         return np.full(len(longest), constant, np.int32)
 
     def _check_documents(self, documents: IntArray, most: int, where: Callable[[int], str]) -> None:
-        """Check that no row has more documents than the metadata says.
-
-        Raises:
-            SettingError: the first row that has.
-        """
+        """Check that no row has more documents than the metadata says."""
         over = documents > most
         if over.any():
             raise SettingError(

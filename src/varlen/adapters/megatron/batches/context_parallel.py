@@ -129,11 +129,7 @@ def get_packed_seq_cp_partition_indices(
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int:
-    """Return the rows of a batch.
-
-    Raises:
-        DocumentsError: nothing says how many.
-    """
+    """Return the rows of a batch."""
     for name in (*_TOKENS, "cu_seqlens_q", "cu_seqlens"):
         value = batch.get(name)
         if isinstance(value, torch.Tensor):
@@ -142,11 +138,7 @@ def _num_rows(batch: Mapping[str, Any]) -> int:
 
 
 def _width(batch: Mapping[str, Any]) -> int | None:
-    """Return the places of a row, or None where no tensor has one value a place.
-
-    Raises:
-        DocumentsError: tensors of different widths.
-    """
+    """Return the places of a row, or None where no tensor has one value a place."""
     widths = {
         name: int(batch[name].size(-1)) for name in _TOKENS if isinstance(batch.get(name), torch.Tensor)
     }
@@ -159,11 +151,7 @@ def _width(batch: Mapping[str, Any]) -> int | None:
 
 
 def _bounds(batch: Mapping[str, Any], width: int | None) -> IntArray:
-    """Return the boundaries of the places of a row; the row itself where the batch has none.
-
-    Raises:
-        DocumentsError: several rows, or boundaries that end elsewhere than the row.
-    """
+    """Return the boundaries of the places of a row; the row itself where the batch has none."""
     found = physical_boundaries(batch)
     if found is None:
         return np.array([0, width or 0])
@@ -177,11 +165,7 @@ def _bounds(batch: Mapping[str, Any], width: int | None) -> IntArray:
 
 
 def _ending_at(bounds: IntArray, width: int) -> IntArray:
-    """Return boundaries that begin with 0 and end with the row.
-
-    Raises:
-        DocumentsError: they don't.
-    """
+    """Return boundaries that begin with 0 and end with the row."""
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != width:
         ends = f"from {int(bounds[0]):,} to {int(bounds[-1]):,}" if len(bounds) else "nowhere"
         raise DocumentsError(
@@ -192,11 +176,7 @@ def _ending_at(bounds: IntArray, width: int) -> IntArray:
 
 
 def _refuse_uneven(bounds: IntArray, cp_world_size: int) -> None:
-    """Refuse segments that can't be shared evenly.
-
-    Raises:
-        SettingError: names the first.
-    """
+    """Refuse segments that can't be shared evenly."""
     if not isinstance(cp_world_size, int) or cp_world_size < 2:
         return
     chunks = 2 * cp_world_size

@@ -106,11 +106,7 @@ def _same_segment(segments: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def _weighted(trained: npt.NDArray[np.bool_], weights: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Return float32 `[rows, width]`: the weight of each trained position, 0 elsewhere.
-
-    Raises:
-        SettingError: a trained position whose weight float32 can't hold.
-    """
+    """Return float32 `[rows, width]`: the weight of each trained position, 0 elsewhere."""
     with np.errstate(over="ignore"):
         mask: npt.NDArray[np.float32] = np.where(trained, weights, 0).astype(np.float32)
     wrong = ~np.isfinite(mask)
@@ -123,11 +119,7 @@ def _weighted(trained: npt.NDArray[np.bool_], weights: npt.NDArray[Any]) -> npt.
 
 
 def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return the weight of every label, of the shape of the labels.
-
-    Raises:
-        SettingError: no such column, another shape, or no numbers.
-    """
+    """Return the weight of every label, of the shape of the labels."""
     if isinstance(weights, str):
         if weights not in batch.columns:
             there = ", ".join(map(repr, batch.columns)) or "none"

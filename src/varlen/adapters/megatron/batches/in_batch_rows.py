@@ -15,11 +15,7 @@ Lengths = list[int]
 
 
 def check_shapes(tokens: torch.Tensor, name: str, others: Mapping[str, torch.Tensor | None]) -> None:
-    """Require rows of tokens, and that what goes with them has their shape.
-
-    Raises:
-        DocumentsError: it doesn't.
-    """
+    """Require rows of tokens, and that what goes with them has their shape."""
     if tokens.dim() != 2:
         raise DocumentsError(f"{name} must be rows of equal width, but their shape is {tuple(tokens.shape)}")
     for key, values in others.items():
@@ -30,11 +26,7 @@ def check_shapes(tokens: torch.Tensor, name: str, others: Mapping[str, torch.Ten
 
 
 def lengths_of(tokens: torch.Tensor, pad: int, mask: torch.Tensor | None, *, only_right: bool) -> Lengths:
-    """Return the tokens of each row: as its mask says, or up to its last token other than padding.
-
-    Raises:
-        DocumentsError: `only_right`, and padding stands before a real token.
-    """
+    """Return the tokens of each row: as its mask says, or up to its last token other than padding."""
     real = tokens != pad if mask is None else mask.to(device=tokens.device, dtype=torch.bool)
     steps = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     last = (real * steps).amax(dim=1) if real.numel() else real.sum(dim=1)
@@ -53,11 +45,7 @@ def lengths_of(tokens: torch.Tensor, pad: int, mask: torch.Tensor | None, *, onl
 
 
 def checked_width(multiple: int, width: int | None, is_fixed: bool) -> tuple[int, int | None]:
-    """Return the multiple and the width, checked.
-
-    Raises:
-        SettingError: out of range, or a fixed width that isn't given or no multiple.
-    """
+    """Return the multiple and the width, checked."""
     multiple = as_count(multiple, "pad_to_multiple_of")
     if width is not None:
         width = as_count(width, "packed_sequence_length")
@@ -76,11 +64,7 @@ def checked_width(multiple: int, width: int | None, is_fixed: bool) -> tuple[int
 def checked_rows(
     rows: Sequence[Mapping[str, Any]], token_key: str, names: Sequence[str], most: int | None
 ) -> Lengths:
-    """Return the tokens of each row.
-
-    Raises:
-        DocumentsError: no rows, or one that is empty, padded, too long, or whose tensors don't match.
-    """
+    """Return the tokens of each row."""
     if not rows:
         raise DocumentsError("no rows were given; a micro-batch needs at least one")
     lengths = []

@@ -82,7 +82,6 @@ def sequence_index(bounds: torch.Tensor, total_tokens: int) -> torch.Tensor:
 
     Args:
         bounds: whole numbers `[segments + 1]`: places before each segment.
-        total_tokens: places.
 
     Returns:
         int32 `[1, total_tokens]`, or longer where the segments are.
@@ -197,11 +196,7 @@ def build_uniform_packed_seq_params(
 
 
 def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> torch.Tensor | None:
-    """Return the boundaries of a micro-batch of one row, what stands behind their end cut off.
-
-    Raises:
-        DocumentsError: boundaries of several rows, or without an entry.
-    """
+    """Return the boundaries of a micro-batch of one row, what stands behind their end cut off."""
     bounds = batch.get(name)
     if bounds is None:
         return None
@@ -232,11 +227,7 @@ def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> torch.T
 
 
 def _number(batch: Mapping[str, Any], name: str) -> int | None:
-    """Return `max_seqlen` as a number, or None where the batch has none.
-
-    Raises:
-        DocumentsError: several values.
-    """
+    """Return `max_seqlen` as a number, or None where the batch has none."""
     value = batch.get(name)
     if value is None:
         return None

@@ -30,15 +30,7 @@ class StoredRows:
 
     @classmethod
     def of(cls, rows: PackedRows) -> StoredRows:
-        """Return rows in these dtypes, without a copy where they have them.
-
-        Args:
-            rows: any packed rows.
-
-        Raises:
-            DocumentsError: no rows, not as many values of the mask as tokens or lengths as documents, tokens that
-                are no whole numbers, or a mask that isn't finite.
-        """
+        """Return rows in these dtypes, without a copy where they have them."""
         if rows.num_rows < 1:
             raise DocumentsError("a batch needs at least one packed row, got none")
         if len(rows.loss_mask) != len(rows.input_ids):
@@ -73,15 +65,8 @@ class StoredRows:
 def as_silent(silent: npt.ArrayLike, num_rows: int) -> npt.NDArray[np.bool_]:
     """Return which rows train nothing.
 
-    Args:
-        silent: one boolean a row.
-        num_rows: rows of the batch.
-
     Returns:
         bool `[rows]`.
-
-    Raises:
-        SettingError: not one value a row; kernels read as many as there are rows.
     """
     found = np.ascontiguousarray(silent)
     if found.dtype != np.bool_ or found.shape != (num_rows,):
@@ -92,11 +77,7 @@ def as_silent(silent: npt.ArrayLike, num_rows: int) -> npt.NDArray[np.bool_]:
 
 
 def _check_values(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> None:
-    """Refuse tokens and masks that no kernel can take, or that would train nonsense.
-
-    Raises:
-        DocumentsError: what was seen.
-    """
+    """Refuse tokens and masks that no kernel can take, or that would train nonsense."""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DocumentsError(
             f"`input_ids` must be whole numbers of one dimension, got {ids.dtype} of the shape {ids.shape}"

@@ -62,11 +62,7 @@ def mtp_targets(batch: Mapping[str, Any], depth: int) -> tuple[torch.Tensor, tor
 
 
 def _ends(batch: Mapping[str, Any], num_rows: int, width: int) -> IntArray:
-    """Return int64 `[rows, width]`: where the real tokens of each place's segment end.
-
-    Raises:
-        DocumentsError: no boundaries, or those of other rows.
-    """
+    """Return int64 `[rows, width]`: where the real tokens of each place's segment end."""
     logical, physical = logical_boundaries(batch), physical_boundaries(batch)
     if logical is None or physical is None:
         raise DocumentsError("the batch has no boundaries, so its documents can't be told apart")

@@ -24,19 +24,7 @@ def found(
     fix: str | None = None,
     seen: str | None = None,
 ) -> ConfigFinding:
-    """Return a finding; an error unless it is advice.
-
-    Args:
-        reading: of the configuration.
-        kind: what it is about.
-        setting: its name in `SETTINGS`, or a container's.
-        limit: what must hold.
-        what: what happens otherwise.
-        outcome: whether NVIDIA's own code stops, trains on and is wrong, or this is advice.
-        changes: values that mend it, by name in `SETTINGS`.
-        fix: the way out in words, told before the values; None where they say it all.
-        seen: setting and value in words; None for those of `setting`.
-    """
+    """Return a finding; an error unless it is advice."""
     mended = dict(changes or {})
     written = ", ".join(f"{reading.spell(name)} = {as_written(value)}" for name, value in mended.items())
     return ConfigFinding(

@@ -27,16 +27,7 @@ _PLAIN = ("dict", "object", "Namespace", "SimpleNamespace", "DictConfig", "Order
 
 
 def open_tree(cfg: Any) -> tuple[dict[str, Any], str]:
-    """Return a configuration's first level by name, and words for where it came from.
-
-    Args:
-        cfg: path or text of YAML, mapping, or object with attributes.
-
-    Raises:
-        SourceError: a file that is missing, empty or not YAML, or whose YAML is no mapping.
-        SettingError: neither of these, or nothing in it.
-        MissingExtraError: YAML is given, and PyYAML isn't installed.
-    """
+    """Return a configuration's first level by name, and words for where it came from."""
     origin = "the configuration"
     if isinstance(cfg, Path) or (isinstance(cfg, str) and "\n" not in cfg):
         origin = str(cfg)
@@ -53,12 +44,7 @@ def open_tree(cfg: Any) -> tuple[dict[str, Any], str]:
 
 
 def entries(value: Any, wanted: Iterable[str]) -> dict[str, Any] | None:
-    """Return what a mapping or an object holds, by name; None for plain values and functions.
-
-    Args:
-        value: of a setting, or a part of a configuration.
-        wanted: names that are asked for even where only the object's class has them.
-    """
+    """Return what a mapping or an object holds, by name; None for plain values and functions."""
     if isinstance(value, Mapping):
         return {str(name): _item(value, name) for name in value}
     if isinstance(value, (*_VALUES, *_FUNCTIONS)) or hasattr(value, "__array__"):
@@ -78,12 +64,7 @@ def class_names(value: Any) -> tuple[str, ...]:
 
 
 def resolved(value: Any, tree: Mapping[str, Any]) -> Any:
-    """Return what a value stands for where it names another setting, as in `${model.seq_length}`.
-
-    Args:
-        value: of a setting.
-        tree: the whole configuration, by name.
-    """
+    """Return what a value stands for where it names another setting, as in `${model.seq_length}`."""
     here: Any = value
     for _ in range(_LONGEST_CHAIN):
         match = _REFERENCE.fullmatch(here) if isinstance(here, str) else None

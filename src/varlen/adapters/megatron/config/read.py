@@ -55,17 +55,7 @@ class _Found:
 
 
 def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None) -> Reading:
-    """Read a configuration.
-
-    Args:
-        cfg: path or text of YAML, mapping, object with attributes, or Megatron-LM's namespace of arguments.
-        dialect: `"0.4"`, `"0.5"`, `"0.6"` or a release; None: told by the names that the configuration has.
-        world_size: processes of the job; None: not known, unless the arguments hold it.
-
-    Raises:
-        SettingError: no such dialect, no settings, or values that are none of their kind; names each.
-        SourceError: a file that can't be read.
-    """
+    """Read a configuration."""
     said = None if dialect is None else as_dialect(dialect)
     if world_size is not None:
         world_size = as_count(world_size, "world_size")

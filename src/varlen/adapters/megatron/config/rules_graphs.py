@@ -27,21 +27,13 @@ def implementation(reading: Reading) -> str:
 
 
 def is_full_iteration(reading: Reading) -> bool:
-    """Return whether one graph holds a whole step.
-
-    Args:
-        reading: of the configuration.
-    """
+    """Return whether one graph holds a whole step."""
     kind = implementation(reading)
     return kind == "full_iteration" or (kind == "local" and "full_iteration" in _scopes(reading))
 
 
 def captured(reading: Reading) -> set[str]:
-    """Return the parts of a layer that Transformer Engine's graphs hold; none for all of it.
-
-    Args:
-        reading: of the configuration.
-    """
+    """Return the parts of a layer that Transformer Engine's graphs hold; none for all of it."""
     return _scopes(reading) - _WHOLE
 
 

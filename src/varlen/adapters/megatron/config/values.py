@@ -27,12 +27,7 @@ EXPECTED: dict[Kind, str] = {
 
 
 def as_kind(value: Any, kind: Kind) -> Any:
-    """Return a value as one of its kind; raises TypeError, which names nothing, where it is none.
-
-    Args:
-        value: as it stands in the configuration, not None.
-        kind: of the setting.
-    """
+    """Return a value as one of its kind; raises TypeError, which names nothing, where it is none."""
     return _READERS[kind](value)
 
 

@@ -40,12 +40,7 @@ def with_lengths(rows: PackedRows) -> PackedRows:
 
 
 def joined(parts: Sequence[PackedRows]) -> PackedRows:
-    """Return several sets of rows as one.
-
-    Args:
-        parts: at least one. Where only some say how long their documents are, the others' are taken to have no
-            padding.
-    """
+    """Return several sets of rows as one."""
     if len(parts) == 1:
         return parts[0]
     if any(part.seq_lengths is not None for part in parts):
@@ -79,7 +74,6 @@ def taken(rows: PackedRows, indices: IntArray) -> PackedRows:
     """Return some rows, in the order asked for, in memory of their own.
 
     Args:
-        rows: to take from.
         indices: int64, from 0.
     """
 
@@ -99,12 +93,7 @@ def taken(rows: PackedRows, indices: IntArray) -> PackedRows:
 
 
 def as_dict(rows: PackedRows, index: int) -> dict[str, list[int]]:
-    """Return one row as lists.
-
-    Args:
-        rows: to take from.
-        index: from 0.
-    """
+    """Return one row as lists."""
     one = between(rows, index, index + 1)
     starts = one.seq_start_id.tolist()
     found = {
@@ -121,15 +110,7 @@ def as_dict(rows: PackedRows, index: int) -> dict[str, list[int]]:
 def from_dicts(
     rows: Iterable[Mapping[str, Any]], where: Callable[[int], str] = "row {:,}".format
 ) -> PackedRows:
-    """Return rows given as mappings with `input_ids`, `loss_mask`, `seq_start_id` and perhaps `seq_lengths`.
-
-    Args:
-        rows: whose values are lists or arrays; masks of numbers and of booleans may stand side by side.
-        where: names a row, for messages.
-
-    Raises:
-        DocumentsError: a row lacks a key, holds something else, or its boundaries are no boundaries.
-    """
+    """Return rows given as mappings with `input_ids`, `loss_mask`, `seq_start_id` and perhaps `seq_lengths`."""
     found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*COLUMNS, LENGTHS)}
     for count, row in enumerate(rows, 1):
         missing = [name for name in COLUMNS if name not in row]
@@ -149,11 +130,7 @@ def from_dicts(
 
 
 def from_lists(columns: Mapping[str, Sequence[npt.NDArray[Any]]], where: Callable[[int], str]) -> PackedRows:
-    """Return rows whose values are arrays, one a row, by column; `seq_lengths` may have none.
-
-    Raises:
-        DocumentsError: their boundaries, ids or masks are out of range.
-    """
+    """Return rows whose values are arrays, one a row, by column; `seq_lengths` may have none."""
     flat = {
         name: (np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64), bounds_of(map(len, arrays)))
         for name, arrays in columns.items()
@@ -164,15 +141,7 @@ def from_lists(columns: Mapping[str, Sequence[npt.NDArray[Any]]], where: Callabl
 def from_flat(
     flat: Mapping[str, tuple[npt.NDArray[Any], IntArray]], where: Callable[[int], str]
 ) -> PackedRows:
-    """Return checked rows made of each column's values and offsets, from 0.
-
-    Args:
-        flat: by column; `seq_lengths` may be missing, or hold nothing.
-        where: names a row, for messages.
-
-    Raises:
-        DocumentsError: names the first row whose boundaries, ids or masks are out of range.
-    """
+    """Return checked rows made of each column's values and offsets, from 0."""
     (ids, offsets), (mask, mask_offsets) = flat["input_ids"], flat["loss_mask"]
     starts, document_offsets = flat["seq_start_id"]
     _refuse_uneven(offsets, mask_offsets, "`input_ids`", "values of `loss_mask`", where)
@@ -194,15 +163,7 @@ def from_flat(
 
 
 def as_stored(rows: PackedRows, before: int = 0) -> PackedRows:
-    """Return rows of the types that files hold, if they are packed rows.
-
-    Args:
-        rows: whose mask may be of any kind of number, each 0 or 1.
-        before: rows that stand before them, for messages.
-
-    Raises:
-        DocumentsError: a row isn't a packed row.
-    """
+    """Return rows of the types that files hold, if they are packed rows."""
     flat = {
         "input_ids": (rows.input_ids, rows.offsets),
         "loss_mask": (rows.loss_mask, rows.offsets),

@@ -162,11 +162,7 @@ def _beside(prefix: str | Path) -> Path:
 
 
 def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:
-    """Return the lengths that stand beside a pair, if any do.
-
-    Raises:
-        SourceError: they can't be read.
-    """
+    """Return the lengths that stand beside a pair, if any do."""
     path = _beside(prefix)
     if not path.is_file():
         return None
@@ -180,11 +176,7 @@ def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:
 
 
 def _opened(prefix: str) -> MegatronFile:
-    """Open a pair, if it can hold packed rows.
-
-    Raises:
-        SourceError: it can't.
-    """
+    """Open a pair, if it can hold packed rows."""
     file = MegatronFile(Path(prefix), Path(prefix).name)
     if file.dtype.kind != "i" or file.dtype.itemsize != 4:
         raise SourceError(f"{prefix}.idx says that its numbers are {file.dtype.name}; packed rows are int32")
@@ -197,11 +189,7 @@ def _opened(prefix: str) -> MegatronFile:
 
 
 def _decoded(words: npt.NDArray[Any], where: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the starts and the tokens' words of one row.
-
-    Raises:
-        SourceError: the words aren't a packed row.
-    """
+    """Return the starts and the tokens' words of one row."""
     head = [int(word) for word in words[:_HEAD]]
     if len(words) < _HEAD + 2:
         raise SourceError(f"{where} has {len(words)} words; a packed row has {_HEAD + 2} at least")

@@ -224,11 +224,7 @@ def _parsed(text: str, where: str) -> list[Any]:
 
 
 def _check(entry: Any, where: str) -> None:
-    """Refuse an entry that can't be what a run said of its packs.
-
-    Raises:
-        SourceError: it can't.
-    """
+    """Refuse an entry that can't be what a run said of its packs."""
     if not isinstance(entry, dict):
         raise SourceError(f"{where} must be an object, got {type(entry).__name__}")
     missing = [key for key in _NEEDED if key not in entry]

@@ -24,11 +24,7 @@ _MOST: dict[Stored, int] = {"int32": 2**31 - 1, "uint16": 2**16 - 1}
 
 
 def prefix_of(path: str | Path) -> Path:
-    """Return the name that both files of a pair share, of any of the three.
-
-    Args:
-        path: with or without `.bin` or `.idx`.
-    """
+    """Return the name that both files of a pair share, of any of the three."""
     name = str(path)
     return Path(name[:-4] if name.lower().endswith((".bin", ".idx")) else name)
 
@@ -37,15 +33,7 @@ class PairWriter:
     """One pair in the making: each sequence a document of its own."""
 
     def __init__(self, prefix: str | Path, dtype: Stored = "int32") -> None:
-        """Begin a pair.
-
-        Args:
-            prefix: path of both files, with or without a suffix.
-            dtype: that numbers are stored as.
-
-        Raises:
-            SettingError: the kind of numbers isn't one of the two, or the place can't be written.
-        """
+        """Begin a pair."""
         if dtype not in _CODES:
             raise SettingError(f"dtype must be 'int32' or 'uint16', got {dtype!r}")
         self.prefix, self.dtype = prefix_of(prefix), dtype
@@ -68,10 +56,6 @@ class PairWriter:
         Args:
             values: `[tokens]`.
             offsets: int64 `[documents + 1]`, from 0.
-
-        Raises:
-            DocumentsError: a value doesn't fit.
-            SettingError: the disk is full, or the pair is closed already.
         """
         if self._is_done:
             raise SettingError(f"{self.prefix} is closed; open another writer")
@@ -90,12 +74,7 @@ class PairWriter:
         self._lengths.extend(np.diff(offsets).tolist())
 
     def close(self) -> None:
-        """Write the index, and let both files appear, the index last.
-
-        Raises:
-            DocumentsError: no document was written.
-            SettingError: the disk is full.
-        """
+        """Write the index, and let both files appear, the index last."""
         if self._is_done:
             return
         try:

@@ -239,11 +239,7 @@ def _named(paths: list[str]) -> str:
 
 @contextmanager
 def _faults(path: str) -> Iterator[None]:
-    """Turn what Arrow and the system say of a broken file into a sentence.
-
-    Raises:
-        SourceError: the file can't be read.
-    """
+    """Turn what Arrow and the system say of a broken file into a sentence."""
     try:
         yield
     except VarlenError:
@@ -259,11 +255,7 @@ def _read_columns(*, masks: bool) -> list[str]:
 
 
 def _described(path: str, *, masks: bool = True) -> tuple[Any, list[str]]:
-    """Return a file's description of itself and the names of its columns, if they are those of packed rows.
-
-    Raises:
-        SourceError: they aren't.
-    """
+    """Return a file's description of itself and the names of its columns, if they are those of packed rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -289,14 +281,7 @@ def _described(path: str, *, masks: bool = True) -> tuple[Any, list[str]]:
 
 
 def most_tokens_at_once(path: str | Path) -> int:
-    """Return how many tokens must be decoded at worst to read one row; 0 where every row group is one row.
-
-    Args:
-        path: of a packed Parquet file.
-
-    Raises:
-        SourceError: it is no such file.
-    """
+    """Return how many tokens must be decoded at worst to read one row; 0 where every row group is one row."""
     metadata, _ = _described(str(path))
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     return max((_values_in(group) for group in groups if group.num_rows > 1), default=0)
@@ -316,12 +301,7 @@ def _rows_at_a_time(metadata: Any) -> int:
 
 
 def _decoded(batch: Any, path: str, first: int) -> PackedRows:
-    """Return the rows of an Arrow record batch, checked.
-
-    Raises:
-        SourceError: a row holds null.
-        DocumentsError: a row isn't a packed row.
-    """
+    """Return the rows of an Arrow record batch, checked."""
     wrong: dict[int, str] = {}
     flat = {}
     for name in batch.schema.names:

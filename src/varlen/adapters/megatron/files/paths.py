@@ -72,18 +72,7 @@ def resolve_packed_parquet_paths(spec: Spec, *, wait_s: float = 0.0) -> list[str
 
 
 def resolve_packed(spec: Spec, *, wait_s: float = 0.0) -> list[str]:
-    """Return the packed files that a spec stands for, whatever kind they are of.
-
-    Args:
-        spec: a file, glob or folder, or several; a pair of `.sft.bin` and `.sft.idx` also by its name without them.
-        wait_s: seconds to go on looking.
-
-    Returns:
-        Parquet and `.npy` files, and pairs by their names up to `.sft`.
-
-    Raises:
-        SourceError: nothing is there, or half of a pair (a ValueError).
-    """
+    """Return the packed files that a spec stands for, whatever kind they are of."""
     found = _resolved(
         spec, wait_s, (*PARQUET, ".npy", *PAIR), "packed files", ".parquet, .pq, .npy or .sft.idx"
     )

@@ -56,17 +56,7 @@ class Array:
 
 
 def reduce(name: str, arguments: list[Any], refuse: Refuse) -> Any:
-    """Return what a call of a permitted name stands for.
-
-    Args:
-        name: one of `PERMITTED`.
-        arguments: of the pickle.
-        refuse: makes the error that says what isn't permitted.
-
-    Raises:
-        UnfitError: the arguments don't fit.
-        SourceError: a kind of numbers that packed rows don't have.
-    """
+    """Return what a call of a permitted name stands for."""
     if name == "dtype":
         kind = str(arguments[0])
         kind = "O" if kind in ("O", "O8", "O4", "|O") else kind.lstrip("|<>=")
@@ -93,17 +83,7 @@ def reduce(name: str, arguments: list[Any], refuse: Refuse) -> Any:
 
 
 def build(target: Array | Dtype, state: list[Any], refuse: Refuse) -> None:
-    """Give a kind of numbers its byte order, or an array its content.
-
-    Args:
-        target: in the making.
-        state: of the pickle.
-        refuse: makes the error that says what isn't permitted.
-
-    Raises:
-        UnfitError: the state doesn't fit.
-        SourceError: a kind of numbers with fields, or in subarrays.
-    """
+    """Give a kind of numbers its byte order, or an array its content."""
     if isinstance(target, Dtype):
         if any(part is not None for part in state[2:5]) or state[1] not in ("<", ">", "|", "="):
             raise refuse("numbers with fields")

@@ -76,8 +76,6 @@ class Reader:
 
         Args:
             data: uint8, the whole file.
-            start: where the pickle begins.
-            path: of the file, for messages.
         """
         self._data, self._at, self._path = data, start, path
         self._view = memoryview(data)  # type: ignore[arg-type]
@@ -88,11 +86,7 @@ class Reader:
             self._number_run = kernels.number_run
 
     def read(self) -> Any:
-        """Return what the pickle holds.
-
-        Raises:
-            SourceError: it is cut off or damaged, or holds an opcode or a name that isn't permitted.
-        """
+        """Return what the pickle holds."""
         view, size = self._view, len(self._view)
         while self._at < size:
             begun, code = self._at, view[self._at]

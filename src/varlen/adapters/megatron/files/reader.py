@@ -93,15 +93,7 @@ class RowReader(ABC):
 
 
 def row_ids(indices: RowIds, num_rows: int) -> IntArray:
-    """Return indices of rows as they count from the beginning.
-
-    Args:
-        indices: whole numbers; negative ones count from the end.
-        num_rows: how many rows there are.
-
-    Raises:
-        IndexError: there is no such row; says which, and how many like it.
-    """
+    """Return indices of rows as they count from the beginning."""
     ids = np.asarray(indices)
     if ids.size == 0:
         return np.zeros(0, dtype=np.int64)

@@ -55,14 +55,6 @@ def alignment(
 def longest_aligned(pack_size: int, multiple: int = 1, longest: int | None = None) -> int:
     """Return the most positions of a document whose slot still fits: the limit rounded down to the multiple.
 
-    Args:
-        pack_size: positions of a row.
-        multiple: of `alignment`.
-        longest: most positions of a document, where that is less (`max_single_sequence_length`).
-
-    Raises:
-        SettingError: not even one multiple fits, or a number is out of range.
-
     >>> longest_aligned(4096, 8), longest_aligned(4096, 8, longest=1_003)
     (4096, 1000)
     """
@@ -78,16 +70,7 @@ def longest_aligned(pack_size: int, multiple: int = 1, longest: int | None = Non
 
 
 def check_size(size: int, multiple: int, name: str) -> None:
-    """Require that a row's size is a multiple of what documents are padded to.
-
-    Args:
-        size: positions of a row.
-        multiple: of `alignment`.
-        name: of the size, for messages.
-
-    Raises:
-        SettingError: it isn't; names the nearest sizes that are.
-    """
+    """Require that a row's size is a multiple of what documents are padded to."""
     if size % multiple:
         below = size // multiple * multiple
         near = f"{below:,} or {below + multiple:,}" if below else f"{multiple:,}"
@@ -111,18 +94,6 @@ def aligned_pieces(
 
     Args:
         positions: `[documents]`: positions of input, `len(input_ids) - 1`.
-        pack_size: positions of a row.
-        multiple: of `alignment`.
-        longest: most positions of a document, where that is less than `pack_size`.
-        overlong: what becomes of longer ones: "error", "split" (no target is lost: the last token of a piece is the
-            first of the next too), "truncate" or "drop".
-
-    Returns:
-        Pieces, in positions.
-
-    Raises:
-        OverlongDocumentError: names the first document that can't be aligned, and the nearest length that would do.
-        SettingError: a number out of its range.
     """
     lengths = as_lengths(positions)
     limit = longest_aligned(pack_size, multiple, longest)
@@ -144,7 +115,6 @@ def slots_of(positions: Int32Array, multiple: int) -> Int32Array:
 
     Args:
         positions: int32 `[pieces]`.
-        multiple: of `alignment`.
     """
     if multiple == 1:
         return positions

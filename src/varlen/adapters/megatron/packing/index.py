@@ -189,18 +189,7 @@ def opened(
 ) -> PackIndex:
     """Open the arrays in a folder, over the store that they speak of.
 
-    Args:
-        folder: of the index.
-        store: that it speaks of.
-        fingerprint: of that store.
-        settings: of the packs.
-        pad_id: token of the padding.
-        crc32: of the arrays by name, as their manifest has it; None where it wasn't written.
-
     Cost: reads the arrays once, about a second for two GB.
-
-    Raises:
-        SourceError: the store holds other tokens, or an array is missing or damaged.
     """
     if store.fingerprint != fingerprint:
         raise SourceError(

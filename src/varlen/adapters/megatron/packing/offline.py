@@ -252,12 +252,7 @@ def _parts(settings: MegatronPackSettings, packing: Packing) -> list[_Part]:
 
 
 def write_part(shared: _Shared, part: _Part) -> dict[str, Any]:
-    """Write one file, unless an earlier run did; returns what it holds.
-
-    Raises:
-        SettingError: the disk is full, or the folder can't be written.
-        SourceError: the token store is damaged.
-    """
+    """Write one file, unless an earlier run did; returns what it holds."""
     return _write_part(shared, part, quiet, 1)
 
 
@@ -311,11 +306,7 @@ def _ahead(batches: Iterator[PackedRows]) -> Iterator[PackedRows]:
 
 
 def _check(parts: Sequence[dict[str, Any]], packing: Packing, targets: int) -> None:
-    """Require that what was written is what was planned.
-
-    Raises:
-        LedgerError: it isn't; a bug in varlen.
-    """
+    """Require that what was written is what was planned."""
     planned = {
         "num_packs": packing.num_packs,
         "num_documents": packing.num_pieces,

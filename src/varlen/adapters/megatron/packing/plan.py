@@ -19,17 +19,6 @@ from varlen.types import Int32Array, IntArray, Packing
 def plan_rows(store: TokenStore, settings: MegatronPackSettings) -> Packing:
     """Return which positions of which documents stand in which row.
 
-    Args:
-        store: tokens; a document's number counts over all shards.
-        settings: how to pack.
-
-    Returns:
-        A Packing of positions: a document of n tokens has n - 1, each with its target. The ledger counts these.
-
-    Raises:
-        OverlongDocumentError: a document doesn't fit, and `overlong` is "error".
-        SourceError: the store is damaged.
-
     Cost: about 100 bytes a document.
     """
     lengths = _lengths(store)
@@ -58,11 +47,7 @@ def plan_rows(store: TokenStore, settings: MegatronPackSettings) -> Packing:
 
 
 def _lengths(store: TokenStore) -> Int32Array:
-    """Return the tokens of every document, int32 `[documents]`.
-
-    Raises:
-        SourceError: the store is damaged.
-    """
+    """Return the tokens of every document, int32 `[documents]`."""
     parts = [np.zeros(0, dtype=np.int32)]
     for index in range(len(store.shards)):
         with store.shard(index) as shard:

@@ -99,9 +99,6 @@ def drawn(slots: Int32Array, pack_size: int, algorithm: str, draws: Draws) -> tu
 
     Args:
         slots: int32 `[items]` from 0 to `pack_size`.
-        pack_size: positions of a row.
-        algorithm: of the release.
-        draws: where random numbers come from.
 
     Returns:
         Items in the order of rows, int64 `[items]`, and int64 `[rows + 1]`, where each row's begin.
@@ -125,8 +122,6 @@ def in_turn(rising: Int32Array, algorithm: str, draws: Draws) -> Int32Array:
 
     Args:
         rising: int32, sorted.
-        algorithm: "..._shuffle", "..._decreasing", or another, which takes them from short to long.
-        draws: where random numbers come from.
     """
     if algorithm.endswith("_decreasing"):
         return np.ascontiguousarray(rising[::-1])
@@ -145,12 +140,9 @@ def packed_in_turn(slots: Int32Array, pack_size: int, method: Method) -> tuple[I
 
     Args:
         slots: int32 `[items]`.
-        pack_size: positions of a row.
-        method: "first_fit" or "best_fit", or "best_fit_decreasing" of items in falling order.
 
     Returns:
         Numbers of the items, row by row in their turn, int64 `[items]`, and int64 `[rows + 1]`. Rows stand in the
-        order in which they were opened.
     """
     over, empty = slots > pack_size, slots == 0
     room = np.where(over, np.int32(0), slots) if over.any() else slots
@@ -182,16 +174,8 @@ def as_packing(
 
     Args:
         positions: int32 `[documents]` as given.
-        pieces: of them.
         items: int64: numbers of the pieces, row by row.
         offsets: int64 `[rows + 1]`.
-        pack_size: positions of a row.
-        multiple: of the slots.
-        overlong: the policy that made the pieces.
-        algorithm: the name of the algorithm.
-
-    Raises:
-        LedgerError: a piece is missing, stands twice, or a row overflows; a bug in varlen.
     """
     lengths = pieces.lengths[items]
     starts = np.zeros(len(items), np.int32) if pieces.starts is None else pieces.starts[items]

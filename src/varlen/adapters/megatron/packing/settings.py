@@ -60,11 +60,7 @@ class MegatronPackSettings:
     """Stored tokens that are decoded to read a row."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be.
-
-        Raises:
-            SettingError: a setting out of its range, or two that contradict each other.
-        """
+        """Refuse what can't be."""
         as_choice(self.algorithm, "algorithm", get_args(OfflineAlgorithm))
         as_choice(self.overlong, "overlong", get_args(Overlong))
         as_choice(self.format, "format", get_args(SetFormat))

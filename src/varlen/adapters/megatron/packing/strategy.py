@@ -272,11 +272,7 @@ def _metadata(lengths: Int32Array, offsets: IntArray, pack_size: int) -> dict[st
 
 
 def _masks(group: Sequence[Document], length: int) -> Bins[Any]:
-    """Return the mask of each document at its inputs: one place earlier than at its tokens.
-
-    Raises:
-        DocumentsError: a document has no mask, or one of another length.
-    """
+    """Return the mask of each document at its inputs: one place earlier than at its tokens."""
     masks: Bins[Any] = []
     if all("loss_mask" in document for document in group):
         for document in group:

@@ -38,15 +38,8 @@ class PackingInfo:
 def places(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return the sequences of these bins as flat arrays, bin by bin.
 
-    Args:
-        packing_info: of all bins, or of a rank's.
-
     Returns:
         Of each the number, the bin, where it begins in it, and its tokens: int64 `[sequences of these bins]`.
-
-    Raises:
-        DocumentsError: fewer starts than sequences; a sequence that has no length. The end sentinel behind the starts
-            isn't read here, and may be missing.
     """
     numbers: list[int] = []
     bins: list[int] = []
@@ -72,15 +65,7 @@ def places(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, Int
 
 
 def checked_starts(packing_info: PackingInfo, bin_idx: int) -> list[int]:
-    """Return where the sequences of a bin begin, and where the last slot ends; [] for an empty bin.
-
-    Args:
-        packing_info: of all bins, or of a rank's.
-        bin_idx: one of them.
-
-    Raises:
-        DocumentsError: they aren't one for each sequence and one more.
-    """
+    """Return where the sequences of a bin begin, and where the last slot ends; [] for an empty bin."""
     here = packing_info.bin_seq_indices[bin_idx]
     starts = packing_info.seq_starts.get(bin_idx, [])
     if here and len(starts) != len(here) + 1:
@@ -130,9 +115,5 @@ def attention_work(packing_info: PackingInfo, bin_size: int, *, padding: bool = 
 
 
 def as_algo(packing_algo: object) -> None:
-    """Require one of the ways to deal bins.
-
-    Raises:
-        SettingError: it is another.
-    """
+    """Require one of the ways to deal bins."""
     as_choice(packing_algo, "packing_algo", get_args(PackingAlgo))

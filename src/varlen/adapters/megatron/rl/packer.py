@@ -283,11 +283,7 @@ class SequencePacker:
 
 
 def _as_masks(masks: Masks | None) -> torch.Tensor | None:
-    """Return the masks as one tensor.
-
-    Raises:
-        DocumentsError: they differ in width.
-    """
+    """Return the masks as one tensor."""
     if masks is None or isinstance(masks, torch.Tensor):
         return masks
     shapes = [tuple(mask.shape) for mask in masks]
@@ -301,11 +297,7 @@ def _as_masks(masks: Masks | None) -> torch.Tensor | None:
 
 
 def _as_lengths(lengths: npt.ArrayLike, count: int, width: int) -> IntArray:
-    """Return the lengths given, int64, checked.
-
-    Raises:
-        LengthsError: not one whole number from 0 to `width` for each sequence.
-    """
+    """Return the lengths given, int64, checked."""
     found = as_lengths(lengths).astype(np.int64)
     if found.size != count:
         raise LengthsError(f"there are {count:,} trajectories, but {found.size:,} lengths")
@@ -319,11 +311,7 @@ def _as_lengths(lengths: npt.ArrayLike, count: int, width: int) -> IntArray:
 
 
 def _check_ends(lengths: IntArray, ends: IntArray, wrong: npt.NDArray[np.bool_], what: str) -> None:
-    """Require that what is known of sequences agrees.
-
-    Raises:
-        DocumentsError: it doesn't.
-    """
+    """Require that what is known of sequences agrees."""
     if wrong.any():
         first = int(np.argmax(wrong))
         raise DocumentsError(

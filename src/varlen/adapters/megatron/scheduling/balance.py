@@ -92,7 +92,6 @@ def dealt(work: FloatArray, ranks: int) -> IntArray:
 
     Args:
         work: float64 `[packs]`, a multiple of the ranks.
-        ranks: how many.
 
     Returns:
         int64 `[packs / ranks, ranks]`: the pack that each rank runs, one after another.
@@ -212,8 +211,6 @@ def _peeled(pack_of: Int32Array, packs: int, goal: int) -> Int32Array:
 
     Args:
         pack_of: int32 `[samples]`, rising, as next-fit packs them.
-        packs: how many.
-        goal: how many are wanted, at most as many as samples.
     """
     peeled = pack_of.copy()
     is_first = np.diff(pack_of, prepend=np.int32(-1)) != 0
