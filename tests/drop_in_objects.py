@@ -76,7 +76,7 @@ OURS = {
 def row_file(folder: Path) -> str:
     """A packed Parquet file."""
     from varlen.adapters.megatron import PackedParquetWriter
-    from varlen.adapters.megatron.items import rows_of_items
+    from varlen.adapters.megatron.dataset import rows_of_items
 
     path = folder / "rows.idx.parquet"
     items = [{"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0], "seq_boundaries": [0, 3, 5]}] * 3

@@ -10,7 +10,7 @@ from test_cli import asked
 
 import varlen as vl
 from varlen.adapters.axolotl.settings import VarlenSettings
-from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+from varlen.adapters.megatron.packing.offline import MegatronPackSettings
 from varlen.feed.indexed.windows import WindowSettings
 from varlen.feed.settings import LoaderSettings
 from varlen.feed.streaming.feed import StreamingSettings

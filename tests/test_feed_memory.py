@@ -18,7 +18,7 @@ from rarely import mostly
 
 import varlen as vl
 from varlen.adapters.hf.trainer import loader_for
-from varlen.adapters.megatron.providers import external_loaders
+from varlen.adapters.megatron.loader import external_loaders
 from varlen.adapters.torchtitan import PackedDataLoader
 from varlen.errors import InputError, SourceError, StateError
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from varlen.adapters.megatron import PackedRows, RowCollator, collate_rows
-from varlen.adapters.megatron.items import rows_of_items
+from varlen.adapters.megatron.dataset import rows_of_items
 from varlen.errors import DocumentsError, SettingError
 
 EOS = 2

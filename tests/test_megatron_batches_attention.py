@@ -15,7 +15,7 @@ import pytest
 
 import varlen as vl
 from varlen.adapters.megatron import RowCollator, cp_slice, megatron_batch, split_microbatches
-from varlen.adapters.megatron.items import rows_of_items
+from varlen.adapters.megatron.dataset import rows_of_items
 
 WORDS, SIZE, EOS = 60, 8, 2
 Values = npt.NDArray[Any]

@@ -16,7 +16,7 @@ from varlen.adapters.megatron import (
     get_packed_seq_q_cu_seqlens,
     split_microbatches,
 )
-from varlen.adapters.megatron.items import rows_of_items
+from varlen.adapters.megatron.dataset import rows_of_items
 
 EOS = 2
 

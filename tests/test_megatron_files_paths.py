@@ -13,7 +13,7 @@ from varlen.adapters.megatron import (
     is_packed_parquet_spec,
     resolve_packed_parquet_paths,
 )
-from varlen.adapters.megatron.files.paths import resolve_packed
+from varlen.adapters.megatron.files.reader import resolve_packed
 from varlen.errors import SourceError
 
 

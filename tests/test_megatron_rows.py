@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.adapters.megatron import PackedRows
-from varlen.adapters.megatron.dialects import as_dialect
+from varlen.adapters.megatron.rows import as_dialect
 from varlen.errors import DocumentsError, SettingError
 
 ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), max_size=5)

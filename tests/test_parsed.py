@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import varlen as vl
-from varlen.adapters.megatron.config.read import read
+from varlen.adapters.megatron.config.reading import read
 from varlen.cli.plan_job import model_of
 from varlen.cost.saved import load_hardware
 from varlen.errors import VarlenError

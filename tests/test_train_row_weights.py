@@ -23,8 +23,7 @@ from varlen.adapters import hf
 from varlen.adapters.hf.trainer import PackedTrainer
 from varlen.adapters.megatron.batches.from_batch import megatron_batch
 from varlen.adapters.megatron.loader import MegatronLoader
-from varlen.adapters.megatron.packing.offline import pack_for_megatron
-from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+from varlen.adapters.megatron.packing.offline import MegatronPackSettings, pack_for_megatron
 from varlen.adapters.torchtitan.loader import PackedDataLoader, trainer_batch
 from varlen.documents.source import open_source
 from varlen.errors import SettingError

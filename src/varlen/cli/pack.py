@@ -388,8 +388,7 @@ def megatron_packer(
 ) -> Callable[..., PackedSet]:
     """Return what packs for Megatron-Bridge."""
     from varlen.adapters.megatron.packing.alignment import alignment
-    from varlen.adapters.megatron.packing.offline import pack_for_megatron
-    from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+    from varlen.adapters.megatron.packing.offline import MegatronPackSettings, pack_for_megatron
     from varlen.errors import SettingError
 
     for name, is_wanted in columns.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from varlen.adapters.megatron.batches.boundaries import mtp_targets, stage_batch
     from varlen.adapters.megatron.batches.collate import RowCollator, collate_rows
     from varlen.adapters.megatron.batches.context_parallel import (
         cp_slice,
@@ -27,20 +28,16 @@ if TYPE_CHECKING:
         get_packed_seq_params,
         get_packed_seq_q_cu_seqlens,
         packed_seq_params,
-    )
-    from varlen.adapters.megatron.batches.stages import stage_batch
-    from varlen.adapters.megatron.batches.targets import mtp_targets
-    from varlen.adapters.megatron.batches.thd import (
         repack_mcore_thd_position_ids,
         unpack_mcore_thd_tensor_for_position_ids,
     )
     from varlen.adapters.megatron.config.check import check_config
     from varlen.adapters.megatron.config.report import ConfigReport
     from varlen.adapters.megatron.dataset import GPTSFTPackedDataset, GPTSFTPackedParquetDataset
-    from varlen.adapters.megatron.dialects import Dialect
     from varlen.adapters.megatron.files.indexed import (
         PackedIndexed,
         PackedIndexedWriter,
+        write_megatron,
         write_packed_indexed_dataset,
     )
     from varlen.adapters.megatron.files.metadata import (
@@ -53,23 +50,33 @@ if TYPE_CHECKING:
     )
     from varlen.adapters.megatron.files.npy import PackedNpy, read_packed_npy
     from varlen.adapters.megatron.files.opening import PackedWriter, convert, create_packed, open_packed
-    from varlen.adapters.megatron.files.pairs import write_megatron
-    from varlen.adapters.megatron.files.parquet import PackedParquet
-    from varlen.adapters.megatron.files.parquet_writer import PackedParquetWriter, write_packed_parquet
-    from varlen.adapters.megatron.files.paths import (
+    from varlen.adapters.megatron.files.parquet import (
+        PackedParquet,
+        PackedParquetWriter,
+        write_packed_parquet,
+    )
+    from varlen.adapters.megatron.files.reader import (
+        PackedReader,
         is_packed_parquet_file,
         is_packed_parquet_spec,
         resolve_packed_parquet_paths,
     )
-    from varlen.adapters.megatron.files.reader import PackedReader
-    from varlen.adapters.megatron.loader import MegatronLoader, last_checkpoint, saved_state
-    from varlen.adapters.megatron.packing.alignment import alignment, stored_lengths
-    from varlen.adapters.megatron.packing.averages import calculate_avg_seqlen, get_seqlen_list
+    from varlen.adapters.megatron.loader import (
+        MegatronLoader,
+        external_loaders,
+        last_checkpoint,
+        loader_batch_size,
+        saved_state,
+    )
+    from varlen.adapters.megatron.packing.alignment import (
+        alignment,
+        calculate_avg_seqlen,
+        get_seqlen_list,
+        stored_lengths,
+    )
     from varlen.adapters.megatron.packing.index import PackIndex, open_index
-    from varlen.adapters.megatron.packing.offline import pack_for_megatron
-    from varlen.adapters.megatron.packing.replay import replay_packs
-    from varlen.adapters.megatron.packing.settings import MegatronPackSettings
-    from varlen.adapters.megatron.packing.strategy import (
+    from varlen.adapters.megatron.packing.offline import MegatronPackSettings, pack_for_megatron
+    from varlen.adapters.megatron.packing.release_packs import (
         PACKING_ALGORITHMS,
         PACKING_ALGOS,
         create_hist,
@@ -79,38 +86,39 @@ if TYPE_CHECKING:
         first_fit,
         first_fit_decreasing,
         first_fit_shuffle,
+        replay_packs,
     )
-    from varlen.adapters.megatron.providers import external_loaders, loader_batch_size
-    from varlen.adapters.megatron.rows import PackedRows
-    from varlen.adapters.megatron.scheduling.balance import balance_microbatches
-    from varlen.adapters.megatron.scheduling.microbatches import Microbatches
-    from varlen.adapters.megatron.scheduling.samples import (
+    from varlen.adapters.megatron.rows import Dialect, PackedRows
+    from varlen.adapters.megatron.scheduler import (
+        DpBalancedScheduler,
+        Microbatches,
+        balance_microbatches,
         build_unpacked_sequence_sample,
         fold_alignment_padding,
         identity_collate,
+        mask_dummies,
         unpacked_samples,
     )
-    from varlen.adapters.megatron.scheduling.scheduler import DpBalancedScheduler, mask_dummies
     from varlen.adapters.megatron.specs import PackedSequenceSpecs
 
 _HOMES = {
     "ConfigReport": "varlen.adapters.megatron.config.report",
-    "Dialect": "varlen.adapters.megatron.dialects",
-    "DpBalancedScheduler": "varlen.adapters.megatron.scheduling.scheduler",
+    "Dialect": "varlen.adapters.megatron.rows",
+    "DpBalancedScheduler": "varlen.adapters.megatron.scheduler",
     "GPTSFTPackedDataset": "varlen.adapters.megatron.dataset",
     "GPTSFTPackedParquetDataset": "varlen.adapters.megatron.dataset",
     "MegatronLoader": "varlen.adapters.megatron.loader",
-    "MegatronPackSettings": "varlen.adapters.megatron.packing.settings",
-    "Microbatches": "varlen.adapters.megatron.scheduling.microbatches",
-    "PACKING_ALGORITHMS": "varlen.adapters.megatron.packing.strategy",
-    "PACKING_ALGOS": "varlen.adapters.megatron.packing.strategy",
+    "MegatronPackSettings": "varlen.adapters.megatron.packing.offline",
+    "Microbatches": "varlen.adapters.megatron.scheduler",
+    "PACKING_ALGORITHMS": "varlen.adapters.megatron.packing.release_packs",
+    "PACKING_ALGOS": "varlen.adapters.megatron.packing.release_packs",
     "PackCounts": "varlen.adapters.megatron.files.metadata",
     "PackIndex": "varlen.adapters.megatron.packing.index",
     "PackedIndexed": "varlen.adapters.megatron.files.indexed",
     "PackedIndexedWriter": "varlen.adapters.megatron.files.indexed",
     "PackedNpy": "varlen.adapters.megatron.files.npy",
     "PackedParquet": "varlen.adapters.megatron.files.parquet",
-    "PackedParquetWriter": "varlen.adapters.megatron.files.parquet_writer",
+    "PackedParquetWriter": "varlen.adapters.megatron.files.parquet",
     "PackedReader": "varlen.adapters.megatron.files.reader",
     "PackedRows": "varlen.adapters.megatron.rows",
     "PackedSeqParams": "varlen.adapters.megatron.batches.params",
@@ -118,41 +126,41 @@ _HOMES = {
     "PackedWriter": "varlen.adapters.megatron.files.opening",
     "RowCollator": "varlen.adapters.megatron.batches.collate",
     "alignment": "varlen.adapters.megatron.packing.alignment",
-    "balance_microbatches": "varlen.adapters.megatron.scheduling.balance",
+    "balance_microbatches": "varlen.adapters.megatron.scheduler",
     "build_mcore_thd_sequence_batch_from_rows": "varlen.adapters.megatron.batches.in_batch",
     "build_uniform_packed_seq_params": "varlen.adapters.megatron.batches.params",
-    "build_unpacked_sequence_sample": "varlen.adapters.megatron.scheduling.samples",
-    "calculate_avg_seqlen": "varlen.adapters.megatron.packing.averages",
+    "build_unpacked_sequence_sample": "varlen.adapters.megatron.scheduler",
+    "calculate_avg_seqlen": "varlen.adapters.megatron.packing.alignment",
     "check_config": "varlen.adapters.megatron.config.check",
     "check_in_batch_packing": "varlen.adapters.megatron.batches.in_batch",
     "collate_rows": "varlen.adapters.megatron.batches.collate",
     "combined_metadata": "varlen.adapters.megatron.files.metadata",
     "convert": "varlen.adapters.megatron.files.opening",
     "cp_slice": "varlen.adapters.megatron.batches.context_parallel",
-    "create_hist": "varlen.adapters.megatron.packing.strategy",
+    "create_hist": "varlen.adapters.megatron.packing.release_packs",
     "create_packed": "varlen.adapters.megatron.files.opening",
-    "create_packing_strategy": "varlen.adapters.megatron.packing.strategy",
-    "external_loaders": "varlen.adapters.megatron.providers",
-    "fill_packing_strategy": "varlen.adapters.megatron.packing.strategy",
-    "find_first_bin_that_fits": "varlen.adapters.megatron.packing.strategy",
-    "first_fit": "varlen.adapters.megatron.packing.strategy",
-    "first_fit_decreasing": "varlen.adapters.megatron.packing.strategy",
-    "first_fit_shuffle": "varlen.adapters.megatron.packing.strategy",
-    "fold_alignment_padding": "varlen.adapters.megatron.scheduling.samples",
+    "create_packing_strategy": "varlen.adapters.megatron.packing.release_packs",
+    "external_loaders": "varlen.adapters.megatron.loader",
+    "fill_packing_strategy": "varlen.adapters.megatron.packing.release_packs",
+    "find_first_bin_that_fits": "varlen.adapters.megatron.packing.release_packs",
+    "first_fit": "varlen.adapters.megatron.packing.release_packs",
+    "first_fit_decreasing": "varlen.adapters.megatron.packing.release_packs",
+    "first_fit_shuffle": "varlen.adapters.megatron.packing.release_packs",
+    "fold_alignment_padding": "varlen.adapters.megatron.scheduler",
     "get_packed_seq_cp_partition_indices": "varlen.adapters.megatron.batches.context_parallel",
     "get_packed_seq_params": "varlen.adapters.megatron.batches.params",
     "get_packed_seq_q_cu_seqlens": "varlen.adapters.megatron.batches.params",
-    "get_seqlen_list": "varlen.adapters.megatron.packing.averages",
-    "identity_collate": "varlen.adapters.megatron.scheduling.samples",
-    "is_packed_parquet_file": "varlen.adapters.megatron.files.paths",
-    "is_packed_parquet_spec": "varlen.adapters.megatron.files.paths",
+    "get_seqlen_list": "varlen.adapters.megatron.packing.alignment",
+    "identity_collate": "varlen.adapters.megatron.scheduler",
+    "is_packed_parquet_file": "varlen.adapters.megatron.files.reader",
+    "is_packed_parquet_spec": "varlen.adapters.megatron.files.reader",
     "last_checkpoint": "varlen.adapters.megatron.loader",
-    "loader_batch_size": "varlen.adapters.megatron.providers",
-    "mask_dummies": "varlen.adapters.megatron.scheduling.scheduler",
+    "loader_batch_size": "varlen.adapters.megatron.loader",
+    "mask_dummies": "varlen.adapters.megatron.scheduler",
     "megatron_batch": "varlen.adapters.megatron.batches.from_batch",
     "metadata_entry": "varlen.adapters.megatron.files.metadata",
     "metadata_path": "varlen.adapters.megatron.files.metadata",
-    "mtp_targets": "varlen.adapters.megatron.batches.targets",
+    "mtp_targets": "varlen.adapters.megatron.batches.boundaries",
     "open_index": "varlen.adapters.megatron.packing.index",
     "open_packed": "varlen.adapters.megatron.files.opening",
     "pack_batch_sequences": "varlen.adapters.megatron.batches.in_batch",
@@ -161,19 +169,19 @@ _HOMES = {
     "packed_seq_params": "varlen.adapters.megatron.batches.params",
     "read_metadata": "varlen.adapters.megatron.files.metadata",
     "read_packed_npy": "varlen.adapters.megatron.files.npy",
-    "repack_mcore_thd_position_ids": "varlen.adapters.megatron.batches.thd",
-    "replay_packs": "varlen.adapters.megatron.packing.replay",
-    "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.paths",
+    "repack_mcore_thd_position_ids": "varlen.adapters.megatron.batches.params",
+    "replay_packs": "varlen.adapters.megatron.packing.release_packs",
+    "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.reader",
     "saved_state": "varlen.adapters.megatron.loader",
     "split_microbatches": "varlen.adapters.megatron.batches.context_parallel",
-    "stage_batch": "varlen.adapters.megatron.batches.stages",
+    "stage_batch": "varlen.adapters.megatron.batches.boundaries",
     "stored_lengths": "varlen.adapters.megatron.packing.alignment",
-    "unpack_mcore_thd_tensor_for_position_ids": "varlen.adapters.megatron.batches.thd",
-    "unpacked_samples": "varlen.adapters.megatron.scheduling.samples",
-    "write_megatron": "varlen.adapters.megatron.files.pairs",
+    "unpack_mcore_thd_tensor_for_position_ids": "varlen.adapters.megatron.batches.params",
+    "unpacked_samples": "varlen.adapters.megatron.scheduler",
+    "write_megatron": "varlen.adapters.megatron.files.indexed",
     "write_metadata": "varlen.adapters.megatron.files.metadata",
     "write_packed_indexed_dataset": "varlen.adapters.megatron.files.indexed",
-    "write_packed_parquet": "varlen.adapters.megatron.files.parquet_writer",
+    "write_packed_parquet": "varlen.adapters.megatron.files.parquet",
 }
 
 __all__ = [

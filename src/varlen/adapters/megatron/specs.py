@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from varlen.adapters.megatron.dialects import NEWEST, as_dialect, is_before_parquet
 from varlen.adapters.megatron.files.metadata import read_metadata
-from varlen.adapters.megatron.files.paths import PAIR, is_packed_parquet_spec, resolve_packed
+from varlen.adapters.megatron.files.reader import PAIR, is_packed_parquet_spec, resolve_packed
 from varlen.adapters.megatron.packing.alignment import alignment, check_size
-from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+from varlen.adapters.megatron.packing.offline import MegatronPackSettings
+from varlen.adapters.megatron.rows import NEWEST, as_dialect, is_before_parquet
 from varlen.adapters.peers import raises_too
 from varlen.errors import SettingError, SourceError
 from varlen.files.written import read_manifest

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from varlen.adapters.megatron.batches.boundaries import Boundaries, MegatronBatch, boundary_keys
-from varlen.adapters.megatron.dialects import NEWEST, as_dialect
+from varlen.adapters.megatron.rows import NEWEST, as_dialect
 from varlen.batch.packed import IGNORE_INDEX, TARGET_WEIGHTS, PackedBatch, on_host
 from varlen.errors import SettingError
 from varlen.types import Int32Array, IntArray

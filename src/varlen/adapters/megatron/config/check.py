@@ -6,31 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from varlen.adapters.megatron.config import (
-    rules_batch,
-    rules_energon,
-    rules_files,
-    rules_graphs,
-    rules_lengths,
-    rules_loss,
-    rules_models,
-    rules_releases,
-    rules_switches,
-)
-from varlen.adapters.megatron.config.finding import Rule
-from varlen.adapters.megatron.config.read import read
-from varlen.adapters.megatron.config.reading import Reading
-from varlen.adapters.megatron.config.report import ConfigFinding, ConfigReport
+from varlen.adapters.megatron.config import rules_data, rules_model, rules_release
+from varlen.adapters.megatron.config.reading import Reading, read
+from varlen.adapters.megatron.config.report import ConfigFinding, ConfigReport, Rule
 
 RULES: tuple[Rule, ...] = (
-    *rules_switches.RULES,
-    *rules_batch.RULES,
-    *rules_lengths.RULES,
-    *rules_loss.RULES,
-    *rules_graphs.RULES,
-    *rules_energon.RULES,
-    *rules_models.RULES,
-    *rules_releases.RULES,
+    *rules_release.SWITCH_RULES,
+    *rules_data.BATCH_RULES,
+    *rules_data.LENGTH_RULES,
+    *rules_model.LOSS_RULES,
+    *rules_model.GRAPH_RULES,
+    *rules_release.ENERGON_RULES,
+    *rules_model.FAMILY_RULES,
+    *rules_release.RELEASE_RULES,
 )
 """Every rule over settings alone, in the order in which findings are told and mended."""
 MOST_CHANGES = 100
@@ -72,7 +60,7 @@ def check_config(
     508 or 512; model.seq_length = 512
     """
     reading = read(cfg, dialect=dialect, world_size=world_size)
-    rules = (*RULES, *rules_files.RULES) if files else RULES
+    rules = (*RULES, *rules_data.FILE_RULES) if files else RULES
     findings = sorted(_findings(reading, rules), key=lambda finding: finding.level)
     return ConfigReport(
         findings=tuple(replace(finding, changes=_spelled(reading, finding.changes)) for finding in findings),

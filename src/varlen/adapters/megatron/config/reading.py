@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from varlen.adapters.megatron.config.settings import (
     ARGUMENTS,
+    CONTAINERS,
+    EXPECTED,
     IN_BATCH_NEW,
     IN_BATCH_OLD,
     OFFLINE_FLAG,
     OFFLINE_NEW,
     OFFLINE_OLD,
+    REAL_NEIGHBOURS,
+    RENAMED,
+    SECTIONS,
     SETTINGS,
+    as_kind,
 )
-from varlen.adapters.megatron.dialects import Dialect
+from varlen.adapters.megatron.rows import NEWEST, Dialect, as_dialect
+from varlen.arguments import as_count
+from varlen.counts import many
+from varlen.errors import MissingExtraError, SettingError, SourceError
+from varlen.parsed import UnreadableError, parse_yaml
+from varlen.regular import read_regular_text
 
 PRETRAINING = (
     "GPTDatasetConfig",
@@ -257,3 +273,290 @@ def multiples(number: int, of: int) -> tuple[int, int]:
     """
     below = max(number // of, 1) * of
     return below, -(-number // of) * of
+
+
+# From a configuration in any form to a Reading: names found, values of their kinds, the dialect told.
+
+NEAR = 0.88
+"""How alike two names must be, as difflib counts it, for one to be taken for the other mistyped."""
+_OLD_NAMES, _NEW_NAMES = (OFFLINE_OLD, IN_BATCH_OLD), (OFFLINE_NEW, OFFLINE_FLAG, IN_BATCH_NEW)
+_NEW_CLASSES = {
+    "GPTSFTDatasetConfig",
+    "DirectHFSFTDatasetConfig",
+    "EnergonDatasetConfig",
+    "MockVLMSFTDatasetConfig",
+}
+_OLD_CLASSES = {"HFDatasetConfig", *CONVERSATIONS}
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is gathered while a configuration is gone through."""
+
+    tree: dict[str, Any]
+    values: dict[str, Any] = field(default_factory=dict)
+    spelled: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)
+    """Every name of `SETTINGS` and `CONTAINERS` that stands there, with a value or without."""
+    mistyped: list[tuple[str, str]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None) -> Reading:
+    """Read a configuration."""
+    said = None if dialect is None else as_dialect(dialect)
+    if world_size is not None:
+        world_size = as_count(world_size, "world_size")
+    tree, origin = open_tree(cfg)
+    found = _Found(tree)
+    is_arguments = not any(section in tree for section in SECTIONS)
+    if is_arguments:
+        _go_through_arguments(found)
+    else:
+        _go_through(found, "", tree)
+    if not found.named:
+        seen = ", ".join(list(tree)[:4]) or "nothing"
+        raise SettingError(
+            f"{origin} holds no settings of Megatron: it has {seen}; a configuration of Megatron-Bridge has `model`, "
+            "`train` and `dataset`, Megatron-LM's arguments have `micro_batch_size` and others"
+        )
+    if found.wrong:
+        more = f" ({len(found.wrong)} settings have values of a wrong kind)" if len(found.wrong) > 1 else ""
+        raise SettingError(f"{origin}: {'; '.join(found.wrong)}{more}")
+    told = said or _told(found)
+    return Reading(
+        values=found.values,
+        spelled=found.spelled,
+        dialect=told or ("0.5" if _is_old(found) else NEWEST),
+        is_certain=told is not None,
+        release=_release(dialect),
+        is_arguments=is_arguments,
+        classes=found.classes,
+        held=frozenset(found.held),
+        mistyped=tuple(found.mistyped),
+        world_size=world_size or _counted(tree),
+        origin=origin,
+    )
+
+
+def _go_through(found: _Found, path: str, level: Mapping[str, Any]) -> None:
+    """Gather what one level holds, and what its containers hold."""
+    known = CONTAINERS.get(path, path)
+    near = [name for name in (*SETTINGS, *CONTAINERS) if name.rpartition(".")[0] == known]
+    for last, value in level.items():
+        written = f"{path}.{last}" if path else last
+        name = RENAMED.get(full := f"{known}.{last}" if known else last, full)
+        value = resolved(value, found.tree)
+        if written in CONTAINERS:
+            _go_into(found, written, value)
+        elif name in SETTINGS:
+            _keep(found, name, written, value)
+        elif path and last not in REAL_NEIGHBOURS and not last.startswith("_"):
+            _suspect(found, written, last, [other.rpartition(".")[2] for other in near])
+
+
+def _go_into(found: _Found, written: str, value: Any) -> None:
+    name = CONTAINERS[written]
+    found.named.add(written)
+    wanted = [setting.rpartition(".")[2] for setting in SETTINGS if setting.rpartition(".")[0] == name]
+    wanted += [inner.rpartition(".")[2] for inner in CONTAINERS if inner.rpartition(".")[0] == written]
+    inside = entries(value, wanted)
+    if inside is None:
+        if value is not None and value != NOT_SAID:
+            found.wrong.append(f"{written} must be a mapping or an object of settings; got {value!r:.60}")
+        return
+    found.held.add(name)
+    if written in ("model", "dataset", "peft", "dataset.preprocessing"):
+        found.classes[written] = class_names(value)
+    _go_through(found, written, inside)
+
+
+def _go_through_arguments(found: _Found) -> None:
+    for name, value in found.tree.items():
+        plain = name.removeprefix("--").replace("-", "_")
+        if plain in ARGUMENTS:
+            for setting in ARGUMENTS[plain]:
+                _keep(found, setting, name, resolved(value, found.tree))
+        elif plain not in REAL_NEIGHBOURS:
+            _suspect(found, name, plain, list(ARGUMENTS))
+    if not found.named:
+        found.mistyped.clear()
+
+
+def _keep(found: _Found, name: str, written: str, value: Any) -> None:
+    """Keep a setting's value, or say why it is none."""
+    found.named.add(name)
+    if name in found.values and written in RENAMED:
+        return
+    if written != name:
+        found.spelled[name] = written
+    if value is None or (isinstance(value, str) and value == NOT_SAID):
+        found.values.setdefault(name, None)
+        return
+    kind = SETTINGS[name].kind
+    try:
+        found.values[name] = as_kind(value, kind)
+    except (TypeError, ValueError):
+        message = f"{written} must be {EXPECTED[kind]}; got {value!r:.60}"
+        if message not in found.wrong:
+            found.wrong.append(message)
+
+
+def _suspect(found: _Found, written: str, last: str, near: list[str]) -> None:
+    """Note a name that nobody knows where it is all but one that somebody does."""
+    alike = get_close_matches(last, near, n=1, cutoff=NEAR)
+    if alike:
+        found.mistyped.append((written, written[: len(written) - len(last)] + alike[0]))
+
+
+def _told(found: _Found) -> Dialect | None:
+    """Return the dialect whose names or classes are there; a setting of 0.6 that is off is a setting of 0.6.
+
+    An older name beside them was set by hand, and is found to be one that nobody reads.
+    """
+    is_new = found.named & set(_NEW_NAMES) or set(found.classes.get("dataset", ())) & _NEW_CLASSES
+    return "0.6" if is_new else None
+
+
+def _is_old(found: _Found) -> bool:
+    """Return whether names or classes are there that release 0.6 no longer has; 0.4 and 0.5 have the same."""
+    return bool(found.named & set(_OLD_NAMES) or set(found.classes.get("dataset", ())) & _OLD_CLASSES)
+
+
+def _release(dialect: str | None) -> tuple[int, ...] | None:
+    """Return a release that was named to the patch, or that no dialect is named after."""
+    parts = ("" if dialect is None else str(dialect)).removeprefix("v").split(".")
+    numbers = tuple(int(part) for part in parts if part.isdecimal())
+    return numbers if len(numbers) > 2 or numbers > (0, 6) or () < numbers < (0, 4) else None
+
+
+def _counted(tree: Mapping[str, Any]) -> int | None:
+    """Return the number of processes, where the arguments hold it."""
+    count = tree.get("world_size")
+    return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
+
+
+# A configuration in whichever form it comes: YAML, a mapping, objects with attributes, or argparse's namespace.
+
+NOT_SAID = "???"
+"""What OmegaConf and Hydra write where a value must still be given."""
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_LONGEST_CHAIN = 16
+"""References that are followed one after the other; more are taken to go round."""
+_VALUES = (str, bytes, int, float, complex, bool, list, tuple, set, frozenset, Path, type(None), type)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+_PLAIN = ("dict", "object", "Namespace", "SimpleNamespace", "DictConfig", "OrderedDict", "mappingproxy")
+"""Classes whose names say nothing about what they hold."""
+
+
+def open_tree(cfg: Any) -> tuple[dict[str, Any], str]:
+    """Return a configuration's first level by name, and words for where it came from."""
+    origin = "the configuration"
+    if isinstance(cfg, Path) or (isinstance(cfg, str) and "\n" not in cfg):
+        origin = str(cfg)
+        cfg = _parsed(_text_of(Path(cfg)), origin)
+    elif isinstance(cfg, str):
+        origin = "the YAML text"
+        cfg = _parsed(cfg, origin)
+    found = entries(cfg, ())
+    if found is None:
+        raise SettingError(
+            f"a configuration is a path, YAML, a mapping or an object with attributes; got {type(cfg).__name__}"
+        )
+    return _nested(found), origin
+
+
+def entries(value: Any, wanted: Iterable[str]) -> dict[str, Any] | None:
+    """Return what a mapping or an object holds, by name; None for plain values and functions."""
+    if isinstance(value, Mapping):
+        return {str(name): _item(value, name) for name in value}
+    if isinstance(value, (*_VALUES, *_FUNCTIONS)) or hasattr(value, "__array__"):
+        return None
+    names = [field.name for field in fields(value)] if is_dataclass(value) else []
+    names += [name for name in getattr(value, "__dict__", {}) if not name.startswith("_")]
+    names += [name for name in wanted if hasattr(type(value), name)]
+    return {name: getattr(value, name) for name in dict.fromkeys(names) if hasattr(value, name)}
+
+
+def class_names(value: Any) -> tuple[str, ...]:
+    """Return the names of the classes that a part of a configuration is of, its own first; `_target_` of YAML."""
+    if isinstance(value, Mapping):
+        target = value.get("_target_") if "_target_" in value else None
+        return (target.rsplit(".", 1)[-1],) if isinstance(target, str) else ()
+    return tuple(kind.__name__ for kind in type(value).__mro__ if kind.__name__ not in _PLAIN)
+
+
+def resolved(value: Any, tree: Mapping[str, Any]) -> Any:
+    """Return what a value stands for where it names another setting, as in `${model.seq_length}`."""
+    here: Any = value
+    for _ in range(_LONGEST_CHAIN):
+        match = _REFERENCE.fullmatch(here) if isinstance(here, str) else None
+        if match is None:
+            return here
+        here = tree
+        for name in match[1].split("."):
+            held = entries(here, (name,))
+            if held is None or name not in held:
+                return value
+            here = held[name]
+    return value
+
+
+def _item(mapping: Mapping[Any, Any], name: Any) -> Any:
+    """Return a mapping's value; OmegaConf raises where a value must still be given."""
+    try:
+        return mapping[name]
+    except Exception as error:
+        if type(error).__name__ == "MissingMandatoryValue":
+            return NOT_SAID
+        raise
+
+
+def _nested(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with names such as `model.seq_length` put where they belong."""
+    tree = {name: value for name, value in found.items() if "." not in name}
+    for name in found.keys() - tree.keys():
+        *parts, last = name.split(".")
+        here = tree
+        for part in parts:
+            held = entries(here.get(part), ()) or {}
+            here[part] = dict(held)
+            here = here[part]
+        here[last] = found[name]
+    return tree
+
+
+def _text_of(path: Path) -> str:
+    if path.expanduser().is_dir():
+        raise SourceError(f"{path} is a folder; name the YAML file in it")
+    try:
+        return read_regular_text(path.expanduser())
+    except FileNotFoundError:
+        raise SourceError(
+            f"{path}: there is no such file; name the YAML file of a training configuration"
+        ) from None
+    except UnicodeDecodeError:
+        raise SourceError(f"{path} is no text; name the YAML file of a training configuration") from None
+    except OSError as error:
+        raise SourceError(f"{path} can't be read: {error.strerror or error}") from None
+
+
+def _parsed(text: str, origin: str) -> dict[str, Any]:
+    """Return the mapping that YAML holds; nothing that it names is imported or run."""
+    try:
+        found = parse_yaml(text)
+    except ModuleNotFoundError:
+        raise MissingExtraError("PyYAML is not installed; `pip install pyyaml` installs it") from None
+    except UnreadableError as error:
+        where = "" if error.line is None else f", line {error.line}"
+        raise SourceError(f"{origin}{where}: not YAML that can be read safely: {error}") from None
+    if found is None:
+        raise SourceError(f"{origin} is empty; it must hold the settings of a training")
+    if not isinstance(found, dict):
+        held = many(len(found), "entry", "entries") if isinstance(found, list) else repr(found)[:60]
+        raise SourceError(
+            f"{origin} holds a {type(found).__name__} ({held}), not a mapping of settings such as `model:`"
+        )
+    return found

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from varlen.adapters.megatron.config.forms import entries
-from varlen.adapters.megatron.config.reading import as_written
+from varlen.adapters.megatron.config.reading import Reading, as_written, entries
 from varlen.adapters.megatron.config.settings import SETTINGS
 from varlen.counts import many
 from varlen.errors import SettingError
@@ -232,3 +231,37 @@ def _set(cfg: Any, name: str, value: Any) -> None:
         cfg[name] = value  # type: ignore[index]
     else:
         setattr(cfg, name, value)
+
+
+# How a rule says what it found, in the configuration's own spelling.
+
+Rule: TypeAlias = Callable[[Reading], Iterator[ConfigFinding]]
+"""A rule goes over one reading, and yields what breaks it."""
+
+
+def found(
+    reading: Reading,
+    kind: Kind,
+    setting: str,
+    *,
+    limit: str,
+    what: str,
+    outcome: Outcome,
+    changes: Mapping[str, Any] | None = None,
+    fix: str | None = None,
+    seen: str | None = None,
+) -> ConfigFinding:
+    """Return a finding; an error unless it is advice."""
+    mended = dict(changes or {})
+    written = ", ".join(f"{reading.spell(name)} = {as_written(value)}" for name, value in mended.items())
+    return ConfigFinding(
+        kind=kind,
+        level="warning" if outcome == "advice" else "error",
+        outcome=outcome,
+        setting=reading.spell(setting),
+        seen=seen or reading.shown(setting),
+        limit=limit,
+        what=what,
+        fix="; ".join(part for part in (fix, written) if part),
+        changes=mended,
+    )

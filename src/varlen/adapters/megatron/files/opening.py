@@ -6,14 +6,16 @@ import hashlib
 from pathlib import Path
 from typing import Any, Protocol
 
-from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter
+from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter, prefix_of
 from varlen.adapters.megatron.files.metadata import PackCounts
 from varlen.adapters.megatron.files.npy import PackedNpy
-from varlen.adapters.megatron.files.pairs import prefix_of
-from varlen.adapters.megatron.files.parquet import PackedParquet, most_tokens_at_once
-from varlen.adapters.megatron.files.parquet_writer import ROW_GROUP_TOKENS, PackedParquetWriter
-from varlen.adapters.megatron.files.paths import PARQUET, Spec, resolve_packed
-from varlen.adapters.megatron.files.reader import PackedReader
+from varlen.adapters.megatron.files.parquet import (
+    ROW_GROUP_TOKENS,
+    PackedParquet,
+    PackedParquetWriter,
+    most_tokens_at_once,
+)
+from varlen.adapters.megatron.files.reader import PARQUET, PackedReader, Spec, resolve_packed
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
 from varlen.store.token_files import whole_mark

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from varlen import __version__
 from varlen.adapters.megatron.files.metadata import metadata_entry, read_metadata, write_metadata
-from varlen.adapters.megatron.files.parquet_writer import PackedParquetWriter
-from varlen.adapters.megatron.packing.alignment import slots_of
+from varlen.adapters.megatron.files.parquet import PackedParquetWriter
+from varlen.adapters.megatron.packing.alignment import aligned_pieces, check_size, longest_aligned, slots_of
 from varlen.adapters.megatron.packing.index import INDEX, arrays_of, opened, write_arrays
-from varlen.adapters.megatron.packing.plan import plan_rows
-from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+from varlen.adapters.megatron.packing.release_packs import as_packing, replay_packs
 from varlen.adapters.megatron.rows import PackedRows
+from varlen.arguments import as_choice, as_count
+from varlen.documents.order import DocumentOrder
 from varlen.documents.source import Source
 from varlen.errors import DocumentsError, LedgerError, SettingError
 from varlen.files.losses import nothing_left
@@ -31,10 +33,12 @@ from varlen.offline.crew import Crew, Team
 from varlen.offline.index import OnProgress, quiet
 from varlen.offline.outputs import disk_faults, write_json
 from varlen.offline.pack import PackedSet, make_set, opened_store
+from varlen.pack.pieces import Pieces
+from varlen.pack.window import WindowPacker
 from varlen.regular import read_regular
 from varlen.store.store import TokenStore, open_store
 from varlen.store.tokens import weighs
-from varlen.types import IntArray, Packing
+from varlen.types import Int32Array, IntArray, Method, Overlong, Packing
 
 _KIND = "megatron"
 _WORK_INDEX = "index"
@@ -319,3 +323,187 @@ def _check(parts: Sequence[dict[str, Any]], packing: Packing, targets: int) -> N
             raise LedgerError(
                 f"{name}: {found:,} were written, but {number:,} planned: a bug in varlen; please report it"
             )
+
+
+# From the lengths in a token store to the rows of a packed set: the releases' packs, or better ones.
+
+
+def plan_rows(store: TokenStore, settings: MegatronPackSettings) -> Packing:
+    """Return which positions of which documents stand in which row.
+
+    Cost: about 100 bytes a document.
+    """
+    lengths = _lengths(store)
+    if settings.algorithm in RELEASES:
+        return _replayed(lengths, settings)
+    positions = np.maximum(lengths - 1, 0)
+    pieces = aligned_pieces(
+        positions,
+        settings.pack_size,
+        multiple=settings.multiple,
+        longest=settings.longest,
+        overlong=settings.overlong,
+    )
+    order = _order(store, pieces, settings.seed if settings.shuffle else None)
+    items, offsets = _windowed(pieces.lengths[order], settings)
+    return as_packing(
+        positions,
+        pieces,
+        order[items],
+        offsets,
+        settings.pack_size,
+        settings.multiple,
+        settings.overlong,
+        settings.algorithm,
+    )
+
+
+def _lengths(store: TokenStore) -> Int32Array:
+    """Return the tokens of every document, int32 `[documents]`."""
+    parts = [np.zeros(0, dtype=np.int32)]
+    for index in range(len(store.shards)):
+        with store.shard(index) as shard:
+            shard.check_offsets()
+            parts.append(np.diff(shard.offsets).astype(np.int32))
+    return np.concatenate(parts)
+
+
+def _replayed(lengths: Int32Array, settings: MegatronPackSettings) -> Packing:
+    """Pack as the release does; a document without a token has no place there, one of a single token has."""
+    some = np.flatnonzero(lengths > 0).astype(np.int64)
+    packing = replay_packs(
+        lengths[some] - 1,
+        settings.pack_size,
+        settings.seed,
+        algorithm="first_fit_shuffle"
+        if settings.algorithm == "first_fit_shuffle"
+        else "first_fit_decreasing",
+        overlong=settings.overlong,
+        multiple=settings.multiple,
+        longest=settings.longest,
+    )
+    empty = len(lengths) - len(some)
+    ledger = replace(
+        packing.ledger,
+        documents_in=len(lengths),
+        empty_documents=packing.ledger.empty_documents + empty,
+    )
+    return replace(packing, document_ids=some[packing.document_ids], ledger=ledger)
+
+
+def _order(store: TokenStore, pieces: Pieces, seed: int | None) -> IntArray:
+    """Return the numbers of the pieces in shuffled order, or as they lie; a document's one after the other."""
+    order = DocumentOrder(store.documents, seed)
+    first = np.concatenate([[0], np.cumsum(store.documents)])
+    documents = [np.zeros(0, dtype=np.int64)]
+    for number in range(order.num_stretches):
+        shards, within = order.stretch(number)
+        documents.append(first[shards] + within)
+    shuffled = np.concatenate(documents)
+    if pieces.documents is None:
+        return shuffled
+    place = np.empty(len(shuffled), dtype=np.int64)
+    place[shuffled] = np.arange(len(shuffled))
+    return np.argsort(place[pieces.documents], kind="stable").astype(np.int64)
+
+
+def _windowed(lengths: Int32Array, settings: MegatronPackSettings) -> tuple[IntArray, IntArray]:
+    """Pack by windows in the order given; returns the pieces row by row, and where rows begin."""
+    packer = WindowPacker(
+        capacity=settings.pack_size,
+        window=settings.window,
+        method=WINDOWED[settings.algorithm],
+        max_documents=settings.max_documents,
+        document_multiple_of=settings.multiple,
+    )
+    steps = range(0, len(lengths), settings.window)
+    packings = [packer.add(lengths[start : start + settings.window]) for start in steps]
+    packings.append(packer.flush())
+    shifts = np.cumsum([0, *(packing.num_pieces for packing in packings)])
+    offsets = [packing.offsets[1:] + shift for packing, shift in zip(packings, shifts)]
+    items = np.concatenate([packing.document_ids for packing in packings])
+    return items, np.concatenate([np.zeros(1, dtype=np.int64), *offsets])
+
+
+# How a set is packed for Megatron-Bridge ahead of training; all of it decides the bytes that are written.
+
+OfflineAlgorithm: TypeAlias = Literal[
+    "best_fit", "best_fit_decreasing", "balanced", "next_fit", "first_fit_shuffle", "first_fit_decreasing"
+]
+"""varlen's, by windows of shuffled documents, and the two of the releases, whose very packs they give."""
+RELEASES = ("first_fit_shuffle", "first_fit_decreasing")
+WINDOWED: dict[str, Method] = {
+    "best_fit": "best_fit",
+    "best_fit_decreasing": "best_fit_decreasing",
+    "balanced": "balanced",
+    "next_fit": "next_fit",
+}
+SetFormat: TypeAlias = Literal["parquet", "index"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronPackSettings:
+    """How documents become packed rows of Megatron-Bridge."""
+
+    pack_size: int
+    """Positions of a row: `packed_sequence_size`. A row stores one token more for each of its documents."""
+    format: SetFormat = "parquet"
+    """"parquet", which releases from 0.4 on read, or "index": which tokens stand where, and no token again."""
+    algorithm: OfflineAlgorithm = "best_fit"
+    """"first_fit_shuffle" and "first_fit_decreasing" give the packs of Megatron-Bridge 0.6 at this seed; "best_fit"
+    is fuller, and its rows are random samples too; "balanced" evens out the work of rows."""
+    multiple: int = 1
+    """`pad_seq_to_mult`: documents are padded to it; `alignment` computes it."""
+    longest: int | None = None
+    """Most positions of a document (`max_single_sequence_length`); None for a whole row."""
+    overlong: Overlong = "error"
+    """What becomes of longer documents."""
+    max_documents: int | None = None
+    """Most documents of a row, so that boundaries have a size that CUDA graphs can take; None for no limit."""
+    shuffle: bool = True
+    """Permute documents before packing, as the releases do; else they are packed as they come."""
+    seed: int = 0
+    """Of the shuffle."""
+    split: str = "training"
+    """What the name of the file begins with: "training" or "validation"."""
+    pad_id: int | None = None
+    """Token of the padding; None for the one that ends documents, as in the releases."""
+    window: int = 1 << 16
+    """Documents that varlen's algorithms pack at a time."""
+    part_tokens: int | None = None
+    """Stored tokens of one file, about, so that processes write side by side; None for one file in all."""
+    row_group_tokens: int = 1 << 15
+    """Stored tokens that are decoded to read a row."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be."""
+        as_choice(self.algorithm, "algorithm", get_args(OfflineAlgorithm))
+        as_choice(self.overlong, "overlong", get_args(Overlong))
+        as_choice(self.format, "format", get_args(SetFormat))
+        for name in ("pack_size", "multiple", "window", "row_group_tokens"):
+            object.__setattr__(self, name, as_count(getattr(self, name), name))
+        for name in ("longest", "max_documents", "part_tokens"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_count(getattr(self, name), name))
+        object.__setattr__(self, "seed", as_count(self.seed, "seed", 0, 2**32 - 1))
+        if self.pad_id is not None:
+            object.__setattr__(self, "pad_id", as_count(self.pad_id, "pad_id", 0))
+        check_size(self.pack_size, self.multiple, "pack_size")
+        longest_aligned(self.pack_size, self.multiple, self.longest)
+        if self.longest is not None and self.longest > self.pack_size:
+            raise SettingError(
+                f"longest is {self.longest:,}, but a row holds {self.pack_size:,} positions; pass at most that, or a "
+                "larger pack_size"
+            )
+        if self.algorithm in RELEASES and (self.max_documents is not None or not self.shuffle):
+            given = "documents in order" if self.max_documents is None else "max_documents"
+            raise SettingError(
+                f'algorithm="{self.algorithm}" packs as the releases do, which know no {given}; choose "best_fit", '
+                "or leave that out"
+            )
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.split):
+            raise SettingError(f'split begins the names of files, such as "training"; got {self.split!r}')
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all settings by name."""
+        return asdict(self)

@@ -9,21 +9,23 @@ from varlen.adapters.megatron.rl.context import (
     get_packing_compute_tokens,
     get_packing_efficiency,
     load_packed_data_by_index,
-)
-from varlen.adapters.megatron.rl.info import PackingInfo, attention_work
-from varlen.adapters.megatron.rl.logprobs import (
     pack_inference_logprobs,
     pack_values,
     unpack_logprobs,
     unpack_sequences,
 )
-from varlen.adapters.megatron.rl.packer import SequencePacker, get_actual_sequence_lengths
+from varlen.adapters.megatron.rl.packer import (
+    PackingInfo,
+    SequencePacker,
+    attention_work,
+    get_actual_sequence_lengths,
+)
 from varlen.adapters.megatron.rl.params import (
     create_packed_seq_params,
     create_packed_seq_params_for_bin,
     get_default_packed_seq_params,
+    pack_all_trajectories,
 )
-from varlen.adapters.megatron.rl.rollout import pack_all_trajectories
 
 __all__ = [
     "PackingContext",

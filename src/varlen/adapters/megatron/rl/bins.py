@@ -7,9 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from varlen.adapters.megatron.rl.info import PackingAlgo, PackingInfo, as_algo, attention_work, checked_starts
-from varlen.adapters.megatron.rl.packer import PackedTrajectories
-from varlen.adapters.megatron.scheduling.balance import dealt
+from varlen.adapters.megatron.rl.packer import (
+    PackedTrajectories,
+    PackingAlgo,
+    PackingInfo,
+    as_algo,
+    attention_work,
+    checked_starts,
+)
+from varlen.adapters.megatron.scheduler import dealt
 from varlen.arguments import as_count
 from varlen.errors import DocumentsError, SettingError
 
