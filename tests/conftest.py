@@ -80,9 +80,10 @@ def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, s
 @pytest.fixture
 def plain_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     """Switch from compiled kernels to their source in Python and back, as `VARLEN_JIT=0` does."""
+    from varlen import jit  # once its environment is set
 
     def switch(on: bool) -> None:
-        monkeypatch.setenv("VARLEN_JIT", "0" if on else "1")
+        monkeypatch.setattr(jit, "_is_enabled", not on)
 
     yield switch
     monkeypatch.undo()

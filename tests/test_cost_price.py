@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import cost as reference
 
+from varlen import jit
 from varlen.cost import kernels
 from varlen.cost.flops import slice_flops
 from varlen.cost.hardware import Hardware
@@ -309,7 +310,7 @@ def test_without_kernels_prices_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
     rates = COST.rates(Mesh(dp=4, tp=2))
     columns: list[Any] = [np.array(x, np.int32) for x in ([0, 2, 2], [0, 10], [5_000, 900], [1, 2])]
     compiled = kernels.price(*columns, rates)
-    monkeypatch.setenv("VARLEN_JIT", "0")
+    monkeypatch.setattr(jit, "_is_enabled", False)
 
     readable = kernels.price(*columns, rates)
 

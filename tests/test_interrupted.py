@@ -35,6 +35,13 @@ def test_hundreds_of_interrupts_arrive_as_such(what: str, seed: int) -> None:
     assert outcomes(what, 200, seed) == {"KeyboardInterrupt": 200}
 
 
+def made_of(function):
+    """A kernel that was called before, whose machine code is this function."""
+    kernel = jit._Kernel(lambda: None)
+    kernel.dispatcher, kernel._is_compiled = function, True
+    return kernel
+
+
 def failing_with(*raised: BaseException):
     """A kernel as numba's: an exception in Python that it calls comes out as SystemError, perhaps of another one."""
 
@@ -49,7 +56,7 @@ def failing_with(*raised: BaseException):
             except SystemError as outer:
                 raise SystemError("returned a result with an exception set") from outer
 
-    return jit._interruptible(kernel)
+    return made_of(kernel)
 
 
 class Stopped(Exception):
@@ -75,7 +82,7 @@ def test_a_fault_of_the_interpreter_itself_stays_one() -> None:
         raise SystemError("bad")
 
     with pytest.raises(SystemError, match="bad"):
-        jit._interruptible(broken)()
+        made_of(broken)()
 
 
 FIRST = """

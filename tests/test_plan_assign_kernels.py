@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan_assign as reference
 
+from varlen import jit
 from varlen.plan import kernels_assign as kernels
 from varlen.plan.assign import assign
 
@@ -142,7 +143,7 @@ def test_without_kernels_the_groups_are_the_same(monkeypatch: pytest.MonkeyPatch
     tokens = random.integers(1, 100, 40)
     settings = {"tokens": tokens, "token_limit": int(tokens.sum()) // 8 + 40, "steps": 20_000}
     compiled = assign(tokens**2, 8, **settings).tolist()
-    monkeypatch.setenv("VARLEN_JIT", "0")
+    monkeypatch.setattr(jit, "_is_enabled", False)
 
     readable = assign(tokens**2, 8, **settings).tolist()
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import plan as reference
 
+from varlen import jit
 from varlen.errors import LengthsError, SettingError
 from varlen.plan import kernels
 from varlen.plan.partition import by_part, loads_of, partition
@@ -231,7 +232,7 @@ def test_an_unknown_method_is_refused() -> None:
 def test_without_kernels_the_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = np.random.default_rng(3).integers(1, 10_000, 200)
     compiled = [partition(weights, 8, is_equal=equal).tolist() for equal in (False, True)]
-    monkeypatch.setenv("VARLEN_JIT", "0")
+    monkeypatch.setattr(jit, "_is_enabled", False)
 
     readable = [partition(weights, 8, is_equal=equal).tolist() for equal in (False, True)]
 

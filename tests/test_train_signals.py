@@ -132,9 +132,37 @@ def test_a_signal_that_a_library_has_lost_or_that_left_a_lock_behind_ends_the_pr
     )
 
     assert "goes on" in done.stdout
-    assert "Exception ignored" in done.stderr
     assert done.returncode == 143
-    assert done.stderr.endswith("varlen: stopped by SIGTERM; the same command goes on\n")
+    assert done.stderr == "varlen: stopped by SIGTERM; the same command goes on\n"
+
+
+LOST_INTERRUPT = """
+import os, signal
+from varlen import signals
+signals.raise_stopped()
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+class Failing:
+    def __del__(self): 1 / 0
+Dropping()
+Failing()
+from varlen.train.trainer import Interrupt
+with Interrupt() as interrupt:
+    interrupt.defer()
+    print(interrupt.asked)
+"""
+
+
+def test_a_ctrl_c_that_a_library_has_lost_ends_the_run_at_its_first_step():
+    done = subprocess.run(
+        [sys.executable, "-c", LOST_INTERRUPT], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.stdout.split() == [str(int(INT))]
+    assert "KeyboardInterrupt" not in done.stderr
+    assert "ZeroDivisionError" in done.stderr
 
 
 STUCK = """

@@ -36,14 +36,17 @@ _in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
 _spent_s = 0.0
 
 
+_is_enabled = os.environ.get("VARLEN_JIT", "1") != "0"
+
+
 def is_enabled() -> bool:
-    """Return whether kernels are compiled; False where the environment says `VARLEN_JIT=0`."""
-    return os.environ.get("VARLEN_JIT", "1") != "0"
+    """Return whether kernels are compiled; False where the environment said `VARLEN_JIT=0` at the import."""
+    return _is_enabled
 
 
 def in_python() -> bool:
     """Return whether a kernel that is called now runs in Python."""
-    return _in_python.get() or not is_enabled()
+    return _in_python.get() or not _is_enabled
 
 
 def load() -> None:
@@ -118,18 +121,44 @@ class _Kernel:
         self.function, self.python_form, self.is_inlined = function, in_python, is_inlined
         self.dispatcher: Any = None
         """Numba's, once the kernel was called."""
-        self._called: Callable[..., Any] | None = None
+        self._is_compiled = False
         _kernels[self.__module__][self.name] = self
 
     def __call__(self, *arguments: Any) -> Any:
+        # Thousands of calls a second take microseconds each: what a call has to do once stands in `_first`.
+        if not self._is_compiled or _in_python.get() or not _is_enabled:
+            return self._first(arguments)
+        try:
+            return self.dispatcher(*arguments)
+        except SystemError as error:
+            raise _cause_of(error) from None
+
+    def _first(self, arguments: tuple[Any, ...]) -> Any:
+        """Run the source in Python, or compile the kernel (or load it from disk) and run it."""
         if in_python():
             with np.errstate(over="ignore"):  # hashes wrap around
                 return _boxed(_functions(self.__module__, compiled=False)[self.name](*arguments))
-        if self._called is None:
+        if self.dispatcher is None:
             names = _apart(functools.partial(_functions, compiled=True), self.__module__)
             self.dispatcher = names[self.name]
-            self._called = _interruptible(self.dispatcher)
-        return self._called(*arguments)
+        try:
+            result = _apart(self.dispatcher, *arguments)
+        except SystemError as error:
+            raise _cause_of(error) from None
+        self._is_compiled = True
+        return result
+
+
+def _cause_of(error: SystemError) -> BaseException:
+    """Return what a signal's handler raised during a call of a kernel, such as KeyboardInterrupt.
+
+    numba calls Python to load, box and unbox. What is raised there comes out of numba's code as SystemError
+    ("returned a result with an exception set"), with the exception as its cause.
+    """
+    raised: BaseException | None = error
+    while isinstance(raised, SystemError):
+        raised = raised.__cause__ or raised.__context__
+    return raised or error
 
 
 def _boxed(result: Any) -> Any:
@@ -169,35 +198,6 @@ def _dispatcher(function: types.FunctionType, is_inlined: bool) -> Any:
         else:
             _log.info("no folder can hold compiled kernels; %s is compiled once a process", function.__name__)
     return made
-
-
-def _interruptible(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what a signal raises during a call leave it as it is.
-
-    numba calls Python to load, box and unbox. What a signal's handler raises there, such as KeyboardInterrupt, comes
-    out of numba's own code as SystemError ("returned a result with an exception set"), whose cause it is. The first
-    call, which compiles the kernel or loads it from disk, is made apart.
-    """
-    is_compiled = False
-
-    @functools.wraps(kernel)
-    def called(*arguments: Any) -> Any:
-        nonlocal is_compiled
-        try:
-            if is_compiled:
-                return kernel(*arguments)
-            result = _apart(kernel, *arguments)
-            is_compiled = True
-            return result
-        except SystemError as error:
-            raised: BaseException | None = error
-            while isinstance(raised, SystemError):
-                raised = raised.__cause__ or raised.__context__
-            if raised is None:
-                raise
-        raise raised
-
-    return called
 
 
 @overload

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 _PATIENCE_S = 10.0
 """How long a process that has nothing to save may take to end in good order."""
 _raised: list[Stopped] = []
+_interrupted = threading.Event()
 _said = threading.Event()
 
 
@@ -94,10 +96,28 @@ def last_stopped() -> Stopped | None:
 
 
 def raise_stopped() -> None:
-    """Have the first signal of a scheduler raise `Stopped` in the main thread; those that are ignored stay so."""
+    """Have the first signal of a scheduler raise `Stopped` in the main thread; those that are ignored stay so.
+
+    Ctrl-C raises `KeyboardInterrupt` as before, and `was_interrupted` remembers it.
+    """
     for number in SCHEDULERS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    # Python reports an exception of a finalizer and drops it. These two are remembered, and need no report.
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda lost: None if isinstance(lost.exc_value, KeyboardInterrupt) else report(lost)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    _interrupted.set()
+    raise KeyboardInterrupt
+
+
+def was_interrupted() -> bool:
+    """Return whether Ctrl-C came since `raise_stopped`, also where its exception was lost."""
+    return _interrupted.is_set()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from varlen.documents.chat_rows import steps_of
 from varlen.documents.pretokenized import ready_documents
 from varlen.errors import SettingError, SourceError
 from varlen.files.columns import Columns
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.rows import READ_AS_TEXT, Fault, NotJson, Rows, as_list, json_kind, losses_of, refuse
 from varlen.text.chat_template import ChatTemplate
 from varlen.text.loss_masks import Mask, all_weigh_one, as_marks
@@ -45,7 +45,7 @@ class Documents:
     a token's label weighs, 0 for none."""
     faults: tuple[Fault, ...] = ()
     """Records that were skipped."""
-    losses: Losses = field(default_factory=Losses)
+    losses: Losses = NO_LOSSES
     """What chat templates left out of these documents, and all that `faults` stand for."""
     rows: IntArray | None = None
     """int64 `[num_documents]`: index of each document's row among the rows that texts or chats were encoded from;
@@ -178,7 +178,7 @@ def _chats(
                 begins.append(is_plain[index])
         except SourceError as error:
             wrong[index] = f"can't be used: {error}"
-    losses = sum((one.losses for one in rendered if one.losses), Losses())
+    losses = sum((one.losses for one in rendered if one.losses), NO_LOSSES)
     of_ends = [one.weights[-1] if one.weights else 1 for one in rendered]  # before others are trained too
     is_all = encoding.supervise == "all"
     if is_all and any(one.off or one.weights for one in rendered):

@@ -26,7 +26,7 @@ from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
 from varlen.feed.spec import let_go
 from varlen.feed.state import MOST, FeedState, from_json, to_json
 from varlen.feed.worker.start import hired
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.paths import Data, Format
 from varlen.files.retry import Retry
 from varlen.types import Int32Array, Ledger, Method, Overlong
@@ -464,7 +464,7 @@ class Meter:
         self._say_cut = say_cut
         names = [field.name for field in fields(LoaderStats) if field.name not in ("ledger", "losses")]
         self._counts: dict[str, float] = dict.fromkeys(names, 0)
-        self._ledger, self._losses = Ledger(tokens_in=0, packed=0), Losses()
+        self._ledger, self._losses = Ledger(tokens_in=0, packed=0), NO_LOSSES
         self.noted: list[Note] = []
         """For whoever takes batches to append to; a call of its own would take longer."""
 

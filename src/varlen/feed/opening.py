@@ -29,7 +29,7 @@ from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, open
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
 from varlen.files.fingerprints import fingerprint_of, known_prints
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.offline.processors import processors
 from varlen.store.open import is_megatron, is_token_store, open_tokens
@@ -62,7 +62,7 @@ class Opened:
 
     def losses(self) -> Losses:
         """Return what was lost when tokens were made; documents tell as they are read."""
-        return self.feed.losses() if isinstance(self.feed, IndexedFeed) else Losses()
+        return self.feed.losses() if isinstance(self.feed, IndexedFeed) else NO_LOSSES
 
     def lookup(self) -> IndexedLookup | StreamingLookup:
         """Return what finds steps."""

@@ -20,7 +20,7 @@ from varlen.feed.indexed.windows import PARTS_A_GROUP, Groups, Windows, WindowSe
 from varlen.feed.mixture.stream import MixedStream, MixSettings
 from varlen.feed.protocol import Feed
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
-from varlen.files.losses import Losses, total
+from varlen.files.losses import NO_LOSSES, Losses, total
 from varlen.files.paths import Data, Format
 from varlen.store.growing import PATIENCE_S, PartialStore
 from varlen.store.open import JoinedTokens, open_tokens
@@ -109,7 +109,7 @@ class MixtureSpec:
 
 def _losses_of(tokens: TokenDocuments) -> Losses:
     """Return what was lost when tokens were made; of those that others made nobody knows."""
-    return tokens.losses if isinstance(tokens, TokenStore | PartialStore) else Losses()
+    return tokens.losses if isinstance(tokens, TokenStore | PartialStore) else NO_LOSSES
 
 
 def let_go(spec: Spec) -> None:

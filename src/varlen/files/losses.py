@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from varlen.counts import many
@@ -33,6 +33,8 @@ class Losses:
     """Turns of an assistant that say nothing, of which the end mark alone is trained."""
 
     def __add__(self, other: Losses) -> Losses:
+        if self is NO_LOSSES or other is NO_LOSSES:
+            return other if self is NO_LOSSES else self
         return Losses(
             records=self.records + other.records,
             rows=self.rows + other.rows,
@@ -57,7 +59,7 @@ class Losses:
 
     def __bool__(self) -> bool:
         """Whether anything is lost."""
-        return self != Losses()
+        return self is not NO_LOSSES and self != NO_LOSSES
 
     @property
     def of_reading(self) -> int:
@@ -111,14 +113,24 @@ class Losses:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, keys of texts in order."""
-        found = asdict(self)
-        for name in ("dropped", "unwritten"):
-            found[name] = {key: list(found[name][key]) for key in sorted(found[name])}
-        return found
+        dropped, unwritten = (
+            {key: list(texts[key]) for key in sorted(texts)} for texts in (self.dropped, self.unwritten)
+        )
+        return {
+            "records": self.records,
+            "rows": self.rows,
+            "num_bytes": self.num_bytes,
+            "cut_files": self.cut_files,
+            "dropped": dropped,
+            "unwritten": unwritten,
+            "empty_turns": self.empty_turns,
+        }
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Losses:
         """Return losses from what `to_json` gives; what is absent is nothing, as in results of version 0.1.0."""
+        if not any(found.values()):
+            return NO_LOSSES
         texts: dict[str, Any] = {
             name: {str(key): (int(count[0]), int(count[1])) for key, count in found.get(name, {}).items()}
             for name in ("dropped", "unwritten")
@@ -134,9 +146,12 @@ class Losses:
         )
 
 
+NO_LOSSES = Losses()
+
+
 def total(found: Iterable[Losses]) -> Losses:
     """Return the sum of losses."""
-    return sum(found, Losses())
+    return sum(found, NO_LOSSES)
 
 
 def stored(found: Mapping[str, Any]) -> Losses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tokenize import TokenError
@@ -16,7 +16,7 @@ from varlen.documents.documents import Documents, targets_of
 from varlen.documents.progress import Watch
 from varlen.documents.source import Source
 from varlen.errors import SourceError
-from varlen.files.losses import Losses, nothing_read
+from varlen.files.losses import NO_LOSSES, Losses, nothing_read
 from varlen.regular import open_regular
 from varlen.store.store import TokenStore
 from varlen.types import IntArray
@@ -51,7 +51,7 @@ class Lengths:
     """How some documents begin, by their number."""
     skipped: Sequence[str]
     """Records that couldn't be read."""
-    losses: Losses = field(default_factory=Losses)
+    losses: Losses = NO_LOSSES
     """What these stand for, and what chat templates left out."""
     unread: str | None = None
     """Which split was read, and what of folders wasn't."""
@@ -68,7 +68,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
     lengths: list[IntArray] = []
     targets: list[IntArray] = []
     skipped: list[str] = []
-    losses = Losses()
+    losses = NO_LOSSES
     excerpts: dict[int, str] = {}
     has_mask = False
     parts, count = source.parts(), 0

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from varlen.documents.documents import Documents, targets_of
 from varlen.errors import SourceError
 from varlen.files.array_files import map_array
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES
 from varlen.files.token_tables import sync
 from varlen.files.written import SKIPPED
 from varlen.regular import open_regular, read_regular
@@ -72,7 +72,7 @@ class ShardWriter:
         self._lengths: list[IntArray] = []
         self._targets: list[IntArray] = []
         self._skipped: list[str] = []
-        self._losses = Losses()
+        self._losses = NO_LOSSES
         self.num_tokens = 0
 
     def append(self, documents: Documents) -> None:

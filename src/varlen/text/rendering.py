@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SourceError
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES, Losses
 from varlen.text.assistant_spans import Said, by_frames, by_prefixes, fill, fill_masked
 from varlen.text.messages import Chat, apart_thoughts, joined, well_formed
 from varlen.text.skeleton import (
@@ -360,8 +360,6 @@ def _is_empty(message: dict[str, Any]) -> bool:
 
 
 # What becomes of a conversation: its text, what of it is supervised, and what is lost; and what is asked for.
-
-NO_LOSSES = Losses()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

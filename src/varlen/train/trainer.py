@@ -18,7 +18,7 @@ import torch
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.errors import SourceError, VarlenError
-from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread
+from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread, was_interrupted
 from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
 from varlen.train.checkpoint import load, put_steps, read_weights, save, state_tensors
 from varlen.train.claim import claimed
@@ -481,7 +481,7 @@ class Interrupt:
     """Within it, signals that end a run are a wish, read in `asked`; outside, they are what they were."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked: int = signal.SIGINT if was_interrupted() else 0
         """The signal that came first; 0 for none."""
         self._defers = False
         self._first_s = 0.0

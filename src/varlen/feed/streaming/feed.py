@@ -25,7 +25,7 @@ from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.streaming.intake import ChunkSequence, Intake
 from varlen.feed.streaming.lane import RECORD_BITS, LanePacks, LaneSettings, chunk_of
 from varlen.feed.streaming.rounds import Round, Rounds, RoundSettings, check_place, place_of
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES
 from varlen.pack.passes import Passes
 from varlen.text.loss_masks import end_to_end
 from varlen.types import FloatArray, IntArray, Ledger, Method, Overlong
@@ -149,7 +149,7 @@ class StreamingFeed:
         rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._told)
         ahead = Ahead(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
         heard, silent_rounds, begun = _passes(state.at), 0, _begun(state.at)
-        ledger, losses, has_begun = _NOTHING, Losses(), state.step > 0 or state.micro_batch > 0
+        ledger, losses, has_begun = _NOTHING, NO_LOSSES, state.step > 0 or state.micro_batch > 0
         try:
             for one in ahead:
                 begun = _begun(one.after)
@@ -163,7 +163,7 @@ class StreamingFeed:
                     ledger, losses = ledger.and_then(new_ledger), losses + new_losses
                 for made in self._of_round(one, state, buffers):
                     yield replace(made, ledger=None if ledger == _NOTHING else ledger, losses=losses or None)
-                    ledger, losses = _NOTHING, Losses()
+                    ledger, losses = _NOTHING, NO_LOSSES
             if not has_begun:
                 raise no_batch(ledger, losses, self._batch.capacity, begun)
             if ledger != _NOTHING or losses:

@@ -25,7 +25,7 @@ from varlen.feed.streaming.feed import round_settings
 from varlen.feed.streaming.intake import Brought, ChunkSequence, Claim, unread
 from varlen.feed.streaming.lane import RECORD_BITS, Arrival, LaneRecord, chunk_of, document_ids
 from varlen.feed.streaming.rounds import Rounds
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES
 from varlen.store.blank import BlankTokens
 from varlen.types import Int32Array, IntArray
 
@@ -148,8 +148,8 @@ class _Chunks:
             path=self.name_of(block),
             arrival=arrival,
             faults=(),
-            losses=Losses(),
-            outside=Losses(),
+            losses=NO_LOSSES,
+            outside=NO_LOSSES,
         )
 
     def can_wait(self, records: Iterable[LaneRecord]) -> bool:  # noqa: ARG002 - there are none

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from varlen.documents.block_reader import Chunk, Read
 from varlen.documents.order import hashed
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
 from varlen.feed.state import MOST
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES, Losses
 from varlen.pack.passes import Passes, Waiting, arrived, take, take_all
 from varlen.pack.pieces import slots_of
 from varlen.text.loss_masks import Mask, all_weigh_one, as_marks, end_to_end
@@ -112,7 +112,7 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     claims: int = 0
-    losses: Losses = field(default_factory=Losses)
+    losses: Losses = NO_LOSSES
     """What can't be read, or isn't written by a chat template."""
     empty_documents: int = 0
     split_documents: int = 0
@@ -128,14 +128,19 @@ class Counts:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {**asdict(self), "losses": self.losses.to_json()}
+        counts = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**counts, "losses": self.losses.to_json()}
+
+    @staticmethod
+    def losses_in(found: Mapping[str, Any]) -> Losses:
+        """Read the losses alone of what `to_json` gave."""
+        return Losses.from_json(found["losses"] if "losses" in found else {"records": found["skipped"]})
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Counts:
         """Read what `to_json` gave; states of version 0.1.0 hold a number of skipped records in place of losses."""
         names = [one.name for one in fields(cls) if one.name != "losses"]
-        old = {"records": found["skipped"]} if "losses" not in found else {}
-        losses = Losses.from_json(found.get("losses", old))
+        losses = cls.losses_in(found)
         for number in losses.numbers():
             as_count(number, "losses", 0, MOST)
         return cls(**{name: as_count(found[name], name, 0, MOST) for name in names}, losses=losses)

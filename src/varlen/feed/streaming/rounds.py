@@ -138,7 +138,7 @@ def _totals(at: Mapping[str, Any]) -> tuple[dict[str, int], int]:
 
 def _losses(at: Mapping[str, Any]) -> Losses:
     """Return what all lanes have lost."""
-    return total(Counts.from_json(record["counts"]).losses for record in at["lanes"])
+    return total(Counts.losses_in(record["counts"]) for record in at["lanes"])
 
 
 class Rounds:

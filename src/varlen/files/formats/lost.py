@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from varlen.errors import SourceError
 from varlen.files.formats import npz, tables
-from varlen.files.losses import Losses
+from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.opening import TRUNCATED, compression_of, fault_of_gzip, open_stored
 from varlen.files.paths import File
 from varlen.files.retry import is_outside
@@ -40,7 +40,7 @@ def _losses(file: File, error: SourceError, rows: int, read_to: int, start: int,
             return Losses(rows=max(count(file, start, stop) - rows, 0)) or Losses(records=1)
         except SourceError:
             # Of several stretches of one file, the first counts it.
-            return Losses(num_bytes=max(file.size, 1)) if start == 0 else Losses()
+            return Losses(num_bytes=max(file.size, 1)) if start == 0 else NO_LOSSES
     if file.live is not None:
         return Losses(records=1)  # nobody knows how many rows would have come
     end = file.size if stop is None else stop
