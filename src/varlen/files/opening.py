@@ -46,18 +46,50 @@ _compressions: dict[tuple[object, ...], Compression | None] = {}
 """By what tells a file's content: the server's mark of it, or what was seen of a local one."""
 
 
-class _Stored(io.FileIO):
-    """A local file that tells what is read of it, and notices if it isn't the one that was listed."""
+class _Stored(io.RawIOBase):
+    """A local file that reports what is read of it, and notices if it isn't the one that was listed.
+
+    Reads name their position, so that a stretch of a file takes five system calls: `io.FileIO` takes eight.
+    """
+
+    _descriptor = -1
 
     def __init__(self, file: File) -> None:
-        descriptor, status = open_with_status(file.place)
-        super().__init__(descriptor)
+        self._descriptor, status = open_with_status(file.place)
         self._file, self._position = file, 0
         try:
             self._check_same(status)
         except BaseException:
             self.close()
             raise
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset += os.fstat(self._descriptor).st_size
+        elif whence == os.SEEK_CUR:
+            offset += self._position
+        self._position = (
+            offset if offset >= 0 else os.lseek(self._descriptor, offset, os.SEEK_SET)
+        )  # which fails
+        return self._position
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
 
     def _check_same(self, status: os.stat_result) -> None:
         """Require that what is open, of which this is the status, holds what was listed."""
@@ -66,38 +98,28 @@ class _Stored(io.FileIO):
         if 0 <= file.size != now.size:
             raise told(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
         if isinstance(file.seen, Seen):
-            said = difference(file.place, file.seen, now, file.known, self.fileno())
+            said = difference(file.place, file.seen, now, file.known, self._descriptor)
             if said is not None:
                 raise told(file.place, file.seen, replaced_words(file.path, said))
         untold(file.place, file.seen)
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._position = super().seek(offset, whence)
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        count = super().readinto(buffer) or 0
+    def readinto(self, buffer: Any, /) -> int:
+        count = os.preadv(self._descriptor, [buffer], self._position)
         self._check(count, is_end=not count and len(buffer) > 0)
         return count
-
-    def readall(self) -> bytes:
-        content = super().readall() or b""
-        self._check(len(content), is_end=True)
-        return content
 
     def _check(self, count: int, *, is_end: bool) -> None:
         """Report the bytes read; refuse an end before the listed size, and a file that was written to meanwhile.
 
         A write changes the file's time before its content, so a status taken after the read covers what was read.
         """
-        # Counted here: asking the system for the position is a call more for each read.
         start, stop = self._position, self._position + count
         self._position = stop
         if is_end and stop < self._file.size:
             words = changed(self._file.path, self._file.size, f"{stop:,}")
             raise told(self._file.place, self._file.seen, words)
         if self._file.seen is not None:
-            said = os.fstat(self.fileno())
+            said = os.fstat(self._descriptor)
             if (said.st_size, said.st_mtime_ns, said.st_ctime_ns) != self._at:
                 self._check_same(said)
         if self._file.on_read is not None:

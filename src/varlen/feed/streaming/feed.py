@@ -162,8 +162,12 @@ class StreamingFeed:
                     new_ledger, new_losses = one.news
                     ledger, losses = ledger.and_then(new_ledger), losses + new_losses
                 for made in self._of_round(one, state, buffers):
-                    yield replace(made, ledger=None if ledger == _NOTHING else ledger, losses=losses or None)
-                    ledger, losses = _NOTHING, NO_LOSSES
+                    if ledger != _NOTHING or losses:
+                        made = replace(
+                            made, ledger=None if ledger == _NOTHING else ledger, losses=losses or None
+                        )
+                        ledger, losses = _NOTHING, NO_LOSSES
+                    yield made
             if not has_begun:
                 raise no_batch(ledger, losses, self._batch.capacity, begun)
             if ledger != _NOTHING or losses:
