@@ -252,17 +252,21 @@ def dataset_of(make: Any) -> Any:
 @pytest.mark.parametrize("ranks", [{}, {"dp_rank": 0, "dp_world_size": 2}], ids=["none", "of the job"])
 @pytest.mark.parametrize("is_carried", [False, True])
 def test_the_workers_of_a_data_loader_are_refused(
-    ranks: dict[str, int], is_carried: bool, texts: Path
+    ranks: dict[str, int], is_carried: bool, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, _utils
 
+    # Each worker that has failed is waited for as long when its DataLoader goes.
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     with loader_of(texts, **ranks) as made:
         dataset = dataset_of((lambda: made) if is_carried else (lambda: loader_of(texts, **ranks)))
+        failing = iter(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))
         with pytest.raises(
             (InputError, RuntimeError), match=r"one of 2 worker processes of a DataLoader"
         ) as refused:
-            list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))
+            list(failing)
         assert "DataLoader(dataset, batch_size=None, num_workers=0)" in str(refused.value)
+        failing._shutdown_workers()
 
         tokens = sum(batch.num_tokens for batch in DataLoader(dataset, batch_size=None, num_workers=0))
 

@@ -187,7 +187,7 @@ WIDE = {
     mostly([("layers", "none"), ("stage", "kv")], product(("layers", "stage"), ("none", "kv"))),
 )
 def test_peaks_of_long_documents_are_what_the_cost_model_says(saved: Any, offload: Any) -> None:
-    model, length = tiny("llama", torch.bfloat16, **WIDE), 4096
+    model, length = tiny("llama", torch.bfloat16, **WIDE), 2048
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     plan, tokens = planned(np.array([length], np.int32), 128, offload=offload), tokens_of([length])

@@ -161,9 +161,7 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), mostly([(2, 1)], [(1, 1), (2, 1), (1, 2)]))
-@pytest.mark.parametrize(
-    "weights", mostly(["apart and late"], ["at once", "apart", "apart and late"])
-)
+@pytest.mark.parametrize("weights", mostly(["apart and late"], ["at once", "apart", "apart and late"]))
 @pytest.mark.parametrize("seed", mostly([6], range(20)))  # it misses nothing of what is counted
 def test_any_cuts_of_both_passes_hold_what_is_predicted(
     seed: int, weights: str, ranks: int, stages: int

@@ -110,7 +110,7 @@ def test_going_on_from_any_checkpoint_ends_with_the_same_bits(store, hardware, t
     plan = plan if plan is EVEN else priced(hardware, **plan, quick="micropack")
     run(store, tmp_path / "whole", plan)
 
-    for step in (2, 4):
+    for step in (2, 4) if IS_SOAK else (2,):
         copy = rewound(tmp_path / "whole", step, tmp_path / f"from{step}")
         (copy / "plans.json").unlink(missing_ok=True)
         notes = run(store, copy, plan)

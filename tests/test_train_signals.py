@@ -219,7 +219,7 @@ def test_a_signal_to_all_processes_of_a_job_leaves_the_loaders_worker_alive_to_t
 def test_other_verbs_end_at_once_and_go_on_later(tmp_path, verb):
     data = tmp_path / "texts.jsonl"
     data.write_text(json.dumps({"text": "some words to learn from " * 40}) + "\n")
-    data.write_bytes(data.read_bytes() * 60_000)
+    data.write_bytes(data.read_bytes() * 30_000)
     command = [
         sys.executable,
         "-m",

@@ -17,7 +17,7 @@ FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 
 @pytest.fixture(scope="module")
 def llama() -> vl.VerifyReport:
-    return vl.verify("llama")
+    return vl.verify("llama", backends=["eager", "sdpa"])
 
 
 def test_the_attention_between_documents_is_drawn(llama: vl.VerifyReport) -> None:
