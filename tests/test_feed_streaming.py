@@ -56,7 +56,7 @@ def saved(state):
 
 
 def test_every_state_gives_the_rest_twice_after_json(tmp_path):
-    source = open_source(write_texts(tmp_path / "a.jsonl", some_texts(5, 50)))
+    source = open_source(write_texts(tmp_path / "a.jsonl", some_texts(5, 30)))
     feed = feed_of(source, lanes=2, size=4, micro=2, epochs=2)
     whole = run(feed)
     states = [FeedState(), *(one.state for one in whole)]
