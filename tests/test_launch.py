@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,21 +171,20 @@ def test_training_alone_needs_no_others(how: str, monkeypatch: pytest.MonkeyPatc
         assert ranks.world_size == 1
 
 
-def test_training_in_tasks_that_torchrun_did_not_start_is_refused(texts: Path, tmp_path: Path) -> None:
+def test_training_in_tasks_that_torchrun_did_not_start_is_refused(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., tuple[Any, str, str]]
+) -> None:
+    set_all(monkeypatch, SEVERAL["srun"])
     (tmp_path / "c.toml").write_text(
         f'[data]\nsource = "{texts}"\ncapacity = 64\nglobal_batch_size = 2\n[model]\ntype = "llama"\n'
         "[model.settings]\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 1\n"
         f'num_attention_heads = 2\n[run]\noutput = "{tmp_path / "run"}"\nsteps = 1\n'
     )
-    command = [sys.executable, "-m", "varlen", "train", str(tmp_path / "c.toml")]
-    ended = subprocess.run(
-        command, env=os.environ | SEVERAL["srun"], capture_output=True, text=True, check=False
-    )
 
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(
-        "varlen: rank 7: this is one of 8 processes (SLURM_STEP_NUM_TASKS) that torchrun"
-    )
+    code, _, said = verb("train", tmp_path / "c.toml")
+
+    assert code == 2
+    assert said.startswith("varlen: rank 7: this is one of 8 processes (SLURM_STEP_NUM_TASKS) that torchrun")
     assert not (tmp_path / "run").exists()
 
 
@@ -216,7 +216,7 @@ def work(rank, file, texts):
         say("TOKENS", sum(batch.num_tokens for batch in loader))
 
 if __name__ == "__main__":
-    mp.spawn(work, args=tuple(sys.argv[1:]), nprocs=2)
+    mp.start_processes(work, args=tuple(sys.argv[1:]), nprocs=2, start_method="fork")
 """
 
 
