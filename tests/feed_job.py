@@ -65,8 +65,8 @@ def main():
         with made(texts, worker) as loader:
             found = []
             loader.start_prefetch()
-            for _ in range(4):  # while one rank waits for the other
-                time.sleep(0.5 * (rank + 1))
+            for _ in range(2):  # while one rank waits for the other
+                time.sleep(0.3 * (rank + 1))
                 loader.load_state_dict(kept[0])
                 begun = time.monotonic()
                 batch = next(loader)

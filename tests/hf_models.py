@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,12 @@ def make(config: Any, attention: str, dtype: torch.dtype = torch.float64) -> Any
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
     return model.to(dtype)
+
+
+@functools.cache
+def verified(family: str) -> vl.VerifyReport:
+    """The report on a family with the usual settings, which tests of several files read."""
+    return vl.verify(family)
 
 
 def tiny(family: str, attention: str, dtype: torch.dtype = torch.float64) -> Any:

@@ -24,7 +24,13 @@ import torch.distributed as dist
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
+STORES: list[dist.TCPStore] = []
 WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
+SEEDS = (0, 1, 4)
+"""Of each mesh one."""
+HELD = {2: (0, 1, 2, 3), 4: (1, 2)}
+SHARED = {2: (0, 1), 4: (1,)}
+"""By the number of processes, the numbers of ways."""
 
 
 def write(found: Any, name: Any = RANK) -> None:
@@ -33,13 +39,12 @@ def write(found: Any, name: Any = RANK) -> None:
     part.rename(OUT / f"{name}.json")
 
 
-def plans(first: str, last: str, *paths: str) -> None:
+def plans(*paths: str) -> None:
     """Random plans, shards, plans of the planner's, and what is refused."""
-    seeds = range(int(first), int(last))
     found: dict[str, Any] = {
-        "random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in seeds],
-        "sharded": [sharded.run_sharded(n, RANK, WORLD, *way) for n, way in enumerate(WAYS)],
-        "shared": [sharded.run_sharded(n, RANK, WORLD, *way, shares=True) for n, way in enumerate(WAYS[:2])],
+        "random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in SEEDS],
+        "sharded": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n]) for n in HELD[WORLD]],
+        "shared": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n], shares=True) for n in SHARED[WORLD]],
         "half": [sharded.run_half(RANK, WORLD)],
         "frozen": [sharded.run_frozen(RANK, WORLD)],
         "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
@@ -57,21 +62,17 @@ def plans(first: str, last: str, *paths: str) -> None:
 
 
 def random_plans(first: str, last: str) -> None:
-    """Random plans alone."""
-    write({"random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in range(int(first), int(last))]})
+    """Random plans alone, of more documents."""
+    seeds = range(int(first), int(last))
+    write({"random": [pipelines.run_random_plan(seed, RANK, WORLD, most_documents=8) for seed in seeds]})
 
 
 def struck() -> None:
-    """Six jobs, in each of which something else happens to the second stage."""
-    for how, strikes in STRIKES.items():
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        children = {}
-        for rank in range(4):
-            child = os.fork()
-            if not child:
-                as_rank(rank, store.port, how, strikes)
-            children[child] = rank
-        awaited = [OUT / f"{how} {rank}.json" for rank in (0, 2, 3)]
+    """Six jobs, in each of which something else happens to the second rank; those that wait for it wait at once."""
+    waiting = [how for how in STRIKES if "fails" not in how and how != "full"]
+    for jobs in (["fails"], ["full"], ["fails, shared"], waiting):
+        children = [child for how in jobs for child in ranks_of(how)]
+        awaited = [OUT / f"{how} {rank}.json" for how in jobs for rank in (0, 2, 3)]
         end = time.monotonic() + 150
         while not all(path.exists() for path in awaited) and time.monotonic() < end:
             time.sleep(0.05)
@@ -80,6 +81,18 @@ def struck() -> None:
             os.waitpid(child, 0)
         if late := [path.stem for path in awaited if not path.exists()]:
             sys.exit(f"nothing within 150 s from {', '.join(late)}; what they last did stands above")
+
+
+def ranks_of(how: str) -> list[int]:
+    """Start the four ranks of a job."""
+    STORES.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    children = []
+    for rank in range(4):
+        child = os.fork()
+        if not child:
+            as_rank(rank, STORES[-1].port, how, STRIKES[how])
+        children.append(child)
+    return children
 
 
 def as_rank(rank: int, port: int, how: str, strikes: Callable[[], Any]) -> None:

@@ -31,15 +31,15 @@ from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.step import check_order, layers_of
 from varlen.step_plan import StepPlan
 
-LAYERS = 8
+LAYERS = 4
 CHUNKED = vl.Mesh(dp=2, pp=2, virtual_stages=2, sharding="parameters")
 KEPT: list[BaseException] = []
 
 
-def plan_of(seed: int, mesh: vl.Mesh, *, shares: bool = False) -> StepPlan:
+def plan_of(seed: int, mesh: vl.Mesh, *, shares: bool = False, most_documents: int = 4) -> StepPlan:
     """A plan by dice that a mesh can run, in which some document teaches something; shared ones are long enough."""
     for attempt in range(1000):
-        plan = random_plan(seed * 1000 + attempt, mesh=mesh)
+        plan = random_plan(seed * 1000 + attempt, most_documents=most_documents, mesh=mesh)
         shared = plan.lengths[plan.num_ranks > 1].max(initial=0)
         if shares:
             if shared > 5:
@@ -99,9 +99,9 @@ def rounding_of(whole: Any, batch: vl.PackedBatch, wanted: dict[str, torch.Tenso
     return max(distances)
 
 
-def small(seed: int) -> Any:
-    """A model of enough layers for all meshes; every other one has the embedding's weight in its head."""
-    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 16, "intermediate_size": 24}
+def small(seed: int, layers: int = LAYERS) -> Any:
+    """A model of enough layers for most meshes; every other one has the embedding's weight in its head."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": 16, "intermediate_size": 24}
     return tiny("llama" if seed % 4 < 2 else "qwen3", head_dim=4, tie_word_embeddings=bool(seed % 2), **sizes)
 
 
@@ -153,15 +153,18 @@ def compare(
     }
 
 
-def run_random_plan(seed: int, rank: int, world: int) -> dict[str, Any]:
+def run_random_plan(seed: int, rank: int, world: int, most_documents: int = 4) -> dict[str, Any]:
     """Train by a random plan as one of several processes, and say how far it is from one process."""
     mesh = mesh_of(seed, world)
-    plan = runnable(plan_of(seed, mesh))
-    engine = vl.SliceEngine(small(seed), mesh=mesh, rank=rank, deadline_s=60)
+    plan = runnable(plan_of(seed, mesh, most_documents=most_documents))
+    layers = max(LAYERS, mesh.num_chunks)
+    whole = small(seed, layers)
+    engine = vl.SliceEngine(small(seed, layers), mesh=mesh, rank=rank, deadline_s=60)
     with closing(engine):
         return {
             "mesh": [mesh.dp, mesh.pp, mesh.virtual_stages],
-            **compare(engine, small(seed), plan, seed, evened=True),
+            "wanted": sorted(whole.state_dict()),
+            **compare(engine, whole, plan, seed, evened=True),
         }
 
 
@@ -269,7 +272,7 @@ def waits_in_a_circle() -> StepPlan:
 def refusals(rank: int, world: int) -> dict[str, str]:
     """What every rank says where ranks mean different things."""
     mesh = vl.Mesh(dp=2, pp=world // 2)
-    plan = runnable(plan_of(0, mesh))
+    plan = runnable(plan_of(0, mesh, most_documents=8))
     batch, said = batch_of(plan), {}
     is_odd = rank == 2
 
@@ -333,8 +336,8 @@ def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[
     mesh = vl.Mesh(pp=world)
     if is_sharded or is_shared:
         mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if is_sharded else "none")
-    plan = runnable(plan_of(0, mesh, shares=is_shared))
-    model = small(0)
+    plan = runnable(plan_of(0, mesh, shares=is_shared, most_documents=8))
+    model = small(0, 8)
     cut_to_stage(model, mesh, rank // mesh.dp)
     own = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
     if is_sharded:

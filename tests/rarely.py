@@ -9,6 +9,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+IS_SOAK = os.environ.get("VARLEN_HYPOTHESIS") == "soak"
+
 
 def mostly(often: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """All values, of which those that aren't among the first ones are left to the soak."""
@@ -24,6 +26,6 @@ def mostly(often: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 def examples(often: int, every: int | None = None) -> hypothesis.settings:
     """So many random examples in every run; in the soak `every`, or as many as other properties have."""
-    if os.environ.get("VARLEN_HYPOTHESIS") != "soak":
+    if not IS_SOAK:
         return hypothesis.settings(max_examples=often)
     return hypothesis.settings() if every is None else hypothesis.settings(max_examples=every)

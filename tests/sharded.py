@@ -49,7 +49,7 @@ def run_sharded(
 ) -> dict[str, Any]:
     """Train by a random plan where FSDP2 has divided parameters among replicas, which may share documents."""
     mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if gathered == "unit" else "none")
-    plan = runnable(plan_of(seed, mesh, shares=shares))
+    plan = runnable(plan_of(seed, mesh, shares=shares, most_documents=8 if shares else 4))
     model = small(seed)
     cut_to_stage(model, mesh, rank // 2)
     devices = replicas_of(mesh)

@@ -1,6 +1,7 @@
 """What messages and pages tell users to write is there: options, verbs, public names, and arguments of these."""
 
 import ast
+import functools
 import inspect
 import re
 import shlex
@@ -35,11 +36,14 @@ def strings(path):
             yield node.lineno, node.value
 
 
+@functools.cache
 def messages(root):
     """Every text of the package, and where it stands."""
-    for path in sorted(root.glob("src/varlen/**/*.py")):
-        for line, text in strings(path):
-            yield f"{path.relative_to(root)}:{line}", text
+    return [
+        (f"{path.relative_to(root)}:{line}", text)
+        for path in sorted(root.glob("src/varlen/**/*.py"))
+        for line, text in strings(path)
+    ]
 
 
 def pages(root):

@@ -18,6 +18,7 @@ import varlen as vl
 CPU = torch.device("cpu")
 
 
+@pytest.mark.soak
 def test_families_are_verified_with_every_attention() -> None:
     found = list(isolation.isolation("cpu", ["llama", "no such family"], [torch.float32]))
 

@@ -178,7 +178,7 @@ def test_a_tokenizer_beside_the_script_is_found_by_every_child(here) -> None:
         assert "sum 160" in here.run(*command)
 
 
-@pytest.mark.parametrize("how", ["-c", "-m"])
+@pytest.mark.parametrize("how", mostly(["-m"], ["-c", "-m"]))
 def test_a_tokenizer_in_the_current_folder_is_found_where_the_parent_finds_it(here, how) -> None:
     for name in ("letters", "beside"):
         (here.planted / f"{name}.py").write_text((here.scripts / f"{name}.py").read_text())

@@ -146,7 +146,7 @@ def test_the_demo_prints_one_json_object_and_writes_its_report(tmp_path):
     rows = "".join(json.dumps({"text": f"line {n}. " * (1 + n % 17)}) + "\n" for n in range(40))
     (tmp_path / "a.jsonl").write_text(rows)
 
-    run = varlen("demo", "--quick", "--json", "--data", "a.jsonl", "-o", "out.html", cwd=tmp_path)
+    run = asked("demo", "--quick", "--json", "--data", "a.jsonl", "-o", "out.html", cwd=tmp_path)
 
     assert run.returncode == 0, run.stderr
     tree = json.loads(run.stdout)

@@ -49,14 +49,14 @@ def test_the_command_that_is_advised_packs_the_same_documents(texts):
     (texts.parent / name).write_text(texts.read_text().replace('"text"', '"body"'))
     given = (name, "--column", "text=body", "--no-eos", "--on-error", "skip", "--capacity", 128)
 
-    run = varlen("inspect", *given, cwd=texts.parent)
+    run = asked("inspect", *given, cwd=texts.parent)
 
     command = next(line for line in run.stdout.splitlines() if line.startswith("varlen pack "))
     assert command == (
         f"varlen pack '{name}' -o packed --column text=body --on-error skip --no-eos --capacity 128 "
         f"--method {command.split('--method ')[1].split()[0]} --overlong split"
     )
-    packed = varlen(*shlex.split(command)[1:], "--json", cwd=texts.parent)
+    packed = asked(*shlex.split(command)[1:], "--json", cwd=texts.parent)
     assert packed.returncode == 0, packed.stderr
     assert json.loads(packed.stdout)["ledger"]["tokens_in"] == sum(map(len, TEXTS))
 

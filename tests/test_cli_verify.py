@@ -11,7 +11,7 @@ QUICK = ("--backend", "eager", "--layout", "rows")
 
 
 def test_verdicts_are_printed_and_nothing_written(tmp_path: Path) -> None:
-    run = varlen("verify", "llama", *QUICK, cwd=tmp_path)
+    run = asked("verify", "llama", *QUICK, cwd=tmp_path)
 
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("isolated: LlamaForCausalLM (llama), 24,800 weights, float32 on cpu")

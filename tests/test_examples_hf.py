@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import both
+from rarely import mostly
 from trainers import Recorder, furthest, gradients_of, logged, losses_one_by_one
 
 import varlen as vl
@@ -81,15 +82,21 @@ def test_the_trainer_s_example_has_the_loss_and_gradients_of_documents_alone(
     check_against(module.make_model(), batches, loss, gradients)
 
 
-def test_the_sft_example_runs_each_way(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module = example(root, "trl_sft")
-    for way in ("packed", "collator", "loader"):
-        module.main(way)
+WAYS = {
+    "packed": "400 documents in 68 rows",
+    "collator": "",
+    "loader": r"packs are 9\d\.\d % full",
+}
+"""Each way of the SFT example, and what it says beside its steps."""
+
+
+@pytest.mark.parametrize("way", mostly(["loader"], WAYS))
+def test_the_sft_example_runs_each_way(way: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example(root, "trl_sft").main(way)
     told = capsys.readouterr().out
 
-    assert re.findall(r"(\w+): 34 steps, 34,576 tokens", told) == ["packed", "collator", "loader"]
-    assert "400 documents in 68 rows" in told
-    assert re.search(r"packs are 9\d\.\d % full", told)
+    assert re.findall(r"(\w+): 34 steps, 34,576 tokens", told) == [way]
+    assert re.search(WAYS[way], told)
 
 
 @pytest.mark.parametrize("way", ["packed", "collator", "loader"])

@@ -16,15 +16,16 @@ import varlen as vl
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
 PROGRAM = EXAMPLES / "lightning_module.py"
+LIBRARIES = "torch,lightning,transformers.models.llama.modeling_llama,varlen.adapters.lightning"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two processes stopped after 4 of 7 steps, and gone on with."""
     folder = tmp_path_factory.mktemp("runs")
-    begun = python(GRADIENTS_JOB, PROGRAM, folder / "gradients.pt", folder / "two", 2, 4)
+    begun = python(GRADIENTS_JOB, PROGRAM, folder / "gradients.pt", folder / "two", 2, 4, libraries=LIBRARIES)
     before = seen_in(folder / "two")
-    return folder, begun, before, python(PROGRAM, folder / "two", 2)
+    return folder, begun, before, python(PROGRAM, folder / "two", 2, libraries=LIBRARIES)
 
 
 def test_every_document_is_trained_once_over_two_processes_before_and_after_going_on(runs):

@@ -17,7 +17,7 @@ def runs(tmp_path_factory):
     words = (GRADIENTS_JOB, PROGRAM, folder / "gradients.pt", folder / "run", 4)
     begun = as_ranks(*words, ranks=2, libraries="torch")
     before = seen_in(folder / "run")
-    return folder, begun, before, python(PROGRAM, folder / "run")
+    return folder, begun, before, python(PROGRAM, folder / "run", libraries="torch")
 
 
 def test_every_document_is_trained_once_on_two_ranks_and_then_on_one(runs):

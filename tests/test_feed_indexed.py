@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from rarely import IS_SOAK, mostly
 from test_source_store import write_store
 
 from varlen.errors import SourceError, StateError
@@ -60,7 +61,7 @@ def test_every_state_gives_the_rest_twice_after_json(store):
     assert len(whole) > 20
     assert len(states) == len(whole) + 1
     feed = feed_of(store)
-    for taken in reversed(range(len(states))):
+    for taken in [*reversed(range(len(states)))][:: 1 if IS_SOAK else 3]:
         saved = json.loads(json.dumps(to_json(states[taken], "indexed", BELONGS)))
         for _ in range(2):
             state = from_json(saved, "indexed", BELONGS, FREE)
@@ -68,7 +69,7 @@ def test_every_state_gives_the_rest_twice_after_json(store):
             assert rest(feed, state)[0] == whole[taken:]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("ranks", mostly([3, 4], [2, 3, 4, 6, 8]))
 def test_a_changed_world_size_goes_on_with_the_same_sets(store, ranks):
     def sets(size, state):
         """Rows of each step, whoever takes them, and states where steps begin."""

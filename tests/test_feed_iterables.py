@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from loaders import content, drained
 from memory_rows import ITERABLES, Again
+from rarely import mostly
 from streaming import feed_of, rows, run, side_by_side
 from test_feed_streaming import FeedState
 
@@ -46,8 +47,13 @@ def texts(batches):
     return np.bincount(found, minlength=300)[1:].tolist()
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-@pytest.mark.parametrize("form", [form for form in ITERABLES if form != "generator"])
+BEGUN_ANEW = [form for form in ITERABLES if form != "generator"]
+OFTEN = [("function", "process"), ("re-iterable", "thread"), ("IterableDataset", "process")]
+
+
+@pytest.mark.parametrize(
+    ("form", "worker"), mostly(OFTEN, itertools.product(BEGUN_ANEW, ("thread", "process")))
+)
 def test_batches_are_the_same_in_every_form_and_worker_and_from_any_state(form, worker):
     with loader_of(lambda: iter(ROWS)) as usual, loader_of(ROWS) as finite:
         wanted = drained(usual)[0]

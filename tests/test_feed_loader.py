@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from loaders import content, drained, loader_of, random_store
+from rarely import IS_SOAK
 
 import varlen as vl
 from varlen.errors import SettingError, StateError
@@ -27,7 +28,7 @@ def test_every_state_gives_the_rest_twice_after_json(store):
 
     assert len(whole) > 20
     with loader_of(store, micro_batch_size=4) as loader:
-        for taken in reversed(range(len(states))):
+        for taken in [*reversed(range(len(states)))][:: 1 if IS_SOAK else 3]:
             for _ in range(2):
                 loader.load_state_dict(json.loads(json.dumps(states[taken])))
                 assert loader.state_dict() == states[taken]

@@ -1,8 +1,6 @@
 """The loader straight from documents: in a thread, in a process, and in a job of several ranks."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import counting
 import numpy as np
 import pytest
 from loaders import content, drained
+from ranks import as_ranks
 
 import varlen as vl
 from varlen.errors import InputError, StateError
@@ -82,15 +81,7 @@ def test_ranks_of_a_job_read_their_own_lanes_and_agree(texts, tmp_path):
             alone.setdefault(int(batch.pack_ids[0]) // 12, []).append([int(n) for n in batch.document_ids])
     out = tmp_path / "out"
     out.mkdir()
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command, JOB, texts, out],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[:3000] + done.stderr[-3000:]
+    as_ranks(JOB, texts, out, libraries="torch,varlen.feed.loader")
     said = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
     assert said[0]["end"] == said[1]["end"]

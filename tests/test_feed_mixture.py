@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from loaders import content, drained, random_store
+from rarely import IS_SOAK
 
 import varlen as vl
 from varlen.errors import InputError, StateError
@@ -96,7 +97,7 @@ def test_every_state_gives_the_rest_after_json_and_any_step_is_found(stores):
             assert len(loader.documents(min(step, len(whole) // 3 - 1)).pack_ids)
         assert "shard" in loader.where(0)
     with loader_of(stores, "all", micro_batch_size=4) as loader:
-        for taken in range(0, len(states), 3):
+        for taken in range(0, len(states), 3 if IS_SOAK else 7):
             loader.load_state_dict(json.loads(json.dumps(states[taken])))
             assert drained(loader)[0] == whole[taken:]
     with loader_of(stores, "all", micro_batch_size=4, worker="process") as loader:

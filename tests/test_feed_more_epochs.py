@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loaders import content as all_of
 from loaders import drained
 from memory_rows import Again
+from rarely import examples, mostly
 from streaming import (
     content,
     documents,
@@ -99,11 +100,11 @@ def check_goes_on(make, before, after, later, every=1):
 
 SHAPES = {
     "one window": {"texts": ["short"] * 60, "lanes": 1, "size": 2},
-    "many rounds": {"texts": some_texts(1, 100), "lanes": 2, "size": 4, "micro": 2, "window_packs": 4},
-    "lanes": {"texts": some_texts(3, 90), "lanes": 4, "size": 4, "micro": 2},
+    "many rounds": {"texts": some_texts(1, 70), "lanes": 2, "size": 4, "micro": 2, "window_packs": 4},
+    "lanes": {"texts": some_texts(3, 60), "lanes": 4, "size": 4, "micro": 2},
     "few": {"texts": ["one", "", "three"], "lanes": 4, "size": 4},
     "long": {"texts": ["x" * 700, "y" * 300], "lanes": 2, "size": 2, "method": "wrapped"},
-    "in order": {"texts": some_texts(4, 60), "lanes": 2, "size": 2, "seed": None, "method": "next_fit"},
+    "in order": {"texts": some_texts(4, 40), "lanes": 2, "size": 2, "seed": None, "method": "next_fit"},
 }
 
 
@@ -135,7 +136,7 @@ def test_every_state_goes_on_for_more_epochs_and_all_alike(tmp_path, shape, befo
     st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
     st.integers(1, 9),
 )
-@settings(max_examples=20)
+@examples(8, 20)
 def test_any_documents_and_settings_go_on_for_more_epochs(
     tmp_path_factory, lengths, method, overlong, most, sizes, epochs, window
 ):
@@ -165,7 +166,7 @@ def test_an_end_that_moves_loses_documents(tmp_path):
 
 @pytest.mark.parametrize("meets", [True, False])
 def test_other_world_sizes_go_on_for_more_epochs(tmp_path, meets):
-    texts = some_texts(6, 100)
+    texts = some_texts(6, 70)
     source = open_source(write_texts(tmp_path / "a.jsonl", texts))
     named = {"lanes": 6, "size": 6}
     first = run(feed_of(source, epochs=1, **named))
@@ -207,7 +208,7 @@ def test_a_run_goes_on_without_end(tmp_path):
 def data(tmp_path_factory):
     rng = np.random.default_rng(1)
     return write_texts(
-        tmp_path_factory.mktemp("texts") / "a.jsonl", ["word " * n for n in rng.integers(0, 60, 200)]
+        tmp_path_factory.mktemp("texts") / "a.jsonl", ["word " * n for n in rng.integers(0, 60, 120)]
     )
 
 
@@ -216,8 +217,12 @@ def loader_of(data, epochs, **changes):
     return vl.PackedLoader(data, "bytes", epochs=epochs, **{**usual, **changes})
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-@pytest.mark.parametrize("form", ["file", "rows", "iterable"])
+OFTEN = [("file", "process"), ("rows", "thread"), ("iterable", "process")]
+
+
+@pytest.mark.parametrize(
+    ("form", "worker"), mostly(OFTEN, product(("file", "rows", "iterable"), ("thread", "process")))
+)
 def test_loaders_go_on_in_every_worker_and_of_every_source(data, form, worker):
     given_rows = [json.loads(line) for line in data.read_text().splitlines()]
     given = {"file": data, "rows": given_rows, "iterable": Again(given_rows)}[form]

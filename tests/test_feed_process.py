@@ -18,7 +18,7 @@ from varlen.errors import StalledError, WorkerDiedError
 from varlen.feed.worker import process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-KILLS = 3
+KILLS = 2
 
 
 @pytest.fixture(scope="module")

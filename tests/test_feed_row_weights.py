@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rarely import mostly
 from weighted_rows import Weighed, chats, expected, segments, targets, write
 
 import varlen as vl
@@ -55,9 +57,14 @@ ROADS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-@pytest.mark.parametrize("worker", ["process", "thread"])
-@pytest.mark.parametrize("road", ROADS)
+CELLS = [*product(ROADS, ("process", "thread"), ("rows", "flat"))]
+IN_PROCESSES = [("streaming", "process", "flat"), ("packed, cached", "process", "rows")]
+
+
+@pytest.mark.parametrize(
+    ("road", "worker", "layout"),
+    mostly([one for one in CELLS if one[1] == "thread" or one in IN_PROCESSES], CELLS),
+)
 def test_every_document_comes_with_its_weights(road: str, worker: str, layout: str, data: Path) -> None:
     name, changes = ROADS[road]
 

@@ -7,9 +7,11 @@ import shutil
 import signal
 import time
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 from loaders import loader_of, random_store
+from rarely import mostly
 from skipping import PAD, WORKERS, assert_masked, damaged, drain, numbered, skipping, taken
 
 import varlen as vl
@@ -27,8 +29,13 @@ def whole(store):
     return taken(loader_of(store, pad_id=PAD))[0]
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize("cut", [None, "fails", 0, 1234])
+CUTS = [None, "fails", 0, 1234]
+
+
+@pytest.mark.parametrize(
+    ("cut", "worker"),
+    mostly([*((cut, "thread") for cut in CUTS), (1234, "process")], product(CUTS, WORKERS)),
+)
 def test_documents_of_a_shard_whose_tokens_are_gone_or_cut_are_masked(store, whole, tmp_path, cut, worker):
     places = numbered(store)
 

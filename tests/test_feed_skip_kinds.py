@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pytest
 from loaders import loader_of, random_store
 from offline_packs import write_texts
+from rarely import mostly
 from skipping import PAD, WORKERS, assert_masked, damaged, drain, numbered, skipping, taken
 from test_feed_growing import index_until
 from test_source_megatron import write_pair
@@ -28,8 +30,13 @@ def rows_of(count=150, longest=50, seed=2):
     return [rng.integers(0, 99, n).tolist() for n in rng.integers(1, longest, count)]
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize("when", ["before", "while", "gone"])
+@pytest.mark.parametrize(
+    ("when", "worker"),
+    mostly(
+        [("before", "thread"), ("while", "process"), ("gone", "thread")],
+        product(("before", "while", "gone"), WORKERS),
+    ),
+)
 def test_megatron_tokens_that_were_cut_are_masked(tmp_path, when, worker):
     rows = rows_of()
     for name in ("good", "bad"):
@@ -84,8 +91,13 @@ def test_an_index_that_contradicts_itself_is_an_error_and_one_cut_while_mapped_t
         file.places(0, 150)
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize("column", ["input_ids", "labels", "loss_mask"])
+@pytest.mark.parametrize(
+    ("column", "worker"),
+    mostly(
+        [("input_ids", "process"), ("labels", "thread"), ("loss_mask", "thread")],
+        product(("input_ids", "labels", "loss_mask"), WORKERS),
+    ),
+)
 def test_rows_of_arrow_that_are_no_tokens_are_masked(tmp_path, column, worker):
     rows = rows_of()
     columns = {"input_ids": rows, column: rows}
@@ -139,8 +151,10 @@ def wait_at_rest(pid):
         spent.append(int(fields[11]) + int(fields[12]))
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-@pytest.mark.parametrize("as_file", [True, False])
+@pytest.mark.parametrize(
+    ("as_file", "on_error"),
+    mostly([(True, "skip"), (False, "raise")], product((True, False), ("raise", "skip"))),
+)
 def test_an_arrow_file_cut_while_it_is_mapped_kills_no_worker(tmp_path, as_file, on_error):
     rows = rows_of(6000)
     path = tmp_path / "a.arrow"

@@ -156,7 +156,6 @@ def test_an_output_that_cant_take_a_character_ends_no_verb(tmp_path, monkeypatch
     for verb in (
         ["inspect", folder, "--on-error", "skip"],
         ["pack", folder, "-o", "p→", "--capacity", 64, "--on-error", "skip"],
-        ["index", folder, "-o", "i→", "--on-error", "skip"],
         ["plan", folder, "--gpus", 1, "--on-error", "skip"],
         ["pack", folder, "-o", "q→"],
         ["pack", "--help"],

@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loaders import loader_of
+from rarely import mostly
 from test_feed_windows import Store
 from test_source_megatron import write_pair
 from test_source_store import write_store
@@ -64,8 +66,10 @@ def test_first_documents_that_cannot_be_read_are_masked_later_where_that_is_aske
         assert loader.stats().skipped == 15
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "worker"),
+    mostly([*product(KINDS, ["thread"]), ("arrow", "process")], product(KINDS, ("thread", "process"))),
+)
 def test_another_id_beyond_the_model_is_refused_with_its_batch(tmp_path, monkeypatch, kind, worker):
     monkeypatch.setattr(bad_documents, "_DOCUMENTS", 3)
     data = write_tokens(tmp_path / kind, kind, [[7] * 32] * 48 + [[7] * 31 + [70]])

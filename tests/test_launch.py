@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,21 +171,20 @@ def test_training_alone_needs_no_others(how: str, monkeypatch: pytest.MonkeyPatc
         assert ranks.world_size == 1
 
 
-def test_training_in_tasks_that_torchrun_did_not_start_is_refused(texts: Path, tmp_path: Path) -> None:
+def test_training_in_tasks_that_torchrun_did_not_start_is_refused(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., tuple[Any, str, str]]
+) -> None:
+    set_all(monkeypatch, SEVERAL["srun"])
     (tmp_path / "c.toml").write_text(
         f'[data]\nsource = "{texts}"\ncapacity = 64\nglobal_batch_size = 2\n[model]\ntype = "llama"\n'
         "[model.settings]\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 1\n"
         f'num_attention_heads = 2\n[run]\noutput = "{tmp_path / "run"}"\nsteps = 1\n'
     )
-    command = [sys.executable, "-m", "varlen", "train", str(tmp_path / "c.toml")]
-    ended = subprocess.run(
-        command, env=os.environ | SEVERAL["srun"], capture_output=True, text=True, check=False
-    )
 
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(
-        "varlen: rank 7: this is one of 8 processes (SLURM_STEP_NUM_TASKS) that torchrun"
-    )
+    code, _, said = verb("train", tmp_path / "c.toml")
+
+    assert code == 2
+    assert said.startswith("varlen: rank 7: this is one of 8 processes (SLURM_STEP_NUM_TASKS) that torchrun")
     assert not (tmp_path / "run").exists()
 
 
@@ -216,7 +216,7 @@ def work(rank, file, texts):
         say("TOKENS", sum(batch.num_tokens for batch in loader))
 
 if __name__ == "__main__":
-    mp.spawn(work, args=tuple(sys.argv[1:]), nprocs=2)
+    mp.start_processes(work, args=tuple(sys.argv[1:]), nprocs=2, start_method="fork")
 """
 
 
@@ -252,17 +252,21 @@ def dataset_of(make: Any) -> Any:
 @pytest.mark.parametrize("ranks", [{}, {"dp_rank": 0, "dp_world_size": 2}], ids=["none", "of the job"])
 @pytest.mark.parametrize("is_carried", [False, True])
 def test_the_workers_of_a_data_loader_are_refused(
-    ranks: dict[str, int], is_carried: bool, texts: Path
+    ranks: dict[str, int], is_carried: bool, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, _utils
 
+    # Each worker that has failed is waited for as long when its DataLoader goes.
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     with loader_of(texts, **ranks) as made:
         dataset = dataset_of((lambda: made) if is_carried else (lambda: loader_of(texts, **ranks)))
+        failing = iter(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))
         with pytest.raises(
             (InputError, RuntimeError), match=r"one of 2 worker processes of a DataLoader"
         ) as refused:
-            list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))
+            list(failing)
         assert "DataLoader(dataset, batch_size=None, num_workers=0)" in str(refused.value)
+        failing._shutdown_workers()
 
         tokens = sum(batch.num_tokens for batch in DataLoader(dataset, batch_size=None, num_workers=0))
 

@@ -56,7 +56,7 @@ def add(shared, task):
 
 
 def test_results_of_all_tasks_come_once_and_errors_come_across():
-    crew = Crew(processes=3)
+    crew = Crew(processes=2)
 
     assert sorted(crew.run(add, 10, range(40))) == list(range(10, 50))
     assert list(crew.run(add, 10, [])) == []

@@ -17,6 +17,7 @@ from offline_packs import (
     small_parts,
     write_texts,
 )
+from rarely import mostly
 
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, WorkerDiedError
@@ -64,7 +65,7 @@ def interrupted(monkeypatch, module, name, call, data, output, **settings):
             pack(data, output, **settings)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", mostly([3], [2, 3]))
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path, data, whole, processes):
     pack(data, tmp_path / "out", processes=processes)
 

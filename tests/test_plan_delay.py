@@ -139,6 +139,7 @@ def test_a_document_that_waits_may_be_drawn_again_in_the_next_epoch() -> None:
     assert (ids.tolist(), waiting.document_ids.size) == ([5, 5, 6], 0)
 
 
+@pytest.mark.soak
 def test_whole_documents_gain_more_from_waiting_than_slices_do() -> None:
     lengths = np.random.default_rng(7).lognormal(7.5, 1.6, 4 * 48).clip(32, 131_072).astype(np.int32)
     drawn = np.arange(lengths.size), np.arange(5) * 48

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from rarely import examples
 from test_plan_step import cost_of
 
 import varlen as vl
@@ -48,7 +49,7 @@ def test_no_group_touches_more_nodes_than_it_needs(mesh: vl.Mesh, documents: lis
 
 @pytest.mark.parametrize("method", ["micropack", "dynamic_cp"])
 @pytest.mark.parametrize("mesh", [vl.Mesh(dp=16, pp=2, tp=2), vl.Mesh(dp=8, pp=1, cp=2, tp=2)])
-@settings(max_examples=3)
+@examples(1, 3)
 @given(seed=st.integers(0, 1000))
 def test_plans_share_within_nodes(method: Any, mesh: vl.Mesh, seed: int) -> None:
     lengths = np.append(

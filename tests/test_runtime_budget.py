@@ -85,7 +85,7 @@ class Pretended:
     st.floats(-1, 2),
     st.integers(0, 2**32 - 1),
 )
-@examples(20)
+@examples(8)
 def test_no_calibration_is_over_its_budget_by_more_than_the_least(
     pair: float, row: float, call: float, budget: float, seed: int
 ) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rarely import examples
 from sliced import SIZES, take_gradients, tiny
 from sliced import one_gpu_plan as plan_of_slices
 
@@ -62,7 +63,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     st.sampled_from(["none", "full"]),
     st.sampled_from(["rows", "flat"]),
 )
-@settings(max_examples=25)
+@examples(10, 25)
 def test_a_step_is_that_of_the_uncut_model(
     lengths: list[int], slice_tokens: int, recompute: Any, layout: Any
 ) -> None:

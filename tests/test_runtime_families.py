@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from distances import largest
-from hypothesis import given, settings
+from hypothesis import given
+from rarely import examples
 from sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -189,7 +190,7 @@ def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name: str) -> N
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "deepseek_v3"])
 @given(case=plans())
-@settings(max_examples=6)
+@examples(3, 6)
 def test_any_cut_of_either_pass_gives_a_family_the_same_gradients(name: str, case: Any) -> None:
     with Wide():
         assert off(family(name), *case) < 1e-12

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rarely import examples
 from sliced import tiny
 from test_runtime_attention import document, in_slices, packed_slices, reference
 
@@ -160,7 +161,7 @@ KERNELS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", KERNELS)
 @given(case=packed_slices(), seed=st.integers(0, 99), with_sinks=st.booleans())
-@settings(max_examples=25)
+@examples(10, 25)
 def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(
     name: str, case: Any, seed: int, with_sinks: bool
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from distances import largest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_plans import random_plan
 from ranks import as_ranks
@@ -148,19 +148,19 @@ def check(model: Any, plan: StepPlan) -> Any:
 
 
 @given(plans())
-@settings(max_examples=15)
+@examples(8, 15)
 def test_ranks_that_share_documents_add_up_to_the_uncut_model(plan: StepPlan) -> None:
     check(tiny("llama"), plan)
 
 
 @given(plans(), st.sampled_from([1, 3, 9, 17]))
-@settings(max_examples=15)
+@examples(8, 15)
 def test_windows_of_shared_documents_are_those_of_the_uncut_model(plan: StepPlan, window: int) -> None:
     check(tiny("mistral", sliding_window=window), plan)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 2))
-@examples(6, 10)
+@examples(4, 10)
 def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int) -> None:
     mesh = Mesh(dp=4, pp=pp, virtual_stages=virtual if pp > 1 else 1)
     plan = random_plan(seed, mesh=mesh)
@@ -175,7 +175,7 @@ def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int)
 
 
 @given(plans(), st.sampled_from([None, 3, 17]))
-@settings(max_examples=12)
+@examples(6, 12)
 def test_shared_documents_may_wait_in_host_memory(plan: StepPlan, window: int | None) -> None:
     model = tiny("mistral", sliding_window=window, num_hidden_layers=3)
     check(model, replace(plan, offload="kv"))

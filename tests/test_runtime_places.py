@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], vl.Mesh, dict[str, Any]]:
 
 
 @given(cases())
-@examples(25, 60)
+@examples(12, 60)
 def test_every_rank_and_stage_does_its_part(case: tuple[list[int], vl.Mesh, dict[str, Any]]) -> None:
     lengths, mesh, chosen = case
     model = tiny("llama", num_hidden_layers=7)

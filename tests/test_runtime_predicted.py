@@ -80,7 +80,7 @@ def pipelined(schedule: Any, count: int, slices: int, rows: int, mesh: Mesh, **s
 
 
 @EACH_WAY
-@pytest.mark.parametrize(("name", "lengths", "slice_tokens"), mostly([ON_ONE[0], ON_ONE[-1]], ON_ONE))
+@pytest.mark.parametrize(("name", "lengths", "slice_tokens"), mostly([ON_ONE[1]], ON_ONE))
 def test_a_stage_holds_what_is_predicted(
     name: str, recompute: Any, saved: Any, offload: Any, lengths: tuple[int, ...], slice_tokens: int
 ) -> None:
@@ -138,8 +138,8 @@ def test_ranks_that_share_a_document_hold_what_is_predicted(
 
 
 @HEADS
-@pytest.mark.parametrize("offload", ["none", "kv"])
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("offload", mostly(["kv"], ["none", "kv"]))
+@pytest.mark.parametrize("share", mostly([0.5], [0.2, 0.5, 0.8]))
 def test_layers_some_of_which_are_computed_again_hold_what_is_predicted(
     name: str, offload: Any, share: float
 ) -> None:
@@ -161,9 +161,7 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), mostly([(2, 1)], [(1, 1), (2, 1), (1, 2)]))
-@pytest.mark.parametrize(
-    "weights", mostly(["at once", "apart and late"], ["at once", "apart", "apart and late"])
-)
+@pytest.mark.parametrize("weights", mostly(["apart and late"], ["at once", "apart", "apart and late"]))
 @pytest.mark.parametrize("seed", mostly([6], range(20)))  # it misses nothing of what is counted
 def test_any_cuts_of_both_passes_hold_what_is_predicted(
     seed: int, weights: str, ranks: int, stages: int
@@ -187,9 +185,9 @@ def test_any_cuts_of_both_passes_hold_what_is_predicted(
     check(random.choice(["GQA", "wide"]), replace(plan, offload=offload), saved, 0.01)
 
 
-def test_cuts_of_the_backward_pass_alone_hold_what_is_predicted() -> None:
+@pytest.mark.parametrize("name", mostly(["GQA"], MODELS))
+def test_cuts_of_the_backward_pass_alone_hold_what_is_predicted(name: str) -> None:
     forward: list[list[Slice]] = [[(0, 0, 500)], [(0, 500, 700), (1, 0, 300)], [(0, 700, 1000)]]
     backward: list[list[Slice]] = [[(0, 850, 1000)], [(0, 300, 850)], [(0, 0, 300), (1, 0, 300)]]
     plan = plan_of([1000, 300], [(0, 1), (0, 1)], [forward], [backward], recompute="full")
-    for name in MODELS:
-        check(name, plan, "layers")
+    check(name, plan, "layers")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.plan_accuracy import LENGTHS, TARGET_BYTES, Case, cases, predicted_bytes
-from hypothesis import given, settings
+from hypothesis import given
+from rarely import examples
 from sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
 
 from varlen.cost.shape import ModelShape
@@ -76,7 +77,7 @@ def test_a_sliced_step_has_the_gradients_of_the_uncut_model(family: str, recompu
 
 
 @given(plans())
-@settings(max_examples=40)
+@examples(15, 40)
 def test_any_cut_of_either_pass_gives_the_same_gradients(case: tuple[list[int], Any]) -> None:
     check(tiny("llama"), *case)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rarely import examples
 from step_plans import durations_of, memory_of, random_plan
 
 from varlen.simulate.api import run_plan
@@ -18,6 +19,7 @@ from varlen.step_plan import Mesh
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.integers(1, 6))
+@examples(20)
 def test_a_dispatched_order_is_simulated_as_it_was_made(
     seed: int, pp: int, virtual: int, splits: bool, num_documents: int
 ) -> None:

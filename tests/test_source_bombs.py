@@ -7,7 +7,7 @@ import sys
 import pytest
 from shared_values import MB, PEAK
 
-LIMIT = 16 * MB
+LIMIT = 6 * MB
 READ = (
     PEAK
     + f"""
@@ -32,7 +32,7 @@ print(count, lost, (peak() - before) // 1024)
 FILL = b"a" * MB
 LINE = b"a" * 1023 + b"\n"
 FINE = b'{"text": "fine"}'
-TIMES = 150
+TIMES = 64
 BOMBS = {
     "line.jsonl.gz": ([FINE + b'\n{"text": "', *[FILL] * TIMES, b'"}\n', FINE], 1),
     "no_end.txt.gz": ([FILL] * TIMES, 0),

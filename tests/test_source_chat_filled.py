@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from rarely import mostly
+from rarely import examples, mostly
 from trl_chats import FAMILIES, source_of, template_names, tokenizer_of
 
 from varlen.errors import SourceError
@@ -67,7 +67,7 @@ def outcome(template: ChatTemplate, messages: Any, tools: Any) -> Any:
 
 @pytest.mark.parametrize("name", mostly([name for name in OFTEN if name in SHIPPED], SHIPPED))
 @given(chats())
-@settings(max_examples=20)
+@examples(8, 20)
 def test_what_is_filled_in_is_what_a_second_rendering_finds(name: str, chat: Any) -> None:
     messages, tools = chat
     filled, twice = template_of(name), template_of(name)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rarely import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from varlen.documents.documents import _encode_spans, dividing_id
@@ -98,7 +99,7 @@ def cut(rendered: list[Rendered], tokenizer: FastTokenizer) -> tuple[list[list[i
 @given(
     st.lists(st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=4), min_size=1, max_size=3)
 )
-@settings(max_examples=80)
+@examples(30, 80)
 def test_texts_whose_parts_are_encoded_at_once_are_those_that_are_cut(kind: str, rows: Any) -> None:
     tokenizer, rendered = tokenizer_of(kind), []
     for turns in rows:

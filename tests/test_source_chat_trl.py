@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from rarely import mostly
 from tests.trl_chats import (
     FAMILIES,
     Chat,
@@ -130,7 +131,10 @@ def test_the_original_trains_what_the_twin_marks(family: str, conversation: str)
     _compare(family, source_of(family), chat, of_original(family, chat))
 
 
-@pytest.mark.parametrize("conversation", CHATS)
+_OFTEN = ("three turns", "tools, parallel calls", "system, two turns", "same answers")
+
+
+@pytest.mark.parametrize("conversation", mostly(_OFTEN, CHATS))
 @pytest.mark.parametrize("family", _TWINS)
 def test_a_twin_without_its_marks_trains_what_they_mark(family: str, conversation: str) -> None:
     chat = CHATS[conversation]

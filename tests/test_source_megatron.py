@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rarely import examples
 
 from varlen.errors import SourceError
 from varlen.store import token_files
@@ -84,7 +85,7 @@ def test_pieces_are_read_and_their_labels_counted(tmp_path_factory, ids, data):
     assert counted.tolist() == [max(stop - start - 1, 0)]
 
 
-@settings(max_examples=400)
+@examples(150, 400)
 @given(DOCUMENTS, st.sampled_from(sorted(KINDS)), st.data())
 def test_a_broken_index_is_an_error_or_gives_what_the_bytes_say(tmp_path_factory, documents, kind, data):
     prefix = tmp_path_factory.mktemp("megatron") / "data"

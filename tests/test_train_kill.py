@@ -80,7 +80,7 @@ def kill_at_random(store, whole, folder, least):
 
 
 def test_killed_at_random_moments_a_run_goes_on_with_the_same_bits(whole, store, tmp_path):
-    kill_at_random(store, whole, tmp_path, 3)
+    kill_at_random(store, whole, tmp_path, 2)
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@ import hf_models
 import numpy as np
 import pytest
 import torch
+from rarely import mostly
 from sliced import take_gradients, tiny
 from torch.nn.functional import cross_entropy
 from trainers import Recorder, arguments, furthest, gradients_of, logged, packed_loader
@@ -158,7 +159,7 @@ def run(store: Any, output: Path, **changes: Any) -> Any:
     return notes
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 6])
+@pytest.mark.parametrize("micro_batch_size", mostly([3], [1, 3, 6]))
 def test_the_loss_of_varlen_train_is_weighted(micro_batch_size: int, store: Path, tmp_path: Path) -> None:
     notes = run(store, tmp_path / "run", data__micro_batch_size=micro_batch_size)
     settings = {
@@ -199,7 +200,7 @@ def test_documents_and_the_store_of_them_are_trained_alike(store: Path, tmp_path
         run(rows, tmp_path / "d")
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", mostly(["fsdp"], ["ddp", "fsdp"]))
 def test_ranks_divide_by_the_weights_of_all(parallel: str, store: Path, tmp_path: Path) -> None:
     alone = run(store, tmp_path / "one", data__micro_batch_size=1)
     made = run_table(store, tmp_path / "two", data__micro_batch_size=1, run__parallel=parallel)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rarely import IS_SOAK
 from torch.nn.functional import cross_entropy
 from training import STEPS, Notes, metrics_of, rewound, same_end, settings, steps_of, weights_of, write_store
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -177,7 +178,8 @@ def test_a_run_goes_on_for_more_epochs_from_any_checkpoint(store, tmp_path, mode
     first = trained(tmp_path / "whole", 1)
     assert first.total_tokens == once
     copies = [
-        rewound(tmp_path / "whole", step, tmp_path / f"from{step}") for step in (2, first.steps // 4 * 2)
+        rewound(tmp_path / "whole", step, tmp_path / f"from{step}")
+        for step in ((2, first.steps // 4 * 2) if IS_SOAK else (2,))
     ]
     more = trained(tmp_path / "whole", 2)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import VOCABULARY, make, tiny
+from rarely import mostly
 from transformers import AutoConfig
 
 import varlen as vl
@@ -127,8 +128,15 @@ def is_told(mask: str, positions: str, ends: str) -> bool:
     return ends != "none" or "segments" in mask or positions not in ("absent", "run on")
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("attention", ["eager", "sdpa", FLASH])
+OFTEN = [("sdpa", mask) for mask in MASKS] + [
+    *((FLASH, mask) for mask in ("none", "padding", "segments", "finished and open")),
+    *(("eager", mask) for mask in ("ones", "padded segments", "finished")),
+]
+
+
+@pytest.mark.parametrize(
+    ("attention", "mask"), mostly(OFTEN, itertools.product(("eager", "sdpa", FLASH), MASKS))
+)
 def test_an_error_is_found_exactly_where_the_model_leaks(attention: str, mask: str, flash: None) -> None:
     model = model_with(attention)
     model.config.use_cache = True

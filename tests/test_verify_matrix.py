@@ -54,7 +54,7 @@ def test_no_cell_of_a_family_is_silent(name: str) -> None:
 
 
 @pytest.mark.usefixtures("same_transformers")
-@pytest.mark.parametrize("family", mostly(["stablelm", "qwen3_next", "musicgen"], SAMPLE))
+@pytest.mark.parametrize("family", mostly(["stablelm", "musicgen"], SAMPLE))
 def test_a_family_that_is_run_again_gives_the_same_verdicts(family: str) -> None:
     assert verdicts(matrix_row(family)) == verdicts(FOUND["families"][family])
 

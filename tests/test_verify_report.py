@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from hf_models import verified
 
 import varlen as vl
 from varlen.verify.models.attention import AttentionPicture, kernels_of
@@ -16,7 +17,7 @@ FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 
 @pytest.fixture(scope="module")
 def llama() -> vl.VerifyReport:
-    return vl.verify("llama")
+    return verified("llama")
 
 
 def test_the_attention_between_documents_is_drawn(llama: vl.VerifyReport) -> None:
