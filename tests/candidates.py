@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from varlen.plan.candidate import Candidate
+from varlen.plan.search import Candidate
 from varlen.step_plan import Mesh
 
 

@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 from training import LLAMA, Notes, table
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from varlen.cost.hardware import Hardware, RateCurve, RateTable
-from varlen.cost.saved import save_hardware
+from varlen.cost.hardware import Hardware, RateCurve, RateTable, save_hardware
 from varlen.train import step as step_module
 from varlen.train import trainer as trainer_module
 from varlen.train.config import as_settings

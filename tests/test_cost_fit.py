@@ -22,10 +22,9 @@ from varlen.cost.fit import (
     median_of_repeats,
 )
 from varlen.cost.flops import pairs_of
-from varlen.cost.hardware import Hardware, RateTable
+from varlen.cost.hardware import Hardware, RateTable, load_hardware, save_hardware
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER
-from varlen.cost.saved import load_hardware, save_hardware
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.step_plan import Mesh

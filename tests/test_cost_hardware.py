@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
+from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable, load_hardware, save_hardware
 from varlen.cost.model import CostModel
-from varlen.cost.saved import load_hardware, save_hardware
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.step_plan import Mesh

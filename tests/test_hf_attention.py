@@ -17,7 +17,7 @@ from transformers import AttentionInterface, FalconConfig, GptOssConfig, Llama4T
 from varlen.adapters import hf
 from varlen.adapters.hf import per_document
 from varlen.adapters.hf.attention import NAME, varlen_attention
-from varlen.adapters.hf.rules import LayerRules
+from varlen.adapters.hf.per_document import LayerRules
 from varlen.errors import ModelError
 
 

@@ -11,8 +11,7 @@ from offline_packs import contents, pack, small_parts, table_of, write_texts
 
 from varlen.documents.source import open_source
 from varlen.errors import MissingExtraError, OverlongDocumentError, SettingError, SourceError, WorkerDiedError
-from varlen.offline.cluster import _task
-from varlen.offline.crew import Crew
+from varlen.offline.crew import Crew, _task
 
 HAS_RAY = find_spec("ray") is not None
 

@@ -14,7 +14,7 @@ import pytest
 import varlen as vl
 from varlen.adapters.megatron.config.reading import read
 from varlen.cli.plan_job import model_of
-from varlen.cost.saved import load_hardware
+from varlen.cost.hardware import load_hardware
 from varlen.errors import VarlenError
 from varlen.parsed import UnreadableError, parse_json, parse_python, parse_toml, parse_yaml
 from varlen.train.config import read_config

@@ -13,7 +13,7 @@ import pytest
 import varlen as vl
 from varlen.adapters.megatron import check_config, read_metadata
 from varlen.adapters.megatron.files.npy import read_packed_npy
-from varlen.cost.saved import load_hardware
+from varlen.cost.hardware import load_hardware
 from varlen.documents.source import open_source
 from varlen.errors import VarlenError
 from varlen.store.lengths import counted_lengths

@@ -12,8 +12,8 @@ from rarely import IS_SOAK
 import varlen as vl
 from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
-from varlen.plan.candidate import Candidate
 from varlen.plan.score import best_plan, score, unordered
+from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import dispatch, loads_s, pipelines_of
 from varlen.simulate.durations import durations, stage_costs

@@ -14,7 +14,7 @@ from sliced import one_gpu_plan, take_gradients, tiny, tokens_of
 from varlen.errors import DeviceMemoryError, VarlenError
 from varlen.plan.one_gpu import one_gpu_plan as planned
 from varlen.runtime.clock import TrackedBytes
-from varlen.runtime.running_out import Took, is_out_of_memory, rows_that_fit
+from varlen.runtime.stage_run import Took, is_out_of_memory, rows_that_fit
 from varlen.runtime.step import run_step
 
 LENGTH = 512

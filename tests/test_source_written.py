@@ -28,8 +28,8 @@ from written_files import damage
 import varlen as vl
 from varlen.adapters.megatron.packing.index import open_index
 from varlen.adapters.megatron.packing.offline import MegatronPackSettings, pack_for_megatron
+from varlen.cost.hardware import load_hardware, save_hardware
 from varlen.cost.model import Hardware
-from varlen.cost.saved import load_hardware, save_hardware
 from varlen.documents.source import open_source
 from varlen.errors import SourceError, VarlenError
 from varlen.files.written import PARTIAL, WORK, sealed

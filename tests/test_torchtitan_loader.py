@@ -12,7 +12,7 @@ from titan import FIRST, numbered_store, numbers, step_rows
 
 import varlen as vl
 from varlen.adapters.torchtitan import PackedDataLoader, check_trainer
-from varlen.adapters.torchtitan.protocol import base_data_loader
+from varlen.adapters.torchtitan.loader import base_data_loader
 from varlen.errors import OverlongDocumentError, SettingError, StateError
 
 DOCUMENTS, SEQ_LEN, GLOBAL = 90, 64, 8

@@ -10,8 +10,8 @@ from training import LLAMA, Notes, rewound, settings, steps_of, table, write_sto
 from varlen.documents.source import open_source
 from varlen.errors import StateError
 from varlen.offline.index import index_source
+from varlen.train.checkpoint import WITHOUT_CHECKSUMS, checksum_of
 from varlen.train.config import as_settings
-from varlen.train.manifest import WITHOUT_CHECKSUMS, checksum_of
 from varlen.train.settings import TrainSettings
 from varlen.train.trainer import train
 

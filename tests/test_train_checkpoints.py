@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from training import Notes, rewound, same_end, settings, start_ranks, table, write_store
 
 from varlen.errors import StateError, VarlenError
-from varlen.train.checkpoint import load, newest, read_weights
-from varlen.train.manifest import Checkpoint, checksum_of
+from varlen.train.checkpoint import Checkpoint, checksum_of, load, newest, read_weights
 from varlen.train.parallel import Ranks
 from varlen.train.trainer import train
 

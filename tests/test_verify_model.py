@@ -16,7 +16,7 @@ from transformers.utils import logging
 import varlen as vl
 from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.models import backends
-from varlen.verify.models.calls import CALLS
+from varlen.verify.models.api import CALLS
 from varlen.verify.models.tiny_models import tiny_model
 
 BACKENDS = ("eager", "sdpa", "flex_attention", "varlen", "flash_attention_2")

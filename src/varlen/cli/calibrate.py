@@ -39,7 +39,7 @@ def calibrated(model: str, tp: int, seconds: float, *, save: Path | None, as_jso
         check_writable(save)
     shape = share_of(model_of(model), tp)
     require_training("plan --calibrate", "runs a model's kernels")
-    from varlen.cost.saved import save_hardware
+    from varlen.cost.hardware import save_hardware
     from varlen.runtime.calibrate import calibrate
 
     with progress() as on_progress:

@@ -83,7 +83,7 @@ def hardware_of(words: str) -> Hardware:
     from varlen.cost.hardware import Hardware
 
     if Path(words).is_file():
-        from varlen.cost.saved import load_hardware
+        from varlen.cost.hardware import load_hardware
 
         return load_hardware(words)
     if Path(words).suffix == ".json":

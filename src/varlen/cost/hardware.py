@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from varlen.cost import named_hardware
 from varlen.errors import SettingError
+from varlen.regular import read_regular
 from varlen.types import FloatArray
 
 _NAMED_HOLES = 4
@@ -203,12 +208,10 @@ class Hardware:
         8
         """
         key = str(name).lower()
-        if key not in named_hardware.MACHINES:
-            near = difflib.get_close_matches(key, named_hardware.MACHINES, n=3, cutoff=0.5) or sorted(
-                named_hardware.MACHINES
-            )
+        if key not in MACHINES:
+            near = difflib.get_close_matches(key, MACHINES, n=3, cutoff=0.5) or sorted(MACHINES)
             raise SettingError(f"no hardware is called {name!r}; nearest: {', '.join(near)}")
-        known = named_hardware.MACHINES[key]
+        known = MACHINES[key]
         return cls(
             name=key,
             source=known.source,
@@ -228,7 +231,7 @@ class Hardware:
 def _table(fit: tuple[float, float, float]) -> RateTable:
     """The table of a saturating rate: peak, and the rows and keys at which each halves it."""
     peak, half_rows, half_keys = fit
-    rows, keys = named_hardware.QUERY_ROWS, named_hardware.KEY_LENGTHS
+    rows, keys = QUERY_ROWS, KEY_LENGTHS
     filled = rows[:, None] / (rows[:, None] + half_rows) * keys / (keys + half_keys)
     return RateTable(query_rows=rows, key_lengths=keys, tflops=peak * filled)
 
@@ -236,5 +239,218 @@ def _table(fit: tuple[float, float, float]) -> RateTable:
 def _curve(fit: tuple[float, float]) -> RateCurve:
     """The curve of a saturating rate: peak, and the rows that halve it."""
     peak, half_rows = fit
-    rows = named_hardware.QUERY_ROWS
+    rows = QUERY_ROWS
     return RateCurve(rows=rows, tflops=peak * rows / (rows + half_rows))
+
+
+# The hardware that goes by a name: published figures, and saturating rates fitted to published measurements.
+
+QUERY_ROWS: Final[FloatArray] = np.ldexp(1.0, np.arange(7, 19))
+"""128 to 256K. Rates are interpolated in 1 / rows, which meets a saturating rate exactly between these too."""
+KEY_LENGTHS: Final[FloatArray] = np.ldexp(1.0, np.arange(7, 21))
+"""128 to 1M."""
+
+
+class Machine(NamedTuple):
+    """Plain figures of one kind of GPU; `Hardware.named` makes tables of them."""
+
+    source: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    gpus_per_node: int
+    peak_tflops: float
+    forward: tuple[float, float, float]
+    """Attention: TFLOP/s at its best, query rows and key lengths at which the rate is half."""
+    backward: tuple[float, float, float]
+    gemm: tuple[float, float]
+    """Matrix products: TFLOP/s at their best, rows at which the rate is half."""
+    launch_s: float
+    intra: tuple[float, float]
+    """Latency in seconds, bytes a second in one direction."""
+    inter: tuple[float, float]
+    host: tuple[float, float]
+
+
+_LINKS: Final = (
+    "Links are planning defaults: 80 % of the maker's peak for one direction within a node, {network} GB/s a GPU and "
+    "20 us between nodes, PCIe at 85 %; launch time 30 us a layer and pass. "
+)
+_SHAPE: Final = (
+    "How rates saturate: N/(N+650) in query rows and b/(b+500) in keys forward, N/(N+1300) and b/(b+1000) backward, "
+    "within 11 % of what DistCA (arXiv 2510.18121) publishes of FlashAttention 2 on slices, H100, 64 query heads. "
+)
+_H100: Final = Machine(
+    source="Attention: 720 and 640 TFLOP/s at best, forward and backward: FlashAttention 3, causal, heads of 128 "
+    "(Shah et al. 2024, arXiv 2407.08608, and MagiAttention's H100 charts). "
+    + _SHAPE
+    + "Against those charts the forward pass is up to 25 % low on one document of 2K rows or more, and 10 to 26 % "
+    "high on packs of 2K to 32K rows whose documents are a quarter as long. Matrix products: 600·n/(n+512) TFLOP/s, "
+    "a planning default. 80 GB, 3.35 TB/s, 989 TFLOP/s dense bf16: NVIDIA's data sheet. "
+    + _LINKS.format(network=50),
+    memory_bytes=80e9,
+    memory_bytes_per_s=3.35e12,
+    gpus_per_node=8,
+    peak_tflops=989.0,
+    forward=(720.0, 650.0, 500.0),
+    backward=(640.0, 1300.0, 1000.0),
+    gemm=(600.0, 512.0),
+    launch_s=30e-6,
+    intra=(10e-6, 360e9),
+    inter=(20e-6, 50e9),
+    host=(10e-6, 54e9),
+)
+_H200: Final = _H100._replace(
+    source="The H100's rates, since the processor is the same, with 141 GB at 4.8 TB/s. " + _H100.source,
+    memory_bytes=141e9,
+    memory_bytes_per_s=4.8e12,
+)
+_A100: Final = Machine(
+    source="Attention: FlashAttention 2, causal, heads of 128: forward and backward together 99 to 189 TFLOP/s at "
+    "512 to 16K keys (Dao 2023, arXiv 2307.08691), met within 6 %; the two passes apart, and rows scaled from the "
+    "H100's by multiprocessors (108 of 132), are assumptions. Matrix products: 230·n/(n+420) TFLOP/s, a planning "
+    "default. 80 GB, 2.04 TB/s, 312 TFLOP/s: NVIDIA's data sheet. " + _LINKS.format(network=25),
+    memory_bytes=80e9,
+    memory_bytes_per_s=2.04e12,
+    gpus_per_node=8,
+    peak_tflops=312.0,
+    forward=(232.0, 530.0, 450.0),
+    backward=(191.0, 1060.0, 450.0),
+    gemm=(230.0, 420.0),
+    launch_s=30e-6,
+    intra=(10e-6, 240e9),
+    inter=(20e-6, 25e9),
+    host=(10e-6, 27e9),
+)
+_TIMES_H100: Final = 2250.0 / 989.0
+_B200: Final = Machine(
+    source="NOT MEASURED: the H100's rates times 2.28, the ratio of dense bf16 peaks (2,250 and 989 TFLOP/s), with "
+    "the same half-saturation. 180 GB, 8 TB/s: NVIDIA's data sheet. " + _LINKS.format(network=50),
+    memory_bytes=180e9,
+    memory_bytes_per_s=8e12,
+    gpus_per_node=8,
+    peak_tflops=2250.0,
+    forward=(720.0 * _TIMES_H100, 650.0, 500.0),
+    backward=(640.0 * _TIMES_H100, 1300.0, 1000.0),
+    gemm=(600.0 * _TIMES_H100, 512.0),
+    launch_s=30e-6,
+    intra=(10e-6, 720e9),
+    inter=(20e-6, 50e9),
+    host=(10e-6, 54e9),
+)
+
+MACHINES: Final[dict[str, Machine]] = {"h100": _H100, "h200": _H200, "a100": _A100, "b200": _B200}
+
+
+# Hardware as a JSON file, so that a machine is measured once.
+
+FORMAT: Final = "varlen hardware 1"
+_SAVED_LINKS: Final = ("intra", "inter", "host")
+_ERRORS: Final = "held_out_errors"
+_PLAIN: Final = tuple(
+    field.name
+    for field in fields(Hardware)
+    if field.name not in (*_SAVED_LINKS, "attention", "gemm", "gemm_backward")
+)
+
+
+def save_hardware(hardware: Hardware, path: str | Path) -> None:
+    """Write hardware to a JSON file, every number to its last digit."""
+    forward, backward = hardware.attention
+    record: dict[str, Any] = {"format": FORMAT}
+    record |= {name: getattr(hardware, name) for name in _PLAIN}
+    for name in _SAVED_LINKS:
+        link: Link = getattr(hardware, name)
+        record[name] = {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
+    record["attention"] = {"forward": _arrays(forward), "backward": _arrays(backward)}
+    record["gemm"] = _arrays(hardware.gemm)
+    record["gemm_backward"] = None if hardware.gemm_backward is None else _arrays(hardware.gemm_backward)
+    path, text = Path(path), json.dumps(record, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_hardware(path: str | Path) -> Hardware:
+    """Read what `save_hardware` wrote."""
+    try:
+        record = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingError(
+            f"{path} can't be read as hardware: {error}; measure it by varlen plan --calibrate"
+        ) from None
+    if not isinstance(record, Mapping) or record.get("format") != FORMAT:
+        seen = record.get("format") if isinstance(record, Mapping) else type(record).__name__
+        raise SettingError(
+            f"{path} is of format {seen!r}, not {FORMAT!r}; measure it by varlen plan --calibrate"
+        )
+    record = {_ERRORS: None, **record}  # files of 0.1.0 don't say it
+    expected = {"format", *_PLAIN, *_SAVED_LINKS, "attention", "gemm", "gemm_backward"}
+    if set(record) != expected:
+        raise SettingError(
+            f"{path} lacks {sorted(expected - set(record))} and has unknown {sorted(set(record) - expected)}; "
+            "measure it by varlen plan --calibrate"
+        )
+    try:
+        return _hardware(record)
+    except SettingError as error:
+        raise SettingError(f"{path}: {error}") from None
+
+
+def _hardware(record: Mapping[str, Any]) -> Hardware:
+    """The record as hardware."""
+    attention, back = _object(record, "attention", ("forward", "backward")), record["gemm_backward"]
+    given: dict[str, Any] = {name: record[name] for name in _PLAIN}
+    given |= {name: Link(**_object(record, name, _names(Link))) for name in _SAVED_LINKS}
+    return Hardware(
+        **given,
+        attention=(_saved_table(attention, "forward"), _saved_table(attention, "backward")),
+        gemm=_saved_curve(record, "gemm"),
+        gemm_backward=None if back is None else _saved_curve(record, "gemm_backward"),
+    )
+
+
+def _saved_table(within: Mapping[str, Any], name: str) -> RateTable:
+    """A table; null is a hole."""
+    arrays = _object(within, name, _names(RateTable))
+    return RateTable(**{column: _floats(values) for column, values in arrays.items()})
+
+
+def _saved_curve(within: Mapping[str, Any], name: str) -> RateCurve:
+    """A curve; null is a hole."""
+    arrays = _object(within, name, _names(RateCurve))
+    return RateCurve(**{column: _floats(values) for column, values in arrays.items()})
+
+
+def _names(kind: type[Link | RateTable | RateCurve]) -> tuple[str, ...]:
+    """What an object of the file holds that becomes one of these."""
+    return tuple(field.name for field in fields(kind))
+
+
+def _object(within: Mapping[str, Any], name: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+    """A part of the file, with these names and no others."""
+    found = within[name]
+    if not isinstance(found, Mapping) or set(found) != set(names):
+        seen = f"holds {sorted(found)}" if isinstance(found, Mapping) else f"is {json.dumps(found)[:40]}"
+        raise SettingError(
+            f"{name} {seen}; it must be an object of {', '.join(names)}. Measure it by varlen plan --calibrate"
+        )
+    return found
+
+
+def _floats(values: Any) -> FloatArray:
+    """Numbers of a JSON list, null as NaN."""
+    try:
+        return np.array(values, np.float64)
+    except (ValueError, TypeError, OverflowError) as error:  # rows of different lengths, objects
+        raise SettingError(f"a rate table is ragged or holds words: {error}") from None
+
+
+def _arrays(rates: RateTable | RateCurve) -> dict[str, Any]:
+    """The arrays of a table or a curve as lists."""
+    return {field.name: getattr(rates, field.name).tolist() for field in fields(rates)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,17 +20,64 @@ from varlen.documents.source import OnError, TextCut
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.checks import say_first_cut
 from varlen.feed.lookup import StepDocuments
-from varlen.feed.one_process import OfOneProcess
-from varlen.feed.opening import open_data
+from varlen.feed.opening import Opened, open_data
 from varlen.feed.protocol import BatchCounts, Ended, Worker
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
 from varlen.feed.spec import let_go
 from varlen.feed.state import MOST, FeedState, from_json, to_json
-from varlen.feed.worker.start import hired
+from varlen.feed.worker.device import DeviceWorker
+from varlen.feed.worker.process import ProcessWorker
+from varlen.feed.worker.ring import slot_bytes
+from varlen.feed.worker.thread import ThreadWorker
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.paths import Data, Format
 from varlen.files.retry import Retry
 from varlen.types import Int32Array, Ledger, Method, Overlong
+
+# What a loader can't be: copied, read in a fork, or asked for single items.
+
+
+class OfOneProcess:
+    """A reader with a worker, of the process that made it."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this process came from the one that made it."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        """Refuse to read in a fork."""
+        if self._is_fork:
+            raise SettingError(
+                f"this loader was made in process {self._process}, and this is a fork of it, process {os.getpid()}, "
+                "without the worker that makes the batches; make a loader in the process that reads it"
+            )
+
+    def _in_process(self, close: Callable[[], None]) -> Callable[[], None]:
+        """Return what ends the worker, and does nothing in a fork: the worker is the other process's."""
+        process = self._process
+        return lambda: close() if os.getpid() == process else None
+
+    def __getitem__(self, _: object) -> PackedBatch:
+        """Refuse to be a data set of single items, as PyTorch's DataLoader asks for them."""
+        raise SettingError(
+            "a PackedLoader gives whole batches in their order and no single items, so a DataLoader around it has "
+            "nothing to do; iterate it as it is: for batch in loader"
+        )
+
+    def __bool__(self) -> bool:
+        """Be true, without counting anything."""
+        return True
+
+    def __reduce__(self) -> str:
+        """Refuse to be copied: there is one place, and one worker."""
+        raise SettingError(
+            "a loader can't be copied or handed to another process; make another one, and load this one's state_dict"
+        )
+
 
 _log = logging.getLogger(__name__)
 
@@ -507,3 +555,25 @@ class Meter:
             losses=before + self._losses,
             ledger=self._ledger,
         )
+
+
+# The worker that makes a loader's batches: a process or a thread, and behind it a device.
+
+
+def hired(opened: Opened, settings: LoaderSettings) -> Worker:
+    """Return the worker that settings ask for, started."""
+    multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
+    positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
+    worker: Worker
+    if settings.worker == "process":
+        size = slot_bytes(positions, has_weights=opened.has_weights)
+        worker = ProcessWorker(opened.spec, settings.ring_slots, size, opened.exchanges)
+    else:
+        worker = ThreadWorker(opened.spec, settings.ring_slots, opened.exchanges)
+    if settings.device is None:
+        return worker
+    try:
+        return DeviceWorker(worker, settings.device)
+    except BaseException:
+        worker.close()
+        raise

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from varlen.counts import many
+from varlen.documents.memory import placed
 from varlen.documents.mixture import Mixture
-from varlen.documents.source import Source
-from varlen.errors import SettingError, SourceError
+from varlen.documents.source import Source, check_reading, open_source
+from varlen.errors import SettingError, SourceError, VarlenError
 from varlen.feed.agreement import Agreement, Exchanges, job_store, name_of
 from varlen.feed.batches import BatchSettings
 from varlen.feed.checks import NO_LABEL, check_lengths, check_tokens, has_label, say_cut
-from varlen.feed.given import check_passes, placed_for, placed_in, tell_read_by_all
 from varlen.feed.indexed.cached_store import indexed_in_cache
 from varlen.feed.indexed.feed import IndexedFeed
 from varlen.feed.indexed.windows import PARTS_A_GROUP, WindowSettings
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
 from varlen.feed.mixture.stream import MixSettings
-from varlen.feed.one_tokenizer import differing, one_tokenizer, say_bytes
 from varlen.feed.prefetch import AheadSettings
 from varlen.feed.settings import LoaderSettings, check_vocabulary
-from varlen.feed.sources import of_folders, refuse_reading, source_of, tokens_of
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
@@ -34,8 +34,10 @@ from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.offline.processors import processors
 from varlen.store.open import is_megatron, is_token_store, open_tokens
 from varlen.store.store import TokenStore
+from varlen.store.token_files import FileTokens
 from varlen.store.tokens import TokenDocuments, weighs
-from varlen.text.identity import TokenizerMark, made_by
+from varlen.text.identity import TokenizerMark, check_same, made_by, mark_in, mark_of
+from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import digest
 
 _log = logging.getLogger(__name__)
@@ -329,3 +331,163 @@ def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings)
     }  # folders' names may differ
     name = name_of(digest(json.dumps(shared, sort_keys=True))[:16])
     return lambda run: Agreement(store, f"{name}/{run}", rank, world, settings.patience_s)
+
+
+# What a loader is given: rows in memory become files, and paths lead there from any folder.
+
+
+def placed_for(data: Data, settings: LoaderSettings) -> Data:
+    """Return data as paths and files that workers open; iterables as files of their rows where they are streamed."""
+    is_streamed = settings.mode != "indexed" and settings.scope != "all"
+    columns = settings.reading.get("columns")
+    return absolute(placed(data, columns, settings.cache, is_streamed=is_streamed))
+
+
+def placed_in(mixture: Mixture, settings: LoaderSettings) -> dict[str, Data]:
+    """Return the sources of a mixture as paths and files that workers open; arguments and errors as above."""
+    columns = settings.reading.get("columns")
+    return {name: absolute(placed(one, columns, settings.cache)) for name, one in mixture.sources.items()}
+
+
+def absolute(data: Data) -> Data:
+    """Return data by paths that lead there from any folder: a worker may be started after the trainer has moved."""
+    if isinstance(data, File):
+        return data
+    if isinstance(data, str | os.PathLike):
+        data = data if isinstance(data, str) else Path(data)
+        # A home is the same from anywhere.
+        if is_url(data) or not str(data) or str(data).startswith("~"):
+            return data
+        return str(Path(data).absolute())
+    return [absolute(one) for one in entries_of(data)]
+
+
+def check_passes(source: Source, settings: LoaderSettings) -> None:
+    """Refuse several epochs of what can be iterated over once."""
+    once = [file for file in source.files if file.live is not None and file.live.is_once]
+    if once and settings.epochs != 1:
+        raise SettingError(
+            f"{once[0]} can be iterated over once, and epochs is {settings.epochs}; pass a function that makes it: "
+            "PackedLoader(lambda: rows(), ...), or epochs=1"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {many(len(names) - 1, 'more file')}"
+
+
+def tell_read_by_all(names: list[str], source: Source, world: int) -> None:
+    """Warn of what each of several ranks reads whole."""
+    if not names:
+        return
+    is_live = any(file.live is not None for file in source.files)
+    _log.warning(
+        "%s can't be cut, so each of %s ranks reads all of it%s",
+        _listed(names),
+        f"{world:,}",
+        " and takes the packs of its lanes" if is_live else "; `varlen index` reads it once",
+    )
+
+
+# A loader's data, opened as its settings say, and what is said of what isn't read of it.
+
+
+def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
+    """Open documents that are tokens already; None where they aren't."""
+    reading = settings.reading
+    check_reading(reading.get("split"), reading.get("format"))
+    tokens = open_tokens(
+        data,
+        patience_s=settings.patience_s,
+        check_tokens=settings.on_error == "raise",
+        split=reading.get("split"),
+        format=reading.get("format"),
+    )
+    _say(getattr(tokens, "unread", None), settings)
+    return tokens
+
+
+def source_of(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
+    """Open documents that are to be tokenized, and say which of them are read."""
+    source = open_source(data, tokenizer, **settings.reading)
+    _say(source.unread(), settings)
+    _say(source.said_of_template(), settings)
+    return source
+
+
+def _say(said: str | None, settings: LoaderSettings) -> None:
+    """Log what is worth knowing of a source; of several ranks, one warns."""
+    if said is not None:
+        _log.log(logging.WARNING if settings.ranks[0] == 0 else logging.DEBUG, "%s", said)
+
+
+def of_folders(settings: LoaderSettings) -> dict[str, Any]:
+    """Return the settings that say which files of folders are tokens."""
+    return {name: settings.reading.get(name) for name in ("split", "format")}
+
+
+_USUAL = {
+    "append_eos": True,
+    "supervise": "assistant",
+    "text_cut": "auto",
+    "binary_as_text": False,
+    "allow_unwritten": False,
+}
+"""Settings of reading that say how documents become tokens, where they aren't None."""
+
+
+def refuse_reading(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> None:
+    """Refuse settings that say how documents become tokens, where they are tokens already."""
+    if settings.reading.get("row_weights") and not weighs(tokens):
+        raise SettingError(
+            f"{data} holds tokens already, without weights, which row_weights can't give them; leave it out, or "
+            "index the rows again with it (varlen index --row-weights)"
+        )
+    of_files = () if isinstance(tokens, FileTokens) else ("split", "format")
+    for name in ("columns", "chat_template", "chat_template_kwargs", "eos", *of_files, *_USUAL):
+        if settings.reading.get(name, _USUAL.get(name)) != _USUAL.get(name):
+            raise SettingError(f"{data} holds tokens already, which {name} can't change; leave it out")
+
+
+# One tokenizer for all that a loader feeds: refused by name where several meet, logged where tokens are bytes.
+
+
+def one_tokenizer(marks: Mapping[str, TokenizerMark | None], given: Any) -> dict[str, Any] | None:
+    """Require that the sources of a mixture hold tokens of one tokenizer, and return its mark."""
+    named = [(name, mark) for name, mark in marks.items() if mark is not None]
+    if not named:
+        return None
+    first, meant = named[0]
+    for name, mark in named[1:]:
+        if mark.is_same(meant) is False:
+            raise SettingError(
+                f"the sources {first} and {name} of the mixture hold tokens of different tokenizers, {meant.words} "
+                f"and {mark.words}, and a model knows the ids of one; make both with the same"
+            )
+    if given is not None:
+        meant = mark_of(load_tokenizer(given))
+        for name, mark in named:
+            check_same(f"the source {name}", mark, meant, "make both with the same")
+    return meant.to_json()
+
+
+def differing(store: str | Path, given: Any) -> str:
+    """Say by name that a store's tokenizer isn't the one that is given; "" where it is, or that can't be told."""
+    if given is None:
+        return ""
+    try:
+        mark, meant = made_by(open_tokens(store, check_tokens=False)), mark_of(load_tokenizer(given))
+    except (VarlenError, OSError):
+        return ""
+    if mark is None or mark.is_same(meant) is not False:
+        return ""
+    return f". They were made by {mark.words}, and {meant.words} gives other ids: make them anew for that one"
+
+
+def say_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
+    """Say that tokens are bytes, on the first rank."""
+    found = mark_in(mark)
+    if rank == 0 and found is not None and found.are_bytes:
+        _log.warning(
+            "tokens are bytes, of the built-in tokenizer; for a model that has its own, pass that one"
+        )

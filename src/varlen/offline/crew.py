@@ -6,14 +6,18 @@ that the bytes are the same whoever runs it and however many there are.
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from varlen.errors import SettingError
-from varlen.offline.cluster import over_ray
+from varlen.errors import MissingExtraError, SettingError, WorkerDiedError
 from varlen.offline.processes import Workers
+from varlen.offline.tasks import KEPT, outcome
 
 Result = TypeVar("Result")
 
@@ -80,3 +84,71 @@ class Team:
         if self._workers is not None and not is_one:
             return self._workers.run(function, shared, tasks)
         return (function(shared, task) for task in tasks)
+
+
+# Run tasks over a Ray cluster: the one that RAY_ADDRESS names, or one on this machine.
+
+
+def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]) -> Iterator[Result]:
+    """Yield the results of all tasks as they are done, in any order."""
+    ray = _connected()
+    handed = ray.put((Path.cwd(), function, shared))
+    remote = ray.remote(_task)
+    most = 2 * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    waiting = iter(tasks)
+    running: list[Any] = []
+    try:
+        while True:
+            while len(running) < most and (task := next(waiting, None)) is not None:
+                running.append(remote.remote(handed, task))
+            if not running:
+                return
+            done, running = ray.wait(running, num_returns=1)
+            try:
+                is_done, value = ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                said = str(error).strip().rpartition("\n")[2]
+                raise WorkerDiedError(f"Ray lost a part ({type(error).__name__}: {said}); {KEPT}") from error
+            if not is_done:
+                raise value
+            yield value
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+def _connected() -> Any:
+    """Return Ray, connected to the cluster of RAY_ADDRESS, or to one that it starts here."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError(
+            '--ray takes Ray, not installed here; run: pip install "varlen[ray]"'
+        ) from error
+    if not ray.is_initialized():
+        os.environ.setdefault(
+            "RAY_USAGE_STATS_ENABLED", "0"
+        )  # nobody asked for this call to be told to others
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = os.environ.get("RAY_ADDRESS", "this machine")
+            said = str(error).strip().partition("\n")[0]
+            raise SettingError(
+                f"no Ray cluster at {where} ({said}); set RAY_ADDRESS to one, or leave --ray out"
+            ) from error
+    return ray
+
+
+def _task(handed: Any, task: Any) -> tuple[bool, Any]:
+    """Run a task on a machine of a cluster: one processor is what it was given."""
+    folder, function, shared = handed
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        os.chdir(folder)  # what paths are relative to
+    except OSError:
+        return False, SettingError(
+            f"{folder} isn't there on {platform.node()}; over Ray, all machines must share the folders of the data "
+            "and of the output"
+        )
+    return outcome(function, shared, task)

@@ -21,11 +21,10 @@ from varlen.pack.lengths import as_lengths
 from varlen.plan.baselines.dynamic_cp import MOST_STEPS, WAYS, Way, dynamic_cp_candidates
 from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts, packed, packed_candidates
 from varlen.plan.bound import lower_bound
-from varlen.plan.candidate import Candidate
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.micropack import FAR_OVER, Found, micropack, thorough
 from varlen.plan.score import as_run, best_plan, score
-from varlen.plan.search import Search
+from varlen.plan.search import Candidate, Search
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
 from varlen.types import FloatArray, Int32Array
 

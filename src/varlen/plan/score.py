@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost.model import CostModel
-from varlen.plan.candidate import Candidate
+from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import Dispatched, dispatch, loads_s, pipelines_of
 from varlen.simulate.durations import durations, stage_costs

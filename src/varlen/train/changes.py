@@ -19,8 +19,7 @@ from typing import Any
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.regular import open_regular
-from varlen.train.checkpoint import newest
-from varlen.train.manifest import Checkpoint
+from varlen.train.checkpoint import Checkpoint, newest
 from varlen.train.model import described
 from varlen.train.parallel import Ranks
 from varlen.train.settings import RunSettings, TrainSettings

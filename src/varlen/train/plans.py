@@ -16,10 +16,8 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from varlen.cost.hardware import Hardware
+from varlen.cost.hardware import MACHINES, Hardware, load_hardware, save_hardware
 from varlen.cost.model import CostModel
-from varlen.cost.named_hardware import MACHINES
-from varlen.cost.saved import load_hardware, save_hardware
 from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
 from varlen.errors import PlanError, SettingError, StateError, VarlenError

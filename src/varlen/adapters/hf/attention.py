@@ -12,8 +12,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from varlen.adapters.hf.model import implementation, text_config, unwrap
-from varlen.adapters.hf.per_document import attend
-from varlen.adapters.hf.rules import LayerRules
+from varlen.adapters.hf.per_document import LayerRules, attend
 from varlen.errors import ModelError
 
 NAME = "varlen"

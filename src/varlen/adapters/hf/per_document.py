@@ -6,12 +6,15 @@ document lengths, and no mask is ever formed.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
-
-from varlen.adapters.hf.fused import fused_kernel
-from varlen.adapters.hf.rules import LayerRules
 
 BLOCK = 512
 """Queries computed at once where scores must be formed, so that memory is linear in the document."""
@@ -129,3 +132,130 @@ def _block_by_scores(
     weights = drop(weights, rules.dropout, training=rules.dropout > 0)
     out = weights @ value.transpose(0, 1)[:, None]
     return out.permute(2, 0, 1, 3).reshape(rows, heads, -1)
+
+
+# LayerRules: how one attention layer weighs what it attends to, as every kernel needs to know it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRules:
+    """How one layer weighs what it attends to."""
+
+    scale: float | None = None
+    """Factor on scores; None for `head_dim ** -0.5`."""
+    window: int | None = None
+    """Attend to the last this many tokens, the token itself included; None for all."""
+    softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)`; None for no cap."""
+    sinks: torch.Tensor | None = None
+    """`[query_heads]`: a score per head that takes up weight and gives no value."""
+    dropout: float = 0.0
+    """Share of attention weights set to 0."""
+
+
+# Variable-length attention kernels for CUDA: PyTorch's own, and FlashAttention's where it is installed.
+#
+# Both take all documents in one call and half precision only. What neither computes is left to
+# `per_document`, which computes everything.
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, LayerRules], torch.Tensor]
+
+MAX_HEAD_DIM = 256
+
+
+def fused_kernel(query: torch.Tensor, value: torch.Tensor, rules: LayerRules) -> Kernel | None:
+    """Return a kernel that computes these rules on CUDA in one call, or None where none does.
+
+    Args:
+        query: `[tokens, query_heads, head_dim]`; only dtype and shape are looked at.
+        value: `[tokens, key_heads, value_dim]`, likewise.
+    """
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    width = query.shape[-1]
+    if not half or rules.sinks is not None or width != value.shape[-1] or width % 8 or width > MAX_HEAD_DIM:
+        return None
+    if rules.softcap is None and rules.dropout == 0:
+        return by_torch
+    return by_flash_attention if importlib.util.find_spec("flash_attn") is not None else None
+
+
+def by_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    rules: LayerRules,
+) -> torch.Tensor:
+    """Attend within segments with the kernel that `torch.nn.attention.varlen` calls.
+
+    `varlen_attn` itself takes no scale, window or grouped heads in PyTorch 2.11.
+
+    Args:
+        query: `[tokens, query_heads, head_dim]`, in half precision.
+        key: `[tokens, key_heads, head_dim]`.
+        ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
+
+    Returns:
+        `[tokens, query_heads, head_dim]`.
+    """
+    # A window is one of both sides, and takes the place of the causal diagonal.
+    sides = (None, None) if rules.window is None else (rules.window - 1, 0)
+    out: Any = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        0.0,
+        rules.window is None,
+        False,
+        scale=rules.scale,
+        window_size_left=sides[0],
+        window_size_right=sides[1],
+    )
+    return out[0]  # type: ignore[no-any-return]
+
+
+def by_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    rules: LayerRules,
+) -> torch.Tensor:
+    """Attend within segments with the flash-attn package.
+
+    Args:
+        query: `[tokens, query_heads, head_dim]`, in half precision.
+        key: `[tokens, key_heads, head_dim]`.
+        ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
+
+    Returns:
+        `[tokens, query_heads, head_dim]`.
+    """
+    flash_attn: Any = importlib.import_module("flash_attn")
+    out: Any = flash_attn.flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        dropout_p=rules.dropout,
+        softmax_scale=rules.scale,
+        causal=True,
+        window_size=(_to_the_left(rules), 0),
+        softcap=rules.softcap or 0.0,
+    )
+    return out  # type: ignore[no-any-return]
+
+
+def _to_the_left(rules: LayerRules) -> int:
+    """Return how many earlier tokens the kernels may look back to: they don't count the token itself."""
+    return -1 if rules.window is None else rules.window - 1

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
-from varlen.adapters.torchtitan.protocol import BaseDataLoader
 from varlen.arguments import as_count
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.documents.memory import placed
@@ -32,6 +33,51 @@ _OTHERS = ("dataset", "dataset_path")
 """Of torchtitan's base class (0.3.0), for its own data sets."""
 _OWN = ("capacity", "micro_batch_size", "dp_rank", "dp_world_size", "tokenizer", "layout", "device")
 """Arguments of PackedLoader that torchtitan decides."""
+
+
+_HOMES = ("torchtitan.components.dataloader", "torchtitan.components.data.loader")
+"""Of releases up to 0.3, and of those after it."""
+
+
+class StandInDataLoader:
+    """The shape of torchtitan's `BaseDataLoader` (0.3.0), for where torchtitan isn't installed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Settings that make the loader they belong to."""
+
+        _owner: ClassVar[type | None] = None
+
+        def build(self, **runtime: Any) -> Any:
+            """Return the loader of these settings."""
+            assert self._owner is not None
+            return self._owner(config=dataclasses.replace(self), **runtime)
+
+    def __init_subclass__(cls, **rest: Any) -> None:
+        """Let a class's settings make that class."""
+        super().__init_subclass__(**rest)
+        if "Config" in cls.__dict__:
+            cls.__dict__["Config"]._owner = cls
+
+
+def base_data_loader() -> type | None:
+    """Return torchtitan's `BaseDataLoader`, or None where torchtitan isn't installed."""
+    for home in _HOMES:
+        try:
+            found = getattr(importlib.import_module(home), "BaseDataLoader", None)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "torchtitan":
+                raise
+            continue
+        if isinstance(found, type):
+            return found
+    return None
+
+
+if TYPE_CHECKING:
+    BaseDataLoader = StandInDataLoader
+else:
+    BaseDataLoader = base_data_loader() or StandInDataLoader
 
 
 class PackedDataLoader(BaseDataLoader):

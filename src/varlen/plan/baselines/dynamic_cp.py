@@ -10,8 +10,8 @@ import numpy as np
 from varlen import jit
 from varlen.plan import kernels_groups
 from varlen.plan.baselines.packed import Order, capacities, micro_batch_counts, ordered, placed, work_of_packs
-from varlen.plan.candidate import Candidate
 from varlen.plan.partition import partition
+from varlen.plan.search import Candidate
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray, Int32Array
 

@@ -10,8 +10,8 @@ import numpy as np
 from varlen import jit
 from varlen.pack.api import pack
 from varlen.plan import kernels_groups
-from varlen.plan.candidate import Candidate, Schedule
 from varlen.plan.partition import partition
+from varlen.plan.search import Candidate, Schedule
 from varlen.step_plan import Mesh, MicroPacks
 from varlen.types import FloatArray, Int32Array, IntArray
 

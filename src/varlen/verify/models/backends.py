@@ -16,8 +16,7 @@ import torch
 
 from varlen.adapters import hf
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.per_document import attend
-from varlen.adapters.hf.rules import LayerRules
+from varlen.adapters.hf.per_document import LayerRules, attend
 from varlen.errors import ModelError, SettingError
 
 CPU_BACKENDS = ("eager", "sdpa", "flex_attention", attention.NAME, "flash_attention_2")

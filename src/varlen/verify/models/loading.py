@@ -19,8 +19,8 @@ from varlen.errors import ModelError, VarlenError
 from varlen.parsed import parse_json
 from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import FastTokenizer
-from varlen.verify.models.error_text import named
 from varlen.verify.models.tiny_models import tiny_model
+from varlen.verify.models.trial import named
 
 _LARGEST_RANDOM = 500_000_000
 """Weights; a configuration without weights is made into a model of random ones up to this size."""

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from varlen.adapters import hf
 from varlen.batch.packed import IGNORE_INDEX
 from varlen.errors import ModelError
-from varlen.verify.models.error_text import said
 from varlen.verify.models.isolation import IsolationReport, Movements, Verdict, against_alone, judge
-from varlen.verify.models.trial import Inputs, Trial, untouched
+from varlen.verify.models.trial import Inputs, Trial, said, untouched
 
 GRADIENT_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
 """How far rounding takes gradients from those of documents alone, as `GradientParity.difference` counts."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from varlen.errors import ModelError
-from varlen.verify.models.error_text import named
+from varlen.verify.models.trial import named
 
 VOCABULARY = 97
 POSITIONS = 256

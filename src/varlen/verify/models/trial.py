@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, Layout, PackedBatch
 from varlen.errors import ModelError
 from varlen.pack.api import pack
-from varlen.verify.models.error_text import named, said
 
 Inputs = Callable[[PackedBatch, Any], dict[str, Any]]
 BoolArray = npt.NDArray[np.bool_]
@@ -241,3 +241,17 @@ def sample_batch(
     return collate(
         documents, pack(lengths, capacity=capacity, method="next_fit", overlong="split"), layout=layout
     )
+
+
+# What a library says in an error, in one line and not cut within a word.
+
+
+def said(error: BaseException, most: int = 300) -> str:
+    """Return an error's words, or that it has none."""
+    return shorten(str(error), most, placeholder=" …") or "no word of why"
+
+
+def named(error: BaseException, most: int = 300) -> str:
+    """Return an error's type and words."""
+    words = shorten(str(error), most, placeholder=" …")
+    return f"{type(error).__name__}: {words}" if words else f"{type(error).__name__}, and no word of why"
