@@ -22,7 +22,7 @@ from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
 from varlen.feed.loader import PackedLoader
 from varlen.feed.state import FeedState
 from varlen.offline import index as index_module
-from varlen.offline.grow import fingerprint_of
+from varlen.offline.grow import fingerprint_of_marks
 from varlen.offline.index import index_source, source_marks
 from varlen.offline.outputs import working_folder
 from varlen.store.growing import PartialStore
@@ -257,7 +257,7 @@ def test_a_thread_that_waits_for_a_part_does_not_keep_a_loader_from_closing(tmp_
 def test_a_stopped_run_over_the_cache_is_named_and_not_waited_for_without_end(tmp_path, data):
     cache = tmp_path / "cache"
     source = open_source(data)
-    folder = cache / "stores" / fingerprint_of(source_marks(source))[:32]
+    folder = cache / "stores" / fingerprint_of_marks(source_marks(source))[:32]
     with working_folder(folder, "other"):
         settings = {"capacity": 256, "global_batch_size": 2, "mode": "indexed", "cache": cache}
         with pytest.raises(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from varlen.feed.indexed import cached_store
+from varlen.feed import opening
 from varlen.files.written import LOCK, PARTIAL, WORK
 from varlen.offline.owned import check_unfinished
 
@@ -27,7 +27,7 @@ def begin(folder: Path) -> Path:
 
 
 LOOKS = {
-    "written": lambda folder: cached_store._written(folder),
+    "written": lambda folder: opening._written(folder),
     "marked": lambda folder: check_unfinished(folder.with_name(folder.name + PARTIAL)),
 }
 

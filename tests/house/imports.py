@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from house.tree import Source, is_type_checking, python_files
+from house.tree import Source, is_type_checking, nodes, python_files
 
 # A floor may know the floors before it in this list, and nothing of its own. Ground floor: single files.
 FLOORS = (
@@ -38,6 +40,17 @@ TORCH_IN_FUNCTIONS = {
     "src/varlen/feed/agreement.py",
     "src/varlen/text/load_tokenizer.py",
 }
+SMALL_LINES = 120
+BY_THEMSELVES = (
+    "*/kernels*.py",
+    "*/files/formats/*.py",
+    "*/cli/*.py",
+    "*/*worker.py",
+    "*/main.py",
+    "*/adapters/*",
+    "*/__init__.py",
+)
+"""Files that stay small: kernels, format readers, verbs, entry points of processes, adapters, doors of rooms."""
 READING_ROOMS = ("files", "text", "documents", "store")
 READERS = {"pyarrow", "fsspec", "tokenizers", "jinja2", "yaml"}
 PARSERS = {"src/varlen/parsed.py": {"yaml"}}
@@ -106,6 +119,52 @@ def imports_point_down(root: Path) -> list[str]:
             elif other != room and FLOOR_OF[other] >= FLOOR_OF[room]:
                 found.append(f"{where}: {room} must not know {other}, which is not below it")
     return found
+
+
+def files_go_in_no_circle(root: Path) -> list[str]:
+    """No two files import each other, nor over others; the public face, and imports for types alone, don't count."""
+    sources = {".".join(source.module): source for source in python_files(root, "src") if source.room}
+    try:
+        TopologicalSorter({name: _imported(source, sources) for name, source in sources.items()}).prepare()
+    except CycleError as error:
+        return [f"{' is imported by '.join(error.args[1])}: a circle"]
+    return []
+
+
+def _imported(source: Source, sources: dict[str, Source]) -> set[str]:
+    """Return the files that a file imports when it is imported or run."""
+    names = (one.name for one in imports(source) if not one.for_types)
+    files = {_file_of(name, sources) for name in names if name[0] == "varlen"}
+    return {name for name in files if name is not None and name != ".".join(source.module)}
+
+
+def _file_of(name: tuple[str, ...], sources: dict[str, Source]) -> str | None:
+    """Return the file of an imported name: itself, or the one that it is taken from."""
+    return next((one for one in (".".join(name), ".".join(name[:-1])) if one in sources), None)
+
+
+def small_files_join_their_importer(root: Path) -> list[str]:
+    """A file under 120 lines that one file of its room alone imports is part of that one."""
+    sources = {".".join(source.module): source for source in python_files(root, "src")}
+    importers: dict[str, set[str]] = {name: set() for name in sources}
+    for source in sources.values():
+        named = {node.value for node in nodes(source.tree) if isinstance(node, ast.Constant)} & set(sources)
+        for name in _imported(source, sources) | named:
+            importers[name].add(".".join(source.module))
+    found = []
+    for name, source in sources.items():
+        room, lines = source.room, source.text.count("\n")
+        if lines >= SMALL_LINES or len(importers[name]) != 1 or _stands_by_itself(source.path):
+            continue
+        (single,) = importers[name]
+        if sources[single].room == room and single != f"varlen.{room}":
+            found.append(f"{source.path}: {lines} lines, and {single} alone imports it; make it part of that")
+    return found
+
+
+def _stands_by_itself(path: str) -> bool:
+    """Whether a file is one by its kind: a kernel, a format, a verb, a process, an adapter or a door."""
+    return any(fnmatch(path, pattern) for pattern in BY_THEMSELVES)
 
 
 def torch_stays_upstairs(root: Path) -> list[str]:

@@ -93,6 +93,20 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         {"src/varlen/batch/a.py": "import pyarrow"},
         "is for rooms that read",
     ),
+    (
+        imports.files_go_in_no_circle,
+        {
+            "src/varlen/pack/a.py": "from varlen.pack.b import B",
+            "src/varlen/pack/b.py": "def f():\n    from varlen.pack import c",
+            "src/varlen/pack/c.py": "import varlen.pack.a",
+        },
+        "a circle",
+    ),
+    (
+        imports.small_files_join_their_importer,
+        {"src/varlen/pack/a.py": "from varlen.pack.b import B", "src/varlen/pack/b.py": "B = 1"},
+        "varlen.pack.a alone imports it",
+    ),
     (imports.numba_waits_for_a_kernel, {"src/varlen/pack/api.py": "from numba import njit"}, "imports numba"),
     (
         imports.kernels_call_their_own_file,

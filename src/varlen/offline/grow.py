@@ -25,7 +25,7 @@ from varlen.store.tokens import ROW_WEIGHTS
 from varlen.text.tokenizer import ByteTokenizer, digest
 
 
-def fingerprint_of(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
+def fingerprint_of_marks(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
     """Return what changes with the tokens of a store and their order."""
     stages = [list(grown)] if grown else []
     return digest(json.dumps([STORE_FORMAT, __version__, deciding(marks), *stages], sort_keys=True))
@@ -88,7 +88,7 @@ def stages_before(manifest: dict[str, Any] | None, marks: dict[str, Any]) -> lis
     grown = list(manifest.get("grown", ()))
     if count == len(marks["files"]):
         return grown
-    was = fingerprint_of({**marks, "files": marks["files"][:count]}, grown)
+    was = fingerprint_of_marks({**marks, "files": marks["files"][:count]}, grown)
     if manifest.get("fingerprint") != was or "num_parts" not in manifest:
         return []
     stage = {

@@ -21,7 +21,7 @@ from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import (
     TOLD,
     append,
-    fingerprint_of,
+    fingerprint_of_marks,
     in_stored_order,
     stages_before,
     take_back,
@@ -125,14 +125,14 @@ def build_store(
     there = read_manifest(folder)
     source, marks = in_stored_order(source, marks, there)
     grown = stages_before(there, marks)
-    print_ = fingerprint_of(marks, grown)
+    print_ = fingerprint_of_marks(marks, grown)
     if there is not None and there.get("fingerprint") == print_:
         tidy(folder)
         return open_store(folder)
     if overwrite or there is None or not grown or len(marks["files"]) == len(there["source"]["files"]):
         if not overwrite:
             check_tokenizer(folder, there, marks)
-        there, grown, print_ = None, [], fingerprint_of(marks)
+        there, grown, print_ = None, [], fingerprint_of_marks(marks)
         check_output(folder, overwrite=overwrite)
     with working_folder(folder, print_) as partial:
         if there is not None:
