@@ -18,8 +18,8 @@ from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
 from varlen.offline.pack import PackSettings, pack_source
-from varlen.offline.processors import processors
 from varlen.store.open import open_tokens
+from varlen.workers.processors import processors
 
 
 def write(root: Path, *names: str) -> Path:

@@ -13,9 +13,9 @@ from offline_packs import contents, pack, small_parts, write_texts
 
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError, WorkerDiedError
-from varlen.offline import processes as processes_module
 from varlen.offline.crew import Crew
 from varlen.text.load_tokenizer import load_tokenizer, train_bpe
+from varlen.workers import child, pool
 
 
 @pytest.fixture
@@ -73,13 +73,13 @@ def test_results_of_all_tasks_come_once_and_errors_come_across():
 
 
 def test_no_process_is_left_where_the_caller_stops_listening(monkeypatch):
-    started, start, before = [], processes_module.fresh_interpreter, threading.active_count()
+    started, start, before = [], child.fresh_interpreter, threading.active_count()
 
     def noted(*arguments, **more):
         started.append(start(*arguments, **more))
         return started[-1]
 
-    monkeypatch.setattr(processes_module, "fresh_interpreter", noted)
+    monkeypatch.setattr(child, "fresh_interpreter", noted)
 
     results = Crew(processes=2).run(add, 1, range(10**9))
     next(results)
@@ -102,7 +102,7 @@ def test_a_few_tasks_are_made_ahead_and_no_more(tmp_path):
     results = Crew(processes=2).run(add_behind, gate, tasks())
     first = threading.Thread(target=lambda: made.append(f"done {next(results)}"))
     first.start()
-    least, most = 2 + 1, 2 + 2 + processes_module._AHEAD
+    least, most = 2 + 1, 2 + 2 + pool._AHEAD
     deadline = time.monotonic() + 30
     while len(made) < most and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -267,7 +267,7 @@ def test_a_killed_worker_is_replaced_and_told_of_once(caplog: pytest.LogCaptureF
         assert planner.take(3).method == "micropack"
 
     assert [record.getMessage() for record in caplog.records if "started again" in record.getMessage()] == [
-        "the process that plans steps ahead ended with code -9; it is started again, and steps that it isn't ready "
+        "the process that plans steps ahead was killed by signal 9; it is started again, and steps that it isn't ready "
         "for are planned by the quick answer"
     ]
 

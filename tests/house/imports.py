@@ -16,7 +16,7 @@ from house.tree import Source, is_type_checking, nodes, python_files
 FLOORS = (
     {"errors", "kernel_cache", "parsed"},
     {"types", "jit", "arguments", "counts", "launch", "regular", "missing", "signals"},
-    {"step_plan"},
+    {"step_plan", "workers"},
     {"files", "pack", "batch", "cost"},
     {"text"},
     {"documents"},

@@ -193,7 +193,7 @@ def as_documents(data: Sequence[str], **settings: Any) -> Source:
 def as_crew(processes: int | None, ray: bool) -> Crew:
     """Return who does the work: as many processes as asked for, else one a processor that this one may use."""
     from varlen.offline.crew import Crew
-    from varlen.offline.processors import processors
+    from varlen.workers.processors import processors
 
     return Crew(processes=processors() if processes is None else processes, ray=ray)
 

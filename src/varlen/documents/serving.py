@@ -32,7 +32,7 @@ from varlen.documents.held import Held
 from varlen.documents.row_text import first_rows, raised_by_rows, row_line, used_columns
 from varlen.errors import SourceError
 from varlen.files.paths import END, FAILED, Live
-from varlen.files.retry import await_end
+from varlen.workers.child import await_end
 
 _SENT_BYTES, _SENT_S = 64 << 10, 0.05
 """Rows are sent when they are so many bytes, or when so much time has gone by since some were sent."""

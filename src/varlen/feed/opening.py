@@ -38,7 +38,6 @@ from varlen.files.written import LOCK, PARTIAL, WORK
 from varlen.offline.crew import Crew
 from varlen.offline.grow import fingerprint_of_marks
 from varlen.offline.index import index_source, source_marks
-from varlen.offline.processors import processors
 from varlen.store.open import is_megatron, is_token_store, open_tokens
 from varlen.store.store import TokenStore
 from varlen.store.token_files import FileTokens
@@ -46,6 +45,7 @@ from varlen.store.tokens import TokenDocuments, weighs
 from varlen.text.identity import TokenizerMark, check_same, made_by, mark_in, mark_of
 from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import digest
+from varlen.workers.processors import processors
 
 _log = logging.getLogger(__name__)
 _WINDOW, _WINDOW_PACKS = 1 << 16, 32

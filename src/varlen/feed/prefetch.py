@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from varlen.files.retry import await_end
+from varlen.workers.child import await_end
 
 
 class Sized(Protocol):

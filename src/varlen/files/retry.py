@@ -15,7 +15,6 @@ from varlen.errors import MissingExtraError, SettingError, SourceError, VarlenEr
 
 Result = TypeVar("Result")
 
-_STARTS_S = 1.0
 """Within this, a thread that was started runs."""
 _MOST_CHARACTERS = 200
 """Of what a library says that a sentence repeats: some say all that they have read."""
@@ -157,18 +156,6 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     if not given:
         raise TimeoutError(f"no full answer within {seconds:.3g} s")
     return given[0]
-
-
-def await_end(thread: threading.Thread, seconds: float | None = None) -> None:
-    """Wait until a thread has ended, at most some seconds; also for one whose start Ctrl-C has interrupted."""
-    until = time.monotonic() + _STARTS_S
-    while True:
-        try:
-            return thread.join(seconds)
-        except RuntimeError:  # it hasn't said yet that it runs, and may never do so
-            if time.monotonic() > until:
-                return None
-            time.sleep(_STARTS_S / 100)
 
 
 def first_line(error: BaseException) -> str:

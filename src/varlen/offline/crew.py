@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from varlen.errors import MissingExtraError, SettingError, WorkerDiedError
-from varlen.offline.processes import Workers
-from varlen.offline.tasks import KEPT, outcome
+from varlen.workers.pool import Workers
+from varlen.workers.task_worker import KEPT, outcome
 
 Result = TypeVar("Result")
 

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Final, cast
+from functools import partial
+from typing import cast
 
 from varlen import errors
 from varlen.errors import PlanError, VarlenError, WorkerDiedError
-from varlen.offline.interpreter import fresh_interpreter
-from varlen.offline.tasks import receive, send
 from varlen.plan.serialize import plan_fingerprint, plan_from_bytes
 from varlen.step_plan import StepPlan
+from varlen.workers.child import MOST_DEATHS, Child, start_thread, supervise
 
 _log = logging.getLogger(__name__)
-_MOST_DEATHS: Final = 3
 Answer = tuple[StepPlan, str] | VarlenError
 """A plan and its fingerprint, or why there is none."""
 
@@ -44,7 +42,7 @@ class Line:
     answers: dict[int, Answer] = field(default_factory=dict)
     """What the worker said of a step, until it is taken."""
     came: threading.Condition = field(default_factory=threading.Condition)
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
     is_greeted: bool = False
     """Whether the worker was told how to plan."""
     busy_with: int | None = None
@@ -91,7 +89,7 @@ class Line:
             is_busy = self.busy_with is not None and self.process is not None
             if is_busy and time.monotonic() - self.since_s > deadline_s:
                 _log.warning("the process that plans said nothing for %s s; it is ended", f"{deadline_s:g}")
-                cast("subprocess.Popen[bytes]", self.process).kill()
+                cast(Child, self.process).kill()
                 self.busy_with = None
 
     def close(self) -> None:
@@ -119,16 +117,12 @@ def _answered(content: bytes) -> Answer:
 
 
 def _at_work(what: Callable[[Line], None], line: Line) -> threading.Thread:
-    thread = threading.Thread(
-        target=what, args=(line,), name=f"varlen plan {what.__name__.strip('_')}", daemon=True
-    )
-    thread.start()
-    return thread
+    return start_thread(partial(what, line), f"varlen plan {what.__name__.strip('_')}")
 
 
 def _write(line: Line) -> None:
     """Tell the worker what is asked, one step after the other; the only thread that writes to it."""
-    gone: subprocess.Popen[bytes] | None = None
+    gone: Child | None = None
     while True:
         with line.came:
             line.came.wait_for(
@@ -142,12 +136,12 @@ def _write(line: Line) -> None:
                 message = b"step" + line.asked[line.busy_with]
             line.is_greeted = True
         try:
-            send(cast(IO[bytes], process.stdin), message)
+            process.send(message)
         except (OSError, ValueError):  # the reader sees that too, and starts another
             gone = process
 
 
-def _has_news(line: Line, gone: subprocess.Popen[bytes] | None) -> bool:
+def _has_news(line: Line, gone: Child | None) -> bool:
     """Whether there is something to tell the worker, and it is none that is gone."""
     is_free = line.process is not None and line.process is not gone and line.busy_with is None
     return is_free and (not line.is_greeted or bool(line.asked))
@@ -155,48 +149,47 @@ def _has_news(line: Line, gone: subprocess.Popen[bytes] | None) -> bool:
 
 def _read(line: Line) -> None:
     """Start workers, and keep what they say."""
-    in_a_row = 0
-    while in_a_row < _MOST_DEATHS:
-        with line.came:
-            if line.closing:
-                return
-            try:
-                process = line.process = fresh_interpreter("varlen.plan.planner_worker", threads=1)
-                line.is_greeted, line.busy_with = False, None
-                line.came.notify_all()
-            except WorkerDiedError as error:
-                _log.warning("steps are planned by the quick answer alone: %s", error)
-                break
-        heard = _listen(line, cast(IO[bytes], process.stdout))
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
-                cast(IO[bytes], pipe).close()
-        if line.closing:
-            return
-        line.deaths += 1
-        in_a_row = 1 if heard else in_a_row + 1
-        if line.deaths == 1:
+    try:
+        last = supervise(partial(_hired, line), partial(_listen, line), partial(_died, line))
+        if last is not None and not line.closing:
             _log.warning(
-                "the process that plans steps ahead ended with code %s; it is started again, and steps that it isn't "
-                "ready for are planned by the quick answer",
-                process.returncode,
+                "the process that plans died %s times in a row; the quick answer alone plans now", MOST_DEATHS
             )
-    else:
-        _log.warning(
-            "the process that plans died %s times in a row; the quick answer alone plans now", in_a_row
-        )
+    except WorkerDiedError as error:
+        _log.warning("steps are planned by the quick answer alone: %s", error)
     with line.came:
         line.is_alive = False
         line.came.notify_all()
 
 
-def _listen(line: Line, pipe: IO[bytes]) -> bool:
+def _hired(line: Line) -> Child | None:
+    with line.came:
+        if line.closing:
+            return None
+        line.process = Child("varlen.plan.planner_worker", threads=1)
+        line.is_greeted, line.busy_with = False, None
+        line.came.notify_all()
+        return line.process
+
+
+def _died(line: Line, worker: Child) -> None:
+    if line.closing:
+        return
+    line.deaths += 1
+    if line.deaths == 1:
+        _log.warning(
+            "the process that plans steps ahead %s; it is started again, and steps that it isn't ready for are "
+            "planned by the quick answer",
+            worker.end,
+        )
+
+
+def _listen(line: Line, worker: Child) -> bool:
     """Keep what a worker says until it is gone; returns whether it answered anything."""
     heard = False
     with suppress(EOFError, OSError, ValueError):
         while True:
-            message = receive(pipe)
+            message = worker.receive()
             step = int.from_bytes(message[4:12], "little")
             heard = True
             answer = _answered(message)  # read here, which takes a while, so that nobody who takes it waits

@@ -19,9 +19,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from varlen.offline.tasks import receive, send
 from varlen.plan.serialize import plan_to_bytes
 from varlen.plan.wire import from_json, named
+from varlen.workers.child import receive, send
 
 _LOOK_S = 2.0
 _NICE = 5

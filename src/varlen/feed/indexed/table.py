@@ -33,12 +33,12 @@ from varlen.feed.indexed.stream import Grown, PackStream, Position
 from varlen.feed.indexed.windows import PACKS_A_GROUP, WINDOWS_A_GROUP, WindowSettings
 from varlen.files.ours import is_there
 from varlen.files.token_tables import unfinished
-from varlen.offline.processors import processors
 from varlen.pack.window import count_packs
 from varlen.regular import open_regular
 from varlen.store.tokens import TokenDocuments
 from varlen.text.tokenizer import digest
 from varlen.types import IntArray
+from varlen.workers.processors import processors
 
 _KEPT = 4
 """Tables in memory."""

@@ -20,8 +20,8 @@ from varlen.feed.protocol import Ended, Feed
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
 from varlen.feed.worker.ring import Ring, Slot, ended_message
-from varlen.offline.tasks import receive, send
 from varlen.pack.api import pack
+from varlen.workers.child import receive, send
 
 _LOOK_S = 2.0
 _SHORTEST_S, _LONGEST_S = 5e-4, 4e-3

@@ -17,13 +17,13 @@ import json
 import logging
 import os
 import pickle
-import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from varlen.errors import SettingError, StalledError, WorkerDiedError
 from varlen.feed.agreement import Exchange, Exchanges
@@ -31,13 +31,9 @@ from varlen.feed.protocol import Ended, Made
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
 from varlen.feed.worker.ring import Bytes, Ring, read_ended, read_made
-from varlen.files.retry import await_end
-from varlen.offline.interpreter import fresh_interpreter
-from varlen.offline.tasks import NOT_FOUND, receive, send
+from varlen.workers.child import CANNOT_BE_SENT, MOST_DEATHS, Child, await_end, start_thread, supervise
 
 _log = logging.getLogger(__name__)
-_MOST_DEATHS = 3
-"""Deaths one after the other, without a batch between them, after which it is no accident."""
 _PATIENCE_S = 5.0
 _Entry = tuple[Made | Ended | BaseException, int, bytes]
 """A batch, its slot and its message; or an error, or the end."""
@@ -72,7 +68,7 @@ class _Line:
     is_read: bool = True
     """Whether a thread starts workers, and listens to them."""
     closing: bool = False
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
     deaths: int = 0
     """Of all workers so far."""
     lock: Any = field(default_factory=threading.Lock)
@@ -86,7 +82,7 @@ class ProcessWorker:
         try:
             head = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise SettingError(NOT_FOUND.format(error=error)) from error
+            raise SettingError(CANNOT_BE_SENT.format(error=error)) from error
         self._line = _Line(head=head, ring=Ring(slots, slot_bytes), exchanges=exchanges)
         self._copies, self._most_lent = 0, slots - 1
         self._keeper, self._reader = _at_work(_keep, self._line), _at_work(_read, self._line)
@@ -182,11 +178,7 @@ class ProcessWorker:
 
 
 def _at_work(what: Callable[[_Line], None], line: _Line) -> threading.Thread:
-    thread = threading.Thread(
-        target=what, args=(line,), name=f"varlen {what.__name__.strip('_')}", daemon=True
-    )
-    thread.start()
-    return thread
+    return start_thread(partial(what, line), f"varlen {what.__name__.strip('_')}")
 
 
 def _freed(line: _Line, slot: int) -> Callable[[object], None]:
@@ -218,7 +210,7 @@ def close_line(line: _Line) -> None:
 def _stalled(line: _Line, seconds: float) -> str:
     process = line.process
     who = f"the loader's worker (process {process.pid})" if process is not None else "the loader's worker"
-    lives = " and is still alive" if process is not None and process.poll() is None else ""
+    lives = " and is still alive" if process is not None and process.is_alive else ""
     return (
         f"{who} has made no batch for {seconds:,.0f} s{lives}; it may wait for its storage, or for "
         "another rank. Pass deadline_s to wait longer"
@@ -228,8 +220,8 @@ def _stalled(line: _Line, seconds: float) -> str:
 def _keep(line: _Line) -> None:
     """Pass on what the worker is to know; the only thread that writes to it."""
     told = 0
-    process: subprocess.Popen[bytes] | None = None
-    to: IO[bytes] | None = None
+    process: Child | None = None
+    is_gone = True
     while True:
         kind, content = line.orders.get()
         message: list[bytes] = []
@@ -244,15 +236,15 @@ def _keep(line: _Line) -> None:
         elif kind == "answer" and content[0] is process:
             message = [b"answ" + content[1]]
         elif kind == "process":
-            process, to = content, cast(IO[bytes], content.stdin)
+            process, is_gone = content, False
             told, message = _begin(line)
             message = [b"head" + line.head, *message]
         try:
             for one in message:
-                if to is not None:
-                    send(to, one)
-        except (OSError, ValueError):  # it is gone: the reader sees that too, and starts another
-            to = None
+                if process is not None and not is_gone:
+                    process.send(one)
+        except (OSError, ValueError):  # the reader sees that too, and starts another
+            is_gone = True
 
 
 def _begin(line: _Line) -> tuple[int, list[bytes]]:
@@ -265,32 +257,15 @@ def _begin(line: _Line) -> tuple[int, list[bytes]]:
 
 def _read(line: _Line) -> None:
     """Start workers, and pass on what they say."""
-    in_a_row = 0
-    while in_a_row < _MOST_DEATHS:
-        with line.lock:
-            if line.closing:
-                return
-            try:
-                process = _hired(line)
-            except WorkerDiedError as error:
-                line.batches.put((error, -1, b""))
-                line.is_over, line.is_read = True, False
-                return
-            line.process = process
-        line.orders.put(("process", process))
-        heard = _listen(line, process)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
-                cast(IO[bytes], pipe).close()
-        if line.closing:
-            return
-        line.deaths += 1
-        line.ring.free_but(line.held)
-        in_a_row = 1 if heard else in_a_row + 1
+    try:
+        last = supervise(partial(_hired, line), partial(_listen, line), partial(_died, line))
+        error = None if last is None else WorkerDiedError(_death(last))
+    except WorkerDiedError as failed:
+        error = failed
     with line.lock:
-        line.batches.put((WorkerDiedError(_death(process.returncode)), -1, b""))
-        line.is_over, line.is_read = True, False
+        if error is not None and not line.closing:
+            line.batches.put((error, -1, b""))
+            line.is_over, line.is_read = True, False
 
 
 def _end(line: _Line, run: int, end: Ended | BaseException) -> None:
@@ -301,20 +276,30 @@ def _end(line: _Line, run: int, end: Ended | BaseException) -> None:
             line.is_over = True
 
 
-def _hired(line: _Line) -> subprocess.Popen[bytes]:
+def _hired(line: _Line) -> Child | None:
     ring = line.ring
     told = (ring.file, ring.slots, ring.slot_bytes, line.exchanges is not None)
     arguments = [str(int(number)) for number in told]
-    # Blocks are tokenized side by side, each by one thread: threads of the tokenizer's own would wait for each other
-    # at the end of every block, and take a fifth more of the processors' time.
-    return fresh_interpreter("varlen.feed.worker.main", *arguments, threads=1, files=[ring.file])
+    with line.lock:  # so that none starts once the line is closed
+        if line.closing:
+            return None
+        # Blocks are tokenized side by side, each by one thread: threads of the tokenizer's own would wait for each
+        # other at the end of every block, and take a fifth more of the processors' time.
+        line.process = Child("varlen.feed.worker.main", *arguments, threads=1, files=[ring.file])
+    line.orders.put(("process", line.process))
+    return line.process
 
 
-def _death(code: int | None) -> str:
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+def _died(line: _Line, _: Child) -> None:
+    if not line.closing:
+        line.deaths += 1
+        line.ring.free_but(line.held)
+
+
+def _death(last: Child) -> str:
     return (
-        f"the loader's worker {how}, {_MOST_DEATHS} times in a row at the same batch (out of memory?); take fewer "
-        'ring_slots or a smaller window, or worker="thread" to see more'
+        f"the loader's worker {last.end}, {MOST_DEATHS} times in a row at the same batch (out of memory?); "
+        'take fewer ring_slots or a smaller window, or worker="thread" to see more'
     )
 
 
@@ -339,14 +324,13 @@ def _ask(line: _Line) -> None:
         line.orders.put(("answer", (process, json.dumps([run, key, all_of_them, why]).encode())))
 
 
-def _listen(line: _Line, process: subprocess.Popen[bytes]) -> bool:
+def _listen(line: _Line, process: Child) -> bool:
     """Pass on what a worker says until it is gone; returns whether it made anything."""
-    pipe = cast(IO[bytes], process.stdout)
     at: dict[str, Any] = {}
     heard = False
     with suppress(EOFError, OSError, ValueError):
         while True:
-            message = receive(pipe)
+            message = process.receive()
             kind, content = message[:4], message[4:]
             if kind == b"at__":
                 at = json.loads(content)

@@ -13,7 +13,7 @@ from varlen.feed.agreement import Exchange, Exchanges
 from varlen.feed.protocol import Ended, Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
-from varlen.files.retry import await_end
+from varlen.workers.child import await_end
 
 _LOOK_S = 0.1
 """A thread that waits looks so often whether it is still wanted."""

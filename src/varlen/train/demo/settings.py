@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from varlen.errors import SettingError
-from varlen.offline.processors import processors
 from varlen.report.demo import Role
 from varlen.types import IntArray
+from varlen.workers.processors import processors
 
 RUN_TOKENS = 45_000
 """Tokens after which a run takes no further step, but for its second, unless told to: what keeps the demo

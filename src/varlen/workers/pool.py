@@ -5,15 +5,13 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from queue import SimpleQueue
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from varlen.errors import SettingError, WorkerDiedError
-from varlen.files.retry import await_end
-from varlen.offline.interpreter import fresh_interpreter
-from varlen.offline.processors import processors
-from varlen.offline.tasks import KEPT, NOT_FOUND, receive, send
+from varlen.workers.child import CANNOT_BE_SENT, Child, await_end
+from varlen.workers.processors import processors
+from varlen.workers.task_worker import KEPT
 
 Result = TypeVar("Result")
 _AHEAD = 8
@@ -46,7 +44,7 @@ class Workers:
         try:
             head = pickle.dumps((function, shared))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise SettingError(NOT_FOUND.format(error=error)) from error
+            raise SettingError(CANNOT_BE_SENT.format(error=error)) from error
         waiting: SimpleQueue[Any] = SimpleQueue()
         results: SimpleQueue[Any] = SimpleQueue()
         room = threading.Semaphore(len(self._workers) + _AHEAD)
@@ -107,47 +105,34 @@ class Workers:
         with self._lock:
             for worker in self._workers:
                 if worker is not None:
-                    worker.process.kill()
+                    worker.child.kill()
 
     def close(self) -> None:
         """Leave neither a process nor a pipe behind."""
         self._kill()
         for worker in self._workers:
             if worker is not None:
-                worker.close()
+                worker.child.close()
 
 
 class _Worker:
     """A process that runs one task at a time."""
 
     def __init__(self, threads: int) -> None:
-        self.process = fresh_interpreter("varlen.offline.worker", threads=threads)
+        self.child = Child("varlen.workers.task_worker", threads=threads)
         self._head = b""
 
     def ask(self, head: bytes, task: Any) -> tuple[bool, Any]:
-        """Have a task done; returns what `outcome` said, or that the process is gone."""
+        """Have a task done by a function that is sent where it isn't that of the task before."""
         given = pickle.dumps(task)
         try:
-            to = cast(IO[bytes], self.process.stdin)
             if head != self._head:
-                send(to, b"head" + head)
+                self.child.send(b"head" + head)
                 self._head = head
-            send(to, b"task" + given)
-            answer = receive(cast(IO[bytes], self.process.stdout))
+            self.child.send(b"task" + given)
+            answer = self.child.receive()
         except (EOFError, OSError):
-            self.process.wait()
-            return False, _death(self.process.returncode)
+            self.child.close()
+            said = f"a process that worked on a part {self.child.end} (out of memory?); {KEPT}"
+            return False, WorkerDiedError(said)
         return cast(tuple[bool, Any], pickle.loads(answer))
-
-    def close(self) -> None:
-        """Wait for the end, and close the pipes, once nobody asks any more."""
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with suppress(OSError):  # what it had not read yet
-                    pipe.close()
-
-
-def _death(code: int | None) -> WorkerDiedError:
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-    return WorkerDiedError(f"a process that worked on a part {how} (out of memory?); {KEPT}")

@@ -1,15 +1,18 @@
-"""`python -m varlen.offline.worker`: takes tasks from its standard input and answers on its standard output."""
+"""A process that takes tasks from its standard input and answers on its standard output."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import IO, Any
 
-from varlen.errors import SettingError
-from varlen.offline.tasks import NOT_FOUND, outcome, receive, send
+from varlen.errors import SettingError, VarlenError, WorkerDiedError
+from varlen.workers.child import CANNOT_BE_SENT, receive, send
+
+KEPT = "what is finished is kept: run the same again, with fewer processes if memory is short"
 
 
 def main() -> None:
@@ -30,9 +33,25 @@ def main() -> None:
             try:
                 head = pickle.loads(head)
             except Exception as error:  # it is what the user handed over
-                send(answers, pickle.dumps((False, SettingError(NOT_FOUND.format(error=error)))))
+                send(answers, pickle.dumps((False, SettingError(CANNOT_BE_SENT.format(error=error)))))
                 continue
         send(answers, pickle.dumps(outcome(head[0], head[1], pickle.loads(content))))
+
+
+def outcome(function: Callable[[Any, Any], Any], shared: Any, task: Any) -> tuple[bool, Any]:
+    """Run a task; an error is a result too, so that it can cross processes."""
+    try:
+        return True, function(shared, task)
+    except VarlenError as error:
+        return False, error
+    except MemoryError:
+        return False, WorkerDiedError(f"a process that worked on a part ran out of memory; {KEPT}")
+    except OSError as error:
+        return False, OSError(error.errno, error.strerror or str(error), error.filename)
+    except Exception as error:  # a bug of ours: its traceback would be lost with the process
+        import traceback
+
+        return False, RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 def _listen(tasks: IO[bytes], inbox: SimpleQueue[bytes]) -> None:
