@@ -4,5 +4,5 @@
                crew: tasks in this process, in other processes, over Ray
 
 In: a `Source`. Out: finished folders with a manifest, or nothing that looks finished. The same command resumes.
-Begin in `index.py` and `pack.py`; `places.py` says where results appear and how.
+Begin in `index.py` and `pack.py`; `outputs.py` says where results appear and how.
 """

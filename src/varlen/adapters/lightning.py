@@ -16,6 +16,8 @@ from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
 
+__all__ = ["PackedDataModule"]
+
 
 class PackedDataModule(LightningDataModule):
     """The training data of a Lightning run, packed: `trainer.fit(module, datamodule=PackedDataModule(...))`.

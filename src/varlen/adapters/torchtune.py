@@ -21,6 +21,8 @@ from varlen.errors import DocumentsError, OverlongDocumentError
 from varlen.pack.api import pack
 from varlen.types import IntArray
 
+__all__ = ["PackedDataset"]
+
 _log = logging.getLogger(__name__)
 
 

@@ -17,6 +17,8 @@ from varlen.pack.pieces import shuffled
 from varlen.pack.steps import Fill, Steps, steps_of
 from varlen.types import IntArray
 
+__all__ = ["MultipackDistributedBatchSampler"]
+
 _EPOCHS = 2**40
 """Seeds lie this far apart, so that no seed's epoch is another seed's."""
 

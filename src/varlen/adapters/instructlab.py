@@ -18,6 +18,8 @@ from varlen.adapters.features import (
 )
 from varlen.batch.flatten import FlatRow, flatten
 
+__all__ = ["PaddingFreeCollator"]
+
 _NEEDED = ("input_ids", "labels", "attention_mask")
 
 

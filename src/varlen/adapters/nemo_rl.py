@@ -19,6 +19,19 @@ from varlen.pack.lengths import as_lengths
 from varlen.plan.partition import partition
 from varlen.types import FloatArray, Int32Array, IntArray, Method
 
+__all__ = [
+    "BalancedPacker",
+    "BestFitDecreasingPacker",
+    "ConcatenativePacker",
+    "FirstFitDecreasingPacker",
+    "FirstFitShufflePacker",
+    "ModifiedFirstFitDecreasingPacker",
+    "PackingAlgorithm",
+    "PackingMetrics",
+    "SequencePacker",
+    "get_packer",
+]
+
 
 class PackingAlgorithm(enum.Enum):
     """How sequences are packed; the last two are varlen's own."""

@@ -18,6 +18,16 @@ from varlen.pack.lengths import as_lengths
 from varlen.plan.partition import Division, as_weights, by_part, even_packs, fitting_parts, packed, partition
 from varlen.types import FloatArray, Int32Array
 
+__all__ = [
+    "calculate_workload",
+    "get_group_balanced_partitions",
+    "get_seqlen_balanced_partitions",
+    "greedy_partition",
+    "karmarkar_karp",
+    "log_seqlen_unbalance",
+    "micro_batch_partitions",
+]
+
 Partitions = list[list[int]]
 """The items of each part, by number."""
 
