@@ -132,7 +132,7 @@ def test_every_door_says_it_in_a_sentence(door: str, tmp_path: Path) -> None:
 
 OWN = {
     # What our own processes say to each other, and what was written a line before.
-    *("src/varlen/plan/planner_process.py", "src/varlen/plan/wire.py", "src/varlen/feed/worker/main.py"),
+    *("src/varlen/plan/planner_process.py", "src/varlen/plan/serialize.py", "src/varlen/feed/worker/main.py"),
     *("src/varlen/feed/agreement.py", "src/varlen/feed/worker/process.py", "src/varlen/feed/worker/ring.py"),
     *("src/varlen/files/paths.py", "src/varlen/offline/index.py", "src/varlen/train/model.py"),
     *("src/varlen/text/wrapped.py", "src/varlen/files/remote.py"),

@@ -267,8 +267,8 @@ def test_a_killed_worker_is_replaced_and_told_of_once(caplog: pytest.LogCaptureF
         assert planner.take(3).method == "micropack"
 
     assert [record.getMessage() for record in caplog.records if "started again" in record.getMessage()] == [
-        "the process that plans steps ahead was killed by signal 9; it is started again, and steps that it isn't ready "
-        "for are planned by the quick answer"
+        "the process that plans steps ahead was killed by signal 9; it is started again, and steps that it isn't "
+        "ready for are planned by the quick answer"
     ]
 
 

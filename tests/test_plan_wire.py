@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from varlen.plan.assign import assign
-from varlen.plan.wire import from_json, named, to_json
+from varlen.plan.serialize import from_json, named, to_json
 from varlen.step_plan import Mesh
 
 

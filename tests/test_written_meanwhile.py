@@ -9,7 +9,7 @@ import pytest
 
 from varlen.feed import opening
 from varlen.files.written import LOCK, PARTIAL, WORK
-from varlen.offline.owned import check_unfinished
+from varlen.offline.outputs import check_unfinished
 
 CALLS = ((os, "scandir"), (os, "listdir"), (os, "stat"), (os, "lstat"), (io, "open"))
 

@@ -18,8 +18,7 @@ from varlen.documents.source import Source
 from varlen.errors import SettingError
 from varlen.files.token_tables import sync
 from varlen.files.written import MANIFEST, PLAN, WORK, read_manifest, sealed
-from varlen.offline.outputs import disk_faults, write_json
-from varlen.offline.owned import part_of, remove_unfinished
+from varlen.offline.outputs import disk_faults, part_of, remove_unfinished, write_json
 from varlen.store.store import STORE_FORMAT, STORE_FORMATS
 from varlen.store.tokens import ROW_WEIGHTS
 from varlen.text.tokenizer import ByteTokenizer, digest

@@ -32,11 +32,11 @@ from varlen.offline.outputs import (
     check_places,
     disk_faults,
     finish,
+    remove_unfinished,
     tidy,
     working_folder,
     write_json,
 )
-from varlen.offline.owned import remove_unfinished
 from varlen.regular import read_regular
 from varlen.store.shard import Shard, ShardWriter
 from varlen.store.store import TokenStore, format_of, open_store

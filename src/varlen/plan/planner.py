@@ -27,8 +27,7 @@ from varlen.errors import PlanError, SettingError, StalledError, StateError, Var
 from varlen.pack.lengths import as_lengths
 from varlen.plan.planner_process import Answer, Line
 from varlen.plan.search import Search
-from varlen.plan.serialize import plan_fingerprint
-from varlen.plan.wire import named, to_json
+from varlen.plan.serialize import named, plan_fingerprint, to_json
 from varlen.step_plan import StepPlan
 from varlen.types import Int32Array
 

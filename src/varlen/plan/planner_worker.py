@@ -19,8 +19,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from varlen.plan.serialize import plan_to_bytes
-from varlen.plan.wire import from_json, named
+from varlen.plan.serialize import from_json, named, plan_to_bytes
 from varlen.workers.child import receive, send
 
 _LOOK_S = 2.0

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from varlen.counts import many
-from varlen.report.doors import MOST_STREAMED, MOST_STREAMED_PACKS, STEP_PACKS
 from varlen.report.inspection_figures import CapacityFigures, Inspection, PackFigures
+from varlen.report.packings import MOST_STREAMED, MOST_STREAMED_PACKS, STEP_PACKS
 from varlen.report.words import count, fill, share, times
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -15,7 +15,6 @@ from varlen.feed.streaming.foreseen import BYTES_A_TOKEN
 from varlen.pack.lengths import as_lengths
 from varlen.report.advice import advise
 from varlen.report.demo import PieceFigures
-from varlen.report.doors import Packed, by_lengths, by_pack
 from varlen.report.inspection_figures import (
     AdviceFigures,
     BinFigures,
@@ -24,7 +23,16 @@ from varlen.report.inspection_figures import (
     PackPicture,
     PaddingFigures,
 )
-from varlen.report.packings import WINDOW, WITH_PACK, Sample, draw_sample, measure_capacity
+from varlen.report.packings import (
+    WINDOW,
+    WITH_PACK,
+    Packed,
+    Sample,
+    by_lengths,
+    by_pack,
+    draw_sample,
+    measure_capacity,
+)
 from varlen.types import Int32Array, IntArray
 
 USUAL_CAPACITIES = (2_048, 4_096, 8_192, 32_768)
