@@ -15,8 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from varlen.cost.hardware import Hardware, RateCurve, RateTable, save_hardware
 from varlen.train import step as step_module
 from varlen.train import trainer as trainer_module
-from varlen.train.config import as_settings
-from varlen.train.settings import TrainSettings
+from varlen.train.settings import TrainSettings, as_settings
 from varlen.train.trainer import train
 
 PLAIN = {"model__settings": {**LLAMA, "attention_dropout": 0.0}, "optimizer__schedule": "constant"}

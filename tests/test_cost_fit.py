@@ -21,11 +21,10 @@ from varlen.cost.fit import (
     mape,
     median_of_repeats,
 )
-from varlen.cost.flops import pairs_of
 from varlen.cost.hardware import Hardware, RateTable, load_hardware, save_hardware
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER
-from varlen.cost.shape import ModelShape
+from varlen.cost.shape import ModelShape, pairs_of
 from varlen.errors import SettingError
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.cost.flops import mfu, pairs_of, slice_flops, step_flops
 from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
-from varlen.cost.shape import ModelShape
+from varlen.cost.shape import ModelShape, mfu, pairs_of, slice_flops, step_flops
 from varlen.errors import SettingError
 
 TINY = ModelShape(

@@ -13,7 +13,6 @@ from oracles import cost as reference
 
 from varlen import jit
 from varlen.cost import kernels
-from varlen.cost.flops import slice_flops
 from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
 from varlen.cost.rates import (
@@ -27,7 +26,7 @@ from varlen.cost.rates import (
     WEIGHT_LAYER,
     Rates,
 )
-from varlen.cost.shape import ModelShape
+from varlen.cost.shape import ModelShape, slice_flops
 from varlen.step_plan import Mesh
 
 H100 = Hardware.named("h100")

@@ -7,7 +7,7 @@ from test_cli import asked, one_sentence
 
 from varlen.arguments import as_tokens
 from varlen.errors import SettingError
-from varlen.train.config import read_config
+from varlen.train.settings import read_config
 
 TAKEN = {
     "4096": 4096,

@@ -12,18 +12,15 @@ from loaders import drained
 from offline_packs import write_texts
 from test_feed_indexed import content, new_arrays
 
-from varlen.documents.mixture import Mixture
-from varlen.documents.source import open_source
+from varlen.documents.source import Mixture, open_source
 from varlen.errors import SourceError, StalledError, StateError
 from varlen.feed.batches import BatchSettings
-from varlen.feed.indexed.feed import IndexedFeed
-from varlen.feed.indexed.stream import PackStream
+from varlen.feed.indexed.stream import IndexedFeed, PackStream
 from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
 from varlen.feed.loader import PackedLoader
 from varlen.feed.state import FeedState
 from varlen.offline import index as index_module
-from varlen.offline.grow import fingerprint_of_marks
-from varlen.offline.index import index_source, source_marks
+from varlen.offline.index import fingerprint_of_marks, index_source, source_marks
 from varlen.offline.outputs import working_folder
 from varlen.store.growing import PartialStore
 from varlen.store.open import open_tokens

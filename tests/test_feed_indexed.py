@@ -9,8 +9,7 @@ from test_source_store import write_store
 
 from varlen.errors import SourceError, StateError
 from varlen.feed.batches import BatchSettings
-from varlen.feed.indexed.feed import IndexedFeed
-from varlen.feed.indexed.stream import PackStream
+from varlen.feed.indexed.stream import IndexedFeed, PackStream
 from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
 from varlen.feed.protocol import new_arrays
 from varlen.feed.state import FeedState, from_json, to_json

@@ -16,7 +16,7 @@ from skipping import PAD, WORKERS, assert_masked, damaged, drain, numbered, skip
 
 import varlen as vl
 from varlen.errors import SettingError, SourceError
-from varlen.feed import bad_documents
+from varlen.feed import checks
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_each_document_is_named_once_and_the_number_of_names_is_bounded(store, t
     assert all(re.match(said, one) for one in named)
 
     caplog.clear()
-    monkeypatch.setattr(bad_documents, "_MOST_NAMED", 3)
+    monkeypatch.setattr(checks, "_MOST_NAMED", 3)
     assert taken(skipping(bad))[1] == skipped
     named = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert named[3:] == ["skipped: more than 3 documents; further ones are counted, and not named"]

@@ -17,11 +17,11 @@ from test_source_megatron import write_pair
 from test_source_store import write_store
 
 import varlen as vl
-from varlen.documents.mixture import Mixture
+from varlen.documents.source import Mixture
 from varlen.errors import InputError, ModelError, SourceError
-from varlen.feed import bad_documents
-from varlen.feed.bad_documents import check_first_ids
+from varlen.feed import checks
 from varlen.feed.batches import BatchSettings, Contents, fill_batch
+from varlen.feed.checks import check_first_ids
 
 MODEL = SimpleNamespace(vocab_size=64)
 
@@ -71,7 +71,7 @@ def test_first_documents_that_cannot_be_read_are_masked_later_where_that_is_aske
     mostly([*product(KINDS, ["thread"]), ("arrow", "process")], product(KINDS, ("thread", "process"))),
 )
 def test_another_id_beyond_the_model_is_refused_with_its_batch(tmp_path, monkeypatch, kind, worker):
-    monkeypatch.setattr(bad_documents, "_DOCUMENTS", 3)
+    monkeypatch.setattr(checks, "_DOCUMENTS", 3)
     data = write_tokens(tmp_path / kind, kind, [[7] * 32] * 48 + [[7] * 31 + [70]])
     with loader_of(data, model=MODEL, shuffle=False, worker=worker) as loader:
         assert [next(loader).num_tokens for _ in range(2)] == [24 * 32] * 2
@@ -133,11 +133,11 @@ def test_no_more_is_looked_at_before_training_than_the_bound_says(monkeypatch):
             self.read = lengths.tolist()
             return np.zeros(int(lengths.sum()), dtype=np.int32), None
 
-    monkeypatch.setattr(bad_documents, "_TOKENS", 12)
+    monkeypatch.setattr(checks, "_TOKENS", 12)
     store = Read([[], [5, 4, 9, 7], [3]])
     check_first_ids(store, 1)
     assert store.read == [5, 4, 3, 0]
-    monkeypatch.setattr(bad_documents, "_DOCUMENTS", 2)
+    monkeypatch.setattr(checks, "_DOCUMENTS", 2)
     check_first_ids(store, 1)
     assert store.read == [5, 4]
     check_first_ids(Read([[]]), 1)

@@ -11,8 +11,7 @@ from varlen.documents.source import open_source
 from varlen.errors import StateError
 from varlen.offline.index import index_source
 from varlen.train.checkpoint import WITHOUT_CHECKSUMS, checksum_of
-from varlen.train.config import as_settings
-from varlen.train.settings import TrainSettings
+from varlen.train.settings import TrainSettings, as_settings
 from varlen.train.trainer import train
 
 

@@ -7,8 +7,7 @@ import pytest
 
 import varlen as vl
 from varlen.errors import InputError, SettingError, SourceError
-from varlen.train.config import read_config
-from varlen.train.settings import DataSettings, RunSettings, write_example
+from varlen.train.settings import DataSettings, RunSettings, read_config, write_example
 
 SMALL = """
 [data]

@@ -29,8 +29,7 @@ from varlen.adapters.torchtitan.loader import PackedDataLoader, trainer_batch
 from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
-from varlen.train.config import as_settings
-from varlen.train.settings import TrainSettings
+from varlen.train.settings import TrainSettings, as_settings
 from varlen.train.step import BLOCK, target_loss_sum
 from varlen.train.trainer import train
 

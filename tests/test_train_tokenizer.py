@@ -64,8 +64,7 @@ def model(tmp_path) -> Path:
 def settings_of(source: Path, output: Path, model: Any, **changes: Any) -> Any:
     from training import table
 
-    from varlen.train.config import as_settings
-    from varlen.train.settings import TrainSettings
+    from varlen.train.settings import TrainSettings, as_settings
 
     made = table(source, output, **changes)
     made["model"] = {"path": str(model)} if not isinstance(model, dict) else model

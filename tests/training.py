@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 from varlen.documents.source import open_source
 from varlen.offline.index import index_source
 from varlen.signals import Stopped
-from varlen.train.config import as_settings
 from varlen.train.metrics import TIMINGS
-from varlen.train.settings import TrainSettings
+from varlen.train.settings import TrainSettings, as_settings
 
 STEPS = 6
 LLAMA = {

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from varlen.cost.flops import BACKWARD_RATIO
-from varlen.cost.shape import ModelShape
+from varlen.cost.shape import BACKWARD_RATIO, ModelShape
 from varlen.runtime.probes import attention_probe, quiet, run_once
 
 ROWS = (256, 512, 1024, 2048, 4096, 8192)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from varlen.cost.hardware import Hardware
     from varlen.cost.model import CostModel
     from varlen.cost.shape import ModelShape
-    from varlen.documents.mixture import Mixture
+    from varlen.documents.source import Mixture
     from varlen.errors import VarlenError
     from varlen.feed.loader import PackedLoader
     from varlen.feed.state import merge_states
@@ -56,7 +56,7 @@ _HOMES = {
     "Hardware": "varlen.cost.hardware",
     "Ledger": "varlen.types",
     "Mesh": "varlen.step_plan",
-    "Mixture": "varlen.documents.mixture",
+    "Mixture": "varlen.documents.source",
     "ModelShape": "varlen.cost.shape",
     "PackedBatch": "varlen.batch.packed",
     "PackedLoader": "varlen.feed.loader",

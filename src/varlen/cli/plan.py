@@ -91,7 +91,7 @@ def plan(
 
     [bold]Example:[/]  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k -o report.html
     """
-    from varlen.cli.plan_output import check_outputs, show, show_sweep
+    from varlen.cli.plan_job import check_outputs, show, show_sweep
     from varlen.cli.progress import progress
 
     if calibrate:

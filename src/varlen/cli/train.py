@@ -80,8 +80,7 @@ def train(
     [bold]Then:[/]  varlen train config.toml --set run.steps=100, or
     torchrun --standalone --nproc-per-node 2 -m varlen train config.toml
     """
-    from varlen.train.config import read_config
-    from varlen.train.settings import write_example
+    from varlen.train.settings import read_config, write_example
 
     check_asked(config, init, changes or [])
     if init is not None:

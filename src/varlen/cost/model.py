@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost import memory as memories
-from varlen.cost.flops import BACKWARD_RATIO, Flops, step_flops
 from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
 from varlen.cost.memory import (
     LAYERS_ON_DEVICE,
@@ -26,7 +25,16 @@ from varlen.cost.memory import (
     reused_bytes,
 )
 from varlen.cost.rates import Rates
-from varlen.cost.shape import KEPT, ModelShape, Stages, check_mesh, stages_of
+from varlen.cost.shape import (
+    BACKWARD_RATIO,
+    KEPT,
+    Flops,
+    ModelShape,
+    Stages,
+    check_mesh,
+    stages_of,
+    step_flops,
+)
 from varlen.errors import SettingError
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray

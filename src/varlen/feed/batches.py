@@ -15,7 +15,7 @@ import numpy.typing as npt
 from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import InputError, OverlongDocumentError, SourceError
-from varlen.feed.bad_documents import Pieces, check_ids, where_of
+from varlen.feed.checks import Pieces, check_ids, where_of
 from varlen.feed.indexed.windows import StorePacks
 from varlen.files.losses import Losses, nothing_left
 from varlen.pack.api import DEFAULT_WORK

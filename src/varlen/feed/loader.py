@@ -15,8 +15,7 @@ from typing import Any, Literal
 from varlen.arguments import as_count
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.documents.documents import Supervise
-from varlen.documents.mixture import Mixture
-from varlen.documents.source import OnError, TextCut
+from varlen.documents.source import Mixture, OnError, TextCut
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.checks import say_first_cut
 from varlen.feed.lookup import StepDocuments

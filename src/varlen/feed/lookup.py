@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from varlen.errors import SettingError
-from varlen.feed.indexed.feed import IndexedFeed
-from varlen.feed.indexed.stream import PackStream
+from varlen.feed.indexed.stream import IndexedFeed, PackStream
 from varlen.feed.indexed.table import WindowTable
 from varlen.feed.mixture.stream import MixedStream
 from varlen.feed.mixture.table import MixedTable

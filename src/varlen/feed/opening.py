@@ -15,13 +15,12 @@ from typing import Any
 
 from varlen.counts import many
 from varlen.documents.memory import placed
-from varlen.documents.mixture import Mixture
-from varlen.documents.source import Source, check_reading, open_source
+from varlen.documents.source import Mixture, Source, check_reading, open_source
 from varlen.errors import SettingError, SourceError, StalledError, VarlenError
 from varlen.feed.agreement import Agreement, Exchanges, job_store, name_of
 from varlen.feed.batches import BatchSettings
 from varlen.feed.checks import NO_LABEL, check_lengths, check_tokens, has_label, say_cut
-from varlen.feed.indexed.feed import IndexedFeed
+from varlen.feed.indexed.stream import IndexedFeed
 from varlen.feed.indexed.windows import PARTS_A_GROUP, WindowSettings
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
 from varlen.feed.mixture.stream import MixSettings
@@ -36,8 +35,7 @@ from varlen.files.ours import entries_below
 from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.files.written import LOCK, PARTIAL, WORK
 from varlen.offline.crew import Crew
-from varlen.offline.grow import fingerprint_of_marks
-from varlen.offline.index import index_source, source_marks
+from varlen.offline.index import fingerprint_of_marks, index_source, source_marks
 from varlen.store.open import is_megatron, is_token_store, open_tokens
 from varlen.store.store import TokenStore
 from varlen.store.token_files import FileTokens

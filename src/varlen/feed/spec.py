@@ -14,8 +14,7 @@ from varlen.documents.source import OnError, Source
 from varlen.errors import SourceError
 from varlen.feed.agreement import Exchanges
 from varlen.feed.batches import BatchSettings
-from varlen.feed.indexed.feed import IndexedFeed
-from varlen.feed.indexed.stream import PackStream
+from varlen.feed.indexed.stream import IndexedFeed, PackStream
 from varlen.feed.indexed.windows import PARTS_A_GROUP, Groups, Windows, WindowSettings, enough_for
 from varlen.feed.mixture.stream import MixedStream, MixSettings
 from varlen.feed.protocol import Feed

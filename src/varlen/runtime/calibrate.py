@@ -19,11 +19,10 @@ import torch
 
 from varlen.cost import kernels
 from varlen.cost.fit import Samples, fit_curve, fit_table, mape
-from varlen.cost.flops import BACKWARD_RATIO
 from varlen.cost.hardware import MACHINES, Hardware, Link
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER
-from varlen.cost.shape import ModelShape
+from varlen.cost.shape import BACKWARD_RATIO, ModelShape
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.runtime.probes import (

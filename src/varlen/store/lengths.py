@@ -12,8 +12,8 @@ from tokenize import TokenError
 
 import numpy as np
 
+from varlen.documents.block_reader import Watch
 from varlen.documents.documents import Documents, targets_of
-from varlen.documents.progress import Watch
 from varlen.documents.source import Source
 from varlen.errors import SourceError
 from varlen.files.losses import NO_LOSSES, Losses, nothing_read

@@ -19,8 +19,7 @@ from varlen.errors import SettingError, SourceError
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.rows import READ_AS_TEXT
 from varlen.regular import read_regular_text
-from varlen.text.calls import as_tools
-from varlen.text.messages import Chat, as_chat, well_formed
+from varlen.text.messages import Chat, as_chat, as_tools, well_formed
 from varlen.text.rendering import ALL, Choice, Rendered, between, spelled
 from varlen.text.turn_marks import EndMarks
 from varlen.text.twins import training_twin, twin_of

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from varlen.errors import SourceError
-from varlen.text.calls import Arguments
-from varlen.text.messages import THOUGHTS
+from varlen.text.messages import THOUGHTS, Arguments
 
 if TYPE_CHECKING:
     from varlen.text.jinja_sandbox import Program

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.code import drops_block_masks, drops_boundaries
-from varlen.adapters.hf.mixing import check_family
+from varlen.adapters.hf.mixing import check_family, drops_block_masks, drops_boundaries
 from varlen.adapters.hf.model import (
     BY_DISTANCE,
     SELECTING,

@@ -17,7 +17,7 @@ from varlen.adapters.megatron.batches.from_batch import megatron_batch
 from varlen.adapters.megatron.packing.alignment import alignment
 from varlen.adapters.megatron.rows import NEWEST, Dialect, as_dialect
 from varlen.arguments import as_count
-from varlen.documents.mixture import Mixture
+from varlen.documents.source import Mixture
 from varlen.errors import SettingError, StateError, UnknownLengthError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.state import MOST, merge_states

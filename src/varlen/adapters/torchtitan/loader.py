@@ -16,7 +16,7 @@ import torch
 from varlen.arguments import as_count
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.documents.memory import placed
-from varlen.documents.mixture import Mixture
+from varlen.documents.source import Mixture
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.settings import WorkerKind

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from varlen.arguments import as_count
-from varlen.documents.mixture import Unit, Until
 from varlen.documents.order import hashed
+from varlen.documents.source import Unit, Until
 from varlen.errors import SettingError, StateError
 from varlen.feed import kernels
 from varlen.feed.indexed.stream import Grown, PackStream, Position, refuse

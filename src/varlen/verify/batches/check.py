@@ -50,7 +50,7 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
     given = read(batch)
     facts = None
     if model is not None:
-        from varlen.verify.batches.model import facts_of  # a batch by itself is checked without torch
+        from varlen.verify.batches.isolation import facts_of  # a batch by itself is checked without torch
 
         facts = facts_of(model)
     segments = segments_of(given)
