@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from varlen.cli.app import app
 from varlen.errors import SettingError
-from varlen.files.token_tables import unfinished
+from varlen.files.ours import unfinished
 from varlen.train.trainer import train
 
 FORMS = ("folder", "file", "link to a folder", "link to a file", "link to nothing", "pipe")

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -116,3 +117,17 @@ def open_own(path: Path, way_out: str) -> IO[bytes]:
     if is_there(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise SettingError(f"{path} is no file; {way_out}")
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "r+b")
+
+
+def unfinished(path: Path) -> Path:
+    """Return a name for a file in the making that no other process, on any machine, gives it."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's names, on the disk before going on: a power cut takes neither."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

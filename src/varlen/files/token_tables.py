@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -38,20 +36,6 @@ def write_table(
         use_dictionary=False,
         use_byte_stream_split=split,
     )
-
-
-def unfinished(path: Path) -> Path:
-    """Return a name for a file in the making that no other process, on any machine, gives it."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
-
-
-def sync(path: Path) -> None:
-    """Have a file's content, or a folder's names, on the disk before going on: a power cut takes neither."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 # Arrow lists over NumPy's memory, and NumPy arrays over Arrow's: values that lie end to end aren't copied.

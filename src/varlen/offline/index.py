@@ -17,7 +17,7 @@ from varlen.documents.source import Part, Source
 from varlen.errors import SettingError, SourceError
 from varlen.files.fingerprints import fingerprint
 from varlen.files.losses import nothing_read, stored, total
-from varlen.files.token_tables import sync
+from varlen.files.ours import sync
 from varlen.files.written import MANIFEST, PLAN, SKIPPED, WORK, read_manifest, sealed
 from varlen.offline.crew import Crew, Team
 from varlen.offline.outputs import (

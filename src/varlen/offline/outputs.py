@@ -38,9 +38,10 @@ from varlen.files.ours import (
     refuse_link,
     remove_entry,
     remove_marked,
+    sync,
+    unfinished,
 )
 from varlen.files.paths import File
-from varlen.files.token_tables import sync, unfinished
 from varlen.files.written import (
     LOCK,
     MANIFESTS,

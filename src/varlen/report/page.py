@@ -12,8 +12,7 @@ from pathlib import Path
 
 from varlen import __version__
 from varlen.errors import SettingError
-from varlen.files.ours import is_there, refuse_link
-from varlen.files.token_tables import unfinished
+from varlen.files.ours import is_there, refuse_link, unfinished
 
 GENERATOR = '<meta name="generator" content="varlen'
 _HEAD_BYTES = 1024

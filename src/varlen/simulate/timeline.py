@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import __version__
-from varlen.files.token_tables import unfinished
+from varlen.files.ours import unfinished
 from varlen.simulate.graph import GATHER, GRADIENT_SYNC, KIND_NAMES
 from varlen.step_plan import BACKWARD, FORWARD, KINDS, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from varlen.documents.documents import Documents, targets_of
 from varlen.errors import SourceError
 from varlen.files.losses import NO_LOSSES
-from varlen.files.token_tables import sync
+from varlen.files.ours import sync
 from varlen.files.written import SKIPPED
 from varlen.regular import open_regular, read_regular
 from varlen.text.loss_masks import Mask

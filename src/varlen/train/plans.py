@@ -22,7 +22,7 @@ from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
 from varlen.errors import PlanError, SettingError, StateError, VarlenError
 from varlen.feed.loader import PackedLoader
-from varlen.files.token_tables import unfinished
+from varlen.files.ours import unfinished
 from varlen.offline.outputs import free_words
 from varlen.plan.api import plan_step, repairs
 from varlen.plan.one_gpu import one_gpu_plan

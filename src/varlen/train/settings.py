@@ -426,8 +426,8 @@ def as_settings(kind: type[_Settings], table: Mapping[str, Any], name: str) -> _
                 f"{_dotted(name, key)} is no setting; the nearest is {_nearest(key, name, known)}"
             )
     given = {key: _as_value(hints[key], value, _dotted(name, key)) for key, value in table.items()}
-    for key, field in known.items():
-        if key not in given and field.default is MISSING and field.default_factory is MISSING:
+    for key, option in known.items():
+        if key not in given and option.default is MISSING and option.default_factory is MISSING:
             what = f"the table [{key}]" if is_dataclass(hints[key]) else _dotted(name, key)
             raise SettingError(f"the configuration lacks {what}, which has no default")
     return kind(**given)
@@ -440,9 +440,9 @@ def _dotted(name: str, key: str) -> str:
 def _nearest(key: str, name: str, known: Iterable[str]) -> str:
     """Return the setting that was meant: one of another table that has this very name, or one that is alike."""
     hints = get_type_hints(TrainSettings)
-    for table in (field.name for field in fields(TrainSettings)):
+    for table in (option.name for option in fields(TrainSettings)):
         kind = next(option for option in (hints[table], *get_args(hints[table])) if is_dataclass(option))
-        if key in {field.name for field in fields(kind)}:
+        if key in {option.name for option in fields(kind)}:
             return f"{table}.{key}"
     return _dotted(name, difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)[0])
 

@@ -31,8 +31,7 @@ from varlen import __version__
 from varlen.errors import SettingError, SourceError
 from varlen.feed.indexed.stream import Grown, PackStream, Position
 from varlen.feed.indexed.windows import PACKS_A_GROUP, WINDOWS_A_GROUP, WindowSettings
-from varlen.files.ours import is_there
-from varlen.files.token_tables import unfinished
+from varlen.files.ours import is_there, unfinished
 from varlen.pack.window import count_packs
 from varlen.regular import open_regular
 from varlen.store.tokens import TokenDocuments

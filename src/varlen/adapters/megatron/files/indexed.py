@@ -35,7 +35,7 @@ from varlen.adapters.megatron.files.flat import (
 from varlen.adapters.megatron.files.reader import RowIds, RowReader, Spec, resolve_packed, row_ids
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError, SourceError
-from varlen.files.token_tables import sync, unfinished
+from varlen.files.ours import sync, unfinished
 from varlen.offline.outputs import disk_faults, made_whole
 from varlen.store.bin_idx import MAGIC as INDEX_MAGIC
 from varlen.store.bin_idx import MegatronFile

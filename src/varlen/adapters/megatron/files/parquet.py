@@ -40,9 +40,10 @@ from varlen.adapters.megatron.files.reader import (
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.documents.pretokenized import flat_column
 from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError
+from varlen.files.ours import sync, unfinished
 from varlen.files.retry import first_line
 from varlen.files.rows import listed
-from varlen.files.token_tables import list_column, sync, unfinished
+from varlen.files.token_tables import list_column
 from varlen.offline.outputs import disk_faults
 from varlen.types import IntArray
 

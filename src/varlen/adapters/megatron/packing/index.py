@@ -26,7 +26,7 @@ from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.packing.alignment import slots_of
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
-from varlen.files.token_tables import sync
+from varlen.files.ours import sync
 from varlen.files.written import read_manifest
 from varlen.store.shard import map_array
 from varlen.store.store import TokenStore, open_store
