@@ -9,9 +9,18 @@ import pytest
 
 from varlen.feed import opening
 from varlen.files.written import LOCK, PARTIAL, WORK
+from varlen.offline import outputs
 from varlen.offline.outputs import check_unfinished
 
-CALLS = ((os, "scandir"), (os, "listdir"), (os, "stat"), (os, "lstat"), (io, "open"))
+CALLS = (
+    (os, "mkdir"),
+    (os, "open"),
+    (os, "scandir"),
+    (os, "listdir"),
+    (os, "stat"),
+    (os, "lstat"),
+    (io, "open"),
+)
 
 
 def begin(folder: Path) -> Path:
@@ -27,6 +36,7 @@ def begin(folder: Path) -> Path:
 
 
 LOOKS = {
+    "locked": lambda folder: outputs._locked(folder.with_name(folder.name + PARTIAL), folder).close(),
     "written": lambda folder: opening._written(folder),
     "marked": lambda folder: check_unfinished(folder.with_name(folder.name + PARTIAL)),
 }

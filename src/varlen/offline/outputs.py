@@ -24,7 +24,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,6 +59,7 @@ from varlen.store.store import TABLES
 
 _LOCK_S = 0.5
 """How long a lock is tried for: those who wait for a store hold it for a moment, to see whether anybody does."""
+_MOST_ATTEMPTS = 100
 _FREE = "varlen_free_bytes"
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 """What file systems of many machines say where they have no locks: then it is up to the user."""
@@ -153,10 +154,17 @@ def _holds_finished(partial: Path) -> bool:
 
 def _locked(partial: Path, folder: Path) -> IO[bytes]:
     """Return the open lock of a folder, which is made if need be; closing it, or dying, gives it back."""
+    path = partial / WORK / LOCK
+    attempts = _MOST_ATTEMPTS
     while True:
-        (partial / WORK).mkdir(parents=True, exist_ok=True)
-        path = partial / WORK / LOCK
-        lock = open_own(path, "move it away, or name another output")
+        attempts -= 1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = open_own(path, "move it away, or name another output")
+        except (FileExistsError, FileNotFoundError):
+            if not attempts:
+                raise
+            continue  # another run finished meanwhile, and renamed the folder
         try:
             _take_lock(lock)
         except BlockingIOError as error:
@@ -169,8 +177,9 @@ def _locked(partial: Path, folder: Path) -> IO[bytes]:
                 lock.close()
                 raise
         # The run before may have finished since, and renamed the folder with the lock in it.
-        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
         lock.close()
 
 
