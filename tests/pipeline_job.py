@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
-STORES: list[dist.TCPStore] = []
 WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
 SEEDS = (0, 1, 4)
 """Of each mesh one."""
@@ -70,34 +69,45 @@ def random_plans(first: str, last: str) -> None:
 def struck() -> None:
     """Six jobs, in each of which something else happens to the second rank; those that wait for it wait at once."""
     waiting = [how for how in STRIKES if "fails" not in how and how != "full"]
-    for jobs in (["fails"], ["full"], ["fails, shared"], waiting):
-        children = [child for how in jobs for child in ranks_of(how)]
+    groups = [["fails"], ["full"], ["fails, shared"], waiting]
+    # All are forked while no store has a client: a lock that a store's thread holds would stay locked in a fork.
+    stores = [
+        [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in jobs]
+        for jobs in groups
+    ]
+    gates = [os.pipe() for _ in groups]
+    children = [
+        [child for how, store in zip(jobs, ports) for child in ranks_of(how, store.port, gate[0])]
+        for jobs, ports, gate in zip(groups, stores, gates)
+    ]
+    for jobs, ranks, gate in zip(groups, children, gates):
+        os.write(gate[1], bytes(len(ranks)))
         awaited = [OUT / f"{how} {rank}.json" for how in jobs for rank in (0, 2, 3)]
         end = time.monotonic() + 150
         while not all(path.exists() for path in awaited) and time.monotonic() < end:
             time.sleep(0.05)
-        for child in children:
+        for child in ranks:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         if late := [path.stem for path in awaited if not path.exists()]:
             sys.exit(f"nothing within 150 s from {', '.join(late)}; what they last did stands above")
 
 
-def ranks_of(how: str) -> list[int]:
-    """Start the four ranks of a job."""
-    STORES.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+def ranks_of(how: str, port: int, gate: int) -> list[int]:
+    """Fork the four ranks of a job, each of which begins once it has read a byte of the gate."""
     children = []
     for rank in range(4):
         child = os.fork()
         if not child:
-            as_rank(rank, STORES[-1].port, how, STRIKES[how])
+            as_rank(rank, port, how, STRIKES[how], gate)
         children.append(child)
     return children
 
 
-def as_rank(rank: int, port: int, how: str, strikes: Callable[[], Any]) -> None:
-    faulthandler.dump_traceback_later(130)
+def as_rank(rank: int, port: int, how: str, strikes: Callable[[], Any], gate: int) -> None:
     try:
+        os.read(gate, 1)
+        faulthandler.dump_traceback_later(130)
         store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=90))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
         write(pipelines.struck(rank, 4, how, strikes), f"{how} {rank}")
