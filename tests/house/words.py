@@ -64,12 +64,18 @@ def what_users_call_explains_its_arguments(root: Path) -> list[str]:
 
 
 def _public_names(root: Path) -> dict[str, str]:
-    """Return the public names of varlen and the file that each comes from."""
+    """Return the public names of varlen and its adapters, and the file that each comes from."""
+    adapters = root / "src" / "varlen" / "adapters"
+    found = {}
+    for path in sorted(adapters.rglob("__init__.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("varlen."):
+                found |= {alias.name: str(node.module) for alias in node.names}
     tree = ast.parse((root / "src" / "varlen" / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
-            return dict(ast.literal_eval(node.value))
-    return {}
+            return found | dict(ast.literal_eval(node.value))
+    return found
 
 
 def raised_errors_are_documented(root: Path) -> list[str]:

@@ -148,7 +148,7 @@ def finish(arrays: Mapping[str, npt.NDArray[Any]], return_tensors: str) -> dict[
 
 
 def check_form(return_tensors: object) -> None:
-    """Refuse forms of arrays that nobody makes here."""
+    """Refuse array formats that this collator doesn't produce."""
     if return_tensors not in ("pt", "np"):
         raise SettingError(f'return_tensors must be "pt" (torch) or "np" (numpy); got {return_tensors!r}')
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from varlen.documents.chat_rows import steps_of
 from varlen.documents.pretokenized import ready_documents
-from varlen.documents.texts import steps_of
 from varlen.errors import SettingError, SourceError
 from varlen.files.columns import Columns
 from varlen.files.losses import NO_LOSSES, Losses

@@ -42,9 +42,6 @@ def mark_of_folder(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], 
     try:
         if not stat.S_ISREG(place.lstat().st_mode):  # a link, or a pipe that a read would wait for
             return False
-    except OSError:
-        pass
-    try:
         found = json.loads(place.read_bytes())
     except (OSError, ValueError, RecursionError):
         return _holds_nothing(folder, place.name)

@@ -345,9 +345,7 @@ def _bitmap(largest: int) -> tuple[UInt64, UInt64]:
 
 # Packing kernels that search the packs in a tree: first-fit (by free space) and balanced (by work and space).
 #
-# `tests/oracles/pack.py` says in plain Python what each must return.
-# Items, slots, sizes and pack
-# numbers are as in `kernels.py`.
+# Items, slots, sizes and pack numbers are as above.
 
 
 _FAN = 64  # children of a node: one or two vector registers of free spaces, scanned faster than a branch

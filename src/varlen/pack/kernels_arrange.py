@@ -281,8 +281,7 @@ def wrapped(
 
 # The kernel that fills packs to the brim: each around one item, with such others as sum up to what is left free.
 #
-# `tests/oracles/pack_fill.py` says in plain Python what it must return.
-# Items, slots and pack numbers are as in
+# `tests/oracles/pack_fill.py` says in plain Python what it must return. Items, slots and pack numbers are as in
 # `kernels.py`.
 #
 # Which of some items fill a pack best is told by the sums that they can make (the minimum bin slack of Gupta and Ho

@@ -61,7 +61,7 @@ class VarlenArguments(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_other_packers(cls, given: Any) -> Any:
-        """Require that nobody else makes batches."""
+        """Refuse settings under which axolotl makes batches too."""
         wrong = [name for name in _CONTRADICT if given.get(name)]
         if (given.get("context_parallel_size") or 1) > 1:
             raise SettingError(

@@ -120,7 +120,7 @@ def _check_width(batch: PackedBatch, model: Any) -> None:
 
 
 def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
-    """Refuse a model whose own code loses what it is told on the way to attention."""
+    """Refuse a model whose own code drops boundaries before they reach its attention."""
     name, kind = type(unwrap(model)).__name__, implementation(model)
     if kind == "flex_attention" and drops_block_masks(model):
         raise ModelError(
@@ -227,7 +227,7 @@ def _input_device(model: Any) -> torch.device | None:
 
 
 def _takes_boundaries(name: str) -> bool:
-    """Return whether this attention is told boundaries, and not a mask."""
+    """Return whether this attention takes boundaries in place of a mask."""
     if name == attention.NAME or ("flash" in name and not name.startswith("paged|")):
         return True
     if name in MASK_FORMS:

@@ -287,7 +287,7 @@ _READ: WeakKeyDictionary[Any, tuple[str | None, bool]] = WeakKeyDictionary()
 
 
 def drops_boundaries(model: Any) -> str | None:
-    """Return the class of a layer that takes keyword arguments and hands them on to nobody; None where none does.
+    """Return the class of a layer that takes keyword arguments and passes them on nowhere, or None.
 
     FlashAttention's boundaries travel as keyword arguments, from the model through its layers.
     """

@@ -155,8 +155,7 @@ class LayerRules:
 
 # Variable-length attention kernels for CUDA: PyTorch's own, and FlashAttention's where it is installed.
 #
-# Both take all documents in one call and half precision only. What neither computes is left to
-# `per_document`, which computes everything.
+# Both take all documents in one call and half precision only. `attend` computes what neither does.
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, LayerRules], torch.Tensor]

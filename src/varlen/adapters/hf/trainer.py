@@ -252,7 +252,7 @@ class LoaderBatches(IterableDataset[PackedBatch | None]):
     def __len__(self) -> int:
         """Return the batches of an epoch."""
         if self._length is None:
-            raise UnknownLengthError("nobody knows how many batches the loader has")
+            raise UnknownLengthError("the loader doesn't know its number of batches")
         return self._length
 
     def __iter__(self) -> Iterator[PackedBatch | None]:

@@ -151,7 +151,7 @@ def _weighing(trainer: Any) -> str:
 
 
 def check_scaling(reason: str) -> None:
-    """Refuse a transformers that divides a loss by the batches of a step, whatever it is told."""
+    """Refuse a version of transformers that always divides the loss by the number of batches in a step."""
     if not hasattr(Trainer, "loss_is_scaled_for_ga"):
         raise SettingError(
             f"{reason}, and this transformers would divide its loss once more; install transformers 5.19 or later"

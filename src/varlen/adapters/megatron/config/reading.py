@@ -405,7 +405,7 @@ def _keep(found: _Found, name: str, written: str, value: Any) -> None:
 
 
 def _suspect(found: _Found, written: str, last: str, near: list[str]) -> None:
-    """Note a name that nobody knows where it is all but one that somebody does."""
+    """Note an unknown name that closely resembles a known one."""
     alike = get_close_matches(last, near, n=1, cutoff=NEAR)
     if alike:
         found.mistyped.append((written, written[: len(written) - len(last)] + alike[0]))
