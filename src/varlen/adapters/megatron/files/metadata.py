@@ -60,11 +60,18 @@ class PackCounts:
         return self
 
     def add_rows(self, rows: PackedRows) -> PackCounts:
-        """Add packed rows, whose documents are stored with one token more than they have positions."""
+        """Add packed rows.
+
+        Args:
+            rows: documents in them are stored with one token more than they have positions.
+        """
         return self.add(rows.stored_lengths - 1, rows.document_offsets)
 
     def entry(self, pack_size: int) -> Entry:
         """Return what a run of the releases would say of these packs, in the same order and rounding.
+
+        Args:
+            pack_size: positions that a pack may hold.
 
         Raises:
             LengthsError: there are no packs, or a document is longer than the pack size.

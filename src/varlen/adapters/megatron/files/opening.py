@@ -31,7 +31,11 @@ class PackedWriter(Protocol):
     num_rows: int
 
     def write(self, rows: PackedRows) -> None:
-        """Add rows."""
+        """Add rows.
+
+        Args:
+            rows: packed, in the order in which they are to stand.
+        """
 
     def close(self) -> None:
         """Let the file appear under its name."""

@@ -138,7 +138,12 @@ class PackIndex(RowReader):
         return self.batches_of(0, self.num_rows)
 
     def batches_of(self, start: int, stop: int) -> Iterator[PackedRows]:
-        """Yield the rows [start, stop) in order, as `batches` does."""
+        """Yield rows in order, as `batches` does.
+
+        Args:
+            start: number of the first row.
+            stop: number of the row behind the last.
+        """
         ends = np.cumsum(self.row_tokens)
         while start < stop:
             before = int(ends[start - 1]) if start else 0

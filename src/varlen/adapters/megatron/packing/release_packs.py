@@ -294,9 +294,14 @@ def first_fit(
 def first_fit_decreasing(
     seqlens: Sequence[Item], pack_size: int, *, item_lengths: Sequence[int] | None = None
 ) -> Bins[Item]:
-    """Put items, from long to short, each into the first bin with room; arguments and result as in `first_fit`.
+    """Put items, from long to short, each into the first bin with room; the result is as that of `first_fit`.
 
     Equal lengths keep their order.
+
+    Args:
+        seqlens: items, or their lengths.
+        pack_size: what a bin may hold.
+        item_lengths: lengths of items that are none themselves.
 
     >>> first_fit_decreasing([1111, 8192, 4096, 1000], 2048)
     [[8192], [4096], [1111], [1000]]
@@ -309,9 +314,14 @@ def first_fit_decreasing(
 def first_fit_shuffle(
     seqlens: Sequence[Item], pack_size: int, *, item_lengths: Sequence[int] | None = None
 ) -> Bins[Item]:
-    """Put items, in random order, each into the first bin with room; arguments and result as in `first_fit`.
+    """Put items, in random order, each into the first bin with room; the result is as that of `first_fit`.
 
     The order is drawn from NumPy's global generator, as in the release: `numpy.random.seed` makes it the same again.
+
+    Args:
+        seqlens: items, or their lengths.
+        pack_size: what a bin may hold.
+        item_lengths: lengths of items that are none themselves.
     """
     lengths = _lengths_of(seqlens, item_lengths)
     order = np.arange(len(lengths))
