@@ -227,6 +227,24 @@ def test_one_that_waited_when_it_was_killed_is_named_all_the_same() -> None:
     assert said == f"WorkerDiedError: rank 1 is gone (killed, stuck, or out of memory), {GONE}"
 
 
+class LostStore(HashStore):
+    """The store of a process that has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise ConnectionError(f"nothing answers for {keys}")
+
+    set = check  # type: ignore[assignment]
+
+
+def test_the_end_of_the_process_that_keeps_the_store_makes_no_other_rank_gone() -> None:
+    notes = notes_of(LostStore(), 1)
+    lost = said_by(notes, PeerLostError(0, "closed"))
+    for error in (PeerLostError(None, "over"), RuntimeError("gloo: timed out")):
+        assert "the process that keeps the job's store has ended" in said_by(notes, error)
+
+    assert lost == f"WorkerDiedError: rank 0 is gone (killed, stuck, or out of memory), {GONE}"
+
+
 def test_one_that_failed_by_itself_is_named_with_its_error() -> None:
     store = HashStore()
     assert said_by(notes_of(store, 2), ValueError("seven")) == "ValueError: seven"

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
@@ -15,6 +14,7 @@ from typing import Any
 
 from offline_packs import write_chats
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from varlen.documents.source import open_source
 from varlen.offline.index import index_source
@@ -145,14 +145,6 @@ def start_training(made: dict[str, Any], kill_at: int | None = None) -> Any:
     return process
 
 
-def held_port() -> socket.socket:
-    """Hold a port until the socket is closed, so that nothing else is given it; who listens may share it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
-
-
 def start_ranks(
     runs: list[dict[str, Any]],
     ranks: int,
@@ -165,8 +157,8 @@ def start_ranks(
     What ends a rank by an error stands in `folder` then. A rank waits for its end where step `waits_at` begins.
     `prepare` is called in each process before.
     """
-    held = [held_port() for _ in runs]  # a store each: the first rank takes its own along when a run ends
-    ports = [int(port.getsockname()[1]) for port in held]
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    ports = [store.port for store in stores]
     processes: list[Any] = []
     for rank in range(ranks):
         process = CONTEXT.Process(
@@ -174,8 +166,7 @@ def start_ranks(
         )
         process.start()
         processes.append(process)
-    for port in held:
-        weakref.finalize(processes[0], port.close)  # when the caller has forgotten the processes
+    weakref.finalize(processes[0], stores.clear)  # when the caller has forgotten the processes
     return processes
 
 
@@ -189,6 +180,7 @@ def _train_rank(
     prepare: Callable[[], None] | None,
 ) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "VARLEN_JIT": 1}
+    names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
     from varlen.train.step import PlannedStepper, Stepper
     from varlen.train.trainer import train

@@ -90,6 +90,8 @@ def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
 
 def _end_to_end(parts: Sequence[Documents]) -> Documents:
     """Put documents one after the other."""
+    if len(parts) == 1:
+        return parts[0] if parts[0].rows is None else replace(parts[0], rows=None)
     masks = end_to_end([part.loss_mask for part in parts], [len(part.tokens) for part in parts])
     lengths = _joined([part.lengths for part in parts])
     return Documents(
@@ -249,9 +251,11 @@ class BlockReader:
         """Return what the rows of a file hold."""
         file = self._source.files[index]
         if index not in self._columns:
+            columns = columns_of(file, self._source.encoding.columns)
+            # After the first rows were read: of a local file its compression is known by then.
             if file.format == "jsonl" and not file.suffix_compression and compression_of(file) is not None:
                 raise SourceError(f"{file.path} is compressed, though its name doesn't say so; rename it")
-            self._columns[index] = columns_of(file, self._source.encoding.columns)
+            self._columns[index] = columns
         return self._columns[index]
 
 

@@ -240,16 +240,23 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
         if not each:
             return tokens, offsets, (marked > 0).astype(np.uint8)
         return tokens, offsets, np.array([0, *each], dtype=np.float32)[marked]
-    cuts = [place for one in rendered for span in one.spans for place in span]
-    counts = [2 * len(one.spans) for one in rendered]
-    tokens, bounds = encode_cut(tokenizer, [one.text for one in rendered], cuts, counts)
-    # Of each text the parts before, in and between its spans, and behind the last.
-    offsets = np.concatenate([[0], np.cumsum(np.array(counts, dtype=np.int64) + 1)])
-    first = np.repeat(offsets[:-1], np.diff(offsets))
-    values: npt.NDArray[Any] = ((np.arange(len(first)) - first) % 2).astype(np.float32 if each else np.uint8)
-    if each:
-        values[values == 1] = each
-    return tokens, bounds[offsets], np.repeat(values, np.diff(bounds))
+    parts: list[list[str]] = []  # of each text those before, in and between its spans, and behind the last
+    values: list[float] = []  # of each part
+    firsts = [0]
+    of_spans = iter(each)
+    for one in rendered:
+        at, own = 0, []
+        for start, stop in one.spans:
+            own += (one.text[at:start], one.text[start:stop])
+            values += (0, next(of_spans, 1))
+            at = stop
+        own.append(one.text[at:])
+        values.append(0)
+        parts.append(own)
+        firsts.append(len(values))
+    tokens, bounds = encode_parts(tokenizer, parts)
+    marks: npt.NDArray[Any] = np.array(values, dtype=np.float32 if each else np.uint8)
+    return tokens, bounds[firsts], np.repeat(marks, np.diff(bounds))
 
 
 def _enclose(
@@ -269,8 +276,8 @@ def _enclose(
     before = np.where(starts, len(prefix), 0)
     after = np.zeros(len(ends), dtype=np.int64)
     if eos is not None:
-        is_ended = np.zeros(len(ends), dtype=bool)
-        is_ended[np.diff(offsets) > 0] = tokens[offsets[1:][np.diff(offsets) > 0] - 1] == eos
+        is_ended = np.diff(offsets) > 0
+        is_ended[is_ended] = tokens[offsets[1:][is_ended] - 1] == eos
         after[ends & ~is_ended] = 1
     added = before + after
     if not added.any():
@@ -332,25 +339,20 @@ _BESIDE = ("Hi there", "user\n", " and", "  ", "\n\n", "1", ".", "<|", "é")
 """Texts that are tried on either side of a special token."""
 
 
-def encode_cut(
-    tokenizer: Tokenizer, texts: Sequence[str], cuts: Sequence[int], counts: Sequence[int]
-) -> tuple[Int32Array, IntArray]:
-    """Return the ids of texts that are cut, each part's own.
+def encode_parts(tokenizer: Tokenizer, parts: Sequence[Sequence[str]]) -> tuple[Int32Array, IntArray]:
+    """Return the ids of texts in parts, each part's own, and where each begins and the last ends.
 
     Where the tokenizer surely splits at a special token, the parts of a text are encoded at once with that between
     them, whose ids are taken out again: as if each part were encoded, sooner.
     """
-    parts, first = [], 0
-    for text, count in zip(texts, counts):
-        places = cuts[first : first + count]
-        parts.append([text[a:b] for a, b in zip((0, *places), (*places, len(text)))])
-        first += count
     divider, id_ = _divider(tokenizer) if isinstance(tokenizer, FastTokenizer) else ("", -1)
     if divider:
-        found = _at_once(tokenizer, texts, parts, divider, id_)
+        found = _at_once(tokenizer, parts, divider, id_)
         if found is not None:
             return found
     whole = list(chain.from_iterable(parts))
+    if all(whole):
+        return tokenizer.encode(whole, is_chat=True)
     tokens, bounds = tokenizer.encode([part for part in whole if part], is_chat=True)
     lengths = np.zeros(len(whole), dtype=np.int64)
     lengths[[bool(part) for part in whole]] = np.diff(bounds)
@@ -358,7 +360,7 @@ def encode_cut(
 
 
 def _at_once(
-    tokenizer: Tokenizer, texts: Sequence[str], parts: Sequence[Sequence[str]], divider: str, id_: int
+    tokenizer: Tokenizer, parts: Sequence[Sequence[str]], divider: str, id_: int
 ) -> tuple[Int32Array, IntArray] | None:
     """Encode the parts of each text at once; None where the special token doesn't come as often as it must."""
     tokens, offsets = tokenizer.encode([divider.join(own) for own in parts], is_chat=True)
@@ -366,7 +368,7 @@ def _at_once(
     before = np.concatenate([[0], np.cumsum(counts - 1)])
     places = np.flatnonzero(tokens == id_)
     ends, dividers = before, None
-    if any(divider in text for text in texts):
+    if any(divider in part for own in parts for part in own):
         held = np.array([part.count(divider) for own in parts for part in own], dtype=np.int64)
         seen = np.concatenate([[0], np.cumsum(held)])
         last = np.cumsum(counts)

@@ -51,6 +51,9 @@ OTHER_TEXT: dict[bytes, str] = {
     b"\xfe\xff": "text in UTF-16",
 }
 """Marks of text that isn't UTF-8."""
+_ALL_MARKS = _MARKS | OTHER_TEXT
+_FIRST_BYTES = {mark[:1] for mark in _ALL_MARKS}
+"""Looked at first: most of thousands of small files begin with none of these."""
 _NUL_BEHIND = (b"Obj\x01", b"ORC")
 """Marks that text could begin with, which count where a NUL byte follows."""
 _TAR, _TAR_AT = b"ustar", 257
@@ -63,9 +66,10 @@ def mark_of(head: bytes) -> str | None:
     """Return what a file is by its first bytes, as "a tar archive"; None where they could be those of text."""
     if head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
         return "a tar archive"
-    for mark, kind in (_MARKS | OTHER_TEXT).items():
-        if head.startswith(mark) and (mark not in _NUL_BEHIND or b"\0" in head):
-            return kind
+    if head[:1] in _FIRST_BYTES:
+        for mark, kind in _ALL_MARKS.items():
+            if head.startswith(mark) and (mark not in _NUL_BEHIND or b"\0" in head):
+                return kind
     return "an Arrow stream" if _is_stream(head) else None
 
 

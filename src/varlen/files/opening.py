@@ -148,8 +148,8 @@ def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
         raise SourceError(f"{file.path} can't be read: {error.strerror or error}") from error
 
 
-def compression_of(file: File) -> Compression | None:
-    """Return how a file is compressed, by its first bytes.
+def compression_of(file: File, stored: BinaryIO | None = None) -> Compression | None:
+    """Return how a file is compressed, by its first bytes: those of its open stream, where there is one.
 
     Cost: one small request for a remote file, once as long as it stays what it is.
     """
@@ -157,19 +157,22 @@ def compression_of(file: File) -> Compression | None:
         return None
     content = file.mark or file.seen
     if content is None:
-        return _compression_of(file)
+        return _compression_of(file, stored)
     key = file.place, content, file.format, file.suffix_compression
     if key not in _compressions:
-        found = _compression_of(replace(file, on_read=None))  # faults are not remembered
+        found = _compression_of(file, stored)  # faults are not remembered
         if len(_compressions) >= _MOST_REMEMBERED:
             _compressions.clear()
         _compressions[key] = found
     return _compressions[key]
 
 
-def _compression_of(file: File) -> Compression | None:
-    with faults(file), open_stored(file, _MOST_MAGIC) as stored:
-        first = stored.read(_MOST_MAGIC)
+def _compression_of(file: File, stored: BinaryIO | None) -> Compression | None:
+    if isinstance(stored, io.BufferedReader):
+        first = stored.peek(_MOST_MAGIC)[:_MOST_MAGIC]
+    else:
+        with faults(file), open_stored(replace(file, on_read=None), _MOST_MAGIC) as short:
+            first = short.read(_MOST_MAGIC)
     for magic, compression in _MAGIC.items():
         if first.startswith(magic):
             return compression
@@ -203,8 +206,10 @@ def open_plain(file: File, buffer_bytes: int | None = None) -> Iterator[BinaryIO
 @contextmanager
 def _unpacked(file: File, buffer_bytes: int | None) -> Iterator[BinaryIO]:
     """Give a file's bytes, unpacked, whatever they are."""
-    compression = compression_of(file)
+    compression = compression_of(file) if file.is_remote else None
     with faults(file), open_stored(file, buffer_bytes) as stored:
+        if not file.is_remote:
+            compression = compression_of(file, stored)
         if compression is None:
             yield stored
             return

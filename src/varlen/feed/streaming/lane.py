@@ -228,6 +228,10 @@ class Held:
             tokens=self.tokens + more.tokens, short=self.short + more.short, pieces=self.pieces + more.pieces
         )
 
+    def to_json(self) -> dict[str, int]:
+        """Return plain values, for other processes."""
+        return {"tokens": self.tokens, "short": self.short, "pieces": self.pieces}
+
 
 def held_by(lengths: IntArray, settings: LaneSettings) -> Held:
     """Return what documents of these lengths are to a lane."""

@@ -282,7 +282,7 @@ class Rounds:
                     # with an index. What a disk or a server doesn't give may be lost in any epoch, and counts there.
                     lost = one.losses if one.claim.epoch == 0 else one.outside
                     lane.add(one.arrival, one.claim.epoch, one.path, lost)
-                told[number] = asdict(lane.held)
+                told[number] = lane.held.to_json()
             except Exception as error:
                 told[number] = error
         heard = self._agree(key, told)

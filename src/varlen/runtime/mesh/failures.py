@@ -86,6 +86,14 @@ class Notes:
                 while readers and not self.store.check(readers) and time.monotonic() < end:
                     time.sleep(0.02)
 
+    def are_lost(self) -> bool:
+        """Whether the store is gone: its process has ended, and the notes went with it."""
+        try:
+            self.store.check(["ended"])
+        except Exception:
+            return True
+        return False
+
     def _note(self, key: str) -> str | None:
         with suppress(Exception):
             if self.store.check([key]):
@@ -149,6 +157,12 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
         notes.await_readers({*silent, *(rank for rank, _ in failed)})
         if not silent and not failed:
             raise
+        if len(silent) > 1 and notes.are_lost():
+            raise WorkerDiedError(
+                f"the process group is broken ({_told(error)}), and the process that keeps the job's store has ended, "
+                f"so that the cause can't be read here; read the last message of {notes.name_of(0)}, or start the "
+                f"processes by torchrun, which keeps the store itself; {way_out}"
+            ) from error
         raise WorkerDiedError(_epitaph(notes, silent, failed, way_out)) from error
 
 
