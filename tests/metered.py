@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 import varlen as vl
 from varlen.cost.memory import Saved
 from varlen.runtime.clock import Clock, TrackedBytes
-from varlen.runtime.decoder import Parts
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.shared_documents import groups_of, shared_documents
-from varlen.runtime.stage_run import Place
+from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import chunk_steps, layers_of, step_data
 from varlen.step_plan import BACKWARD, FORWARD, StepPlan
 from varlen.types import FloatArray
@@ -85,7 +85,7 @@ def measured(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
             for first, size in groups_of(plan, rank)
         }
         with TrackedBytes() as meter:
-            parts, data = Parts.of(mine), step_data(plan, tokens, None)
+            parts, data = DecoderParts.of(mine), step_data(plan, tokens, None)
             shared = shared_documents(plan, rank, groups, tokens.device)
             chunks = chunk_steps(parts, layers_of(mine, mesh), data, plan, shared=shared, saved=saved)
             before = meter.live
@@ -103,7 +103,7 @@ def measured(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
             like = torch.empty(mine.config.hidden_size, dtype=mine.dtype)
             wires = Channels(here, plan, like, lookout, shared)
             clock = Clock(tokens.device)
-            place = Place(plan, rank, stage, chunks[stage :: mesh.pp], wires, clock=clock, meter=meter)
+            place = StageRunner(plan, rank, stage, chunks[stage :: mesh.pp], wires, clock=clock, meter=meter)
             while place.next_task:
                 place.run_next()
             TOLD[rank, stage] = (place.told(), before)

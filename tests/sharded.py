@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import varlen as vl
 from varlen.errors import ModelError, SettingError
-from varlen.runtime.decoder import Parts
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.fsdp import Shards
 from varlen.runtime.mesh.process_groups import seat_of
 from varlen.runtime.split import Elsewhere, cut_to_stage
@@ -29,7 +29,7 @@ def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -
     first = next(n for n, layer in enumerate(model.model.layers) if layer is layers[0])
     replicas: Any = type("Replicas", (), {"size": seat.mesh.dp, "device": torch.device("cpu")})()
     before = model.config._attn_implementation
-    shards = Shards(model, Parts.of(model), replicas, gathered)
+    shards = Shards(model, DecoderParts.of(model), replicas, gathered)
     model.set_attn_implementation(before)
 
     def whole() -> int:

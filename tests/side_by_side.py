@@ -16,9 +16,9 @@ from sliced import take_gradients
 from torch.utils._python_dispatch import _disable_current_modes
 
 from varlen.runtime.clock import Clock, Meter
-from varlen.runtime.decoder import Parts
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.shared_documents import SharedDocument, groups_of, shared_documents
-from varlen.runtime.stage_run import Place, TaskRun
+from varlen.runtime.stage_run import StageRunner, TaskRun
 from varlen.runtime.step import chunk_steps, layers_of, step_data
 from varlen.step_plan import StepPlan
 
@@ -150,10 +150,10 @@ def run_place(
     meter: Meter | None = None,
 ) -> tuple[float, torch.Tensor | None, TaskRun]:
     """Run one stage of one rank; returns its part of the loss, the losses of its tokens, and what tasks took."""
-    parts, data = Parts.of(model), step_data(plan, tokens, None)
+    parts, data = DecoderParts.of(model), step_data(plan, tokens, None)
     chunks = chunk_steps(parts, layers_of(model, plan.mesh), data, plan, keeps_losses=True, shared=shared)
     mine = chunks[stage :: plan.mesh.pp]
-    place = Place(plan, rank, stage, mine, wires, clock=Clock(tokens.device), meter=meter)
+    place = StageRunner(plan, rank, stage, mine, wires, clock=Clock(tokens.device), meter=meter)
     while place.next_task:
         place.run_next()
     losses = [loss for chunk in mine for loss in chunk.losses]

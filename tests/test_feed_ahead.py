@@ -12,7 +12,7 @@ import pytest
 
 from varlen.errors import SourceError
 from varlen.feed import prefetch
-from varlen.feed.prefetch import Ahead, AheadSettings
+from varlen.feed.prefetch import AheadSettings, Prefetcher
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ def clock(monkeypatch):
 @pytest.fixture
 def begun():
     """Begins, and closes in the end."""
-    opened: list[Ahead[Item]] = []
+    opened: list[Prefetcher[Item]] = []
 
-    def begin(making: Making, **settings: float) -> Ahead[Item]:
-        opened.append(Ahead(making, AheadSettings(**settings), lambda: None))
+    def begin(making: Making, **settings: float) -> Prefetcher[Item]:
+        opened.append(Prefetcher(making, AheadSettings(**settings), lambda: None))
         return opened[-1]
 
     yield begin
@@ -135,7 +135,7 @@ def test_an_error_comes_in_the_place_of_its_item_and_again(begun):
 
 def test_closing_ends_the_thread_where_it_waits_and_closes_the_items_there():
     making, stopped = Making(), []
-    one = Ahead(making, AheadSettings(items=2, seconds=0), lambda: stopped.append(True))
+    one = Prefetcher(making, AheadSettings(items=2, seconds=0), lambda: stopped.append(True))
     assert making.begins(2)
 
     one.close()
@@ -153,7 +153,7 @@ def test_closing_wakes_items_that_wait_for_something():
         assert woken.wait(timeout=20)
         yield Item(0)
 
-    one = Ahead(waiting, AheadSettings(), woken.set)
+    one = Prefetcher(waiting, AheadSettings(), woken.set)
     assert asked.wait(timeout=20)
 
     one.close()

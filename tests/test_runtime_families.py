@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from varlen.errors import ModelError
 from varlen.runtime.clock import TrackedBytes
-from varlen.runtime.decoder import HEAD_ROWS, Logits, Parts
+from varlen.runtime.decoder import HEAD_ROWS, DecoderParts, Logits
 from varlen.runtime.families import FAMILIES, OWN_ATTENTION, RECURRENT
 from varlen.runtime.step import run_step
 
@@ -251,7 +251,7 @@ def test_positions_by_the_length_of_a_text_are_those_of_the_whole_document() -> 
 
 
 def test_logits_are_multiplied_and_then_capped_in_both_passes() -> None:
-    parts = replace(Parts.of(family("llama")), logits=Logits(factor=0.3, cap=0.9))
+    parts = replace(DecoderParts.of(family("llama")), logits=Logits(factor=0.3, cap=0.9))
     made = torch.Generator().manual_seed(2)
     hidden = torch.randn(1, 5, 32, dtype=torch.float64, generator=made).requires_grad_()
     labels, weights = torch.tensor([3, 9, -100, 0, 60]), torch.tensor([0.5, 1.0, 0.0, 2.0, 0.1]).double()
@@ -272,7 +272,7 @@ def test_logits_are_multiplied_and_then_capped_in_both_passes() -> None:
 def test_few_logits_are_there_at_once_whatever_becomes_of_them(name: str, rows: int) -> None:
     model, length, vocabulary = family(name, torch.float32, vocab_size=2048), 3 * HEAD_ROWS, 2048
     model.train(False)
-    parts = Parts.of(model)
+    parts = DecoderParts.of(model)
     given = (torch.zeros(1, length, 32), torch.zeros(length, dtype=torch.long), torch.ones(length))
     parts.head_backward(*given)
 
@@ -297,7 +297,7 @@ def test_other_families_are_refused_by_name_and_told_why(name: str) -> None:
     )
 
     with pytest.raises(ModelError, match=f"^slices don't run {name} models.*{reason}"):
-        Parts.of(model)
+        DecoderParts.of(model)
 
 
 def test_a_recurrent_model_is_refused_before_anything_of_it_changes() -> None:

@@ -19,7 +19,7 @@ import varlen as vl
 from varlen.errors import ModelError, SettingError
 from varlen.runtime import attention, choice
 from varlen.runtime.choice import BY_SCORES, ByScores, chosen, error_on_a_small_case
-from varlen.runtime.decoder import Parts
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.flash import Rule
 from varlen.runtime.kernels import FlashAttn, Flex, Lengths, Qkv, TorchVarlen, seen_by
 
@@ -280,7 +280,7 @@ def test_kernels_that_cannot_are_refused_by_name_and_auto_finds_one_that_can() -
     ):
         chosen(query, key, value, Rule(1.0), "varlen")
     with pytest.raises(SettingError, match="kernels='fast'; there are auto, sdpa, varlen, flash_attn, flex"):
-        Parts.of(None, "fast")  # type: ignore[arg-type]
+        DecoderParts.of(None, "fast")  # type: ignore[arg-type]
 
 
 def test_what_a_kernel_cannot_take_is_said_before_it_is_called() -> None:

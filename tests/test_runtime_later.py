@@ -16,7 +16,7 @@ from test_runtime_slices import MODELS, assert_equal
 
 import varlen as vl
 from varlen.plan.search import Search
-from varlen.runtime.chunk import Later, add_up
+from varlen.runtime.chunk import DeferredWeightGrads, add_up
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.step import run_step
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT
@@ -93,7 +93,7 @@ def test_what_waits_is_kept_until_its_task_and_no_longer() -> None:
 @given(st.integers(1, 9), st.booleans(), st.booleans())
 def test_a_linear_layer_gives_what_it_gives_without(rows: int, has_bias: bool, is_frozen: bool) -> None:
     torch.manual_seed(rows)
-    layer, later = torch.nn.Linear(5, 3, bias=has_bias).double(), Later()
+    layer, later = torch.nn.Linear(5, 3, bias=has_bias).double(), DeferredWeightGrads()
     layer.weight.requires_grad_(not is_frozen)
     given_rows = torch.randn(1, rows, 5, dtype=torch.float64, requires_grad=True)
     layer(given_rows).square().sum().backward()
@@ -115,7 +115,7 @@ def test_a_linear_layer_gives_what_it_gives_without(rows: int, has_bias: bool, i
 
 
 def test_without_gradients_a_linear_layer_is_left_alone() -> None:
-    layer, later = torch.nn.Linear(5, 3), Later()
+    layer, later = torch.nn.Linear(5, 3), DeferredWeightGrads()
     with later, torch.no_grad():
         assert torch.equal(
             layer(torch.ones(2, 5)), torch.nn.functional.linear(torch.ones(2, 5), *layer.parameters())

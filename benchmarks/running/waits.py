@@ -26,7 +26,7 @@ from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.failures import Lookout, Notes
 from varlen.runtime.mesh.process_groups import open_groups, seat_of
 from varlen.runtime.probes import quiet
-from varlen.runtime.stage_run import Place, keys_of
+from varlen.runtime.stage_run import StageRunner, keys_of
 from varlen.simulate.durations import Durations, durations
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT
 
@@ -101,7 +101,9 @@ def waited(
                 for chunk in range(seat.stage, mesh.num_chunks, mesh.pp)
             ]
             channels = Channels(groups, step.plan, like, lookout)
-            place = Place(step.plan, seat.dp_rank, seat.stage, chunks, channels, clock=Clock(like.device))
+            place = StageRunner(
+                step.plan, seat.dp_rank, seat.stage, chunks, channels, clock=Clock(like.device)
+            )
             dist.barrier()
             begun = time.perf_counter()
             while place.next_task:

@@ -24,7 +24,7 @@ from varlen.files.formats.reader import columns_of, rows_in
 from varlen.files.losses import total
 from varlen.files.opening import compression_of
 from varlen.files.rows import PRINT, Column, Rows, faulty
-from varlen.files.seen import check_told
+from varlen.files.seen import check_unchanged
 from varlen.text.loss_masks import end_to_end
 from varlen.types import IntArray
 
@@ -203,7 +203,7 @@ class BlockReader:
         else:
             rows = self._table(index, start, stop).part(part, of_parts)
         file = self._source.files[index]
-        check_told(file.place, file.seen)  # also where what can't be read is skipped
+        check_unchanged(file.place, file.seen)  # also where what can't be read is skipped
         return Raw(chunk=chunk, path=file.path, rows=tuple(rows), columns=self._columns.get(index))
 
     def forget(self) -> None:

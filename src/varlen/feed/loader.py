@@ -248,7 +248,7 @@ class PackedLoader(OfOneProcess):
         self._noted = self._meter.noted
         self._lookup = self._opened.lookup()
         self._remembers = self._lookup.remembers
-        self._worker = hired(self._opened, settings)
+        self._worker = start_worker(self._opened, settings)
         self._take, self._deadline_s = self._worker.take, settings.deadline_s
         self._end = weakref.finalize(self, self._in_process(self._worker.closer()))
 
@@ -559,7 +559,7 @@ class Meter:
 # The worker that makes a loader's batches: a process or a thread, and behind it a device.
 
 
-def hired(opened: Opened, settings: LoaderSettings) -> Worker:
+def start_worker(opened: Opened, settings: LoaderSettings) -> Worker:
     """Return the worker that settings ask for, started."""
     multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
     positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple

@@ -39,7 +39,7 @@ class AheadSettings:
     """But no more are begun where those that are ready take so much memory."""
 
 
-class Ahead(Generic[_Item]):
+class Prefetcher(Generic[_Item]):
     """Yields the items of an iterator, which a thread asks for ahead; errors come in the place of their item."""
 
     def __init__(

@@ -22,7 +22,7 @@ from varlen.files.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_
 from varlen.files.paths import Compression, File, Format, open_live, says_text
 from varlen.files.remote import BUFFER_BYTES, changed, open_remote, remote_faults, replaced_words
 from varlen.files.retry import first_line
-from varlen.files.seen import Seen, difference, told, untold
+from varlen.files.seen import Seen, changed_file_error, difference, forget_change
 from varlen.regular import open_with_status
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -96,12 +96,12 @@ class _Stored(io.RawIOBase):
         file, now = self._file, Seen.of(status)
         self._at = status.st_size, status.st_mtime_ns, status.st_ctime_ns
         if 0 <= file.size != now.size:
-            raise told(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
+            raise changed_file_error(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
         if isinstance(file.seen, Seen):
             said = difference(file.place, file.seen, now, file.known, self._descriptor)
             if said is not None:
-                raise told(file.place, file.seen, replaced_words(file.path, said))
-        untold(file.place, file.seen)
+                raise changed_file_error(file.place, file.seen, replaced_words(file.path, said))
+        forget_change(file.place, file.seen)
 
     def readinto(self, buffer: Any, /) -> int:
         count = os.preadv(self._descriptor, [buffer], self._position)
@@ -117,7 +117,7 @@ class _Stored(io.RawIOBase):
         self._position = stop
         if is_end and stop < self._file.size:
             words = changed(self._file.path, self._file.size, f"{stop:,}")
-            raise told(self._file.place, self._file.seen, words)
+            raise changed_file_error(self._file.place, self._file.seen, words)
         if self._file.seen is not None:
             said = os.fstat(self._descriptor)
             if (said.st_size, said.st_mtime_ns, said.st_ctime_ns) != self._at:

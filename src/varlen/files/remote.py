@@ -23,7 +23,7 @@ from varlen.files.retry import (
     missing_package,
     retried,
 )
-from varlen.files.seen import Seen, told, untold
+from varlen.files.seen import Seen, changed_file_error, forget_change
 
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "blob_id", "xet_hash")
 _TIMES = (
@@ -332,7 +332,7 @@ class _Ranges:
             now = getattr(stream, "size", None)
             if isinstance(now, int):
                 if 0 <= self.size != now:
-                    raise told(self._url, self.seen, changed(self._url, self.size, f"{now:,}"))
+                    raise changed_file_error(self._url, self.seen, changed(self._url, self.size, f"{now:,}"))
                 self.size = now
             self._stream = stream
         return self._stream
@@ -355,8 +355,10 @@ class _Ranges:
         """Require that the file is the one that was listed, as far as what is said of it tells."""
         name = replaced(self.seen, said_of(details)) if isinstance(details, Mapping) else None
         if name is not None:
-            raise told(self._url, self.seen, replaced_words(self._url, f"the server names another {name}"))
-        untold(self._url, self.seen)
+            raise changed_file_error(
+                self._url, self.seen, replaced_words(self._url, f"the server names another {name}")
+            )
+        forget_change(self._url, self.seen)
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop), or fewer but not none where there are any."""
@@ -480,18 +482,20 @@ class _Remote(io.RawIOBase):
                 content = self._ranges.fetch(start, stop + more)
             except Exception as error:
                 if answer_of(error)[0] == _NOT_THAT_ONE:
-                    raise told(self._url, self._ranges.seen, self._not_that_one()) from error
+                    raise changed_file_error(self._url, self._ranges.seen, self._not_that_one()) from error
                 raise
             if size >= 0 and not content:
                 now = self._ranges.size_now()
                 if now not in (-1, size):
-                    raise told(self._url, self._ranges.seen, changed(self._url, size, f"{now:,}"))
+                    raise changed_file_error(
+                        self._url, self._ranges.seen, changed(self._url, size, f"{now:,}")
+                    )
                 raise ConnectionError(f"nothing came, though the file has {size:,} bytes")
             return content
 
         content = retried(fetch, self._url, self._retry, place=f"byte {start:,}")
         if more and len(content) > stop - start:
-            raise told(self._url, self._ranges.seen, changed(self._url, size, "more"))
+            raise changed_file_error(self._url, self._ranges.seen, changed(self._url, size, "more"))
         return content
 
     def _not_that_one(self) -> str:

@@ -82,18 +82,18 @@ _replaced: dict[tuple[str, object], str] = {}
 """By path and what was seen first: what was said of a file that isn't that one any more."""
 
 
-def told(place: str, seen: object, said: str) -> SourceError:
+def changed_file_error(place: str, seen: object, said: str) -> SourceError:
     """Return the error for a changed file, and remember it, so that `on_error="skip"` can't skip it."""
     _replaced[place, seen] = said
     return SourceError(said)
 
 
-def untold(place: str, seen: object) -> None:
+def forget_change(place: str, seen: object) -> None:
     """Forget what was said of a file: it is the one that was listed, again."""
     _replaced.pop((place, seen), None)
 
 
-def check_told(place: str, seen: object) -> None:
+def check_unchanged(place: str, seen: object) -> None:
     """Require that nobody has found another file in the place of one, whatever became of that error."""
     if (said := _replaced.get((place, seen))) is not None:
         raise SourceError(said)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError
 from varlen.pack.lengths import as_lengths
-from varlen.plan.planner_process import Answer, Line
+from varlen.plan.planner_process import Answer, PlannerProcess
 from varlen.plan.search import Search
 from varlen.plan.serialize import named, plan_fingerprint, to_json
 from varlen.step_plan import StepPlan
@@ -93,7 +93,7 @@ class Planner:
         self._belongs_to = _digest(to_json([function, settings, self._quick]))
         self._choices: dict[int, tuple[str, str]] = {}
         self._replayed: dict[int, tuple[str, str]] = {}
-        self._line = Line(head=to_json([function, settings]).encode())
+        self._line = PlannerProcess(head=to_json([function, settings]).encode())
         self._threads = self._line.begin()
         self._end = weakref.finalize(self, self._line.close)
         self._ask_from(first_step)

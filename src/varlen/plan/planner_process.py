@@ -33,7 +33,7 @@ Answer = tuple[StepPlan, str] | VarlenError
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Line:
+class PlannerProcess:
     """What the threads share; none of it knows the planner, so that the planner can die."""
 
     head: bytes
@@ -116,11 +116,11 @@ def _answered(content: bytes) -> Answer:
     return PlanError(said if kind == "PlanError" else f"planning failed with {kind}: {said}")
 
 
-def _at_work(what: Callable[[Line], None], line: Line) -> threading.Thread:
+def _at_work(what: Callable[[PlannerProcess], None], line: PlannerProcess) -> threading.Thread:
     return start_thread(partial(what, line), f"varlen plan {what.__name__.strip('_')}")
 
 
-def _write(line: Line) -> None:
+def _write(line: PlannerProcess) -> None:
     """Tell the worker what is asked, one step after the other; the only thread that writes to it."""
     gone: Child | None = None
     while True:
@@ -141,13 +141,13 @@ def _write(line: Line) -> None:
             gone = process
 
 
-def _has_news(line: Line, gone: Child | None) -> bool:
+def _has_news(line: PlannerProcess, gone: Child | None) -> bool:
     """Whether there is something to tell the worker, and it is none that is gone."""
     is_free = line.process is not None and line.process is not gone and line.busy_with is None
     return is_free and (not line.is_greeted or bool(line.asked))
 
 
-def _read(line: Line) -> None:
+def _read(line: PlannerProcess) -> None:
     """Start workers, and keep what they say."""
     try:
         last = supervise(partial(_hired, line), partial(_listen, line), partial(_died, line))
@@ -162,7 +162,7 @@ def _read(line: Line) -> None:
         line.came.notify_all()
 
 
-def _hired(line: Line) -> Child | None:
+def _hired(line: PlannerProcess) -> Child | None:
     with line.came:
         if line.closing:
             return None
@@ -172,7 +172,7 @@ def _hired(line: Line) -> Child | None:
         return line.process
 
 
-def _died(line: Line, worker: Child) -> None:
+def _died(line: PlannerProcess, worker: Child) -> None:
     if line.closing:
         return
     line.deaths += 1
@@ -184,7 +184,7 @@ def _died(line: Line, worker: Child) -> None:
         )
 
 
-def _listen(line: Line, worker: Child) -> bool:
+def _listen(line: PlannerProcess, worker: Child) -> bool:
     """Keep what a worker says until it is gone; returns whether it answered anything."""
     heard = False
     with suppress(EOFError, OSError, ValueError):

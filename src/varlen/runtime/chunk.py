@@ -24,7 +24,7 @@ from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
 from varlen.runtime.attention import CachedSlice
 from varlen.runtime.casting import add_product, lowered, uncast, ungraphed
-from varlen.runtime.decoder import Parts, Positions
+from varlen.runtime.decoder import DecoderParts, Positions
 from varlen.runtime.kv_cache import DocumentCache, HostCache, HostLink, HostRows, KeptRows, Visit
 from varlen.runtime.mesh.shared_documents import Key, SharedDocument, rows_of, tokens_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, Offload
@@ -70,7 +70,7 @@ class ChunkStep:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: DecoderParts,
         layers: range,
         data: StepData,
         *,
@@ -104,7 +104,7 @@ class ChunkStep:
         self._rows_are_far = is_far and saved == "stage"
         self._documents: dict[int, _Document] = {}
         self._graphs: dict[Key, Leaf] = {}
-        self._later = Later() if splits_backward else None
+        self._later = DeferredWeightGrads() if splits_backward else None
         self._waiting: dict[Key, list[Waiting]] = {}
         self.losses: list[torch.Tensor] = []
         """Parts of the step's loss, of the chunk with the head."""
@@ -292,7 +292,7 @@ class ChunkStep:
         return visits + [Visit(layer, has_own=False, is_backward=True) for layer in reversed(again)]
 
 
-# `Later`: weight gradients of linear layers that wait until a task of their own adds them up.
+# `DeferredWeightGrads`: weight gradients of linear layers that wait until a task of their own adds them up.
 #
 # Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) run a MicroPack's input gradients as soon as they
 # can, since the stage before waits for them, and its weight gradients where a stage would idle. No module is
@@ -312,7 +312,7 @@ class Waiting(NamedTuple):
     """`[..., outputs]`: of what came out."""
 
 
-class Later(TorchFunctionMode):
+class DeferredWeightGrads(TorchFunctionMode):
     """While entered, linear layers are run so that their backward leaves weight gradients in `collected`."""
 
     def __init__(self) -> None:
@@ -349,10 +349,12 @@ class Later(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer without bias, whose weight gradient is left to `Later`."""
+    """A linear layer without bias, whose weight gradient is left to `DeferredWeightGrads`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.nn.Parameter, later: Later) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.nn.Parameter, later: DeferredWeightGrads
+    ) -> torch.Tensor:
         # The weight is kept as itself, and not as a saved tensor: it takes part in no graph here.
         ctx.save_for_backward(rows)
         ctx.weight, ctx.later = weight, later

@@ -1,4 +1,4 @@
-"""`Parts`: a transformers decoder taken apart at its layers, so that a stage can run some of them on some rows.
+"""`DecoderParts`: a transformers decoder taken apart at its layers, so that a stage runs some of them on some rows.
 
 The model stays as it is: its own modules are called with its own arguments, in the order of its own forward.
 """
@@ -47,7 +47,7 @@ AS_GIVEN = Logits()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class DecoderParts:
     """A causal decoder in the pieces that a step runs one by one."""
 
     embedding: nn.Embedding
@@ -66,7 +66,7 @@ class Parts:
     logits: Logits = AS_GIVEN
 
     @classmethod
-    def of(cls, model: Any, kernels: Kernels = "auto") -> Parts:
+    def of(cls, model: Any, kernels: Kernels = "auto") -> DecoderParts:
         """Take a model apart, and set its attention to that of slices."""
         check_kernels(kernels)
         name, family = family_of(model)
@@ -253,7 +253,7 @@ class Parts:
 def check_model(model: Any, kernels: Kernels) -> None:
     """Refuse a model that isn't run in slices, and leave it as it is."""
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    Parts.of(model, kernels)
+    DecoderParts.of(model, kernels)
     model.set_attn_implementation(before)
 
 

@@ -21,9 +21,9 @@ from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Meter
-from varlen.runtime.decoder import IGNORED, Parts, check_model
+from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
 from varlen.runtime.mesh.fsdp import Gathered, is_sharded
-from varlen.runtime.mesh.rank import Member
+from varlen.runtime.mesh.rank import MeshRank
 from varlen.runtime.split import check_layers
 from varlen.runtime.stage_run import TaskRun
 from varlen.runtime.step import check_plan, run_places
@@ -171,7 +171,7 @@ class SliceEngine:
             return self._step_of_many(self._member, batch, plan, meter, document_losses)
         used, data = self._prepared(batch, plan, 1)
         before = _attention(self.model)
-        parts = Parts.of(self.model, self.kernels)
+        parts = DecoderParts.of(self.model, self.kernels)
         try:
             check_layers(len(parts.layers), used.mesh)
             run = run_places(
@@ -213,7 +213,7 @@ class SliceEngine:
 
     def _step_of_many(
         self,
-        member: Member,
+        member: MeshRank,
         batch: PackedBatch,
         plan: StepPlan | None,
         meter: Meter | None,
@@ -311,7 +311,7 @@ def _member(
     deadline_s: float,
     gathered: Gathered,
     kernels: Kernels,
-) -> Member | None:
+) -> MeshRank | None:
     """This process among those of a mesh; None where it is alone."""
     if gathered not in ("unit", "step") or not deadline_s > 0:
         raise SettingError(
@@ -325,7 +325,7 @@ def _member(
             f"mesh={mesh!r} and rank={rank!r}; give both, such as mesh=vl.Mesh(dp=2, pp=2), rank=dist.get_rank(), or "
             "neither"
         )
-    return Member(model, mesh, rank, deadline_s=deadline_s, gathered=gathered, kernels=kernels)
+    return MeshRank(model, mesh, rank, deadline_s=deadline_s, gathered=gathered, kernels=kernels)
 
 
 def _attention(model: Any) -> str:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from varlen.cost.shape import ModelShape
 from varlen.runtime.attention import CachedSlice, attend
 from varlen.runtime.clock import Clock
-from varlen.runtime.decoder import Parts
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.flash import Rule
 from varlen.runtime.kv_cache import DocumentCache
 from varlen.types import FloatArray
@@ -123,7 +123,7 @@ def attention_probe(
     )
 
 
-def parts_of(model: ModelShape, device: torch.device, dtype: torch.dtype) -> Parts:
+def parts_of(model: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderParts:
     """Return one layer of a model's widths with random weights, its attention taken out.
 
     A Llama layer stands for every family: experts by the inner width that a token passes, latent attention by heads
@@ -142,14 +142,14 @@ def parts_of(model: ModelShape, device: torch.device, dtype: torch.dtype) -> Par
     AttentionInterface.register(_ABSENT, _absent_attention)
     with torch.device(device):
         decoder = LlamaForCausalLM._from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    parts = Parts.of(decoder)
+    parts = DecoderParts.of(decoder)
     decoder.set_attn_implementation(_ABSENT)
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return parts
 
 
-def layer_probe(parts: Parts, rows: int) -> Probe:
+def layer_probe(parts: DecoderParts, rows: int) -> Probe:
     """Return a layer without its attention: projections, norms, rotary positions, the feed-forward part."""
     weight = parts.embedding.weight
     hidden = torch.randn(1, rows, weight.shape[1], device=weight.device, dtype=weight.dtype)

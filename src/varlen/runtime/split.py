@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from varlen.errors import ModelError, PlanError
-from varlen.runtime.decoder import Parts
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.consistency import model_fingerprint
 from varlen.runtime.step import layers_of
 from varlen.step_plan import Mesh
@@ -78,7 +78,7 @@ def cut_to_stage(model: Any, mesh: Mesh, stage: int) -> Cut:
             )
         return before
     attention = model.config._attn_implementation
-    parts = Parts.of(model)
+    parts = DecoderParts.of(model)
     model.set_attn_implementation(attention)
     check_cut(model, parts, mesh)
     cut = Cut(
@@ -101,7 +101,7 @@ def cut_to_stage(model: Any, mesh: Mesh, stage: int) -> Cut:
     return cut
 
 
-def check_cut(model: Any, parts: Parts, mesh: Mesh) -> None:
+def check_cut(model: Any, parts: DecoderParts, mesh: Mesh) -> None:
     """Refuse a model that can't be cut into the chunks of a mesh."""
     layers = len(parts.layers)
     check_layers(layers, mesh)
@@ -140,11 +140,11 @@ def stage_dtype(layers: list[nn.Module]) -> torch.dtype:
     return next(p.dtype for layer in layers for p in layer.parameters() if p.ndim > 1)
 
 
-def _pieces(parts: Parts) -> Iterator[nn.Module]:
+def _pieces(parts: DecoderParts) -> Iterator[nn.Module]:
     yield from (parts.embedding, *parts.layers, parts.rotary, parts.norm, parts.head)
 
 
-def _of_other_stages(model: Any, parts: Parts, mesh: Mesh, stage: int) -> Iterator[nn.Module]:
+def _of_other_stages(model: Any, parts: DecoderParts, mesh: Mesh, stage: int) -> Iterator[nn.Module]:
     if stage != 0:
         yield parts.embedding
     if stage != mesh.pp - 1:

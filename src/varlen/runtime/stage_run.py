@@ -1,4 +1,4 @@
-"""`Place`: one stage of one data-parallel rank, which runs its tasks in the order of the plan."""
+"""`StageRunner`: one stage of one data-parallel rank, which runs its tasks in the order of the plan."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _nothing(_: range) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-class Place:
+class StageRunner:
     """One stage of one data-parallel rank during one step."""
 
     def __init__(

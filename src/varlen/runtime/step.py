@@ -20,10 +20,10 @@ from varlen.counts import many
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import Clock, Meter
-from varlen.runtime.decoder import IGNORED, Parts
+from varlen.runtime.decoder import IGNORED, DecoderParts
 from varlen.runtime.mesh.gradients import whole_or_none
 from varlen.runtime.mesh.shared_documents import SharedDocument
-from varlen.runtime.stage_run import Place, TaskRun, keys_of
+from varlen.runtime.stage_run import StageRunner, TaskRun, keys_of
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
 
 
@@ -79,13 +79,13 @@ def run_step(
     """
     check_plan(plan)
     return run_places(
-        model, Parts.of(model), step_data(plan, input_ids, labels), plan, meter=meter, saved=saved
+        model, DecoderParts.of(model), step_data(plan, input_ids, labels), plan, meter=meter, saved=saved
     )
 
 
 def run_places(
     model: Any,
-    parts: Parts,
+    parts: DecoderParts,
     data: StepData,
     plan: StepPlan,
     *,
@@ -100,7 +100,7 @@ def run_places(
     chunks = [chunk_steps(parts, layers, data, plan, **kept) for _ in range(mesh.dp)]
     wires = [LocalWires() for _ in range(mesh.dp)]
     places = [
-        Place(
+        StageRunner(
             plan, rank, stage, chunks[rank][stage :: mesh.pp], wires[rank], clock=Clock(device), meter=meter
         )
         for rank in range(mesh.dp)
@@ -117,7 +117,7 @@ def run_places(
     )
 
 
-def take_turns(places: Sequence[Place], wires: Sequence[LocalWires]) -> None:
+def take_turns(places: Sequence[StageRunner], wires: Sequence[LocalWires]) -> None:
     """Run the tasks of places, each as far as messages let it, until all are done."""
     while any(place.next_task for place in places):
         has_run = False
@@ -161,7 +161,9 @@ def check_order(plan: StepPlan, rank: int) -> None:
     """
     pp, wires = plan.mesh.pp, LocalWires()
     chunks = [_Unrun()] * plan.mesh.virtual_stages
-    places = [Place(plan, rank, stage, chunks, wires, clock=Clock(_NOTHING.device)) for stage in range(pp)]
+    places = [
+        StageRunner(plan, rank, stage, chunks, wires, clock=Clock(_NOTHING.device)) for stage in range(pp)
+    ]
     take_turns(places, [wires] * pp)
 
 
@@ -192,7 +194,7 @@ def layers_of(model: Any, mesh: Mesh) -> list[range]:
 
 
 def chunk_steps(
-    parts: Parts,
+    parts: DecoderParts,
     layers: Sequence[range],
     data: StepData,
     plan: StepPlan,

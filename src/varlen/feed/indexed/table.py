@@ -149,7 +149,7 @@ class WindowTable:
         counts = [windows.num_windows(group, num_parts) for group in range(windows.num_groups(num_parts))]
         groups = np.cumsum([0, *counts])
         settings = windows.settings
-        kept = KeptTable(
+        kept = CachedTable(
             [windows.store],
             [num_parts],
             [windows.parts_a_group, WINDOWS_A_GROUP, PACKS_A_GROUP, epoch, asdict(settings)],
@@ -232,7 +232,7 @@ _MARK = b"varlen t"
 _HEAD_BYTES = len(_MARK) + 32
 
 
-class KeptTable:
+class CachedTable:
     """Where a table of int64 is kept, if anywhere."""
 
     def __init__(self, stores: Sequence[TokenDocuments], num_parts: Sequence[int], depends_on: Any) -> None:

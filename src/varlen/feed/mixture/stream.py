@@ -198,7 +198,7 @@ class MixedStream:
         joined = self._held(tuple(place.position.num_parts for place in places))
         last_epoch = self.mix.epochs if self.mix.until == "all" else None
         heads = [
-            Head(windows, joined.first_shard(number), place, last_epoch)
+            SourceCursor(windows, joined.first_shard(number), place, last_epoch)
             for number, (windows, place) in enumerate(zip(self._columns, places))
         ]
         parts: list[IntArray] = [np.zeros((4, 0), dtype=np.int64)]
@@ -286,7 +286,7 @@ class Columns:
         return np.stack([shards, documents, windows.store.lengths(shards, documents)])
 
 
-class Head:
+class SourceCursor:
     """What comes next in one source."""
 
     def __init__(

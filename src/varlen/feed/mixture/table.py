@@ -23,7 +23,7 @@ import numpy as np
 
 from varlen.errors import SettingError
 from varlen.feed.indexed.stream import Grown, Position
-from varlen.feed.indexed.table import KeptTable, count_window
+from varlen.feed.indexed.table import CachedTable, count_window
 from varlen.feed.mixture.stream import MixedPosition, MixedStream, SourcePlace, refuse_barren
 from varlen.types import IntArray
 
@@ -119,7 +119,7 @@ class MixedTable:
         self._grown, stream = grown, self._stream
         self._counted, self._passed = _Marks(self._width), _Marks(self._width)
         self._end: tuple[int, MixedPosition] | None = None
-        self._kept = KeptTable(
+        self._kept = CachedTable(
             [source.windows.store for source in stream.sources],
             [pairs[-1][1] for pairs in grown],
             [

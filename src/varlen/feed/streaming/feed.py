@@ -19,7 +19,7 @@ from varlen.documents.source import Source
 from varlen.errors import SettingError, StateError
 from varlen.feed.agreement import Exchanges, Solo
 from varlen.feed.batches import BatchSettings, Contents, check_heard, deal, fill_batch, no_batch, work_of
-from varlen.feed.prefetch import Ahead, AheadSettings
+from varlen.feed.prefetch import AheadSettings, Prefetcher
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.streaming.intake import ChunkSequence, Intake
@@ -147,7 +147,7 @@ class StreamingFeed:
         sequence = ChunkSequence(self._blocks, reader, self._settings.seed, self._settings.epochs)
         lanes = range(self._settings.lanes) if self._is_alone else self._own
         rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._told)
-        ahead = Ahead(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
+        ahead = Prefetcher(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
         heard, silent_rounds, begun = _passes(state.at), 0, _begun(state.at)
         ledger, losses, has_begun = _NOTHING, NO_LOSSES, state.step > 0 or state.micro_batch > 0
         try:

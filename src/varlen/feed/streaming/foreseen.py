@@ -22,7 +22,7 @@ from varlen.feed.opening import batch_settings, streaming_settings, usual_window
 from varlen.feed.settings import LoaderSettings
 from varlen.feed.spec import grouped
 from varlen.feed.streaming.feed import round_settings
-from varlen.feed.streaming.intake import Brought, ChunkSequence, Claim, unread
+from varlen.feed.streaming.intake import ChunkSequence, Claim, ReadChunk, unread
 from varlen.feed.streaming.lane import RECORD_BITS, Arrival, LaneRecord, chunk_of, document_ids
 from varlen.feed.streaming.rounds import Rounds
 from varlen.files.losses import NO_LOSSES
@@ -128,11 +128,11 @@ class _Chunks:
         self,
         claims: Sequence[Claim],
         soon: Sequence[Chunk] = (),  # noqa: ARG002 - nothing has to be read ahead
-    ) -> list[Brought | Exception]:
+    ) -> list[ReadChunk | Exception]:
         """Return what each claim brings."""
         return [self._bring(claim) for claim in claims]
 
-    def _bring(self, claim: Claim) -> Brought:
+    def _bring(self, claim: Claim) -> ReadChunk:
         block = claim.chunk.block
         some = self._lengths[self._cuts[block] : self._cuts[block + 1]].astype(np.int64)
         arrival = Arrival(
@@ -143,7 +143,7 @@ class _Chunks:
             tokens=np.zeros(int(some.sum()), np.int32),
             mask=None,
         )
-        return Brought(
+        return ReadChunk(
             claim=claim,
             path=self.name_of(block),
             arrival=arrival,

@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Brought:
+class ReadChunk:
     """What became of a claim."""
 
     claim: Claim
@@ -58,7 +58,7 @@ class Brought:
 class Reading(Protocol):
     """What lanes ask of who reads their chunks; as `Intake` has it."""
 
-    def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[Brought | Exception]:
+    def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[ReadChunk | Exception]:
         """Return what each claim brings, or why it brings nothing."""
 
     def can_wait(self, records: Iterable[LaneRecord]) -> bool:
@@ -78,7 +78,7 @@ class Intake:
         """Take the documents, who reads their blocks, and how many blocks are read side by side."""
         self._source, self._reader, self._threads = source, reader, threads
         self._is_alone = reader.num_blocks == 1
-        self._begun: dict[Chunk, Future[Brought | Exception]] = {}
+        self._begun: dict[Chunk, Future[ReadChunk | Exception]] = {}
         """Chunks that nobody has claimed yet."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="varlen-read") if threads > 1 else None
 
@@ -88,7 +88,7 @@ class Intake:
             self._pool.shutdown(cancel_futures=True)
         self._reader.close()
 
-    def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[Brought | Exception]:
+    def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[ReadChunk | Exception]:
         """Return what each claim brings, or why it brings nothing; an error hides none of another lane."""
         # A chunk may be claimed twice, in two epochs of little data.
         begun = {chunk: self._begun.pop(chunk, None) for chunk in dict.fromkeys(c.chunk for c in claims)}
@@ -100,14 +100,14 @@ class Intake:
                 if chunk not in self._begun:
                     self._begun[chunk] = self._pool.submit(self._alone, chunk)
         brought = iter(waits())
-        found: list[Brought | Exception] = []
+        found: list[ReadChunk | Exception] = []
         for claim in claims:
             future = begun[claim.chunk]
             one = next(brought) if future is None else future.result()
             found.append(one if isinstance(one, Exception) else replace(one, claim=claim))
         return found
 
-    def _alone(self, chunk: Chunk) -> Brought | Exception:
+    def _alone(self, chunk: Chunk) -> ReadChunk | Exception:
         """Read a chunk before anybody has claimed it."""
         claim = Claim(lane=-1, epoch=-1, chunk=chunk)
         try:
@@ -115,7 +115,7 @@ class Intake:
         except Exception as error:
             return error
 
-    def _bring(self, claim: Claim, raw: Raw | Exception) -> Brought | Exception:
+    def _bring(self, claim: Claim, raw: Raw | Exception) -> ReadChunk | Exception:
         if isinstance(raw, Exception):
             return raw
         try:
@@ -124,7 +124,7 @@ class Intake:
         except Exception as error:
             return error
         documents = read.documents
-        return Brought(
+        return ReadChunk(
             claim=claim,
             path=raw.path,
             arrival=arrival,
@@ -238,10 +238,10 @@ def _chosen(found: Arrival, record: LaneRecord) -> Arrival:
 
 
 def by_lane(
-    brought: Iterable[Brought | Exception], claims: Sequence[Claim]
-) -> dict[int, list[Brought | Exception]]:
+    brought: Iterable[ReadChunk | Exception], claims: Sequence[Claim]
+) -> dict[int, list[ReadChunk | Exception]]:
     """Return what was brought to each lane, in the order of its claims."""
-    found: dict[int, list[Brought | Exception]] = defaultdict(list)
+    found: dict[int, list[ReadChunk | Exception]] = defaultdict(list)
     for one, claim in zip(brought, claims):
         found[claim.lane].append(one)
     return found

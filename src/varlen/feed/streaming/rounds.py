@@ -24,11 +24,11 @@ from varlen.errors import SourceError, StateError
 from varlen.feed.agreement import Exchange
 from varlen.feed.state import ENDS, MOST
 from varlen.feed.streaming.intake import (
-    Brought,
     ChunkSequence,
     Claim,
     Claimed,
     Print,
+    ReadChunk,
     Reading,
     Unread,
     as_claimed,
@@ -176,7 +176,7 @@ class Rounds:
             missing, place = None, next_
             counts = {lane: one.counts for lane, one in lanes.items()}
 
-    def _restored(self, place: Place) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
+    def _restored(self, place: RoundState) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
         """Return what waits, read again or with what will read it."""
         records = {lane: from_record(place.records[lane], self._settings.lane.seed) for lane in self._mine}
         counts = {lane: record.counts for lane, record in records.items()}
@@ -206,7 +206,7 @@ class Rounds:
         if rest.num_steps:
             yield rest
 
-    def _fill(self, place: Place, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
+    def _fill(self, place: RoundState, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
         """Claim and read until every lane holds enough; returns what is claimed, and whether the input has ended."""
         settings, claimed, sequence = self._settings, place.claimed, self._sequence.until(place.end)
         packs = settings.steps(place.number) * settings.step_packs
@@ -288,7 +288,7 @@ class Rounds:
         heard = self._agree(key, told)
         return [Held(**heard[lane]) for lane in range(self._settings.lanes)]
 
-    def _tell(self, one: Brought) -> None:
+    def _tell(self, one: ReadChunk) -> None:
         """Log the records of a chunk that were skipped, once."""
         if not one.faults or self._told is None or one.claim.chunk in self._told:
             return
@@ -323,8 +323,8 @@ class Rounds:
         return heard
 
     def _pack(
-        self, place: Place, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
-    ) -> tuple[Round, Place, dict[int, Arrival]]:
+        self, place: RoundState, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
+    ) -> tuple[Round, RoundState, dict[int, Arrival]]:
         """Pack the lanes; of no step where the input has ended, and nothing is left."""
         settings, steps = self._settings, self._settings.steps(place.number)
         made = {
@@ -377,7 +377,7 @@ class Rounds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Place:
+class RoundState:
     """Where a round begins."""
 
     number: int = 0
@@ -413,12 +413,12 @@ def beginning_of(at: Mapping[str, Any]) -> dict[str, Any]:
     return {name: at[name] for name in (ENDS,) if name in at}
 
 
-def place_of(at: Mapping[str, Any], lanes: int) -> Place:
+def place_of(at: Mapping[str, Any], lanes: int) -> RoundState:
     """Return where a round begins."""
     ends = _ends_of(at)
     if at == beginning_of(at):
         nothing = to_record(joined([]), Counts(), None, [0])
-        return Place(records=[nothing] * lanes, ends=ends)
+        return RoundState(records=[nothing] * lanes, ends=ends)
     try:
         number, step = (as_count(at[name], name, 0, MOST) for name in ("round", "step"))
         claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
@@ -427,7 +427,7 @@ def place_of(at: Mapping[str, Any], lanes: int) -> Place:
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     if len(records) != lanes:
         raise StateError(f"the state has {len(records):,} lanes, this loader {lanes:,}")
-    return Place(number=number, step=step, claimed=claimed, records=records, prints=prints, ends=ends)
+    return RoundState(number=number, step=step, claimed=claimed, records=records, prints=prints, ends=ends)
 
 
 def _as_print(block: Any, chunk: Any, told: Any, is_end: Any) -> Print:

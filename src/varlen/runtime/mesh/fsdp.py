@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from varlen.errors import ModelError, SettingError
-from varlen.runtime.decoder import Parts
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.gradients import known_to_any, scattered
 from varlen.runtime.mesh.process_groups import Group
 
@@ -75,7 +75,7 @@ class Shards:
     def __init__(
         self,
         model: nn.Module,
-        parts: Parts,
+        parts: DecoderParts,
         replicas: Group,
         gathered: Gathered,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -99,7 +99,7 @@ class Shards:
         return self._sharded
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> DecoderParts:
         """The stage taken apart, called past its hooks."""
         parts = self._parts
         return replace(

@@ -1,4 +1,4 @@
-"""`Member`: one process of a mesh, which runs its stage's part of every step and adds up with the others."""
+"""`MeshRank`: one process of a mesh, which runs its stage's part of every step and adds up with the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Clock, Meter
-from varlen.runtime.decoder import IGNORED, Parts, check_model
+from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.consistency import agree, batch_fingerprint, settings_fingerprint
@@ -31,7 +31,7 @@ from varlen.runtime.mesh.fsdp import Gathered, Shards, is_sharded, waiting_at_mo
 from varlen.runtime.mesh.process_groups import Groups, Seat, open_groups, seat_of
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
 from varlen.runtime.split import cut_to_stage, stage_dtype
-from varlen.runtime.stage_run import Place
+from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import StepRun, check_order, chunk_steps, layers_of
 from varlen.step_plan import Mesh, StepPlan
 
@@ -50,7 +50,7 @@ class Totals:
     """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
 
 
-class Member:
+class MeshRank:
     """One process of a mesh."""
 
     def __init__(
@@ -192,7 +192,7 @@ class Member:
         kept: dict[str, Any],
     ) -> StepRun:
         """Run the tasks, and add up gradients."""
-        parts, mesh, stage = Parts.of(model, self._kernels), self.seat.mesh, self.seat.stage
+        parts, mesh, stage = DecoderParts.of(model, self._kernels), self.seat.mesh, self.seat.stage
         waiting = self._lookout.waiting
         shards = Shards(model, parts, groups.replicas, self._gathered, waiting) if is_sharded(model) else None
         parts = parts if shards is None else shards.parts
@@ -209,7 +209,7 @@ class Member:
                 )
                 channels = Channels(groups, plan, like, self._lookout, shared)
                 unit = {} if shards is None else {"unit": shards.unit}
-                place = Place(
+                place = StageRunner(
                     plan,
                     self.seat.dp_rank,
                     stage,
@@ -254,7 +254,7 @@ class Member:
             peers = peers_of(plan, rank, groups.peers, self._lookout.waiting)
         return shared_documents(plan, rank, peers, groups.device)
 
-    def _hidden_dtype(self, parts: Parts, layers: range, shards: Shards | None) -> torch.dtype:
+    def _hidden_dtype(self, parts: DecoderParts, layers: range, shards: Shards | None) -> torch.dtype:
         """The dtype of what chunks give each other; of shards it is seen once."""
         if self._dtype is None:
             own = [parts.layers[layer] for layer in layers]
