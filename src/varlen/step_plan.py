@@ -181,6 +181,15 @@ class StepPlan:
         """Tokens of the step."""
         return int(self.lengths.sum(dtype=np.int64))
 
+    def documents_of(self, rank: int) -> npt.NDArray[np.bool_]:
+        """Return which documents a data-parallel rank computes slices of, bool `[num_documents]`.
+
+        Args:
+            rank: from 0; it has these documents whole.
+        """
+        mine: npt.NDArray[np.bool_] = (self.first_ranks <= rank) & (rank < self.first_ranks + self.num_ranks)
+        return mine & (self.first_ranks >= 0)
+
     @property
     def num_merged(self) -> int:
         """Documents that more than one data-parallel rank shares."""

@@ -23,7 +23,9 @@ FLOORS = (
     {"store"},
     # The planner asks the simulator about every candidate, so the simulator stands below it.
     {"simulate", "offline"},
-    {"plan", "feed"},
+    {"plan"},
+    # A loader gives each rank the documents that a plan deals to it.
+    {"feed"},
     {"runtime", "adapters", "report"},
     {"verify"},
     {"train"},

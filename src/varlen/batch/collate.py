@@ -142,6 +142,7 @@ def collate(
     fields["dp_world_size"] = ranks
     fields["document_groups"] = None if packing.groups is None else packing.groups[fields["document_ids"]]
     fields["shift_labels"] = _shifted(fields["labels"]) if shift_labels else None
+    fields["plan"] = None
     batch = PackedBatch.of(fields)
     if report and (
         shortest == 1 or labels is not None or loss_mask is not None or target_weights is not None

@@ -21,6 +21,8 @@ from varlen.types import FloatArray, IntArray
 if TYPE_CHECKING:
     import torch
 
+    from varlen.step_plan import StepPlan
+
 Array: TypeAlias = Any
 """A numpy array, or after `to_torch` a torch tensor of the same shape."""
 
@@ -96,6 +98,9 @@ class PackedBatch:
     """Same shape as `labels`: position t's target is the token at t + 1. Present on request."""
     columns: Mapping[str, Array] = field(default_factory=dict)
     """Any other per-token values, same shape, each in its own dtype with its own pad value; `target_weights` too."""
+    plan: StepPlan | None = None
+    """The plan of the step, where the loader has one: the batch holds the whole documents of which this data-parallel
+    rank computes slices, and `SliceEngine.step` takes it as it is. Pieces are counted on each rank that has them."""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> PackedBatch:

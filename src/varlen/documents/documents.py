@@ -245,7 +245,8 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
     firsts = [0]
     of_spans = iter(each)
     for one in rendered:
-        at, own = 0, []
+        at = 0
+        own: list[str] = []
         for start, stop in one.spans:
             own += (one.text[at:start], one.text[start:stop])
             values += (0, next(of_spans, 1))

@@ -21,6 +21,8 @@ from varlen.errors import StalledError
 
 _FIRST_S, _MOST_S = 0.001, 0.05
 """Pauses between two looks."""
+PLAN = "plan"
+"""The key of what isn't told to all ranks: a step's lengths, of which its plan comes back."""
 _KEPT = 512
 """Keys that each rank leaves in the store: more than ranks can be apart."""
 _SHORT_S = 30.0

@@ -21,7 +21,7 @@ from varlen.files.losses import Losses, nothing_left
 from varlen.pack.api import DEFAULT_WORK
 from varlen.store.tokens import ReadableTokens
 from varlen.text.loss_masks import Mask
-from varlen.types import FloatArray, IntArray, Ledger, Packing
+from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Packing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +62,11 @@ class Step:
     """int64 `[ranks, packs of a rank]`: numbers of packs, batch after batch; those beyond `packs` are masked."""
     num_targets: int
     """Labels of all ranks."""
+
+    @property
+    def lengths(self) -> Int32Array:
+        """int32 `[pieces]`: tokens of each piece, pack after pack: what a plan of the step is made of."""
+        return (self.packs.stops - self.packs.starts).astype(np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -131,8 +136,13 @@ def make_batch(
     micro_batch: int,
     settings: BatchSettings,
     out: Out | None = None,
+    mine: npt.NDArray[np.bool_] | None = None,
 ) -> PackedBatch:
-    """Build one batch of a rank."""
+    """Build one batch of a rank.
+
+    Args:
+        mine: bool `[pieces]`: pieces of the step that it holds; packs without are left out. None for whole packs.
+    """
     size = settings.micro_batch_size
     numbers = step.hands[rank, micro_batch * size : (micro_batch + 1) * size]
     packs = step.packs
@@ -140,6 +150,11 @@ def make_batch(
     counts = np.where(numbers < packs.num_packs, np.diff(packs.offsets)[real], 0)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     pieces = np.repeat(packs.offsets[real] - offsets[:-1], counts) + np.arange(offsets[-1])
+    if mine is not None:
+        owners = np.repeat(np.arange(len(numbers)), counts)[mine[pieces]]
+        counts = np.bincount(owners, minlength=len(numbers))
+        pieces, numbers, counts = pieces[mine[pieces]], numbers[counts > 0], counts[counts > 0]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
     lengths = packs.stops[pieces] - packs.starts[pieces]
     tokens, mask = store.gather(packs.shards[pieces], packs.documents[pieces], packs.starts[pieces], lengths)
     return fill_batch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import weakref
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from varlen.arguments import as_count
 from varlen.batch.packed import Layout, PackedBatch
@@ -23,7 +24,7 @@ from varlen.feed.opening import Opened, open_data
 from varlen.feed.protocol import BatchCounts, Ended, Worker
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
 from varlen.feed.spec import let_go
-from varlen.feed.state import MOST, FeedState, from_json, to_json
+from varlen.feed.state import MOST, PLANS, FeedState, from_json, to_json
 from varlen.feed.worker.device import DeviceWorker
 from varlen.feed.worker.process import ProcessWorker
 from varlen.feed.worker.ring import slot_bytes
@@ -32,6 +33,9 @@ from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.paths import Data, Format
 from varlen.files.retry import Retry
 from varlen.types import Int32Array, Ledger, Method, Overlong
+
+if TYPE_CHECKING:
+    from varlen.feed.plans import GivenPlans
 
 # What a loader can't be: copied, read in a fork, or asked for single items.
 
@@ -138,6 +142,11 @@ class PackedLoader(OfOneProcess):
             from that of a state. What packs are made of (lengths, labels of cut documents) is always an error.
         retry, cache: how reads of remote files are tried again; folder for stores made here. None for the usual ones.
         model: a transformers model or configuration; its positions and vocabulary must suffice.
+        plan: of known lengths: the plans of steps, as a list or mapping by step, a function of the step and its
+            lengths (int32), or a `vl.Planner` made without lengths. A batch then holds the documents of which this
+            rank computes slices by the plan of its step (`batch.plan`), flat, one batch a step, for
+            `SliceEngine.step`. One rank decides a plan before any rank reads the step, and tells the others through
+            the job's store; `global_batch_size` needn't divide among ranks.
 
     Raises:
         SettingError: a setting out of its range, or that doesn't go with the others; forgotten ranks.
@@ -190,6 +199,7 @@ class PackedLoader(OfOneProcess):
         retry: Retry | None = None,
         cache: str | Path | None = None,
         model: Any = None,
+        plan: GivenPlans | None = None,
     ) -> None:
         self._settings = LoaderSettings(
             capacity=capacity,
@@ -234,6 +244,7 @@ class PackedLoader(OfOneProcess):
             },
             cache=None if cache is None else Path(cache),
             model=model,
+            plan=plan,
         )
         self._begin(source, tokenizer)
 
@@ -242,6 +253,7 @@ class PackedLoader(OfOneProcess):
         settings = self._settings
         super().__init__()
         self._opened = open_data(source, tokenizer, settings)
+        self._plans = self._opened.plans
         self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter(None if self._opened.has_said_cut else partial(say_first_cut, settings=settings))
@@ -271,7 +283,7 @@ class PackedLoader(OfOneProcess):
     def micro_batches(self) -> int:
         """Batches that each rank takes in a step."""
         whole, micro = self._settings.batch_sizes
-        return whole // (self._settings.ranks[1] * micro)
+        return whole // (self._settings.dealt_ranks * micro)
 
     @property
     def step(self) -> int:
@@ -318,11 +330,18 @@ class PackedLoader(OfOneProcess):
         self._state = made.state
         if self._remembers:
             self._lookup.remember(made.state)
+        if self._plans is not None:
+            return made.batch.replace(plan=self._plans.take(made.state.step - 1))
         return made.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was taken, as a mapping for JSON: after the last batch, the same on every rank."""
-        return to_json(self._state, self._opened.mode, self._opened.belongs_to)
+        """Return what was taken, as a mapping for JSON: after the last batch, the same on every rank.
+
+        With plans it also says how the steps were planned that this rank has read and not yet given: `merge_states`
+        takes what all ranks say.
+        """
+        state = to_json(self._state, self._opened.mode, self._opened.belongs_to)
+        return state if self._plans is None else {**state, PLANS: self._plans.state(self._state.step)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after a state.
@@ -334,12 +353,14 @@ class PackedLoader(OfOneProcess):
         Raises:
             StateError: of other data or settings, which are named; nothing has changed then.
         """
-        found = from_json(state, self._opened.mode, self._opened.belongs_to, FREE)
-        self._go_to(self._opened.feed.begun(found))
+        found = self._opened.feed.begun(from_json(state, self._opened.mode, self._opened.belongs_to, FREE))
+        self._go_to(found, state.get(PLANS, {}))
 
-    def _go_to(self, state: FeedState) -> None:
+    def _go_to(self, state: FeedState, plans: Mapping[str, Any] | None = None) -> None:
         was_running, self._state, self._is_over = self._is_running, state, False
         self._is_running = False
+        if self._plans is not None:
+            self._plans.go_on(plans)
         if was_running:
             self.start_prefetch()
 
@@ -414,6 +435,8 @@ class PackedLoader(OfOneProcess):
         self._is_closed, self._is_running = True, False
         self._end.detach()
         if not self._is_fork:
+            if self._plans is not None:
+                self._plans.close()
             self._worker.close()
             let_go(self._opened.spec)
 
@@ -559,10 +582,17 @@ class Meter:
 # The worker that makes a loader's batches: a process or a thread, and behind it a device.
 
 
+_SHARE = 1.25
+"""Of a step's positions over its ranks, for which a slot has room; a larger share of a plan goes with its message."""
+
+
 def start_worker(opened: Opened, settings: LoaderSettings) -> Worker:
     """Return the worker that settings ask for, started."""
     multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
-    positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
+    positions = settings.batch_sizes[1] * settings.capacity
+    if settings.plan is not None and settings.ranks[1] > 1:
+        positions = min(positions, math.ceil(_SHARE * positions / settings.ranks[1]))
+    positions = -(-positions // multiple) * multiple
     worker: Worker
     if settings.worker == "process":
         size = slot_bytes(positions, has_weights=opened.has_weights)

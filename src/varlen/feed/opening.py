@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from varlen.counts import many
 from varlen.documents.memory import placed
@@ -46,6 +46,9 @@ from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import digest
 from varlen.workers.processors import processors
 
+if TYPE_CHECKING:
+    from varlen.feed.plans import Plans
+
 _log = logging.getLogger(__name__)
 _WINDOW, _WINDOW_PACKS = 1 << 16, 32
 _FEWEST_THREADS, _MOST_THREADS = 2, 8
@@ -65,6 +68,8 @@ class Opened:
     """Whether labels may weigh other than 1: rows are read, or were, with `row_weights`."""
     exchanges: Exchanges | None = None
     """How ranks agree, where they have to."""
+    plans: Plans | None = None
+    """Of the loader's steps, where it has some."""
     has_said_cut: bool = False
     """Whether it was said already how many documents are longer than a pack."""
 
@@ -147,6 +152,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         patience_s=settings.patience_s,
         on_error=settings.on_error,
         **of_folders(settings),
+        planned_ahead=_planned_ahead(settings),
     )
     belongs_to = {
         **settings.deciding(spec.windows.window),
@@ -156,7 +162,16 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         "until": mixture.until,
         TOKENIZER: one_tokenizer(marks, tokenizer),
     }
-    return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, has_weights=has_weights)
+    plans, exchanges = _plans(job_store(), belongs_to, settings, None)
+    return Opened(
+        mode="indexed",
+        spec=spec,
+        feed=spec.open(),
+        belongs_to=belongs_to,
+        has_weights=has_weights,
+        exchanges=exchanges,
+        plans=plans,
+    )
 
 
 def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
@@ -191,7 +206,7 @@ def batch_settings(settings: LoaderSettings) -> BatchSettings:
         capacity=settings.capacity,
         global_batch_size=whole,
         micro_batch_size=micro,
-        dp_world_size=settings.ranks[1],
+        dp_world_size=settings.dealt_ranks,
         layout=settings.layout,
         pad_id=settings.pad_id,
         pad_to_multiple_of=settings.pad_to_multiple_of,
@@ -218,7 +233,8 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         TOKENIZER: None if mark is None else mark.to_json(),
     }
     rank, world = settings.ranks
-    exchanges = _exchanges(job_store(), belongs_to, settings) if world > 1 else None
+    store = job_store() if world > 1 or settings.plan is not None else None
+    exchanges = _exchanges(store, belongs_to, settings) if world > 1 else None
     first_parts = tokens.num_parts
     if exchanges is not None and isinstance(tokens, TokenStore):
         first_parts = int(min(exchanges(0).all("parts", {rank: first_parts}).values()))
@@ -229,11 +245,15 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         batches=batch_settings(settings),
         epochs=settings.epochs,
         rank=rank,
+        num_ranks=world,
         first_parts=first_parts,
         patience_s=settings.patience_s,
         on_error=settings.on_error,
         **of_folders(settings),
+        planned_ahead=_planned_ahead(settings),
+        is_alone=exchanges is None,
     )
+    plans, exchanges = _plans(store, belongs_to, settings, exchanges)
     return Opened(
         mode="indexed",
         spec=spec,
@@ -241,6 +261,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         belongs_to=belongs_to,
         has_weights=weighs(tokens),
         exchanges=exchanges,
+        plans=plans,
         has_said_cut=has_said,
     )
 
@@ -281,6 +302,11 @@ def streaming_settings(settings: LoaderSettings) -> StreamingSettings:
 def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     """Return how documents are fed straight from their files."""
     rank, world = settings.ranks
+    if settings.plan is not None:
+        raise SettingError(
+            "plans need the lengths of coming steps, which streaming reads first; index the documents (varlen index) "
+            'and name the store, or pass mode="indexed"'
+        )
     check_passes(source, settings)
     prints = known_prints(source.files)
     # Who reads them compares with these where a file seems to be another than the one that was listed.
@@ -325,6 +351,37 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         has_weights=source.encoding.row_weights,
         exchanges=exchanges,
     )
+
+
+def _planned_ahead(settings: LoaderSettings) -> int | None:
+    """Return how far ahead steps are planned; None where they have no plans."""
+    if settings.plan is None:
+        return None
+    from varlen.feed.plans import ahead_of, check_plans  # loaders without plans don't wait for what plans
+
+    check_plans(settings.plan)
+    return ahead_of(settings.plan)
+
+
+def _plans(
+    store: Any, belongs_to: dict[str, Any], settings: LoaderSettings, exchanges: Exchanges | None
+) -> tuple[Plans | None, Exchanges | None]:
+    """Return what decides plans, and the exchanges of ranks with plans among what they bring."""
+    if settings.plan is None:
+        return None, exchanges
+    from varlen.feed.plans import Plans
+
+    shared = {key: value for key, value in belongs_to.items() if key != TOKENIZER}
+    rank, world = settings.ranks
+    plans = Plans(
+        settings.plan,
+        rank=rank,
+        num_ranks=world,
+        store=store,
+        name=name_of("plans " + digest(json.dumps(shared, sort_keys=True))[:16]),
+        patience_s=settings.patience_s,
+    )
+    return plans, plans.exchanges(exchanges)
 
 
 def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings) -> Exchanges | None:

@@ -53,6 +53,7 @@ class LoaderSettings:
     """What `open_source` takes beside the data and the tokenizer."""
     cache: Path | None = None
     model: Any = None
+    plan: Any = None
 
     def __post_init__(self) -> None:
         """Refuse what can't be."""
@@ -106,6 +107,15 @@ class LoaderSettings:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
+        if self.plan is not None:
+            if self.micro_batch_size is not None:
+                raise SettingError(
+                    f"a step with a plan is one batch a rank, which micro_batch_size={self.micro_batch_size:,} can't "
+                    "divide; leave it out: the plan says what is computed at a time"
+                )
+            object.__setattr__(
+                self, "layout", "flat"
+            )  # of rows, most would be padding: each rank has a part of them
         _ = self.batch_sizes  # and so the ranks
         self.check_reader()
         _check_model(self)
@@ -130,8 +140,13 @@ class LoaderSettings:
 
     @property
     def batch_sizes(self) -> tuple[int, int]:
-        """Packs of a step, and packs of a batch."""
-        return as_batch_sizes(self.global_batch_size, self.micro_batch_size, self.ranks[1])
+        """Packs of a step, and packs of a batch; with a plan, those that a batch has a part of."""
+        return as_batch_sizes(self.global_batch_size, self.micro_batch_size, self.dealt_ranks)
+
+    @property
+    def dealt_ranks(self) -> int:
+        """Ranks that whole packs are dealt to; a plan deals documents instead."""
+        return self.ranks[1] if self.plan is None else 1
 
     @property
     def vocab_size(self) -> int | None:

@@ -14,7 +14,7 @@ from varlen.documents.source import OnError, Source
 from varlen.errors import SourceError
 from varlen.feed.agreement import Exchanges
 from varlen.feed.batches import BatchSettings
-from varlen.feed.indexed.stream import IndexedFeed, PackStream
+from varlen.feed.indexed.stream import IndexedFeed, PackStream, StepPlans
 from varlen.feed.indexed.windows import PARTS_A_GROUP, Groups, Windows, WindowSettings, enough_for
 from varlen.feed.mixture.stream import MixedStream, MixSettings
 from varlen.feed.protocol import Feed
@@ -46,6 +46,7 @@ class IndexedSpec:
     batches: BatchSettings
     epochs: int | None
     rank: int
+    num_ranks: int
     first_parts: int
     """Parts of the store that the first epoch holds, the same on all ranks."""
     patience_s: float = PATIENCE_S
@@ -55,17 +56,23 @@ class IndexedSpec:
     split: str | None = None
     format: Format | None = None
     """As `open_tokens` takes them."""
+    planned_ahead: int | None = None
+    """How far ahead steps are planned; None where they have no plans."""
+    is_alone: bool = False
+    """Whether exchanges bring plans alone, since no other rank hears."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
         """Make the feed."""
         tokens = opened(self.data, self.patience_s, self.on_error, split=self.split, format=self.format)
-        can_agree = exchanges is not None or self.batches.dp_world_size == 1
+        plans = step_plans(exchanges, self.planned_ahead)
+        exchanges = None if self.is_alone else exchanges
+        can_agree = exchanges is not None or self.num_ranks == 1
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
         if can_agree and isinstance(tokens, TokenStore):
             parts = _PartsNow(tokens, self.first_parts, self.rank, exchanges)
         windows = grouped(tokens, self.windows, self.parts_a_group)
         stream = PackStream(windows, self.epochs, parts)
-        return IndexedFeed(stream, self.batches, self.rank, self.on_error, lambda: _losses_of(tokens))
+        return IndexedFeed(stream, self.batches, self.rank, self.on_error, lambda: _losses_of(tokens), plans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +92,11 @@ class MixtureSpec:
     split: str | None = None
     format: Format | None = None
     """As `open_tokens` takes them."""
+    planned_ahead: int | None = None
+    """How far ahead steps are planned; None where they have no plans."""
 
-    def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:  # noqa: ARG002 - all know all lengths
-        """Make the feed."""
+    def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
+        """Make the feed; all ranks know all lengths, so that exchanges are of plans alone."""
         sets = [
             opened(data, self.patience_s, self.on_error, split=self.split, format=self.format)
             for data in self.sources
@@ -103,7 +112,13 @@ class MixtureSpec:
         joined = JoinedTokens(sets)
         stream = MixedStream(joined, streams, self.windows, self.mix)
         losses = lambda: total(map(_losses_of, sets))  # noqa: E731
-        return IndexedFeed(stream, self.batches, self.rank, self.on_error, losses)
+        plans = step_plans(exchanges, self.planned_ahead)
+        return IndexedFeed(stream, self.batches, self.rank, self.on_error, losses, plans)
+
+
+def step_plans(exchanges: Exchanges | None, ahead: int | None) -> StepPlans | None:
+    """Return where a feed asks for plans; None where it has none, or is only looked into."""
+    return None if exchanges is None or ahead is None else StepPlans(exchanges=exchanges, ahead=ahead)
 
 
 def _losses_of(tokens: TokenDocuments) -> Losses:

@@ -14,6 +14,8 @@ from varlen.text.identity import mark_in
 VERSION = 2
 TOKENIZER = "tokenizer"
 """Among what a state belongs to: compared by the ids that it gives, whatever its name."""
+PLANS = "plans"
+"""In a state: how the steps were planned that were read and not yet given."""
 EPOCHS = "epochs"
 """Among what a state of streaming belongs to: a loader with more of them goes on with it."""
 ENDS = "ends"
@@ -128,12 +130,25 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not isinstance(state, Mapping):
             raise StateError(f"state {number} is {type(state).__name__}, not a mapping")
         for name in {**first, **state}:
-            if first.get(name) != state.get(name):
+            if name != PLANS and first.get(name) != state.get(name):
                 raise StateError(
                     f"states 0 and {number} of {len(states):,} differ in {name} ({first.get(name)!r} and "
                     f"{state.get(name)!r}); save them after the same batch on every rank"
                 )
-    return dict(first)
+    return dict(first) | _plans_of(states)
+
+
+def _plans_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how steps were planned that some rank had read: each has read as far ahead as it could."""
+    plans = [state[PLANS] for state in states if PLANS in state]
+    choices: dict[str, Any] = {}
+    for number, one in enumerate(plans):
+        for step, choice in one["choices"].items():
+            if choices.setdefault(step, choice) != choice or one["belongs_to"] != plans[0]["belongs_to"]:
+                raise StateError(
+                    f"state {number} has another plan of step {step} than one before; save states of one job"
+                )
+    return {PLANS: {**plans[0], "choices": choices}} if plans else {}
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str]) -> None:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from threading import Thread
 from types import TracebackType
 from typing import Any, Final
 
@@ -51,7 +52,7 @@ class Planner:
 
     def __init__(
         self,
-        lengths: Lengths,
+        lengths: Lengths | None = None,
         *,
         quick: Mapping[str, Any] | None = None,
         ahead: int = 2,
@@ -65,7 +66,8 @@ class Planner:
         Args:
             lengths: of the documents of each step: a sequence by step, or a function of the step that returns None
                 behind the last one, such as `PackedLoader.lengths`. It is asked up to `ahead` steps early, by the
-                thread that takes plans, and must say the same of a step again.
+                thread that takes plans, and must say the same of a step again. None where they are supplied, as
+                `PackedLoader(plan=...)` does on the rank that plans; the process starts with the first of them.
             quick: settings of the quick answer in place of those of the others. If not said, "micropack" with
                 `Search(closely=False)`, some ten milliseconds; of another function, `{"method": "sliced"}`.
             ahead: steps after the current one that are planned.
@@ -94,9 +96,43 @@ class Planner:
         self._choices: dict[int, tuple[str, str]] = {}
         self._replayed: dict[int, tuple[str, str]] = {}
         self._line = PlannerProcess(head=to_json([function, settings]).encode())
-        self._threads = self._line.begin()
+        self._threads: list[Thread] = []
         self._end = weakref.finalize(self, self._line.close)
-        self._ask_from(first_step)
+        if lengths is not None:
+            self._threads = self._line.begin()
+            self._ask_from(first_step)
+
+    @property
+    def ahead(self) -> int:
+        """Steps after the current one that are planned."""
+        return self._ahead
+
+    @property
+    def belongs_to(self) -> str:
+        """A digest of the function and its settings: states are loaded by planners with the same one."""
+        return self._belongs_to
+
+    @property
+    def is_supplied(self) -> bool:
+        """Whether lengths are given by `supply`."""
+        return self._lengths is None
+
+    def supply(self, lengths: Mapping[int, npt.ArrayLike]) -> None:
+        """Have steps planned whose lengths are known now, for a planner that was made without lengths.
+
+        Args:
+            lengths: of the documents of each step, by step.
+
+        Raises:
+            SettingError: the planner has lengths of its own.
+        """
+        if self._lengths is not None:
+            raise SettingError("this planner was made with lengths, and none can be supplied; leave them out")
+        if not self._threads:
+            self._threads = self._line.begin()
+        for step, found in lengths.items():
+            self._known[step] = as_lengths(found)
+            self._ask(step)
 
     def take(self, step: int) -> StepPlan:
         """Return the plan of a step, and have those after it planned.
@@ -201,6 +237,8 @@ class Planner:
     def _of(self, step: int) -> Int32Array | None:
         """The lengths of a step; None where there is none."""
         if step not in self._known:
+            if self._lengths is None:
+                return None
             if callable(self._lengths):
                 found = self._lengths(step)
             else:
@@ -214,11 +252,15 @@ class Planner:
         line.keep(wanted)
         self._known = {step: known for step, known in self._known.items() if step in wanted}
         for step in wanted:
-            if line.knows(step) or self._replayed.get(step, ("",))[0] == "quick":
-                continue
-            lengths = self._of(step)
-            if lengths is not None:
-                line.ask(step, step.to_bytes(8, "little") + lengths.tobytes())
+            self._ask(step)
+
+    def _ask(self, step: int) -> None:
+        """Have a step planned, unless it is already, or is answered quickly."""
+        if self._line.knows(step) or self._replayed.get(step, ("",))[0] == "quick":
+            return
+        lengths = self._of(step)
+        if lengths is not None:
+            self._line.ask(step, step.to_bytes(8, "little") + lengths.tobytes())
 
     def _sooner(self, step: int, lengths: Int32Array) -> _Found:
         """The worker's plan if it is there, else the quick answer; the first time the worker's, waited for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -14,21 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.cost.memory import Saved
-from varlen.counts import many
-from varlen.errors import DocumentsError, PlanError, SettingError, VarlenError
+from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.choice import Kernels
-from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Meter
-from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
+from varlen.runtime.decoder import DecoderParts, check_model
+from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
 from varlen.runtime.mesh.fsdp import Gathered, is_sharded
 from varlen.runtime.mesh.rank import MeshRank
 from varlen.runtime.split import check_layers
 from varlen.runtime.stage_run import TaskRun
 from varlen.runtime.step import check_plan, run_places
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
-from varlen.types import FloatArray, Int32Array
+from varlen.types import FloatArray
 
 SLICE_TOKENS = 8192
 """Rows of a MicroPack where nothing else is said: enough for attention kernels to run at their full rate."""
@@ -155,8 +154,9 @@ class SliceEngine:
         gradient where there was none before, so another one may be tried.
 
         Args:
-            batch: on any device; its segments are the documents, in order.
-            plan: of `batch.document_lengths`; None for slices of `slice_tokens`.
+            batch: on any device; its segments are the documents, in order: those of the whole step, or of this
+                data-parallel rank alone where a loader with plans made it.
+            plan: of `batch.document_lengths`; None for `batch.plan`, or slices of `slice_tokens` where it has none.
             document_losses: whether the loss of each document is wanted.
             meter: counts bytes task by task, by `varlen.runtime.clock.bytes_meter`; already entered.
 
@@ -169,7 +169,8 @@ class SliceEngine:
         """
         if self._member is not None:
             return self._step_of_many(self._member, batch, plan, meter, document_losses)
-        used, data = self._prepared(batch, plan, 1)
+        inputs = self._prepared(batch, plan, Mesh(), 0)
+        used, data = inputs.plan, inputs.data
         before = _attention(self.model)
         parts = DecoderParts.of(self.model, self.kernels)
         try:
@@ -185,7 +186,7 @@ class SliceEngine:
             num_targets=run.num_targets,
             plan=used,
             places=run.places,
-            document_losses=_means(run.token_losses, data) if run.token_losses is not None else None,
+            document_losses=_mean_losses(inputs, run.token_losses),
             peak_bytes=max(peaks),
             peaks_bytes=np.array([max(peaks)], np.int64),
         )
@@ -220,9 +221,9 @@ class SliceEngine:
         document_losses: bool,
     ) -> StepStats:
         """Run this process's part of a step; what is wrong with it here ends it on all ranks."""
-        prepared: tuple[StepPlan, StepData] | VarlenError
+        prepared: StepInputs | VarlenError
         try:
-            prepared = self._prepared(batch, plan, member.seat.mesh.num_gpus, shares=True)
+            prepared = self._prepared(batch, plan, member.seat.mesh, member.seat.dp_rank, shares=True)
         except VarlenError as error:
             prepared = error
         before = _attention(self.model)
@@ -232,29 +233,29 @@ class SliceEngine:
             )
         finally:
             self.model.set_attn_implementation(before)
-        assert isinstance(prepared, tuple)
-        used, data = prepared
-        losses = totals.token_losses
+        assert isinstance(prepared, StepInputs)
         return StepStats(
             loss=totals.loss,
-            num_targets=run.num_targets,
-            plan=used,
+            num_targets=totals.num_targets,
+            plan=prepared.plan,
             places=run.places,
-            document_losses=_means(losses, data) if losses is not None else None,
+            document_losses=None if totals.document_losses is None else means(totals.document_losses),
             peak_bytes=int(totals.peaks_bytes.max()),
             peaks_bytes=totals.peaks_bytes,
         )
 
     def _prepared(
-        self, batch: PackedBatch, plan: StepPlan | None, num_gpus: int, *, shares: bool = False
-    ) -> tuple[StepPlan, StepData]:
+        self, batch: PackedBatch, plan: StepPlan | None, mesh: Mesh, dp_rank: int, *, shares: bool = False
+    ) -> StepInputs:
         """Return the plan that is run, slices of `slice_tokens` where none is given, and a batch's tokens."""
         check_grad()
         lengths = lengths_of(batch)
-        if plan is None and num_gpus > 1:
+        plan = batch.plan if plan is None else plan
+        if plan is None and mesh.num_gpus > 1:
             raise SettingError(
-                f"a step of {num_gpus:,} GPUs without a plan; give engine.step the plan of "
-                "vl.plan_step(batch.document_lengths, cost=..., mesh=...)"
+                f"a step of {mesh.num_gpus:,} GPUs without a plan; give engine.step the plan of "
+                "vl.plan_step(batch.document_lengths, cost=..., mesh=...), or a batch of "
+                "vl.PackedLoader(plan=...), which has its plan"
             )
         if plan is None:
             plan = one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute, offload=self.offload)
@@ -263,45 +264,29 @@ class SliceEngine:
                 f"plan={type(plan).__name__}; engine.step takes a StepPlan, as vl.plan_step makes it"
             )
         check_plan(plan, shares=shares)
-        check_lengths(plan, lengths)
+        if plan is batch.plan and plan.mesh.dp != mesh.dp:
+            raise PlanError(
+                f"the batch holds the documents of one of dp={plan.mesh.dp:,} ranks, and the engine's mesh has dp="
+                f"{mesh.dp:,}; make the engine with the mesh of the plan"
+            )
         check_contents(plan)
-        return plan, step_data_of(
+        return step_inputs(
             batch,
+            plan,
+            dp_rank,
             next(self.model.parameters()).device,
             self.weighting,
             vocabulary=self.model.config.get_text_config().vocab_size,
         )
 
 
-def check_lengths(plan: StepPlan, lengths: Int32Array) -> None:
-    """Refuse a plan of other documents than a batch's.
-
-    Args:
-        lengths: int32 `[num_segments]`: of the batch.
-    """
-    if len(plan.lengths) != len(lengths):
-        raise PlanError(
-            f"the plan is of {len(plan.lengths):,} documents and the batch holds {len(lengths):,}; plan the step "
-            "from batch.document_lengths"
-        )
-    wrong = np.flatnonzero(plan.lengths != lengths)
-    if wrong.size:
-        first = int(wrong[0])
-        raise PlanError(
-            f"document {first} has {plan.lengths[first]:,} tokens in the plan and {lengths[first]:,} in the batch "
-            f"({wrong.size:,} of {len(lengths):,} differ); plan the step from batch.document_lengths"
-        )
-
-
-def _means(losses: torch.Tensor, data: StepData) -> FloatArray:
-    """The mean loss of each document's targets, float64 `[num_documents]`."""
-    known = (data.labels != IGNORED).double().cpu().numpy()
-    sums, counts = (
-        np.diff(np.concatenate([[0.0], np.cumsum(of)])[data.offsets])
-        for of in (losses.double().cpu().numpy(), known)
+def _mean_losses(inputs: StepInputs, token_losses: torch.Tensor | None) -> FloatArray | None:
+    """Return the mean loss of each document's targets, of a step that ran in this process alone."""
+    if token_losses is None:
+        return None
+    return means(
+        replace(inputs, own=np.ones_like(inputs.own)).losses_by_document(token_losses, is_counted=True)
     )
-    means: FloatArray = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
-    return means
 
 
 def _member(
@@ -356,76 +341,4 @@ def check_grad() -> None:
         raise SettingError(
             "a step computes gradients, and they are off (torch.no_grad or torch.inference_mode); call engine.step "
             "outside of it"
-        )
-
-
-# `step_data_of`: the tokens of a batch as a step runs them, without padding and checked.
-
-
-def step_data_of(
-    batch: PackedBatch, device: torch.device, weighting: LossWeighting, *, vocabulary: int
-) -> StepData:
-    """Return a batch's documents one behind the other, with each token's target and its weight."""
-    is_plain = weighting == "token" and batch.target_weights is None
-    if not is_plain and batch.num_targets != batch.step_num_targets:
-        why = f"weighting={weighting!r}" if weighting != "token" else "target_weights (row_weights)"
-        raise SettingError(
-            f"{why} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
-            "targets; give the whole step as one batch, or weigh tokens alike"
-        )
-    held = batch.to_torch(device)
-    inside = held.segment_ids.ravel() >= 0
-    ids = held.input_ids.ravel()[inside]
-    labels = held.labels.ravel()[inside]
-    offsets = np.concatenate([[0], np.cumsum(lengths_of(batch), dtype=np.int64)])
-    _check_ids(ids, torch.zeros_like(ids, dtype=torch.bool), vocabulary, offsets, "is id")
-    _check_ids(labels, labels == IGNORED, vocabulary, offsets, "has label")
-    filled = np.flatnonzero(np.diff(offsets))
-    taught = filled[(labels.cpu().numpy()[offsets[filled]] != IGNORED)]
-    if taught.size:
-        raise DocumentsError(
-            f"the first token of document {taught[0]} has a label ({taught.size:,} of {len(filled):,} documents are "
-            "so), and nothing stands before it to learn it from; a first token's label must be -100"
-        )
-    labels = labels.roll(-1)
-    known = labels != IGNORED
-    if not known.any():
-        raise DocumentsError(f"none of {len(ids):,} tokens has a label to learn; leave this batch out")
-    if is_plain:
-        weights = known.double() / batch.step_num_targets
-    else:
-        weights = held.loss_weights(weighting).ravel()[inside].roll(-1).double()
-        weights = weights * known / (weights * known).sum()
-    return StepData(input_ids=ids, labels=labels, weights=weights, offsets=offsets)
-
-
-def lengths_of(batch: PackedBatch) -> Int32Array:
-    """Return the lengths of a batch's documents, int32 `[num_segments]`, in host memory."""
-    if not isinstance(batch, PackedBatch):
-        raise DocumentsError(
-            f"a batch of type {type(batch).__name__}; engine.step takes a PackedBatch, as vl.collate and "
-            "vl.PackedLoader make it"
-        )
-    lengths = batch.document_lengths
-    return np.asarray(lengths.cpu() if isinstance(lengths, torch.Tensor) else lengths, np.int32)
-
-
-def _check_ids(
-    ids: torch.Tensor, allowed: torch.Tensor, vocabulary: int, offsets: npt.NDArray[np.int64], verb: str
-) -> None:
-    """Refuse ids that would stop the embedding or the loss in the middle of a step.
-
-    Args:
-        ids: int64 `[num_tokens]`.
-        allowed: bool `[num_tokens]`: those that may be anything.
-        offsets: int64 `[num_documents + 1]`.
-    """
-    wrong = ((ids < 0) | (ids >= vocabulary)) & ~allowed
-    if bool(wrong.any()):
-        first = int(wrong.nonzero()[0, 0])
-        document = int(np.searchsorted(offsets, first, side="right")) - 1
-        raise DocumentsError(
-            f"token {first - offsets[document]:,} of document {document:,} {verb} {int(ids[first]):,}, and the model "
-            f"knows 0 to {vocabulary - 1:,} ({many(int(wrong.sum()), 'token is', 'tokens are')} so); use the "
-            "tokenizer that the model was made with, or resize its embedding"
         )

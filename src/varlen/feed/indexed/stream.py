@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from varlen import errors
 from varlen.arguments import as_count
 from varlen.documents.source import OnError
 from varlen.errors import InputError, SettingError, StateError
+from varlen.feed.agreement import PLAN, Exchange, Exchanges
 from varlen.feed.batches import (
     BatchSettings,
     Step,
@@ -24,9 +28,10 @@ from varlen.feed.indexed.windows import StorePacks, Windows, end_to_end
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import MOST, FeedState, check_micro_batch
 from varlen.files.losses import Losses
+from varlen.step_plan import StepPlan
 from varlen.store.token_files import FileTokens
 from varlen.store.tokens import ReadableTokens, TokenDocuments
-from varlen.types import IntArray, Ledger
+from varlen.types import Int32Array, IntArray, Ledger
 
 _log = logging.getLogger(__name__)
 
@@ -256,6 +261,52 @@ _PACKS, _PRINT, _DOCUMENTS = "packs", "print", "documents"
 mixture's window that has begun, its documents. Where the data ends, there are fewer, and so with other epochs."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepPlans:
+    """Where a feed asks for the plans of its steps."""
+
+    exchanges: Exchanges
+    ahead: int
+    """Steps after the next one whose lengths are told too."""
+
+
+def _planned(
+    exchange: Exchange, rank: int, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
+) -> StepPlan:
+    """Return the plan of a step that is about to be read."""
+    from varlen.plan.serialize import plan_from_bytes  # which feeds without plans don't wait for
+
+    told = [step, lengths.tolist(), {number: some.tolist() for number, some in soon.items()}]
+    found = exchange.all(PLAN, {rank: told})[rank]
+    if "error" in found:
+        raise getattr(errors, found["error"], errors.PlanError)(found["said"])
+    return plan_from_bytes(base64.b64decode(found["plan"]))
+
+
+_Item = TypeVar("_Item")
+
+
+def _with_next(items: Iterator[_Item], ahead: int) -> Iterator[tuple[_Item, list[_Item]]]:
+    """Yield each item with those that follow it; an error of one that is looked at early is raised in its place."""
+    waiting: deque[_Item] = deque()
+    fault: Exception | None = None
+    is_over = False
+    while True:
+        while not is_over and len(waiting) <= ahead:
+            try:
+                waiting.append(next(items))
+            except StopIteration:
+                is_over = True
+            except Exception as error:
+                is_over, fault = True, error
+        if not waiting:
+            if fault is not None:
+                raise fault
+            return
+        first = waiting.popleft()
+        yield first, list(waiting)
+
+
 class IndexedFeed:
     """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time."""
 
@@ -266,9 +317,11 @@ class IndexedFeed:
         rank: int,
         on_error: OnError = "raise",
         losses: Callable[[], Losses] = Losses,
+        plans: StepPlans | None = None,
     ) -> None:
-        """Take the packs of all epochs, and how one rank's batches are made of them."""
+        """Take the packs of all epochs, and how one rank's batches are made of them; its plans, where it has some."""
         self._stream, self._settings, self._rank, self.losses = stream, settings, rank, losses
+        self._plans = plans
         self._unreadable = Unreadable(on_error, settings.pad_id)
 
     @property
@@ -330,6 +383,9 @@ class IndexedFeed:
         """Yield the batches that follow a state, and what they haven't told of."""
         first = state.micro_batch
         pieces = ReadPieces(self._stream.tokens(self.position(state)), self._unreadable)
+        if self._plans is not None:
+            yield from self._shares(state, pieces, buffers, self._plans)
+            return
         ledger: Ledger | None
         for found in self.steps(state):
             if isinstance(found, Ledger):
@@ -350,6 +406,24 @@ class IndexedFeed:
                 yield Made(batch=batch, state=now, ledger=ledger, skipped=pieces.skipped - skipped)
                 ledger = None
             first = 0
+
+    def _shares(
+        self, state: FeedState, pieces: ReadPieces, buffers: Buffers, plans: StepPlans
+    ) -> Iterator[Made | Ended]:
+        """Yield of each step what this rank computes by the step's plan, as one batch."""
+        exchange = plans.exchanges(0)
+        for found, soon in _with_next(self.steps(state), plans.ahead):
+            if isinstance(found, Ledger):
+                if found != _NOTHING:
+                    yield Ended(ledger=found)
+                return
+            step, _, after, entered = found
+            skipped, out = pieces.skipped, buffers()
+            later = {one[0].number: one[0].lengths for one in soon if not isinstance(one, Ledger)}
+            plan = _planned(exchange, self._rank, step.number, step.lengths, later)
+            mine = plan.documents_of(self._rank)
+            batch = make_batch(pieces, step, 0, 0, self._settings, out, mine)
+            yield Made(batch=batch, state=after, ledger=entered, skipped=pieces.skipped - skipped)
 
     def begun(self, state: FeedState) -> FeedState:
         """Return a state that says where it stands, also where training begins."""

@@ -166,7 +166,12 @@ class Slot:
         self._made: dict[str, tuple[npt.NDArray[Any], int]] = {}
 
     def arrays(self, shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
-        """Return int32 arrays for the values of positions, as `vl.collate` fills them."""
+        """Return int32 arrays for the values of positions, as `vl.collate` fills them.
+
+        Those of a batch that is larger than the slot are new, and go with the message.
+        """
+        if (math.prod(shape) * _INT32.itemsize + _ALIGNED) * len(_BY_POSITION) > len(self._memory):
+            return {name: np.empty(shape, np.int32) for name in _BY_POSITION}
         self._made = {name: self._take(_INT32, shape) for name in _BY_POSITION}
         return {name: array for name, (array, _) in self._made.items()}
 

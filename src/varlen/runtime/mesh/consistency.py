@@ -47,8 +47,13 @@ def agree(
     fault: VarlenError | None = None,
     *,
     name_of: Callable[[int], str] = str,
+    shares: Mapping[str, int] | None = None,
 ) -> None:
-    """Require that all ranks have the same fingerprints, and that none has failed; all say the same if not."""
+    """Require that all ranks have the same fingerprints, and that none has failed; all say the same if not.
+
+    Args:
+        shares: by fact, a number of shares: ranks r and r + number have the same one, and others may differ.
+    """
     mine = (
         b"".join(bytes.fromhex(digits) for digits in facts.values())
         if fault is None
@@ -67,10 +72,14 @@ def agree(
     for number, name in enumerate(facts):
         rows = told[:, 1 + 32 * number : 33 + 32 * number].tolist()
         said = [bytes(row).hex()[:_DIGITS] for row in rows]
-        usual, count = Counter(said).most_common(1)[0]
-        others = [rank for rank, digits in enumerate(said) if digits != usual]
-        if others:
-            raise PlanError(
-                f"{name_of(others[0])} has the {name} {said[others[0]]}…, and {count} of {group.size} ranks have "
-                f"{usual}… ({len(others)} differ: {', '.join(map(str, others[:8]))}); give all ranks the same {name}"
-            )
+        apart = (shares or {}).get(name, 1)
+        for share in range(apart):
+            ranks = range(share, group.size, apart)
+            usual, count = Counter(said[rank] for rank in ranks).most_common(1)[0]
+            others = [rank for rank in ranks if said[rank] != usual]
+            if others:
+                raise PlanError(
+                    f"{name_of(others[0])} has the {name} {said[others[0]]}…, and {count} of {len(ranks)} ranks have "
+                    f"{usual}… ({len(others)} differ: {', '.join(map(str, others[:8]))}); give all ranks the same "
+                    f"{name}"
+                )

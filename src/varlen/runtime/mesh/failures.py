@@ -159,9 +159,9 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
             raise
         if len(silent) > 1 and notes.are_lost():
             raise WorkerDiedError(
-                f"the process group is broken ({_told(error)}), and the process that keeps the job's store has ended, "
-                f"so that the cause can't be read here; read the last message of {notes.name_of(0)}, or start the "
-                f"processes by torchrun, which keeps the store itself; {way_out}"
+                f"the process group is broken ({_told(error)}), and the process that keeps the job's store has "
+                f"ended, so that the cause can't be read here; read the last message of {notes.name_of(0)}, or start "
+                f"the processes by torchrun, which keeps the store itself; {way_out}"
             ) from error
         raise WorkerDiedError(_epitaph(notes, silent, failed, way_out)) from error
 

@@ -23,6 +23,7 @@ from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
+from varlen.runtime.inputs import StepInputs
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.consistency import agree, batch_fingerprint, settings_fingerprint
@@ -46,8 +47,9 @@ class Totals:
     loss: float
     peaks_bytes: npt.NDArray[np.int64]
     """int64 `[num_gpus]`: the most bytes of tensors alive at once, of each rank; 0 where no meter was given."""
-    token_losses: torch.Tensor | None
-    """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
+    num_targets: int
+    document_losses: torch.Tensor | None
+    """float64 `[2, num_documents]`: the sum of losses of each document's targets, and their number; where asked for."""
 
 
 class MeshRank:
@@ -96,7 +98,7 @@ class MeshRank:
     def run(
         self,
         model: Any,
-        prepared: tuple[StepPlan, StepData] | VarlenError,
+        prepared: StepInputs | VarlenError,
         *,
         meter: Meter | None = None,
         keeps_losses: bool = False,
@@ -105,22 +107,31 @@ class MeshRank:
         """Run this process's part of a step; all processes do so at once."""
         with self._ending():
             groups = self._open()
-            fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared[0])
+            fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared.plan)
             facts = dict.fromkeys(("plan", "batch", "settings document_losses, saved, gathered"), "0" * 64)
-            if fault is None and isinstance(prepared, tuple):
-                settings = {"document_losses": keeps_losses, "saved": saved, "gathered": self._gathered}
-                found = (plan_fingerprint(prepared[0]), batch_fingerprint(prepared[1]))
+            if fault is None and isinstance(prepared, StepInputs):
+                settings: dict[str, Any] = {"document_losses": keeps_losses, "saved": saved}
+                settings |= {
+                    "gathered": self._gathered,
+                    "share": prepared.is_share and prepared.step_num_targets,
+                }
+                found = (plan_fingerprint(prepared.plan), batch_fingerprint(prepared.data))
                 facts = dict(zip(facts, (*found, settings_fingerprint(settings))))
+            is_share = isinstance(prepared, StepInputs) and prepared.is_share
             with self._lookout.waiting():
-                agree(groups.world, facts, fault, name_of=self.seat.name_of)
-            assert isinstance(prepared, tuple)
-            plan, data = prepared
+                # Stages of one data-parallel rank have the same share.
+                shares = {"batch": self.seat.mesh.dp} if is_share else {}
+                agree(groups.world, facts, fault, name_of=self.seat.name_of, shares=shares)
+            assert isinstance(prepared, StepInputs)
+            plan = prepared.plan
+            with self._lookout.waiting():
+                data = prepared.weighed(groups.replicas.sum)
             with waiting_at_most(self._timeout_s, model):
                 run = self._run(
                     model, groups, data, plan, meter, {"keeps_losses": keeps_losses, "saved": saved}
                 )
             with self._lookout.waiting():
-                return run, self._total(groups, run)
+                return run, self._total(groups, run, prepared)
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> float:
         """Scale the gradients of all stages and shards to a norm; all processes do so at once."""
@@ -273,16 +284,20 @@ class MeshRank:
             end = model.get_input_embeddings() if self.seat.stage == 0 else model.get_output_embeddings()
             gradients.sum_tied(end.weight, groups.ends)
 
-    def _total(self, groups: Groups, run: StepRun) -> Totals:
+    def _total(self, groups: Groups, run: StepRun, inputs: StepInputs) -> Totals:
         peak = int(run.places[0].peak_bytes.max(initial=0))
-        mine = torch.tensor([run.loss, peak], dtype=torch.float64, device=groups.device)
+        targets = inputs.num_targets if self.seat.stage == 0 else 0
+        mine = torch.tensor([run.loss, peak, targets], dtype=torch.float64, device=groups.device)
         every = groups.world.on_host(groups.world.gathered(mine))
+        losses = None
         if run.token_losses is not None:
-            groups.world.sum(run.token_losses)
+            losses = inputs.losses_by_document(run.token_losses, is_counted=self.seat.stage == 0)
+            groups.world.sum(losses)
         return Totals(
             loss=float(every[:, 0].sum()),
             peaks_bytes=every[:, 1].numpy().astype(np.int64),
-            token_losses=run.token_losses,
+            num_targets=int(every[:, 2].sum()),
+            document_losses=losses,
         )
 
 

@@ -1,0 +1,265 @@
+"""The plans of a loader's steps: decided once, before any worker reads the step, and the same on all ranks.
+
+::
+
+    worker                     trainer's process                      job's store
+      step, lengths,    ──►  the rank that decides: plan, or error ──► "…/plan/7"
+      those of the next      other ranks                           ◄──
+      the plan          ◄──  held until the batch of the step is taken
+
+What crosses goes through the exchange of the feed's run (`agreement`), never through the trainer's process group.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from varlen import errors
+from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError
+from varlen.feed.agreement import PLAN, Exchange, Exchanges, Solo
+from varlen.plan.planner import Planner
+from varlen.plan.serialize import plan_fingerprint, plan_from_bytes, plan_to_bytes
+from varlen.step_plan import StepPlan
+from varlen.types import Int32Array
+
+_log = logging.getLogger(__name__)
+GivenPlans = Mapping[int, StepPlan] | Sequence[StepPlan] | Callable[[int, Int32Array], StepPlan] | Planner
+"""By step, from the step and its lengths, or by a planner that was made without lengths."""
+_GIVEN = "given"
+"""What a state's choices belong to where no planner makes the plans."""
+_KEPT = 256
+"""Steps whose choices are known: those that were decided and not yet taken, and the last ones before."""
+_PAUSE_S = 0.005
+_PLAN, _FAULT = b"p", b"e"
+
+
+def check_plans(given: Any) -> None:
+    """Refuse what gives no plans."""
+    if isinstance(given, Planner) and not given.is_supplied:
+        raise SettingError(
+            "the loader supplies the lengths of its steps; make the planner without lengths: "
+            "plan=vl.Planner(cost=..., mesh=...)"
+        )
+    if isinstance(given, str | bytes) or not (
+        isinstance(given, Planner | Mapping | Sequence) or callable(given)
+    ):
+        raise SettingError(
+            f"plan={type(given).__name__}; it takes plans by step, a function of the step and its lengths, or a "
+            "vl.Planner made without lengths"
+        )
+
+
+def ahead_of(given: Any) -> int:
+    """Return how many steps ahead lengths are wanted."""
+    return given.ahead if isinstance(given, Planner) else 0
+
+
+class Plans:
+    """Decides plans, or hears of them from the rank that does, and holds each until its step is taken."""
+
+    def __init__(
+        self, given: GivenPlans, *, rank: int, num_ranks: int, store: Any, name: str, patience_s: float
+    ) -> None:
+        """Take what gives plans, this data-parallel rank among all, and the job's store; None where it has none."""
+        if store is None and num_ranks > 1 and isinstance(given, Planner):
+            raise SettingError(
+                f"a planner decides the steps of {num_ranks:,} ranks on one of them, and there is no process group "
+                "to tell the others; call torch.distributed.init_process_group before the loader is made, or pass a "
+                "function that gives the same plans on every rank"
+            )
+        self._given, self._rank, self._num_ranks = given, rank, num_ranks
+        self._store, self._name, self._patience_s = store, name, patience_s
+        self._belongs_to = given.belongs_to if isinstance(given, Planner) else _GIVEN
+        self._lock = threading.Lock()
+        self._run = 0
+        """Counts where `go_on` was called: what is asked by runs before changes nothing any more."""
+        self._held: dict[int, StepPlan] = {}
+        self._choices: dict[int, list[str]] = {}
+        self._replayed: dict[int, list[str]] = {}
+        self._is_first: bool | None = None
+
+    def exchanges(self, inner: Exchanges | None) -> Exchanges:
+        """Return what opens the exchange of a run, in which plans are asked for too."""
+        return lambda run: _PlanExchange(self, run, self._run, Solo() if inner is None else inner(run))
+
+    def take(self, step: int) -> StepPlan:
+        """Return the plan of a step whose batch is taken, and let go of it and of those before."""
+        with self._lock:
+            plan = self._held.pop(step)
+            for number in [number for number in self._held if number < step]:
+                del self._held[number]
+        return plan
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return how the steps from one on were decided that were read already, for JSON."""
+        with self._lock:
+            known = {**self._replayed, **self._choices}
+        choices = {str(number): known[number] for number in sorted(known) if number >= step}
+        return {"belongs_to": self._belongs_to, "choices": choices}
+
+    def go_on(self, state: Mapping[str, Any] | None = None) -> None:
+        """Begin anew: steps that are run again get the plans that they had, as a state says or as is known here."""
+        with self._lock:
+            self._run += 1
+            self._held.clear()
+            if state is None:
+                self._replayed |= self._choices
+            elif state.get("belongs_to") == self._belongs_to:
+                self._replayed = _choices_in(state)
+            else:
+                _log.info(
+                    "the state is of steps that were planned otherwise; those read ahead are planned anew"
+                )
+                self._replayed = {}
+            self._choices = {}
+            replayed = {str(number): choice for number, choice in self._replayed.items()}
+        if isinstance(self._given, Planner):
+            self._given.load_state_dict({"version": 1, "belongs_to": self._belongs_to, "choices": replayed})
+
+    def decided(
+        self, of: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
+    ) -> StepPlan:
+        """Return the plan of a step, final from now on."""
+        with self._lock:
+            plan = self._held.get(step)
+        if plan is None or not np.array_equal(plan.lengths, lengths):
+            plan = self._found(of, step, lengths, soon)
+            choice = self._choice(step, lengths, plan)
+            with self._lock:
+                if of.since == self._run:
+                    self._held[step], self._choices[step] = plan, choice
+                while len(self._choices) > _KEPT:
+                    del self._choices[min(self._choices)]
+        return plan
+
+    def close(self) -> None:
+        """End the planner's process."""
+        if isinstance(self._given, Planner):
+            self._given.close()
+
+    def _found(
+        self, of: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
+    ) -> StepPlan:
+        if self._store is None:
+            return self._decide(step, lengths, soon)
+        key = f"{self._name}/{of.run}/{PLAN}/{step}"
+        if self._decides():
+            try:
+                plan = self._decide(step, lengths, soon)
+            except Exception as error:
+                kind = type(error).__name__ if isinstance(error, VarlenError) else PlanError.__name__
+                self._store.set(key, _FAULT + json.dumps([kind, str(error)]).encode())
+                raise
+            self._store.set(key, _PLAN + plan_to_bytes(plan))
+            self._store.delete_key(f"{self._name}/{of.run}/{PLAN}/{step - _KEPT}")
+            return plan
+        end = time.monotonic() + self._patience_s
+        while not self._store.check([key]):
+            if time.monotonic() > end or of.closed.is_set():
+                raise StalledError(
+                    f"data-parallel rank {self._rank} has waited {self._patience_s:,.0f} s for the plan of step "
+                    f"{step:,}; the rank that plans is gone, or its loader has other settings"
+                )
+            time.sleep(_PAUSE_S)
+        content = self._store.get(key)
+        if content[:1] == _FAULT:
+            kind, said = json.loads(content[1:])
+            raise getattr(errors, kind, PlanError)(said)
+        return plan_from_bytes(content[1:])
+
+    def _decides(self) -> bool:
+        """Whether this process decides: of those with the first data-parallel rank the one that came first."""
+        if self._is_first is None:
+            mine = f"{time.time_ns()} {id(self)}"
+            can = self._rank == 0
+            self._is_first = (
+                can and self._store.compare_set(f"{self._name}/decides", "", mine) == mine.encode()
+            )
+        return self._is_first
+
+    def _decide(self, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]) -> StepPlan:
+        given = self._given
+        if isinstance(given, Planner):
+            given.supply({step: lengths, **soon})
+            return given.take(step)
+        if not isinstance(given, Mapping | Sequence):
+            return given(step, lengths)
+        if (isinstance(given, Mapping) and step in given) or (
+            isinstance(given, Sequence) and step < len(given)
+        ):
+            return given[step]
+        raise PlanError(f"there is no plan of step {step:,} among the {len(given):,} that were given; add it")
+
+    def _choice(self, step: int, lengths: Int32Array, plan: object) -> list[str]:
+        """Return which plan it is; refuse one of other documents or ranks, or another than the step had."""
+        if not isinstance(plan, StepPlan):
+            raise PlanError(
+                f"what was given for step {step:,} is a {type(plan).__name__}, and must be a StepPlan, as "
+                "vl.plan_step makes it"
+            )
+        if plan.mesh.dp != self._num_ranks:
+            raise PlanError(
+                f"the plan of step {step:,} is for dp={plan.mesh.dp:,}, and the loader has dp_world_size="
+                f"{self._num_ranks:,}; plan for as many data-parallel ranks as read"
+            )
+        if len(plan.lengths) != len(lengths) or (plan.lengths != lengths).any():
+            raise PlanError(
+                f"the plan of step {step:,} is of {len(plan.lengths):,} documents with {plan.num_tokens:,} tokens, "
+                f"and the step holds {len(lengths):,} with {int(lengths.sum(dtype=np.int64)):,}; plan the lengths "
+                "that the loader gives (loader.lengths(step))"
+            )
+        choice = ["quick" if plan.answered_by.startswith("quick") else "planned", plan_fingerprint(plan)]
+        before = self._replayed.get(step)
+        if before is not None and before[1] != choice[1]:
+            raise StateError(
+                f"step {step:,} was read by another plan before than the one that it gets now; what plans, the data "
+                "or varlen has changed since the state was saved. Go on from a state without plans"
+            )
+        return choice
+
+
+def _choices_in(state: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Read what `Plans.state` gave."""
+    try:
+        found = {int(step): [str(how), str(print_)] for step, (how, print_) in state["choices"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(f"this is no state of a loader's plans: {type(error).__name__} {error}") from None
+    if wrong := [how for how, _ in found.values() if how not in ("planned", "quick")]:
+        raise StateError(f"the state says that a step was planned {wrong[0]!r}; it was changed")
+    return found
+
+
+class _PlanExchange:
+    """The exchange of one run, with plans."""
+
+    def __init__(self, plans: Plans, run: int, since: int, inner: Exchange) -> None:
+        self._plans, self._inner = plans, inner
+        self.run, self.since = run, since
+        self.closed = threading.Event()
+
+    def all(self, key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return the values of all ranks, or the plan of a step."""
+        if key != PLAN:
+            return self._inner.all(key, mine)
+        ((rank, (step, lengths, soon)),) = mine.items()
+        later = {int(number): np.array(some, np.int32) for number, some in soon.items()}
+        try:
+            plan = self._plans.decided(self, step, np.array(lengths, np.int32), later)
+        except Exception as error:
+            kind = type(error).__name__ if isinstance(error, VarlenError) else PlanError.__name__
+            said = str(error) if isinstance(error, VarlenError) else f"planning failed with {error!r}"
+            return {rank: {"error": kind, "said": said}}
+        return {rank: {"plan": base64.b64encode(plan_to_bytes(plan)).decode("ascii")}}
+
+    def close(self) -> None:
+        """Have whoever waits give up."""
+        self.closed.set()
+        self._inner.close()

@@ -1,0 +1,242 @@
+"""What a process runs of a step: the tokens of a batch, without padding and checked, and the plan that divides them.
+
+A batch holds the whole step, or the documents of one data-parallel rank, as loaders with plans give them. The second
+has the same numbers of documents as the first: those of other ranks have no tokens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from varlen.batch.packed import LossWeighting, PackedBatch, on_host, target_weights
+from varlen.counts import many
+from varlen.errors import DocumentsError, PlanError, SettingError
+from varlen.runtime.chunk import StepData
+from varlen.runtime.decoder import IGNORED
+from varlen.step_plan import StepPlan
+from varlen.types import FloatArray, Int32Array
+
+Sum = Callable[[torch.Tensor], None]
+"""Puts the sum over data-parallel ranks in place of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepInputs:
+    """The part of a step that a process has."""
+
+    plan: StepPlan
+    data: StepData
+    """Weights of a share whose targets don't weigh alike are those of the batch: see `weighed`."""
+    step_num_targets: int
+    is_share: bool = False
+    """Whether it has the documents of its own data-parallel rank alone."""
+    weighting: LossWeighting | None = None
+    """How the targets of a share weigh, where that depends on what other ranks have; else None."""
+    own: npt.NDArray[np.bool_]
+    """bool `[num_documents]`: those that this data-parallel rank counts, so that each is counted once."""
+    document_ids: npt.NDArray[np.int64]
+    """int64 `[num_documents]`: as the batch has them; 0 where it doesn't have the document."""
+
+    def weighed(self, add: Sum) -> StepData:
+        """Return the data with each target's weight in the step's loss.
+
+        Args:
+            add: over the data-parallel ranks, which all call it.
+        """
+        if self.weighting is None:
+            return self.data
+        weights = self.data.weights
+        sums = np.where(self.own, self._by_document(weights), 0.0)
+        told = torch.tensor(np.stack([sums, np.where(self.own, self.document_ids, 0)]), device=weights.device)
+        add(told)
+        sums, ids = told.cpu().numpy()
+        # A factor that all documents share, such as the number of packs, has no part in their mean.
+        each = target_weights(self.weighting, sums, ids.astype(np.int64), None, 1)
+        each = each / (each * sums).sum()
+        spread = torch.tensor(np.repeat(each, np.diff(self.data.offsets)), device=weights.device)
+        return replace(self.data, weights=weights * spread)
+
+    def losses_by_document(self, token_losses: torch.Tensor, *, is_counted: bool) -> torch.Tensor:
+        """Return the sum of losses of each document's targets that were computed here, and how many targets it has.
+
+        Args:
+            token_losses: `[num_tokens]`; 0 where another process computed it.
+            is_counted: whether this process counts its own documents.
+
+        Returns:
+            float64 `[2, num_documents]`.
+        """
+        known = (self.data.labels != IGNORED).double()
+        counts = np.where(self.own, self._by_document(known), 0.0) * is_counted
+        return torch.tensor(np.stack([self._by_document(token_losses), counts]), device=token_losses.device)
+
+    @property
+    def num_targets(self) -> int:
+        """Labels of the documents that this rank counts."""
+        return int(self._by_document((self.data.labels != IGNORED).double())[self.own].sum())
+
+    def _by_document(self, values: torch.Tensor) -> FloatArray:
+        """Return the sums of the documents' tokens, float64 `[num_documents]`."""
+        before = np.concatenate([[0.0], np.cumsum(values.double().cpu().numpy())])
+        sums: FloatArray = np.diff(before[self.data.offsets])
+        return sums
+
+
+def means(sums_and_counts: torch.Tensor) -> FloatArray:
+    """Return the mean loss of each document's targets, float64 `[num_documents]`; NaN without any."""
+    sums, counts = sums_and_counts.cpu().numpy()
+    found: FloatArray = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+    return found
+
+
+def step_inputs(
+    batch: PackedBatch,
+    plan: StepPlan,
+    dp_rank: int,
+    device: torch.device,
+    weighting: LossWeighting,
+    *,
+    vocabulary: int,
+) -> StepInputs:
+    """Return a batch's documents one behind the other, with each token's target and its weight."""
+    lengths = lengths_of(batch)
+    is_share = plan is batch.plan and plan.mesh.dp > 1
+    here = plan.documents_of(dp_rank) if is_share else np.ones(len(plan.lengths), bool)
+    check_lengths(plan, lengths, here if is_share else None, dp_rank)
+    is_plain = weighting == "token" and batch.target_weights is None
+    if not is_share and not is_plain and batch.num_targets != batch.step_num_targets:
+        why = f"weighting={weighting!r}" if weighting != "token" else "target_weights (row_weights)"
+        raise SettingError(
+            f"{why} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
+            "targets; give the whole step as one batch, or weigh tokens alike"
+        )
+    if is_share and weighting == "pair":
+        raise SettingError('weighting "pair" needs groups, which no loader gives; weigh tokens or documents')
+    held = batch.to_torch(device)
+    inside = held.segment_ids.ravel() >= 0
+    ids = held.input_ids.ravel()[inside]
+    offsets = np.concatenate([[0], np.cumsum(np.where(here, plan.lengths, 0), dtype=np.int64)])
+    labels = _targets(ids, held.labels.ravel()[inside], offsets, vocabulary, is_all=not is_share)
+    known = labels != IGNORED
+    if is_plain:
+        weights = known.double() / batch.step_num_targets
+    elif is_share:
+        own = batch.target_weights
+        weights = (
+            known.double()
+            if own is None
+            else held.loss_weights("token").ravel()[inside].roll(-1).double() * known
+        )
+    else:
+        weights = held.loss_weights(weighting).ravel()[inside].roll(-1).double()
+        weights = weights * known / (weights * known).sum()
+    numbers = np.zeros(len(here), np.int64)
+    numbers[here] = on_host(batch.document_ids)
+    return StepInputs(
+        plan=plan,
+        data=StepData(input_ids=ids, labels=labels, weights=weights, offsets=offsets),
+        step_num_targets=batch.step_num_targets,
+        is_share=is_share,
+        weighting=weighting if is_share and not is_plain else None,
+        own=plan.first_ranks == dp_rank,
+        document_ids=numbers,
+    )
+
+
+def _targets(
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+    offsets: npt.NDArray[np.int64],
+    vocabulary: int,
+    *,
+    is_all: bool,
+) -> torch.Tensor:
+    """Return the token to learn after each, int64 `[num_tokens]`; refuse what a model can't run or learn.
+
+    Args:
+        ids: int64 `[num_tokens]`.
+        labels: int64 `[num_tokens]`, each at its own token.
+        offsets: int64 `[num_documents + 1]`.
+        vocabulary: ids that the model knows are below.
+        is_all: whether these are all of the step, in which some token must have a label.
+    """
+    _check_ids(ids, torch.zeros_like(ids, dtype=torch.bool), vocabulary, offsets, "is id")
+    _check_ids(labels, labels == IGNORED, vocabulary, offsets, "has label")
+    filled = np.flatnonzero(np.diff(offsets))
+    taught = filled[(labels.cpu().numpy()[offsets[filled]] != IGNORED)]
+    if taught.size:
+        raise DocumentsError(
+            f"the first token of document {taught[0]} has a label ({taught.size:,} of {len(filled):,} documents are "
+            "so), and nothing stands before it to learn it from; a first token's label must be -100"
+        )
+    labels = labels.roll(-1)
+    if is_all and not (labels != IGNORED).any():
+        raise DocumentsError(f"none of {len(ids):,} tokens has a label to learn; leave this batch out")
+    return labels
+
+
+def check_lengths(
+    plan: StepPlan, lengths: Int32Array, here: npt.NDArray[np.bool_] | None = None, dp_rank: int = 0
+) -> None:
+    """Refuse a plan of other documents than a batch's.
+
+    Args:
+        lengths: int32 `[num_segments]`: of the batch.
+        here: bool `[num_documents]`: those that the batch is to hold; None for all.
+        dp_rank: whose they are.
+    """
+    planned = plan.lengths if here is None else plan.lengths[here]
+    whose = "" if here is None else f" for data-parallel rank {dp_rank:,}"
+    way_out = (
+        "plan the step from batch.document_lengths"
+        if here is None
+        else "give the engine of a rank what the loader of the same data-parallel rank gives"
+    )
+    if len(planned) != len(lengths):
+        raise PlanError(
+            f"the plan is of {len(planned):,} documents{whose} and the batch holds {len(lengths):,}; {way_out}"
+        )
+    wrong = np.flatnonzero(planned != lengths)
+    if wrong.size:
+        first = int(wrong[0])
+        raise PlanError(
+            f"document {first} has {planned[first]:,} tokens in the plan{whose} and {lengths[first]:,} in the batch "
+            f"({wrong.size:,} of {len(lengths):,} differ); {way_out}"
+        )
+
+
+def lengths_of(batch: PackedBatch) -> Int32Array:
+    """Return the lengths of a batch's documents, int32 `[num_segments]`, in host memory."""
+    if not isinstance(batch, PackedBatch):
+        raise DocumentsError(
+            f"a batch of type {type(batch).__name__}; engine.step takes a PackedBatch, as vl.collate and "
+            "vl.PackedLoader make it"
+        )
+    lengths = batch.document_lengths
+    return np.asarray(lengths.cpu() if isinstance(lengths, torch.Tensor) else lengths, np.int32)
+
+
+def _check_ids(
+    ids: torch.Tensor, allowed: torch.Tensor, vocabulary: int, offsets: npt.NDArray[np.int64], verb: str
+) -> None:
+    """Refuse ids that would stop the embedding or the loss in the middle of a step.
+
+    Args:
+        ids: int64 `[num_tokens]`.
+        allowed: bool `[num_tokens]`: those that may be anything.
+        offsets: int64 `[num_documents + 1]`.
+    """
+    wrong = ((ids < 0) | (ids >= vocabulary)) & ~allowed
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0, 0])
+        document = int(np.searchsorted(offsets, first, side="right")) - 1
+        raise DocumentsError(
+            f"token {first - offsets[document]:,} of document {document:,} {verb} {int(ids[first]):,}, and the model "
+            f"knows 0 to {vocabulary - 1:,} ({many(int(wrong.sum()), 'token is', 'tokens are')} so); use the "
+            "tokenizer that the model was made with, or resize its embedding"
+        )
