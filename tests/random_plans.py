@@ -14,11 +14,14 @@ Slice = tuple[int, int, int]
 """Document, first token, one past the last."""
 
 
-def random_plan(seed: int, *, most_documents: int = 8, mesh: Mesh | None = None) -> StepPlan:
-    """A plan by dice, for a mesh by dice unless given, that keeps every rule."""
+def random_plan(
+    seed: int, *, most_documents: int = 8, mesh: Mesh | None = None, lengths: list[int] | None = None
+) -> StepPlan:
+    """A plan by dice, for a mesh and documents by dice unless given, that keeps every rule."""
     random = Random(seed)
     mesh = mesh or random_mesh(random)
-    lengths = [random.choice([0, 1, 2, 5, 30, 100]) for _ in range(random.randint(0, most_documents))]
+    if lengths is None:
+        lengths = [random.choice([0, 1, 2, 5, 30, 100]) for _ in range(random.randint(0, most_documents))]
     first_ranks, num_ranks = [], []
     for length in lengths:
         num = random.choice([n for n in (1, 1, 1, 2, 4) if n <= mesh.dp])

@@ -170,7 +170,7 @@ class SliceEngine:
         if self._member is not None:
             return self._step_of_many(self._member, batch, plan, meter, document_losses)
         inputs = self._prepared(batch, plan, Mesh(), 0)
-        used, data = inputs.plan, inputs.data
+        used, data = inputs.plan, inputs.weighed(lambda _: None)
         before = _attention(self.model)
         parts = DecoderParts.of(self.model, self.kernels)
         try:

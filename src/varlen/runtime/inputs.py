@@ -31,12 +31,14 @@ class StepInputs:
 
     plan: StepPlan
     data: StepData
-    """Weights of a share whose targets don't weigh alike are those of the batch: see `weighed`."""
+    """Where targets don't weigh alike, its weights are 1, or those of the rows: see `weighed`."""
     step_num_targets: int
     is_share: bool = False
     """Whether it has the documents of its own data-parallel rank alone."""
     weighting: LossWeighting | None = None
-    """How the targets of a share weigh, where that depends on what other ranks have; else None."""
+    """How targets weigh; None where each weighs the same, and `data` says what."""
+    groups: npt.NDArray[np.int64] | None = None
+    """int64 `[num_documents]`: of the packing, where it has groups."""
     own: npt.NDArray[np.bool_]
     """bool `[num_documents]`: those that this data-parallel rank counts, so that each is counted once."""
     document_ids: npt.NDArray[np.int64]
@@ -46,17 +48,18 @@ class StepInputs:
         """Return the data with each target's weight in the step's loss.
 
         Args:
-            add: over the data-parallel ranks, which all call it.
+            add: over the data-parallel ranks, which all call it where they have shares.
         """
         if self.weighting is None:
             return self.data
-        weights = self.data.weights
-        sums = np.where(self.own, self._by_document(weights), 0.0)
-        told = torch.tensor(np.stack([sums, np.where(self.own, self.document_ids, 0)]), device=weights.device)
-        add(told)
-        sums, ids = told.cpu().numpy()
+        weights, sums, ids = self.data.weights, self._by_document(self.data.weights), self.document_ids
+        if self.is_share:
+            told = torch.tensor(np.where(self.own, np.stack([sums, ids]), 0.0), device=weights.device)
+            add(told)
+            sums, ids = told.cpu().numpy()
+            ids = ids.astype(np.int64)
         # A factor that all documents share, such as the number of packs, has no part in their mean.
-        each = target_weights(self.weighting, sums, ids.astype(np.int64), None, 1)
+        each = target_weights(self.weighting, sums, ids, self.groups, 1)
         each = each / (each * sums).sum()
         spread = torch.tensor(np.repeat(each, np.diff(self.data.offsets)), device=weights.device)
         return replace(self.data, weights=weights * spread)
@@ -115,26 +118,17 @@ def step_inputs(
             f"{why} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
             "targets; give the whole step as one batch, or weigh tokens alike"
         )
-    if is_share and weighting == "pair":
-        raise SettingError('weighting "pair" needs groups, which no loader gives; weigh tokens or documents')
     held = batch.to_torch(device)
     inside = held.segment_ids.ravel() >= 0
     ids = held.input_ids.ravel()[inside]
     offsets = np.concatenate([[0], np.cumsum(np.where(here, plan.lengths, 0), dtype=np.int64)])
     labels = _targets(ids, held.labels.ravel()[inside], offsets, vocabulary, is_all=not is_share)
     known = labels != IGNORED
+    weights = known.double()
     if is_plain:
-        weights = known.double() / batch.step_num_targets
-    elif is_share:
-        own = batch.target_weights
-        weights = (
-            known.double()
-            if own is None
-            else held.loss_weights("token").ravel()[inside].roll(-1).double() * known
-        )
-    else:
-        weights = held.loss_weights(weighting).ravel()[inside].roll(-1).double()
-        weights = weights * known / (weights * known).sum()
+        weights = weights / batch.step_num_targets
+    elif held.target_weights is not None:
+        weights = weights * held.target_weights.ravel()[inside].roll(-1)
     numbers = np.zeros(len(here), np.int64)
     numbers[here] = on_host(batch.document_ids)
     return StepInputs(
@@ -142,7 +136,8 @@ def step_inputs(
         data=StepData(input_ids=ids, labels=labels, weights=weights, offsets=offsets),
         step_num_targets=batch.step_num_targets,
         is_share=is_share,
-        weighting=weighting if is_share and not is_plain else None,
+        weighting=None if is_plain else weighting,
+        groups=None if batch.document_groups is None else on_host(batch.document_groups),
         own=plan.first_ranks == dp_rank,
         document_ids=numbers,
     )

@@ -49,7 +49,7 @@ class Totals:
     """int64 `[num_gpus]`: the most bytes of tensors alive at once, of each rank; 0 where no meter was given."""
     num_targets: int
     document_losses: torch.Tensor | None
-    """float64 `[2, num_documents]`: the sum of losses of each document's targets, and their number; where asked for."""
+    """float64 `[2, num_documents]`: the losses of each document's targets, summed, and their number; if asked for."""
 
 
 class MeshRank:
