@@ -254,6 +254,8 @@ class PackedLoader(OfOneProcess):
         super().__init__()
         self._opened = open_data(source, tokenizer, settings)
         self._plans = self._opened.plans
+        self.plan_wait_s = 0.0
+        """Of the seconds that the last batch was waited for, those for its plan; 0 without plans."""
         self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter(None if self._opened.has_said_cut else partial(say_first_cut, settings=settings))
@@ -331,7 +333,8 @@ class PackedLoader(OfOneProcess):
         if self._remembers:
             self._lookup.remember(made.state)
         if self._plans is not None:
-            return made.batch.replace(plan=self._plans.take(made.state.step - 1))
+            plan, self.plan_wait_s = self._plans.take(made.state.step - 1, begun)
+            return made.batch.replace(plan=plan)
         return made.batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -588,7 +591,7 @@ _SHARE = 1.25
 
 def start_worker(opened: Opened, settings: LoaderSettings) -> Worker:
     """Return the worker that settings ask for, started."""
-    multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
+    multiple = settings.pad_to_multiple_of if settings.batch_layout == "flat" else 1
     positions = settings.batch_sizes[1] * settings.capacity
     if settings.plan is not None and settings.ranks[1] > 1:
         positions = min(positions, math.ceil(_SHARE * positions / settings.ranks[1]))

@@ -207,7 +207,7 @@ def batch_settings(settings: LoaderSettings) -> BatchSettings:
         global_batch_size=whole,
         micro_batch_size=micro,
         dp_world_size=settings.dealt_ranks,
-        layout=settings.layout,
+        layout=settings.batch_layout,
         pad_id=settings.pad_id,
         pad_to_multiple_of=settings.pad_to_multiple_of,
         document_multiple_of=settings.document_multiple_of,

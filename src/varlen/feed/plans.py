@@ -31,11 +31,19 @@ from varlen.step_plan import StepPlan
 from varlen.types import Int32Array
 
 _log = logging.getLogger(__name__)
-GivenPlans = Mapping[int, StepPlan] | Sequence[StepPlan] | Callable[[int, Int32Array], StepPlan] | Planner
+
+
+class Heard:
+    """Stands for the plans that another rank decides, on ranks that can't."""
+
+
+GivenPlans = (
+    Mapping[int, StepPlan] | Sequence[StepPlan] | Callable[[int, Int32Array], StepPlan] | Planner | Heard
+)
 """By step, from the step and its lengths, or by a planner that was made without lengths."""
 _GIVEN = "given"
 """What a state's choices belong to where no planner makes the plans."""
-_KEPT = 256
+KEPT = 256
 """Steps whose choices are known: those that were decided and not yet taken, and the last ones before."""
 _PAUSE_S = 0.005
 _PLAN, _FAULT = b"p", b"e"
@@ -49,7 +57,7 @@ def check_plans(given: Any) -> None:
             "plan=vl.Planner(cost=..., mesh=...)"
         )
     if isinstance(given, str | bytes) or not (
-        isinstance(given, Planner | Mapping | Sequence) or callable(given)
+        isinstance(given, Planner | Mapping | Sequence | Heard) or callable(given)
     ):
         raise SettingError(
             f"plan={type(given).__name__}; it takes plans by step, a function of the step and its lengths, or a "
@@ -82,6 +90,8 @@ class Plans:
         self._run = 0
         """Counts where `go_on` was called: what is asked by runs before changes nothing any more."""
         self._held: dict[int, StepPlan] = {}
+        self._times: dict[int, tuple[float, float]] = {}
+        """When a plan was asked for, and when it was there, by `time.perf_counter`."""
         self._choices: dict[int, list[str]] = {}
         self._replayed: dict[int, list[str]] = {}
         self._is_first: bool | None = None
@@ -90,13 +100,19 @@ class Plans:
         """Return what opens the exchange of a run, in which plans are asked for too."""
         return lambda run: _PlanExchange(self, run, self._run, Solo() if inner is None else inner(run))
 
-    def take(self, step: int) -> StepPlan:
-        """Return the plan of a step whose batch is taken, and let go of it and of those before."""
+    def take(self, step: int, since: float) -> tuple[StepPlan, float]:
+        """Return the plan of a step whose batch is taken, and let go of it and of those before.
+
+        Args:
+            step: that was taken.
+            since: when the batch was asked for; the second value is how many seconds of the wait were for the plan.
+        """
         with self._lock:
             plan = self._held.pop(step)
+            asked, came = self._times.pop(step)
             for number in [number for number in self._held if number < step]:
-                del self._held[number]
-        return plan
+                del self._held[number], self._times[number]
+        return plan, max(came - max(asked, since), 0.0)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return how the steps from one on were decided that were read already, for JSON."""
@@ -110,8 +126,11 @@ class Plans:
         with self._lock:
             self._run += 1
             self._held.clear()
+            self._times.clear()
             if state is None:
                 self._replayed |= self._choices
+            elif not state or isinstance(self._given, Heard):
+                self._replayed = {}
             elif state.get("belongs_to") == self._belongs_to:
                 self._replayed = _choices_in(state)
             else:
@@ -131,12 +150,14 @@ class Plans:
         with self._lock:
             plan = self._held.get(step)
         if plan is None or not np.array_equal(plan.lengths, lengths):
+            begun = time.perf_counter()
             plan = self._found(of, step, lengths, soon)
             choice = self._choice(step, lengths, plan)
             with self._lock:
                 if of.since == self._run:
                     self._held[step], self._choices[step] = plan, choice
-                while len(self._choices) > _KEPT:
+                    self._times[step] = begun, time.perf_counter()
+                while len(self._choices) > KEPT:
                     del self._choices[min(self._choices)]
         return plan
 
@@ -159,7 +180,7 @@ class Plans:
                 self._store.set(key, _FAULT + json.dumps([kind, str(error)]).encode())
                 raise
             self._store.set(key, _PLAN + plan_to_bytes(plan))
-            self._store.delete_key(f"{self._name}/{of.run}/{PLAN}/{step - _KEPT}")
+            self._store.delete_key(f"{self._name}/{of.run}/{PLAN}/{step - KEPT}")
             return plan
         end = time.monotonic() + self._patience_s
         while not self._store.check([key]):
@@ -179,7 +200,7 @@ class Plans:
         """Whether this process decides: of those with the first data-parallel rank the one that came first."""
         if self._is_first is None:
             mine = f"{time.time_ns()} {id(self)}"
-            can = self._rank == 0
+            can = self._rank == 0 and not isinstance(self._given, Heard)
             self._is_first = (
                 can and self._store.compare_set(f"{self._name}/decides", "", mine) == mine.encode()
             )
@@ -187,6 +208,10 @@ class Plans:
 
     def _decide(self, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]) -> StepPlan:
         given = self._given
+        if isinstance(given, Heard):
+            raise SettingError(
+                "this rank can't plan, and there is no process group that brings plans of others"
+            )
         if isinstance(given, Planner):
             given.supply({step: lengths, **soon})
             return given.take(step)
@@ -216,7 +241,7 @@ class Plans:
                 f"and the step holds {len(lengths):,} with {int(lengths.sum(dtype=np.int64)):,}; plan the lengths "
                 "that the loader gives (loader.lengths(step))"
             )
-        choice = ["quick" if plan.answered_by.startswith("quick") else "planned", plan_fingerprint(plan)]
+        choice = choice_of(plan)
         before = self._replayed.get(step)
         if before is not None and before[1] != choice[1]:
             raise StateError(
@@ -224,6 +249,11 @@ class Plans:
                 "or varlen has changed since the state was saved. Go on from a state without plans"
             )
         return choice
+
+
+def choice_of(plan: StepPlan) -> list[str]:
+    """Return how a plan was answered, "planned" or "quick", and its fingerprint."""
+    return ["quick" if plan.answered_by.startswith("quick") else "planned", plan_fingerprint(plan)]
 
 
 def _choices_in(state: Mapping[str, Any]) -> dict[int, list[str]]:

@@ -107,15 +107,11 @@ class LoaderSettings:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
-        if self.plan is not None:
-            if self.micro_batch_size is not None:
-                raise SettingError(
-                    f"a step with a plan is one batch a rank, which micro_batch_size={self.micro_batch_size:,} can't "
-                    "divide; leave it out: the plan says what is computed at a time"
-                )
-            object.__setattr__(
-                self, "layout", "flat"
-            )  # of rows, most would be padding: each rank has a part of them
+        if self.plan is not None and self.micro_batch_size is not None:
+            raise SettingError(
+                f"a step with a plan is one batch a rank, which micro_batch_size={self.micro_batch_size:,} can't "
+                "divide; leave it out: the plan says what is computed at a time"
+            )
         _ = self.batch_sizes  # and so the ranks
         self.check_reader()
         _check_model(self)
@@ -142,6 +138,11 @@ class LoaderSettings:
     def batch_sizes(self) -> tuple[int, int]:
         """Packs of a step, and packs of a batch; with a plan, those that a batch has a part of."""
         return as_batch_sizes(self.global_batch_size, self.micro_batch_size, self.dealt_ranks)
+
+    @property
+    def batch_layout(self) -> Layout:
+        """The layout of batches; with a plan they are flat, since most of a rank's rows would be padding."""
+        return self.layout if self.plan is None else "flat"
 
     @property
     def dealt_ranks(self) -> int:

@@ -12,20 +12,28 @@ from varlen.batch.collate import collate
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
+from varlen.feed.plans import GivenPlans
 from varlen.pack.api import pack
 from varlen.train.parallel import Ranks
 from varlen.train.settings import TrainSettings
 from varlen.train.tokens import RunTokenizer, as_data
 
 
-def open_loader(settings: TrainSettings, config: Any, tokenizer: RunTokenizer, ranks: Ranks) -> PackedLoader:
-    """Return the loader of this rank, or of whole steps where they are planned; nothing is read ahead yet."""
+def open_loader(
+    settings: TrainSettings,
+    config: Any,
+    tokenizer: RunTokenizer,
+    ranks: Ranks,
+    plan: GivenPlans | None = None,
+) -> PackedLoader:
+    """Return the loader of this rank, with plans where steps are planned; nothing is read ahead yet."""
     data, run = settings.data, settings.run
     given: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(data)}
     given = {name: value for name, value in given.items() if value is not None}
     rank, world_size = ranks.rank, ranks.world_size
-    if settings.plan is not None:  # which divides a step's documents by itself, and must know them
-        rank, world_size = 0, 1
+    if settings.plan is not None:  # the stages of a data-parallel rank have the same documents
+        world_size //= settings.plan.pp
+        rank %= world_size
         given.pop("micro_batch_size", None)
         given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
     source, _ = given.pop("source"), given.pop("tokenizer", None)
@@ -40,6 +48,7 @@ def open_loader(settings: TrainSettings, config: Any, tokenizer: RunTokenizer, r
         dp_world_size=world_size,
         device=None if ranks.device.type == "cpu" else ranks.device,
         model=config,
+        plan=plan,
     )
 
 

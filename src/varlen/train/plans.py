@@ -1,17 +1,15 @@
-"""The plans of a run's steps: even slices at once, or those that the first rank has made ahead and hands out."""
+"""The plans of a run's steps: even slices, or those that a process of the first rank makes ahead of the training."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,13 +20,14 @@ from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
 from varlen.errors import PlanError, SettingError, StateError, VarlenError
 from varlen.feed.loader import PackedLoader
+from varlen.feed.plans import KEPT, GivenPlans, Heard, choice_of
+from varlen.feed.state import PLANS
 from varlen.files.ours import unfinished
 from varlen.offline.outputs import free_words
 from varlen.plan.api import plan_step, repairs
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.plan.planner import Planner
 from varlen.plan.search import Search
-from varlen.plan.serialize import broadcast_plan
 from varlen.regular import read_regular
 from varlen.runtime.calibrate import calibrate
 from varlen.runtime.engine import SLICE_TOKENS, SliceEngine
@@ -43,199 +42,49 @@ from varlen.types import Int32Array
 STATE: Final = "plans.json"
 """How the last steps were answered, in the run's folder. It is written with each step, and not with checkpoints: what
 is behind the newest checkpoint is run again, by the plans that it had."""
-_NAME: Final = "varlen/plan"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
-    """The plan of a step."""
-
-    plan: StepPlan
-    waited_s: float
-    """Until it was there."""
-
-
-class Plans(Protocol):
-    """Gives steps their plans."""
-
-    @property
-    def words(self) -> str:
-        """What plans there are, for people."""
-
-    def begin(self, step: int) -> None:
-        """Begin to plan, where that is done ahead."""
-
-    def take(self, step: int, lengths: Int32Array) -> Taken:
-        """Return the plan of a step; all ranks call it.
-
-        Args:
-            lengths: int32 `[num_documents]`: of its documents.
-        """
-
-    def beside(self, step: int) -> AbstractContextManager[Any]:
-        """Return what a step computes in: what plans take is done beside it, and is done when it ends."""
-
-    def simulated_s(self, plan: StepPlan) -> float | None:
-        """Return the seconds that a plan was made for; None where nobody knows."""
-
-    def close(self) -> None:
-        """Leave no process behind."""
-
-
-class EvenSlices:
-    """Plans of one process, which take no seconds into account and no time to make."""
-
-    def __init__(self, settings: PlanSettings) -> None:
-        """Take the settings."""
-        self._rows = SLICE_TOKENS if settings.slice_tokens is None else settings.slice_tokens
-        self._recompute: Recompute = "full" if settings.recompute == "auto" else settings.recompute
-        self._offload: Offload = "none" if settings.offload == "auto" else settings.offload
-
-    @property
-    def words(self) -> str:
-        """What plans there are."""
-        offload = f', offload "{self._offload}"' if self._offload != "none" else ""
-        return f'slices of up to {self._rows:,} tokens, recompute "{self._recompute}"{offload}'
-
-    def begin(self, step: int) -> None:
-        """Do nothing."""
-
-    def take(self, step: int, lengths: Int32Array) -> Taken:  # noqa: ARG002 - as all plans are taken
-        """Return the plan of a step."""
-        begun = time.perf_counter()
-        plan = one_gpu_plan(lengths, self._rows, recompute=self._recompute, offload=self._offload)
-        return Taken(plan=plan, waited_s=time.perf_counter() - begun)
-
-    def beside(self, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002 - as all plans are asked
-        """Do nothing."""
-        return nullcontext()
-
-    def simulated_s(self, plan: StepPlan) -> None:
-        """Return None: nobody knows."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PlansAhead:
-    """Plans by a cost model, of a process that is ahead of the training; the first rank has it, and tells others."""
+class RunPlans:
+    """What plans the steps of a run, for its loader, and how the last ones were planned."""
 
     def __init__(
-        self,
-        loader: PackedLoader,
-        settings: PlanSettings,
-        *,
-        mesh: Mesh,
-        cost: CostModel | None,
-        ranks: Ranks,
-        folder: Path,
+        self, given: GivenPlans, words: str, *, cost: CostModel | None = None, path: Path | None = None
     ) -> None:
-        """Take what plans are made of; nothing is planned yet."""
-        self._loader, self._settings, self._mesh, self._cost = loader, settings, mesh, cost
-        self._ranks, self._path = ranks, folder / STATE
-        self._method = settings.method or "micropack"
-        self._belongs_to = hashlib.sha256(
-            json.dumps(loader.state_dict()["belongs_to"], sort_keys=True, default=str).encode()
-        ).hexdigest()
-        self._planner: Planner | None = None
-        self._known: dict[int, Int32Array | None] = {}
-        """Lengths that were looked up while a step computed."""
-        self._aside: ThreadPoolExecutor | None = None
+        """Take what gives plans, and words for it; on the first rank also costs, and where choices are kept."""
+        self.given, self.words, self._cost, self._path = given, words, cost, path
+        self._belongs_to = ""
+        self._choices: dict[str, list[str]] = {}
 
-    @property
-    def words(self) -> str:
-        """What plans there are."""
-        mesh = f"dp {self._mesh.dp} x pp {self._mesh.pp}"
-        if self._mesh.virtual_stages > 1:
-            mesh += f" x {self._mesh.virtual_stages} chunks"
-        rates = f", rates of {self._cost.hardware.name or 'a file'}" if self._cost is not None else ""
-        given = self._settings
-        kept = f', recompute "{given.recompute}", offload "{given.offload}"'
-        kept += ", no shared documents" if self._mesh.dp > 1 and not given.merges else ""
-        return f'"{self._method}" on {mesh}{kept}{rates}'
-
-    def begin(self, step: int) -> None:
-        """Begin to plan on the first rank, and have steps that are run again planned as they were."""
-        if self._cost is None or self._planner is not None:
+    def begin(self, loader: PackedLoader) -> None:
+        """Have steps that are run again planned as they were, as far as that is known."""
+        if self._path is None:
             return
-        given = self._settings
-        search = Search(merges=given.merges, least_rows=given.least_rows)
-        # One look is enough for it, but where the same method is to make the same plan.
-        quick = search if given.quick == self._method else replace(search, closely=False)
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="varlen plans")
-        self._planner = Planner(
-            self._lengths,
-            function="varlen.train.plans:affordable",
-            quick={"method": given.quick, "search": quick},
-            ahead=given.ahead,
-            deadline_s=given.deadline_s,
-            first_step=step,
-            cost=self._cost,
-            mesh=self._mesh,
-            method=self._method,
-            search=search,
-            recompute=given.recompute,
-            offload=given.offload,
-        )
-        faults = (OSError, ValueError, KeyError, TypeError, RecursionError, StateError)
-        with suppress(*faults):  # steps are planned anew then
+        state = loader.state_dict()
+        belongs_to = [state["belongs_to"], state[PLANS]["belongs_to"]]
+        self._belongs_to = hashlib.sha256(
+            json.dumps(belongs_to, sort_keys=True, default=str).encode()
+        ).hexdigest()
+        with suppress(
+            OSError, ValueError, KeyError, TypeError, RecursionError
+        ):  # steps are planned anew then
             kept = json.loads(read_regular(self._path))
             if kept["belongs_to"] == self._belongs_to:
-                self._planner.load_state_dict(kept["planner"])
+                choices = {**kept["planner"]["choices"], **state[PLANS]["choices"]}
+                with suppress(StateError):
+                    loader.load_state_dict({**state, PLANS: {**state[PLANS], "choices": choices}})
 
-    def take(self, step: int, lengths: Int32Array) -> Taken:
-        """Return the plan of a step; see `Plans.take`."""
-        begun = time.perf_counter()
-        self.begin(step)
-        if self._planner is None:
-            plan = self._told(step)
-        else:
-            try:
-                plan = self._planner.take(step)
-                _check_documents(plan, lengths, step)
-            except VarlenError:
-                if self._ranks.store is not None:
-                    self._ranks.store.set(f"{_NAME}/{step}", b"")  # so that nobody waits for a plan
-                raise
-            if self._ranks.world_size > 1:
-                broadcast_plan(plan, self._ranks.store, step, name=_NAME)
-        return Taken(plan=plan, waited_s=time.perf_counter() - begun)
-
-    @contextmanager
-    def beside(self, step: int) -> Iterator[None]:
-        """Note how the step was answered, and look up the lengths that the next one asks for; see `Plans.beside`."""
-        if self._planner is None or self._aside is None:
-            yield
+    def taken(self, step: int, plan: StepPlan) -> None:
+        """Note how a step was planned; it is kept whole or not at all, and a power cut may take the last of it."""
+        if self._path is None:
             return
-        work = self._aside.submit(self._prepare, self._planner, step + self._settings.ahead + 1)
-        try:
-            yield
-        finally:
-            wait([work])
-        work.result()
-
-    def _prepare(self, planner: Planner, step: int) -> None:
-        self._keep(planner.state_dict())
-        with suppress(VarlenError):  # which is raised again where they are asked for
-            self._known = {step: self._loader.lengths(step)}
-
-    def _lengths(self, step: int) -> Int32Array | None:
-        return self._known[step] if step in self._known else self._loader.lengths(step)
-
-    def _told(self, step: int) -> StepPlan:
-        """The first rank's plan."""
-        try:
-            return broadcast_plan(None, self._ranks.store, step, name=_NAME)
-        except PlanError:
-            if self._ranks.store.get(f"{_NAME}/{step}"):
-                raise
-            raise VarlenError(f"rank 0 of {self._ranks.world_size} failed; it says why") from None
-
-    def _keep(self, state: Mapping[str, Any]) -> None:
-        """Write how steps were answered, whole or not at all; a power cut may take the last of it."""
+        self._choices[str(step)] = choice_of(plan)
+        while len(self._choices) > KEPT:
+            del self._choices[min(self._choices, key=int)]
         partial = unfinished(self._path)
         try:
-            partial.write_text(json.dumps({"belongs_to": self._belongs_to, "planner": state}))
+            partial.write_text(
+                json.dumps({"belongs_to": self._belongs_to, "planner": {"choices": self._choices}})
+            )
             partial.replace(self._path)
         except OSError as error:
             free = free_words(error, self._path)
@@ -244,32 +93,10 @@ class PlansAhead:
             partial.unlink(missing_ok=True)
 
     def simulated_s(self, plan: StepPlan) -> float | None:
-        """Return the seconds that a plan was made for, on the first rank."""
+        """Return the seconds that a plan was made for, on the first rank; None where nobody knows."""
         if self._cost is None:
             return None
         return float(simulate(plan, self._cost.as_planned(plan)).makespan_s)
-
-    def close(self) -> None:
-        """End the process that plans."""
-        if self._aside is not None:
-            self._aside.shutdown()
-        if self._planner is not None:
-            self._planner.close()
-
-
-def _check_documents(plan: StepPlan, lengths: Int32Array, step: int) -> None:
-    """Require that a step holds the documents that it was planned for, in their order."""
-    if len(plan.lengths) == len(lengths) and (plan.lengths == lengths).all():
-        return
-    differ = (
-        ""
-        if len(plan.lengths) != len(lengths)
-        else f", {int((plan.lengths != lengths).sum()):,} of other lengths"
-    )
-    raise PlanError(
-        f"step {step:,} was planned for {len(plan.lengths):,} documents and holds {len(lengths):,}{differ}; the "
-        "store has grown since it was asked, so wait until varlen index has finished and run the same command again"
-    )
 
 
 # What a run with `[plan]` is built of: its mesh, its cost model, and the engine that runs its plans.
@@ -298,27 +125,59 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
 
 
 def plans_of(
-    loader: PackedLoader,
-    settings: TrainSettings,
-    config: Any,
-    ranks: Ranks,
-    say: Callable[[str], object],
-) -> Plans:
-    """Return what plans the steps of a run; nothing is planned yet, but a new machine is measured."""
+    settings: TrainSettings, config: Any, ranks: Ranks, say: Callable[[str], object]
+) -> RunPlans | None:
+    """Return what plans the steps of a run, where it asks for that; a new machine is measured."""
     plan = settings.plan
-    assert plan is not None, "such a run is planned"
+    if plan is None:
+        return None
     mesh = mesh_of(plan, settings.run, ranks.world_size)
-    if loader.mode == "streaming":
+    if settings.data.mode == "streaming":
         raise SettingError(
             "[plan] needs the lengths of coming steps, which streaming reads first; index the documents (varlen "
             'index) and name the store as data.source, or set data.mode = "indexed"'
         )
     if plan.is_even and ranks.world_size == 1:
-        return EvenSlices(plan)
+        return _even_slices(plan)
     shape = ModelShape.from_config(config)
     check_mesh(shape, mesh)
     cost = _cost_of(settings, plan, shape, mesh, ranks, say) if ranks.is_first else None
-    return PlansAhead(loader, plan, mesh=mesh, cost=cost, ranks=ranks, folder=settings.run.folder)
+    method = plan.method or "micropack"
+    words = f'"{method}" on dp {mesh.dp} x pp {mesh.pp}'
+    words += f" x {mesh.virtual_stages} chunks" if mesh.virtual_stages > 1 else ""
+    words += f', recompute "{plan.recompute}", offload "{plan.offload}"'
+    words += ", no shared documents" if mesh.dp > 1 and not plan.merges else ""
+    if cost is None:
+        return RunPlans(Heard(), words)
+    search = Search(merges=plan.merges, least_rows=plan.least_rows)
+    # One look is enough for it, but where the same method is to make the same plan.
+    quick = search if plan.quick == method else replace(search, closely=False)
+    planner = Planner(
+        function="varlen.train.plans:affordable",
+        quick={"method": plan.quick, "search": quick},
+        ahead=plan.ahead,
+        deadline_s=plan.deadline_s,
+        cost=cost,
+        mesh=mesh,
+        method=method,
+        search=search,
+        recompute=plan.recompute,
+        offload=plan.offload,
+    )
+    words += f", rates of {cost.hardware.name or 'a file'}"
+    return RunPlans(planner, words, cost=cost, path=settings.run.folder / STATE)
+
+
+def _even_slices(plan: PlanSettings) -> RunPlans:
+    """Return plans of one process, which take no seconds into account and no time to make."""
+    rows = SLICE_TOKENS if plan.slice_tokens is None else plan.slice_tokens
+    recompute: Recompute = "full" if plan.recompute == "auto" else plan.recompute
+    offload: Offload = "none" if plan.offload == "auto" else plan.offload
+    words = f'slices of up to {rows:,} tokens, recompute "{recompute}"'
+    words += f', offload "{offload}"' if offload != "none" else ""
+    return RunPlans(
+        lambda _, lengths: one_gpu_plan(lengths, rows, recompute=recompute, offload=offload), words
+    )
 
 
 def _cost_of(

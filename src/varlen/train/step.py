@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from varlen.adapters import hf
-from varlen.batch.packed import IGNORE_INDEX, PackedBatch, on_host
+from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.runtime.engine import SliceEngine
 from varlen.step_plan import StepPlan
 from varlen.train.data import smallest_batch
 from varlen.train.parallel import Ranks, accumulating, computing, settle
-from varlen.train.plans import Plans, Taken
 from varlen.train.settings import OptimizerSettings, TrainSettings
 
 Take = Callable[[], PackedBatch | None]
@@ -167,26 +165,23 @@ def unweighted(batch: PackedBatch) -> PackedBatch:
     return batch if batch.target_weights is None else batch.replace(columns={})
 
 
-# One optimizer step by a plan: the whole step's batch in, gradients added up slice by slice, weights changed.
+# One optimizer step by a plan: this rank's share of a step in, gradients added up slice by slice, weights changed.
 
 
 class PlannedStepper:
-    """Changes a model step by step, as `Stepper` does; each step is one batch and has a plan."""
+    """Changes a model step by step, as `Stepper` does; each step is one batch, which has its plan."""
 
     def __init__(
         self,
         *,
         engine: SliceEngine,
         optimizer: torch.optim.Optimizer,
-        plans: Plans,
         settings: TrainSettings,
         ranks: Ranks,
     ) -> None:
         """Take all that a step needs."""
         self.model, self.optimizer = engine.model, optimizer
-        self._engine, self._plans, self._settings, self._ranks = engine, plans, settings, ranks
-        self._kept: OrderedDict[int, StepPlan] = OrderedDict()
-        self._most_kept = settings.measure.steps + 1 if settings.measure.exposed_data else 0
+        self._engine, self._settings, self._ranks = engine, settings, ranks
 
     def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
         """Train one step; None where the data is at its end, and nothing has changed."""
@@ -196,11 +191,8 @@ class PlannedStepper:
         waited_s = time.perf_counter() - begun
         if batch is None:
             return None
-        # Steps without targets are left out, so the batch says which one it is.
-        step = int(on_host(batch.pack_ids[:1])[0]) // self._settings.data.global_batch_size
-        taken = self._take(step, batch)
-        with self._plans.beside(step), computing(self.model, self._settings.run, self._ranks):
-            stats = self._engine.step(batch, taken.plan)
+        with computing(self.model, self._settings.run, self._ranks):
+            stats = self._engine.step(batch)
         grad_norm = self._engine.clip_grad_norm_(self._settings.optimizer.max_grad_norm or math.inf)
         update(self.optimizer, learning_rate)
         watch.stop()
@@ -212,24 +204,12 @@ class PlannedStepper:
             grad_norm=torch.tensor(grad_norm, dtype=torch.float64),
             step_targets=batch.step_num_targets,
             step_weight=float(batch.step_num_targets),
-            tokens=own * batch.num_tokens,
-            packs=own * len(batch.pack_ids),
+            tokens=own * stats.plan.num_tokens,
+            packs=own * self._settings.data.global_batch_size,
             waited_s=waited_s,
             watch=watch,
-            plan=taken.plan,
-            plan_wait_s=taken.waited_s,
+            plan=stats.plan,
         )
-
-    def _take(self, step: int, batch: Any) -> Taken:
-        """The plan of a step: the one that it had, where it is trained again to measure it."""
-        if step in self._kept:
-            return Taken(plan=self._kept[step], waited_s=0.0)
-        taken = self._plans.take(step, on_host(batch.document_lengths))
-        if self._most_kept:
-            self._kept[step] = taken.plan
-            if len(self._kept) > self._most_kept:
-                self._kept.popitem(last=False)
-        return taken
 
 
 # The sum of the target losses of a batch, in blocks, so that no second copy of all logits stands in memory.

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -91,7 +91,9 @@ class _Run:
         found = checkpoint_of(settings.run, self._checkpoints, ranks)
         if ranks.is_first:
             prepare(settings.run, settings.log.metrics)
-        self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks))
+        self._plans = plans_of(settings, self._config, ranks, partial(self._tell, "say"))
+        given = None if self._plans is None else self._plans.given
+        self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks, given))
         self._done = self._saved = self._begun_at = 0
         self._changes: list[str] = []
         if found is not None:
@@ -101,15 +103,10 @@ class _Run:
         known = None if found is None or is_other else found.manifest.get(WEIGHTS)
         path = settings.model.path if ranks.is_first else None
         self._began_with = WeightsMark(path, self._config, known)
-        self._plans = None
-        if settings.plan is not None:
-            say = partial(self._tell, "say")
-            self._plans = plans_of(self._loader, settings, self._config, ranks, say)
-            stack.callback(self._plans.close)
+        if self._plans is not None:
+            self._plans.begin(self._loader)
         if self._steps is None or self._done < self._steps:
             self._loader.start_prefetch()  # while the model is built
-            if self._plans is not None:
-                self._plans.begin(self._loader.step)
         self._stepper = self._build(found)
         self._plan = self._make_plan()
         self._metrics: MetricsFile | None = None
@@ -156,13 +153,11 @@ class _Run:
     def _planned_stepper(self, model: Any) -> PlannedStepper:
         """Share the model among ranks and stages, slice by slice."""
         settings, ranks = self._settings, self._ranks
-        assert self._plans is not None, "it was asked"
         engine = engine_of(model, settings, ranks)
         self._stack.callback(engine.close)
         return PlannedStepper(
             engine=engine,
             optimizer=make_optimizer(engine.model, settings.optimizer, ranks.device),
-            plans=self._plans,
             settings=settings,
             ranks=ranks,
         )
@@ -215,7 +210,13 @@ class _Run:
         before = self._loader.state_dict() if self._replay is not None else {}
         rate = learning_rate(self._done + 1, self._steps, self._settings.optimizer)
         done = self._stepper.step(self._done + 1, rate, lambda: next(self._loader, None))
-        return None if done is None else _Launched(done=done, before=before, position=self._position())
+        if done is None:
+            return None
+        if self._plans is not None and done.plan is not None:
+            self._plans.taken(self._loader.step - 1, done.plan)
+            planned = self._loader.plan_wait_s
+            done = replace(done, waited_s=max(done.waited_s - planned, 0.0), plan_wait_s=planned)
+        return _Launched(done=done, before=before, position=self._position())
 
     def _position(self) -> dict[str, Any]:
         """Return where the loader stands, in a few numbers."""
