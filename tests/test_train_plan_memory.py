@@ -165,7 +165,7 @@ def test_what_is_recomputed_and_offloaded_is_what_settings_say(store, hardware, 
     ran, inner = [], vl.SliceEngine.step
 
     def noted(self, batch, plan=None, **named):
-        ran.append((plan.recompute, plan.offload))
+        ran.append((batch.plan.recompute, batch.plan.offload))
         return inner(self, batch, plan, **named)
 
     deep = {"model__settings": {**LLAMA, "attention_dropout": 0.0, "num_hidden_layers": 4}, "run__steps": 2}

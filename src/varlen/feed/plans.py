@@ -85,7 +85,7 @@ class Plans:
             )
         self._given, self._rank, self._num_ranks = given, rank, num_ranks
         self._store, self._name, self._patience_s = store, name, patience_s
-        self._belongs_to = given.belongs_to if isinstance(given, Planner) else _GIVEN
+        self._belongs_to = given.belongs_to if isinstance(given, Planner) else f"{_GIVEN}, dp={num_ranks}"
         self._lock = threading.Lock()
         self._run = 0
         """Counts where `go_on` was called: what is asked by runs before changes nothing any more."""
