@@ -1,6 +1,7 @@
 """Collating: `vl.collate` beside the flattening collators, and beside a plain copy of as many bytes.
 
-The flattening collator's best case is measured, not assumed: a sweep over document lengths, batch sizes and
+Section `collating`, on one to 64 packs of 8,192 tokens, log-normal and short documents, as flat arrays, Arrow and
+lists. The flattening collator's best case is measured, not assumed: a sweep over document lengths, batch sizes and
 input forms finds where it is fastest with an output equal to varlen's, and the target is judged there too.
 """
 
@@ -19,11 +20,9 @@ import varlen as vl
 from benchmarks import checks
 from benchmarks.inputs import CAPACITY, Documents, lognormal_lengths
 from benchmarks.peers import transformers, trl
-from benchmarks.rows import Contestant, Race, Row
-from benchmarks.step import Step
-from benchmarks.stopwatch import alternate
+from benchmarks.rows import Race, Row, Step
+from benchmarks.stopwatch import race
 
-SECTION = "collating"
 ROUNDS = 15
 FROM_ARRAYS = 150.0
 FROM_LISTS = 10.0
@@ -72,15 +71,17 @@ SIZES = (SMALL, MEDIUM, LARGE)
 KINDS = ("log-normal", "short")
 SWEEPS = 5
 _FORMS = {"flat": "flat arrays", "arrow": "Arrow", "lists": "lists"}
+_TENSORS = "flat arrays, then to_torch"
 
 
 def steps() -> list[Step]:
     """Return what this section measures."""
     return [
         Step("the flattening collator's best cases", _race_best_cases),
-        Step("from flat arrays", partial(_race_collator, "log-normal", MEDIUM, "flat")),
-        Step("from Arrow", partial(_race_collator, "log-normal", MEDIUM, "arrow")),
-        Step("from lists", partial(_race_collator, "log-normal", MEDIUM, "lists")),
+        *(
+            Step(f"from {of}", partial(_race_collator, "log-normal", MEDIUM, form))
+            for form, of in _FORMS.items()
+        ),
         Step("its bare minimum, and what a Trainer asks for", _race_other_settings),
         Step("TRL's padding-free collator", _race_trl),
         Step("copying as many bytes", _race_copies),
@@ -96,11 +97,7 @@ def _ours(batch: Batch, form: str, layout: str = "flat", out: Any = None) -> Cal
         "lists": documents.lists,
     }[form]
     options = {} if out is None else {"out": out}
-
-    def collate() -> vl.PackedBatch:
-        return vl.collate(given, batch.packing, layout=layout, **options)
-
-    return collate
+    return lambda: vl.collate(given, batch.packing, layout=layout, **options)
 
 
 def _theirs(batch: Batch, form: str, **settings: Any) -> Callable[[], Any]:
@@ -157,20 +154,9 @@ def _race_collator(kind: str, size: int, form: str, note: str = "", is_targeted:
     best = "lists" if form == "lists" else _best_form(kind, size)
     ours, theirs = _ours(batch, form), _theirs(batch, best, return_tensors="np")
     checks.same_batch(ours(), theirs())
-    target = FROM_LISTS if form == "lists" else FROM_ARRAYS
+    target = (FROM_LISTS if form == "lists" else FROM_ARRAYS) if is_targeted else None
     settings = f'from {best}, return_tensors="np", positions, segments and boundaries'
-    return [
-        _race(
-            batch,
-            _FORMS[form],
-            ours,
-            transformers.NAME,
-            settings,
-            theirs,
-            target if is_targeted else None,
-            note,
-        )
-    ]
+    return [_race(batch, _FORMS[form], ours, transformers.NAME, settings, theirs, target, note)]
 
 
 def _race_other_settings() -> list[Row]:
@@ -178,49 +164,29 @@ def _race_other_settings() -> list[Row]:
     batch = Batch.of("log-normal", MEDIUM)
     least = _theirs(batch, "lists", return_tensors="np", complete=False)
     trainer = _theirs(batch, "lists", return_tensors="pt")
-    ours = _ours(batch, "flat")
-
-    def ours_to_torch() -> vl.PackedBatch:
-        return ours().to_torch()
-
+    ours, name = _ours(batch, "flat"), transformers.NAME
+    ours_to_torch = _to_torch(ours)
     checks.same_batch(ours_to_torch(), trainer())
+    only_ids = "varlen writes positions, segments and boundaries besides"
+    as_a_trainer = "int64 tensors, as a Trainer gets them"
+    settings = ("ids and labels alone, from lists", 'from lists, return_tensors="pt"')
     return [
-        _race(
-            batch,
-            _FORMS["flat"],
-            ours,
-            transformers.NAME,
-            "ids and labels alone, from lists",
-            least,
-            None,
-            "varlen writes positions, segments and boundaries besides",
-        ),
-        _race(
-            batch,
-            "flat arrays, then to_torch",
-            ours_to_torch,
-            transformers.NAME,
-            'from lists, return_tensors="pt"',
-            trainer,
-            None,
-            "int64 tensors, as a Trainer gets them",
-        ),
+        _race(batch, _FORMS["flat"], ours, name, settings[0], least, None, only_ids),
+        _race(batch, _TENSORS, ours_to_torch, name, settings[1], trainer, None, as_a_trainer),
     ]
+
+
+def _to_torch(collate: Callable[[], vl.PackedBatch]) -> Callable[[], vl.PackedBatch]:
+    return lambda: collate().to_torch()
 
 
 def _race_trl() -> list[Row]:
     """Race TRL's padding-free collator from int64 arrays, which it takes fastest; both end in tensors."""
     batch = Batch.of("log-normal", MEDIUM)
-    theirs, ours = trl.collator(batch.packed_arrays), _ours(batch, "flat")
-
-    def ours_to_torch() -> vl.PackedBatch:
-        return ours().to_torch()
-
-    checks.same_batch(ours_to_torch(), theirs())
+    theirs, ours = trl.collator(batch.packed_arrays), _to_torch(_ours(batch, "flat"))
+    checks.same_batch(ours(), theirs())
     settings = "from int64 arrays, one a document"
-    return [
-        _race(batch, "flat arrays, then to_torch", ours_to_torch, trl.COLLATOR, settings, theirs, None, "")
-    ]
+    return [_race(batch, _TENSORS, ours, trl.COLLATOR, settings, theirs, None, "")]
 
 
 def _race_copies() -> list[Row]:
@@ -257,14 +223,16 @@ def _race(
     note: str,
 ) -> Race:
     """Time two calls that were checked already."""
-    our_samples, their_samples = alternate(ours, theirs, rounds=ROUNDS)
     num_tokens = batch.documents.num_tokens
-    return Race(
-        section=SECTION,
-        what=f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, from {form}",
-        ours=Contestant(name="varlen", call="vl.collate", samples=our_samples),
-        peer=Contestant(name=name, call=settings, samples=their_samples),
+    return race(
+        f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, from {form}",
+        ("vl.collate", ours),
+        (name, settings, theirs),
+        rounds=ROUNDS,
         tokens=num_tokens,
         target=target,
         note=note,
     )
+
+
+SECTIONS = {"collating": steps}

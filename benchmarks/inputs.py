@@ -1,10 +1,10 @@
-"""The inputs of every benchmark: lengths and documents drawn from a seed, and the real sets where present."""
+"""The inputs of every benchmark: lengths, documents and texts drawn from a seed, and the real sets where present."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import numpy.typing as npt
 CAPACITY = 8192
 NUM_DOCUMENTS = 100_000
 VOCABULARY = 50_000
+TEXT_VOCABULARY = 16_384
+CHARACTERS = 12_000_000
 REAL_LENGTHS = Path(__file__).resolve().parents[2] / "shared" / "data" / "lengths"
 _CHUNK = 1 << 20
 
@@ -112,3 +114,38 @@ def real_lengths(folder: Path = REAL_LENGTHS, *, only: str = "*") -> Iterator[tu
         expanded = np.repeat(np.arange(1, len(counts) + 1, dtype=np.int32), counts)
         np.random.default_rng(0).shuffle(expanded)
         yield path.stem, expanded
+
+
+@cache
+def source_texts() -> list[str]:
+    """Return 12 million characters of Python sources, without the carriage returns that CSV would normalize."""
+    from varlen.documents.texts import interpreter_texts
+
+    texts, characters = [], 0
+    for text in interpreter_texts():
+        texts.append(text)
+        characters += len(text)
+        if characters >= CHARACTERS:
+            break
+    return texts
+
+
+@cache
+def trained_tokenizer() -> Any:
+    from varlen.text.load_tokenizer import train_bpe
+
+    return train_bpe(source_texts()[:: max(len(source_texts()) // 4000, 1)], TEXT_VOCABULARY)
+
+
+def write_store(documents: Documents, folder: Path) -> None:
+    """Write documents as arrays, as Parquet and as a token store, `folder / "store"`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from varlen.documents.source import open_source
+    from varlen.offline.index import index_source
+
+    np.save(folder / "tokens.npy", documents.tokens)
+    np.save(folder / "offsets.npy", documents.offsets)
+    pq.write_table(pa.table({"input_ids": documents.arrow}), folder / "data.parquet")
+    index_source(open_source(folder / "data.parquet"), folder / "store")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +23,32 @@ from rich.progress import (
 from rich.table import Table
 
 from benchmarks.checks import WrongResultError
-from benchmarks.machine import load, machine, versions
-from benchmarks.rows import Limit, Race, Row, to_json
-from benchmarks.step import Step
-from benchmarks.table import RESULTS, quantity, ratio_text, worst_of_groups
+from benchmarks.records import RESULTS, load, save, stamp
+from benchmarks.rows import Limit, Race, Row, Step, to_json
+from benchmarks.table import quantity, ratio_text, worst_of_groups
 
 _VERDICTS = {None: "", True: "[green]yes[/green]", False: "[bold red]no[/bold red]"}
-SECTIONS = (
-    "startup",
-    "scale",
-    "feed_scale",
-    "demo",
-    "packing",
-    "collating",
-    "adapters",
-    "windows",
-    "reading",
-    "chats",
-    "offline",
-    "fast_axolotl",
-    "megatron",
-    "utilization",
-    "feeding",
-)
+SECTIONS = {
+    "startup": "startup",
+    "scale": "packing",
+    "feed_scale": "feeding.scale",
+    "demo": "startup",
+    "packing": "packing",
+    "collating": "collating",
+    "adapters": "adapters",
+    "windows": "packing",
+    "reading": "reading",
+    "chats": "reading",
+    "offline": "offline",
+    "fast_axolotl": "adapters",
+    "megatron": "megatron",
+    "utilization": "packing",
+    "feeding": "feeding.loaders",
+}
+"""By name, in the order run: the module whose `SECTIONS` have its steps."""
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the sections asked for; return 1 where a result was wrong, or with --strict a target missed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -66,7 +65,7 @@ def main() -> int:
         "run apart from results/<section>/<date>.json",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     unknown = sorted(set(asked.sections) - set(SECTIONS))
     if unknown:
         parser.error(f"unknown section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
@@ -78,9 +77,7 @@ def main() -> int:
     if absent:
         console.print(_table_of_absent(absent))
     result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
+        **stamp(),
         "load": [load_before, load()],
         "seconds": round(time.perf_counter() - begun),
         "rows": [to_json(row) for row in rows],
@@ -88,8 +85,7 @@ def main() -> int:
     }
     out = asked.out or (RESULTS / f"{result['date']}.json" if len(sections) == len(SECTIONS) else None)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, out)
         console.print(f"Written to {out.name}; `python -m benchmarks.table` puts it into the docs.")
     judged = [row for row in rows if row.met is not None]
     met = sum(bool(row.met) for row in judged)
@@ -101,7 +97,8 @@ def main() -> int:
 def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[str, str]]]:
     """Run every step, printing each section's table as it is complete."""
     plans: dict[str, list[Step]] = {
-        section: importlib.import_module(f"benchmarks.{section}").steps() for section in sections
+        section: importlib.import_module(f"benchmarks.{SECTIONS[section]}").SECTIONS[section]()
+        for section in sections
     }
     rows: list[Row] = []
     absent: list[dict[str, str]] = []
@@ -120,7 +117,7 @@ def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[st
                 what = f"{section}: {step.title}"
                 progress.update(task, description=what)
                 try:
-                    rows += step.run()
+                    rows += [replace(row, section=section) for row in step.run()]
                 except (ImportError, RuntimeError, WrongResultError) as error:
                     kind = "wrong" if isinstance(error, WrongResultError) else "absent"
                     absent.append(

@@ -1,4 +1,4 @@
-"""Turn the newest result file into the tables of `docs/benchmarks.md`; needs nothing but Python.
+"""The tables of docs/benchmarks.md from the newest result file; needs nothing but Python.
 
 `python -m benchmarks.table` rewrites the part between the markers; `--check` only says whether it is up to
 date, with exit code 1 if not.
@@ -6,17 +6,16 @@ date, with exit code 1 if not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
+from benchmarks.records import RESULTS, ROOT, newest
 from benchmarks.rows import Contestant, Limit, Race, Row, from_json
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 START = "<!-- benchmarks: start, written by `python -m benchmarks.table` -->"
 END = "<!-- benchmarks: end -->"
@@ -42,39 +41,11 @@ TITLES = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Rewrite or check the page; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit with 1 where the page is stale"
-    )
-    is_check = parser.parse_args(arguments).check
-    page = PAGE.read_text()
-    try:
-        fresh = spliced(page, render(*results(RESULTS)))
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if fresh == page:
-        return 0
-    if is_check:
-        print(
-            f"{PAGE.name} is not what the newest result says; run `python -m benchmarks.table`",
-            file=sys.stderr,
-        )
-        return 1
-    PAGE.write_text(fresh)
-    return 0
 
+    def fresh(page: str) -> str:
+        return spliced(page, render(*results(RESULTS)))
 
-def newest(folder: Path) -> Path:
-    """Return the result file with the latest date in its name.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        raise FileNotFoundError(f"no result file in benchmarks/{folder.name}; run `make bench`")
-    return files[-1]
+    return pages.write("benchmarks.table", __doc__, PAGE, fresh, arguments)
 
 
 def results(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import attention, engine, gradients, isolation, slices, training
-from benchmarks.machine import machine, versions
+from benchmarks.records import machine, versions
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,85 @@
 
 It reads samples and packs nothing. Two collators pack for it: llm-foundry's, and one of our own that is as plain
 and as fast as a few lines of NumPy can be. `streaming.base` is imported without the package around it, which would
-need torchvision for data sets of pictures.
+need torchvision for data sets of pictures. llm-foundry's package would need composer and streaming, of which its
+packer uses a module of helpers for several machines: that one file is loaded from the installed package, unchanged,
+with a stand-in for what it doesn't call.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.peers import llm_foundry
+FOUNDRY = "llm-foundry BinPackCollator"
+_FILE = "llmfoundry/data/packing.py"
+_IGNORED = -100
+
+
+def foundry_packer(arrays: list[np.ndarray], capacity: int, rows: int) -> Callable[[], dict[str, Any]]:
+    """Return a call that packs a padded batch of documents into rows; what is left over waits for the next batch."""
+    import torch
+
+    module = _foundry()
+    ids, mask, labels = _padded(arrays, torch.int64)
+
+    def pack() -> dict[str, Any]:
+        collator = module.BinPackCollator(None, rows, capacity, 0, "right")
+        batch = {"input_ids": ids.clone(), "labels": labels.clone(), "attention_mask": mask}
+        return {**collator.pack(batch), "efficiency": collator.efficiency, "waste": collator.waste}
+
+    return pack
+
+
+def foundry_collator(capacity: int, rows: int) -> Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]:
+    """Return the packing collator for lists of documents, padded for it; what is left over waits for the next batch.
+
+    `sequence_id` tells it, and whoever takes its batches, which document a token belongs to.
+    """
+
+    def pad(samples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        import torch
+
+        ids, mask, labels = _padded([sample["input_ids"] for sample in samples], torch.int32)
+        labels[:, 0] = _IGNORED
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+    packing = _foundry().BinPackCollator(pad, rows, capacity, 0, "right")
+    return packing  # type: ignore[no-any-return]
+
+
+def _padded(arrays: list[np.ndarray], dtype: Any) -> tuple[Any, Any, Any]:
+    """Pad documents to the longest, as the collator wants them: ids, mask and labels."""
+    import torch
+
+    ids = torch.zeros((len(arrays), max(map(len, arrays))), dtype=dtype)
+    mask = torch.zeros_like(ids)
+    for row, array in enumerate(arrays):
+        ids[row, : len(array)] = torch.from_numpy(array)
+        mask[row, : len(array)] = 1
+    return ids, mask, ids.masked_fill(mask == 0, _IGNORED)
+
+
+def _foundry() -> ModuleType:
+    """Load the file that packs from the installed package."""
+    (entry,) = [file for file in metadata.files("llm-foundry") or [] if str(file) == _FILE]
+    for name in ("composer", "composer.utils", "llmfoundry", "llmfoundry.utils", "llmfoundry.utils.consts"):
+        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules["composer.utils"].dist = None  # type: ignore[attr-defined]
+    sys.modules["llmfoundry.utils.consts"].CROSS_ENTROPY_IGNORE_INDEX = _IGNORED  # type: ignore[attr-defined]
+    spec = importlib.util.spec_from_file_location("llm_foundry_packing", entry.locate())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 NAME = "MosaicML Streaming"
 Collator = Literal["llm-foundry", "own"]
@@ -56,7 +121,7 @@ def batches(
     if collator == "own":
         collate: Any = RowsCollator(capacity, rows)
     else:
-        collate = llm_foundry.collator(capacity, rows)
+        collate = foundry_collator(capacity, rows)
     options = {"prefetch_factor": 4, "persistent_workers": True} if workers else {}
     loader = base.StreamingDataLoader(
         data, batch_size=documents, num_workers=workers, collate_fn=collate, **options

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import varlen as vl
-from benchmarks.running import link
-from benchmarks.running.processes import side_by_side
+from benchmarks.running.processes import link_of, side_by_side, turns
 from benchmarks.running.steps import Step, raw_lengths, source_of
 from varlen.plan.search import Search
 from varlen.runtime.chunk import Key
@@ -111,9 +110,9 @@ def waited(
             if number:
                 spans[index].append((begun, time.perf_counter()))
             channels.finish()
-    exchanges = link.turns(rank)
+    exchanges = turns(rank)
     groups.close()
-    return {"spans": spans, "link": link.link_of([exchanges]) if rank < 2 else None}
+    return {"spans": spans, "link": link_of([exchanges]) if rank < 2 else None}
 
 
 def steps(mesh: vl.Mesh, lengths: np.ndarray, cost: vl.CostModel, name: str, capacity: int) -> list[Step]:

@@ -1,0 +1,278 @@
+"""The runs for the loss: every strategy on every family and set, and how full packs are against what is learned.
+
+A run trains one epoch of the same documents, so the last validation is at equal tokens. The strategy that takes the
+fewest steps says after which one all are compared at equal steps. The sweep (`density`) goes over capacity, window,
+and sorted against random composition. Its runs have the same number of tokens a step, and for one seed the same
+documents. So a setting's loss is told as its difference from random minibatches of the same seed, which varies less
+between seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from typing import Any
+
+from benchmarks.strategies.feeds import Feed
+from benchmarks.strategies.sets import Shape, TextSet
+from benchmarks.strategies.train import LEARNING_RATE, POINTS, Curve, base_of, one_thread, started, train
+from varlen.train.demo.corpus import Documents
+
+TRAINED = ("online", "grouped", "offline_large", "offline", "wrapped", "sampled", "ours")
+"""Padding trains what "online" trains and has its losses; one run a set shows it."""
+SCALED = "offline_scaled"
+"""The strategy with large steps at a learning rate raised by the root of their size, as is usual with Adam."""
+PROCESSES = 2
+Told = Callable[[int, int, str], None]
+"""Called with the runs done, all runs, and the last one's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run; plain data, so that another process can take it."""
+
+    label: str
+    """Under which its figures are kept."""
+    family: str
+    set_name: str
+    weights: str
+    """File of the base that it begins with."""
+    feed: Feed
+    validation: Documents
+    learning_rate: float = LEARNING_RATE
+    points: int = POINTS
+
+    @property
+    def at_step(self) -> int:
+        """The step after which strategies are compared at equal steps."""
+        return fewest_steps(int(self.feed.documents.lengths.sum()), self.feed.shape)
+
+
+def fewest_steps(tokens: int, shape: Shape) -> int:
+    """Return how many whole steps of as many packs as a minibatch has documents the tokens make."""
+    return max(1, tokens // (shape.documents * shape.capacity))
+
+
+def trained(run: Run) -> Curve:
+    """Train one run in this process."""
+    one_thread()
+    return train(
+        started(run.family, run.feed.attention, run.weights),
+        run.feed,
+        run.validation,
+        at_step=run.at_step,
+        points=run.points,
+        learning_rate=run.learning_rate,
+    )
+
+
+def all_trained(runs: list[Run], told: Told, processes: int = PROCESSES) -> Iterator[tuple[Run, Curve]]:
+    """Train runs, some at once, one thread each; give each as it is done.
+
+    Args:
+        runs: to train.
+        told: of progress.
+        processes: at once; 0 trains in this process.
+    """
+    if not processes:
+        yield from ((run, trained(run)) for run in runs)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(trained, run): run for run in runs}
+        for count, done in enumerate(as_completed(waiting), start=1):
+            run = waiting[done]
+            told(count, len(runs), key_of(run))
+            yield run, done.result()
+
+
+def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, int]) -> list[Run]:
+    """Return the runs of the comparison, seed by seed, so that it may be stopped and gone on with.
+
+    Args:
+        sets: of documents, by name.
+        seeds: of documents and their order, by family of models.
+        steps: of minibatches, by set.
+    """
+    first = next(iter(seeds))
+    weights = {(family, name): base_of(family, of_set) for name, of_set in sets.items() for family in seeds}
+    padded, found, scaled = [], [], []
+    for seed in range(max(seeds.values())):
+        for name, of_set in sets.items():
+            documents = of_set.draw(steps[name], seed)
+            for family in (family for family in seeds if seed < seeds[family]):
+                for strategy in TRAINED:
+                    feed = Feed(strategy=strategy, documents=documents, shape=of_set.shape, seed=seed)
+                    run = Run(
+                        label=strategy,
+                        family=family,
+                        set_name=name,
+                        weights=weights[family, name],
+                        feed=feed,
+                        validation=of_set.validation,
+                    )
+                    found.append(run)
+                    if family != first:
+                        continue
+                    if strategy == "offline_large":
+                        larger = of_set.shape.documents / of_set.shape.packs
+                        rate = LEARNING_RATE * math.sqrt(larger)
+                        scaled.append(replace(run, label=SCALED, learning_rate=rate))
+                    if strategy == "online" and seed == 0:
+                        padded.append(replace(run, label="padding", feed=replace(feed, strategy="padding")))
+    return sorted(padded + scaled + found, key=lambda run: run.feed.seed)
+
+
+def key_of(run: Run) -> str:
+    """Return the name under which a run's record is kept."""
+    return f"{run.family}, {run.set_name}, {run.label}, seed {run.feed.seed}"
+
+
+def plain(run: Run, curve: Curve) -> dict[str, Any]:
+    """Return a run and what it found as plain data for the result file."""
+    held = asdict(curve)
+    tokens, documents = held.pop("tokens"), held.pop("documents")
+    return {
+        "key": key_of(run),
+        "label": run.label,
+        "family": run.family,
+        "set": run.set_name,
+        "seed": run.feed.seed,
+        "learning_rate": run.learning_rate,
+        "steps": len(curve.losses),
+        "at_step": run.at_step,
+        "tokens": sum(tokens),
+        "step_tokens": [min(tokens), max(tokens)],
+        "full_step_tokens": sum(tokens[:-1]) / max(1, len(tokens) - 1),
+        "documents": sum(documents),
+        **held,
+    }
+
+
+def compare(
+    sets: dict[str, TextSet],
+    told: Told,
+    known: Container[str],
+    *,
+    seeds: dict[str, int],
+    steps: dict[str, int],
+) -> Iterator[dict[str, Any]]:
+    """Train everything that isn't known; arguments as `runs` has them, and whom to tell."""
+    wanted = [run for run in runs(sets, seeds=seeds, steps=steps) if key_of(run) not in known]
+    for run, curve in all_trained(wanted, told):
+        yield plain(run, curve)
+
+
+BASE = "online"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way of composing packs."""
+
+    label: str
+    strategy: str = "ours"
+    capacity_factor: int = 1
+    """Packs are as many times the set's capacity, and a step has as many fewer."""
+    window: int | None = None
+    """Documents packed at a time; None for the whole set."""
+    is_sorted: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def settings(factors: tuple[int, ...], windows: tuple[int, ...]) -> list[Setting]:
+    """Return the settings of the sweep, random minibatches first.
+
+    Args:
+        factors: capacities, in the set's.
+        windows: documents packed at a time, beside the whole set.
+    """
+    found = [Setting(label=BASE, strategy="online")]
+    for factor in factors:
+        for window in (*windows, None):
+            for method in ("best_fit", "best_fit_decreasing"):
+                scope = {"scope": "all"} if window is None else {"window": window}
+                found.append(
+                    Setting(
+                        label=f"{method}, window {window}, {factor}",
+                        capacity_factor=factor,
+                        window=window,
+                        is_sorted=method == "best_fit_decreasing",
+                        options={"method": method, **scope},
+                    )
+                )
+    found.append(Setting(label="next_fit", options={"method": "next_fit", "scope": "all"}))
+    return found
+
+
+def density(
+    of_set: TextSet,
+    told: Told,
+    known: Container[str],
+    *,
+    steps: int,
+    seeds: int,
+    factors: tuple[int, ...] = (1, 2, 4),
+    windows: tuple[int, ...] = (64,),
+    processes: int = PROCESSES,
+) -> Iterator[dict[str, Any]]:
+    """Train every setting on every seed, seed by seed.
+
+    Args:
+        of_set: the documents.
+        told: of progress.
+        known: keys of records that there are already.
+        steps: of minibatches.
+        seeds: of documents and their order.
+        factors: see `settings`.
+        windows: see `settings`.
+        processes: see `all_trained`.
+
+    Yields:
+        A record of each run: how full its packs are, and its loss.
+    """
+    all_settings = {setting.label: setting for setting in settings(factors, windows)}
+    weights = base_of("llama", of_set)
+    wanted: list[Run] = []
+    for seed in range(seeds):
+        documents = of_set.draw(steps, seed)
+        wanted += [
+            Run(
+                label=setting.label,
+                family="llama",
+                set_name=of_set.name,
+                weights=weights,
+                feed=Feed(
+                    strategy=setting.strategy,
+                    documents=documents,
+                    shape=_shape(of_set.shape, setting.capacity_factor),
+                    seed=seed,
+                    options=setting.options,
+                ),
+                validation=of_set.validation,
+                points=1,
+            )
+            for setting in all_settings.values()
+        ]
+    for run, curve in all_trained([run for run in wanted if key_of(run) not in known], told, processes):
+        setting, shape = all_settings[run.label], run.feed.shape
+        full_steps = curve.tokens[:-1]  # the last step takes what is left
+        yield {
+            "key": key_of(run),
+            "label": run.label,
+            "seed": run.feed.seed,
+            "capacity": shape.capacity,
+            "window": setting.window,
+            "is_sorted": setting.is_sorted,
+            "fill": sum(full_steps) / (len(full_steps) * shape.capacity * shape.packs),
+            "steps": len(curve.losses),
+            "loss": curve.last_loss,
+        }
+
+
+def _shape(shape: Shape, factor: int) -> Shape:
+    return Shape(
+        documents=shape.documents, capacity=shape.capacity * factor, packs=max(1, shape.packs // factor)
+    )

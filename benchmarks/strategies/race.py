@@ -1,0 +1,360 @@
+"""Throughput and peak memory of strategies: each in a process of its own, taking turns step by step.
+
+Turns matter: whatever else the machine does hits all alike, so that ratios hold even where seconds don't. `races`
+are of all strategies; `lora` of adapters alone, where a Llama that knows the longer set is frozen and LoRA learns
+the short one; `extreme` of documents of which one in a minibatch, on average, is 10, 100 or 1,000 times as long as
+all others.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.strategies.compare import Told
+from benchmarks.strategies.feeds import Fed, Feed
+from benchmarks.strategies.models import LORA_RANK, build, with_lora
+from benchmarks.strategies.sets import Shape, TextSet, extremes
+from benchmarks.strategies.train import (
+    LEARNING_RATE,
+    base_of,
+    gradients,
+    one_thread,
+    processes,
+    started,
+    update,
+    validate,
+)
+from varlen.train.demo.corpus import Documents
+from varlen.train.demo.job import current_bytes, now, peak_bytes, reset_peak
+from varlen.train.demo.run import make_optimizer
+
+RACED = ("padding_mask", "padding", "grouped", "online", "offline_large", "offline", "sampled", "ours")
+_WARM_TOKENS = 32
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a contestant trains; plain data, so that another process can take it."""
+
+    family: str
+    feed: Feed
+    validation: Documents | None = None
+    weights: str | None = None
+    """File of the frozen base, where only adapters are trained."""
+    learning_rate: float = LEARNING_RATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One optimizer step, from documents to changed weights."""
+
+    loss: float
+    tokens: int
+    slots: int
+    """Positions computed, padding included."""
+    wall_s: float
+    cpu_s: float
+
+
+class _Runner:
+    """A contestant, in its own process."""
+
+    def __init__(self, entry: Entry) -> None:
+        one_thread()
+        feed = entry.feed
+        self._entry = entry
+        if entry.weights is None:
+            self._model = build(entry.family, feed.seed, feed.attention)
+        else:
+            self._model = with_lora(started(entry.family, feed.attention, entry.weights), feed.seed)
+        self._optimizer = make_optimizer(self._model, entry.learning_rate)
+        self._warm_up()
+        self._steps: Iterator[Fed] = iter(feed.steps(self._model))
+        self._first: Fed | None = next(self._steps)  # what is prepared once is on nobody's clock
+        self._base_bytes = 0
+
+    def _warm_up(self) -> None:
+        """Load kernels and start what starts at the first use; the weights stay as they are."""
+        from benchmarks.strategies.sets import cut
+
+        feed = self._entry.feed
+        few = cut(feed.documents, _WARM_TOKENS).take(torch.arange(feed.shape.documents).numpy())
+        small = Feed(strategy=feed.strategy, documents=few, shape=feed.shape, seed=0, options=feed.options)
+        for fed in small.steps(self._model):
+            gradients(self._model, fed)
+        self._optimizer.zero_grad()
+
+    def step(self) -> dict[str, Any] | None:
+        """Train a step; None where the epoch is over."""
+        if not self._base_bytes:
+            reset_peak()
+            self._base_bytes = current_bytes()
+        start = now()
+        fed, self._first = self._first or next(self._steps, None), None
+        if fed is None:
+            return None
+        loss = gradients(self._model, fed)
+        update(self._model, self._optimizer)
+        took = now() - start
+        return asdict(
+            Timed(
+                loss=loss,
+                tokens=fed.inputs.num_tokens,
+                slots=fed.inputs.num_slots,
+                wall_s=took.wall_s,
+                cpu_s=took.user_s + took.system_s,
+            )
+        )
+
+    def memory_bytes(self) -> int:
+        """Return the most memory held since the first step beyond what was held before."""
+        return max(peak_bytes() - self._base_bytes, 0)
+
+    def validate(self) -> float:
+        """Return the loss on the documents held back."""
+        assert self._entry.validation is not None
+        return validate(self._model, self._entry.validation)
+
+    def parameters(self) -> list[int]:
+        """Return how many numbers there are, and how many of them are trained."""
+        counts = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
+        return [sum(n for n, _ in counts), sum(n for n, is_trained in counts if is_trained)]
+
+
+def _serve(connection: Connection, entry: Entry) -> None:
+    """Build a contestant and call its methods as asked until the other side hangs up."""
+    try:
+        runner = _Runner(entry)
+        connection.send(None)
+        while True:
+            connection.send(getattr(runner, connection.recv())())
+    except EOFError:
+        return
+    except Exception:
+        connection.send(RuntimeError(traceback.format_exc()))
+
+
+class Contestant:
+    """A contestant's process, seen from outside."""
+
+    def __init__(self, entry: Entry) -> None:
+        """Start it, and wait until it is warm."""
+        context = processes()
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, entry), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._receive()
+
+    def __enter__(self) -> Contestant:
+        """Return itself."""
+        return self
+
+    def ask(self, method: str) -> Any:
+        """Call a method of the contestant and return what it returns.
+
+        Args:
+            method: without arguments.
+
+        Raises:
+            RuntimeError: it failed or died.
+        """
+        with suppress(OSError):
+            self._connection.send(method)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(timeout=5)
+            raise RuntimeError(f"a contestant died with code {self._process.exitcode}") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    def __exit__(self, *_: object) -> None:
+        """End it: it goes when nobody asks any more."""
+        self._connection.close()
+        self._process.join(timeout=_PATIENCE_S)
+        self._process.terminate()
+        self._process.join()
+
+
+@dataclass(kw_only=True)
+class Raced:
+    """What a contestant did."""
+
+    strategy: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Of `Timed`."""
+    memory_bytes: int = 0
+    validation_loss: float | None = None
+    parameters: list[int] = field(default_factory=list)
+
+
+def race(entries: dict[str, Entry], most_steps: int, told: Told) -> list[dict[str, Any]]:
+    """Let contestants train steps in turns.
+
+    Args:
+        entries: by strategy.
+        most_steps: of each, fewer where its epoch is over before.
+        told: of progress.
+
+    Returns:
+        One record a contestant, of `Raced`.
+    """
+    found = {name: Raced(strategy=name) for name in entries}
+    with ExitStack() as stack:
+        contestants = {name: stack.enter_context(Contestant(entry)) for name, entry in entries.items()}
+        running = dict(contestants)
+        for step in range(most_steps):
+            for name, contestant in list(running.items()):
+                timed = contestant.ask("step")
+                if timed is None:
+                    del running[name]
+                    continue
+                found[name].steps.append(timed)
+            told(step + 1, most_steps, "step of each")
+        for name, contestant in contestants.items():
+            found[name].memory_bytes = contestant.ask("memory_bytes")
+            found[name].parameters = contestant.ask("parameters")
+            if entries[name].validation is not None:
+                found[name].validation_loss = contestant.ask("validate")
+    return [asdict(raced) for raced in found.values()]
+
+
+def races(
+    sets: dict[str, TextSet],
+    told: Told,
+    known: Container[str],
+    *,
+    families: tuple[str, ...],
+    steps: dict[str, int],
+    epoch: dict[str, int],
+    raced: tuple[str, ...] = RACED,
+) -> Iterator[dict[str, Any]]:
+    """Race all strategies on every family and set.
+
+    Args:
+        sets: of documents, by name.
+        told: of progress.
+        known: keys of records that there are already.
+        families: of models.
+        steps: of each contestant, by set.
+        epoch: minibatches that documents are drawn for, by set.
+        raced: strategies.
+
+    Yields:
+        A record of each race.
+    """
+    for name, of_set in sets.items():
+        documents = of_set.draw(epoch[name], 0)
+        for family in families:
+            key = f"{family}, {name}"
+            if key in known:
+                continue
+            entries = {
+                strategy: Entry(
+                    family=family,
+                    feed=Feed(strategy=strategy, documents=documents, shape=of_set.shape, seed=0),
+                )
+                for strategy in raced
+            }
+            told(0, steps[name], f"{key}: starting")
+            contestants = race(entries, steps[name], told)
+            yield {"key": key, "family": family, "set": name, "contestants": contestants}
+
+
+FEW_RACED = ("padding", "grouped", "online", "ours")
+LORA_RATE = 8e-3
+"""Adapters learn at a higher rate than weights do."""
+
+
+def lora(
+    sets: dict[str, TextSet], told: Told, known: Container[str], *, steps: int
+) -> Iterator[dict[str, Any]]:
+    """Race adapters on a base of the longer set, over one epoch of the short set.
+
+    Args:
+        sets: of documents, by name.
+        told: of progress.
+        known: keys of records that there are already.
+        steps: minibatches of the short set that adapters learn.
+
+    Yields:
+        The record of the race.
+    """
+    if "lora" in known:
+        return
+    one_thread()
+    short = sets["short"]
+    weights = base_of("llama", sets["long"])
+    documents = short.draw(steps, 1)
+    entries = {
+        strategy: Entry(
+            family="llama",
+            feed=Feed(strategy=strategy, documents=documents, shape=short.shape, seed=1),
+            validation=short.validation,
+            weights=weights,
+            learning_rate=LORA_RATE,
+        )
+        for strategy in FEW_RACED
+    }
+    yield {
+        "key": "lora",
+        "rank": LORA_RANK,
+        "learning_rate": LORA_RATE,
+        "base_loss": validate(started("llama", "varlen", weights), short.validation),
+        "contestants": race(entries, 2 * steps, told),
+    }
+
+
+MINIBATCH = 16
+BASE_TOKENS = 8
+"""Tokens of a short document."""
+
+
+def extreme(
+    told: Told, known: Container[str], *, factors: dict[int, int], base: int = BASE_TOKENS
+) -> Iterator[dict[str, Any]]:
+    """Race strategies on such documents.
+
+    Args:
+        told: of progress.
+        known: keys of records that there are already.
+        factors: how much longer the long documents are, and for how many steps.
+        base: tokens of a short document.
+
+    Yields:
+        A record of each race.
+    """
+    for factor, steps in factors.items():
+        if f"{factor}x" in known:
+            continue
+        minibatch_tokens = base * (MINIBATCH - 1 + factor)
+        shape = Shape(documents=MINIBATCH, capacity=minibatch_tokens, packs=1)
+        documents = extremes(factor, steps, shape, base)
+        entries = {
+            strategy: Entry(
+                family="llama", feed=Feed(strategy=strategy, documents=documents, shape=shape, seed=0)
+            )
+            for strategy in RACED
+        }
+        told(0, steps, f"{factor}x: starting")
+        yield {
+            "key": f"{factor}x",
+            "factor": factor,
+            "base": base,
+            "minibatch": MINIBATCH,
+            "capacity": minibatch_tokens,
+            "contestants": race(entries, 2 * steps, told),
+        }
