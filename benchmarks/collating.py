@@ -41,12 +41,7 @@ class Batch:
     @classmethod
     @cache
     def of(cls, kind: str, num_packs: int) -> Batch:
-        """Draw documents that fill about so many packs of 8,192 tokens.
-
-        Args:
-            kind: "log-normal", or "short" for documents of 200 tokens each.
-            num_packs: packs' worth of documents; each is put where best-fit-decreasing puts it.
-        """
+        """Draw documents that fill about so many packs of 8,192 tokens."""
         budget = num_packs * CAPACITY
         many = (
             lognormal_lengths(budget // 100, seed=1) if kind == "log-normal" else np.full(budget // 200, 200)

@@ -29,16 +29,8 @@ def lognormal_lengths(
 ) -> Int32Array:
     """Draw document lengths with a long tail, in chunks, so that no more memory is used than the result.
 
-    Args:
-        count: number of documents.
-        mean: mean of the log-normal distribution before it is clipped to `[1, longest]`, in tokens; with the
-            defaults the clipped mean is about 675.
-        sigma: standard deviation of the logarithm.
-        longest: lengths are clipped to this.
-        seed: same seed, same lengths.
-
-    Returns:
-        int32 `[count]`.
+    The mean, in tokens, is that before lengths are clipped to `[1, longest]`; with the defaults the clipped mean is
+    about 675.
     """
     rng = np.random.default_rng(seed)
     lengths = np.empty(count, np.int32)
@@ -100,10 +92,6 @@ def real_lengths(folder: Path = REAL_LENGTHS, *, only: str = "*") -> Iterator[tu
 
     Sets published as a histogram are expanded and shuffled with a fixed seed, since a histogram has no order.
     Nothing is yielded where the folder is absent.
-
-    Args:
-        folder: where the sets lie, as `NAME.npz`.
-        only: the one set wanted; all of them otherwise.
     """
     for path in sorted(folder.glob(f"{only}.npz")):
         with np.load(path) as stored:

@@ -348,11 +348,7 @@ class Utilization:
 def utilization(mean: int, capacity: int = ROW, num_documents: int = 100_000, seed: int = 0) -> Utilization:
     """Measure padding to `capacity` and best-fit-decreasing on log-normal lengths.
 
-    Args:
-        mean: tokens of a document on average, after clipping; see `lengths_of_mean`.
-        capacity: tokens of a row, and the length that every document is padded to.
-        num_documents: drawn.
-        seed: same seed, same documents.
+    The mean is that after clipping; see `lengths_of_mean`.
     """
     lengths = lengths_of_mean(mean, capacity, num_documents, seed)
     packing = vl.pack(lengths, capacity=capacity)

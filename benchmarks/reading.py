@@ -154,15 +154,7 @@ def template_paths() -> list[Path]:
 
 
 def contestants(name: str, size: str) -> tuple[Callable[[], int], Callable[[], int], int, int]:
-    """Return varlen's call and transformers' on the rows that one template takes.
-
-    Args:
-        name: of the template.
-        size: of the texts.
-
-    Returns:
-        Both calls, the rows that both take, and the rows that varlen alone refuses.
-    """
+    """Return varlen's call and transformers' on the rows that one template takes."""
     source = next(path for path in template_paths() if path.stem == name).read_text(encoding="utf-8")
     tokenizer = _tokenizer(source)
     loaded = load_tokenizer(tokenizer)

@@ -51,11 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 def results(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the newest result of all sections, and by section those that were measured apart since.
 
-    Args:
-        folder: of results; a section that was run alone has its own in a folder of its name.
-
-    Raises:
-        FileNotFoundError: there is no result of all sections.
+    A section that was run alone has its own results in a folder of its name.
     """
     whole = json.loads(newest(folder).read_text())
     measured = {row["section"] for row in whole["rows"]}
@@ -69,11 +65,7 @@ def results(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def spliced(page: str, part: str) -> str:
-    """Return the page with the part between its markers replaced.
-
-    Raises:
-        ValueError: the page doesn't hold each marker once, in order.
-    """
+    """Return the page with the part between its markers replaced."""
     if page.count(START) != 1 or page.count(END) != 1 or page.index(START) > page.index(END):
         raise ValueError(f"the page must hold {START!r} and then {END!r}, once each")
     head, _, rest = page.partition(START)
@@ -83,9 +75,7 @@ def spliced(page: str, part: str) -> str:
 def render(result: dict[str, Any], apart: Mapping[str, dict[str, Any]] | None = None) -> str:
     """Return the markdown for one result file: where it was measured, the score, and a table a section.
 
-    Args:
-        result: of all sections.
-        apart: by section, results that are shown in the place of its own, each with its own origin.
+    Sections in `apart` are shown from results of their own, each with its own origin.
     """
     apart = apart or {}
     rows = [from_json(row) for row in result["rows"] if row["section"] not in apart]

@@ -198,11 +198,7 @@ class Delivered:
 
 
 def check(delivery: Delivery, folder: Path) -> dict[str, float]:
-    """Take an epoch, and see that every document comes once, with its labels and positions.
-
-    Raises:
-        WrongResultError: something is missing or wrong.
-    """
+    """Take an epoch, and see that every document comes once, with its labels and positions."""
     tokens, offsets = np.load(folder / "tokens.npy"), np.load(folder / "offsets.npy")
     rows: list[Row] = []
     num_packs = 0
@@ -310,12 +306,7 @@ class Contestant:
         return Delivered(**self._ask(options, seconds))
 
     def _ask(self, options: dict[str, Any], seconds: float | None) -> dict[str, float]:
-        """Give an order, and return the answer.
-
-        Raises:
-            RuntimeError: it died.
-            WrongResultError: it failed, or what it delivers is wrong.
-        """
+        """Give an order, and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pause(signal.SIGCONT)

@@ -109,12 +109,7 @@ with vl.PackedLoader(data, tokenizer or None, **options) as loader:
 
 
 def steps(store: Callable[[], Path], text: Callable[[], Path]) -> list[Step]:
-    """Return what is measured.
-
-    Args:
-        store: gives a folder with a token store.
-        text: gives a folder with texts and a tokenizer.
-    """
+    """Return what is measured."""
     return [
         Step("the call", partial(_call, store)),
         Step("steps of 50 ms", partial(_steps, store)),

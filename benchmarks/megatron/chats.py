@@ -100,9 +100,8 @@ class Chats:
     def rows(self, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return the chats packed into rows of so many positions, best fit.
 
-        Returns:
-            Tokens, mask, offsets of the rows, starts of the chats within their rows, and offsets of those: what
-            `PackedRows` holds, in its order.
+        Tokens, mask, offsets of the rows, starts of the chats within their rows, and offsets of those: what
+        `PackedRows` holds, in its order.
         """
         packing = vl.pack(self.positions, capacity=capacity)
         ids = packing.document_ids
@@ -115,16 +114,7 @@ class Chats:
 
 
 def chat_lengths(count: int, longest: int, seed: int = 0) -> Int64Array:
-    """Return lengths of chats, drawn from the real set with replacement; log-normal ones where it isn't there.
-
-    Args:
-        count: of chats.
-        longest: lengths are cut to this.
-        seed: same seed, same lengths.
-
-    Returns:
-        int64 `[count]`, at least 1.
-    """
+    """Return lengths of chats, drawn from the real set with replacement; log-normal ones where it isn't there."""
     known = dict(real_lengths(only=SET)).get(SET)
     if known is None:
         return lognormal_lengths(count, mean=309.0, longest=longest, seed=seed).astype(np.int64)

@@ -61,15 +61,7 @@ def index_chats(path: str, folder: str) -> None:
 
 
 def ours(store: str, capacity: str, form: str, algorithm: str, folder: str) -> None:
-    """Pack with `pack_for_megatron`.
-
-    Args:
-        store: a token store's folder.
-        capacity: positions of a row, and most of a chat.
-        form: "parquet" or "index".
-        algorithm: of `MegatronPackSettings`.
-        folder: to make.
-    """
+    """Pack with `pack_for_megatron`."""
     from varlen.adapters.megatron import MegatronPackSettings, pack_for_megatron
     from varlen.documents.source import open_source
 
@@ -92,15 +84,7 @@ def ours(store: str, capacity: str, form: str, algorithm: str, folder: str) -> N
 
 
 def theirs(count: str, capacity: str, form: str, first_fit: str, folder: str) -> None:
-    """Pack with megatron-bridge's own functions, and write.
-
-    Args:
-        count: of chats.
-        capacity: positions of a row, and most of a chat.
-        form: "npy", as 0.3.1 writes, or "parquet", as later releases do.
-        first_fit: "own", of 0.3.1; or in its place "tree", as later releases have it, or "kernel", varlen's.
-        folder: that is written to.
-    """
+    """Pack with megatron-bridge's own functions, and write."""
     from benchmarks.peers import megatron_bridge, megatron_published
 
     others = {"tree": megatron_published.first_fit, "kernel": first_fit_by_kernel}
@@ -306,8 +290,7 @@ def _check(contest: Contest, ours: Path, theirs: Path) -> None:
 def written(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Read what either side wrote, with pyarrow or NumPy alone.
 
-    Returns:
-        Tokens with their masks in one number, int64; the stored tokens of each document; the positions of each row.
+    Tokens with their masks in one number; the stored tokens of each document; the positions of each row.
     """
     if (folder / "packed.npy").exists():
         rows = np.load(folder / "packed.npy", allow_pickle=True)

@@ -53,11 +53,7 @@ class Comparison:
             self.first = name
 
     def rows(self) -> list[Row]:
-        """Return the figure.
-
-        Raises:
-            WrongResultError: a value differs, or nothing was compared.
-        """
+        """Return the figure."""
         if self.differing or not self.values:
             raise WrongResultError(
                 f"{self.what}: {self.differing:,} of {self.values:,} values differ, first {self.first or 'none'}"

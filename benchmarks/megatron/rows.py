@@ -52,13 +52,7 @@ def steps() -> list[Step]:
 
 
 def race_reads(packs: int, rows: int, rounds: int) -> list[Row]:
-    """Race shuffled reads: our file, our file as lists, the releases' file, the same with what we keep by default.
-
-    Args:
-        packs: of the file.
-        rows: read by a call.
-        rounds: of each race_reads.
-    """
+    """Race shuffled reads: our file, our file as lists, the releases' file, the same with what we keep by default."""
     with tempfile.TemporaryDirectory() as folder, _read_files(packs, Path(folder)) as (own, other, count):
         peer = published.OneGroupReader(other)
         whole = "nothing decoded is kept, as of files far larger than memory"
@@ -138,11 +132,7 @@ def packed(packs: int, capacity: int = CAPACITY) -> Rows:
 
 
 def first_rows(flat: Rows, packs: int) -> Rows:
-    """Return the first of some packed rows.
-
-    Raises:
-        WrongResultError: there are fewer.
-    """
+    """Return the first of some packed rows."""
     tokens, mask, offsets, starts, document_offsets = flat
     if len(offsets) <= packs:
         raise WrongResultError(f"{len(offsets) - 1:,} packs were made, {packs:,} are needed")
@@ -163,11 +153,7 @@ def as_rows(flat: Rows) -> PackedRows:
 
 
 def same_row(ours: dict[str, Any], theirs: dict[str, Any], index: int) -> None:
-    """Check that two readers give the same row.
-
-    Raises:
-        WrongResultError: says what differs.
-    """
+    """Check that two readers give the same row."""
     for name, value in theirs.items():
         if list(ours[name]) != list(value):
             raise WrongResultError(f"row {index:,}: {name} differs between the readers")
@@ -181,13 +167,7 @@ RELEASE = "megatron-bridge 0.3.1"
 
 
 def race_collators(capacity: int, rows: int, rounds: int) -> list[Row]:
-    """Race the collator on rows in memory, then reading by number and collating, of rows of one size.
-
-    Args:
-        capacity: positions of a row.
-        rows: of a batch.
-        rounds: of each race_collators.
-    """
+    """Race the collator on rows in memory, then reading by number and collating, of rows of one size."""
     with tempfile.TemporaryDirectory() as folder:
         flat = first_rows(packed(rows, capacity), rows)
         own, other = _collate_files(flat, Path(folder))

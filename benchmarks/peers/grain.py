@@ -17,11 +17,7 @@ def packer(
 ) -> Callable[[], list[dict[str, Any]]]:
     """Return a call that packs all documents into rows of ids, segments and positions.
 
-    Args:
-        arrays: token ids of each document.
-        capacity: tokens a row can hold.
-        fit: "first" is faster, "best" fuller.
-        num_bins: rows open at a time.
+    `num_bins` rows are open at a time; fit "first" is faster, "best" fuller.
     """
     import grain
     from grain import experimental
@@ -74,16 +70,8 @@ def batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield batches of packed rows with labels, segments and positions.
 
-    Args:
-        tokens: file of all tokens.
-        offsets: file of where documents begin.
-        capacity: tokens a row can hold.
-        rows: of a batch.
-        epochs: over the documents; None for no end.
-        fit: as in `packer`.
-        num_bins: rows open at a time.
-        threads: that read documents; with 0 they are read where they are packed.
-        processes: that read and pack; 0: a thread of this process does, ahead of whoever takes batches.
+    With `threads=0` documents are read where they are packed; with `processes=0` a thread of this process reads and
+    packs, ahead of whoever takes batches. `epochs=None` never ends.
     """
     import grain
     from grain import experimental

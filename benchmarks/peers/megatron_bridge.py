@@ -97,15 +97,7 @@ def dataset(
     metadata_path: str | Path | None = None,
     **settings: Any,
 ) -> Any:
-    """Return its `GPTSFTPackedDataset` of a `.npy` file.
-
-    Args:
-        path: of the packed rows.
-        seq_length: positions of a row.
-        eos_id: of the tokenizer; it is padding too.
-        metadata_path: of the `*_metadata.jsonl` beside it.
-        settings: of its constructor: `pad_to_max_length`, `pad_seq_to_mult`, `pad_cu_seqlens`, ...
-    """
+    """Return its `GPTSFTPackedDataset` of a `.npy` file."""
     return package().sft.GPTSFTPackedDataset(
         file_path=str(path),
         tokenizer=Numbers(eos_id),

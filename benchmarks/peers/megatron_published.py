@@ -21,12 +21,7 @@ _COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 
 
 def first_fit(seqlens: Sequence[int], pack_size: int) -> list[list[int]]:
-    """Put lengths, in turn, each into the first pack with room: a tree over all packs that there could be.
-
-    Args:
-        seqlens: from 0 to `pack_size`.
-        pack_size: positions of a pack.
-    """
+    """Put lengths, in turn, each into the first pack with room: a tree over all packs that there could be."""
     leaves = 1
     while leaves < len(seqlens):
         leaves *= 2

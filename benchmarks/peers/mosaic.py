@@ -106,14 +106,8 @@ def batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield batches of packed rows of tensors.
 
-    Args:
-        folder: of MDS shards.
-        capacity: tokens a row can hold.
-        rows: of a batch.
-        epochs: over the documents; None for no end.
-        workers: processes of the loader; 0 for none.
-        collator: which one packs.
-        documents: handed to the collator at a time; it keeps those that don't fit into its rows.
+    So many `documents` are handed to the collator at a time; it keeps those that don't fit. `epochs=None` never
+    ends.
     """
     base = _base()
     base.util.clean_stale_shared_memory()

@@ -19,13 +19,9 @@ def collator(
 ) -> Callable[[], Mapping[str, Any]]:
     """Return a call that flattens documents into one row.
 
-    Args:
-        documents: lists of ints, numpy arrays or torch tensors.
-        return_tensors: "np" is about twice as fast, and `torch.from_numpy` makes tensors of it for nothing;
-            "pt" is what a `Trainer` asks for.
-        complete: ask for all that varlen's batch holds (positions, segments and boundaries); otherwise for
-            ids and labels alone, the least it can be asked for.
-        labels: of each document, in the same form.
+    `return_tensors="np"` is about twice as fast, and `torch.from_numpy` makes tensors of it for nothing; "pt" is
+    what a `Trainer` asks for. `complete` asks for all that varlen's batch holds (positions, segments and
+    boundaries); otherwise for ids and labels alone, the least it can be asked for.
     """
     from transformers import DataCollatorWithFlattening
 

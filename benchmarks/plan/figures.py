@@ -57,11 +57,7 @@ class Verdict:
 
 
 def load_newest(folder: Path = FOLDER) -> dict[str, Any]:
-    """Return the newest result as plain data.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Return the newest result as plain data."""
     result: dict[str, Any] = json.loads(newest(folder).read_text(encoding="utf-8"))
     return result
 
@@ -222,13 +218,7 @@ _SOLVERS = ("highs", "cp_sat")
 
 
 def note_run(part: dict[str, Any], result: dict[str, Any], methods: tuple[str, ...] = ()) -> None:
-    """Note in a part that records of it come from this run; a part that was stopped and resumed has several.
-
-    Args:
-        part: of a result file.
-        result: the file's head, of this run: date, machine and versions.
-        methods: those that were planned anew, where others were not.
-    """
+    """Note in a part that records of it come from this run; a part that was stopped and resumed has several."""
     run = {
         "date": result["date"],
         "commit": result["versions"]["commit"],
@@ -240,11 +230,7 @@ def note_run(part: dict[str, Any], result: dict[str, Any], methods: tuple[str, .
 
 
 def runs(result: dict[str, Any]) -> Rows:
-    """Return a row a run of every part: what `RUNS_HEAD` says.
-
-    Args:
-        result: of the benchmark.
-    """
+    """Return a row a run of every part: what `RUNS_HEAD` says."""
     rows: Rows = []
     for name, part in result["parts"].items():
         low, high = part["load"] or (UNKNOWN, UNKNOWN)
@@ -257,21 +243,13 @@ def runs(result: dict[str, Any]) -> Rows:
 
 
 def load_exact(path: Path = EXACT) -> dict[str, Any] | None:
-    """Return what `python -m benchmarks.plan.exact` wrote, None where there is none.
-
-    Args:
-        path: of the file.
-    """
+    """Return what `python -m benchmarks.plan.exact` wrote, None where there is none."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found or None
 
 
 def exact_words(found: dict[str, Any]) -> str:
-    """Say when and on what exact solvers were measured, and how to measure them anew.
-
-    Args:
-        found: of `load_exact`.
-    """
+    """Say when and on what exact solvers were measured, and how to measure them anew."""
     made, limits, held = found["versions"], found["limits"], found["machine"]
     seconds = sum(step[name]["seconds"] for step in found["steps"] for name in _SOLVERS if name in step)
     solvers = f"HiGHS {made['highs']} (at most {limits['highs_nodes']:,} nodes)"
@@ -287,11 +265,7 @@ def exact_words(found: dict[str, Any]) -> str:
 
 
 def exact(found: dict[str, Any]) -> Rows:
-    """Return a row a kind of steps: what `EXACT_HEAD` says.
-
-    Args:
-        found: of `load_exact`.
-    """
+    """Return a row a kind of steps: what `EXACT_HEAD` says."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for step in found["steps"]:
         kinds.setdefault(step["step"], []).append(step)

@@ -146,9 +146,6 @@ def grid(per_group: int = PER_GROUP) -> list[Cell]:
     Of each set, capacity and mesh `per_group` cells are drawn; numbers of documents, models and seeds take turns in
     a shuffled order, so that each of their combinations comes about equally often. Cells that two groups share come
     once.
-
-    Args:
-        per_group: at most 16, which is all of them.
     """
     groups = list(itertools.product(SETS, CAPACITIES, MESHES))
     variants = list(itertools.product(DOCUMENTS, MODELS, SEEDS))
@@ -177,11 +174,7 @@ def grid(per_group: int = PER_GROUP) -> list[Cell]:
 
 
 def interleaved(cells: list[Cell]) -> list[Cell]:
-    """Return the cells with more chunks of layers a GPU than one.
-
-    Args:
-        cells: with one.
-    """
+    """Return the cells with more chunks of layers a GPU than one."""
     return [replace(cell, virtual_stages=chunks) for cell in cells for chunks in MORE_CHUNKS]
 
 
@@ -205,11 +198,7 @@ def equal_rates() -> list[Cell]:
 
 @functools.cache
 def _lengths(name: str) -> Int32Array:
-    """Read a set, without its empty documents.
-
-    Raises:
-        FileNotFoundError: it isn't there.
-    """
+    """Read a set, without its empty documents."""
     path = REAL_LENGTHS / f"{name}.npz"
     if not path.exists():
         raise FileNotFoundError(f"{name}.npz is not in shared/data/lengths beside the checkout")

@@ -32,15 +32,7 @@ METHODS = ("as_run", "packed", "balanced", "dynamic_cp", "sliced", "micropack")
 
 
 def measured(cell: Cell, methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
-    """Plan a cell by every method and simulate the plans.
-
-    Args:
-        cell: which step, on what.
-        methods: of `METHODS`.
-
-    Returns:
-        Plain data: the step, its bound, and of each method the seconds, ratios and bytes.
-    """
+    """Plan a cell by every method and simulate the plans."""
     warm_up(methods)
     lengths, told = cell.drawn()
     cost = cell.cost()
@@ -52,15 +44,7 @@ def measured(cell: Cell, methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
 def of_method(
     name: str, lengths: Int32Array, cell: Cell, cost: CostModel, search: Search | None = None
 ) -> dict[str, Any]:
-    """Plan a step by one method and simulate the plan; what doesn't fit is told with its sentence.
-
-    Args:
-        name: of `METHODS`.
-        lengths: int32 `[documents]`.
-        cell: the mesh and capacity.
-        cost: of the cell.
-        search: what may be tried; None for everything.
-    """
+    """Plan a step by one method and simulate the plan; what doesn't fit is told with its sentence."""
     begun = time.perf_counter()
     try:
         plan = planned(name, lengths, cell, cost, search or Search())
@@ -76,9 +60,6 @@ def planned(name: str, lengths: Int32Array, cell: Cell, cost: CostModel, search:
     Ours, and packs as users run them, come as a user gets them: more is recomputed where that fits or is faster.
     Others are planned at every recomputation, and with keys and values offloaded; the fastest plan counts: some fit
     with little recomputation only in tiny packs.
-
-    Raises:
-        PlanError: memory holds no plan.
     """
     call = functools.partial(plan_step, lengths, mesh=cell.mesh)
     if name == "as_run":
@@ -239,12 +220,6 @@ def planning_times(size: str, model: str, tp: int, rounds: int) -> dict[str, Any
 
     Seconds are those of the processor: planning runs in one thread and waits for nothing, and what else the machine
     does isn't counted.
-
-    Args:
-        size: `SMALL` or `LARGE`.
-        model: by name.
-        tp: tensor parallelism.
-        rounds: how often each step is planned; before the first, kernels are compiled and loaded.
     """
     warm_up(("micropack",))
     steps = []
@@ -268,14 +243,7 @@ def planning_times(size: str, model: str, tp: int, rounds: int) -> dict[str, Any
 
 
 def engine_speed(rounds: int) -> dict[str, Any]:
-    """Simulate the plan of a large step and time it; return plain data.
-
-    Args:
-        rounds: how often it is simulated after the first time, which compiles.
-
-    Raises:
-        WrongResultError: the engine alone ends at another time than the whole.
-    """
+    """Simulate the plan of a large step and time it; return plain data."""
     cell = engine_cell()
     lengths, _ = cell.drawn()
     plan = planned("micropack", lengths, cell, cell.cost(), Search())

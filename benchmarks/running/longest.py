@@ -208,10 +208,7 @@ def by_measure(sizes: dict[str, int]) -> dict[str, Any]:
 def longest(peak: Callable[[int], int], budget: int, guess: int) -> tuple[int, int]:
     """The most tokens whose peak is within the budget, to `NEAR` of its bytes, and that peak.
 
-    Args:
-        peak: bytes of a document of so many tokens; grows about in proportion.
-        budget: bytes.
-        guess: tokens to begin with.
+    Peaks grow about in proportion; the search begins with `guess` tokens.
     """
     low, low_bytes, high, tokens = 0, 0, 0, guess
     while not low_bytes > NEAR * budget:
@@ -235,13 +232,8 @@ def longest(peak: Callable[[int], int], budget: int, guess: int) -> tuple[int, i
 def peak_of(model: Any, sizes: dict[str, int], way: Way, tokens: int, *, computes: bool = False) -> int:
     """The most bytes of tensors alive at once in a step of one document, apart from parameters and their gradients.
 
-    Args:
-        model: with gradients.
-        sizes: of it.
-        way: that it runs in.
-        tokens: of the document.
-        computes: whether slices compute attention; if not, they make tensors of the same sizes. The bytes are those
-            of the computed ones, and a long document doesn't take hours.
+    Unless it `computes`, attention of slices makes tensors of the same sizes and no more. The bytes are those of
+    the computed ones, and a long document doesn't take hours.
     """
     batch = one_document(sizes, tokens)
     with bytes_meter(torch.device("cpu")) as meter:

@@ -156,12 +156,7 @@ RANKS = replace(MESH, dp=2, pp=1)
 
 
 def merged_plans(cost: vl.CostModel, documents: int = MERGED_DOCUMENTS) -> list[Step]:
-    """Plan steps of one longest document beside short ones: packed, in slices, and shared.
-
-    Args:
-        cost: seconds and bytes.
-        documents: of each step, beside the long one.
-    """
+    """Plan steps of one longest document beside short ones: packed, in slices, and shared."""
     found = []
     alone = Search(
         splits_backward=False, asymmetric=False, least_rows=LEAST_ROWS, repairs=False, merges=False

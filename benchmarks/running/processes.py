@@ -29,16 +29,7 @@ PATIENCE_S = 1800
 
 
 def side_by_side(run: Callable[..., Any], count: int, *words: Any) -> list[Any]:
-    """Return what `run(rank, *words)` returns on each process of a torch.distributed job over gloo.
-
-    Args:
-        run: a function of a module.
-        count: of processes.
-        words: what it is given, pickled.
-
-    Raises:
-        RuntimeError: a process failed; its traceback was printed.
-    """
+    """Return what `run(rank, *words)` returns on each process of a torch.distributed job over gloo."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -101,11 +92,7 @@ def turns(rank: int) -> Turns:
 
 
 def link_of(rounds: Sequence[Turns]) -> Link:
-    """Return the link that turns were taken on.
-
-    Args:
-        rounds: of one of the first two ranks.
-    """
+    """Return the link that turns were taken on."""
     small, large = (_mean([seconds for turn in rounds for seconds in turn[at]]) for at in (0, 1))
     per_byte = max(1e-12, (large - small) / (LARGE - SMALL))
     return Link(latency_s=max(1e-7, small - SMALL * per_byte), bytes_per_s=1 / per_byte)

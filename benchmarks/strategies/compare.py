@@ -72,10 +72,7 @@ def trained(run: Run) -> Curve:
 def all_trained(runs: list[Run], told: Told, processes: int = PROCESSES) -> Iterator[tuple[Run, Curve]]:
     """Train runs, some at once, one thread each; give each as it is done.
 
-    Args:
-        runs: to train.
-        told: of progress.
-        processes: at once; 0 trains in this process.
+    `processes=0` trains in this process.
     """
     if not processes:
         yield from ((run, trained(run)) for run in runs)
@@ -91,10 +88,7 @@ def all_trained(runs: list[Run], told: Told, processes: int = PROCESSES) -> Iter
 def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, int]) -> list[Run]:
     """Return the runs of the comparison, seed by seed, so that it may be stopped and gone on with.
 
-    Args:
-        sets: of documents, by name.
-        seeds: of documents and their order, by family of models.
-        steps: of minibatches, by set.
+    `seeds` are by family of models, `steps` (minibatches) by set.
     """
     first = next(iter(seeds))
     weights = {(family, name): base_of(family, of_set) for name, of_set in sets.items() for family in seeds}
@@ -183,12 +177,7 @@ class Setting:
 
 
 def settings(factors: tuple[int, ...], windows: tuple[int, ...]) -> list[Setting]:
-    """Return the settings of the sweep, random minibatches first.
-
-    Args:
-        factors: capacities, in the set's.
-        windows: documents packed at a time, beside the whole set.
-    """
+    """Return the settings of the sweep, random minibatches first."""
     found = [Setting(label=BASE, strategy="online")]
     for factor in factors:
         for window in (*windows, None):
@@ -218,21 +207,7 @@ def density(
     windows: tuple[int, ...] = (64,),
     processes: int = PROCESSES,
 ) -> Iterator[dict[str, Any]]:
-    """Train every setting on every seed, seed by seed.
-
-    Args:
-        of_set: the documents.
-        told: of progress.
-        known: keys of records that there are already.
-        steps: of minibatches.
-        seeds: of documents and their order.
-        factors: see `settings`.
-        windows: see `settings`.
-        processes: see `all_trained`.
-
-    Yields:
-        A record of each run: how full its packs are, and its loss.
-    """
+    """Train every setting on every seed, seed by seed."""
     all_settings = {setting.label: setting for setting in settings(factors, windows)}
     weights = base_of("llama", of_set)
     wanted: list[Run] = []

@@ -56,11 +56,7 @@ class Feed:
         return "sdpa" if self.strategy in _RECTANGLES else "varlen"
 
     def steps(self, model: Any) -> Iterator[Fed]:
-        """Give the steps of one epoch.
-
-        Args:
-            model: that is trained, its attention being `attention`.
-        """
+        """Give the steps of one epoch."""
         return STRATEGIES[self.strategy](self, model)
 
 
@@ -100,12 +96,7 @@ def _sampled(feed: Feed, model: Any) -> Iterator[Fed]:
 
 
 def flattened(documents: Documents, ids: IntArray) -> Fed:
-    """Lay documents end to end as the flattening collator does.
-
-    Args:
-        documents: to choose from.
-        ids: int64: which.
-    """
+    """Lay documents end to end as the flattening collator does."""
     features = [
         {"input_ids": documents.tokens[documents.offsets[i] : documents.offsets[i + 1]]} for i in ids.tolist()
     ]
@@ -116,11 +107,8 @@ def flattened(documents: Documents, ids: IntArray) -> Fed:
 def _offline(feed: Feed, model: Any, *, kind: str, as_tokens: bool = False) -> Iterator[Fed]:
     """Pack everything beforehand with TRL, then train packs in random order.
 
-    Args:
-        feed: the documents.
-        model: not asked.
-        kind: TRL's strategy.
-        as_tokens: a step has the tokens of a minibatch; else as many packs as a minibatch has documents.
+    `kind` is TRL's strategy. With `as_tokens` a step has the tokens of a minibatch; else as many packs as a
+    minibatch has documents.
     """
     del model
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -180,12 +168,7 @@ def _ours(feed: Feed, model: Any) -> Iterator[Fed]:
 
 
 def from_batch(batch: vl.PackedBatch, model: Any) -> Fed:
-    """Return a batch of the loader as a step.
-
-    Args:
-        batch: of one step and rank.
-        model: whose attention is "varlen".
-    """
+    """Return a batch of the loader as a step."""
     arguments = hf.model_inputs(batch.to_torch(), model)
     ids, lengths = (np.asarray(part, np.int64) for part in (batch.document_ids, batch.document_lengths))
     return _fed(arguments, arguments["labels"], ids, lengths)

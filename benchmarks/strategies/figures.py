@@ -79,9 +79,8 @@ def runs_of(result: dict[str, Any], set_name: str, family: str, label: str) -> d
 def loss(run: dict[str, Any], *, at_equal: str) -> float:
     """Return a run's validation loss.
 
-    Args:
-        run: of the comparison.
-        at_equal: "tokens": after all documents; "steps": after as many steps as the strategy with the fewest takes.
+    `at_equal` is "tokens": after all documents; or "steps": after as many steps as the strategy with the fewest
+    takes.
     """
     if at_equal == "tokens":
         return float(run["validation"][-1][2])
@@ -124,12 +123,7 @@ def by_setting(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def above_base(found: dict[str, list[dict[str, Any]]], label: str) -> Estimate:
-    """Return how far a setting's loss lies above random minibatches of the same seed.
-
-    Args:
-        found: of `by_setting`.
-        label: the setting.
-    """
+    """Return how far a setting's loss lies above random minibatches of the same seed."""
     base = {record["seed"]: record["loss"] for record in found[BASE]}
     return estimate(
         record["loss"] - base[record["seed"]] for record in found[label] if record["seed"] in base
@@ -152,13 +146,7 @@ class Speed:
 
 
 def speed(contestants: list[dict[str, Any]], name: str, peer: str = "padding") -> Speed:
-    """Return a contestant's speed beside a peer's in the same race.
-
-    Args:
-        contestants: of the race.
-        name: the strategy.
-        peer: the other.
-    """
+    """Return a contestant's speed beside a peer's in the same race."""
     by_name = {contestant["strategy"]: contestant for contestant in contestants}
     steps, others = by_name[name]["steps"], by_name[peer]["steps"]
     tokens = sum(step["tokens"] for step in steps)

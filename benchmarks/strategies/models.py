@@ -44,10 +44,7 @@ _COMMON = {
 def build(family: str, seed: int, attention: str) -> Any:
     """Build a model.
 
-    Args:
-        family: of `FAMILIES`.
-        seed: of the weights; equal seeds give equal weights whatever the attention.
-        attention: transformers' name of it, or "varlen".
+    Equal seeds give equal weights whatever the attention: transformers' name of it, or "varlen".
     """
     hf.register()
     torch.manual_seed(seed)
@@ -75,12 +72,7 @@ def build(family: str, seed: int, attention: str) -> Any:
 
 
 def with_lora(model: Any, seed: int) -> Any:
-    """Return a model whose weights are frozen, with adapters at every projection, which alone are trained.
-
-    Args:
-        model: a trained base.
-        seed: of the adapters.
-    """
+    """Return a model whose weights are frozen, with adapters at every projection, which alone are trained."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)

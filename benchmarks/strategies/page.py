@@ -50,11 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def written(page: str, result: dict[str, Any]) -> str:
-    """Return a page whose marked parts say what the result says.
-
-    Raises:
-        KeyError: a part that nothing writes.
-    """
+    """Return a page whose marked parts say what the result says."""
     return _PART.sub(lambda part: f"{part['start']}\n{TABLES[part['name']](result)}\n\n{part['end']}", page)
 
 

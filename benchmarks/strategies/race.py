@@ -159,14 +159,7 @@ class Contestant:
         return self
 
     def ask(self, method: str) -> Any:
-        """Call a method of the contestant and return what it returns.
-
-        Args:
-            method: without arguments.
-
-        Raises:
-            RuntimeError: it failed or died.
-        """
+        """Call a method of the contestant and return what it returns."""
         with suppress(OSError):
             self._connection.send(method)
         return self._receive()
@@ -204,13 +197,7 @@ class Raced:
 def race(entries: dict[str, Entry], most_steps: int, told: Told) -> list[dict[str, Any]]:
     """Let contestants train steps in turns.
 
-    Args:
-        entries: by strategy.
-        most_steps: of each, fewer where its epoch is over before.
-        told: of progress.
-
-    Returns:
-        One record a contestant, of `Raced`.
+    At most so many of each, fewer where its epoch is over before; returns a record a contestant, of `Raced`.
     """
     found = {name: Raced(strategy=name) for name in entries}
     with ExitStack() as stack:
@@ -244,17 +231,7 @@ def races(
 ) -> Iterator[dict[str, Any]]:
     """Race all strategies on every family and set.
 
-    Args:
-        sets: of documents, by name.
-        told: of progress.
-        known: keys of records that there are already.
-        families: of models.
-        steps: of each contestant, by set.
-        epoch: minibatches that documents are drawn for, by set.
-        raced: strategies.
-
-    Yields:
-        A record of each race.
+    `steps` are of each contestant, `epoch` the minibatches that documents are drawn for, both by set.
     """
     for name, of_set in sets.items():
         documents = of_set.draw(epoch[name], 0)
@@ -282,17 +259,7 @@ LORA_RATE = 8e-3
 def lora(
     sets: dict[str, TextSet], told: Told, known: Container[str], *, steps: int
 ) -> Iterator[dict[str, Any]]:
-    """Race adapters on a base of the longer set, over one epoch of the short set.
-
-    Args:
-        sets: of documents, by name.
-        told: of progress.
-        known: keys of records that there are already.
-        steps: minibatches of the short set that adapters learn.
-
-    Yields:
-        The record of the race.
-    """
+    """Race adapters on a base of the longer set, over one epoch of the short set."""
     if "lora" in known:
         return
     one_thread()
@@ -326,17 +293,7 @@ BASE_TOKENS = 8
 def extreme(
     told: Told, known: Container[str], *, factors: dict[int, int], base: int = BASE_TOKENS
 ) -> Iterator[dict[str, Any]]:
-    """Race strategies on such documents.
-
-    Args:
-        told: of progress.
-        known: keys of records that there are already.
-        factors: how much longer the long documents are, and for how many steps.
-        base: tokens of a short document.
-
-    Yields:
-        A record of each race.
-    """
+    """Race strategies on such documents."""
     for factor, steps in factors.items():
         if f"{factor}x" in known:
             continue

@@ -163,17 +163,7 @@ def on_ranks(
 ) -> Iterator[dict[str, Any]]:
     """Train every sampler on every number of ranks.
 
-    Args:
-        of_set: the documents.
-        told: of progress.
-        known: keys of records that there are already.
-        steps: of minibatches.
-        seeds: of documents and their order.
-        worlds: numbers of ranks.
-        peers: whether axolotl's sampler, which has to be installed, takes part.
-
-    Yields:
-        A record of each sampler, seed and number of ranks.
+    Unless `peers`, axolotl's sampler, which has to be installed, takes no part.
     """
     samplers = (*(PEERS if peers else ()), *OURS)
     for count, (world, seed) in enumerate(itertools.product(worlds, range(seeds)), start=1):
@@ -213,11 +203,7 @@ def _job(of_set: TextSet, sampler: str, steps: int, seed: int, folder: Path) -> 
 
 
 def _run(jobs: list[Job], world: int) -> list[list[dict[str, Any]]]:
-    """Run jobs one after the other on as many processes; returns for each what its ranks tell.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
+    """Run jobs one after the other on as many processes; returns for each what its ranks tell."""
     context = processes()
     links, ranks = [], []
     for rank in range(world):

@@ -54,12 +54,7 @@ class TextSet:
     """Of the documents, how many were longer than a pack and lost their end, for every strategy alike."""
 
     def draw(self, steps: int, seed: int) -> Documents:
-        """Draw the documents of a run in random order: `steps` minibatches.
-
-        Args:
-            steps: of minibatches.
-            seed: same seed, same documents in the same order.
-        """
+        """Draw the documents of a run in random order: `steps` minibatches."""
         wanted = steps * self.shape.documents
         available = len(self.train.lengths)
         if wanted > available:
@@ -69,14 +64,7 @@ class TextSet:
 
 @cache
 def text_sets(quick: bool) -> dict[str, TextSet]:
-    """Read, tokenize and cut both sets; one vocabulary is learned from them.
-
-    Args:
-        quick: few documents of the interpreter's own sources.
-
-    Raises:
-        RuntimeError: the texts aren't there.
-    """
+    """Read, tokenize and cut both sets; one vocabulary is learned from them."""
     if quick:
         texts = list(itertools.islice(interpreter_texts(), 500))
         plans = {
@@ -132,15 +120,7 @@ def cut(documents: Documents, longest: int) -> Documents:
 
 
 def extremes(factor: int, minibatches: int, shape: Shape, base: int, seed: int = 0) -> Documents:
-    """Make documents of which one in a minibatch, on average, is `factor` times as long as all others.
-
-    Args:
-        factor: how much longer the long ones are.
-        minibatches: so many times `shape.documents` are made.
-        shape: of a step.
-        base: tokens of a short document.
-        seed: of the order and the tokens, which are random.
-    """
+    """Make documents of which one in a minibatch, on average, is `factor` times as long as all others."""
     rng = np.random.default_rng([seed, factor])
     count = minibatches * shape.documents
     lengths = np.full(count, base)

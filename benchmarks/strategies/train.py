@@ -55,11 +55,7 @@ class Curve:
     seconds: float = 0.0
 
     def loss_at_step(self, step: int) -> float:
-        """Return the validation loss after so many steps.
-
-        Raises:
-            KeyError: it wasn't measured there.
-        """
+        """Return the validation loss after so many steps."""
         return {done: loss for done, _, loss in self.validation}[step]
 
     @property
@@ -86,11 +82,7 @@ class Ledger:
         np.add.at(self.pieces, fed.document_ids, 1)
 
     def check(self, *, whole: bool) -> None:
-        """Require that every token was trained once, and of whole documents each in one piece.
-
-        Raises:
-            WrongResultError: it wasn't.
-        """
+        """Require that every token was trained once, and of whole documents each in one piece."""
         if not np.array_equal(self.seen, self.lengths) or (whole and (self.pieces != 1).any()):
             wrong = int((self.seen != self.lengths).sum())
             raise WrongResultError(f"{wrong:,} of {self.lengths.size:,} documents weren't trained once")
@@ -107,16 +99,7 @@ def train(
 ) -> Curve:
     """Train one epoch, and check that it was one.
 
-    Args:
-        model: its attention is set to the feed's.
-        feed: the steps.
-        validation: documents held back.
-        at_step: validate after this step too.
-        points: validations at equal distances in tokens, the last one at the end.
-        learning_rate: constant.
-
-    Raises:
-        WrongResultError: a document wasn't trained exactly once.
+    It is validated at `points` equal distances in tokens, the last one at the end, and after `at_step`.
     """
     curve, ledger = Curve(), Ledger(lengths=feed.documents.lengths)
     optimizer = make_optimizer(model, learning_rate)
@@ -139,10 +122,7 @@ def train(
 def gradients(model: Any, fed: Fed, num_targets: int | None = None) -> float:
     """Add a step's gradients, and return its loss.
 
-    Args:
-        model: in training.
-        fed: the step, or a rank's part of it.
-        num_targets: of the whole step, if more ranks take part.
+    `num_targets` are those of the whole step, if more ranks take part.
     """
     inputs = fed.inputs
     return add_gradients(bare(model), inputs.arguments, inputs.labels, num_targets or inputs.num_targets)
@@ -191,12 +171,7 @@ BASE_RATE = 4e-3
 
 
 def base_of(family: str, of_set: TextSet) -> str:
-    """Train a base unless it is there; returns the file that holds its weights.
-
-    Args:
-        family: of models.
-        of_set: whose `base` documents it learns, as random minibatches, once.
-    """
+    """Train a base unless it is there; returns the file that holds its weights."""
     said = hashlib.sha256(of_set.base.tokens.tobytes() + of_set.base.offsets.tobytes())
     said.update(f"{family} {BASE_RATE} {of_set.shape} {torch.__version__}".encode())
     said.update(Path(models.__file__).read_bytes())
@@ -213,13 +188,7 @@ def base_of(family: str, of_set: TextSet) -> str:
 
 
 def started(family: str, attention: str, weights: str) -> Any:
-    """Build a model that begins with weights from a file.
-
-    Args:
-        family: of models.
-        attention: transformers' name of it, or "varlen".
-        weights: of `base_of`.
-    """
+    """Build a model that begins with weights from a file."""
     model = build(family, 0, attention)
     model.load_state_dict(torch.load(weights, weights_only=True))
     return model
