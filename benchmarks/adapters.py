@@ -49,7 +49,6 @@ _WHY = {
 
 
 def adapter_steps() -> list[Step]:
-    """Return what this section measures."""
     collators = [
         Step(
             f"the flattening collator from {form}, {size} packs of {kind}",
@@ -79,7 +78,6 @@ _WHY_EPOCH = {
 
 
 def _features(batch: Batch, form: str, labelled: bool) -> Any:
-    """Return a batch's documents as a data loader hands them over."""
     if form == "arrow":
         return _table(batch, labelled)
     columns = {"input_ids": _documents(batch, form)}
@@ -100,7 +98,6 @@ def _documents(batch: Batch, form: str) -> list:
 
 
 def _table(batch: Batch, labelled: bool) -> Any:
-    """Return neighbouring rows of a data set in Arrow's form, tokens of 32 bits."""
     import pyarrow as pa
 
     ids = pa.array([document.astype("int32") for document in batch.packed_arrays], pa.list_(pa.int32()))
@@ -127,7 +124,6 @@ def _race_collator(form: str, kind: str, size: int, labelled: bool) -> list[Row]
 
 
 def _race_trl(form: str) -> list[Row]:
-    """Race TRL's collator, from lists and from what it takes fastest."""
     from varlen.adapters.trl.collator import DataCollatorForLanguageModeling
 
     batch = Batch.of("log-normal", MEDIUM)
@@ -150,7 +146,6 @@ def _race(
     target: float,
     note: str,
 ) -> Race:
-    """Check that two collators give the same, then time them."""
     checks.same_outputs(ours(), theirs())
     num_tokens = batch.documents.num_tokens
     return race(
@@ -240,7 +235,6 @@ def _race_concatenate() -> list[Row]:
 
 
 def _race_reader(kind: str) -> list[Row]:
-    """Count the rows of a file of token ids."""
     documents = _rust_documents()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"data.{kind}")

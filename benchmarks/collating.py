@@ -52,7 +52,6 @@ class Batch:
 
     @property
     def packed_lists(self) -> list[list[int]]:
-        """The documents as lists, in the order in which they stand in the packs."""
         return [self.documents.lists[i] for i in self.packing.document_ids.tolist()]
 
     @property
@@ -70,7 +69,6 @@ _TENSORS = "flat arrays, then to_torch"
 
 
 def steps() -> list[Step]:
-    """Return what this section measures."""
     return [
         Step("the flattening collator's best cases", _race_best_cases),
         *(
@@ -84,7 +82,6 @@ def steps() -> list[Step]:
 
 
 def _ours(batch: Batch, form: str, layout: str = "flat", out: Any = None) -> Callable[[], vl.PackedBatch]:
-    """Return the call of `vl.collate` on a batch in one of its input forms."""
     documents = batch.documents
     given = {
         "flat": (documents.tokens, documents.offsets),
@@ -122,7 +119,6 @@ def _sweep() -> dict[tuple[str, int, str], float]:
 
 
 def _best_form(kind: str, size: int) -> str:
-    """Return the input form from which the collator handles a batch fastest."""
     return max(transformers.INPUTS, key=lambda form: _sweep()[kind, size, form])
 
 
@@ -217,7 +213,6 @@ def _race(
     target: float | None,
     note: str,
 ) -> Race:
-    """Time two calls that were checked already."""
     num_tokens = batch.documents.num_tokens
     return race(
         f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, from {form}",

@@ -53,35 +53,29 @@ class Documents:
 
     @classmethod
     def draw(cls, lengths: npt.ArrayLike, *, vocabulary: int = VOCABULARY, seed: int = 0) -> Documents:
-        """Draw uniform token ids for documents of these lengths."""
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         tokens = np.random.default_rng(seed).integers(0, vocabulary, int(offsets[-1]), dtype=np.int32)
         return cls(tokens, offsets)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
         return len(self.tokens)
 
     @property
     def lengths(self) -> Int64Array:
-        """int64 `[num_documents]`."""
         return np.diff(self.offsets)
 
     @cached_property
     def arrays(self) -> list[Int32Array]:
-        """One array a document, views of the flat one."""
         bounds = self.offsets.tolist()
         return [self.tokens[a:b] for a, b in pairwise(bounds)]
 
     @cached_property
     def lists(self) -> list[list[int]]:
-        """One list of ints a document."""
         return [array.tolist() for array in self.arrays]
 
     @cached_property
     def arrow(self) -> Any:
-        """A `pyarrow.ListArray` of int32 over the same tokens."""
         import pyarrow as pa
 
         return pa.ListArray.from_arrays(pa.array(self.offsets.astype(np.int32)), pa.array(self.tokens))

@@ -89,12 +89,10 @@ _CONTESTS = (
 
 
 def steps() -> list[Step]:
-    """Return what this section measures."""
     return [Step(f"{c.form}, {c.processes} of theirs", partial(_race, c)) for c in _CONTESTS]
 
 
 def _race(contest: _Contest) -> list[Row]:
-    """Race one contest in alternating rounds of whole processes."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         path, tokenizer, tokens, offsets = _input(contest.form, place)
@@ -152,7 +150,6 @@ def _note(ours: list[tuple[float, float]], after_imports: list[float]) -> str:
 
 
 def _input(form: str, folder: Path) -> tuple[Path, Path | None, np.ndarray | None, np.ndarray]:
-    """Write the input; returns its path, the tokenizer's, and the documents where they are tokens."""
     if form == "text":
         path, tokenizer = folder / "data.jsonl", folder / "tokenizer.json"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in source_texts()))
@@ -172,7 +169,6 @@ def _input(form: str, folder: Path) -> tuple[Path, Path | None, np.ndarray | Non
 
 
 def _run_ours(path: Path, tokenizer: Path | None, out: Path) -> tuple[float, float]:
-    """Run `varlen pack`; returns wall and processor seconds of its process and of those it starts."""
     command = ["-m", "varlen", "pack", path, "-o", out, "--capacity", CAPACITY, "--overlong", "truncate"]
     if tokenizer is not None:
         command += ["--tokenizer", tokenizer]

@@ -40,7 +40,6 @@ BATCH_DOCUMENTS = 480
 
 
 def packing_steps() -> list[Step]:
-    """Return what this section measures."""
     return [
         Step("axolotl's sampler", partial(_race_ids, "sampler")),
         Step("axolotl's compiled loop alone", partial(_race_ids, "kernel")),
@@ -120,7 +119,6 @@ _PEERS = {
 
 
 def _race_ids(key: str) -> list[Row]:
-    """Race a peer whose packs hold document numbers."""
     lengths, peer = _lengths(NUM_DOCUMENTS), _PEERS[key]
     call = peer.make(lengths, CAPACITY)
     fill = checks.fill_of_ids(_as_ids(call()), lengths, CAPACITY)
@@ -143,7 +141,6 @@ def _race_megatron() -> list[Row]:
 
 
 def _race(lengths: np.ndarray, peer: _Peer, call: Callable[[], list], fill: float) -> Race:
-    """Check and time `vl.pack` beside a peer that was checked already."""
 
     def pack() -> vl.Packing:
         return vl.pack(lengths, capacity=CAPACITY)
@@ -161,7 +158,6 @@ def _race(lengths: np.ndarray, peer: _Peer, call: Callable[[], list], fill: floa
 
 
 def _race_pack_dataset(window: int | None) -> list[Row]:
-    """Race TRL end to end: Arrow column in, packed tokens out."""
     documents = _documents(NUM_DOCUMENTS)
     call = trl.pack_dataset(documents.arrow, CAPACITY, window=window)
     table = call().with_format("arrow")[:]
@@ -174,7 +170,6 @@ def _race_pack_dataset(window: int | None) -> list[Row]:
 
 
 def _race_grain(fit: grain.Fit, num_bins: int) -> list[Row]:
-    """Race grain end to end: token arrays in, padded rows of ids, segments and positions out."""
     documents = _documents(FEWER)
     call = grain.packer(documents.arrays, CAPACITY, fit=fit, num_bins=num_bins)
     rows = (_grain_row(row) for row in call())
@@ -221,7 +216,6 @@ def _race_tokens(
     call: Callable[[], object],
     fill: float,
 ) -> Race:
-    """Time `vl.pack` and `vl.collate` of every pack beside a peer that packs and moves tokens."""
     lengths = documents.lengths
 
     def pack_and_collate() -> vl.Packing:
@@ -254,7 +248,6 @@ def _as_ids(packs: list) -> list[list[int]]:
 
 
 def _list_arrays(column: object) -> list[np.ndarray]:
-    """Return a list column's rows as numpy arrays."""
     return [row.values.to_numpy() for chunk in column.chunks for row in chunk]
 
 
@@ -273,18 +266,15 @@ CHUNK = 10_000
 
 
 def window_steps() -> list[Step]:
-    """Return what this section measures: one step a real set."""
     names = [path.stem for path in sorted(REAL_LENGTHS.glob("*.npz"))]
     return [Step(name, partial(_measure_windows, name)) for name in names] or [Step("real sets", _no_sets)]
 
 
 def _no_sets() -> list[Row]:
-    """Say that there is nothing to measure."""
     raise RuntimeError("the real sets, shared/data/lengths beside the checkout, are not here")
 
 
 def _measure_windows(name: str) -> list[Row]:
-    """Compare packs of one set at every capacity; documents longer than a pack are split in both."""
     lengths = dict(real_lengths(only=name))[name]
     num_windows = -(-len(lengths) // WINDOW)
     rows: list[Row] = []
@@ -341,7 +331,6 @@ class Utilization:
 
     @property
     def improvement(self) -> float:
-        """Times as many tokens in a slot."""
         return self.packed / self.padded
 
 
@@ -385,7 +374,6 @@ def _clipped(lengths: np.ndarray, longest: int) -> Int32Array:
 
 
 def utilization_steps() -> list[Step]:
-    """Return what this section measures."""
     return [Step(f"mean {mean:,}", partial(_measure_utilization, mean)) for mean in PROMISED]
 
 
@@ -433,7 +421,6 @@ print(json.dumps({"wall_s": wall, "cpu_s": cpu, "bytes": peak_bytes() - before, 
 
 
 def scale_steps() -> list[Step]:
-    """Return what this section measures."""
     return [Step(f"{count:,} lengths", partial(_measure_scale, count)) for count in COUNTS]
 
 

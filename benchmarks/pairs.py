@@ -51,7 +51,6 @@ BENCHMARKS: dict[str, Benchmark] = {}
 
 
 def benchmark(**settings: Any) -> Callable[[Callable[[Path], Work]], Callable[[Path], Work]]:
-    """Name a benchmark after the function that prepares it."""
 
     def add(function: Callable[[Path], Work]) -> Callable[[Path], Work]:
         BENCHMARKS[function.__name__] = Benchmark(prepare=function, **settings)
@@ -240,7 +239,6 @@ def _environment(checkout: Path, more: tuple[tuple[str, str], ...] = ()) -> dict
 
 
 def run_one(name: str, inputs: Path) -> float:
-    """Run a benchmark in this process and return its seconds."""
     chosen = BENCHMARKS[name]
     work = chosen.prepare(inputs)
     if chosen.repeat:
@@ -254,7 +252,6 @@ def run_one(name: str, inputs: Path) -> float:
 
 
 def run_apart(name: str, checkout: Path, inputs: Path) -> float:
-    """Run a benchmark in a fresh interpreter with a checkout's source and return its seconds."""
     command = [sys.executable, "-m", "benchmarks.pairs", "--one", name, "--inputs", str(inputs)]
     done = subprocess.run(
         command,
@@ -270,7 +267,6 @@ def run_apart(name: str, checkout: Path, inputs: Path) -> float:
 
 
 def compare(name: str, other: Path, inputs: Path, pairs: int) -> dict[str, Any]:
-    """Time pairs of runs by turns and return their times and ratios."""
     checkouts = {"here": HERE, "other": other}
     for checkout in checkouts.values():  # compiled files and kernels come to be on disk
         run_apart(name, checkout, inputs)

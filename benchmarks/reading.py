@@ -39,12 +39,10 @@ FORMS = ("JSON lines", "JSON lines, zstd", "Parquet", "CSV")
 
 
 def reading_steps() -> list[Step]:
-    """Return what this section measures."""
     return [*(Step(form, partial(_race_texts, form)) for form in FORMS), Step("chats", _race_chats)]
 
 
 def _race_texts(form: str) -> list[Row]:
-    """Race reading a file against the tokenizer on texts that stand in memory."""
     with _file(form, [{"text": text} for text in source_texts()]) as path:
         return [_race(f"read and tokenize {form}", path, source_texts(), append_eos=False)]
 
@@ -92,7 +90,6 @@ def _race(what: str, path: Path, texts: list[str], *, append_eos: bool) -> Race:
 
 @contextmanager
 def _file(form: str, rows: list[dict[str, Any]]) -> Iterator[Path]:
-    """Write rows to a temporary file."""
     import csv
 
     import pyarrow as pa
@@ -140,7 +137,6 @@ _KINDS = ("plain", "thoughts", "tools", "tools and thoughts")
 
 
 def chat_steps() -> list[Step]:
-    """Return what this section measures."""
     if importlib.util.find_spec("trl") is None:
         return [Step("templates of TRL", _no_trl)]
     return [Step(path.stem, partial(_race_chat, path.stem)) for path in template_paths()]
@@ -188,7 +184,6 @@ def contestants(name: str, size: str) -> tuple[Callable[[], int], Callable[[], i
 
 
 def _anew(template: ChatTemplate) -> ChatTemplate:
-    """Return a template that has seen no chat yet."""
     return chat_template(
         template.source, special_tokens=template.special_tokens, end_marks=template.end_marks
     )
@@ -281,7 +276,6 @@ def _chat(
     text_arguments: bool = False,
     null: bool = False,
 ) -> Chat:
-    """Return a chat of one to six turns of a user and the assistant."""
     messages: list[dict[str, Any]] = []
     for number in range(num_turns or draw.randint(1, 6)):
         messages.append({"role": "user", "content": _text(draw, 8, 60, share)})
@@ -305,7 +299,6 @@ def _chat(
 
 
 def _tools(draw: random.Random, share: float) -> list[Any]:
-    """Return tools of their own for each chat, the first of which is called."""
     names = ["search", *draw.sample(("open_page", "run_code", "send_mail", "get_weather", "list_files"), 3)]
     properties = {
         "query": {"type": "string", "description": _text(draw, 3, 12, share)},
@@ -325,7 +318,6 @@ def _tools(draw: random.Random, share: float) -> list[Any]:
 
 
 def _text(draw: random.Random, least: int, most: int, share: float = 1.0) -> str:
-    """Return so many words in a row, of real text."""
     words, count = _words(), max(1, round(share * draw.randint(least, most)))
     start = draw.randrange(len(words) - count)
     return " ".join(words[start : start + count])

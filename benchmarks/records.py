@@ -42,7 +42,6 @@ def today() -> str:
 
 
 def machine() -> dict[str, str | int | float]:
-    """Return the processor's name, its cores, the memory in GiB and the operating system."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_model(),
@@ -74,7 +73,6 @@ def versions() -> dict[str, str]:
 
 
 def stamp() -> dict[str, Any]:
-    """Return what a result file begins with: the date, the machine and the versions."""
     return {"date": today(), "machine": machine(), "versions": versions()}
 
 
@@ -94,7 +92,6 @@ def _said(*command: str) -> str:
 
 
 def newest(folder: Path) -> Path:
-    """Return the result file with the latest date in its name; FileNotFoundError where there is none."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise FileNotFoundError(f"no result file in benchmarks/{folder.name}; run `make bench`")
@@ -146,7 +143,6 @@ def opened(asked: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Pat
 
 
 def rounded(value: Any, digits: int) -> Any:
-    """Return plain data with floats of so many digits that count."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):

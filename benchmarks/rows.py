@@ -69,7 +69,6 @@ class Race:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached at equal or better fill; None without a target."""
         if self.target is None:
             return None
         is_as_full = self.ours.fill is None or self.peer.fill is None or self.ours.fill >= self.peer.fill
@@ -110,7 +109,6 @@ class Limit:
 
     @property
     def met(self) -> bool | None:
-        """Whether the value keeps to the limit; None without one."""
         return None if self.limit is None else self.value <= self.limit
 
 

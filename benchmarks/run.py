@@ -161,7 +161,6 @@ def _tables_of(section: str, rows: list[Row]) -> Iterator[Table]:
 
 
 def _table_of_absent(absent: list[dict[str, Any]]) -> Table:
-    """Return what couldn't be measured, and why."""
     table = Table("not measured", "why", title_justify="left", expand=True)
     for entry in absent:
         table.add_row(entry["what"], entry["why"])

@@ -43,20 +43,17 @@ print(json.dumps(time.perf_counter() - start))
 
 
 def startup_steps() -> list[Step]:
-    """Return what this section measures."""
     calls = [Step(f"first call of {count:,} lengths", partial(_first_calls, count)) for count in COUNTS]
     return [Step("import varlen", _import), *calls]
 
 
 def _import() -> list[Row]:
-    """Time `import varlen` in fresh interpreters, the first of them not counted."""
     measure(_IMPORT)
     times = [measure(_IMPORT) for _ in range(RUNS)]
     return [Limit.of_times("import varlen", times, IMPORT_LIMIT_S)]
 
 
 def _first_calls(count: int) -> list[Row]:
-    """Time the first packing call of a process, with the compiled kernels on disk and without."""
     cold = []
     for _ in range(FIRST_EVER_RUNS):
         with tempfile.TemporaryDirectory() as folder:
@@ -80,19 +77,16 @@ LIMIT_NATS = 1e-5
 
 
 def demo_steps() -> list[Step]:
-    """Return what this section measures."""
     return [Step("varlen demo on the interpreter's sources", _run_demo)]
 
 
 def _run_demo() -> list[Row]:
-    """Run the demo as a user would, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["-m", "varlen", "demo", "--json", "--output", Path(folder, "report.html")]
         return rows_of(json.loads(output(arguments, every_core())))
 
 
 def rows_of(figures: dict[str, Any]) -> list[Row]:
-    """Return the rows for what the demo printed: flattened against every baseline, the loss, and its length."""
     methods = {method["name"]: method for method in figures["methods"]}
     flattened = methods["flattened"]
     what = (

@@ -126,7 +126,6 @@ def measure(program: str, *arguments: object, environment: Mapping[str, str] | N
 
 
 def output(arguments: list[Any], environment: Mapping[str, str]) -> str:
-    """Run Python with these arguments, and return what it prints."""
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -147,7 +146,6 @@ def forget_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most memory held so far."""
     return _status("VmHWM")
 
 

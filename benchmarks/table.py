@@ -40,7 +40,6 @@ TITLES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrite or check the page; return the exit code."""
 
     def fresh(page: str) -> str:
         return spliced(page, render(*results(RESULTS)))
@@ -96,7 +95,6 @@ def render(result: dict[str, Any], apart: Mapping[str, dict[str, Any]] | None = 
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return one section's rows as a markdown table; of a group only the row nearest to its limit."""
     listed = list(rows)
     races = [row for row in listed if isinstance(row, Race)]
     limits = worst_of_groups([row for row in listed if isinstance(row, Limit)])
@@ -118,7 +116,6 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def race_line(row: Race, has_fill: bool) -> str:
-    """Return a race as a line of a table."""
     cells = [
         row.what + (f" ({row.note})" if row.note else ""),
         f"`{row.ours.call}`<br>{_times(row.ours, row.tokens)}",
@@ -134,7 +131,6 @@ def race_line(row: Race, has_fill: bool) -> str:
 
 
 def limit_line(row: Limit) -> str:
-    """Return a limited figure as a line of a table."""
     measured = quantity(row.value, row.unit)
     if len(row.samples) > 1:
         measured += f" ({quantity(min(row.samples), row.unit)} to {quantity(max(row.samples), row.unit)})"
@@ -146,7 +142,6 @@ def limit_line(row: Limit) -> str:
 
 
 def verdict(met: bool | None) -> str:
-    """Return a verdict as a word; nothing for rows without a target."""
     return "" if met is None else ("yes" if met else "**no**")
 
 
@@ -156,7 +151,6 @@ def ratio_text(ratio: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """Return a value with a unit that keeps it readable."""
     if unit == "s":
         for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
             if value >= scale:
@@ -168,7 +162,6 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _times(contestant: Contestant, tokens: int | None) -> str:
-    """Return a contestant's median and range, and its rate where there is one."""
     walls = contestant.samples.wall_s
     middle = contestant.samples.median_s
     text = quantity(middle, "s")
@@ -181,7 +174,6 @@ def _times(contestant: Contestant, tokens: int | None) -> str:
 
 
 def _origin(result: dict[str, Any]) -> str:
-    """Say on what and when the figures were measured."""
     machine, versions = result["machine"], dict(result["versions"])
     ours = f"varlen {versions.pop('varlen')} ({versions.pop('commit')})"
     others = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -204,7 +196,6 @@ def _score(rows: list[Row]) -> str:
 
 
 def _title(row: Row) -> str:
-    """Return what a row is about in a few words."""
     if isinstance(row, Limit):
         return f"{row.what} ({quantity(row.value, row.unit)})"
     ratios = f"{ratio_text(row.ratio)} of {ratio_text(row.target or 0)}"

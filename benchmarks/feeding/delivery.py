@@ -58,7 +58,6 @@ class Delivery:
 
 
 def varlen(folder: Path, options: dict[str, Any]) -> Delivery:
-    """Set up `vl.PackedLoader`, over a token store or over text."""
     import varlen as vl
 
     is_torch, data = options.pop("to_torch", False), folder / options.pop("data", "store")
@@ -103,7 +102,6 @@ def tokenizers(folder: Path, options: dict[str, Any]) -> Delivery:
 
 
 def grain(folder: Path, options: dict[str, Any]) -> Delivery:
-    """Set up grain over tokens that are mapped into memory."""
     from benchmarks.peers import grain
 
     files = (str(folder / "tokens.npy"), str(folder / "offsets.npy"))
@@ -139,7 +137,6 @@ def trl(folder: Path, options: dict[str, Any]) -> Delivery:
 
 
 def mosaic(folder: Path, options: dict[str, Any]) -> Delivery:
-    """Set up MosaicML Streaming with a packing collator."""
     from benchmarks.peers import mosaic
 
     is_own = options["collator"] == "own"
@@ -158,13 +155,7 @@ def mosaic(folder: Path, options: dict[str, Any]) -> Delivery:
     )
 
 
-CONTESTANTS = {
-    "varlen": varlen,
-    "tokenizers": tokenizers,
-    "grain": grain,
-    "trl": trl,
-    "mosaic": mosaic,
-}
+CONTESTANTS = {"varlen": varlen, "tokenizers": tokenizers, "grain": grain, "trl": trl, "mosaic": mosaic}
 
 
 def _rows_of(ids: Any, labels: Any, positions: Any, segments: Any) -> list[Any]:
@@ -190,7 +181,6 @@ class Delivered:
     """Spent once on all documents, before the first batch."""
 
     def seconds_for(self, tokens: int) -> float:
-        """Return how long as many tokens take, preparation not counted."""
         return tokens * self.seconds / self.tokens
 
     def seconds_in_all(self, tokens: int) -> float:
@@ -224,7 +214,6 @@ def check(delivery: Delivery, folder: Path) -> dict[str, float]:
 
 
 def deliver(delivery: Delivery, batches: Iterator[Any], seconds: float) -> dict[str, float]:
-    """Take batches as fast as they come, for so many seconds after some that aren't counted."""
     begun = time.perf_counter()
     while time.perf_counter() - begun < _WARM_S:
         for _ in range(delivery.at_a_time):
@@ -246,7 +235,6 @@ class _Desk:
         self._endless: Iterator[Any] | None = None
 
     def obey(self, order: dict[str, Any]) -> dict[str, float]:
-        """Check, or deliver."""
         if self._delivery is None or order["options"] != self._options:
             self._endless = self._delivery = None
             gc.collect()  # which ends the workers of the one before
@@ -260,7 +248,6 @@ class _Desk:
 
 
 def main() -> None:
-    """Obey until the standard input ends."""
     folder, name = Path(sys.argv[1]), sys.argv[2]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:CORES]))
@@ -280,7 +267,6 @@ class Contestant:
     """A contestant's process, seen from outside."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Start it, with a cache of its own."""
         self.name = name
         self._errors = (folder / f"{name}.err").open("w+")
         self._process = subprocess.Popen(
@@ -294,7 +280,6 @@ class Contestant:
         )
 
     def __enter__(self) -> Contestant:
-        """Return itself."""
         return self
 
     def check(self, options: dict[str, Any]) -> float:
@@ -302,7 +287,6 @@ class Contestant:
         return self._ask(options, None)["fill"]
 
     def deliver(self, options: dict[str, Any], seconds: float) -> Delivered:
-        """Have it deliver for some seconds."""
         return Delivered(**self._ask(options, seconds))
 
     def _ask(self, options: dict[str, Any], seconds: float | None) -> dict[str, float]:
@@ -330,7 +314,6 @@ class Contestant:
                 os.kill(process, signal_)
 
     def __exit__(self, *_: object) -> None:
-        """End it with all that it started."""
         for process in _descendants(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -56,7 +56,6 @@ class _Peer:
 
 
 def _each(**choices: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
-    """Return all combinations of some settings."""
     found: list[dict[str, Any]] = [{}]
     for name, values in choices.items():
         found = [{**one, name: value} for one in found for value in values]
@@ -96,7 +95,6 @@ _PEERS = {
 
 
 def steps() -> list[Step]:
-    """Return what this section measures."""
     return [
         *(
             Step(f"from tokens, beside {peer.name}", partial(_race_tokens, key))
@@ -119,7 +117,6 @@ def store_folder() -> Path:
 
 @cache
 def text_folder() -> Path:
-    """Write texts and a tokenizer, and return their folder, removed at the end."""
     folder = _temporary()
     trained_tokenizer().save(str(folder / "tokenizer.json"))
     lines = [json.dumps({"text": text}) + "\n" for text in source_texts()]
@@ -174,7 +171,6 @@ _OURS = f"PackedLoader, worker process, its defaults; delivers rows of {_DELIVER
 
 
 def _race_text() -> list[Row]:
-    """Race streaming from text against the bare tokenizer."""
     folder = text_folder()
     files = {"more_texts.jsonl": TEXT_TARGET, "texts.jsonl": None}
     bare = {"texts_at_once": 2_000}

@@ -31,7 +31,6 @@ class SyntheticLengths:
     fingerprint = "synthetic"
 
     def __init__(self, num_documents: int = DOCUMENTS, num_parts: int = PARTS) -> None:
-        """Take how many documents there are, and in how many parts of one shard each."""
         bounds = np.linspace(0, num_documents, num_parts + 1).astype(np.int64)
         self.num_parts = num_parts
         self.documents: IntArray = np.diff(bounds)
@@ -46,7 +45,6 @@ class SyntheticLengths:
         """Return at once."""
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents."""
         share = ((hashed(self._before[shards] + documents, 7) >> np.uint64(11)) + 0.5) / 2**53
         lengths: IntArray = np.clip(np.exp(6 + np.log(share / (1 - share)) / 1.55), 1, CAPACITY).astype(
             np.int64
@@ -87,7 +85,6 @@ print(json.dumps({"restore_s": restore, "wall_s": wall, "cpu_s": cpu, "documents
 
 
 def steps() -> list[Step]:
-    """Return what this section measures."""
     return [Step(f"{DOCUMENTS:,} documents", _measure)]
 
 

@@ -40,14 +40,12 @@ SETS = {
 
 
 def steps() -> list[Step]:
-    """Return what is measured: one step a set."""
     if not REAL_LENGTHS.exists():
         return []
     return [Step(f"FSDP, {name}", partial(_race, name, target)) for name, target in SETS.items()]
 
 
 def _race(name: str, target: float | None) -> list[Row]:
-    """Train a set both ways."""
     lengths = dict(real_lengths(only=name))[name]
     chosen = np.random.default_rng(0).permutation(len(lengths))[:DOCUMENTS]
     documents = Documents.draw(np.clip(lengths[chosen], 2, CAPACITY), vocabulary=VOCABULARY)
@@ -70,7 +68,6 @@ def _race(name: str, target: float | None) -> list[Row]:
 
 
 def _said(job: dict[str, Any]) -> str:
-    """Say how long each rank waited for the other."""
     shares = " and ".join(f"{100 * waited / job['seconds']:.0f} %" for waited in job["waited"])
     return f"{job['steps']} steps, ranks wait {shares} of the time in collectives"
 
@@ -104,7 +101,6 @@ def _job(folder: Path, way: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train as one rank of a job."""
     import torch
     from torch import distributed
 
@@ -188,16 +184,11 @@ def _count_waiting() -> list[float]:
 
 
 def _packed(folder: Path, rank: int, model: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the inputs of each step and its tokens, a tiny one first."""
     import varlen as vl
     from varlen.adapters import hf
 
     with vl.PackedLoader(
-        folder / "store",
-        capacity=CAPACITY,
-        global_batch_size=RANKS,
-        dp_rank=rank,
-        dp_world_size=RANKS,
+        folder / "store", capacity=CAPACITY, global_batch_size=RANKS, dp_rank=rank, dp_world_size=RANKS
     ) as loader:
         yield hf.model_inputs(vl.collate([[1, 2, 3]], vl.pack([3], capacity=64)).to_torch(), model), 0
         for batch in loader:

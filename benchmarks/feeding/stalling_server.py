@@ -39,7 +39,6 @@ class _Files(BaseHTTPRequestHandler):
         self._answer(with_content=True)
 
     def do_HEAD(self) -> None:
-        """Answer without content."""
         self._answer(with_content=False)
 
     def log_message(self, *_: object) -> None:
@@ -76,7 +75,6 @@ class _Server(ThreadingHTTPServer):
 
 
 def main() -> None:
-    """Serve until told to end."""
     folder, first, every, stall = sys.argv[1:5]
     _Files.folder, _Files.begun, _Files.held = Path(folder), time.monotonic(), set()
     _Files.first_s, _Files.every_s, _Files.stall_s = float(first), float(every), float(stall)

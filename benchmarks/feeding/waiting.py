@@ -109,7 +109,6 @@ with vl.PackedLoader(data, tokenizer or None, **options) as loader:
 
 
 def steps(store: Callable[[], Path], text: Callable[[], Path]) -> list[Step]:
-    """Return what is measured."""
     return [
         Step("the call", partial(_call, store)),
         Step("steps of 50 ms", partial(_steps, store)),
@@ -172,7 +171,6 @@ def _first(store: Callable[[], Path], text: Callable[[], Path]) -> list[Row]:
 
 
 def _us(found: dict[str, Any]) -> str:
-    """Return what letting go of a batch takes."""
     return f"{1e6 * median(found['frees']):.0f} µs"
 
 

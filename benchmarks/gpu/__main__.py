@@ -50,7 +50,6 @@ PARTS: dict[str, Part] = {
 
 
 def run(parts: Sequence[str], file: Path, device: str) -> dict[str, Any]:
-    """Run parts one by one, each in a process; one that fails says why in its place, and the others run."""
     result: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {**machine(), "gpu": torch.cuda.get_device_name() if device == "cuda" else "none"},
@@ -106,12 +105,10 @@ def run_part(name: str, file: Path, device: torch.device) -> int:
 
 
 def _rows(found: Any) -> list[dict[str, Any]]:
-    """Return the rows of a part's result, which is one row, several, or absent."""
     return [found] if isinstance(found, dict) else found or []
 
 
 def main() -> int:
-    """Run the parts named on the command line, or all, and write the file named first."""
     if sys.argv[1:2] == ["--part"]:
         return run_part(sys.argv[2], Path(sys.argv[3]), torch.device(sys.argv[4]))
     if not torch.cuda.is_available():

@@ -15,7 +15,6 @@ ROUNDS = 5
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

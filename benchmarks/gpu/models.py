@@ -43,6 +43,5 @@ def llama(sizes: dict[str, int], device: torch.device, dtype: torch.dtype = torc
 
 
 def one_document(sizes: dict[str, int], tokens: int) -> vl.PackedBatch:
-    """Return a batch of one document of random tokens."""
     ids = np.random.default_rng(0).integers(0, sizes["vocab_size"], tokens, dtype=np.int32)
     return vl.collate([ids], vl.pack([tokens], capacity=tokens))

@@ -36,7 +36,6 @@ def steps(
     capacity: int = CAPACITY,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
-    """Time forward and backward on the same documents, padded to the longest of a micro-batch, and packed."""
     lengths, tokens, offsets = documents(sizes["vocab_size"], count, capacity)
     model = llama(sizes, device, dtype)
     packing = vl.pack(lengths, capacity=capacity)

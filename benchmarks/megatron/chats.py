@@ -61,7 +61,6 @@ class Chats:
             yield cls(tokens, (places >= np.repeat(some // 3, some)).astype(np.int8), offsets)
 
     def __len__(self) -> int:
-        """Count the chats."""
         return len(self.offsets) - 1
 
     @property
@@ -123,7 +122,6 @@ def chat_lengths(count: int, longest: int, seed: int = 0) -> Int64Array:
 
 
 def lengths_named() -> str:
-    """Say where the lengths come from."""
     has_real = any(True for _ in real_lengths(only=SET))
     return f"lengths of {SET}" if has_real else "log-normal lengths, as the real sets aren't here"
 

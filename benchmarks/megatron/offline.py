@@ -37,7 +37,6 @@ FEW = 5000
 
 
 def write_chats(path: str, count: str, longest: str, is_quiet: bool = False) -> None:
-    """Write a file of tokenized chats, a part at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -52,7 +51,6 @@ def write_chats(path: str, count: str, longest: str, is_quiet: bool = False) -> 
 
 
 def index_chats(path: str, folder: str) -> None:
-    """Make the token store of a file of tokenized chats."""
     from varlen.documents.source import open_source
     from varlen.offline.index import index_source
 
@@ -130,7 +128,6 @@ def _now() -> tuple[float, float]:
 
 
 def _print(before: tuple[float, float], **more: Any) -> None:
-    """Print what was taken since, as JSON."""
     after = _now()
     taken: dict[str, Any] = {"wall_s": after[0] - before[0], "cpu_s": after[1] - before[1]}
     print(json.dumps({**taken, "peak_bytes": peak_bytes(), **more}))
@@ -172,13 +169,11 @@ CONTESTS = (
 
 
 def steps() -> list[Step]:
-    """Return what is measured."""
     races = [Step(f"pack {c.count:,} chats, {c.first_fit}, {c.form}", partial(race, c)) for c in CONTESTS]
     return [*races, Step(f"pack {MILLION:,} chats", partial(pack_many, MILLION))]
 
 
 def race(contest: Contest, rounds: int = ROUNDS) -> list[Row]:
-    """Race one contest in alternating rounds of processes; a row of their memory beside it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = tokens_of(contest.count, folder)
@@ -231,7 +226,6 @@ def _memory_of(contest: Contest, ours: list[dict[str, float]], theirs: list[dict
 
 
 def pack_many(count: int) -> list[Row]:
-    """Pack more chats than the peer has room for, with varlen alone; positions are counted, and memory is limited."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = tokens_of(count, folder)
@@ -251,7 +245,6 @@ def pack_many(count: int) -> list[Row]:
 
 
 def tokens_of(count: int, folder: Path, longest: int = CAPACITY) -> Path:
-    """Draw chats and make their token store, in processes of their own; returns its folder."""
     chats, store = folder / "chats.parquet", folder / "tokens"
     _measure("write_chats", chats, count, longest)
     _measure("index_chats", chats, store)
@@ -260,7 +253,6 @@ def tokens_of(count: int, folder: Path, longest: int = CAPACITY) -> Path:
 
 
 def chat_tokens(count: int) -> int:
-    """Return the tokens of so many chats."""
     return int((chat_lengths(count, CAPACITY) + 1).sum())
 
 
@@ -306,12 +298,10 @@ def written(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _flat(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values and offsets of a list column."""
     return column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy().astype(np.int64)
 
 
 def _joined(rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values and offsets of lists of rows."""
     bounds = np.cumsum([0, *(len(row[name]) for row in rows)])
     return np.concatenate([np.array(row[name], np.int64) for row in rows]), bounds
 

@@ -63,7 +63,6 @@ class Comparison:
 
 
 def steps() -> list[Step]:
-    """Return what is compared."""
     return [
         Step(f"round trip, prepared by {RELEASE}, pad_seq_to_mult={m}", partial(prepared, m)) for m in (1, 8)
     ] + [
@@ -144,7 +143,6 @@ def _compare_replay(found: Comparison, documents: Rows, theirs: Rows, seed: int)
 def _compare_functions(
     found: Comparison, documents: Any, theirs: Rows, entry: dict[str, Any], seed: int
 ) -> None:
-    """Pack with varlen's functions of the same names, after the same seed."""
     np.random.seed(seed)  # noqa: NPY002
     sequences, histogram = megatron.create_hist(documents, PACK)
     packs, ours = megatron.create_packing_strategy(histogram, PACK, megatron_bridge.ALGORITHM)
@@ -250,7 +248,6 @@ def _compare_batches(
 
 
 def pickles() -> list[Row]:
-    """Read `.npy` files as NumPy 1 and 2 spell them, with masks of booleans and of numbers."""
     found = Comparison(".npy files of NumPy 1 and 2, read without unpickling")
     rows = [
         {"input_ids": [5, 70_000, 6, EOS], "loss_mask": [False, True, True, False], "seq_start_id": [0]},

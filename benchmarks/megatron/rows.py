@@ -52,7 +52,6 @@ def steps() -> list[Step]:
 
 
 def race_reads(packs: int, rows: int, rounds: int) -> list[Row]:
-    """Race shuffled reads: our file, our file as lists, the releases' file, the same with what we keep by default."""
     with tempfile.TemporaryDirectory() as folder, _read_files(packs, Path(folder)) as (own, other, count):
         peer = published.OneGroupReader(other)
         whole = "nothing decoded is kept, as of files far larger than memory"
@@ -105,7 +104,6 @@ def _race_reader(
 
 
 def _read(read: Callable[[int], object], turns: Iterator[int], rows: int) -> None:
-    """Read the next rows."""
     for _, index in zip(range(rows), turns):
         read(index)
 
@@ -124,7 +122,6 @@ def _read_files(packs: int, folder: Path) -> Iterator[tuple[Path, Path, int]]:
 
 
 def packed(packs: int, capacity: int = CAPACITY) -> Rows:
-    """Return so many packed rows of chats, best fit."""
     lengths = 320  # a little more than the mean, so that there are too many rows rather than too few
     return first_rows(
         Chats.draw(max(packs * capacity // lengths * 5 // 4, 100), capacity).rows(capacity), packs
@@ -141,7 +138,6 @@ def first_rows(flat: Rows, packs: int) -> Rows:
 
 
 def as_rows(flat: Rows) -> PackedRows:
-    """Return packed rows as varlen holds them."""
     tokens, mask, offsets, starts, document_offsets = flat
     return PackedRows(
         input_ids=tokens,
@@ -153,7 +149,6 @@ def as_rows(flat: Rows) -> PackedRows:
 
 
 def same_row(ours: dict[str, Any], theirs: dict[str, Any], index: int) -> None:
-    """Check that two readers give the same row."""
     for name, value in theirs.items():
         if list(ours[name]) != list(value):
             raise WrongResultError(f"row {index:,}: {name} differs between the readers")
@@ -167,7 +162,6 @@ RELEASE = "megatron-bridge 0.3.1"
 
 
 def race_collators(capacity: int, rows: int, rounds: int) -> list[Row]:
-    """Race the collator on rows in memory, then reading by number and collating, of rows of one size."""
     with tempfile.TemporaryDirectory() as folder:
         flat = first_rows(packed(rows, capacity), rows)
         own, other = _collate_files(flat, Path(folder))
@@ -221,7 +215,6 @@ def _race_collator(
     rounds: int,
     target: float | None,
 ) -> Race:
-    """Check that both give the same batch, and time them."""
     same_outputs(ours[1](), theirs[1]())
     note = f"equal in every key, dtype and value; {lengths_named()}"
     return race(what, ours, (RELEASE, *theirs), rounds=rounds, tokens=tokens, target=target, note=note)
@@ -237,7 +230,6 @@ def _collate_files(flat: tuple[np.ndarray, ...], folder: Path) -> tuple[Path, Pa
 
 
 def lists(path: Path) -> list[dict[str, list[int]]]:
-    """Return the rows of a packed Parquet file as the releases hold them."""
     reader = megatron_published.OneGroupReader(path)
     rows = []
     for index in range(len(reader)):

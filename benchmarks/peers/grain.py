@@ -39,7 +39,6 @@ class FlatTokens:
     """Documents of a file of tokens that is mapped into memory: grain's fastest source, as it copies nothing."""
 
     def __init__(self, tokens: str, offsets: str) -> None:
-        """Take the files, of `np.save`."""
         self._tokens, self._files = np.load(tokens, mmap_mode="r"), (tokens, offsets)
         self._offsets = np.load(offsets)
 
@@ -48,11 +47,9 @@ class FlatTokens:
         return FlatTokens, self._files
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return one document."""
         return {"input_ids": self._tokens[self._offsets[index] : self._offsets[index + 1]]}
 
 
@@ -91,7 +88,6 @@ def batches(
 
 
 def _as_feature(tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Name a document's tokens, as grain packs features by name."""
     return {"input_ids": tokens}
 
 

@@ -56,11 +56,9 @@ class Numbers:
     legacy = False
 
     def __init__(self, eos_id: int) -> None:
-        """Take the id that ends a document."""
         self.eos_id = self.eod = self.pad_id = eos_id
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids that a text spells."""
         return [int(word) for word in text.split()]
 
 

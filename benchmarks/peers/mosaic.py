@@ -87,7 +87,6 @@ Collator = Literal["llm-foundry", "own"]
 
 
 def write(folder: str, tokens: np.ndarray, offsets: np.ndarray) -> None:
-    """Write documents as MDS shards, without compression."""
     base = _base()
     with base.MDSWriter(out=folder, columns={"input_ids": "ndarray:int32"}) as out:
         for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
@@ -130,7 +129,6 @@ class RowsCollator:
     """Packs documents into rows, longest first, each into the first row that has room; the rest waits."""
 
     def __init__(self, capacity: int, rows: int) -> None:
-        """Take the shape of a batch."""
         self._capacity, self._rows = capacity, rows
         self._left: list[np.ndarray] = []
 
@@ -162,7 +160,6 @@ class RowsCollator:
 
 
 def _base() -> Any:
-    """Import `streaming.base` alone."""
     spec = importlib.util.find_spec("streaming")
     if spec is None:
         raise ImportError("mosaicml-streaming isn't installed")

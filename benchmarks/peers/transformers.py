@@ -11,11 +11,7 @@ INPUTS = ("lists", "numpy", "torch")
 
 
 def collator(
-    documents: list,
-    *,
-    return_tensors: Literal["np", "pt"],
-    complete: bool = True,
-    labels: list | None = None,
+    documents: list, *, return_tensors: Literal["np", "pt"], complete: bool = True, labels: list | None = None
 ) -> Callable[[], Mapping[str, Any]]:
     """Return a call that flattens documents into one row.
 

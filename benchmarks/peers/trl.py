@@ -77,7 +77,6 @@ def pack_dataset(arrow: Any, capacity: int, *, window: int | None) -> Callable[[
 
 
 def collator(documents: list) -> Callable[[], Mapping[str, Any]]:
-    """Return a call that flattens documents (lists, arrays or tensors) into one row with their boundaries."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)

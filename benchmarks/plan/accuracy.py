@@ -26,14 +26,7 @@ from varlen.cost.fit import mape
 from varlen.cost.hardware import Hardware
 from varlen.cost.memory import Saved
 from varlen.cost.model import CostModel
-from varlen.cost.rates import (
-    FORWARD_HEAD,
-    FORWARD_LAYER,
-    INPUT_HEAD,
-    INPUT_LAYER,
-    WEIGHT_HEAD,
-    WEIGHT_LAYER,
-)
+from varlen.cost.rates import FORWARD_HEAD, FORWARD_LAYER, INPUT_HEAD, INPUT_LAYER, WEIGHT_HEAD, WEIGHT_LAYER
 from varlen.cost.shape import ModelShape
 from varlen.runtime.calibrate import Bench
 from varlen.runtime.clock import bytes_meter
@@ -93,7 +86,6 @@ class Case:
 
 
 def one_gpu(packs: Packs) -> MicroPacks:
-    """Return the MicroPacks of one rank."""
     slices = np.array([piece for pack in packs for piece in pack], np.int32)
     return MicroPacks(
         rank_offsets=np.array([0, len(packs)], np.int32),
@@ -105,7 +97,6 @@ def one_gpu(packs: Packs) -> MicroPacks:
 
 
 def case(name: str, forward: Packs, backward: Packs, recompute: Recompute) -> Case:
-    """Return a step of one GPU: all forward tasks, then all backward tasks."""
     order = [FORWARD] * len(forward) + [BACKWARD] * len(backward)
     plan = StepPlan(
         lengths=np.array(LENGTHS, np.int32),
@@ -122,7 +113,6 @@ def case(name: str, forward: Packs, backward: Packs, recompute: Recompute) -> Ca
 
 
 def cases() -> list[Case]:
-    """Return the steps: graphs kept, and recomputed with other cuts in the backward pass."""
     return [
         case("no recomputation", FORWARD_PACKS, FORWARD_PACKS[::-1], "none"),
         case("full recomputation, passes cut apart", FORWARD_PACKS, BACKWARD_PACKS, "full"),
@@ -130,7 +120,6 @@ def cases() -> list[Case]:
 
 
 def decoder(settings: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Return the model with random weights, its gradients there already."""
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(LlamaConfig(**settings), dtype=dtype)
     for parameter in model.parameters():
@@ -139,7 +128,6 @@ def decoder(settings: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def tokens(settings: dict[str, Any]) -> torch.Tensor:
-    """Return random tokens of all documents."""
     return torch.randint(
         0, settings["vocab_size"], (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)
     )
@@ -150,11 +138,7 @@ def predicted_s(cost: CostModel, plan: StepPlan) -> np.ndarray:
 
     `run_step` runs all of the head, its forward too, in backward tasks.
     """
-    price, rates, layers = (
-        kernels.price,
-        cost.rates(Mesh()),
-        cost.model.layers,
-    )
+    price, rates, layers = (kernels.price, cost.rates(Mesh()), cost.model.layers)
     forward, backward = (
         price(p.slice_offsets, p.starts, p.stops, np.ones(len(p.starts), np.int32), rates)
         for p in (plan.forward, plan.backward)
@@ -165,7 +149,6 @@ def predicted_s(cost: CostModel, plan: StepPlan) -> np.ndarray:
 
 
 def timed(found: list[Case], device: torch.device) -> dict[str, Any]:
-    """Calibrate and run the steps in turns, and compare."""
     model, ids = decoder(CONFIG, torch.float32).to(device), tokens(CONFIG).to(device)
     shape = ModelShape.from_config(model.config)
     bench = Bench.of(shape, device=device, dtype=torch.float32, budget_s=BUDGET_S)
@@ -199,7 +182,6 @@ def timed(found: list[Case], device: torch.device) -> dict[str, Any]:
 
 
 def _compared(each: Case, cost: CostModel, runs: dict[str, list[TaskRun]]) -> dict[str, Any]:
-    """Return one step's tasks, predicted beside measured."""
     rounds = np.stack([run.seconds for run in runs[each.name]])
     packs = {FORWARD: each.plan.forward, BACKWARD: each.plan.backward}
     tasks = []
@@ -279,7 +261,6 @@ def predicted_bytes(shape: ModelShape, plan: StepPlan, saved: Saved = "layers") 
 
 
 def main() -> int:
-    """Measure, print, write; return 1 where a limit is missed."""
     torch.set_num_threads(1)
     device, begun, before = torch.device("cpu"), time.perf_counter(), load()
     found = cases()

@@ -53,7 +53,6 @@ def steps(seed: int = 0, repeats: int = 3) -> Iterator[Step]:
 
 
 def highs(step: Step, start: np.ndarray) -> Answer:
-    """HiGHS as varlen runs it."""
     found = improve_exactly(step.work, start, step.num_groups, nodes=NODES)
     return Answer(found.group_of, found.bound, found.is_optimal)
 
@@ -96,7 +95,6 @@ def cp_sat(step: Step, start: np.ndarray) -> Answer:
 
 
 def heaviest(step: Step, group_of: np.ndarray) -> float:
-    """The work of the heaviest group."""
     return float(np.bincount(group_of, step.work, step.num_groups).max())
 
 
@@ -125,7 +123,6 @@ def measure(step: Step, solvers: dict[str, Callable[[Step, np.ndarray], Answer]]
 
 
 def main() -> None:
-    """Measure, print a line a step, and write the result file."""
     solvers: dict[str, Callable[[Step, np.ndarray], Answer]] = {"highs": highs}
     try:
         import ortools

@@ -57,19 +57,16 @@ class Verdict:
 
 
 def load_newest(folder: Path = FOLDER) -> dict[str, Any]:
-    """Return the newest result as plain data."""
     result: dict[str, Any] = json.loads(newest(folder).read_text(encoding="utf-8"))
     return result
 
 
 def records_of(result: dict[str, Any], part: str) -> list[Record]:
-    """Return the records of a part, none where it was not run."""
     records: list[Record] = result["parts"].get(part, {}).get("records", [])
     return records
 
 
 def ratios(records: Iterable[Record], method: str = "micropack") -> list[float]:
-    """Return the step time over the bound of a method in every cell that it fits."""
     return [r["methods"][method]["ratio"] for r in records if "ratio" in r["methods"].get(method, {})]
 
 
@@ -82,17 +79,14 @@ def speedup(record: Record, over: str) -> float | None:
 
 
 def speedups(records: Iterable[Record], over: str) -> list[float]:
-    """Return the speed-ups of all cells that both methods fit."""
     return [found for record in records if (found := speedup(record, over)) is not None]
 
 
 def where(records: Iterable[Record], holds: Callable[[Record], bool]) -> list[Record]:
-    """Return the records that a condition holds for."""
     return [record for record in records if holds(record)]
 
 
 def middle(values: list[float]) -> float | None:
-    """Return the median, None of nothing."""
     return median(values) if values else None
 
 
@@ -125,13 +119,11 @@ def _woven(record: Record, woven: dict[str, Record]) -> list[Record]:
 
 
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
-    """Return every target with its verdict, from all cells that were run."""
     cells, equal = tuned(result), records_of(result, "equal_rates")
     return [*_of_bounds(cells, equal), *_of_peers(cells), *_of_times(result)]
 
 
 def _of_bounds(cells: list[Record], equal: list[Record]) -> list[Verdict]:
-    """Step times over their bounds, and memory."""
     large = ratios(where(cells, lambda record: record["is_large"]))
     even = ratios(equal)
     ours = [record["methods"]["micropack"] for record in cells if "step_s" in record["methods"]["micropack"]]
@@ -164,7 +156,6 @@ def _least(what: str, values: list[float], target: float, unit: str = "x") -> Ve
 
 
 def _of_peers(cells: list[Record]) -> list[Verdict]:
-    """Step times beside those of other methods."""
     found = []
     for name in OTHERS:
         slower = [1 / value for value in speedups(cells, name)]
@@ -230,7 +221,6 @@ def note_run(part: dict[str, Any], result: dict[str, Any], methods: tuple[str, .
 
 
 def runs(result: dict[str, Any]) -> Rows:
-    """Return a row a run of every part: what `RUNS_HEAD` says."""
     rows: Rows = []
     for name, part in result["parts"].items():
         low, high = part["load"] or (UNKNOWN, UNKNOWN)
@@ -265,7 +255,6 @@ def exact_words(found: dict[str, Any]) -> str:
 
 
 def exact(found: dict[str, Any]) -> Rows:
-    """Return a row a kind of steps: what `EXACT_HEAD` says."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for step in found["steps"]:
         kinds.setdefault(step["step"], []).append(step)
@@ -281,7 +270,6 @@ def exact(found: dict[str, Any]) -> Rows:
 
 
 def _solved(steps: list[dict[str, Any]], solver: str) -> tuple[str, str, str]:
-    """What one solver did on some steps."""
     answers = [step[solver] for step in steps if solver in step]
     if not answers:
         return "-", "-", "-"

@@ -94,7 +94,6 @@ class Cell:
 
     @property
     def mesh(self) -> Mesh:
-        """The GPUs."""
         return Mesh(dp=self.dp, pp=self.pp, tp=self.tp, virtual_stages=self.virtual_stages)
 
     @property
@@ -130,7 +129,6 @@ class Cell:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the cell as plain data."""
         return asdict(self)
 
     @property
@@ -174,12 +172,10 @@ def grid(per_group: int = PER_GROUP) -> list[Cell]:
 
 
 def interleaved(cells: list[Cell]) -> list[Cell]:
-    """Return the cells with more chunks of layers a GPU than one."""
     return [replace(cell, virtual_stages=chunks) for cell in cells for chunks in MORE_CHUNKS]
 
 
 def equal_rates() -> list[Cell]:
-    """Return every cell of 4x4 ranks at equal rates: FLOPs, no launches."""
     return [
         Cell(
             lengths=name,
@@ -198,7 +194,6 @@ def equal_rates() -> list[Cell]:
 
 @functools.cache
 def _lengths(name: str) -> Int32Array:
-    """Read a set, without its empty documents."""
     path = REAL_LENGTHS / f"{name}.npz"
     if not path.exists():
         raise FileNotFoundError(f"{name}.npz is not in shared/data/lengths beside the checkout")

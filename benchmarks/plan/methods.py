@@ -32,7 +32,6 @@ METHODS = ("as_run", "packed", "balanced", "dynamic_cp", "sliced", "micropack")
 
 
 def measured(cell: Cell, methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
-    """Plan a cell by every method and simulate the plans."""
     warm_up(methods)
     lengths, told = cell.drawn()
     cost = cell.cost()
@@ -143,16 +142,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """What is changed of a cell. "Few heads": attention needs as many query rows times heads as it was measured with, of
 which a GPU has 4 of 64 here; otherwise rows alone count."""
 _CELLS = [
-    Cell(
-        lengths=name,
-        capacity=capacity,
-        documents=512,
-        model="llama-2-7b",
-        dp=dp,
-        pp=pp,
-        tp=8,
-        seed=1,
-    )
+    Cell(lengths=name, capacity=capacity, documents=512, model="llama-2-7b", dp=dp, pp=pp, tp=8, seed=1)
     for name, capacity, (dp, pp) in itertools.product(SETS, (131_072, 262_144), ((4, 4), (8, 8)))
 ]
 ABLATION_CELLS = [replace(cell, **changed) for changed in SETTINGS.values() for cell in _CELLS]
@@ -174,7 +164,6 @@ def ablated(cell: Cell) -> dict[str, Any]:
 
 
 def _setting(cell: Cell) -> str:
-    """Return the name of a cell's setting."""
     return next(
         name
         for name, changed in SETTINGS.items()
@@ -211,7 +200,6 @@ TIMED = {(SMALL, model, tp): _small_cells(model, tp) for model, tps in _SMALL_TP
 
 
 def engine_cell() -> Cell:
-    """Return the large step that simulating is timed on."""
     return next(cell for cell in TIMED[LARGE, "llama-2-7b", 8] if cell.lengths == "pub_distca_prolong")
 
 

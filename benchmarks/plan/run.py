@@ -19,15 +19,7 @@ from benchmarks.plan.figures import FOLDER, note_run
 from benchmarks.plan.grid import Cell, equal_rates, grid, interleaved
 from benchmarks.plan.methods import ABLATION_CELLS, METHODS, ablated, engine_speed, measured, planning_times
 from benchmarks.plan.methods import TIMED as TIMED_STEPS
-from benchmarks.records import (
-    asked_for,
-    load,
-    opened,
-    parser,
-    rounded,
-    save,
-    stamp,
-)
+from benchmarks.records import asked_for, load, opened, parser, rounded, save, stamp
 
 PROCESSES = 2
 DIGITS = 6
@@ -64,7 +56,6 @@ TIMED = ("times", "engine")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts asked for and put their records into the result file; return the exit code."""
     reader = parser("plan", __doc__, PARTS, quick="a few cells of each part")
     reader.add_argument(
         "--only", nargs="+", metavar="METHOD", help="plan by these anew in the records of cells"
@@ -121,7 +112,6 @@ def _renew(name: str, methods: tuple[str, ...], result: dict[str, Any], out: Pat
 
 
 def _write(result: dict[str, Any], out: Path) -> None:
-    """Write the file whole, one record a line."""
     head = {key: value for key, value in result.items() if key != "parts"}
     parts = []
     for name, part in result["parts"].items():

@@ -67,14 +67,12 @@ TUNED = ("packed", "balanced", "dynamic_cp", "sliced", "micropack")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the page; return the exit code."""
     return pages.write(
         "benchmarks.plan.table", __doc__, PAGE, lambda _: page(load_newest(), load_exact()), arguments
     )
 
 
 def page(result: dict[str, Any], solved: dict[str, Any] | None = None) -> str:
-    """Return the page that a result makes, and what exact solvers brought."""
     cells = tuned(result)
     parts = [
         *_beginning(result, cells),
@@ -117,7 +115,6 @@ def page(result: dict[str, Any], solved: dict[str, Any] | None = None) -> str:
 
 
 def _beginning(result: dict[str, Any], cells: list[Record]) -> list[str]:
-    """Return what the page says of its runs, and every target."""
     held = result["machine"]
     return [
         "# Planning: results",
@@ -168,14 +165,12 @@ def _verdict(found: Verdict) -> tuple[str, ...]:
 
 
 def _spread(values: list[float]) -> str:
-    """Return the median, the least and the most."""
     if not values:
         return "-"
     return f"{_number(median(values))} ({_number(min(values))} to {_number(max(values))})"
 
 
 def _methods(cells: list[Record]) -> str:
-    """Return a row a method over all cells."""
     rows = []
     for name, title in TITLES.items():
         figures = [record["methods"].get(name, {}) for record in cells]
@@ -206,7 +201,6 @@ def _methods(cells: list[Record]) -> str:
 
 
 def _by_mesh(cells: list[Record]) -> str:
-    """Return speed-ups by capacity and size of mesh."""
     rows = []
     for capacity in sorted({record["cell"]["capacity"] for record in cells}):
         for low, high, text in ((0, 32, "below 32"), (32, 64, "32 to 63"), (64, 10**6, "64 and more")):
@@ -223,13 +217,11 @@ def _by_mesh(cells: list[Record]) -> str:
 
 
 def _by_set(cells: list[Record]) -> str:
-    """Return speed-ups by set, and what truncation took."""
     rows = []
     for name in sorted({record["cell"]["lengths"] for record in cells}):
         for capacity in sorted({record["cell"]["capacity"] for record in cells}):
             some = where(
-                cells,
-                lambda r, n=name, c=capacity: r["cell"]["lengths"] == n and r["cell"]["capacity"] == c,
+                cells, lambda r, n=name, c=capacity: r["cell"]["lengths"] == n and r["cell"]["capacity"] == c
             )
             lost = [100 * record["truncated_share"] for record in some]
             row = [f"{name}, {capacity // 1024}K", f"{_number(middle(lost))} %"]
@@ -239,7 +231,6 @@ def _by_set(cells: list[Record]) -> str:
 
 
 def _ablation(records: list[Record]) -> str:
-    """Return what each idea brings in each setting."""
     settings = list(dict.fromkeys(record["setting"] for record in records))
     pairs = {
         "tuning": ("as_run", "packed"),
@@ -280,7 +271,6 @@ def _planning(records: list[Record]) -> str:
 
 
 def _equal(records: list[Record]) -> str:
-    """Return ratios at equal rates by capacity."""
     rows = []
     for capacity in sorted({record["cell"]["capacity"] for record in records}):
         some = where(records, lambda r, c=capacity: r["cell"]["capacity"] == c)
@@ -290,7 +280,6 @@ def _equal(records: list[Record]) -> str:
 
 
 def _interleaved(result: dict[str, Any]) -> str:
-    """Return ratios and times by chunks of layers a GPU."""
     ones, best = records_of(result, "grid"), tuned(result)
     woven = {record["key"]: record for record in records_of(result, "interleaved")}
     rows = [("1", ones)]
@@ -326,20 +315,17 @@ def _over_one(cells: list[Record], ones: list[Record], name: str) -> list[float]
 
 
 def _worst(cells: list[Record], badness: Any) -> str:
-    """Return the cells of which something is largest."""
     fitting = where(cells, lambda record: "step_s" in record["methods"][_CHIEF])
     return _cells(sorted(fitting, key=badness, reverse=True)[:WORST])
 
 
 def _recomputed(figures: dict[str, Any]) -> str:
-    """Say what is recomputed, of how many layers, and offloaded."""
     share = figures.get("recompute_share", 1)
     text = f"{figures.get('recompute', '-')}" + (f", {share:.0%} of layers" if share < 1 else "")
     return text + (" + offload" if figures.get("offload", "none") != "none" else "")
 
 
 def _cells(records: list[Record]) -> str:
-    """Return a row a cell."""
     rows = []
     for record in records:
         ours = record["methods"][_CHIEF]

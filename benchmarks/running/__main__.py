@@ -54,7 +54,6 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def main() -> int:
-    """Run parts one by one, and write after each."""
     date = today()
     file = RESULTS / "run" / f"{date}.json"
     result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"date": date, "parts": {}}

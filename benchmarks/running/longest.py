@@ -89,7 +89,6 @@ WAYS: Final = (
 
 
 def run() -> dict[str, Any]:
-    """Both parts; their cells as multiples of (a) and of (b), and which targets were met."""
     torch.set_num_threads(1)
     formula = {name: by_formula(shape) for name, shape in SHAPES.items()}
     measured = {name: by_measure(sizes) for name, sizes in MODELS.items()}
@@ -121,7 +120,6 @@ def targets(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_formula(shape: vl.ModelShape, kernels: Kernels = "eager") -> dict[str, Any]:
-    """The tokens that the cost model's bytes leave room for, in each way."""
     lengths = {way.name: tokens_of(shape, way, kernels) for way in WAYS}
     far = {way.name: host_bytes_of(shape, way, lengths[way.name]) for way in WAYS}
     return {"shape": shape.name, "kernels": kernels, "cells": cells_of(lengths, host_bytes=far)}
@@ -166,7 +164,6 @@ def tokens_of(shape: vl.ModelShape, way: Way, kernels: Kernels = "eager") -> int
 
 
 def cells_of(lengths: dict[str, int], **more: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a way: tokens, and over both peers."""
     return [
         {
             "name": way.name,
@@ -180,7 +177,6 @@ def cells_of(lengths: dict[str, int], **more: dict[str, Any]) -> list[dict[str, 
 
 
 def by_measure(sizes: dict[str, int]) -> dict[str, Any]:
-    """The tokens that fit in each way into the bytes that (a) takes for `FIRST_TOKENS`, all tensors counted."""
     model = llama(sizes, torch.device("cpu"))
     budget = peak_of(model, sizes, WAYS[0], FIRST_TOKENS)
     lengths, peaks, guess = {WAYS[0].name: FIRST_TOKENS}, {WAYS[0].name: budget}, 4 * FIRST_TOKENS

@@ -14,7 +14,6 @@ PAGE = ROOT / "docs" / "running-results.md"
 
 
 def verdict(is_met: bool) -> str:
-    """Whether a target was met."""
     return "yes" if is_met else "**no**"
 
 
@@ -27,7 +26,6 @@ def _made(result: dict[str, Any], part: str) -> str:
 
 
 def overhead(result: dict[str, Any]) -> str:
-    """Slices beside the unsliced step."""
     found = result["overhead"]
     rows = [
         [
@@ -55,7 +53,6 @@ def overhead(result: dict[str, Any]) -> str:
 
 
 def _beside(steps: list[dict[str, Any]]) -> str:
-    """Steps as they ran, beside the simulator."""
     rows = [
         [
             f"{each['documents']}, {each['method']}",
@@ -74,7 +71,6 @@ def _beside(steps: list[dict[str, Any]]) -> str:
 
 
 def pipelines(result: dict[str, Any]) -> str:
-    """Two stages beside the simulator."""
     found = result["pipelines"]
     return (
         "## Pipelines beside the simulator\n\n"
@@ -89,7 +85,6 @@ def pipelines(result: dict[str, Any]) -> str:
 
 
 def merging(result: dict[str, Any]) -> str:
-    """A document on one rank, and shared by two."""
     found = result["merging"]
     errors = {
         is_shared: [
@@ -109,7 +104,6 @@ def merging(result: dict[str, Any]) -> str:
 
 
 def waits(result: dict[str, Any]) -> str:
-    """Many stages in timed waits."""
     rows = [
         [
             f"dp {each['mesh'][0]} x pp {each['mesh'][1]}, {each['mesh'][2]} a GPU, {each['method']}",
@@ -132,7 +126,6 @@ def waits(result: dict[str, Any]) -> str:
 
 
 def ahead(result: dict[str, Any]) -> str:
-    """Plans made ahead."""
     found = result["ahead"]
     return (
         "## Plans made ahead\n\n"
@@ -148,7 +141,6 @@ def ahead(result: dict[str, Any]) -> str:
 
 
 def longest(result: dict[str, Any]) -> str:
-    """The longest document in so many bytes, each way."""
     found = result["longest"]
     kinds = [
         (f"{each['shape']} ({kind}), by formula", each["cells"]) for kind, each in found["formula"].items()
@@ -197,7 +189,6 @@ PARTS = {
 
 
 def page() -> str:
-    """The page, from the newest result of each part."""
     newest: dict[str, dict[str, Any]] = {}
     for file in sorted((RESULTS / "run").glob("2*.json")):
         result = json.loads(file.read_text())
@@ -217,7 +208,6 @@ def page() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the page; return the exit code."""
     return pages.write("benchmarks.running.page", __doc__, PAGE, lambda _: page(), arguments)
 
 

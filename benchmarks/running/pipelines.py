@@ -35,7 +35,6 @@ MESH = vl.Mesh(pp=2)
 
 
 def decoder() -> Any:
-    """Return the model with random weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM._from_config(LlamaConfig(**CONFIG), dtype=torch.float32)
 
@@ -67,7 +66,6 @@ def cost_of(hardware: Hardware) -> vl.CostModel:
 
 
 def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
-    """Run the steps in turns with calibration; what one rank saw."""
     model = decoder()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -106,13 +104,11 @@ def first_cost() -> vl.CostModel:
 
 
 def planned(documents: int = DOCUMENTS) -> list[Step]:
-    """Plan the steps."""
     cost = first_cost()
     return [step for name in SETS for step in steps(source_of(name), lengths_of(name, documents), cost, MESH)]
 
 
 def compared(found: list[Step], ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return each step's seconds beside the simulator's, and the errors over all."""
     cost = cost_of(ranks[0]["hardware"])
     rows, rounds = [], []
     for index, step in enumerate(found):
@@ -145,7 +141,6 @@ def compared(found: list[Step], ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """Plan, run and compare."""
     found = planned()
     return {"model": CONFIG, **compared(found, side_by_side(measured, MESH.num_gpus, found, rounds))}
 
@@ -176,7 +171,6 @@ def merged_plans(cost: vl.CostModel, documents: int = MERGED_DOCUMENTS) -> list[
 
 
 def run_merging(rounds: int = MERGED_ROUNDS) -> dict[str, Any]:
-    """Plan, run and compare."""
     found = merged_plans(first_cost())
     return {"model": CONFIG, **compared(found, side_by_side(measured, RANKS.num_gpus, found, rounds))}
 

@@ -53,12 +53,10 @@ def raw_lengths(name: str, count: int, seed: int = 0) -> np.ndarray:
 
 
 def lengths_of(name: str, count: int, seed: int = 0) -> np.ndarray:
-    """Return lengths of a set of documents, made shorter."""
     return np.clip(raw_lengths(name, count, seed) // SHRINK, 8, CAPACITY).astype(np.int32)
 
 
 def source_of(name: str) -> str:
-    """Return what a set of documents is called in results."""
     return name if (REAL_LENGTHS / f"{name}.npz").exists() else "log-normal"
 
 

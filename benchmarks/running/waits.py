@@ -43,12 +43,10 @@ class Waiting:
     """A chunk of layers that waits as long as it would compute."""
 
     def __init__(self, seconds: dict[int, dict[Key, float]], *, has_embedding: bool, width: int) -> None:
-        """Take what its tasks take, by kind and MicroPack."""
         self._seconds, self._width = seconds, width
         self.has_embedding, self.layers = has_embedding, range(1)
 
     def forward(self, key: Key, _: torch.Tensor | None) -> torch.Tensor:
-        """Wait, and return rows."""
         return self._wait(FORWARD, key)
 
     def backward(self, key: Key, _: torch.Tensor | None) -> torch.Tensor | None:
@@ -57,7 +55,6 @@ class Waiting:
         return None if self.has_embedding else rows
 
     def weight(self, key: Key) -> None:
-        """Wait."""
         self._wait(WEIGHT, key)
 
     def _wait(self, kind: int, key: Key) -> torch.Tensor:
@@ -83,7 +80,6 @@ def chunk_of(
 def waited(
     rank: int, found: list[Step], cost: vl.CostModel, scales: list[float], rounds: int
 ) -> dict[str, Any]:
-    """Run the steps of one mesh; what one rank saw."""
     mesh = found[0].plan.mesh
     seat = seat_of(mesh, rank)
     store = dist.distributed_c10d._get_default_store()

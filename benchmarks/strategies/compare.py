@@ -47,7 +47,6 @@ class Run:
 
     @property
     def at_step(self) -> int:
-        """The step after which strategies are compared at equal steps."""
         return fewest_steps(int(self.feed.documents.lengths.sum()), self.feed.shape)
 
 
@@ -57,7 +56,6 @@ def fewest_steps(tokens: int, shape: Shape) -> int:
 
 
 def trained(run: Run) -> Curve:
-    """Train one run in this process."""
     one_thread()
     return train(
         started(run.family, run.feed.attention, run.weights),
@@ -120,12 +118,10 @@ def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, in
 
 
 def key_of(run: Run) -> str:
-    """Return the name under which a run's record is kept."""
     return f"{run.family}, {run.set_name}, {run.label}, seed {run.feed.seed}"
 
 
 def plain(run: Run, curve: Curve) -> dict[str, Any]:
-    """Return a run and what it found as plain data for the result file."""
     held = asdict(curve)
     tokens, documents = held.pop("tokens"), held.pop("documents")
     return {
@@ -177,7 +173,6 @@ class Setting:
 
 
 def settings(factors: tuple[int, ...], windows: tuple[int, ...]) -> list[Setting]:
-    """Return the settings of the sweep, random minibatches first."""
     found = [Setting(label=BASE, strategy="online")]
     for factor in factors:
         for window in (*windows, None):

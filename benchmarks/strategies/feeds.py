@@ -52,11 +52,9 @@ class Feed:
 
     @property
     def attention(self) -> str:
-        """The attention that the strategy's arrays are made for."""
         return "sdpa" if self.strategy in _RECTANGLES else "varlen"
 
     def steps(self, model: Any) -> Iterator[Fed]:
-        """Give the steps of one epoch."""
         return STRATEGIES[self.strategy](self, model)
 
 
@@ -76,7 +74,6 @@ def _padded(feed: Feed, model: Any, *, with_mask: bool = False, by_length: bool 
 
 
 def _online(feed: Feed, model: Any) -> Iterator[Fed]:
-    """Flatten the same minibatches."""
     del model
     batches = np.arange(len(feed.documents.lengths)).reshape(-1, feed.shape.documents)
     return (flattened(feed.documents, ids) for ids in batches)
@@ -86,17 +83,12 @@ def _sampled(feed: Feed, model: Any) -> Iterator[Fed]:
     """Let a multipack sampler choose documents that fill a step, and flatten them."""
     del model
     sampler = MultipackDistributedBatchSampler(
-        feed.shape.packs * feed.shape.capacity,
-        feed.documents.lengths,
-        num_replicas=1,
-        rank=0,
-        seed=feed.seed,
+        feed.shape.packs * feed.shape.capacity, feed.documents.lengths, num_replicas=1, rank=0, seed=feed.seed
     )
     return (flattened(feed.documents, ids) for ids in sampler)
 
 
 def flattened(documents: Documents, ids: IntArray) -> Fed:
-    """Lay documents end to end as the flattening collator does."""
     features = [
         {"input_ids": documents.tokens[documents.offsets[i] : documents.offsets[i + 1]]} for i in ids.tolist()
     ]
@@ -168,7 +160,6 @@ def _ours(feed: Feed, model: Any) -> Iterator[Fed]:
 
 
 def from_batch(batch: vl.PackedBatch, model: Any) -> Fed:
-    """Return a batch of the loader as a step."""
     arguments = hf.model_inputs(batch.to_torch(), model)
     ids, lengths = (np.asarray(part, np.int64) for part in (batch.document_ids, batch.document_lengths))
     return _fed(arguments, arguments["labels"], ids, lengths)

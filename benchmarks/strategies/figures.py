@@ -45,17 +45,14 @@ class Estimate:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves zero out."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
 
 def newest() -> dict[str, Any]:
-    """Return the newest result; FileNotFoundError where there is none."""
     return dict(json.loads(records.newest(FOLDER).read_text()))
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """Return mean and 95 % interval of values of several seeds."""
     found = list(values)
     if len(found) < 2:
         return Estimate(fmean(found), None)
@@ -63,12 +60,10 @@ def estimate(values: Iterable[float]) -> Estimate:
 
 
 def figures(result: dict[str, Any], part: str) -> Any:
-    """Return the figures of a part, empty where it wasn't run."""
     return result["parts"].get(part, {}).get("figures", [])
 
 
 def runs_of(result: dict[str, Any], set_name: str, family: str, label: str) -> dict[int, dict[str, Any]]:
-    """Return the runs of the comparison that a label has, by seed."""
     return {
         run["seed"]: run
         for run in figures(result, "comparison")
@@ -89,7 +84,6 @@ def loss(run: dict[str, Any], *, at_equal: str) -> float:
 
 
 def losses(result: dict[str, Any], set_name: str, family: str, label: str, at_equal: str) -> Estimate | None:
-    """Return a strategy's loss over its seeds; None where it wasn't run."""
     found = runs_of(result, set_name, family, label)
     return estimate(loss(run, at_equal=at_equal) for run in found.values()) if found else None
 
@@ -146,7 +140,6 @@ class Speed:
 
 
 def speed(contestants: list[dict[str, Any]], name: str, peer: str = "padding") -> Speed:
-    """Return a contestant's speed beside a peer's in the same race."""
     by_name = {contestant["strategy"]: contestant for contestant in contestants}
     steps, others = by_name[name]["steps"], by_name[peer]["steps"]
     tokens = sum(step["tokens"] for step in steps)
@@ -163,7 +156,6 @@ def speed(contestants: list[dict[str, Any]], name: str, peer: str = "padding") -
 
 
 def _third(steps: list[dict[str, Any]], third: int) -> list[dict[str, Any]]:
-    """Return a third of the steps, at least one."""
     size = max(1, len(steps) // 3)
     return steps[third * size : (third + 1) * size] or steps[-1:]
 

@@ -43,14 +43,12 @@ _PART = re.compile(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrite or check the page; return the exit code."""
     return pages.write(
         "benchmarks.strategies.page", __doc__, PAGE, lambda page: written(page, newest()), arguments
     )
 
 
 def written(page: str, result: dict[str, Any]) -> str:
-    """Return a page whose marked parts say what the result says."""
     return _PART.sub(lambda part: f"{part['start']}\n{TABLES[part['name']](result)}\n\n{part['end']}", page)
 
 
@@ -77,7 +75,6 @@ def _origin(result: dict[str, Any]) -> str:
 
 
 def _measured(origin: dict[str, Any]) -> str:
-    """Say the date, the machine and the versions of a part."""
     held, versions = origin["machine"], origin["versions"]
     names = ("torch", "transformers", "trl", "peft", "axolotl", "datasets", "numpy")
     return (
@@ -88,7 +85,6 @@ def _measured(origin: dict[str, Any]) -> str:
 
 
 def _sets(result: dict[str, Any]) -> str:
-    """Describe the sets and the sizes of steps."""
     head = (
         "set", "documents", "tokens, mean", "median", "longest", "std / mean", "cut", "capacity", "packs a step",
         "documents a minibatch", "validation",
@@ -197,7 +193,6 @@ def _clear(result: dict[str, Any]) -> str:
 
 
 def _throughput(result: dict[str, Any], set_name: str) -> str:
-    """Return rates, ratios and memory of one set."""
     found = [race for race in figures(result, "throughput") if race["set"] == set_name]
     head = ["strategy", "positions a token"]
     head += [f"{FAMILIES[race['family']]}: tokens/s" for race in found]
@@ -220,7 +215,6 @@ def _between(ratio: float, ratios: tuple[float, float]) -> str:
 
 
 def _density(result: dict[str, Any]) -> str:
-    """Return the sweep: how full packs are, and the loss against random minibatches."""
     found = by_setting(result)
     rows = []
     for label, records in found.items():
@@ -243,7 +237,6 @@ def _density(result: dict[str, Any]) -> str:
 
 
 def _ranks(result: dict[str, Any]) -> str:
-    """Return what each sampler did on each number of ranks, over seeds."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for record in figures(result, "ranks"):
         groups.setdefault((record["sampler"], record["ranks"]), []).append(record)
@@ -278,7 +271,6 @@ def _mean(records: list[dict[str, Any]], name: str) -> float:
 
 
 def _lora(result: dict[str, Any]) -> str:
-    """Return the adapters' race."""
     if not figures(result, "lora"):
         return ""
     (found,) = figures(result, "lora")
@@ -307,7 +299,6 @@ def _lora(result: dict[str, Any]) -> str:
 
 
 def _extreme(result: dict[str, Any]) -> str:
-    """Return the races on documents of extreme lengths."""
     rows = []
     for race in figures(result, "extreme"):
         for contestant in race["contestants"]:

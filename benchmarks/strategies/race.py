@@ -93,7 +93,6 @@ class _Runner:
         self._optimizer.zero_grad()
 
     def step(self) -> dict[str, Any] | None:
-        """Train a step; None where the epoch is over."""
         if not self._base_bytes:
             reset_peak()
             self._base_bytes = current_bytes()
@@ -115,22 +114,18 @@ class _Runner:
         )
 
     def memory_bytes(self) -> int:
-        """Return the most memory held since the first step beyond what was held before."""
         return max(peak_bytes() - self._base_bytes, 0)
 
     def validate(self) -> float:
-        """Return the loss on the documents held back."""
         assert self._entry.validation is not None
         return validate(self._model, self._entry.validation)
 
     def parameters(self) -> list[int]:
-        """Return how many numbers there are, and how many of them are trained."""
         counts = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
         return [sum(n for n, _ in counts), sum(n for n, is_trained in counts if is_trained)]
 
 
 def _serve(connection: Connection, entry: Entry) -> None:
-    """Build a contestant and call its methods as asked until the other side hangs up."""
     try:
         runner = _Runner(entry)
         connection.send(None)
@@ -146,7 +141,6 @@ class Contestant:
     """A contestant's process, seen from outside."""
 
     def __init__(self, entry: Entry) -> None:
-        """Start it, and wait until it is warm."""
         context = processes()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, entry), daemon=True)
@@ -155,11 +149,9 @@ class Contestant:
         self._receive()
 
     def __enter__(self) -> Contestant:
-        """Return itself."""
         return self
 
     def ask(self, method: str) -> Any:
-        """Call a method of the contestant and return what it returns."""
         with suppress(OSError):
             self._connection.send(method)
         return self._receive()

@@ -57,7 +57,6 @@ class Job:
 
 
 def _shares(job: Job, model: Any, rank: int, world: int) -> Iterator[Fed]:
-    """Give a rank's part of each step."""
     tokens = job.capacity * job.packs // world
     if job.sampler == OURS[0]:
         batches: Any = MultipackDistributedBatchSampler(
@@ -71,7 +70,6 @@ def _shares(job: Job, model: Any, rank: int, world: int) -> Iterator[Fed]:
 
 
 def _loaded(job: Job, model: Any, rank: int, world: int) -> Iterator[Fed]:
-    """Give what the loader gives a rank."""
     with vl.PackedLoader(
         job.folder / "documents.arrow",
         capacity=job.capacity,
@@ -112,7 +110,6 @@ def _by_axolotl(lengths: np.ndarray, tokens: int, rank: int, world: int, seed: i
 
 
 def _train(job: Job, rank: int, world: int) -> dict[str, Any]:
-    """Train an epoch as one rank, and return what it trained."""
     model = started("llama", "varlen", job.weights)
     shares = list(_shares(job, model, rank, world))
     place = f"file://{job.folder / f'meet-{world}'}"
@@ -186,7 +183,6 @@ def on_ranks(
 
 
 def _job(of_set: TextSet, sampler: str, steps: int, seed: int, folder: Path) -> Job:
-    """Draw documents, and write them where the ranks of a job find them."""
     folder.mkdir()
     documents = of_set.draw(steps, seed)
     write_arrow(documents, folder)

@@ -107,7 +107,6 @@ PARTS = ("comparison", "density", "ranks", "throughput", "lora", "extreme")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts asked for and put their figures into the result file; return the exit code."""
     reader = parser("strategies", __doc__, PARTS, quick="a few steps on the interpreter's own sources")
     asked = asked_for(reader, PARTS, arguments)
     result, out = opened(asked, FOLDER)
@@ -142,7 +141,6 @@ def _run(name: str, size: Size, result: dict[str, Any], out: Path, measured: dic
 
 
 def _described(size: Size) -> dict[str, Any]:
-    """Return what a reader has to know of the sets."""
     from benchmarks.strategies.sets import described, text_sets
 
     return {name: described(found) for name, found in text_sets(size.quick).items()}

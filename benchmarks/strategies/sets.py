@@ -54,7 +54,6 @@ class TextSet:
     """Of the documents, how many were longer than a pack and lost their end, for every strategy alike."""
 
     def draw(self, steps: int, seed: int) -> Documents:
-        """Draw the documents of a run in random order: `steps` minibatches."""
         wanted = steps * self.shape.documents
         available = len(self.train.lengths)
         if wanted > available:
@@ -112,7 +111,6 @@ def _text_set(
 
 
 def cut(documents: Documents, longest: int) -> Documents:
-    """Return documents of which everything behind `longest` tokens is left out."""
     lengths = np.minimum(documents.lengths, longest)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     places = np.arange(offsets[-1]) + np.repeat(documents.offsets[:-1] - offsets[:-1], lengths)
@@ -131,7 +129,6 @@ def extremes(factor: int, minibatches: int, shape: Shape, base: int, seed: int =
 
 
 def described(found: TextSet) -> dict[str, float | int | str]:
-    """Return what a reader has to know of a set, as plain data."""
     lengths = found.train.lengths
     return {
         "title": found.title,
@@ -160,13 +157,11 @@ def _short_texts() -> Iterator[str]:
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file of JSON lines."""
     with (TEXTS / f"{name}.jsonl").open(encoding="utf-8") as lines:
         yield from map(json.loads, lines)
 
 
 def _column(file: str) -> Iterator[str]:
-    """Yield the texts of a Parquet file."""
     import pyarrow.parquet as pq
 
     yield from pq.read_table(TEXTS / file).column("text").to_pylist()

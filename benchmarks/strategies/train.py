@@ -55,12 +55,10 @@ class Curve:
     seconds: float = 0.0
 
     def loss_at_step(self, step: int) -> float:
-        """Return the validation loss after so many steps."""
         return {done: loss for done, _, loss in self.validation}[step]
 
     @property
     def last_loss(self) -> float:
-        """The validation loss after the last step."""
         return self.validation[-1][2]
 
 
@@ -77,7 +75,6 @@ class Ledger:
         self.seen, self.pieces = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
 
     def count(self, fed: Fed) -> None:
-        """Add a step."""
         np.add.at(self.seen, fed.document_ids, fed.lengths)
         np.add.at(self.pieces, fed.document_ids, 1)
 
@@ -163,7 +160,6 @@ def processes() -> ForkServerContext:
 
 
 def one_thread() -> None:
-    """Let this process compute on one thread."""
     torch.set_num_threads(1)
 
 
@@ -188,7 +184,6 @@ def base_of(family: str, of_set: TextSet) -> str:
 
 
 def started(family: str, attention: str, weights: str) -> Any:
-    """Build a model that begins with weights from a file."""
     model = build(family, 0, attention)
     model.load_state_dict(torch.load(weights, weights_only=True))
     return model
