@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 
 from benchmarks import checks
 from benchmarks.checks import WrongResultError
-from benchmarks.collating import LARGE, MEDIUM, ROUNDS, SMALL, Batch
+from benchmarks.collating import LARGE, MEDIUM, ROUNDS, SMALL, Batch, race_batch
 from benchmarks.inputs import CAPACITY, NUM_DOCUMENTS, Documents, lognormal_lengths
 from benchmarks.peers import axolotl, transformers, trl
-from benchmarks.rows import Race, Row, Step
-from benchmarks.stopwatch import race
+from benchmarks.rows import Row, Step
+from benchmarks.stopwatch import Call, race
 
 FROM_ARRAYS = 100.0
 FROM_LISTS = 10.0
@@ -120,7 +120,7 @@ def _race_collator(form: str, kind: str, size: int, labelled: bool) -> list[Row]
     what += ", with labels" if labelled else ""
     note = "" if form in ("lists", "arrow") else _WHY.get(size, "")
     call = "hf.DataCollatorWithFlattening"
-    return [_race(batch, what, call, ours, transformers.NAME, theirs, target, note)]
+    return _race(batch, what, (call, ours), transformers.NAME, theirs, target, note)
 
 
 def _race_trl(form: str) -> list[Row]:
@@ -133,30 +133,16 @@ def _race_trl(form: str) -> list[Row]:
     theirs = trl.collator(_documents(batch, form))
     target, note = (FROM_LISTS, "") if form == "lists" else (FROM_ARRAYS, "the other copies arrays as arrays")
     call = "trl.DataCollatorForLanguageModeling"
-    return [_race(batch, f"features of {form}", call, ours, trl.COLLATOR, theirs, target, note)]
+    return _race(batch, f"features of {form}", (call, ours), trl.COLLATOR, theirs, target, note)
 
 
 def _race(
-    batch: Batch,
-    form: str,
-    call: str,
-    ours: Callable[[], Any],
-    name: str,
-    theirs: Callable[[], Any],
-    target: float,
-    note: str,
-) -> Race:
-    checks.same_outputs(ours(), theirs())
-    num_tokens = batch.documents.num_tokens
-    return race(
-        f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, {form}",
-        (call, ours),
-        (name, "positions, segments and boundaries, as tensors", theirs),
-        rounds=ROUNDS,
-        tokens=num_tokens,
-        target=target,
-        note=note,
-    )
+    batch: Batch, form: str, ours: tuple[str, Call], name: str, theirs: Call, target: float, note: str
+) -> list[Row]:
+    """Check that two collators give the same, then time them."""
+    checks.same_outputs(ours[1](), theirs())
+    peer = (name, "positions, segments and boundaries, as tensors", theirs)
+    return [race_batch(batch, form, ours, peer, target, note)]
 
 
 def _race_axolotl(num_documents: int) -> list[Row]:

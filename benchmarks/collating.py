@@ -21,7 +21,7 @@ from benchmarks import checks
 from benchmarks.inputs import CAPACITY, Documents, lognormal_lengths
 from benchmarks.peers import transformers, trl
 from benchmarks.rows import Race, Row, Step
-from benchmarks.stopwatch import race
+from benchmarks.stopwatch import Call, race
 
 ROUNDS = 15
 FROM_ARRAYS = 150.0
@@ -65,7 +65,7 @@ SIZES = (SMALL, MEDIUM, LARGE)
 KINDS = ("log-normal", "short")
 SWEEPS = 5
 _FORMS = {"flat": "flat arrays", "arrow": "Arrow", "lists": "lists"}
-_TENSORS = "flat arrays, then to_torch"
+_TENSORS = "from flat arrays, then to_torch"
 
 
 def steps() -> list[Step]:
@@ -147,7 +147,8 @@ def _race_collator(kind: str, size: int, form: str, note: str = "", is_targeted:
     checks.same_batch(ours(), theirs())
     target = (FROM_LISTS if form == "lists" else FROM_ARRAYS) if is_targeted else None
     settings = f'from {best}, return_tensors="np", positions, segments and boundaries'
-    return [_race(batch, _FORMS[form], ours, transformers.NAME, settings, theirs, target, note)]
+    peer = (transformers.NAME, settings, theirs)
+    return [race_batch(batch, f"from {_FORMS[form]}", ("vl.collate", ours), peer, target, note)]
 
 
 def _race_other_settings() -> list[Row]:
@@ -158,12 +159,15 @@ def _race_other_settings() -> list[Row]:
     ours, name = _ours(batch, "flat"), transformers.NAME
     ours_to_torch = _to_torch(ours)
     checks.same_batch(ours_to_torch(), trainer())
-    only_ids = "varlen writes positions, segments and boundaries besides"
-    as_a_trainer = "int64 tensors, as a Trainer gets them"
-    settings = ("ids and labels alone, from lists", 'from lists, return_tensors="pt"')
+    only_ids = (name, "ids and labels alone, from lists", least)
+    as_a_trainer = (name, 'from lists, return_tensors="pt"', trainer)
+    more, tensors = (
+        "varlen writes positions, segments and boundaries besides",
+        "int64 tensors, as a Trainer gets them",
+    )
     return [
-        _race(batch, _FORMS["flat"], ours, name, settings[0], least, None, only_ids),
-        _race(batch, _TENSORS, ours_to_torch, name, settings[1], trainer, None, as_a_trainer),
+        race_batch(batch, "from flat arrays", ("vl.collate", ours), only_ids, None, more),
+        race_batch(batch, _TENSORS, ("vl.collate", ours_to_torch), as_a_trainer, None, tensors),
     ]
 
 
@@ -176,8 +180,8 @@ def _race_trl() -> list[Row]:
     batch = Batch.of("log-normal", MEDIUM)
     theirs, ours = trl.collator(batch.packed_arrays), _to_torch(_ours(batch, "flat"))
     checks.same_batch(ours(), theirs())
-    settings = "from int64 arrays, one a document"
-    return [_race(batch, _TENSORS, ours, trl.COLLATOR, settings, theirs, None, "")]
+    peer = (trl.COLLATOR, "from int64 arrays, one a document", theirs)
+    return [race_batch(batch, _TENSORS, ("vl.collate", ours), peer, None, "")]
 
 
 def _race_copies() -> list[Row]:
@@ -197,32 +201,24 @@ def _race_copies() -> list[Row]:
 
         megabytes = sum(array.nbytes for array in written) / 1e6
         note = f"{megabytes:,.1f} MB a call"
-        settings = "the four arrays copied into ready arrays"
-        what = "flat arrays into rows in the caller's buffers"
-        rows.append(_race(batch, what, ours, "np.copyto", settings, copy, OF_COPY_RATE, note))
+        what = "from flat arrays into rows in the caller's buffers"
+        peer = ("np.copyto", "the four arrays copied into ready arrays", copy)
+        rows.append(race_batch(batch, what, ("vl.collate", ours), peer, OF_COPY_RATE, note))
     return rows
 
 
-def _race(
+def race_batch(
     batch: Batch,
-    form: str,
-    ours: Callable[[], Any],
-    name: str,
-    settings: str,
-    theirs: Callable[[], Any],
+    what: str,
+    ours: tuple[str, Call],
+    theirs: tuple[str, str, Call],
     target: float | None,
     note: str,
 ) -> Race:
+    """Time two calls on a batch that were checked already."""
     num_tokens = batch.documents.num_tokens
-    return race(
-        f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, from {form}",
-        ("vl.collate", ours),
-        (name, settings, theirs),
-        rounds=ROUNDS,
-        tokens=num_tokens,
-        target=target,
-        note=note,
-    )
+    what = f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, {what}"
+    return race(what, ours, theirs, rounds=ROUNDS, tokens=num_tokens, target=target, note=note)
 
 
 SECTIONS = {"collating": steps}

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.checks import WrongResultError, fill_of_rows
 from benchmarks.inputs import CAPACITY, VOCABULARY, lognormal_lengths, source_texts, trained_tokenizer
-from benchmarks.rows import Contestant, Race, Row, Samples, Step
+from benchmarks.rows import Race, Row, Samples, Step
 from benchmarks.stopwatch import every_core, output
 
 ROUNDS = 3
@@ -114,23 +114,10 @@ def _race(contest: _Contest) -> list[Row]:
                 )
             elif number == 0:
                 fills = _same_tokens(place)
-    return [
-        Race(
-            what=contest.what,
-            ours=Contestant(
-                name="varlen", call=f"varlen pack, {CORES} processes", samples=_samples(ours), fill=fills[0]
-            ),
-            peer=Contestant(
-                name="datasets + TRL pack_dataset",
-                call=contest.settings,
-                samples=_samples(theirs),
-                fill=fills[1],
-            ),
-            target=contest.target,
-            note=_note(ours, after_imports),
-            by_wall=True,
-        )
-    ]
+    call = f"varlen pack, {CORES} processes"
+    peer = ("datasets + TRL pack_dataset", contest.settings, _samples(theirs))
+    more = {"target": contest.target, "note": _note(ours, after_imports), "by_wall": True}
+    return [Race.of(contest.what, (call, _samples(ours)), peer, fills, **more)]
 
 
 def _settle(path: Path) -> None:

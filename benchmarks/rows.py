@@ -53,6 +53,20 @@ class Race:
     by_wall: bool = False
     """Both use all cores, so that what counts is when they are done."""
 
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        ours: tuple[str, Samples],
+        theirs: tuple[str, str, Samples],
+        fills: tuple[float | None, float | None] = (None, None),
+        **more: Any,
+    ) -> Race:
+        """Say what was called and its samples, of the peer its name before; `more` is the rest."""
+        mine = Contestant(name="varlen", call=ours[0], samples=ours[1], fill=fills[0])
+        peer = Contestant(name=theirs[0], call=theirs[1], samples=theirs[2], fill=fills[1])
+        return cls(what=what, ours=mine, peer=peer, **more)
+
     @property
     def ratio(self) -> float:
         """Times as fast as the peer: the median over rounds, in wall or processor time, whichever is less.

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import Contestant, Race, Samples
+from benchmarks.rows import Race, Samples
 
 BLOCK_S = 0.02
 """A call shorter than this is repeated back to back until the block takes as long; a sample is the mean."""
@@ -36,20 +36,14 @@ def race(
     theirs: tuple[str, str, Call],
     *,
     rounds: int,
-    fills: tuple[float | None, float | None] = (None, None),
     **more: Any,
 ) -> Race:
     """Time two calls that were checked already: what is called and the call, of the peer its name before.
 
-    `more` is the rest of a `Race`: tokens, target, note.
+    `more` is the rest of `Race.of`: fills, tokens, target, note.
     """
-    samples = alternate(ours[1], theirs[2], rounds=rounds)
-    return Race(
-        what=what,
-        ours=Contestant(name="varlen", call=ours[0], samples=samples[0], fill=fills[0]),
-        peer=Contestant(name=theirs[0], call=theirs[1], samples=samples[1], fill=fills[1]),
-        **more,
-    )
+    mine, peer = alternate(ours[1], theirs[2], rounds=rounds)
+    return Race.of(what, (ours[0], mine), (*theirs[:2], peer), **more)
 
 
 def alternate(ours: Call, peer: Call, *, rounds: int) -> tuple[Samples, Samples]:

@@ -225,38 +225,30 @@ def deliver(delivery: Delivery, batches: Iterator[Any], seconds: float) -> dict[
     return {"tokens": taken, "seconds": time.perf_counter() - start, "prepared_s": delivery.prepared_s}
 
 
-class _Desk:
-    """Obeys orders; whoever delivers goes on where it stopped, as long as the same options are asked for."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._options: dict[str, Any] | None = None
-        self._delivery: Delivery | None = None
-        self._endless: Iterator[Any] | None = None
-
-    def obey(self, order: dict[str, Any]) -> dict[str, float]:
-        if self._delivery is None or order["options"] != self._options:
-            self._endless = self._delivery = None
-            gc.collect()  # which ends the workers of the one before
-            self._options = order["options"]
-            self._delivery = CONTESTANTS[self._name](self._folder, dict(order["options"]))
-        if order["seconds"] is None:
-            return check(self._delivery, self._folder)
-        if self._endless is None:
-            self._endless = self._delivery.batches(None)
-        return deliver(self._delivery, self._endless, order["seconds"])
-
-
 def main() -> None:
+    """Obey orders until the standard input ends.
+
+    Whoever delivers goes on where it stopped, as long as the same options are asked for.
+    """
     folder, name = Path(sys.argv[1]), sys.argv[2]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:CORES]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    desk = _Desk(folder, name)
+    options = delivery = endless = None
     for line in sys.stdin:
+        order = json.loads(line)
         try:
-            answer: dict[str, Any] = desk.obey(json.loads(line))
+            if delivery is None or order["options"] != options:
+                endless = delivery = None
+                gc.collect()  # which ends the workers of the one before
+                options = order["options"]
+                delivery = CONTESTANTS[name](folder, dict(options))
+            if order["seconds"] is None:
+                answer: dict[str, Any] = check(delivery, folder)
+            else:
+                endless = delivery.batches(None) if endless is None else endless
+                answer = deliver(delivery, endless, order["seconds"])
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -29,7 +29,6 @@ from benchmarks.inputs import (
     write_store,
 )
 from benchmarks.peers import mosaic
-from benchmarks.rows import Contestant as Side
 from benchmarks.rows import Race, Row, Samples, Step
 
 COUNT = 50_000
@@ -49,8 +48,6 @@ class _Peer:
     """A peer, and the settings from which the best is taken."""
 
     name: str
-    contestant: str
-    """As `benchmarks.delivery` calls it."""
     trials: tuple[dict[str, Any], ...]
     delivers: str
 
@@ -65,7 +62,6 @@ def _each(**choices: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
 _PEERS = {
     "grain": _Peer(
         "grain",
-        "grain",
         (
             *_each(fit=("first",), num_bins=(64,), threads=(0,), processes=(0, 1, 2)),
             {"fit": "best", "num_bins": 64, "threads": 0, "processes": 2},
@@ -75,7 +71,6 @@ _PEERS = {
     ),
     "mosaic": _Peer(
         mosaic.NAME,
-        "mosaic",
         (
             *_each(workers=(0, 1, 2), collator=("own",), documents=(96,)),
             {"workers": 2, "collator": "llm-foundry", "documents": 96},
@@ -84,7 +79,6 @@ _PEERS = {
     ),
     "trl": _Peer(
         "datasets + TRL pack_dataset + DataLoader",
-        "trl",
         (
             *_each(processes=(1,), workers=(0, 1, 2), form=("numpy",)),
             *_each(processes=(2,), workers=(2,), form=(None, "torch")),
@@ -137,7 +131,7 @@ def _temporary() -> Path:
 def _race_tokens(key: str) -> list[Row]:
     """Try a peer's settings, and race the best of them."""
     folder, peer = store_folder(), _PEERS[key]
-    with Contestant(folder, "varlen") as ours, Contestant(folder, peer.contestant) as theirs:
+    with Contestant(folder, "varlen") as ours, Contestant(folder, key) as theirs:
         total = int(np.load(folder / "offsets.npy")[-1])
 
         seconds = partial(Delivered.seconds_in_all, tokens=total)
@@ -149,10 +143,10 @@ def _race_tokens(key: str) -> list[Row]:
                 partial(ours.deliver, {"to_torch": True}, ROUND_S), partial(theirs.deliver, best, ROUND_S)
             )
     settings = f"{_said(best)}, the best of {len(peer.trials)} settings tried; delivers {peer.delivers}"
-    race = partial(_race, name=peer.name, tokens=total, fills=fills)
+    race = partial(_race, fills=fills, tokens=total)
     what = f"from {COUNT:,} tokenized documents to batches of 8 rows of {CAPACITY:,}"
     note = f"{CORES} cores; varlen shuffles, and the peer takes documents in their order"
-    row = race(what, _OURS, settings, seconds, TOKENS_TARGET, note, pairs=pairs)
+    row = race(what, _OURS, (peer.name, settings), pairs, seconds, note=note, target=TOKENS_TARGET)
     if key != "trl":
         return [row]
     note = f"{CORES} cores; what pack_dataset takes isn't counted"
@@ -160,9 +154,14 @@ def _race_tokens(key: str) -> list[Row]:
     tensors, as_above = "PackedLoader, then to_torch on the trainer's side", f"{_said(best)}, as above"
     return [
         row,
-        race(f"{what}, packed before", _OURS, settings, packed, None, note, pairs=pairs),
+        race(f"{what}, packed before", _OURS, (peer.name, settings), pairs, packed, note=note),
         race(
-            f"{what}, as int64 tensors", tensors, as_above, seconds, None, f"{CORES} cores", pairs=as_tensors
+            f"{what}, as int64 tensors",
+            tensors,
+            (peer.name, as_above),
+            as_tensors,
+            seconds,
+            note=f"{CORES} cores",
         ),
     ]
 
@@ -184,14 +183,12 @@ def _race_text() -> list[Row]:
         row = _race(
             f"from {size / 1e6:,.0f} MB of Python sources to batches of 8 rows, streaming, nothing written",
             'PackedLoader(mode="streaming"), worker process, from JSON lines',
-            f"encode_batch_fast and the ids on {CORES} threads, texts in memory",
+            ("tokenizers", f"encode_batch_fast and the ids on {CORES} threads, texts in memory"),
+            pairs,
             partial(Delivered.seconds_for, tokens=2_000_000),
-            target,
-            f"{CORES} cores each{little}",
-            name="tokenizers",
-            pairs=pairs,
             tokens=2_000_000,
-            fills=(None, None),
+            target=target,
+            note=f"{CORES} cores each{little}",
         )
         rows.append(row)
     return rows
@@ -208,28 +205,15 @@ def _alternate(
 
 def _race(
     what: str,
-    our_call: str,
-    settings: str,
-    seconds: Callable[[Delivered], float],
-    target: float | None,
-    note: str,
-    *,
-    name: str,
+    call: str,
+    peer: tuple[str, str],
     pairs: list[tuple[Delivered, Delivered]],
-    tokens: int,
-    fills: tuple[float | None, float | None],
+    seconds: Callable[[Delivered], float],
+    **more: Any,
 ) -> Race:
     """Return a race by the clock on the wall, since both use all cores; a sample is the time for all tokens."""
-    samples = [Samples(wall_s=[seconds(pair[side]) for pair in pairs], cpu_s=[]) for side in (0, 1)]
-    return Race(
-        what=what,
-        ours=Side(name="varlen", call=our_call, samples=samples[0], fill=fills[0]),
-        peer=Side(name=name, call=settings, samples=samples[1], fill=fills[1]),
-        tokens=tokens,
-        target=target,
-        note=note,
-        by_wall=True,
-    )
+    mine, theirs = (Samples([seconds(pair[side]) for pair in pairs], []) for side in (0, 1))
+    return Race.of(what, (call, mine), (*peer, theirs), by_wall=True, **more)
 
 
 def _said(options: dict[str, Any]) -> str:

@@ -6,10 +6,7 @@ ways train the same documents of a published set of lengths, cut at `CAPACITY`, 
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.inputs import REAL_LENGTHS, Documents, real_lengths, write_store
-from benchmarks.rows import Contestant, Race, Row, Samples, Step
-from benchmarks.stopwatch import every_core
+from benchmarks.rows import Race, Row, Samples, Step
 
 RANKS = 2
 CAPACITY = 4096
@@ -55,10 +51,10 @@ def _race(name: str, target: float | None) -> list[Row]:
     as_packed, as_padded = (Samples([job["seconds"]], []) for job in (packed, padded))
     peer = f"causal attention without a mask, {_said(padded)}"
     return [
-        Race(
-            what=f"FSDP2 on {RANKS} processes, {DOCUMENTS} documents of {name}, {documents.num_tokens:,} tokens",
-            ours=Contestant(name="varlen", call=f"PackedLoader, {_said(packed)}", samples=as_packed),
-            peer=Contestant(name=f"padded, {BATCH} documents a rank", call=peer, samples=as_padded),
+        Race.of(
+            f"FSDP2 on {RANKS} processes, {DOCUMENTS} documents of {name}, {documents.num_tokens:,} tokens",
+            (f"PackedLoader, {_said(packed)}", as_packed),
+            (f"padded, {BATCH} documents a rank", peer, as_padded),
             tokens=documents.num_tokens,
             target=target,
             by_wall=True,
@@ -74,21 +70,9 @@ def _said(job: dict[str, Any]) -> str:
 
 def _job(folder: Path, way: str) -> dict[str, Any]:
     """Run all ranks of a job; returns seconds of the slowest, and what each waited."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.feeding.skewed", str(folder), way, str(rank)],
-            env={**every_core(), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    found = [process.communicate() for process in ranks]
-    if any(process.returncode for process in ranks):
-        errors = "\n".join(errors[-1000:] for _, errors in found)
-        raise RuntimeError(f"a rank of a job failed:\n{errors}")
-    told = [json.loads(output.splitlines()[-1]) for output, _ in found]
+    from benchmarks.running.processes import side_by_side
+
+    told = side_by_side(_trained, RANKS, folder, way)
     tokens = int(np.load(folder / "offsets.npy")[-1])
     if sum(rank["tokens"] for rank in told) != tokens:
         raise RuntimeError(f"{sum(rank['tokens'] for rank in told):,} tokens were trained of {tokens:,}")
@@ -100,22 +84,19 @@ def _job(folder: Path, way: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def _trained(rank: int, folder: Path, way: str) -> dict[str, Any]:
+    """Train as one rank of a job, on a core of its own."""
     import torch
     from torch import distributed
 
-    folder, way, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    place = f"file://{folder / way}.meet"
-    distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS)
     model = _sharded(way)
     optimizer = torch.optim.AdamW(model.parameters())
     batches = _packed(folder, rank, model) if way == "packed" else _padded(folder, rank)
     waited = _count_waiting()
-    found = {"tokens": 0, "positions": 0, "steps": 0}
+    found: dict[str, Any] = {"tokens": 0, "positions": 0, "steps": 0}
     begun = 0.0
     for number, (inputs, tokens) in enumerate(batches):
         if number == 1:  # the first step, of few tokens, warms up
@@ -128,9 +109,7 @@ def main() -> None:
             found["steps"] += 1
             found["tokens"] += tokens
             found["positions"] += inputs["input_ids"].numel()
-    seconds = time.perf_counter() - begun
-    distributed.destroy_process_group()
-    print(json.dumps({**found, "seconds": seconds, "waited_s": waited[0]}))
+    return {**found, "seconds": time.perf_counter() - begun, "waited_s": waited[0]}
 
 
 def _sharded(way: str) -> Any:
@@ -212,7 +191,3 @@ def _padded(folder: Path, rank: int) -> Iterator[tuple[dict[str, Any], int]]:
         if start == rank * BATCH:
             yield {name: array[:1, :64] for name, array in inputs.items()}, 0
         yield inputs, int(lengths[chosen].sum())
-
-
-if __name__ == "__main__":
-    main()

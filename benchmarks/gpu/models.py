@@ -10,25 +10,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import varlen as vl
 
-BILLION = {
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2**20,
-}
+
+def llama_sizes(
+    hidden: int, ffn: int, heads: int, kv_heads: int, layers: int, vocab: int, positions: int = 2**20
+) -> dict[str, int]:
+    """Return the sizes of a Llama by transformers' names."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+    }
+
+
+BILLION = llama_sizes(2048, 5632, 32, 4, layers=22, vocab=32_000)
 """1.1 billion parameters, grouped heads."""
-TINY = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2**20,
-}
+TINY = llama_sizes(64, 176, 4, 2, layers=2, vocab=256)
 """To try the script out."""
 
 

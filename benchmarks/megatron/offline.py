@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 import varlen as vl
 from benchmarks.checks import WrongResultError, same_documents
 from benchmarks.megatron.chats import EOS, Chats, chat_lengths, lengths_named, marked
-from benchmarks.rows import Contestant, Limit, Race, Row, Samples, Step
+from benchmarks.rows import Limit, Race, Row, Samples, Step
 from benchmarks.stopwatch import measure, peak_bytes
 
 FEW = 5000
@@ -194,15 +194,11 @@ def _race_of(contest: Contest, ours: list[dict[str, float]], theirs: list[dict[s
     cpu_ratio = statistics.median(peer["cpu_s"] / mine["cpu_s"] for peer, mine in zip(theirs, ours))
     release = "megatron-bridge 0.3.1" + ("" if contest.first_fit == "own" else " and what it publishes")
     settings = f"{_FIRST_FITS[contest.first_fit]}; {_FORMS[contest.form]} and the metadata"
-    packed = "pack_for_megatron, from a token store to Parquet and metadata"
-    mine, peer = (
-        Contestant(name=name, call=call, samples=_samples(runs), fill=runs[0]["fill"])
-        for name, call, runs in (("varlen", packed, ours), (release, settings, theirs))
-    )
-    return Race(
-        what=f"pack {contest.count:,} tokenized chats into rows of {CAPACITY:,}, and write them",
-        ours=mine,
-        peer=peer,
+    return Race.of(
+        f"pack {contest.count:,} tokenized chats into rows of {CAPACITY:,}, and write them",
+        ("pack_for_megatron, from a token store to Parquet and metadata", _samples(ours)),
+        (release, settings, _samples(theirs)),
+        (ours[0]["fill"], theirs[0]["fill"]),
         tokens=chat_tokens(contest.count),
         target=contest.target,
         note="wall time; each in a process of its own that has packed before; varlen reads on in a thread while it "

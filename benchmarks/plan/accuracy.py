@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.gpu.models import llama, llama_sizes
 from benchmarks.records import RESULTS, load, save, stamp
 from varlen.cost import kernels
 from varlen.cost.fit import mape
@@ -36,15 +36,7 @@ from varlen.runtime.step import run_step
 from varlen.simulate.api import simulate
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, Recompute, StepPlan
 
-CONFIG: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 3,
-    "vocab_size": 4096,
-    "max_position_embeddings": 8192,
-}
+CONFIG = llama_sizes(512, 1408, 8, 4, layers=3, vocab=4096, positions=8192)
 MEMORY_CONFIG = {**CONFIG, "num_hidden_layers": 8, "vocab_size": 1024}
 """Deeper, so that what rows hold outweighs what passes, as in models that are trained."""
 LENGTHS = (3000, 1500, 333, 90, 210, 60, 400, 150, 280)
@@ -119,14 +111,6 @@ def cases() -> list[Case]:
     ]
 
 
-def decoder(settings: dict[str, Any], dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM._from_config(LlamaConfig(**settings), dtype=dtype)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
-
-
 def tokens(settings: dict[str, Any]) -> torch.Tensor:
     return torch.randint(
         0, settings["vocab_size"], (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)
@@ -149,7 +133,7 @@ def predicted_s(cost: CostModel, plan: StepPlan) -> np.ndarray:
 
 
 def timed(found: list[Case], device: torch.device) -> dict[str, Any]:
-    model, ids = decoder(CONFIG, torch.float32).to(device), tokens(CONFIG).to(device)
+    model, ids = llama(CONFIG, device, torch.float32), tokens(CONFIG).to(device)
     shape = ModelShape.from_config(model.config)
     bench = Bench.of(shape, device=device, dtype=torch.float32, budget_s=BUDGET_S)
     runs: dict[str, list[TaskRun]] = {each.name: [] for each in found}
@@ -231,7 +215,7 @@ def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 def remembered(found: list[Case], device: torch.device) -> list[dict[str, Any]]:
     """Run the steps in bfloat16 with every tensor counted, beside the cost model's peaks."""
-    model, ids = decoder(MEMORY_CONFIG, torch.bfloat16).to(device), tokens(MEMORY_CONFIG).to(device)
+    model, ids = llama(MEMORY_CONFIG, device, torch.bfloat16), tokens(MEMORY_CONFIG).to(device)
     shape = ModelShape.from_config(model.config)
     rows = []
     for each in found:

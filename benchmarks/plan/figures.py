@@ -6,7 +6,7 @@ Needs nothing but Python.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -82,10 +82,6 @@ def speedups(records: Iterable[Record], over: str) -> list[float]:
     return [found for record in records if (found := speedup(record, over)) is not None]
 
 
-def where(records: Iterable[Record], holds: Callable[[Record], bool]) -> list[Record]:
-    return [record for record in records if holds(record)]
-
-
 def middle(values: list[float]) -> float | None:
     return median(values) if values else None
 
@@ -124,7 +120,7 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
 
 
 def _of_bounds(cells: list[Record], equal: list[Record]) -> list[Verdict]:
-    large = ratios(where(cells, lambda record: record["is_large"]))
+    large = ratios(record for record in cells if record["is_large"])
     even = ratios(equal)
     ours = [record["methods"]["micropack"] for record in cells if "step_s" in record["methods"]["micropack"]]
     over = sum(not figure["fits"] for figure in ours)
@@ -161,12 +157,12 @@ def _of_peers(cells: list[Record]) -> list[Verdict]:
         slower = [1 / value for value in speedups(cells, name)]
         what = f"step time over that of {TITLES[name]}, worst"
         found.append(_most(what, max(slower, default=None), TOLERANCE, len(slower)))
-    longest = where(cells, lambda record: record["cell"]["capacity"] == 262_144)
-    wide = where(longest, lambda record: record["cell"]["dp"] * record["cell"]["pp"] >= LARGE_MESH)
+    longest = [record for record in cells if record["cell"]["capacity"] == 262_144]
+    wide = [r for r in longest if r["cell"]["dp"] * r["cell"]["pp"] >= LARGE_MESH]
     what = f"speed-up over packed, tuned, 256K, dp x pp of at least {LARGE_MESH}"
     found.append(_least(what, speedups(wide, "packed"), 2.8))
     for name in sorted({record["cell"]["lengths"] for record in longest}):
-        of_set = speedups(where(longest, lambda r, name=name: r["cell"]["lengths"] == name), "as_run")
+        of_set = speedups((r for r in longest if r["cell"]["lengths"] == name), "as_run")
         found.append(_least(f"speed-up over packed as users run it, 256K, {name}", of_set, 2.8))
     return found
 

@@ -6,6 +6,7 @@ not.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from statistics import median
 from typing import Any
@@ -34,7 +35,6 @@ from benchmarks.plan.figures import (
     step_times,
     tuned,
     verdicts,
-    where,
 )
 from benchmarks.records import ROOT
 
@@ -175,7 +175,7 @@ def _methods(cells: list[Record]) -> str:
     for name, title in TITLES.items():
         figures = [record["methods"].get(name, {}) for record in cells]
         fitting = [figure for figure in figures if "step_s" in figure]
-        large = ratios(where(cells, lambda record: record["is_large"]), name)
+        large = ratios(_large(cells), name)
         rows.append(
             (
                 title,
@@ -200,34 +200,39 @@ def _methods(cells: list[Record]) -> str:
     return table((*head, "doesn't fit"), rows)
 
 
+def _large(cells: list[Record]) -> list[Record]:
+    return [record for record in cells if record["is_large"]]
+
+
+def _beside_others(cells: list[Record]) -> list[str]:
+    """Return speed-ups over all other methods, and the step time over the own bound."""
+    return [*(_spread(speedups(cells, name)) for name in OTHERS), _spread(ratios(cells))]
+
+
+_OTHERS_HEAD = (*(TITLES[name] for name in OTHERS), "over own bound")
+
+
 def _by_mesh(cells: list[Record]) -> str:
     rows = []
     for capacity in sorted({record["cell"]["capacity"] for record in cells}):
+        of_capacity = [record for record in cells if record["cell"]["capacity"] == capacity]
         for low, high, text in ((0, 32, "below 32"), (32, 64, "32 to 63"), (64, 10**6, "64 and more")):
-            some = where(
-                cells,
-                lambda r, c=capacity, low=low, high=high: (
-                    r["cell"]["capacity"] == c and low <= r["cell"]["dp"] * r["cell"]["pp"] < high
-                ),
-            )
-            row = [f"{capacity // 1024}K, {text}", f"{len(some)}"]
-            rows.append([*row, *(_spread(speedups(some, name)) for name in OTHERS), _spread(ratios(some))])
-    head = ("capacity, dp x pp", "cells", *(TITLES[name] for name in OTHERS), "over own bound")
-    return table(head, rows)
+            some = [r for r in of_capacity if low <= r["cell"]["dp"] * r["cell"]["pp"] < high]
+            rows.append([f"{capacity // 1024}K, {text}", f"{len(some)}", *_beside_others(some)])
+    return table(("capacity, dp x pp", "cells", *_OTHERS_HEAD), rows)
 
 
 def _by_set(cells: list[Record]) -> str:
+    """Return speed-ups by set, and what truncation took."""
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for record in cells:
+        groups.setdefault((record["cell"]["lengths"], record["cell"]["capacity"]), []).append(record)
     rows = []
-    for name in sorted({record["cell"]["lengths"] for record in cells}):
-        for capacity in sorted({record["cell"]["capacity"] for record in cells}):
-            some = where(
-                cells, lambda r, n=name, c=capacity: r["cell"]["lengths"] == n and r["cell"]["capacity"] == c
-            )
-            lost = [100 * record["truncated_share"] for record in some]
-            row = [f"{name}, {capacity // 1024}K", f"{_number(middle(lost))} %"]
-            rows.append([*row, *(_spread(speedups(some, name)) for name in OTHERS), _spread(ratios(some))])
-    head = ("set, capacity", "truncated", *(TITLES[name] for name in OTHERS), "over own bound")
-    return table(head, rows)
+    for name, capacity in itertools.product(*(sorted(set(keys)) for keys in zip(*groups))):
+        some = groups.get((name, capacity), [])
+        lost = middle([100 * record["truncated_share"] for record in some])
+        rows.append([f"{name}, {capacity // 1024}K", f"{_number(lost)} %", *_beside_others(some)])
+    return table(("set, capacity", "truncated", *_OTHERS_HEAD), rows)
 
 
 def _ablation(records: list[Record]) -> str:
@@ -273,7 +278,7 @@ def _planning(records: list[Record]) -> str:
 def _equal(records: list[Record]) -> str:
     rows = []
     for capacity in sorted({record["cell"]["capacity"] for record in records}):
-        some = where(records, lambda r, c=capacity: r["cell"]["capacity"] == c)
+        some = [record for record in records if record["cell"]["capacity"] == capacity]
         row = (f"{capacity // 1024}K, 4x4, 7B", f"{len(some)}", _spread(ratios(some)))
         rows.append((*row, _spread(speedups(some, "packed"))))
     return table(("cells", "number", "over own bound", "speed-up over packed, tuned"), rows)
@@ -299,7 +304,7 @@ def _interleaved(result: dict[str, Any]) -> str:
             (
                 title,
                 f"{len(cells)}",
-                _spread(ratios(where(cells, lambda record: record["is_large"]))),
+                _spread(ratios(_large(cells))),
                 *(_spread(_over_one(cells, ones, name)) for name in TUNED),
             )
             for title, cells in rows
@@ -315,7 +320,7 @@ def _over_one(cells: list[Record], ones: list[Record], name: str) -> list[float]
 
 
 def _worst(cells: list[Record], badness: Any) -> str:
-    fitting = where(cells, lambda record: "step_s" in record["methods"][_CHIEF])
+    fitting = [record for record in cells if "step_s" in record["methods"][_CHIEF]]
     return _cells(sorted(fitting, key=badness, reverse=True)[:WORST])
 
 

@@ -14,18 +14,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import slices
+from benchmarks.gpu.models import llama_sizes
 from benchmarks.records import RESULTS, load, machine, save, today, versions
 from benchmarks.running import longest, pipelines, waits
 
-SMALL: dict[str, int] = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 3,
-    "vocab_size": 4096,
-    "max_position_embeddings": 2**20,
-}
+SMALL = llama_sizes(512, 1408, 8, 4, layers=3, vocab=4096)
 """A Llama whose step of 8,192 tokens takes ten seconds on one core."""
 
 

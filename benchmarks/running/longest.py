@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import varlen as vl
-from benchmarks.gpu.models import llama, one_document
+from benchmarks.gpu.models import llama, llama_sizes, one_document
 from benchmarks.gpu.slices import checkpointed, chunked_loss
 from varlen.cost.memory import HEAD, LOGIT_ROWS, OWN, Kernels, Saved
 from varlen.plan.one_gpu import one_gpu_plan
@@ -40,16 +40,9 @@ SHAPES: Final = {
 }
 LEAST_OVER_A, LEAST_OVER_B = 8.0, 8.0
 """Slices over (a) on the device, and over (b) with keys, values and their gradients in host memory; for GQA."""
-_SMALL: Final = {
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 2**20,
-}
 MODELS: Final[dict[str, dict[str, int]]] = {
-    "GQA": {**_SMALL, "num_key_value_heads": 2, "intermediate_size": 448},
-    "MHA": {**_SMALL, "num_key_value_heads": 8, "intermediate_size": 344},
+    "GQA": llama_sizes(128, 448, 8, 2, layers=8, vocab=512),
+    "MHA": llama_sizes(128, 344, 8, 8, layers=8, vocab=512),
 }
 """Heads, widths and layers in the proportions of the shapes above, a 32nd as wide."""
 FIRST_TOKENS: Final = 1024

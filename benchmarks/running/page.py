@@ -40,13 +40,11 @@ def overhead(result: dict[str, Any]) -> str:
     ]
     return (
         "## Slices beside the unsliced step\n\n"
-        f"One document of {found['tokens']:,} tokens, float32, one core. Unsliced, with each layer "
-        "computed again and a "
-        f"loss in chunks, it takes {found['unsliced_s']:.2f} s and "
-        f"{found['unsliced_peak_bytes'] / 1e6:,.0f} MB; as one "
-        f"slice of the engine {found['one_slice_s']:.2f} s and "
-        f"{found['one_slice_peak_bytes'] / 1e6:,.0f} MB. What must "
-        f"hold: at most 1.05 times unsliced for slices of 4,096 rows or more. {_made(result, 'overhead')}\n\n"
+        f"One document of {found['tokens']:,} tokens, float32, one core. Unsliced, with each layer computed again "
+        f"and a loss in chunks, it takes {found['unsliced_s']:.2f} s and {found['unsliced_peak_bytes'] / 1e6:,.0f} "
+        f"MB; as one slice of the engine {found['one_slice_s']:.2f} s and "
+        f"{found['one_slice_peak_bytes'] / 1e6:,.0f} MB. What must hold: at most 1.05 times unsliced for slices of "
+        f"4,096 rows or more. {_made(result, 'overhead')}\n\n"
         + table(["rows of a slice", "step", "over unsliced", "over one slice", "peak", "met"], rows)
         + "\n"
     )
@@ -74,12 +72,11 @@ def pipelines(result: dict[str, Any]) -> str:
     found = result["pipelines"]
     return (
         "## Pipelines beside the simulator\n\n"
-        "Two stages of one core each, real steps of a small Llama over gloo, each layer computed "
-        "again. Gains are over "
-        "packs as users run them (1F1B). `symmetric` and `asymmetric` have the same forward MicroPacks; the latter's "
-        "backward pass is cut into half as many again. Mean absolute error "
-        f"{found['mape']:.1%}, repeat to repeat {found['repeat_mape']:.1%}; what must hold: at most "
-        f"{found['limit']:.1%} (5 % or 1.5 times the repeats): {verdict(found['met'])}. "
+        "Two stages of one core each, real steps of a small Llama over gloo, each layer computed again. Gains are "
+        "over packs as users run them (1F1B). `symmetric` and `asymmetric` have the same forward MicroPacks; the "
+        f"latter's backward pass is cut into half as many again. Mean absolute error {found['mape']:.1%}, repeat to "
+        f"repeat {found['repeat_mape']:.1%}; what must hold: at most {found['limit']:.1%} (5 % or 1.5 times the "
+        f"repeats): {verdict(found['met'])}. "
         f"{_made(result, 'pipelines')}\n\n" + _beside(found["steps"])
     )
 
@@ -94,9 +91,9 @@ def merging(result: dict[str, Any]) -> str:
     }
     return (
         "## A document that two ranks share\n\n"
-        "Two data-parallel ranks of one core each, and a document with more work than either's share of the step: on "
-        "one rank, whatever else is balanced, or shared by both (DP-Merge). Gains are over packs as users run them. "
-        f"Steps that share nothing are simulated within {max(errors[False]):.1%}; shared ones are off by "
+        "Two data-parallel ranks of one core each, and a document with more work than either's share of the step: "
+        "on one rank, whatever else is balanced, or shared by both (DP-Merge). Gains are over packs as users run "
+        f"them. Steps that share nothing are simulated within {max(errors[False]):.1%}; shared ones are off by "
         f"{min(errors[True]):.1%} to {max(errors[True]):.1%}, so that a shared document gains less here than is "
         f"simulated. Repeat to repeat {found['repeat_mape']:.1%}. "
         f"{_made(result, 'merging')}\n\n" + _beside(found["steps"])
@@ -116,10 +113,9 @@ def waits(result: dict[str, Any]) -> str:
     ]
     return (
         "## Many stages, in timed waits\n\n"
-        "The real executor and real messages over gloo, but **each task waits as long as the cost "
-        "model says instead of "
-        "computing**: this checks order, dependencies and what the executor adds, and no kernel. Plans are of an 8B "
-        f"model on H100s, stretched to seconds. {_made(result, 'waits')}\n\n"
+        "The real executor and real messages over gloo, but **each task waits as long as the cost model says "
+        "instead of computing**: this checks order, dependencies and what the executor adds, and no kernel. Plans "
+        f"are of an 8B model on H100s, stretched to seconds. {_made(result, 'waits')}\n\n"
         + table(["mesh, chunks of layers, plan", "tasks", "simulated", "took", "error"], rows)
         + "\n"
     )
@@ -129,14 +125,11 @@ def ahead(result: dict[str, Any]) -> str:
     found = result["ahead"]
     return (
         "## Plans made ahead\n\n"
-        f"{found['steps']} steps of documents like {found['documents']}, planned by another process "
-        "while slices run. "
-        f"The first step waited {found['first_wait_s']:.2f} s for its plan, later ones "
-        f"{found['wait_s'] * 1e6:,.0f} µs "
-        f"in the median and {found['longest_wait_s'] * 1e3:,.1f} ms at most: "
-        f"{found['wait_over_step']:.4%} of the steps' "
-        f"time. A step took {found['step_s']:.2f} s in the median beside the planner, and "
-        f"{found['step_s_without_planner']:.2f} s without. {_made(result, 'ahead')}\n"
+        f"{found['steps']} steps of documents like {found['documents']}, planned by another process while slices "
+        f"run. The first step waited {found['first_wait_s']:.2f} s for its plan, later ones "
+        f"{found['wait_s'] * 1e6:,.0f} µs in the median and {found['longest_wait_s'] * 1e3:,.1f} ms at most: "
+        f"{found['wait_over_step']:.4%} of the steps' time. A step took {found['step_s']:.2f} s in the median "
+        f"beside the planner, and {found['step_s_without_planner']:.2f} s without. {_made(result, 'ahead')}\n"
     )
 
 
@@ -168,11 +161,11 @@ def longest(result: dict[str, Any]) -> str:
     return (
         "## The longest document\n\n"
         f"By formula: {found['card_bytes'] / 1e9:.1f} GB of a card, states divided among {found['mesh']['dp']} of "
-        f"them, slices of {found['slice_tokens']:,} rows. Measured: all tensors of small models in bfloat16 counted, "
-        f"slices of {found['small_slice_tokens']:,} rows, in as many bytes as (a) takes for its tokens, {budgets}; "
-        "the arithmetic of slices' attention is left out, and its tensors are not. What must hold with grouped heads "
-        f"(GQA): 8 times (a) on the device, 8 times (b) with keys and values in host memory; {targets}. Other cells "
-        f"have no target. {_made(result, 'longest')}\n\n"
+        f"them, slices of {found['slice_tokens']:,} rows. Measured: all tensors of small models in bfloat16 "
+        f"counted, slices of {found['small_slice_tokens']:,} rows, in as many bytes as (a) takes for its tokens, "
+        f"{budgets}; the arithmetic of slices' attention is left out, and its tensors are not. What must hold with "
+        "grouped heads (GQA): 8 times (a) on the device, 8 times (b) with keys and values in host memory; "
+        f"{targets}. Other cells have no target. {_made(result, 'longest')}\n\n"
         + table(["model, way", "tokens", "times (a)", "times (b)", "host memory, GB"], rows)
         + "\n"
     )
@@ -200,9 +193,8 @@ def page() -> str:
     ]
     return (
         "# Running: results\n\n"
-        "Written by `python -m benchmarks.running.page` from what `python -m benchmarks.running` "
-        "measured last; nothing "
-        f"here is typed. Measured on a CPU: no GPU ran. Machine: {'; '.join(said)}.\n\n"
+        "Written by `python -m benchmarks.running.page` from what `python -m benchmarks.running` measured last; "
+        f"nothing here is typed. Measured on a CPU: no GPU ran. Machine: {'; '.join(said)}.\n\n"
         + "\n".join(PARTS[name](newest[name]) for name in PARTS if name in newest)
     )
 

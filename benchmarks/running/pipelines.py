@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import varlen as vl
+from benchmarks.gpu.models import llama
 from benchmarks.running.processes import link_of, side_by_side, turns
 from benchmarks.running.steps import CAPACITY, CONFIG, LEAST_ROWS, SETS, Step, lengths_of, source_of, steps
 from varlen.cost.fit import mape
@@ -35,8 +36,7 @@ MESH = vl.Mesh(pp=2)
 
 
 def decoder() -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM._from_config(LlamaConfig(**CONFIG), dtype=torch.float32)
+    return llama(CONFIG, torch.device("cpu"), torch.float32)
 
 
 def batch_of(lengths: np.ndarray) -> vl.PackedBatch:
@@ -66,10 +66,7 @@ def cost_of(hardware: Hardware) -> vl.CostModel:
 
 
 def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
-    model = decoder()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    engine = vl.SliceEngine(model, mesh=found[0].plan.mesh, rank=rank)
+    engine = vl.SliceEngine(decoder(), mesh=found[0].plan.mesh, rank=rank)
     batches = [batch_of(step.plan.lengths) for step in found]
     shape = vl.ModelShape.from_config(LlamaConfig(**CONFIG))
     bench = Bench.of(shape, device=torch.device("cpu"), dtype=torch.float32, budget_s=BUDGET_S)

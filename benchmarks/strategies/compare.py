@@ -10,13 +10,14 @@ between seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 
 from benchmarks.strategies.feeds import Feed
+from benchmarks.strategies.figures import BASE, Told
 from benchmarks.strategies.sets import Shape, TextSet
 from benchmarks.strategies.train import LEARNING_RATE, POINTS, Curve, base_of, one_thread, started, train
 from varlen.train.demo.corpus import Documents
@@ -26,8 +27,6 @@ TRAINED = ("online", "grouped", "offline_large", "offline", "wrapped", "sampled"
 SCALED = "offline_scaled"
 """The strategy with large steps at a learning rate raised by the root of their size, as is usual with Adam."""
 PROCESSES = 2
-Told = Callable[[int, int, str], None]
-"""Called with the runs done, all runs, and the last one's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +154,6 @@ def compare(
         yield plain(run, curve)
 
 
-BASE = "online"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One way of composing packs."""
@@ -204,7 +200,7 @@ def density(
 ) -> Iterator[dict[str, Any]]:
     """Train every setting on every seed, seed by seed."""
     all_settings = {setting.label: setting for setting in settings(factors, windows)}
-    weights = base_of("llama", of_set)
+    weights, shape = base_of("llama", of_set), of_set.shape
     wanted: list[Run] = []
     for seed in range(seeds):
         documents = of_set.draw(steps, seed)
@@ -217,7 +213,11 @@ def density(
                 feed=Feed(
                     strategy=setting.strategy,
                     documents=documents,
-                    shape=_shape(of_set.shape, setting.capacity_factor),
+                    shape=replace(
+                        shape,
+                        capacity=shape.capacity * setting.capacity_factor,
+                        packs=max(1, shape.packs // setting.capacity_factor),
+                    ),
                     seed=seed,
                     options=setting.options,
                 ),
@@ -240,9 +240,3 @@ def density(
             "steps": len(curve.losses),
             "loss": curve.last_loss,
         }
-
-
-def _shape(shape: Shape, factor: int) -> Shape:
-    return Shape(
-        documents=shape.documents, capacity=shape.capacity * factor, packs=max(1, shape.packs // factor)
-    )

@@ -6,7 +6,7 @@ Needs nothing but Python, so that tables and pictures can be made from the resul
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median, stdev
@@ -16,6 +16,8 @@ from benchmarks import records
 from benchmarks.records import RESULTS
 
 FOLDER = RESULTS / "strategies"
+Told = Callable[[int, int, str], None]
+"""Called with the runs done, all runs, and the last one's name."""
 BASE = "online"
 """What losses are compared with: the minibatches that padding trains."""
 FAMILIES = {"llama": "Llama", "mixtral": "Mixtral", "gemma3": "Gemma 3"}

@@ -19,6 +19,7 @@ from benchmarks.strategies.figures import (
     FAMILIES,
     TITLES,
     Estimate,
+    Speed,
     above_base,
     by_setting,
     differences,
@@ -201,17 +202,17 @@ def _throughput(result: dict[str, Any], set_name: str) -> str:
     for name in [contestant["strategy"] for contestant in found[0]["contestants"]] if found else []:
         speeds = [speed(race["contestants"], name) for race in found]
         row = [TITLES[name], f"{speeds[0].slots_per_token:.2f}"]
-        row += [
-            f"{one.tokens_per_s:,.0f}" + ("" if name == "padding" else f", {_between(one.ratio, one.ratios)}")
-            for one in speeds
-        ]
+        row += [_rate(name, one) for one in speeds]
         row += [f"{one.memory_mb:,.0f}" for one in speeds]
         rows.append(row)
     return table(head, rows)
 
 
-def _between(ratio: float, ratios: tuple[float, float]) -> str:
-    return f"**{ratio_text(ratio)}** ({ratio_text(ratios[0])} to {ratio_text(ratios[1])})"
+def _rate(name: str, found: Speed) -> str:
+    """Return a rate, and its ratio to padding's with the least and the most."""
+    low, high = map(ratio_text, found.ratios)
+    beside = "" if name == "padding" else f", **{ratio_text(found.ratio)}** ({low} to {high})"
+    return f"{found.tokens_per_s:,.0f}{beside}"
 
 
 def _density(result: dict[str, Any]) -> str:
@@ -284,8 +285,7 @@ def _lora(result: dict[str, Any]) -> str:
                 TITLES[contestant["strategy"]],
                 str(len(contestant["steps"])),
                 f"{one.slots_per_token:.2f}",
-                f"{one.tokens_per_s:,.0f}"
-                + ("" if contestant["strategy"] == "padding" else f", {_between(one.ratio, one.ratios)}"),
+                _rate(contestant["strategy"], one),
                 f"{one.memory_mb:,.0f}",
                 f"{contestant['validation_loss']:.4f}",
             )

@@ -11,16 +11,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Container, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benchmarks.strategies.compare import Told
 from benchmarks.strategies.feeds import Fed, Feed
+from benchmarks.strategies.figures import Told
 from benchmarks.strategies.models import LORA_RANK, build, with_lora
-from benchmarks.strategies.sets import Shape, TextSet, extremes
+from benchmarks.strategies.sets import Shape, TextSet, cut, extremes
 from benchmarks.strategies.train import (
     LEARNING_RATE,
     base_of,
@@ -52,18 +52,6 @@ class Entry:
     learning_rate: float = LEARNING_RATE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """One optimizer step, from documents to changed weights."""
-
-    loss: float
-    tokens: int
-    slots: int
-    """Positions computed, padding included."""
-    wall_s: float
-    cpu_s: float
-
-
 class _Runner:
     """A contestant, in its own process."""
 
@@ -83,8 +71,6 @@ class _Runner:
 
     def _warm_up(self) -> None:
         """Load kernels and start what starts at the first use; the weights stay as they are."""
-        from benchmarks.strategies.sets import cut
-
         feed = self._entry.feed
         few = cut(feed.documents, _WARM_TOKENS).take(torch.arange(feed.shape.documents).numpy())
         small = Feed(strategy=feed.strategy, documents=few, shape=feed.shape, seed=0, options=feed.options)
@@ -93,6 +79,7 @@ class _Runner:
         self._optimizer.zero_grad()
 
     def step(self) -> dict[str, Any] | None:
+        """Train a step, from documents to changed weights; None where the epoch is over."""
         if not self._base_bytes:
             reset_peak()
             self._base_bytes = current_bytes()
@@ -103,15 +90,13 @@ class _Runner:
         loss = gradients(self._model, fed)
         update(self._model, self._optimizer)
         took = now() - start
-        return asdict(
-            Timed(
-                loss=loss,
-                tokens=fed.inputs.num_tokens,
-                slots=fed.inputs.num_slots,
-                wall_s=took.wall_s,
-                cpu_s=took.user_s + took.system_s,
-            )
-        )
+        return {
+            "loss": loss,
+            "tokens": fed.inputs.num_tokens,
+            "slots": fed.inputs.num_slots,  # positions computed, padding included
+            "wall_s": took.wall_s,
+            "cpu_s": took.user_s + took.system_s,
+        }
 
     def memory_bytes(self) -> int:
         return max(peak_bytes() - self._base_bytes, 0)
@@ -174,41 +159,40 @@ class Contestant:
         self._process.join()
 
 
-@dataclass(kw_only=True)
-class Raced:
-    """What a contestant did."""
-
-    strategy: str
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    """Of `Timed`."""
-    memory_bytes: int = 0
-    validation_loss: float | None = None
-    parameters: list[int] = field(default_factory=list)
-
-
 def race(entries: dict[str, Entry], most_steps: int, told: Told) -> list[dict[str, Any]]:
-    """Let contestants train steps in turns.
+    """Let contestants train steps in turns; returns a record of each.
 
-    At most so many of each, fewer where its epoch is over before; returns a record a contestant, of `Raced`.
+    They take at most so many steps, fewer where their epoch is over before.
     """
-    found = {name: Raced(strategy=name) for name in entries}
+    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in entries}
     with ExitStack() as stack:
         contestants = {name: stack.enter_context(Contestant(entry)) for name, entry in entries.items()}
         running = dict(contestants)
         for step in range(most_steps):
             for name, contestant in list(running.items()):
-                timed = contestant.ask("step")
-                if timed is None:
+                if (timed := contestant.ask("step")) is None:
                     del running[name]
-                    continue
-                found[name].steps.append(timed)
+                else:
+                    steps[name].append(timed)
             told(step + 1, most_steps, "step of each")
-        for name, contestant in contestants.items():
-            found[name].memory_bytes = contestant.ask("memory_bytes")
-            found[name].parameters = contestant.ask("parameters")
-            if entries[name].validation is not None:
-                found[name].validation_loss = contestant.ask("validate")
-    return [asdict(raced) for raced in found.values()]
+        return [
+            {
+                "strategy": name,
+                "steps": steps[name],
+                "memory_bytes": contestant.ask("memory_bytes"),
+                "validation_loss": None if entries[name].validation is None else contestant.ask("validate"),
+                "parameters": contestant.ask("parameters"),
+            }
+            for name, contestant in contestants.items()
+        ]
+
+
+def _entries(
+    raced: tuple[str, ...], family: str, documents: Documents, shape: Shape, seed: int = 0, **more: Any
+) -> dict[str, Entry]:
+    """Return what contestants train, by strategy; `more` is the rest of an `Entry`."""
+    feeds = {name: Feed(strategy=name, documents=documents, shape=shape, seed=seed) for name in raced}
+    return {name: Entry(family=family, feed=feed, **more) for name, feed in feeds.items()}
 
 
 def races(
@@ -219,7 +203,6 @@ def races(
     families: tuple[str, ...],
     steps: dict[str, int],
     epoch: dict[str, int],
-    raced: tuple[str, ...] = RACED,
 ) -> Iterator[dict[str, Any]]:
     """Race all strategies on every family and set.
 
@@ -231,13 +214,7 @@ def races(
             key = f"{family}, {name}"
             if key in known:
                 continue
-            entries = {
-                strategy: Entry(
-                    family=family,
-                    feed=Feed(strategy=strategy, documents=documents, shape=of_set.shape, seed=0),
-                )
-                for strategy in raced
-            }
+            entries = _entries(RACED, family, documents, of_set.shape)
             told(0, steps[name], f"{key}: starting")
             contestants = race(entries, steps[name], told)
             yield {"key": key, "family": family, "set": name, "contestants": contestants}
@@ -258,16 +235,8 @@ def lora(
     short = sets["short"]
     weights = base_of("llama", sets["long"])
     documents = short.draw(steps, 1)
-    entries = {
-        strategy: Entry(
-            family="llama",
-            feed=Feed(strategy=strategy, documents=documents, shape=short.shape, seed=1),
-            validation=short.validation,
-            weights=weights,
-            learning_rate=LORA_RATE,
-        )
-        for strategy in FEW_RACED
-    }
+    more = {"validation": short.validation, "weights": weights, "learning_rate": LORA_RATE}
+    entries = _entries(FEW_RACED, "llama", documents, short.shape, 1, **more)
     yield {
         "key": "lora",
         "rank": LORA_RANK,
@@ -292,12 +261,7 @@ def extreme(
         minibatch_tokens = base * (MINIBATCH - 1 + factor)
         shape = Shape(documents=MINIBATCH, capacity=minibatch_tokens, packs=1)
         documents = extremes(factor, steps, shape, base)
-        entries = {
-            strategy: Entry(
-                family="llama", feed=Feed(strategy=strategy, documents=documents, shape=shape, seed=0)
-            )
-            for strategy in RACED
-        }
+        entries = _entries(FEW_RACED, "llama", documents, shape)
         told(0, steps, f"{factor}x: starting")
         yield {
             "key": f"{factor}x",

@@ -19,8 +19,8 @@ import torch
 from torch import distributed
 
 import varlen as vl
-from benchmarks.strategies.compare import Told
 from benchmarks.strategies.feeds import Fed, flattened, from_batch, write_arrow
+from benchmarks.strategies.figures import Told
 from benchmarks.strategies.sets import TextSet
 from benchmarks.strategies.train import (
     LEARNING_RATE,

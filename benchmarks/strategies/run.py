@@ -9,117 +9,83 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import asked_for, load, opened, parser, rounded, save, stamp
-from benchmarks.strategies.figures import FOLDER
+from benchmarks.strategies.figures import FOLDER, Told
 
 DIGITS = 7
 """Of every figure that is kept: as many as float32 has."""
-Told = Callable[[int, int, str], None]
+Arguments = dict[str, dict[str, Any]]
+"""Of the function of each part: how much is trained."""
+
+FAMILIES = ("llama", "mixtral", "gemma3")
+FULL: Arguments = {
+    "comparison": {"seeds": dict.fromkeys(FAMILIES, 5), "steps": {"short": 40, "long": 50}},
+    "density": {"steps": 40, "seeds": 5, "factors": (1, 2, 4)},
+    "ranks": {"steps": 40, "seeds": 5, "worlds": (1, 2, 4)},
+    "throughput": {
+        "families": FAMILIES,
+        "steps": {"short": 24, "long": 24},
+        "epoch": {"short": 40, "long": 50},
+    },
+    "lora": {"steps": 40},
+    "extreme": {"factors": {10: 24, 100: 24, 1000: 5}},
+}
+QUICK: Arguments = {
+    "comparison": {"seeds": {"llama": 1}, "steps": {"short": 5, "long": 5}},
+    "density": {"steps": 3, "seeds": 2, "factors": (1,)},
+    "ranks": {"steps": 3, "seeds": 1, "worlds": (1, 2), "peers": False},
+    "throughput": {
+        "families": ("llama",),
+        "steps": {"short": 2, "long": 2},
+        "epoch": {"short": 5, "long": 5},
+    },
+    "lora": {"steps": 3},
+    "extreme": {"factors": {10: 2}},
+}
+PARTS = tuple(FULL)
+"""Those for the loss first, which nothing disturbs, then those that are timed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is trained."""
-
-    quick: bool
-    seeds: dict[str, int]
-    """Of the comparison, by family of models."""
-    steps: dict[str, int]
-    """Minibatches of a run of the comparison, by set."""
-    race_steps: dict[str, int]
-    density_steps: int
-    density_seeds: int
-    density_factors: tuple[int, ...]
-    rank_steps: int
-    rank_seeds: int
-    worlds: tuple[int, ...]
-    lora_steps: int
-    factors: dict[int, int]
-    """How much longer long documents are, and for how many steps."""
-
-
-FULL = Size(
-    quick=False,
-    seeds={"llama": 5, "mixtral": 5, "gemma3": 5},
-    steps={"short": 40, "long": 50},
-    race_steps={"short": 24, "long": 24},
-    density_steps=40,
-    density_seeds=5,
-    density_factors=(1, 2, 4),
-    rank_steps=40,
-    rank_seeds=5,
-    worlds=(1, 2, 4),
-    lora_steps=40,
-    factors={10: 24, 100: 24, 1000: 5},
-)
-QUICK = Size(
-    quick=True,
-    seeds={"llama": 1},
-    steps={"short": 5, "long": 5},
-    race_steps={"short": 2, "long": 2},
-    density_steps=3,
-    density_seeds=2,
-    density_factors=(1,),
-    rank_steps=3,
-    rank_seeds=1,
-    worlds=(1, 2),
-    lora_steps=3,
-    factors={10: 2},
-)
-
-
-def _records(part: str, size: Size, told: Told, known: Container[str]) -> Iterator[dict[str, Any]]:
+def _records(part: str, is_quick: bool, told: Told, known: Container[str]) -> Iterator[dict[str, Any]]:
     """Give the records of a part that aren't known yet."""
     from benchmarks.strategies import compare, race, ranks
     from benchmarks.strategies.sets import text_sets
 
-    if part == "extreme":
-        return race.extreme(told, known, factors=size.factors)
-    sets = text_sets(size.quick)
-    if part == "comparison":
-        return compare.compare(sets, told, known, seeds=size.seeds, steps=size.steps)
-    if part == "throughput":
-        families = tuple(size.seeds)
-        return race.races(sets, told, known, families=families, steps=size.race_steps, epoch=size.steps)
-    if part == "lora":
-        return race.lora(sets, told, known, steps=size.lora_steps)
-    if part == "density":
-        steps, seeds, factors = size.density_steps, size.density_seeds, size.density_factors
-        return compare.density(sets["short"], told, known, steps=steps, seeds=seeds, factors=factors)
-    return ranks.on_ranks(
-        sets["short"],
-        told,
-        known,
-        steps=size.rank_steps,
-        seeds=size.rank_seeds,
-        worlds=size.worlds,
-        peers=not size.quick,
+    calls = {
+        "comparison": compare.compare,
+        "density": compare.density,
+        "ranks": ranks.on_ranks,
+        "throughput": race.races,
+        "lora": race.lora,
+        "extreme": race.extreme,
+    }
+    given: tuple[Any, ...] = ()
+    if part != "extreme":
+        sets = text_sets(is_quick)
+        given = (sets["short"] if part in ("density", "ranks") else sets,)
+    records: Iterator[dict[str, Any]] = calls[part](
+        *given, told, known, **(QUICK if is_quick else FULL)[part]
     )
-
-
-PARTS = ("comparison", "density", "ranks", "throughput", "lora", "extreme")
-"""Those for the loss first, which nothing disturbs, then those that are timed."""
+    return records
 
 
 def main(arguments: list[str] | None = None) -> int:
     reader = parser("strategies", __doc__, PARTS, quick="a few steps on the interpreter's own sources")
     asked = asked_for(reader, PARTS, arguments)
     result, out = opened(asked, FOLDER)
-    size = QUICK if asked.quick else FULL
     measured = stamp()
-    result |= {**measured, "sets": _described(size)}
+    result |= {**measured, "sets": _described(asked.quick)}
     for name in asked.parts:
-        _run(name, size, result, out, measured)
+        _run(name, asked.quick, result, out, measured)
     print(f"Written to {out.name}; `python -m benchmarks.strategies.page` puts it into the docs.")
     return 0
 
 
-def _run(name: str, size: Size, result: dict[str, Any], out: Path, measured: dict[str, Any]) -> None:
+def _run(name: str, is_quick: bool, result: dict[str, Any], out: Path, measured: dict[str, Any]) -> None:
     """Run what is missing of a part; keep each record as it comes, with the load of the machine meanwhile."""
     new: dict[str, Any] = {"measured": measured, "seconds": 0.0, "load": [], "figures": []}
     part = result["parts"].setdefault(name, new)
@@ -131,7 +97,7 @@ def _run(name: str, size: Size, result: dict[str, Any], out: Path, measured: dic
         print(f"\r{name} {done}/{total} {passed:.0f} s  {what:<60}", end="", file=sys.stderr, flush=True)
 
     known = {record["key"] for record in part["figures"]}
-    for record in _records(name, size, told, known):
+    for record in _records(name, is_quick, told, known):
         part["figures"].append(rounded(record, DIGITS))
         part["load"] = [min([load(), *part["load"]]), max([load(), *part["load"]])]
         part["seconds"] += round(time.perf_counter() - said[-1], 1)
@@ -140,7 +106,7 @@ def _run(name: str, size: Size, result: dict[str, Any], out: Path, measured: dic
     print(file=sys.stderr)
 
 
-def _described(size: Size) -> dict[str, Any]:
+def _described(is_quick: bool) -> dict[str, Any]:
     from benchmarks.strategies.sets import described, text_sets
 
-    return {name: described(found) for name, found in text_sets(size.quick).items()}
+    return {name: described(found) for name, found in text_sets(is_quick).items()}
