@@ -32,8 +32,6 @@ from benchmarks.stopwatch import Call, race
 FROM_ARRAYS = 100.0
 FROM_LISTS = 10.0
 """What the issue asks for: times as fast as what is replaced."""
-
-
 _CASES = (
     ("log-normal", SMALL, False),
     ("log-normal", MEDIUM, False),
@@ -46,28 +44,6 @@ _WHY = {
     SMALL: "most of it is the fixed cost of a call in Python: 12 us",
     MEDIUM: "a tensor costs 0.2 us in Python a column, whatever it holds",
 }
-
-
-def adapter_steps() -> list[Step]:
-    collators = [
-        Step(
-            f"the flattening collator from {form}, {size} packs of {kind}",
-            partial(_race_collator, form, *case),
-        )
-        for form in (*transformers.INPUTS, "arrow")
-        for case in _CASES
-        for kind, size, _ in [case]
-    ]
-    return [
-        *collators,
-        *(Step(f"TRL's padding-free collator from {form}", partial(_race_trl, form)) for form in _TRL_FORMS),
-        *(
-            Step(f"axolotl's batch sampler, {count:,} documents", partial(_race_axolotl, count))
-            for count in _EPOCHS
-        ),
-    ]
-
-
 _TRL_FORMS = ("lists", "numpy")
 _EPOCHS = (1_000, 10_000, NUM_DOCUMENTS)
 """Documents of the epochs that axolotl's sampler is asked for."""
@@ -77,31 +53,26 @@ _WHY_EPOCH = {
 }
 
 
+def adapter_steps() -> list[Step]:
+    forms = (*transformers.INPUTS, "arrow")
+    collator, sampler = "the flattening collator from", "axolotl's batch sampler,"
+    return [
+        *(
+            Step(f"{collator} {form}, {case[1]} packs of {case[0]}", partial(_race_collator, form, *case))
+            for form in forms
+            for case in _CASES
+        ),
+        *(Step(f"TRL's padding-free collator from {form}", partial(_race_trl, form)) for form in _TRL_FORMS),
+        *(Step(f"{sampler} {count:,} documents", partial(_race_axolotl, count)) for count in _EPOCHS),
+    ]
+
+
 def _features(batch: Batch, form: str, labelled: bool) -> Any:
+    names = ("input_ids", "labels") if labelled else ("input_ids",)
     if form == "arrow":
-        return _table(batch, labelled)
-    columns = {"input_ids": _documents(batch, form)}
-    if labelled:
-        columns["labels"] = _documents(batch, form)
-    return [dict(zip(columns, values)) for values in zip(*columns.values())]
-
-
-def _documents(batch: Batch, form: str) -> list:
-    """Return the token ids of each document, every time as objects of their own."""
-    if form == "lists":
-        return [list(document) for document in batch.packed_lists]
-    if form == "torch":
-        import torch
-
-        return [torch.from_numpy(document) for document in batch.packed_arrays]
-    return batch.packed_arrays
-
-
-def _table(batch: Batch, labelled: bool) -> Any:
-    import pyarrow as pa
-
-    ids = pa.array([document.astype("int32") for document in batch.packed_arrays], pa.list_(pa.int32()))
-    return pa.table({"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids})
+        ids = pa.array([document.astype("int32") for document in batch.packed("numpy")], pa.list_(pa.int32()))
+        return pa.table(dict.fromkeys(names, ids))
+    return [dict(zip(names, values)) for values in zip(*(batch.packed(form) for _ in names))]
 
 
 def _race_collator(form: str, kind: str, size: int, labelled: bool) -> list[Row]:
@@ -110,8 +81,8 @@ def _race_collator(form: str, kind: str, size: int, labelled: bool) -> list[Row]
 
     batch = Batch.of(kind, size)
     theirs_from = "numpy" if form == "arrow" else form
-    documents = _documents(batch, theirs_from)
-    labels = _documents(batch, theirs_from) if labelled else None
+    documents = batch.packed(theirs_from)
+    labels = batch.packed(theirs_from) if labelled else None
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     ours = partial(collate, _features(batch, form, labelled))
     theirs = transformers.collator(documents, return_tensors="pt", labels=labels)
@@ -130,7 +101,7 @@ def _race_trl(form: str) -> list[Row]:
     ours = partial(
         DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), _features(batch, form, False)
     )
-    theirs = trl.collator(_documents(batch, form))
+    theirs = trl.collator(batch.packed(form))
     target, note = (FROM_LISTS, "") if form == "lists" else (FROM_ARRAYS, "the other copies arrays as arrays")
     call = "trl.DataCollatorForLanguageModeling"
     return _race(batch, f"features of {form}", (call, ours), trl.COLLATOR, theirs, target, note)
@@ -183,8 +154,6 @@ COUNT, LONGEST, ROW = 20_000, 2046, 2048
 """It panics at a sequence of more than capacity - 2 tokens, so there is none."""
 EOS, PAD = 1, 0
 RUST_ROUNDS = 5
-
-
 _COLUMNS = ("input_ids", "labels", "attention_mask")
 
 

@@ -50,14 +50,20 @@ class Batch:
         packing = vl.pack(lengths, capacity=CAPACITY)
         return cls(f"{kind} documents", Documents.draw(lengths), packing)
 
-    @property
-    def packed_lists(self) -> list[list[int]]:
-        return [self.documents.lists[i] for i in self.packing.document_ids.tolist()]
+    def packed(self, form: str) -> list:
+        """Return the documents in the order in which they stand in the packs, every time as objects of their own.
 
-    @property
-    def packed_arrays(self) -> list[np.ndarray]:
-        """The documents as int64 arrays of their own, in that order."""
-        return [self.documents.arrays[i].astype(np.int64) for i in self.packing.document_ids.tolist()]
+        A form is "lists", "numpy" (int64 arrays) or "torch".
+        """
+        ids = self.packing.document_ids.tolist()
+        if form == "lists":
+            return [list(self.documents.lists[i]) for i in ids]
+        arrays = [self.documents.arrays[i].astype(np.int64) for i in ids]
+        if form == "torch":
+            import torch
+
+            return [torch.from_numpy(array) for array in arrays]
+        return arrays
 
 
 SMALL, MEDIUM, LARGE = 1, 8, 64
@@ -94,12 +100,7 @@ def _ours(batch: Batch, form: str, layout: str = "flat", out: Any = None) -> Cal
 
 def _theirs(batch: Batch, form: str, **settings: Any) -> Callable[[], Any]:
     """Return the collator's call on the same documents, in the order in which they are packed."""
-    documents: list = batch.packed_lists if form == "lists" else batch.packed_arrays
-    if form == "torch":
-        import torch
-
-        documents = [torch.from_numpy(document) for document in documents]
-    return transformers.collator(documents, **settings)
+    return transformers.collator(batch.packed(form), **settings)
 
 
 @cache
@@ -178,7 +179,7 @@ def _to_torch(collate: Callable[[], vl.PackedBatch]) -> Callable[[], vl.PackedBa
 def _race_trl() -> list[Row]:
     """Race TRL's padding-free collator from int64 arrays, which it takes fastest; both end in tensors."""
     batch = Batch.of("log-normal", MEDIUM)
-    theirs, ours = trl.collator(batch.packed_arrays), _to_torch(_ours(batch, "flat"))
+    theirs, ours = trl.collator(batch.packed("numpy")), _to_torch(_ours(batch, "flat"))
     checks.same_batch(ours(), theirs())
     peer = (trl.COLLATOR, "from int64 arrays, one a document", theirs)
     return [race_batch(batch, _TENSORS, ("vl.collate", ours), peer, None, "")]

@@ -138,7 +138,7 @@ _KINDS = ("plain", "thoughts", "tools", "tools and thoughts")
 
 def chat_steps() -> list[Step]:
     if importlib.util.find_spec("trl") is None:
-        return [Step("templates of TRL", _no_trl)]
+        return [Step.absent("templates of TRL", "trl is not installed, whose templates are measured")]
     return [Step(path.stem, partial(_race_chat, path.stem)) for path in template_paths()]
 
 
@@ -327,10 +327,6 @@ def _text(draw: random.Random, least: int, most: int, share: float = 1.0) -> str
 def _words() -> list[str]:
     """Return the words of Python sources: names and what comments and docstrings say."""
     return _WORDS.findall("\n".join(source_texts()[:2000]))
-
-
-def _no_trl() -> list[Row]:
-    raise ImportError("trl is not installed, whose templates are measured")
 
 
 SECTIONS = {"reading": reading_steps, "chats": chat_steps}

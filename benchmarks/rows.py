@@ -137,6 +137,15 @@ class Step:
     """For the progress bar."""
     run: Callable[[], list[Row]]
 
+    @classmethod
+    def absent(cls, title: str, why: str) -> Step:
+        """What can't be measured here."""
+
+        def run() -> list[Row]:
+            raise RuntimeError(why)
+
+        return cls(title, run)
+
 
 def to_json(row: Row) -> dict[str, Any]:
     """Return a row as plain data, with its ratio and verdict for readers of the file."""

@@ -9,17 +9,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.checks import WrongResultError
@@ -75,7 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     begun, load_before = time.perf_counter(), load()
     rows, absent = _run(sections, console)
     if absent:
-        console.print(_table_of_absent(absent))
+        table = Table("not measured", "why", title_justify="left", expand=True)
+        for entry in absent:
+            table.add_row(entry["what"], entry["why"])
+        console.print(table)
     result = {
         **stamp(),
         "load": [load_before, load()],
@@ -102,13 +97,7 @@ def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[st
     }
     rows: list[Row] = []
     absent: list[dict[str, str]] = []
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=sum(len(steps) for steps in plans.values()))
         for section, steps in plans.items():
@@ -120,9 +109,8 @@ def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[st
                     rows += [replace(row, section=section) for row in step.run()]
                 except (ImportError, RuntimeError, WrongResultError) as error:
                     kind = "wrong" if isinstance(error, WrongResultError) else "absent"
-                    absent.append(
-                        {"kind": kind, "what": what, "why": f"{type(error).__name__}: {reason(error)}"}
-                    )
+                    why = f"{type(error).__name__}: {reason(error)}"
+                    absent.append({"kind": kind, "what": what, "why": why})
                 progress.advance(task)
             progress.console.print(*_tables_of(section, rows[before:]))
     return rows, absent
@@ -158,10 +146,3 @@ def _tables_of(section: str, rows: list[Row]) -> Iterator[Table]:
             limit = "" if row.limit is None else f"≤ {quantity(row.limit, row.unit)}"
             table.add_row(row.what, quantity(row.value, row.unit), limit, _VERDICTS[row.met])
         yield table
-
-
-def _table_of_absent(absent: list[dict[str, Any]]) -> Table:
-    table = Table("not measured", "why", title_justify="left", expand=True)
-    for entry in absent:
-        table.add_row(entry["what"], entry["why"])
-    return table

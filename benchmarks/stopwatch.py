@@ -119,6 +119,17 @@ def measure(program: str, *arguments: object, environment: Mapping[str, str] | N
     )
 
 
+def measure_call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a module's function returns in a fresh interpreter; both ways go by JSON, paths as texts."""
+    program = """
+import importlib, json, sys
+module, name, given = sys.argv[1:]
+print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(given))))
+"""
+    given = json.dumps(arguments, default=str)
+    return measure(program, function.__module__, function.__name__, given)
+
+
 def output(arguments: list[Any], environment: Mapping[str, str]) -> str:
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

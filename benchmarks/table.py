@@ -40,7 +40,6 @@ TITLES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-
     def fresh(page: str) -> str:
         return spliced(page, render(*results(RESULTS)))
 

@@ -1,7 +1,5 @@
 """The races against Megatron-Bridge compare what they say: the same chats, rows and batches, value for value."""
 
-import json
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -166,11 +164,10 @@ def test_pickles_of_both_numpys_are_compared():
     assert (row.value, row.met) == (0, True)
 
 
-def test_our_contestant_packs_every_chat_and_says_what_it_took(tmp_path, capsys):
-    offline.write_chats(str(tmp_path / "chats.parquet"), "40", str(PACK))
+def test_our_contestant_packs_every_chat_and_says_what_it_took(tmp_path):
+    offline.write_chats(str(tmp_path / "chats.parquet"), 40, PACK)
     offline.index_chats(str(tmp_path / "chats.parquet"), str(tmp_path / "tokens"))
-    offline.ours(str(tmp_path / "tokens"), str(PACK), "parquet", "best_fit", str(tmp_path / "out"))
-    taken = json.loads(capsys.readouterr().out.splitlines()[-1])
+    taken = offline.ours(str(tmp_path / "tokens"), PACK, "parquet", "best_fit", str(tmp_path / "out"))
     chats = Chats.draw(40, PACK)
     tokens, sizes, widths = offline.written(tmp_path / "out")
 

@@ -5,14 +5,16 @@ It goes on in the middle of an epoch, and counts the packs of some windows, in f
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from benchmarks.inputs import CAPACITY
 from benchmarks.rows import Limit, Row, Step
-from benchmarks.stopwatch import measure
+from benchmarks.stopwatch import measure_call
 from varlen.documents.order import hashed
 from varlen.types import IntArray
 
@@ -52,36 +54,32 @@ class SyntheticLengths:
         return lengths
 
 
-_PROGRAM = """
-import json, sys, time
-from benchmarks.feeding.scale import SyntheticLengths
-from varlen.feed.spec import grouped
-from varlen.feed.indexed.stream import PackStream, Position
-from varlen.feed.indexed.table import WindowTable
-from varlen.feed.indexed.windows import WindowSettings
+def taken(capacity: int, windows: int) -> dict[str, float]:
+    """Go on in the middle of an epoch, and count the packs of so many windows, once kernels are loaded."""
+    from varlen.feed.indexed.stream import PackStream, Position
+    from varlen.feed.indexed.table import WindowTable
+    from varlen.feed.indexed.windows import WindowSettings
+    from varlen.feed.spec import grouped
 
-capacity, count = int(sys.argv[1]), int(sys.argv[2])
+    def stream_of(store: Any) -> PackStream:
+        return PackStream(grouped(store, WindowSettings(capacity=capacity)), 1)
 
-def stream_of(store):
-    return PackStream(grouped(store, WindowSettings(capacity=capacity)), 1)
-
-store = SyntheticLengths()
-for window in range(3):  # kernels are loaded
-    stream_of(store).take(Position(window=window), 1)
-middle = stream_of(store)
-group = middle.windows.num_groups(store.num_parts) // 2
-wall = time.perf_counter()
-middle = stream_of(store)
-middle.take(Position(group=group, window=20, pack=9, grown=((0, store.num_parts),)), 64)
-restore = time.perf_counter() - wall
-small = SyntheticLengths(count * (1 << 16), 16)
-table = WindowTable(stream_of(small))
-table.epoch(1, 16)
-wall, cpu = time.perf_counter(), time.process_time()
-table.epoch(0, 16)
-wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-print(json.dumps({"restore_s": restore, "wall_s": wall, "cpu_s": cpu, "documents": int(small.documents.sum())}))
-"""
+    store: Any = SyntheticLengths()
+    for window in range(3):
+        stream_of(store).take(Position(window=window), 1)
+    middle = stream_of(store)
+    group = middle.windows.num_groups(store.num_parts) // 2
+    begun = time.perf_counter()
+    middle = stream_of(store)
+    middle.take(Position(group=group, window=20, pack=9, grown=((0, store.num_parts),)), 64)
+    restore_s = time.perf_counter() - begun
+    small = SyntheticLengths(windows * (1 << 16), 16)
+    table = WindowTable(stream_of(small))
+    table.epoch(1, 16)
+    wall, cpu = time.perf_counter(), time.process_time()
+    table.epoch(0, 16)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {"restore_s": restore_s, "wall_s": wall, "cpu_s": cpu, "documents": int(small.documents.sum())}
 
 
 def steps() -> list[Step]:
@@ -90,7 +88,7 @@ def steps() -> list[Step]:
 
 def _measure() -> list[Row]:
     """Go on in the middle of an epoch, and count the packs of some windows, in fresh processes."""
-    runs = [measure(_PROGRAM, CAPACITY, WINDOWS) for _ in range(RUNS)]
+    runs = [measure_call(taken, CAPACITY, WINDOWS) for _ in range(RUNS)]
     restores = [run["restore_s"] for run in runs]
     millions = [1e6 * run["cpu_s"] / run["documents"] for run in runs]
     rate = f"{1 / median(millions):.3g} M documents/s of processor time; {runs[0]['wall_s']:.3g} s in all"

@@ -119,21 +119,12 @@ def _sharded(way: str) -> Any:
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from benchmarks.gpu.models import llama_sizes
     from varlen.adapters import hf
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=176,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=CAPACITY,
-            use_cache=False,
-        )
-    )
+    sizes = llama_sizes(64, 176, 4, 4, layers=2, vocab=VOCABULARY, positions=CAPACITY)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
     if way == "packed":
         hf.use_varlen_attention(model)
     else:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import attention, engine, gradients, isolation, slices, training
+from benchmarks.gpu import engine, gradients, slices, training
 from benchmarks.records import machine, versions
 
 
@@ -38,13 +38,13 @@ PARTS: dict[str, Part] = {
     "gradients": Part(gradients.gradients, 120),
     "waits": Part(engine.waits, 60),
     "ways": Part(engine.ways, 120),
-    "attention": Part(attention.rates, 60),
+    "attention": Part(engine.rates, 60),
     "steps": Part(training.steps, 60),
     "transfer": Part(lambda _: training.transfer(), 30),
     "kernels": Part(engine.kernels, 60),
     "slices": Part(slices.overhead, 120),
     "longest": Part(slices.longest, 120),
-    "isolation": Part(lambda device: isolation.isolation(device.type), 240),
+    "isolation": Part(lambda device: gradients.isolation(device.type), 240),
 }
 """In the order run, what is most worth knowing first."""
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 import varlen as vl
-from benchmarks.gpu.clock import peak_bytes, seconds, side_by_side
-from benchmarks.gpu.models import BILLION, llama
+from benchmarks.gpu.models import BILLION, llama, peak_bytes, seconds, side_by_side
 from varlen.adapters import hf
 
 CAPACITY = 4096

@@ -30,24 +30,21 @@ import varlen as vl
 from benchmarks.checks import WrongResultError, same_documents
 from benchmarks.megatron.chats import EOS, Chats, chat_lengths, lengths_named, marked
 from benchmarks.rows import Limit, Race, Row, Samples, Step
-from benchmarks.stopwatch import measure, peak_bytes
+from benchmarks.stopwatch import measure_call, peak_bytes
 
 FEW = 5000
 """Chats that each side packs before it is timed, so that nothing is loaded or compiled while it is."""
 
 
-def write_chats(path: str, count: str, longest: str, is_quiet: bool = False) -> None:
+def write_chats(path: str, count: int, longest: int) -> None:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     schema = pa.schema({"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.int8())})
     with pq.ParquetWriter(path, schema) as writer:
-        for part in Chats.parts(int(count), int(longest)):
+        for part in Chats.parts(count, longest):
             bounds = pa.array(part.offsets.astype(np.int32))
             arrays = [pa.ListArray.from_arrays(bounds, pa.array(v)) for v in (part.tokens, part.mask)]
             writer.write_table(pa.table(arrays, schema=schema), row_group_size=1000)
-    if not is_quiet:
-        print(json.dumps({}))
 
 
 def index_chats(path: str, folder: str) -> None:
@@ -55,33 +52,30 @@ def index_chats(path: str, folder: str) -> None:
     from varlen.offline.index import index_source
 
     index_source(open_source([path]), Path(folder))
-    print(json.dumps({}))
 
 
-def ours(store: str, capacity: str, form: str, algorithm: str, folder: str) -> None:
+def ours(store: str, capacity: int, form: str, algorithm: str, folder: str) -> dict[str, float]:
     """Pack with `pack_for_megatron`."""
     from varlen.adapters.megatron import MegatronPackSettings, pack_for_megatron
     from varlen.documents.source import open_source
 
     settings = MegatronPackSettings(
-        pack_size=int(capacity),
+        pack_size=capacity,
         format=form,  # type: ignore[arg-type]  # as the settings themselves check
         algorithm=algorithm,  # type: ignore[arg-type]
     )
     with tempfile.TemporaryDirectory() as scratch:
-        write_chats(f"{scratch}/chats.parquet", str(FEW), capacity, is_quiet=True)
+        few = f"{scratch}/chats.parquet"
+        write_chats(few, FEW, capacity)
         pack_for_megatron(
-            open_source([f"{scratch}/chats.parquet"]),
-            Path(scratch, "packed"),
-            settings,
-            tokens=Path(scratch, "tokens"),
+            open_source([few]), Path(scratch, "packed"), settings, tokens=Path(scratch, "tokens")
         )
     before = _now()
     done = pack_for_megatron(Path(store), Path(folder), settings)
-    _print(before, fill=done.manifest["fill_ratio"])
+    return {**_taken(before), "fill": done.manifest["fill_ratio"]}
 
 
-def theirs(count: str, capacity: str, form: str, first_fit: str, folder: str) -> None:
+def theirs(count: int, pack_size: int, form: str, first_fit: str, folder: str) -> dict[str, float]:
     """Pack with megatron-bridge's own functions, and write."""
     from benchmarks.peers import megatron_bridge, megatron_published
 
@@ -90,8 +84,7 @@ def theirs(count: str, capacity: str, form: str, first_fit: str, folder: str) ->
         module = megatron_bridge.package().packing_utils
     else:
         module = megatron_bridge.with_first_fit(others[first_fit])
-    pack_size = int(capacity)
-    examples = Chats.draw(int(count), pack_size).examples()
+    examples = Chats.draw(count, pack_size).examples()
 
     def pack(given: np.ndarray, out: Path) -> dict[str, Any]:
         sequences, histogram = module.create_hist(given, pack_size)
@@ -110,7 +103,7 @@ def theirs(count: str, capacity: str, form: str, first_fit: str, folder: str) ->
     gc.collect()
     before = _now()
     metadata = pack(examples, Path(folder))
-    _print(before, fill=metadata["packing_efficiency"] / 100)
+    return {**_taken(before), "fill": metadata["packing_efficiency"] / 100}
 
 
 def first_fit_by_kernel(seqlens: list[int], pack_size: int) -> list[list[int]]:
@@ -127,10 +120,10 @@ def _now() -> tuple[float, float]:
     return time.perf_counter(), sum(times[:4])
 
 
-def _print(before: tuple[float, float], **more: Any) -> None:
+def _taken(before: tuple[float, float]) -> dict[str, float]:
+    """Return what was taken since, and the most memory of the process."""
     after = _now()
-    taken: dict[str, Any] = {"wall_s": after[0] - before[0], "cpu_s": after[1] - before[1]}
-    print(json.dumps({**taken, "peak_bytes": peak_bytes(), **more}))
+    return {"wall_s": after[0] - before[0], "cpu_s": after[1] - before[1], "peak_bytes": peak_bytes()}
 
 
 CAPACITY = 4096
@@ -139,7 +132,6 @@ TARGET = 10.0
 MILLION = 1_000_000
 LIMIT_GB = 1.0
 SIZES = (50_000, 100_000, 200_000)
-_PROGRAM = "import sys; from benchmarks.megatron import offline as c; getattr(c, sys.argv[1])(*sys.argv[2:])"
 _FIRST_FITS = {
     "own": "create_hist, create_packing_strategy and fill_packing_strategy as 0.3.1 has them; time of its first fit "
     "grows with the square of the documents",
@@ -180,13 +172,12 @@ def race(contest: Contest, rounds: int = ROUNDS) -> list[Row]:
         taken: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
         for number in range(rounds):
             taken[0].append(_ours(store, folder / f"ours{number}"))
-            theirs = folder / f"theirs{number}"
-            theirs.mkdir()
-            taken[1].append(
-                _measure("theirs", contest.count, CAPACITY, contest.form, contest.first_fit, theirs)
-            )
+            out = folder / f"theirs{number}"
+            out.mkdir()
+            given = (contest.count, CAPACITY, contest.form, contest.first_fit, out)
+            taken[1].append(measure_call(theirs, *given))
             if number == 0:
-                _check(contest, folder / "ours0", theirs)
+                _check(contest, folder / "ours0", out)
     return [_race_of(contest, *taken), *_memory_of(contest, *taken)]
 
 
@@ -242,8 +233,8 @@ def pack_many(count: int) -> list[Row]:
 
 def tokens_of(count: int, folder: Path, longest: int = CAPACITY) -> Path:
     chats, store = folder / "chats.parquet", folder / "tokens"
-    _measure("write_chats", chats, count, longest)
-    _measure("index_chats", chats, store)
+    measure_call(write_chats, chats, count, longest)
+    measure_call(index_chats, chats, store)
     chats.unlink()
     return store
 
@@ -253,11 +244,8 @@ def chat_tokens(count: int) -> int:
 
 
 def _ours(store: Path, out: Path) -> dict[str, float]:
-    return dict(_measure("ours", store, CAPACITY, "parquet", "best_fit", out))
-
-
-def _measure(*arguments: object) -> Any:
-    return measure(_PROGRAM, *arguments)
+    found: dict[str, float] = measure_call(ours, store, CAPACITY, "parquet", "best_fit", out)
+    return found
 
 
 def _parquet(folder: Path) -> Path:

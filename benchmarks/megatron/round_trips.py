@@ -172,7 +172,7 @@ def packed_alike() -> list[Row]:
         settings = megatron.MegatronPackSettings(
             pack_size=PACK, algorithm="first_fit_shuffle", seed=3, pad_id=EOS
         )
-        megatron.pack_for_megatron(_store(folder), folder / "packed", settings)
+        megatron.pack_for_megatron(tokens_of(COUNT, folder, PACK), folder / "packed", settings)
         path = folder / "packed" / f"training_{PACK}.idx.parquet"
         np.random.seed(3)  # noqa: NPY002
         sequences, histogram = release.create_hist(chats.examples(), PACK)
@@ -191,16 +191,12 @@ def packed_alike() -> list[Row]:
     return found.rows()
 
 
-def _store(folder: Path) -> Path:
-    return tokens_of(COUNT, folder, PACK)
-
-
 def read_back() -> list[Row]:
     """Pack with varlen, hand the rows to the release's data set as `.npy`, and compare what both collate."""
     found = Comparison(f"rows that varlen packed, batches of {RELEASE}'s GPTSFTPackedDataset and of varlen's")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        store = _store(folder)
+        store = tokens_of(COUNT, folder, PACK)
         for multiple in (1, 8):
             out = folder / f"packed{multiple}"
             settings = megatron.MegatronPackSettings(pack_size=PACK, multiple=multiple, pad_id=EOS)

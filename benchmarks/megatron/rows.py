@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 
 from benchmarks.checks import WrongResultError, same_outputs
 from benchmarks.megatron.chats import EOS, Chats, lengths_named
-from benchmarks.peers import megatron_bridge, megatron_published
+from benchmarks.peers import megatron_bridge
 from benchmarks.peers import megatron_published as published
 from benchmarks.rows import Race, Row, Step
 from benchmarks.stopwatch import race
@@ -52,7 +51,8 @@ def steps() -> list[Step]:
 
 
 def race_reads(packs: int, rows: int, rounds: int) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder, _read_files(packs, Path(folder)) as (own, other, count):
+    with tempfile.TemporaryDirectory() as folder:
+        own, other, count = _read_files(packs, Path(folder))
         peer = published.OneGroupReader(other)
         whole = "nothing decoded is kept, as of files far larger than memory"
         defaults = f"the defaults; up to 256 MiB of what was decoded are kept, of {count * CAPACITY * 5 / 1e6:.0f} MB"
@@ -108,17 +108,14 @@ def _read(read: Callable[[int], object], turns: Iterator[int], rows: int) -> Non
         read(index)
 
 
-@contextmanager
-def _read_files(packs: int, folder: Path) -> Iterator[tuple[Path, Path, int]]:
-    """Write our file and the releases' of the same rows; yields both and how many rows they hold."""
+def _read_files(packs: int, folder: Path) -> tuple[Path, Path, int]:
+    """Write our file and the releases' of the same rows; returns both and how many rows they hold."""
     own, other = folder / "own.idx.parquet", folder / "other.idx.parquet"
     flat = packed(packs)
     with PackedParquetWriter(own) as writer:
         writer.write(as_rows(flat))
     published.write_arrays(*flat, other)
-    count = len(flat[2]) - 1
-    del flat
-    yield own, other, count
+    return own, other, len(flat[2]) - 1
 
 
 def packed(packs: int, capacity: int = CAPACITY) -> Rows:
@@ -230,15 +227,12 @@ def _collate_files(flat: tuple[np.ndarray, ...], folder: Path) -> tuple[Path, Pa
 
 
 def lists(path: Path) -> list[dict[str, list[int]]]:
-    reader = megatron_published.OneGroupReader(path)
-    rows = []
-    for index in range(len(reader)):
-        row = reader[index]
-        rows.append(
-            {
-                "input_ids": row["input_ids"],
-                "loss_mask": row["loss_mask"],
-                "seq_start_id": row["seq_boundaries"][:-1],
-            }
-        )
-    return rows
+    reader = published.OneGroupReader(path)
+    rows = (reader[index] for index in range(len(reader)))
+    return [
+        {
+            **{name: row[name] for name in ("input_ids", "loss_mask")},
+            "seq_start_id": row["seq_boundaries"][:-1],
+        }
+        for row in rows
+    ]

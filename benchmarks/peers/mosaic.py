@@ -10,6 +10,7 @@ with a stand-in for what it doesn't call.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -119,10 +120,8 @@ def batches(
     loader = base.StreamingDataLoader(
         data, batch_size=documents, num_workers=workers, collate_fn=collate, **options
     )
-    done = 0
-    while epochs is None or done < epochs:
+    for _ in itertools.count() if epochs is None else range(epochs):
         yield from loader
-        done += 1
 
 
 class RowsCollator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -116,7 +117,5 @@ def batches(data: Any, rows: int, epochs: int | None, *, workers: int, form: str
     loader = DataLoader(
         data.with_format(form), batch_size=rows, num_workers=workers, collate_fn=collate, **options
     )
-    done = 0
-    while epochs is None or done < epochs:
+    for _ in itertools.count() if epochs is None else range(epochs):
         yield from loader
-        done += 1

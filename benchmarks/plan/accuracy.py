@@ -122,7 +122,7 @@ def predicted_s(cost: CostModel, plan: StepPlan) -> np.ndarray:
 
     `run_step` runs all of the head, its forward too, in backward tasks.
     """
-    price, rates, layers = (kernels.price, cost.rates(Mesh()), cost.model.layers)
+    price, rates, layers = kernels.price, cost.rates(Mesh()), cost.model.layers
     forward, backward = (
         price(p.slice_offsets, p.starts, p.stops, np.ones(len(p.starts), np.int32), rates)
         for p in (plan.forward, plan.backward)
@@ -264,13 +264,9 @@ def main() -> int:
     for step in times["steps"]:
         print(step["name"])
         for task in step["tasks"]:
-            spans, times_ms = (
-                ", ".join(task["slices"]),
-                [1e3 * task[k] for k in ("predicted_s", "measured_s")],
-            )
-            print(
-                f"  {task['pass']:9}{spans:42}{times_ms[0]:9.1f} ms{times_ms[1]:9.1f} ms{task['error']:+8.1%}"
-            )
+            predicted, measured = (1e3 * task[of] for of in ("predicted_s", "measured_s"))
+            spans = ", ".join(task["slices"])
+            print(f"  {task['pass']:9}{spans:42}{predicted:9.1f} ms{measured:9.1f} ms{task['error']:+8.1%}")
     print(
         f"MAPE {times['mape']:.1%} (forward {times['mape_forward']:.1%}, backward {times['mape_backward']:.1%}), "
         f"repeat to repeat {times['repeat_mape']:.1%}, limit {times['limit']:.1%}; "

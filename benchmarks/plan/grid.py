@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -47,17 +47,9 @@ LEAST_ROWS = 2048
 """Of the unit that the bound fills pipelines with."""
 
 Int32Array = npt.NDArray[np.int32]
-_USUAL = {
-    "mode": "calibrated",
-    "recompute": "none",
-    "memory_fraction": 0.92,
-    "heads_exponent": 0.0,
-    "virtual_stages": 1,
-}
-"""What a cell's key doesn't name."""
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, order=True)
 class Cell:
     """One step of one model on one mesh."""
 
@@ -78,7 +70,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The cell in one word, the same in every run."""
+        """The cell in one word, the same in every run; what is as usual isn't named."""
         parts = [
             self.lengths,
             f"{self.capacity // 1024}K",
@@ -87,9 +79,8 @@ class Cell:
             self.mesh_text,
             self.seed,
         ]
-        parts += [
-            f"{name}={getattr(self, name)}" for name, usual in _USUAL.items() if getattr(self, name) != usual
-        ]
+        usual = ((field.name, field.default) for field in fields(self) if field.default is not MISSING)
+        parts += [f"{name}={getattr(self, name)}" for name, value in usual if getattr(self, name) != value]
         return "/".join(map(str, parts))
 
     @property
@@ -128,9 +119,6 @@ class Cell:
             "truncated_share": float(lost),
         }
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def is_large(self) -> bool:
         """Whether a data-parallel rank has tokens enough that filling a pipeline matters little."""
@@ -157,16 +145,7 @@ def grid(per_group: int = PER_GROUP) -> list[Cell]:
             documents, model, seed = variants[next(turns)]
             # The 52 heads of 30B can't be divided by 8: half the tp, twice the dp, as many GPUs.
             spread = 2 if model == "llama-30b" and tp == 8 else 1
-            cell = Cell(
-                lengths=name,
-                capacity=capacity,
-                documents=documents,
-                model=model,
-                dp=dp * spread,
-                pp=pp,
-                tp=tp // spread,
-                seed=seed,
-            )
+            cell = Cell(name, capacity, documents, model, dp * spread, pp, tp // spread, seed)
             cells[cell.key] = cell
     return list(cells.values())
 
@@ -176,19 +155,11 @@ def interleaved(cells: list[Cell]) -> list[Cell]:
 
 
 def equal_rates() -> list[Cell]:
+    """Return every cell of 4x4 ranks at equal rates: FLOPs, no launches."""
+    every = itertools.product(SETS, CAPACITIES, DOCUMENTS, SEEDS)
     return [
-        Cell(
-            lengths=name,
-            capacity=capacity,
-            documents=documents,
-            model="llama-2-7b",
-            dp=4,
-            pp=4,
-            tp=4,
-            seed=seed,
-            mode="flops",
-        )
-        for name, capacity, documents, seed in itertools.product(SETS, CAPACITIES, DOCUMENTS, SEEDS)
+        Cell(name, capacity, documents, "llama-2-7b", 4, 4, 4, seed, mode="flops")
+        for name, capacity, documents, seed in every
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ def measured(cell: Cell, methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
     warm_up(methods)
     lengths, told = cell.drawn()
     cost = cell.cost()
-    record: dict[str, Any] = {"key": cell.key, "cell": cell.to_json(), "is_large": cell.is_large, **told}
+    record: dict[str, Any] = {"key": cell.key, "cell": asdict(cell), "is_large": cell.is_large, **told}
     record["methods"] = {name: of_method(name, lengths, cell, cost) for name in methods}
     return record
 
@@ -145,7 +145,8 @@ _CELLS = [
     Cell(lengths=name, capacity=capacity, documents=512, model="llama-2-7b", dp=dp, pp=pp, tp=8, seed=1)
     for name, capacity, (dp, pp) in itertools.product(SETS, (131_072, 262_144), ((4, 4), (8, 8)))
 ]
-ABLATION_CELLS = [replace(cell, **changed) for changed in SETTINGS.values() for cell in _CELLS]
+_SETTING_OF = {replace(cell, **changed): name for name, changed in SETTINGS.items() for cell in _CELLS}
+ABLATION_CELLS = list(_SETTING_OF)
 """Each idea in each setting: 24 cells."""
 
 
@@ -160,47 +161,27 @@ def ablated(cell: Cell) -> dict[str, Any]:
         for name, search in {"everything": Search(), **named}.items()
     }
     plans |= {name: of_method(name, lengths, cell, cost) for name in PEERS}
-    return {"cell": cell.to_json(), "setting": _setting(cell), "plans": plans}
-
-
-def _setting(cell: Cell) -> str:
-    return next(
-        name
-        for name, changed in SETTINGS.items()
-        if all(getattr(cell, field) == value for field, value in changed.items())
-        and (changed or cell in _CELLS)
-    )
+    return {"cell": asdict(cell), "setting": _SETTING_OF[cell], "plans": plans}
 
 
 SMALL, LARGE = "512 on 4x4", "8192 on 64x16"
 """Documents, and dp x pp."""
 _SMALL_TPS = {"llama-2-7b": (4, 8), "llama-2-13b": (4, 8), "llama-30b": (4,), "llama-2-70b": (4, 8)}
 """Those that the grid has on 4x4; the 52 heads of 30B can't be divided by 8."""
-_LARGE_MODELS = ("llama-2-7b", "llama-2-70b")
 
 
-def _small_cells(model: str, tp: int) -> list[Cell]:
-    return [
-        Cell(lengths=name, capacity=capacity, documents=512, model=model, dp=4, pp=4, tp=tp, seed=1)
+TIMED = {
+    (SMALL, model, tp): [
+        Cell(name, capacity, 512, model, 4, 4, tp, seed=1)
         for name, capacity in itertools.product(SETS, CAPACITIES)
     ]
-
-
-def _large_cells(model: str) -> list[Cell]:
-    return [
-        Cell(lengths=name, capacity=131_072, documents=8192, model=model, dp=64, pp=16, tp=8, seed=1)
-        for name in SETS
-    ]
-
-
-TIMED = {(SMALL, model, tp): _small_cells(model, tp) for model, tps in _SMALL_TPS.items() for tp in tps} | {
-    (LARGE, model, 8): _large_cells(model) for model in _LARGE_MODELS
+    for model, tps in _SMALL_TPS.items()
+    for tp in tps
+} | {
+    (LARGE, model, 8): [Cell(name, 131_072, 8192, model, 64, 16, 8, seed=1) for name in SETS]
+    for model in ("llama-2-7b", "llama-2-70b")
 }
 """Steps of one size, model and tp; other meshes are part of the grid, where planning is timed beside other work."""
-
-
-def engine_cell() -> Cell:
-    return next(cell for cell in TIMED[LARGE, "llama-2-7b", 8] if cell.lengths == "pub_distca_prolong")
 
 
 def planning_times(size: str, model: str, tp: int, rounds: int) -> dict[str, Any]:
@@ -219,20 +200,14 @@ def planning_times(size: str, model: str, tp: int, rounds: int) -> dict[str, Any
             begun = time.process_time()
             plan = planned("micropack", lengths, cell, cost, Search())
             seconds.append(time.process_time() - begun)
-        steps.append(
-            {
-                "cell": cell.key,
-                "tokens": told["tokens"],
-                "recompute": plan.recompute,
-                "seconds": seconds[-rounds:],
-            }
-        )
+        found = {"cell": cell.key, "tokens": told["tokens"], "recompute": plan.recompute}
+        steps.append({**found, "seconds": seconds[-rounds:]})
     return {"size": size, "model": model, "tp": tp, "steps": steps}
 
 
 def engine_speed(rounds: int) -> dict[str, Any]:
     """Simulate the plan of a large step and time it; return plain data."""
-    cell = engine_cell()
+    cell = next(one for one in TIMED[LARGE, "llama-2-7b", 8] if one.lengths == "pub_distca_prolong")
     lengths, _ = cell.drawn()
     plan = planned("micropack", lengths, cell, cell.cost(), Search())
     cost = cell.cost().as_planned(plan)
@@ -259,4 +234,4 @@ def engine_speed(rounds: int) -> dict[str, Any]:
         whole_s.append(time.perf_counter() - begun)
         if not np.array_equal(timeline.stops_s, stops):
             raise WrongResultError(f"{cell.key}: the engine alone ends tasks at other times than vl.simulate")
-    return {"cell": cell.to_json(), "tasks": count, "engine_s": engine_s[1:], "seconds": whole_s[1:]}
+    return {"cell": asdict(cell), "tasks": count, "engine_s": engine_s[1:], "seconds": whole_s[1:]}

@@ -9,12 +9,9 @@ from typing import Any
 from benchmarks import pages
 from benchmarks.pages import table
 from benchmarks.records import RESULTS, ROOT
+from benchmarks.table import verdict
 
 PAGE = ROOT / "docs" / "running-results.md"
-
-
-def verdict(is_met: bool) -> str:
-    return "yes" if is_met else "**no**"
 
 
 def _made(result: dict[str, Any], part: str) -> str:

@@ -145,21 +145,20 @@ def _ours(feed: Feed, model: Any) -> Iterator[Fed]:
     """Take what `vl.PackedLoader` gives: exactly `packs` packs a step, in random order, best fit."""
     with tempfile.TemporaryDirectory() as folder:
         data = write_arrow(feed.documents, Path(folder))
-        with vl.PackedLoader(
-            data,
-            capacity=feed.shape.capacity,
-            global_batch_size=feed.shape.packs,
-            overlong="error",
-            layout="flat",
-            seed=feed.seed,
-            worker="thread",
-            **feed.options,
-        ) as loader:
-            for batch in loader:
-                yield from_batch(batch, model)
+        yield from loaded(data, feed.shape, feed.seed, model, **feed.options)
 
 
-def from_batch(batch: vl.PackedBatch, model: Any) -> Fed:
+def loaded(data: Path, shape: Shape, seed: int, model: Any, **options: Any) -> Iterator[Fed]:
+    """Give what the loader gives of a file; `options` are more of its settings."""
+    settings = {"overlong": "error", "layout": "flat", "worker": "thread", **options}
+    with vl.PackedLoader(
+        data, capacity=shape.capacity, global_batch_size=shape.packs, seed=seed, **settings
+    ) as loader:
+        for batch in loader:
+            yield _from_batch(batch, model)
+
+
+def _from_batch(batch: vl.PackedBatch, model: Any) -> Fed:
     arguments = hf.model_inputs(batch.to_torch(), model)
     ids, lengths = (np.asarray(part, np.int64) for part in (batch.document_ids, batch.document_lengths))
     return _fed(arguments, arguments["labels"], ids, lengths)

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import distributed
 
-import varlen as vl
-from benchmarks.strategies.feeds import Fed, flattened, from_batch, write_arrow
+from benchmarks.strategies.feeds import Fed, flattened, loaded, write_arrow
 from benchmarks.strategies.figures import Told
-from benchmarks.strategies.sets import TextSet
+from benchmarks.strategies.sets import Shape, TextSet
 from benchmarks.strategies.train import (
     LEARNING_RATE,
     base_of,
@@ -48,8 +47,7 @@ class Job:
     weights: str
     documents: Documents
     validation: Documents
-    capacity: int
-    packs: int
+    shape: Shape
     """Of a step, over all ranks."""
     seed: int
     folder: Path
@@ -57,32 +55,17 @@ class Job:
 
 
 def _shares(job: Job, model: Any, rank: int, world: int) -> Iterator[Fed]:
-    tokens = job.capacity * job.packs // world
+    tokens = job.shape.capacity * job.shape.packs // world
     if job.sampler == OURS[0]:
         batches: Any = MultipackDistributedBatchSampler(
             tokens, job.documents.lengths, num_replicas=world, rank=rank, seed=job.seed
         )
         return (flattened(job.documents, np.asarray(ids)) for ids in batches)
     if job.sampler == OURS[1]:
-        return _loaded(job, model, rank, world)
+        data, ranks = job.folder / "documents.arrow", {"dp_rank": rank, "dp_world_size": world}
+        return loaded(data, job.shape, job.seed, model, **ranks)
     batches = _by_axolotl(job.documents.lengths, tokens, rank, world, job.seed)
     return (flattened(job.documents, np.asarray(ids)) for ids in batches)
-
-
-def _loaded(job: Job, model: Any, rank: int, world: int) -> Iterator[Fed]:
-    with vl.PackedLoader(
-        job.folder / "documents.arrow",
-        capacity=job.capacity,
-        global_batch_size=job.packs,
-        dp_rank=rank,
-        dp_world_size=world,
-        overlong="error",
-        layout="flat",
-        seed=job.seed,
-        worker="thread",
-    ) as loader:
-        for batch in loader:
-            yield from_batch(batch, model)
 
 
 def _by_axolotl(lengths: np.ndarray, tokens: int, rank: int, world: int, seed: int) -> list[list[int]]:
@@ -191,8 +174,7 @@ def _job(of_set: TextSet, sampler: str, steps: int, seed: int, folder: Path) -> 
         weights=base_of("llama", of_set),
         documents=documents,
         validation=of_set.validation,
-        capacity=of_set.shape.capacity,
-        packs=of_set.shape.packs,
+        shape=of_set.shape,
         seed=seed,
         folder=folder,
     )

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -75,7 +74,7 @@ def text_sets(quick: bool) -> dict[str, TextSet]:
             raise RuntimeError("the texts lie outside this repository, and aren't there; --quick needs none")
         plans = {
             "short": ("dialogues, sums and web pages", list(_short_texts()), 1024, 4, 96, 150),
-            "long": ("source files", list(_column("code_sample.parquet")), 2048, 2, 32, 200),
+            "long": ("source files", _long_texts(), 2048, 2, 32, 200),
         }
     tokenizer = train_bpe(
         (text[:_LEARNED_CHARACTERS] for plan in plans.values() for text in plan[1]), VOCABULARY
@@ -149,19 +148,15 @@ def described(found: TextSet) -> dict[str, float | int | str]:
 
 def _short_texts() -> Iterator[str]:
     """Yield grade-school sums and dialogues, a line a message, and some web pages for the tail."""
-    for name in ("gsm8k_train", "taskmaster4"):
-        for row in _rows(name):
-            yield "\n".join(message["content"] or "" for message in row["messages"])
-    for row in _rows("c4_demo"):
-        yield row["text"]
+    for name in ("gsm8k_train", "taskmaster4", "c4_demo"):
+        with (TEXTS / f"{name}.jsonl").open(encoding="utf-8") as lines:
+            for row in map(json.loads, lines):
+                said = row.get("messages", ())
+                yield row["text"] if "text" in row else "\n".join(one["content"] or "" for one in said)
 
 
-def _rows(name: str) -> Iterator[dict[str, Any]]:
-    with (TEXTS / f"{name}.jsonl").open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
-
-
-def _column(file: str) -> Iterator[str]:
+def _long_texts() -> list[str]:
     import pyarrow.parquet as pq
 
-    yield from pq.read_table(TEXTS / file).column("text").to_pylist()
+    texts: list[str] = pq.read_table(TEXTS / "code_sample.parquet").column("text").to_pylist()
+    return texts

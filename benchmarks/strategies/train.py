@@ -54,9 +54,6 @@ class Curve:
     """Steps done, tokens seen, loss in nats."""
     seconds: float = 0.0
 
-    def loss_at_step(self, step: int) -> float:
-        return {done: loss for done, _, loss in self.validation}[step]
-
     @property
     def last_loss(self) -> float:
         return self.validation[-1][2]
