@@ -211,7 +211,8 @@ def _by_set(cells: list[Record]) -> str:
     for record in cells:
         groups.setdefault((record["cell"]["lengths"], record["cell"]["capacity"]), []).append(record)
     rows = []
-    for name, capacity in itertools.product(*(sorted(set(keys)) for keys in zip(*groups))):
+    names, capacities = ({key[at] for key in groups} for at in (0, 1))
+    for name, capacity in itertools.product(sorted(names), sorted(capacities)):
         some = groups.get((name, capacity), [])
         lost = middle([100 * record["truncated_share"] for record in some])
         rows.append([f"{name}, {capacity // 1024}K", f"{_number(lost)} %", *_beside_others(some)])
