@@ -78,9 +78,7 @@ server = subprocess.Popen(
     text=True,
 )
 url = f"http://127.0.0.1:{server.stdout.readline().strip()}/texts.jsonl"
-with vl.PackedLoader(
-    url, mode="streaming", capacity=8192, global_batch_size=8, epochs=None
-) as loader:
+with vl.PackedLoader(url, mode="streaming", capacity=8192, global_batch_size=8, epochs=None) as loader:
     found = taken(loader, steps, step_s, 100)
 server.terminate()
 found["stalled"] = int(server.communicate()[0] or 0)

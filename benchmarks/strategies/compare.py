@@ -56,14 +56,9 @@ def fewest_steps(tokens: int, shape: Shape) -> int:
 
 def trained(run: Run) -> Curve:
     one_thread()
-    return train(
-        started(run.family, run.feed.attention, run.weights),
-        run.feed,
-        run.validation,
-        at_step=run.at_step,
-        points=run.points,
-        learning_rate=run.learning_rate,
-    )
+    model = started(run.family, run.feed.attention, run.weights)
+    more = {"points": run.points, "learning_rate": run.learning_rate}
+    return train(model, run.feed, run.validation, at_step=run.at_step, **more)
 
 
 def all_trained(runs: list[Run], told: Told, processes: int = PROCESSES) -> Iterator[tuple[Run, Curve]]:
@@ -141,15 +136,10 @@ def plain(run: Run, curve: Curve) -> dict[str, Any]:
 
 
 def compare(
-    sets: dict[str, TextSet],
-    told: Told,
-    known: Container[str],
-    *,
-    seeds: dict[str, int],
-    steps: dict[str, int],
+    sets: dict[str, TextSet], told: Told, known: Container[str], **sizes: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Train everything that isn't known; arguments as `runs` has them, and whom to tell."""
-    wanted = [run for run in runs(sets, seeds=seeds, steps=steps) if key_of(run) not in known]
+    """Train everything that isn't known; sizes as `runs` has them, and whom to tell."""
+    wanted = [run for run in runs(sets, **sizes) if key_of(run) not in known]
     for run, curve in all_trained(wanted, told):
         yield plain(run, curve)
 
