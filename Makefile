@@ -60,13 +60,13 @@ pages-run: setup
 
 tables: setup
 	$(RUN) -m benchmarks.table --check
-	$(RUN) -m benchmarks.strategies_page --check
-	$(RUN) -m benchmarks.running_page --check
+	$(RUN) -m benchmarks.strategies.page --check
+	$(RUN) -m benchmarks.running.page --check
 	$(RUN) docs/compatibility.py --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
-	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies_page \
-	&& $(RUN) -m benchmarks.running_page
+	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies.page \
+	&& $(RUN) -m benchmarks.running.page
 
 matrix: setup ## verify every causal family of transformers and write docs/compatibility.md (under 20 minutes)
 	$(RUN) docs/compatibility.py $(ARGS)
@@ -81,11 +81,11 @@ bench: setup ## run peers side by side, write benchmarks/results/ and the tables
 
 bench-run: setup ## time slices and pipelines of real models and write docs/running-results.md (a quarter of an hour)
 	$(RUN) -m benchmarks.running $(ARGS)
-	$(RUN) -m benchmarks.running_page
+	$(RUN) -m benchmarks.running.page
 
 bench-plan: setup ## plan and simulate every method side by side and write docs/planning-results.md (about an hour)
 	$(RUN) -m benchmarks plan $(ARGS)
-	$(RUN) -m benchmarks.plan_table
+	$(RUN) -m benchmarks.plan.table
 
 pins: setup ## write constraints.txt from what the environment holds now
 	$(RUN) scripts/pins.py >constraints.new && mv constraints.new constraints.txt

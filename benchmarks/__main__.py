@@ -1,5 +1,6 @@
-"""`python -m benchmarks`: settle the number of threads, then run."""
+"""`python -m benchmarks`: settle the number of threads, then run sections, or a study with its own result file."""
 
+import importlib
 import os
 import sys
 
@@ -16,16 +17,6 @@ os.environ.update(
 )
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["strategies"]:  # a study of its own, with its own result file and page
-        from benchmarks import strategies
-
-        sys.exit(strategies.main(sys.argv[2:]))
-
-    if sys.argv[1:2] == ["plan"]:  # simulated, with its own result file and page
-        from benchmarks import plan
-
-        sys.exit(plan.main(sys.argv[2:]))
-
-    from benchmarks.run import main
-
-    sys.exit(main())
+    study = sys.argv[1] if sys.argv[1:2] in (["strategies"], ["plan"]) else None
+    module = importlib.import_module(f"benchmarks.{study}.run" if study else "benchmarks.run")
+    sys.exit(module.main(sys.argv[2:] if study else sys.argv[1:]))

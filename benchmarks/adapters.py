@@ -1,30 +1,37 @@
-"""Collators and samplers by their frameworks' names, beside those that they stand in for.
+"""Collators, samplers and packers by other packages' names, beside those that they stand in for.
 
-A collator gets a list of features, as a data loader hands them over, so that "from arrays" means an array for each
-document; and, as a data set in Arrow's form gives them, a table. An epoch of a sampler is packed and iterated to its
-end, Python lists of Python ints included. imoneoi's sampler isn't raced: it is no package that can be installed.
+Section `adapters`: a collator gets a list of features, as a data loader hands them over, so that "from arrays"
+means an array for each document; and, as a data set in Arrow's form gives them, a table. An epoch of axolotl's
+sampler is packed and iterated to its end, Python lists of Python ints included. imoneoi's sampler isn't raced: it
+is no package that can be installed. Section `fast_axolotl`: packing, packing with labels and reading a file, 20,000
+documents, the same rows.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
+import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
-from benchmarks import checks
-from benchmarks.collating import LARGE, MEDIUM, ROUNDS, SMALL, Batch
-from benchmarks.inputs import CAPACITY, NUM_DOCUMENTS, lognormal_lengths
-from benchmarks.peers import axolotl, transformers, trl
-from benchmarks.rows import Contestant, Race, Row
-from benchmarks.step import Step
-from benchmarks.stopwatch import alternate
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-SECTION = "adapters"
+from benchmarks import checks
+from benchmarks.checks import WrongResultError
+from benchmarks.collating import LARGE, MEDIUM, ROUNDS, SMALL, Batch, race_batch
+from benchmarks.inputs import CAPACITY, NUM_DOCUMENTS, Documents, lognormal_lengths
+from benchmarks.peers import axolotl, transformers, trl
+from benchmarks.rows import Row, Step
+from benchmarks.stopwatch import Call, race
+
 FROM_ARRAYS = 100.0
 FROM_LISTS = 10.0
 """What the issue asks for: times as fast as what is replaced."""
-
-
 _CASES = (
     ("log-normal", SMALL, False),
     ("log-normal", MEDIUM, False),
@@ -37,29 +44,6 @@ _WHY = {
     SMALL: "most of it is the fixed cost of a call in Python: 12 us",
     MEDIUM: "a tensor costs 0.2 us in Python a column, whatever it holds",
 }
-
-
-def steps() -> list[Step]:
-    """Return what this section measures."""
-    collators = [
-        Step(
-            f"the flattening collator from {form}, {size} packs of {kind}",
-            partial(_race_collator, form, *case),
-        )
-        for form in (*transformers.INPUTS, "arrow")
-        for case in _CASES
-        for kind, size, _ in [case]
-    ]
-    return [
-        *collators,
-        *(Step(f"TRL's padding-free collator from {form}", partial(_race_trl, form)) for form in _TRL_FORMS),
-        *(
-            Step(f"axolotl's batch sampler, {count:,} documents", partial(_race_axolotl, count))
-            for count in _EPOCHS
-        ),
-    ]
-
-
 _TRL_FORMS = ("lists", "numpy")
 _EPOCHS = (1_000, 10_000, NUM_DOCUMENTS)
 """Documents of the epochs that axolotl's sampler is asked for."""
@@ -69,33 +53,26 @@ _WHY_EPOCH = {
 }
 
 
+def adapter_steps() -> list[Step]:
+    forms = (*transformers.INPUTS, "arrow")
+    collator, sampler = "the flattening collator from", "axolotl's batch sampler,"
+    return [
+        *(
+            Step(f"{collator} {form}, {case[1]} packs of {case[0]}", partial(_race_collator, form, *case))
+            for form in forms
+            for case in _CASES
+        ),
+        *(Step(f"TRL's padding-free collator from {form}", partial(_race_trl, form)) for form in _TRL_FORMS),
+        *(Step(f"{sampler} {count:,} documents", partial(_race_axolotl, count)) for count in _EPOCHS),
+    ]
+
+
 def _features(batch: Batch, form: str, labelled: bool) -> Any:
-    """Return a batch's documents as a data loader hands them over."""
+    names = ("input_ids", "labels") if labelled else ("input_ids",)
     if form == "arrow":
-        return _table(batch, labelled)
-    columns = {"input_ids": _documents(batch, form)}
-    if labelled:
-        columns["labels"] = _documents(batch, form)
-    return [dict(zip(columns, values)) for values in zip(*columns.values())]
-
-
-def _documents(batch: Batch, form: str) -> list:
-    """Return the token ids of each document, every time as objects of their own."""
-    if form == "lists":
-        return [list(document) for document in batch.packed_lists]
-    if form == "torch":
-        import torch
-
-        return [torch.from_numpy(document) for document in batch.packed_arrays]
-    return batch.packed_arrays
-
-
-def _table(batch: Batch, labelled: bool) -> Any:
-    """Return neighbouring rows of a data set in Arrow's form, tokens of 32 bits."""
-    import pyarrow as pa
-
-    ids = pa.array([document.astype("int32") for document in batch.packed_arrays], pa.list_(pa.int32()))
-    return pa.table({"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids})
+        ids = pa.array([document.astype("int32") for document in batch.packed("numpy")], pa.list_(pa.int32()))
+        return pa.table(dict.fromkeys(names, ids))
+    return [dict(zip(names, values)) for values in zip(*(batch.packed(form) for _ in names))]
 
 
 def _race_collator(form: str, kind: str, size: int, labelled: bool) -> list[Row]:
@@ -104,70 +81,39 @@ def _race_collator(form: str, kind: str, size: int, labelled: bool) -> list[Row]
 
     batch = Batch.of(kind, size)
     theirs_from = "numpy" if form == "arrow" else form
-    documents = _documents(batch, theirs_from)
-    labels = _documents(batch, theirs_from) if labelled else None
+    documents = batch.packed(theirs_from)
+    labels = batch.packed(theirs_from) if labelled else None
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     ours = partial(collate, _features(batch, form, labelled))
     theirs = transformers.collator(documents, return_tensors="pt", labels=labels)
     target = FROM_LISTS if form == "lists" else FROM_ARRAYS
-    what = f"features of {form}" + (", with labels" if labelled else "")
-    if form == "arrow":
-        what = "a table of Arrow, the other from numpy" + (", with labels" if labelled else "")
+    what = "a table of Arrow, the other from numpy" if form == "arrow" else f"features of {form}"
+    what += ", with labels" if labelled else ""
     note = "" if form in ("lists", "arrow") else _WHY.get(size, "")
-    return [
-        _race(batch, what, "hf.DataCollatorWithFlattening", ours, transformers.NAME, theirs, target, note)
-    ]
+    call = "hf.DataCollatorWithFlattening"
+    return _race(batch, what, (call, ours), transformers.NAME, theirs, target, note)
 
 
 def _race_trl(form: str) -> list[Row]:
-    """Race TRL's collator, from lists and from what it takes fastest."""
     from varlen.adapters.trl.collator import DataCollatorForLanguageModeling
 
     batch = Batch.of("log-normal", MEDIUM)
     ours = partial(
         DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), _features(batch, form, False)
     )
-    theirs = trl.collator(_documents(batch, form))
+    theirs = trl.collator(batch.packed(form))
     target, note = (FROM_LISTS, "") if form == "lists" else (FROM_ARRAYS, "the other copies arrays as arrays")
-    return [
-        _race(
-            batch,
-            f"features of {form}",
-            "trl.DataCollatorForLanguageModeling",
-            ours,
-            trl.COLLATOR,
-            theirs,
-            target,
-            note,
-        )
-    ]
+    call = "trl.DataCollatorForLanguageModeling"
+    return _race(batch, f"features of {form}", (call, ours), trl.COLLATOR, theirs, target, note)
 
 
 def _race(
-    batch: Batch,
-    form: str,
-    call: str,
-    ours: Callable[[], Any],
-    name: str,
-    theirs: Callable[[], Any],
-    target: float,
-    note: str,
-) -> Race:
+    batch: Batch, form: str, ours: tuple[str, Call], name: str, theirs: Call, target: float, note: str
+) -> list[Row]:
     """Check that two collators give the same, then time them."""
-    checks.same_outputs(ours(), theirs())
-    our_samples, their_samples = alternate(ours, theirs, rounds=ROUNDS)
-    num_tokens = batch.documents.num_tokens
-    return Race(
-        section=SECTION,
-        what=f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, {form}",
-        ours=Contestant(name="varlen", call=call, samples=our_samples),
-        peer=Contestant(
-            name=name, call="positions, segments and boundaries, as tensors", samples=their_samples
-        ),
-        tokens=num_tokens,
-        target=target,
-        note=note,
-    )
+    checks.same_outputs(ours[1](), theirs())
+    peer = (name, "positions, segments and boundaries, as tensors", theirs)
+    return [race_batch(batch, form, ours, peer, target, note)]
 
 
 def _race_axolotl(num_documents: int) -> list[Row]:
@@ -190,21 +136,102 @@ def _race_axolotl(num_documents: int) -> list[Row]:
         checks.fill_of_ids([pack for batch in made for pack in batch], lengths, CAPACITY)
         for made in (epoch(), theirs())
     ]
-    rows: list[Row] = []
-    for what, ours in (("to the first batch", first), ("to its end", epoch)):
-        our_samples, their_samples = alternate(ours, theirs, rounds=ROUNDS)
-        rows.append(
-            Race(
-                section=SECTION,
-                what=f"an epoch of {len(lengths):,} documents {what}",
-                ours=Contestant(
-                    name="varlen", call="MultipackBatchSampler", samples=our_samples, fill=fills[0]
-                ),
-                peer=Contestant(
-                    name=axolotl.SAMPLER, call="generate_batches", samples=their_samples, fill=fills[1]
-                ),
-                target=FROM_ARRAYS,
-                note=_WHY_EPOCH[what],
-            )
+    return [
+        race(
+            f"an epoch of {len(lengths):,} documents {what}",
+            ("MultipackBatchSampler", ours),
+            (axolotl.SAMPLER, "generate_batches", theirs),
+            rounds=ROUNDS,
+            fills=(fills[0], fills[1]),
+            target=FROM_ARRAYS,
+            note=_WHY_EPOCH[what],
         )
-    return rows
+        for what, ours in (("to the first batch", first), ("to its end", epoch))
+    ]
+
+
+COUNT, LONGEST, ROW = 20_000, 2046, 2048
+"""It panics at a sequence of more than capacity - 2 tokens, so there is none."""
+EOS, PAD = 1, 0
+RUST_ROUNDS = 5
+_COLUMNS = ("input_ids", "labels", "attention_mask")
+
+
+def fast_axolotl_steps() -> list[Step]:
+    return [
+        Step("pack_sequences", _race_pack),
+        Step("concatenate_and_pack", _race_concatenate),
+        Step("reader, Parquet", lambda: _race_reader("parquet")),
+        Step("reader, JSON lines", lambda: _race_reader("jsonl")),
+    ]
+
+
+@cache
+def _rust_documents() -> Documents:
+    return Documents.draw(lognormal_lengths(COUNT, mean=336.0, longest=LONGEST))
+
+
+def _race_pack() -> list[Row]:
+    """With the arguments of release 0.2.0, lists in and lists out."""
+    lists = _rust_documents().lists
+    what = "pack_sequences from lists, rows as lists"
+    return _race_names(what, "pack_sequences", lambda module: module.pack_sequences(lists, ROW, PAD, EOS))
+
+
+def _race_concatenate() -> list[Row]:
+    lists = _rust_documents().lists
+    masks = [[1] * len(one) for one in lists]
+
+    def pack(module: Any) -> Any:
+        packed = module.concatenate_and_pack(lists, lists, masks, ROW, PAD)
+        return dict(zip(_COLUMNS, packed)) if isinstance(packed, tuple) else dict(packed)
+
+    return _race_names("concatenate_and_pack from lists, rows as lists", "concatenate_and_pack", pack)
+
+
+def _race_reader(kind: str) -> list[Row]:
+    documents = _rust_documents()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"data.{kind}")
+        if kind == "parquet":
+            pq.write_table(pa.table({"input_ids": documents.arrow}), path, row_group_size=2000)
+        else:
+            path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in documents.lists))
+
+        def read(module: Any) -> int:
+            batches = module.streaming_dataset_reader(str(path), kind, 1000, 1)
+            return sum(len(batch["input_ids"]) for batch in batches)
+
+        name = "streaming_dataset_reader"
+        return _race_names(f"{name}, {kind} of token lists", name, read)
+
+
+def _race_names(what: str, name: str, call: Callable[[Any], Any]) -> list[Row]:
+    """Check that a call of either module gives the same, then time both."""
+    import fast_axolotl
+
+    from varlen.adapters import fast_axolotl as ours
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ours.LeakWarning)
+        mine, other = call(ours), call(fast_axolotl)
+        if isinstance(mine, dict):
+            for key in _COLUMNS:
+                if not np.array_equal(mine[key], other[key]):
+                    raise WrongResultError(f"{what}: {key} differs from the peer's")
+        elif mine != other:
+            raise WrongResultError(f"{what}: {mine:,} rows, the peer read {other:,}")
+        del mine, other
+        return [
+            race(
+                what,
+                (f"adapters.fast_axolotl.{name}", partial(call, ours)),
+                (f"fast-axolotl {name}", "release 0.2.0, its Rust extension", partial(call, fast_axolotl)),
+                rounds=RUST_ROUNDS,
+                tokens=_rust_documents().num_tokens,
+                note=f"{COUNT:,} log-normal documents, the same rows come out",
+            )
+        ]
+
+
+SECTIONS = {"adapters": adapter_steps, "fast_axolotl": fast_axolotl_steps}

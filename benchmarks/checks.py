@@ -16,13 +16,7 @@ class WrongResultError(Exception):
 
 
 def fill_of_ids(packs: Sequence[Sequence[int]], lengths: np.ndarray, capacity: int) -> float:
-    """Return how full packs of document numbers are, after checking that each document stands in one.
-
-    Args:
-        packs: document numbers of each pack.
-        lengths: int `[num_documents]`.
-        capacity: tokens a pack can hold.
-    """
+    """Return how full packs of document numbers are, after checking that each document stands in one."""
     ids = np.fromiter((i for pack in packs for i in pack), np.int64)
     if not np.array_equal(np.sort(ids), np.arange(len(lengths))):
         raise WrongResultError(
@@ -49,11 +43,8 @@ def fill_of_rows(
 
     Documents are recognized by their length and two sums over their tokens, the second weighted by position.
 
-    Args:
-        rows: of each row its tokens, padding left out, and the lengths of its segments.
-        tokens: int `[num_tokens]`, of all documents as given.
-        offsets: int64 `[num_documents + 1]`.
-        capacity: tokens a row can hold.
+    A row is its tokens, padding left out, and the lengths of its segments; tokens and offsets are of the documents
+    as given.
     """
     row_tokens, row_lengths = zip(*((np.asarray(ids), np.asarray(lengths)) for ids, lengths in rows))
     same_documents(np.concatenate(row_tokens), np.concatenate(row_lengths), tokens, offsets)
@@ -64,12 +55,6 @@ def same_documents(found: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, o
     """Check that documents, in any order, are those given.
 
     They are recognized by their length and two sums over their tokens, the second weighted by position.
-
-    Args:
-        found: int `[num_tokens]`, of all documents as they came back.
-        lengths: int `[num_documents]`, of those.
-        tokens: int `[num_tokens]`, of all documents as given.
-        offsets: int64 `[num_documents + 1]`, of those.
     """
     back = _fingerprints(found, np.concatenate([[0], np.cumsum(lengths)]))
     if not np.array_equal(back, _fingerprints(tokens, offsets)):
@@ -77,12 +62,7 @@ def same_documents(found: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, o
 
 
 def same_outputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Check that two collators of one framework give the same keys, dtypes, shapes and values.
-
-    Args:
-        ours: arrays, tensors and numbers by name.
-        theirs: the same.
-    """
+    """Check that two collators of one framework give the same keys, dtypes, shapes and values."""
     if list(ours) != list(theirs):
         raise WrongResultError(f"the keys are {', '.join(ours)}, and the other's {', '.join(theirs)}")
     for name, value in theirs.items():
@@ -92,12 +72,7 @@ def same_outputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 
 def same_batch(flat: Any, theirs: Mapping[str, Any]) -> None:
-    """Check that a flattening collator's output says the same as varlen's flat batch, value for value.
-
-    Args:
-        flat: a `PackedBatch` in the flat layout.
-        theirs: `input_ids`, `labels`, `position_ids`, `seq_idx`, `cu_seq_lens_q` and `max_length_q`.
-    """
+    """Check that a flattening collator's output says the same as varlen's flat batch, value for value."""
     pairs = {
         "input_ids": flat.input_ids,
         "labels": flat.labels,

@@ -1,6 +1,7 @@
 """Collating: `vl.collate` beside the flattening collators, and beside a plain copy of as many bytes.
 
-The flattening collator's best case is measured, not assumed: a sweep over document lengths, batch sizes and
+Section `collating`, on one to 64 packs of 8,192 tokens, log-normal and short documents, as flat arrays, Arrow and
+lists. The flattening collator's best case is measured, not assumed: a sweep over document lengths, batch sizes and
 input forms finds where it is fastest with an output equal to varlen's, and the target is judged there too.
 """
 
@@ -19,11 +20,9 @@ import varlen as vl
 from benchmarks import checks
 from benchmarks.inputs import CAPACITY, Documents, lognormal_lengths
 from benchmarks.peers import transformers, trl
-from benchmarks.rows import Contestant, Race, Row
-from benchmarks.step import Step
-from benchmarks.stopwatch import alternate
+from benchmarks.rows import Race, Row, Step
+from benchmarks.stopwatch import Call, race
 
-SECTION = "collating"
 ROUNDS = 15
 FROM_ARRAYS = 150.0
 FROM_LISTS = 10.0
@@ -42,12 +41,7 @@ class Batch:
     @classmethod
     @cache
     def of(cls, kind: str, num_packs: int) -> Batch:
-        """Draw documents that fill about so many packs of 8,192 tokens.
-
-        Args:
-            kind: "log-normal", or "short" for documents of 200 tokens each.
-            num_packs: packs' worth of documents; each is put where best-fit-decreasing puts it.
-        """
+        """Draw documents that fill about so many packs of 8,192 tokens."""
         budget = num_packs * CAPACITY
         many = (
             lognormal_lengths(budget // 100, seed=1) if kind == "log-normal" else np.full(budget // 200, 200)
@@ -56,15 +50,20 @@ class Batch:
         packing = vl.pack(lengths, capacity=CAPACITY)
         return cls(f"{kind} documents", Documents.draw(lengths), packing)
 
-    @property
-    def packed_lists(self) -> list[list[int]]:
-        """The documents as lists, in the order in which they stand in the packs."""
-        return [self.documents.lists[i] for i in self.packing.document_ids.tolist()]
+    def packed(self, form: str) -> list:
+        """Return the documents in the order in which they stand in the packs, every time as objects of their own.
 
-    @property
-    def packed_arrays(self) -> list[np.ndarray]:
-        """The documents as int64 arrays of their own, in that order."""
-        return [self.documents.arrays[i].astype(np.int64) for i in self.packing.document_ids.tolist()]
+        A form is "lists", "numpy" (int64 arrays) or "torch".
+        """
+        ids = self.packing.document_ids.tolist()
+        if form == "lists":
+            return [list(self.documents.lists[i]) for i in ids]
+        arrays = [self.documents.arrays[i].astype(np.int64) for i in ids]
+        if form == "torch":
+            import torch
+
+            return [torch.from_numpy(array) for array in arrays]
+        return arrays
 
 
 SMALL, MEDIUM, LARGE = 1, 8, 64
@@ -72,15 +71,16 @@ SIZES = (SMALL, MEDIUM, LARGE)
 KINDS = ("log-normal", "short")
 SWEEPS = 5
 _FORMS = {"flat": "flat arrays", "arrow": "Arrow", "lists": "lists"}
+_TENSORS = "from flat arrays, then to_torch"
 
 
 def steps() -> list[Step]:
-    """Return what this section measures."""
     return [
         Step("the flattening collator's best cases", _race_best_cases),
-        Step("from flat arrays", partial(_race_collator, "log-normal", MEDIUM, "flat")),
-        Step("from Arrow", partial(_race_collator, "log-normal", MEDIUM, "arrow")),
-        Step("from lists", partial(_race_collator, "log-normal", MEDIUM, "lists")),
+        *(
+            Step(f"from {of}", partial(_race_collator, "log-normal", MEDIUM, form))
+            for form, of in _FORMS.items()
+        ),
         Step("its bare minimum, and what a Trainer asks for", _race_other_settings),
         Step("TRL's padding-free collator", _race_trl),
         Step("copying as many bytes", _race_copies),
@@ -88,7 +88,6 @@ def steps() -> list[Step]:
 
 
 def _ours(batch: Batch, form: str, layout: str = "flat", out: Any = None) -> Callable[[], vl.PackedBatch]:
-    """Return the call of `vl.collate` on a batch in one of its input forms."""
     documents = batch.documents
     given = {
         "flat": (documents.tokens, documents.offsets),
@@ -96,21 +95,12 @@ def _ours(batch: Batch, form: str, layout: str = "flat", out: Any = None) -> Cal
         "lists": documents.lists,
     }[form]
     options = {} if out is None else {"out": out}
-
-    def collate() -> vl.PackedBatch:
-        return vl.collate(given, batch.packing, layout=layout, **options)
-
-    return collate
+    return lambda: vl.collate(given, batch.packing, layout=layout, **options)
 
 
 def _theirs(batch: Batch, form: str, **settings: Any) -> Callable[[], Any]:
     """Return the collator's call on the same documents, in the order in which they are packed."""
-    documents: list = batch.packed_lists if form == "lists" else batch.packed_arrays
-    if form == "torch":
-        import torch
-
-        documents = [torch.from_numpy(document) for document in documents]
-    return transformers.collator(documents, **settings)
+    return transformers.collator(batch.packed(form), **settings)
 
 
 @cache
@@ -130,7 +120,6 @@ def _sweep() -> dict[tuple[str, int, str], float]:
 
 
 def _best_form(kind: str, size: int) -> str:
-    """Return the input form from which the collator handles a batch fastest."""
     return max(transformers.INPUTS, key=lambda form: _sweep()[kind, size, form])
 
 
@@ -157,20 +146,10 @@ def _race_collator(kind: str, size: int, form: str, note: str = "", is_targeted:
     best = "lists" if form == "lists" else _best_form(kind, size)
     ours, theirs = _ours(batch, form), _theirs(batch, best, return_tensors="np")
     checks.same_batch(ours(), theirs())
-    target = FROM_LISTS if form == "lists" else FROM_ARRAYS
+    target = (FROM_LISTS if form == "lists" else FROM_ARRAYS) if is_targeted else None
     settings = f'from {best}, return_tensors="np", positions, segments and boundaries'
-    return [
-        _race(
-            batch,
-            _FORMS[form],
-            ours,
-            transformers.NAME,
-            settings,
-            theirs,
-            target if is_targeted else None,
-            note,
-        )
-    ]
+    peer = (transformers.NAME, settings, theirs)
+    return [race_batch(batch, f"from {_FORMS[form]}", ("vl.collate", ours), peer, target, note)]
 
 
 def _race_other_settings() -> list[Row]:
@@ -178,49 +157,32 @@ def _race_other_settings() -> list[Row]:
     batch = Batch.of("log-normal", MEDIUM)
     least = _theirs(batch, "lists", return_tensors="np", complete=False)
     trainer = _theirs(batch, "lists", return_tensors="pt")
-    ours = _ours(batch, "flat")
-
-    def ours_to_torch() -> vl.PackedBatch:
-        return ours().to_torch()
-
+    ours, name = _ours(batch, "flat"), transformers.NAME
+    ours_to_torch = _to_torch(ours)
     checks.same_batch(ours_to_torch(), trainer())
+    only_ids = (name, "ids and labels alone, from lists", least)
+    as_a_trainer = (name, 'from lists, return_tensors="pt"', trainer)
+    more, tensors = (
+        "varlen writes positions, segments and boundaries besides",
+        "int64 tensors, as a Trainer gets them",
+    )
     return [
-        _race(
-            batch,
-            _FORMS["flat"],
-            ours,
-            transformers.NAME,
-            "ids and labels alone, from lists",
-            least,
-            None,
-            "varlen writes positions, segments and boundaries besides",
-        ),
-        _race(
-            batch,
-            "flat arrays, then to_torch",
-            ours_to_torch,
-            transformers.NAME,
-            'from lists, return_tensors="pt"',
-            trainer,
-            None,
-            "int64 tensors, as a Trainer gets them",
-        ),
+        race_batch(batch, "from flat arrays", ("vl.collate", ours), only_ids, None, more),
+        race_batch(batch, _TENSORS, ("vl.collate", ours_to_torch), as_a_trainer, None, tensors),
     ]
+
+
+def _to_torch(collate: Callable[[], vl.PackedBatch]) -> Callable[[], vl.PackedBatch]:
+    return lambda: collate().to_torch()
 
 
 def _race_trl() -> list[Row]:
     """Race TRL's padding-free collator from int64 arrays, which it takes fastest; both end in tensors."""
     batch = Batch.of("log-normal", MEDIUM)
-    theirs, ours = trl.collator(batch.packed_arrays), _ours(batch, "flat")
-
-    def ours_to_torch() -> vl.PackedBatch:
-        return ours().to_torch()
-
-    checks.same_batch(ours_to_torch(), theirs())
-    settings = "from int64 arrays, one a document"
-    return [
-        _race(batch, "flat arrays, then to_torch", ours_to_torch, trl.COLLATOR, settings, theirs, None, "")
-    ]
+    theirs, ours = trl.collator(batch.packed("numpy")), _to_torch(_ours(batch, "flat"))
+    checks.same_batch(ours(), theirs())
+    peer = (trl.COLLATOR, "from int64 arrays, one a document", theirs)
+    return [race_batch(batch, _TENSORS, ("vl.collate", ours), peer, None, "")]
 
 
 def _race_copies() -> list[Row]:
@@ -240,31 +202,24 @@ def _race_copies() -> list[Row]:
 
         megabytes = sum(array.nbytes for array in written) / 1e6
         note = f"{megabytes:,.1f} MB a call"
-        settings = "the four arrays copied into ready arrays"
-        what = "flat arrays into rows in the caller's buffers"
-        rows.append(_race(batch, what, ours, "np.copyto", settings, copy, OF_COPY_RATE, note))
+        what = "from flat arrays into rows in the caller's buffers"
+        peer = ("np.copyto", "the four arrays copied into ready arrays", copy)
+        rows.append(race_batch(batch, what, ("vl.collate", ours), peer, OF_COPY_RATE, note))
     return rows
 
 
-def _race(
+def race_batch(
     batch: Batch,
-    form: str,
-    ours: Callable[[], Any],
-    name: str,
-    settings: str,
-    theirs: Callable[[], Any],
+    what: str,
+    ours: tuple[str, Call],
+    theirs: tuple[str, str, Call],
     target: float | None,
     note: str,
 ) -> Race:
-    """Time two calls that were checked already."""
-    our_samples, their_samples = alternate(ours, theirs, rounds=ROUNDS)
+    """Time two calls on a batch that were checked already."""
     num_tokens = batch.documents.num_tokens
-    return Race(
-        section=SECTION,
-        what=f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, from {form}",
-        ours=Contestant(name="varlen", call="vl.collate", samples=our_samples),
-        peer=Contestant(name=name, call=settings, samples=their_samples),
-        tokens=num_tokens,
-        target=target,
-        note=note,
-    )
+    what = f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, {what}"
+    return race(what, ours, theirs, rounds=ROUNDS, tokens=num_tokens, target=target, note=note)
+
+
+SECTIONS = {"collating": steps}

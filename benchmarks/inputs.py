@@ -1,10 +1,10 @@
-"""The inputs of every benchmark: lengths and documents drawn from a seed, and the real sets where present."""
+"""The inputs of every benchmark: lengths, documents and texts drawn from a seed, and the real sets where present."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import numpy.typing as npt
 CAPACITY = 8192
 NUM_DOCUMENTS = 100_000
 VOCABULARY = 50_000
+TEXT_VOCABULARY = 16_384
+CHARACTERS = 12_000_000
 REAL_LENGTHS = Path(__file__).resolve().parents[2] / "shared" / "data" / "lengths"
 _CHUNK = 1 << 20
 
@@ -27,16 +29,8 @@ def lognormal_lengths(
 ) -> Int32Array:
     """Draw document lengths with a long tail, in chunks, so that no more memory is used than the result.
 
-    Args:
-        count: number of documents.
-        mean: mean of the log-normal distribution before it is clipped to `[1, longest]`, in tokens; with the
-            defaults the clipped mean is about 675.
-        sigma: standard deviation of the logarithm.
-        longest: lengths are clipped to this.
-        seed: same seed, same lengths.
-
-    Returns:
-        int32 `[count]`.
+    The mean, in tokens, is that before lengths are clipped to `[1, longest]`; with the defaults the clipped mean is
+    about 675.
     """
     rng = np.random.default_rng(seed)
     lengths = np.empty(count, np.int32)
@@ -59,35 +53,29 @@ class Documents:
 
     @classmethod
     def draw(cls, lengths: npt.ArrayLike, *, vocabulary: int = VOCABULARY, seed: int = 0) -> Documents:
-        """Draw uniform token ids for documents of these lengths."""
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         tokens = np.random.default_rng(seed).integers(0, vocabulary, int(offsets[-1]), dtype=np.int32)
         return cls(tokens, offsets)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
         return len(self.tokens)
 
     @property
     def lengths(self) -> Int64Array:
-        """int64 `[num_documents]`."""
         return np.diff(self.offsets)
 
     @cached_property
     def arrays(self) -> list[Int32Array]:
-        """One array a document, views of the flat one."""
         bounds = self.offsets.tolist()
         return [self.tokens[a:b] for a, b in pairwise(bounds)]
 
     @cached_property
     def lists(self) -> list[list[int]]:
-        """One list of ints a document."""
         return [array.tolist() for array in self.arrays]
 
     @cached_property
     def arrow(self) -> Any:
-        """A `pyarrow.ListArray` of int32 over the same tokens."""
         import pyarrow as pa
 
         return pa.ListArray.from_arrays(pa.array(self.offsets.astype(np.int32)), pa.array(self.tokens))
@@ -98,10 +86,6 @@ def real_lengths(folder: Path = REAL_LENGTHS, *, only: str = "*") -> Iterator[tu
 
     Sets published as a histogram are expanded and shuffled with a fixed seed, since a histogram has no order.
     Nothing is yielded where the folder is absent.
-
-    Args:
-        folder: where the sets lie, as `NAME.npz`.
-        only: the one set wanted; all of them otherwise.
     """
     for path in sorted(folder.glob(f"{only}.npz")):
         with np.load(path) as stored:
@@ -112,3 +96,38 @@ def real_lengths(folder: Path = REAL_LENGTHS, *, only: str = "*") -> Iterator[tu
         expanded = np.repeat(np.arange(1, len(counts) + 1, dtype=np.int32), counts)
         np.random.default_rng(0).shuffle(expanded)
         yield path.stem, expanded
+
+
+@cache
+def source_texts() -> list[str]:
+    """Return 12 million characters of Python sources, without the carriage returns that CSV would normalize."""
+    from varlen.documents.texts import interpreter_texts
+
+    texts, characters = [], 0
+    for text in interpreter_texts():
+        texts.append(text)
+        characters += len(text)
+        if characters >= CHARACTERS:
+            break
+    return texts
+
+
+@cache
+def trained_tokenizer() -> Any:
+    from varlen.text.load_tokenizer import train_bpe
+
+    return train_bpe(source_texts()[:: max(len(source_texts()) // 4000, 1)], TEXT_VOCABULARY)
+
+
+def write_store(documents: Documents, folder: Path) -> None:
+    """Write documents as arrays, as Parquet and as a token store, `folder / "store"`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from varlen.documents.source import open_source
+    from varlen.offline.index import index_source
+
+    np.save(folder / "tokens.npy", documents.tokens)
+    np.save(folder / "offsets.npy", documents.offsets)
+    pq.write_table(pa.table({"input_ids": documents.arrow}), folder / "data.parquet")
+    index_source(open_source(folder / "data.parquet"), folder / "store")

@@ -1,15 +1,16 @@
-"""`varlen pack` beside `datasets` and TRL, from files to files, on all cores: what counts is when they are done."""
+"""`varlen pack` beside `datasets` and TRL, from files to files, on all cores: what counts is when they are done.
+
+Section `offline`: 100,000 tokenized documents from Parquet to Parquet, and Python sources from JSON lines to Parquet.
+Whole processes are timed, with fresh caches, in alternating rounds.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.checks import WrongResultError, fill_of_rows
-from benchmarks.inputs import CAPACITY, VOCABULARY, lognormal_lengths
-from benchmarks.reading import source_texts, trained_tokenizer
-from benchmarks.rows import Contestant, Race, Row
-from benchmarks.step import Step
-from benchmarks.stopwatch import Samples
+from benchmarks.inputs import CAPACITY, VOCABULARY, lognormal_lengths, source_texts, trained_tokenizer
+from benchmarks.rows import Race, Row, Samples, Step
+from benchmarks.stopwatch import every_core, output
 
-SECTION = "offline"
 ROUNDS = 3
 COUNT = 100_000
 TOKENS_TARGET = 5.0
@@ -75,52 +73,26 @@ class _Contest:
 
 
 _TOKENS = f"pack {COUNT:,} tokenized documents, Parquet to Parquet"
+_TEXT = "tokenize and pack text, JSON lines to Parquet"
+_BY_MAP = "load_dataset, map that adds labels, pack_dataset, to_parquet; one process"
+_BY_THREADS = "load_dataset, map that tokenizes on all cores' threads, pack_dataset, to_parquet"
+_ALIKE = f"the same with num_proc={CORES}"
 _CONTESTS = (
+    _Contest(_TOKENS, "tokens", 1, _BY_MAP, TOKENS_TARGET),
+    _Contest(_TOKENS, "tokens", CORES, f"{_ALIKE}, which changes the packs", TOKENS_TARGET),
     _Contest(
-        _TOKENS,
-        "tokens",
-        1,
-        "load_dataset, map that adds labels, pack_dataset, to_parquet; one process",
-        TOKENS_TARGET,
+        _TOKENS, "column", CORES, f"{_ALIKE} and labels added as a ready column instead of by map", None
     ),
-    _Contest(
-        _TOKENS,
-        "tokens",
-        CORES,
-        f"the same with num_proc={CORES}, which changes the packs",
-        TOKENS_TARGET,
-    ),
-    _Contest(
-        _TOKENS,
-        "column",
-        CORES,
-        f"the same with num_proc={CORES} and labels added as a ready column instead of by map",
-        None,
-    ),
-    _Contest(
-        "tokenize and pack text, JSON lines to Parquet",
-        "text",
-        1,
-        "load_dataset, map that tokenizes on all cores' threads, pack_dataset, to_parquet",
-        TEXT_TARGET,
-    ),
-    _Contest(
-        "tokenize and pack text, JSON lines to Parquet",
-        "text",
-        CORES,
-        f"the same with num_proc={CORES}",
-        TEXT_TARGET,
-    ),
+    _Contest(_TEXT, "text", 1, _BY_THREADS, TEXT_TARGET),
+    _Contest(_TEXT, "text", CORES, _ALIKE, TEXT_TARGET),
 )
 
 
 def steps() -> list[Step]:
-    """Return what this section measures."""
     return [Step(f"{c.form}, {c.processes} of theirs", partial(_race, c)) for c in _CONTESTS]
 
 
 def _race(contest: _Contest) -> list[Row]:
-    """Race one contest in alternating rounds of whole processes."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         path, tokenizer, tokens, offsets = _input(contest.form, place)
@@ -142,24 +114,10 @@ def _race(contest: _Contest) -> list[Row]:
                 )
             elif number == 0:
                 fills = _same_tokens(place)
-    return [
-        Race(
-            section=SECTION,
-            what=contest.what,
-            ours=Contestant(
-                name="varlen", call=f"varlen pack, {CORES} processes", samples=_samples(ours), fill=fills[0]
-            ),
-            peer=Contestant(
-                name="datasets + TRL pack_dataset",
-                call=contest.settings,
-                samples=_samples(theirs),
-                fill=fills[1],
-            ),
-            target=contest.target,
-            note=_note(ours, after_imports),
-            by_wall=True,
-        )
-    ]
+    call = f"varlen pack, {CORES} processes"
+    peer = ("datasets + TRL pack_dataset", contest.settings, _samples(theirs))
+    more = {"target": contest.target, "note": _note(ours, after_imports), "by_wall": True}
+    return [Race.of(contest.what, (call, _samples(ours)), peer, fills, **more)]
 
 
 def _settle(path: Path) -> None:
@@ -179,7 +137,6 @@ def _note(ours: list[tuple[float, float]], after_imports: list[float]) -> str:
 
 
 def _input(form: str, folder: Path) -> tuple[Path, Path | None, np.ndarray | None, np.ndarray]:
-    """Write the input; returns its path, the tokenizer's, and the documents where they are tokens."""
     if form == "text":
         path, tokenizer = folder / "data.jsonl", folder / "tokenizer.json"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in source_texts()))
@@ -199,11 +156,10 @@ def _input(form: str, folder: Path) -> tuple[Path, Path | None, np.ndarray | Non
 
 
 def _run_ours(path: Path, tokenizer: Path | None, out: Path) -> tuple[float, float]:
-    """Run `varlen pack`; returns wall and processor seconds of its process and of those it starts."""
     command = ["-m", "varlen", "pack", path, "-o", out, "--capacity", CAPACITY, "--overlong", "truncate"]
     if tokenizer is not None:
         command += ["--tokenizer", tokenizer]
-    return _timed(command, _environment())[0]
+    return _timed(command, every_core())[0]
 
 
 def _run_peer(
@@ -212,26 +168,16 @@ def _run_peer(
     """Run the peer in a fresh interpreter with a fresh cache; returns as `_run_ours`, and seconds after imports."""
     arguments = ["-c", _PEER, contest.form, path, out, tokenizer or "", CAPACITY, contest.processes]
     with tempfile.TemporaryDirectory() as cache:
-        times, printed = _timed(arguments, {**_environment(), "HF_HOME": cache})
+        times, printed = _timed(arguments, {**every_core(), "HF_HOME": cache})
     return times, float(printed.splitlines()[-1])
 
 
-def _timed(arguments: Sequence[object], environment: dict[str, str]) -> tuple[tuple[float, float], str]:
+def _timed(arguments: list[object], environment: dict[str, str]) -> tuple[tuple[float, float], str]:
     """Run Python; returns wall and processor seconds of it and of all that it waits for, and what it prints."""
     before, start = os.times(), time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False
-    )
+    printed = output(arguments, environment)
     wall, after = time.perf_counter() - start, os.times()
-    if done.returncode:
-        raise RuntimeError(f"a contestant ended with code {done.returncode}:\n{done.stderr}")
-    return (wall, sum(after[2:4]) - sum(before[2:4])), done.stdout
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment in which both may use all cores."""
-    limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    return {name: value for name, value in os.environ.items() if name not in limits}
+    return (wall, sum(after[2:4]) - sum(before[2:4])), printed
 
 
 def _fill(files: list[Path], tokens: np.ndarray, offsets: np.ndarray) -> float:
@@ -257,3 +203,6 @@ def _same_tokens(place: Path) -> tuple[float, float]:
 
 def _samples(times: list[tuple[float, float]]) -> Samples:
     return Samples(wall_s=[wall for wall, _ in times], cpu_s=[cpu for _, cpu in times])
+
+
+SECTIONS = {"offline": steps}

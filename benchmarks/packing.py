@@ -1,33 +1,45 @@
-"""Packing: `vl.pack` beside peers that assign documents to packs, and beside those that move tokens too."""
+"""Packing lengths: beside peers, of a hundred million, by windows, and what of the padding is left.
+
+Sections: `packing` races `vl.pack` with peers that assign documents to packs, and with those that move tokens too, on
+log-normal lengths (mean 675, capacity 8,192); `scale` packs up to a hundred million lengths on one core, for seconds
+and memory; `windows` counts packs by windows against packing real sets whole; `utilization` measures what a page on
+token packing promises: padding in rows of 2,048 without and with it, at three mean lengths, where it says that
+utilization rises from 12.5, 25 and 50 % to 80, 85 and 90 %.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from statistics import median
 
 import numba  # noqa: F401 - once it is imported, vl.pack uses its kernels from the first call on
 import numpy as np
 
 import varlen as vl
 from benchmarks import checks
-from benchmarks.inputs import CAPACITY, NUM_DOCUMENTS, Documents, lognormal_lengths
-from benchmarks.peers import axolotl, grain, llm_foundry, megatron_bridge, seqpack, trl
-from benchmarks.rows import Contestant, Race, Row
-from benchmarks.step import Step
-from benchmarks.stopwatch import alternate
+from benchmarks.inputs import (
+    CAPACITY,
+    NUM_DOCUMENTS,
+    REAL_LENGTHS,
+    Documents,
+    Int32Array,
+    lognormal_lengths,
+    real_lengths,
+)
+from benchmarks.peers import axolotl, grain, megatron_bridge, mosaic, trl
+from benchmarks.rows import Limit, Race, Row, Step
+from benchmarks.stopwatch import measure, race
 
-SECTION = "packing"
 FEWER = 20_000
 """Documents for the peers whose time grows with the square, or which take seconds for this many."""
 PACKS_PER_BATCH = 8
 BATCH_DOCUMENTS = 480
 """Documents that a collator packs at a time."""
-_OURS = "vl.pack(lengths, capacity=8192)"
 
 
-def steps() -> list[Step]:
-    """Return what this section measures."""
+def packing_steps() -> list[Step]:
     return [
         Step("axolotl's sampler", partial(_race_ids, "sampler")),
         Step("axolotl's compiled loop alone", partial(_race_ids, "kernel")),
@@ -65,6 +77,13 @@ class _Peer:
     note: str = ""
 
 
+def _seqpack(lengths: np.ndarray, capacity: int) -> Callable[[], list]:
+    """Worst-fit-decreasing with a heap, which its documentation recommends by default."""
+    from seqpack.packing import heap_pack_sequences
+
+    return lambda: heap_pack_sequences(lengths, capacity)
+
+
 _SMALL_GROUP = 1000
 _PEERS = {
     "sampler": _Peer(
@@ -95,12 +114,11 @@ _PEERS = {
         rounds=5,
         target=150,
     ),
-    "seqpack": _Peer(seqpack.NAME, "lengths as a numpy array", seqpack.packer, rounds=7),
+    "seqpack": _Peer("seqpack heap_pack_sequences", "lengths as a numpy array", _seqpack, rounds=7),
 }
 
 
 def _race_ids(key: str) -> list[Row]:
-    """Race a peer whose packs hold document numbers."""
     lengths, peer = _lengths(NUM_DOCUMENTS), _PEERS[key]
     call = peer.make(lengths, CAPACITY)
     fill = checks.fill_of_ids(_as_ids(call()), lengths, CAPACITY)
@@ -123,25 +141,22 @@ def _race_megatron() -> list[Row]:
 
 
 def _race(lengths: np.ndarray, peer: _Peer, call: Callable[[], list], fill: float) -> Race:
-    """Check and time `vl.pack` beside a peer that was checked already."""
-
     def pack() -> vl.Packing:
         return vl.pack(lengths, capacity=CAPACITY)
 
     our_fill = checks.fill_of_ids(pack().to_lists(), lengths, CAPACITY)
-    ours, theirs = alternate(pack, call, rounds=peer.rounds)
-    return Race(
-        section=SECTION,
-        what=f"assign {len(lengths):,} documents",
-        ours=Contestant(name="varlen", call=_OURS, samples=ours, fill=our_fill),
-        peer=Contestant(name=peer.name, call=peer.settings, samples=theirs, fill=fill),
+    return race(
+        f"assign {len(lengths):,} documents",
+        ("vl.pack(lengths, capacity=8192)", pack),
+        (peer.name, peer.settings, call),
+        rounds=peer.rounds,
+        fills=(our_fill, fill),
         target=peer.target,
         note=peer.note,
     )
 
 
 def _race_pack_dataset(window: int | None) -> list[Row]:
-    """Race TRL end to end: Arrow column in, packed tokens out."""
     documents = _documents(NUM_DOCUMENTS)
     call = trl.pack_dataset(documents.arrow, CAPACITY, window=window)
     table = call().with_format("arrow")[:]
@@ -154,7 +169,6 @@ def _race_pack_dataset(window: int | None) -> list[Row]:
 
 
 def _race_grain(fit: grain.Fit, num_bins: int) -> list[Row]:
-    """Race grain end to end: token arrays in, padded rows of ids, segments and positions out."""
     documents = _documents(FEWER)
     call = grain.packer(documents.arrays, CAPACITY, fit=fit, num_bins=num_bins)
     rows = (_grain_row(row) for row in call())
@@ -168,7 +182,7 @@ def _race_llm_foundry() -> list[Row]:
     """Race llm-foundry's packing collator: one padded batch of documents in, packed rows of tensors out."""
     documents = Documents.draw(lognormal_lengths(BATCH_DOCUMENTS))
     packing = vl.pack(documents.lengths, capacity=CAPACITY)
-    call = llm_foundry.packer(documents.arrays, CAPACITY, packing.num_packs)
+    call = mosaic.foundry_packer(documents.arrays, CAPACITY, packing.num_packs)
     theirs = call()
     kept = int((theirs["attention_mask"] == 1).sum())
 
@@ -176,19 +190,17 @@ def _race_llm_foundry() -> list[Row]:
         return vl.collate(documents.arrays, vl.pack(documents.lengths, capacity=CAPACITY)).to_torch()
 
     our_fill = checks.fill_of_ids(packing.to_lists(), documents.lengths, CAPACITY)
-    ours, peer = alternate(pack_and_collate, call, rounds=5)
+    settings = (
+        f"as many rows, from a padded batch; {1 - kept / documents.num_tokens:.1%} of the tokens "
+        "are left for its next batch"
+    )
     return [
-        Race(
-            section=SECTION,
-            what=f"pack a batch of {BATCH_DOCUMENTS:,} documents into {packing.num_packs:,} rows of tensors",
-            ours=Contestant(name="varlen", call="vl.pack, vl.collate, to_torch", samples=ours, fill=our_fill),
-            peer=Contestant(
-                name=llm_foundry.NAME,
-                call=f"as many rows, from a padded batch; {1 - kept / documents.num_tokens:.1%} of the tokens "
-                "are left for its next batch",
-                samples=peer,
-                fill=kept / (packing.num_packs * CAPACITY),
-            ),
+        race(
+            f"pack a batch of {BATCH_DOCUMENTS:,} documents into {packing.num_packs:,} rows of tensors",
+            ("vl.pack, vl.collate, to_torch", pack_and_collate),
+            (mosaic.FOUNDRY, settings, call),
+            rounds=5,
+            fills=(our_fill, kept / (packing.num_packs * CAPACITY)),
             tokens=documents.num_tokens,
         )
     ]
@@ -203,7 +215,6 @@ def _race_tokens(
     call: Callable[[], object],
     fill: float,
 ) -> Race:
-    """Time `vl.pack` and `vl.collate` of every pack beside a peer that packs and moves tokens."""
     lengths = documents.lengths
 
     def pack_and_collate() -> vl.Packing:
@@ -214,13 +225,13 @@ def _race_tokens(
         return packing
 
     our_fill = checks.fill_of_ids(pack_and_collate().to_lists(), lengths, CAPACITY)
-    ours, peer = alternate(pack_and_collate, call, rounds=3)
     our_call = f"vl.pack, then vl.collate of all packs, {PACKS_PER_BATCH} at a time, from {form}"
-    return Race(
-        section=SECTION,
-        what=f"pack {len(lengths):,} documents and move their tokens",
-        ours=Contestant(name="varlen", call=our_call, samples=ours, fill=our_fill),
-        peer=Contestant(name=name, call=settings, samples=peer, fill=fill),
+    return race(
+        f"pack {len(lengths):,} documents and move their tokens",
+        (our_call, pack_and_collate),
+        (name, settings, call),
+        rounds=3,
+        fills=(our_fill, fill),
         tokens=documents.num_tokens,
         note="varlen also writes labels, positions and segments",
     )
@@ -236,7 +247,6 @@ def _as_ids(packs: list) -> list[list[int]]:
 
 
 def _list_arrays(column: object) -> list[np.ndarray]:
-    """Return a list column's rows as numpy arrays."""
     return [row.values.to_numpy() for chunk in column.chunks for row in chunk]
 
 
@@ -244,3 +254,192 @@ def _grain_row(row: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return a grain row's tokens and segment lengths, padding (segment 0) left out."""
     segments = row["input_ids_segment_ids"]
     return row["input_ids"][segments > 0], np.bincount(segments)[1:]
+
+
+CAPACITIES = (2048, 4096, 8192, 16384, 32768)
+WINDOW = 16_384
+MORE = 0.001
+"""Packing by windows may take this share of packs more, and one pack a window."""
+CHUNK = 10_000
+"""Documents handed to the packer at a time, as a stream brings them."""
+
+
+def window_steps() -> list[Step]:
+    names = [path.stem for path in sorted(REAL_LENGTHS.glob("*.npz"))]
+    if not names:
+        where = "the real sets, shared/data/lengths beside the checkout, are not here"
+        return [Step.absent("real sets", where)]
+    return [Step(name, partial(_measure_windows, name)) for name in names]
+
+
+def _measure_windows(name: str) -> list[Row]:
+    lengths = dict(real_lengths(only=name))[name]
+    num_windows = -(-len(lengths) // WINDOW)
+    rows: list[Row] = []
+    for capacity in CAPACITIES:
+        whole = vl.pack(lengths, capacity=capacity, overlong="split")
+        by_windows = _pack_by_windows(lengths, capacity)
+        rows.append(
+            Limit(
+                what=f"{name}: {len(lengths):,} documents, capacity {capacity:,}",
+                value=by_windows,
+                unit="packs",
+                limit=whole.num_packs * (1 + MORE) + num_windows,
+                limit_text=f"{100 * MORE} % + {num_windows:,}",
+                base=whole.num_packs,
+                group=name,
+            )
+        )
+    return rows
+
+
+def _pack_by_windows(lengths: np.ndarray, capacity: int) -> int:
+    """Return the packs that a window packer hands out, after checking that they hold every token."""
+    packer = vl.WindowPacker(capacity=capacity, window=WINDOW, overlong="split")
+    parts = [packer.add(lengths[start : start + CHUNK]) for start in range(0, len(lengths), CHUNK)]
+    parts.append(packer.flush())
+    tokens = np.zeros(len(lengths), np.int64)
+    for part in parts:
+        np.add.at(tokens, part.document_ids, part.lengths)
+        if part.num_packs and part.pack_sums(part.lengths).max() > capacity:
+            raise checks.WrongResultError(f"a pack over its capacity of {capacity:,}")
+    if not np.array_equal(tokens, lengths):
+        raise checks.WrongResultError("packing by windows lost or doubled tokens")
+    return sum(part.num_packs for part in parts)
+
+
+ROW = 2_048
+SIGMA = 1.0
+"""Standard deviation of the logarithm of a length."""
+PROMISED = {256: (0.125, 0.80, 6.4), 512: (0.25, 0.85, 3.4), 1_024: (0.50, 0.90, 1.8)}
+"""By mean length: utilization without packing, with packing, and the improvement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilization:
+    """Tokens over slots of the same documents, each padded to a whole row, and packed."""
+
+    mean: float
+    """Mean length of the documents drawn."""
+    padded: float
+    packed: float
+    packs: int
+    lower_bound: int
+    """Packs that no packing can go below."""
+
+    @property
+    def improvement(self) -> float:
+        return self.packed / self.padded
+
+
+def utilization(mean: int, capacity: int = ROW, num_documents: int = 100_000, seed: int = 0) -> Utilization:
+    """Measure padding to `capacity` and best-fit-decreasing on log-normal lengths.
+
+    The mean is that after clipping; see `lengths_of_mean`.
+    """
+    lengths = lengths_of_mean(mean, capacity, num_documents, seed)
+    packing = vl.pack(lengths, capacity=capacity)
+    return Utilization(
+        mean=float(lengths.mean()),
+        padded=float(lengths.mean()) / capacity,
+        packed=packing.fill_ratio,
+        packs=packing.num_packs,
+        lower_bound=vl.lower_bound(lengths, capacity),
+    )
+
+
+def lengths_of_mean(mean: int, longest: int, num_documents: int, seed: int) -> Int32Array:
+    """Draw log-normal lengths, clipped to `[1, longest]`, whose mean after clipping is the one wanted.
+
+    Clipping takes tokens from the long tail only and so lowers the mean. The scale of the distribution is
+    therefore raised until the clipped lengths have the mean that is asked for, to within a hundredth of a
+    token or as near as whole tokens allow; their spread (`SIGMA`) and the order of the draws stay as they are.
+    """
+    shape = np.random.default_rng(seed).lognormal(0.0, SIGMA, num_documents)
+    low, high = 0.0, float(longest) / shape.min()
+    for _ in range(60):
+        middle = (low + high) / 2
+        clipped = _clipped(shape * middle, longest)
+        if clipped.mean() < mean:
+            low = middle
+        else:
+            high = middle
+    return _clipped(shape * high, longest)
+
+
+def _clipped(lengths: np.ndarray, longest: int) -> Int32Array:
+    return np.clip(np.rint(lengths), 1, longest).astype(np.int32)
+
+
+def utilization_steps() -> list[Step]:
+    return [Step(f"mean {mean:,}", partial(_measure_utilization, mean)) for mean in PROMISED]
+
+
+def _measure_utilization(mean: int) -> list[Row]:
+    """Measure the padding that is left, beside what is promised and what is there without packing."""
+    found = utilization(mean)
+    _, promised, improvement = PROMISED[mean]
+    return [
+        Limit(
+            what=f"padding in rows of {ROW:,}, packed; documents of {mean:,} tokens on average",
+            value=100 * (1 - found.packed),
+            unit="%",
+            limit=100 * (1 - promised),
+            base=100 * (1 - found.padded),
+            note=f"{found.improvement:.2f}x as many tokens in a row as padded, {improvement}x promised",
+        )
+    ]
+
+
+COUNTS = (1_000_000, 10_000_000, 100_000_000)
+TARGETED = 100_000_000
+LIMIT_S = 5.0
+LIMIT_GB = 2.0
+RUNS = 3
+
+_SCALE = """
+import json, os, sys, time
+from contextlib import suppress
+from benchmarks.inputs import lognormal_lengths
+from benchmarks.stopwatch import forget_peak, peak_bytes, resident_bytes
+import varlen as vl
+
+with suppress(AttributeError, OSError):
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+count, capacity = int(sys.argv[1]), int(sys.argv[2])
+vl.pack(lognormal_lengths(1_000_000), capacity=capacity)  # enough for kernels to be worth loading
+lengths = lognormal_lengths(count)
+forget_peak()
+before = resident_bytes()
+cpu, wall = time.process_time(), time.perf_counter()
+packing = vl.pack(lengths, capacity=capacity)
+wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+print(json.dumps({"wall_s": wall, "cpu_s": cpu, "bytes": peak_bytes() - before, "fill": packing.fill_ratio}))
+"""
+
+
+def scale_steps() -> list[Step]:
+    return [Step(f"{count:,} lengths", partial(_measure_scale, count)) for count in COUNTS]
+
+
+def _measure_scale(count: int) -> list[Row]:
+    """Pack so many lengths in fresh processes on one core; memory is what the peak adds to the input."""
+    runs = [measure(_SCALE, count, CAPACITY) for _ in range(RUNS)]
+    limits = (LIMIT_S, LIMIT_GB) if count == TARGETED else (None, None)
+    cpu_s = median(run["cpu_s"] for run in runs)
+    note = f"{cpu_s:.3g} s of processor time, {100 * runs[0]['fill']:.3f} % full"
+    what = f"peak memory of that beyond the input of {count * 4 / 1e9:.3g} GB"
+    return [
+        Limit.of_times(
+            f"vl.pack of {count:,} lengths on one core", [run["wall_s"] for run in runs], limits[0], note
+        ),
+        Limit.of_peaks(what, [run["bytes"] for run in runs], limits[1], "the result included"),
+    ]
+
+
+SECTIONS = {
+    "packing": packing_steps,
+    "windows": window_steps,
+    "utilization": utilization_steps,
+    "scale": scale_steps,
+}

@@ -14,6 +14,7 @@ so that the one script measures both checkouts.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -36,7 +37,7 @@ LIMIT = 1.05
 Work = Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Benchmark:
     """One measurement: `prepare` imports and builds, what it returns is timed."""
 
@@ -47,58 +48,19 @@ class Benchmark:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-BENCHMARKS: dict[str, Benchmark] = {}
-
-
-def benchmark(**settings: Any) -> Callable[[Callable[[Path], Work]], Callable[[Path], Work]]:
-    """Name a benchmark after the function that prepares it."""
-
-    def add(function: Callable[[Path], Work]) -> Callable[[Path], Work]:
-        BENCHMARKS[function.__name__] = Benchmark(prepare=function, **settings)
-        return function
-
-    return add
-
-
 def lengths_of(count: int) -> np.ndarray:
     """Return log-normal lengths, mean about 680, at most 8,192."""
     return np.clip(np.random.default_rng(0).lognormal(6, 1, count), 1, 8192).astype(np.int64)
 
 
-@benchmark(repeat=7)
-def pack_decreasing(inputs: Path) -> Work:
+def _pack(count: int, **settings: Any) -> Work:
     import varlen as vl
 
-    lengths = lengths_of(1_000_000)
-    return lambda: vl.pack(lengths, capacity=8192, method="best_fit_decreasing")
+    lengths = lengths_of(count)
+    return lambda: vl.pack(lengths, capacity=8192, **settings)
 
 
-@benchmark(repeat=7)
-def pack_best_fit(inputs: Path) -> Work:
-    import varlen as vl
-
-    lengths = lengths_of(200_000)
-    return lambda: vl.pack(lengths, capacity=8192, method="best_fit")
-
-
-@benchmark(limit=1.5, environment=(("VARLEN_JIT", "0"),))
-def pack_without_jit(inputs: Path) -> Work:
-    import varlen as vl
-
-    lengths = lengths_of(1_000)
-    return lambda: vl.pack(lengths, capacity=8192)
-
-
-@benchmark()
-def first_pack(inputs: Path) -> Work:
-    import varlen as vl
-
-    lengths = lengths_of(100_000)
-    return lambda: vl.pack(lengths, capacity=8192)
-
-
-@benchmark(repeat=15)
-def collate_flat(inputs: Path) -> Work:
+def _collate_flat(_: Path) -> Work:
     import varlen as vl
 
     lengths = lengths_of(2_000)
@@ -108,8 +70,7 @@ def collate_flat(inputs: Path) -> Work:
     return lambda: vl.collate((tokens, offsets), packing)
 
 
-@benchmark(repeat=15)
-def collate_lists(inputs: Path) -> Work:
+def _collate_lists(_: Path) -> Work:
     import varlen as vl
 
     lengths = lengths_of(400)
@@ -119,43 +80,12 @@ def collate_lists(inputs: Path) -> Work:
     return lambda: vl.collate(documents, packing)
 
 
-@benchmark(repeat=3)
-def loader_store(inputs: Path) -> Work:
-    return lambda: _read(inputs / "store", mode="indexed")
-
-
-@benchmark(repeat=3)
-def loader_text(inputs: Path) -> Work:
-    return lambda: _read(inputs / "texts.jsonl", mode="streaming", tokenizer="bytes")
-
-
-def _read(source: Path, **settings: Any) -> None:
+def _read(source: Path, batches: int | None = None, **settings: Any) -> None:
     import varlen as vl
 
     with vl.PackedLoader(source, capacity=4096, global_batch_size=8, **settings) as loader:
-        for _ in loader:
+        for _ in itertools.islice(loader, batches):
             pass
-
-
-@benchmark()
-def first_batch(inputs: Path) -> Work:
-    import varlen as vl
-
-    def work() -> None:
-        with vl.PackedLoader(inputs / "store", capacity=4096, global_batch_size=8) as loader:
-            next(loader)
-
-    return work
-
-
-@benchmark(repeat=5)
-def plan(inputs: Path) -> Work:
-    return lambda: _plan("micropack")
-
-
-@benchmark(repeat=5)
-def plan_packed(inputs: Path) -> Work:
-    return lambda: _plan("balanced")
 
 
 def _plan(method: str) -> Any:
@@ -168,16 +98,14 @@ def _plan(method: str) -> Any:
     return vl.plan_step(lengths, cost=cost, mesh=vl.Mesh(dp=4, pp=4, tp=8), method=method), cost
 
 
-@benchmark(repeat=15)
-def simulate(inputs: Path) -> Work:
+def _simulate(_: Path) -> Work:
     import varlen as vl
 
     step, cost = _plan("micropack")
     return lambda: vl.simulate(step, cost)
 
 
-@benchmark(repeat=5, limit=1.6)
-def read_npy(inputs: Path) -> Work:
+def _read_npy(inputs: Path) -> Work:
     from varlen.adapters.megatron import PackedRows
 
     def work() -> None:
@@ -188,18 +116,13 @@ def read_npy(inputs: Path) -> Work:
     return work
 
 
-@benchmark()
-def first_import(inputs: Path) -> Work:
-    def work() -> None:
-        import varlen
+def _first_import() -> None:
+    import varlen
 
-        varlen.pack  # noqa: B018
-
-    return work
+    varlen.pack  # noqa: B018
 
 
-@benchmark()
-def demo(inputs: Path) -> Work:
+def _demo(inputs: Path) -> Work:
     from varlen.cli import main
 
     def work() -> None:
@@ -214,6 +137,33 @@ def demo(inputs: Path) -> Work:
     return work
 
 
+def _first_batch(inputs: Path) -> Work:
+    import varlen as vl  # noqa: F401 - imported before the call is timed
+
+    return lambda: _read(inputs / "store", batches=1)
+
+
+BENCHMARKS = {
+    "pack_decreasing": Benchmark(lambda _: _pack(1_000_000, method="best_fit_decreasing"), repeat=7),
+    "pack_best_fit": Benchmark(lambda _: _pack(200_000, method="best_fit"), repeat=7),
+    "pack_without_jit": Benchmark(lambda _: _pack(1_000), limit=1.5, environment=(("VARLEN_JIT", "0"),)),
+    "first_pack": Benchmark(lambda _: _pack(100_000)),
+    "collate_flat": Benchmark(_collate_flat, repeat=15),
+    "collate_lists": Benchmark(_collate_lists, repeat=15),
+    "loader_store": Benchmark(lambda inputs: lambda: _read(inputs / "store", mode="indexed"), repeat=3),
+    "loader_text": Benchmark(
+        lambda inputs: lambda: _read(inputs / "texts.jsonl", mode="streaming", tokenizer="bytes"), repeat=3
+    ),
+    "first_batch": Benchmark(_first_batch),
+    "plan": Benchmark(lambda _: lambda: _plan("micropack"), repeat=5),
+    "plan_packed": Benchmark(lambda _: lambda: _plan("balanced"), repeat=5),
+    "simulate": Benchmark(_simulate, repeat=15),
+    "read_npy": Benchmark(_read_npy, repeat=5, limit=1.6),
+    "first_import": Benchmark(lambda _: _first_import),
+    "demo": Benchmark(_demo),
+}
+
+
 def write_inputs(folder: Path) -> None:
     """Write what the benchmarks read, by this checkout: a store, texts, and packed rows as NumPy pickles them."""
     random = np.random.default_rng(2)
@@ -223,14 +173,8 @@ def write_inputs(folder: Path) -> None:
     arguments = ["index", folder / "texts.jsonl", "-o", folder / "store", "--processes", "1"]
     command = [sys.executable, "-m", "varlen", *map(str, arguments)]
     subprocess.run(command, env=_environment(HERE), check=True, capture_output=True)
-    rows = [
-        {
-            "input_ids": random.integers(0, 50_000, 4096).tolist(),
-            "loss_mask": [1] * 4096,
-            "seq_start_id": [0, 1000, 3000],
-        }
-        for _ in range(500)
-    ]
+    ids = (random.integers(0, 50_000, 4096).tolist() for _ in range(500))
+    rows = [{"input_ids": one, "loss_mask": [1] * 4096, "seq_start_id": [0, 1000, 3000]} for one in ids]
     np.save(folder / "rows.npy", np.array(rows, object), allow_pickle=True)
 
 
@@ -240,7 +184,6 @@ def _environment(checkout: Path, more: tuple[tuple[str, str], ...] = ()) -> dict
 
 
 def run_one(name: str, inputs: Path) -> float:
-    """Run a benchmark in this process and return its seconds."""
     chosen = BENCHMARKS[name]
     work = chosen.prepare(inputs)
     if chosen.repeat:
@@ -254,7 +197,6 @@ def run_one(name: str, inputs: Path) -> float:
 
 
 def run_apart(name: str, checkout: Path, inputs: Path) -> float:
-    """Run a benchmark in a fresh interpreter with a checkout's source and return its seconds."""
     command = [sys.executable, "-m", "benchmarks.pairs", "--one", name, "--inputs", str(inputs)]
     done = subprocess.run(
         command,
@@ -270,7 +212,6 @@ def run_apart(name: str, checkout: Path, inputs: Path) -> float:
 
 
 def compare(name: str, other: Path, inputs: Path, pairs: int) -> dict[str, Any]:
-    """Time pairs of runs by turns and return their times and ratios."""
     checkouts = {"here": HERE, "other": other}
     for checkout in checkouts.values():  # compiled files and kernels come to be on disk
         run_apart(name, checkout, inputs)
@@ -326,13 +267,16 @@ def _table(other: Path, names: list[str], pairs: int, output: Path | None) -> in
                 f"{name:18} {here:9.4f} s {there:9.4f} s  {row['ratio']:.3f} ({low:.3f} to {high:.3f}){verdict}"
             )
     if output:
-        machine = {
+        found = {
             "python": platform.python_version(),
             "cpu_count": os.cpu_count(),
             "date": time.strftime("%F"),
+            "here": commit_of(HERE),
+            "other": commit_of(other),
+            "pairs": pairs,
+            "rows": rows,
         }
-        commits = {"here": commit_of(HERE), "other": commit_of(other)}
-        output.write_text(json.dumps({**machine, **commits, "pairs": pairs, "rows": rows}, indent=1) + "\n")
+        output.write_text(json.dumps(found, indent=1) + "\n")
     return int(any(row["ratio"] > row["limit"] for row in rows))
 
 

@@ -6,16 +6,27 @@ is read, so none of them can be written by hand.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.stopwatch import Samples
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds a call took in each round, by the clock on the wall and by the process's processor time."""
+
+    wall_s: list[float]
+    cpu_s: list[float]
+
+    @property
+    def median_s(self) -> float:
+        return median(self.wall_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """One side of a race: what was called, how long each round took, and how good the result was."""
+    """One side of a race."""
 
     name: str
     call: str
@@ -29,7 +40,8 @@ class Contestant:
 class Race:
     """varlen and a peer on the same input, in alternating rounds."""
 
-    section: str
+    section: str = ""
+    """Filled in by whoever runs the section."""
     what: str
     ours: Contestant
     peer: Contestant
@@ -41,6 +53,20 @@ class Race:
     by_wall: bool = False
     """Both use all cores, so that what counts is when they are done."""
 
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        ours: tuple[str, Samples],
+        theirs: tuple[str, str, Samples],
+        fills: tuple[float | None, float | None] = (None, None),
+        **more: Any,
+    ) -> Race:
+        """Say what was called and its samples, of the peer its name before; `more` is the rest."""
+        mine = Contestant(name="varlen", call=ours[0], samples=ours[1], fill=fills[0])
+        peer = Contestant(name=theirs[0], call=theirs[1], samples=theirs[2], fill=fills[1])
+        return cls(what=what, ours=mine, peer=peer, **more)
+
     @property
     def ratio(self) -> float:
         """Times as fast as the peer: the median over rounds, in wall or processor time, whichever is less.
@@ -48,16 +74,15 @@ class Race:
         Wall time alone would flatter varlen on a busy machine, where long calls lose their core more often
         than short ones. Where both use all cores it is what counts.
         """
-        if self.by_wall:
-            return _median_ratio(self.peer.samples.wall_s, self.ours.samples.wall_s)
+        clocks = ("wall_s",) if self.by_wall else ("wall_s", "cpu_s")
+        sides = self.peer.samples, self.ours.samples
         return min(
-            _median_ratio(self.peer.samples.wall_s, self.ours.samples.wall_s),
-            _median_ratio(self.peer.samples.cpu_s, self.ours.samples.cpu_s),
+            median(a / b for a, b in zip(*(getattr(side, clock) for side in sides), strict=True))
+            for clock in clocks
         )
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached at equal or better fill; None without a target."""
         if self.target is None:
             return None
         is_as_full = self.ours.fill is None or self.peer.fill is None or self.ours.fill >= self.peer.fill
@@ -68,11 +93,11 @@ class Race:
 class Limit:
     """One figure that may not pass a limit."""
 
-    section: str
+    section: str = ""
     what: str
     value: float
     unit: str
-    """`s`, `GB`, `nats`, `packs`, `values` or `times`."""
+    """`s`, `GB`, `nats`, `packs`, `values`, `%` or `times`."""
     limit: float | None
     """The most that the value may be; None where a row is only shown."""
     limit_text: str = ""
@@ -82,16 +107,44 @@ class Limit:
     group: str = ""
     """Rows of one group are shown as their worst."""
     samples: list[float] = field(default_factory=list)
-    """Every measurement, where the value is the median of several."""
+    """Every measurement, where the value is one of several."""
     note: str = ""
+
+    @classmethod
+    def of_times(cls, what: str, seconds: list[float], limit: float | None, note: str = "") -> Limit:
+        """The median of some times."""
+        return cls(what=what, value=median(seconds), unit="s", limit=limit, samples=seconds, note=note)
+
+    @classmethod
+    def of_peaks(cls, what: str, peak_bytes: list[float], limit_gb: float | None, note: str = "") -> Limit:
+        """The most memory of some runs."""
+        peaks = [peak / 1e9 for peak in peak_bytes]
+        return cls(what=what, value=max(peaks), unit="GB", limit=limit_gb, samples=peaks, note=note)
 
     @property
     def met(self) -> bool | None:
-        """Whether the value keeps to the limit; None without one."""
         return None if self.limit is None else self.value <= self.limit
 
 
 Row = Race | Limit
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something to measure; nothing is imported or drawn before `run` is called."""
+
+    title: str
+    """For the progress bar."""
+    run: Callable[[], list[Row]]
+
+    @classmethod
+    def absent(cls, title: str, why: str) -> Step:
+        """What can't be measured here."""
+
+        def run() -> list[Row]:
+            raise RuntimeError(why)
+
+        return cls(title, run)
 
 
 def to_json(row: Row) -> dict[str, Any]:
@@ -108,12 +161,5 @@ def from_json(plain: dict[str, Any]) -> Row:
     if plain["kind"] == "limit":
         return Limit(**stored)
     for side in ("ours", "peer"):
-        contestant = dict(stored[side])
-        contestant["samples"] = Samples(**contestant["samples"])
-        stored[side] = Contestant(**contestant)
+        stored[side] = Contestant(**{**stored[side], "samples": Samples(**stored[side]["samples"])})
     return Race(**stored)
-
-
-def _median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Return the median of the ratios of each round."""
-    return median(a / b for a, b in zip(numerators, denominators, strict=True))

@@ -4,52 +4,43 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.checks import WrongResultError
-from benchmarks.machine import load, machine, versions
-from benchmarks.rows import Limit, Race, Row, to_json
-from benchmarks.step import Step
-from benchmarks.table import RESULTS, quantity, ratio_text, worst_of_groups
+from benchmarks.records import RESULTS, load, save, stamp
+from benchmarks.rows import Limit, Race, Row, Step, to_json
+from benchmarks.table import quantity, ratio_text, worst_of_groups
 
 _VERDICTS = {None: "", True: "[green]yes[/green]", False: "[bold red]no[/bold red]"}
-SECTIONS = (
-    "startup",
-    "scale",
-    "feed_scale",
-    "demo",
-    "packing",
-    "collating",
-    "adapters",
-    "windows",
-    "reading",
-    "chats",
-    "offline",
-    "fast_axolotl",
-    "megatron",
-    "utilization",
-    "feeding",
-)
+SECTIONS = {
+    "startup": "startup",
+    "scale": "packing",
+    "feed_scale": "feeding.scale",
+    "demo": "startup",
+    "packing": "packing",
+    "collating": "collating",
+    "adapters": "adapters",
+    "windows": "packing",
+    "reading": "reading",
+    "chats": "reading",
+    "offline": "offline",
+    "fast_axolotl": "adapters",
+    "megatron": "megatron",
+    "utilization": "packing",
+    "feeding": "feeding.loaders",
+}
+"""By name, in the order run: the module whose `SECTIONS` have its steps."""
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the sections asked for; return 1 where a result was wrong, or with --strict a target missed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -66,7 +57,7 @@ def main() -> int:
         "run apart from results/<section>/<date>.json",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     unknown = sorted(set(asked.sections) - set(SECTIONS))
     if unknown:
         parser.error(f"unknown section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
@@ -76,11 +67,12 @@ def main() -> int:
     begun, load_before = time.perf_counter(), load()
     rows, absent = _run(sections, console)
     if absent:
-        console.print(_table_of_absent(absent))
+        table = Table("not measured", "why", title_justify="left", expand=True)
+        for entry in absent:
+            table.add_row(entry["what"], entry["why"])
+        console.print(table)
     result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
+        **stamp(),
         "load": [load_before, load()],
         "seconds": round(time.perf_counter() - begun),
         "rows": [to_json(row) for row in rows],
@@ -88,8 +80,7 @@ def main() -> int:
     }
     out = asked.out or (RESULTS / f"{result['date']}.json" if len(sections) == len(SECTIONS) else None)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, out)
         console.print(f"Written to {out.name}; `python -m benchmarks.table` puts it into the docs.")
     judged = [row for row in rows if row.met is not None]
     met = sum(bool(row.met) for row in judged)
@@ -101,17 +92,12 @@ def main() -> int:
 def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[str, str]]]:
     """Run every step, printing each section's table as it is complete."""
     plans: dict[str, list[Step]] = {
-        section: importlib.import_module(f"benchmarks.{section}").steps() for section in sections
+        section: importlib.import_module(f"benchmarks.{SECTIONS[section]}").SECTIONS[section]()
+        for section in sections
     }
     rows: list[Row] = []
     absent: list[dict[str, str]] = []
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=sum(len(steps) for steps in plans.values()))
         for section, steps in plans.items():
@@ -120,12 +106,11 @@ def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[st
                 what = f"{section}: {step.title}"
                 progress.update(task, description=what)
                 try:
-                    rows += step.run()
+                    rows += [replace(row, section=section) for row in step.run()]
                 except (ImportError, RuntimeError, WrongResultError) as error:
                     kind = "wrong" if isinstance(error, WrongResultError) else "absent"
-                    absent.append(
-                        {"kind": kind, "what": what, "why": f"{type(error).__name__}: {reason(error)}"}
-                    )
+                    why = f"{type(error).__name__}: {reason(error)}"
+                    absent.append({"kind": kind, "what": what, "why": why})
                 progress.advance(task)
             progress.console.print(*_tables_of(section, rows[before:]))
     return rows, absent
@@ -161,11 +146,3 @@ def _tables_of(section: str, rows: list[Row]) -> Iterator[Table]:
             limit = "" if row.limit is None else f"≤ {quantity(row.limit, row.unit)}"
             table.add_row(row.what, quantity(row.value, row.unit), limit, _VERDICTS[row.met])
         yield table
-
-
-def _table_of_absent(absent: list[dict[str, Any]]) -> Table:
-    """Return what couldn't be measured, and why."""
-    table = Table("not measured", "why", title_justify="left", expand=True)
-    for entry in absent:
-        table.add_row(entry["what"], entry["why"])
-    return table

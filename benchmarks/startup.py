@@ -1,16 +1,21 @@
-"""Starting up: the import, the first packing call with kernels on disk, and the first ever without."""
+"""What a user waits for first: the import, the first packing call, and `varlen demo`.
+
+Section `startup`: the import, the first call of 1,000 and 100,000 lengths with kernels on disk, and the first ever
+without, in fresh interpreters. Section `demo`: how much faster flattened batches train than padded ones, at which
+loss.
+"""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from functools import partial
-from statistics import median
+from pathlib import Path
+from typing import Any
 
-from benchmarks.child import measure
-from benchmarks.rows import Limit, Row
-from benchmarks.step import Step
+from benchmarks.rows import Contestant, Limit, Race, Row, Samples, Step
+from benchmarks.stopwatch import every_core, measure, output
 
-SECTION = "startup"
 COUNTS = (1_000, 100_000)
 """A first look, and a data set: a few lengths may be packed without kernels, many may not."""
 RUNS = 7
@@ -37,39 +42,87 @@ print(json.dumps(time.perf_counter() - start))
 """
 
 
-def steps() -> list[Step]:
-    """Return what this section measures."""
+def startup_steps() -> list[Step]:
     calls = [Step(f"first call of {count:,} lengths", partial(_first_calls, count)) for count in COUNTS]
     return [Step("import varlen", _import), *calls]
 
 
 def _import() -> list[Row]:
-    """Time `import varlen` in fresh interpreters, the first of them not counted."""
     measure(_IMPORT)
     times = [measure(_IMPORT) for _ in range(RUNS)]
-    return [_limit("import varlen", times, IMPORT_LIMIT_S, "")]
+    return [Limit.of_times("import varlen", times, IMPORT_LIMIT_S)]
 
 
 def _first_calls(count: int) -> list[Row]:
-    """Time the first packing call of a process, with the compiled kernels on disk and without."""
     cold = []
     for _ in range(FIRST_EVER_RUNS):
         with tempfile.TemporaryDirectory() as folder:
-            cold.append(measure(_FIRST_CALL, str(count), environment={"NUMBA_CACHE_DIR": folder}))
+            cold.append(measure(_FIRST_CALL, count, environment={"NUMBA_CACHE_DIR": folder}))
     with tempfile.TemporaryDirectory() as folder:
         place = {"NUMBA_CACHE_DIR": folder}
         for _ in range(2):  # what isn't compiled by the first process may be by the second
-            measure(_FIRST_CALL, str(count), environment=place)
-        warm = [measure(_FIRST_CALL, str(count), environment=place) for _ in range(RUNS)]
+            measure(_FIRST_CALL, count, environment=place)
+        warm = [measure(_FIRST_CALL, count, environment=place) for _ in range(RUNS)]
     what = f"of {count:,} lengths"
     return [
-        _limit(f"first vl.pack {what} in a process, kernels on disk", warm, WARM_LIMIT_S, _NOTE),
-        _limit(f"first vl.pack {what} ever, no kernels on disk", cold, COLD_LIMIT_S, _NOTE),
+        Limit.of_times(f"first vl.pack {what} in a process, kernels on disk", warm, WARM_LIMIT_S, _NOTE),
+        Limit.of_times(f"first vl.pack {what} ever, no kernels on disk", cold, COLD_LIMIT_S, _NOTE),
     ]
 
 
-def _limit(what: str, times: list[float], limit: float, note: str) -> Limit:
-    """Return the median of some times beside its limit."""
-    return Limit(
-        section=SECTION, what=what, value=median(times), unit="s", limit=limit, samples=times, note=note
+DEMO_TARGET = 4.7
+DEMO_LIMIT_S = 180.0
+LIMIT_NATS = 1e-5
+"""Rounding of a mean over some thousand targets in float32."""
+
+
+def demo_steps() -> list[Step]:
+    return [Step("varlen demo on the interpreter's sources", _run_demo)]
+
+
+def _run_demo() -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["-m", "varlen", "demo", "--json", "--output", Path(folder, "report.html")]
+        return rows_of(json.loads(output(arguments, every_core())))
+
+
+def rows_of(figures: dict[str, Any]) -> list[Row]:
+    methods = {method["name"]: method for method in figures["methods"]}
+    flattened = methods["flattened"]
+    what = (
+        f"train {flattened['num_documents']:,} documents, {flattened['num_tokens']:,} tokens, in "
+        f"{flattened['steps']} steps on {figures['threads']} threads"
     )
+    races: list[Row] = [
+        Race(
+            what=what,
+            ours=_contestant(flattened),
+            peer=_contestant(peer),
+            tokens=flattened["num_tokens"],
+            target=DEMO_TARGET if name.startswith("padded") else None,
+            note=f"{peer['num_slots'] / peer['num_tokens']:.2f} positions a token",
+        )
+        for name, peer in methods.items()
+        if peer["role"] == "baseline"
+    ]
+    apart = max(abs(a - b) for a, b in zip(flattened["step_losses"], methods["padded"]["step_losses"]))
+    return [
+        *races,
+        _demo_limit("largest difference of a step's loss, flattened and padded", apart, "nats", LIMIT_NATS),
+        _demo_limit("the whole demo", figures["total_s"], "s", DEMO_LIMIT_S),
+    ]
+
+
+def _contestant(method: dict[str, Any]) -> Contestant:
+    """Return one way of training as a side of a race; its one sample is the sum of its steps."""
+    samples = Samples(wall_s=[method["wall_s"]], cpu_s=[method["user_s"] + method["system_s"]])
+    return Contestant(
+        name=method["title"], call=f"loss {method['step_losses'][-1]:.6f} in the last step", samples=samples
+    )
+
+
+def _demo_limit(what: str, value: float, unit: str, limit: float) -> Limit:
+    return Limit(what=what, value=value, unit=unit, limit=limit)
+
+
+SECTIONS = {"startup": startup_steps, "demo": demo_steps}

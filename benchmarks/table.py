@@ -1,4 +1,4 @@
-"""Turn the newest result file into the tables of `docs/benchmarks.md`; needs nothing but Python.
+"""The tables of docs/benchmarks.md from the newest result file; needs nothing but Python.
 
 `python -m benchmarks.table` rewrites the part between the markers; `--check` only says whether it is up to
 date, with exit code 1 if not.
@@ -6,17 +6,16 @@ date, with exit code 1 if not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
+from benchmarks.records import RESULTS, ROOT, newest
 from benchmarks.rows import Contestant, Limit, Race, Row, from_json
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 START = "<!-- benchmarks: start, written by `python -m benchmarks.table` -->"
 END = "<!-- benchmarks: end -->"
@@ -41,50 +40,16 @@ TITLES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrite or check the page; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit with 1 where the page is stale"
-    )
-    is_check = parser.parse_args(arguments).check
-    page = PAGE.read_text()
-    try:
-        fresh = spliced(page, render(*results(RESULTS)))
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if fresh == page:
-        return 0
-    if is_check:
-        print(
-            f"{PAGE.name} is not what the newest result says; run `python -m benchmarks.table`",
-            file=sys.stderr,
-        )
-        return 1
-    PAGE.write_text(fresh)
-    return 0
+    def fresh(page: str) -> str:
+        return spliced(page, render(*results(RESULTS)))
 
-
-def newest(folder: Path) -> Path:
-    """Return the result file with the latest date in its name.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        raise FileNotFoundError(f"no result file in benchmarks/{folder.name}; run `make bench`")
-    return files[-1]
+    return pages.write("benchmarks.table", __doc__, PAGE, fresh, arguments)
 
 
 def results(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the newest result of all sections, and by section those that were measured apart since.
 
-    Args:
-        folder: of results; a section that was run alone has its own in a folder of its name.
-
-    Raises:
-        FileNotFoundError: there is no result of all sections.
+    A section that was run alone has its own results in a folder of its name.
     """
     whole = json.loads(newest(folder).read_text())
     measured = {row["section"] for row in whole["rows"]}
@@ -98,11 +63,7 @@ def results(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def spliced(page: str, part: str) -> str:
-    """Return the page with the part between its markers replaced.
-
-    Raises:
-        ValueError: the page doesn't hold each marker once, in order.
-    """
+    """Return the page with the part between its markers replaced."""
     if page.count(START) != 1 or page.count(END) != 1 or page.index(START) > page.index(END):
         raise ValueError(f"the page must hold {START!r} and then {END!r}, once each")
     head, _, rest = page.partition(START)
@@ -112,9 +73,7 @@ def spliced(page: str, part: str) -> str:
 def render(result: dict[str, Any], apart: Mapping[str, dict[str, Any]] | None = None) -> str:
     """Return the markdown for one result file: where it was measured, the score, and a table a section.
 
-    Args:
-        result: of all sections.
-        apart: by section, results that are shown in the place of its own, each with its own origin.
+    Sections in `apart` are shown from results of their own, each with its own origin.
     """
     apart = apart or {}
     rows = [from_json(row) for row in result["rows"] if row["section"] not in apart]
@@ -135,7 +94,6 @@ def render(result: dict[str, Any], apart: Mapping[str, dict[str, Any]] | None = 
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return one section's rows as a markdown table; of a group only the row nearest to its limit."""
     listed = list(rows)
     races = [row for row in listed if isinstance(row, Race)]
     limits = worst_of_groups([row for row in listed if isinstance(row, Limit)])
@@ -157,7 +115,6 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def race_line(row: Race, has_fill: bool) -> str:
-    """Return a race as a line of a table."""
     cells = [
         row.what + (f" ({row.note})" if row.note else ""),
         f"`{row.ours.call}`<br>{_times(row.ours, row.tokens)}",
@@ -173,7 +130,6 @@ def race_line(row: Race, has_fill: bool) -> str:
 
 
 def limit_line(row: Limit) -> str:
-    """Return a limited figure as a line of a table."""
     measured = quantity(row.value, row.unit)
     if len(row.samples) > 1:
         measured += f" ({quantity(min(row.samples), row.unit)} to {quantity(max(row.samples), row.unit)})"
@@ -185,7 +141,6 @@ def limit_line(row: Limit) -> str:
 
 
 def verdict(met: bool | None) -> str:
-    """Return a verdict as a word; nothing for rows without a target."""
     return "" if met is None else ("yes" if met else "**no**")
 
 
@@ -195,7 +150,6 @@ def ratio_text(ratio: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """Return a value with a unit that keeps it readable."""
     if unit == "s":
         for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
             if value >= scale:
@@ -207,7 +161,6 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _times(contestant: Contestant, tokens: int | None) -> str:
-    """Return a contestant's median and range, and its rate where there is one."""
     walls = contestant.samples.wall_s
     middle = contestant.samples.median_s
     text = quantity(middle, "s")
@@ -220,7 +173,6 @@ def _times(contestant: Contestant, tokens: int | None) -> str:
 
 
 def _origin(result: dict[str, Any]) -> str:
-    """Say on what and when the figures were measured."""
     machine, versions = result["machine"], dict(result["versions"])
     ours = f"varlen {versions.pop('varlen')} ({versions.pop('commit')})"
     others = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -243,7 +195,6 @@ def _score(rows: list[Row]) -> str:
 
 
 def _title(row: Row) -> str:
-    """Return what a row is about in a few words."""
     if isinstance(row, Limit):
         return f"{row.what} ({quantity(row.value, row.unit)})"
     ratios = f"{ratio_text(row.ratio)} of {ratio_text(row.target or 0)}"

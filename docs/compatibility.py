@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(families: list[str] | None, processes: int) -> None:
     """Verify families and write the JSON."""
-    from benchmarks.machine import machine, versions
+    from benchmarks.records import machine, versions
 
     from varlen.verify.models.api import matrix_row
     from varlen.verify.models.tiny_models import families as known

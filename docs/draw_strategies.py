@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil, floor, log10
 from typing import Any
 
-from benchmarks.strategies_figures import (
+from benchmarks.strategies.figures import (
     BASE,
     TITLES,
     Estimate,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.checks import WrongResultError
-from benchmarks.delivery import Delivered, Delivery, _descendants, check
+from benchmarks.feeding.delivery import Delivered, Delivery, _descendants, check
 from benchmarks.inputs import Documents
 
 LENGTHS = [3, 5, 2]
@@ -80,7 +80,7 @@ def test_processes_of_processes_are_found():
 def test_the_stalling_server_gives_parts_of_files_and_says_how_often_it_held_back(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0123456789")
     server = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.stalling_server", str(tmp_path), "0", "60", "0.2"],
+        [sys.executable, "-m", "benchmarks.feeding.stalling_server", str(tmp_path), "0", "60", "0.2"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).resolve().parents[1],

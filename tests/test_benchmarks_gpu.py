@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import attention, engine, gradients, isolation, slices, training
+from benchmarks.gpu import engine, gradients, slices, training
 from benchmarks.gpu.__main__ import PARTS, Part, run, run_part
 from benchmarks.gpu.models import TINY, llama, one_document
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.soak
 def test_families_are_verified_with_every_attention() -> None:
-    found = list(isolation.isolation("cpu", ["llama", "no such family"], [torch.float32]))
+    found = list(gradients.isolation("cpu", ["llama", "no such family"], [torch.float32]))
 
     assert [row["attention"] for row in found[:-1:2]] == [
         "eager",
@@ -38,11 +38,11 @@ def test_families_are_verified_with_every_attention() -> None:
 def test_the_families_are_ones_that_transformers_has() -> None:
     from varlen.verify.models.tiny_models import families
 
-    assert set(isolation.FAMILIES) <= set(families())
+    assert set(gradients.ISOLATED) <= set(families())
 
 
 def test_attention_is_timed_over_rows_keys_and_heads() -> None:
-    found = attention.rates(CPU, rows=(8, 32), keys=(16, 64), heads=((4, 2),), dtype=torch.float32)
+    found = engine.rates(CPU, rows=(8, 32), keys=(16, 64), heads=((4, 2),), dtype=torch.float32)
 
     assert [(row["rows"], row["keys"]) for row in found] == [(8, 16), (8, 64), (32, 64)]
     assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in found)

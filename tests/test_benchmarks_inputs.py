@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from benchmarks import checks, inputs, memory
+from benchmarks import checks, inputs, stopwatch
 from benchmarks.stopwatch import alternate
 
 
@@ -122,15 +122,15 @@ def test_a_race_is_run_on_one_core_and_leaves_all_of_them_to_what_follows(monkey
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.skipif(not memory.TELLS_RESIDENT, reason="only Linux tells what a process holds now")
+@pytest.mark.skipif(not stopwatch.TELLS_RESIDENT, reason="only Linux tells what a process holds now")
 def test_the_peak_of_memory_is_what_was_held_at_most_since_it_was_forgotten():
     size = 64 * 2**20
     del_me = np.ones(2 * size, np.uint8)
     del del_me
-    memory.forget_peak()
-    before = memory.resident_bytes()
+    stopwatch.forget_peak()
+    before = stopwatch.resident_bytes()
 
     held = np.ones(size, np.uint8)
     del held
 
-    assert size * 0.9 < memory.peak_bytes() - before < size * 1.5
+    assert size * 0.9 < stopwatch.peak_bytes() - before < size * 1.5

@@ -1,16 +1,13 @@
 """The races against Megatron-Bridge compare what they say: the same chats, rows and batches, value for value."""
 
-import json
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from benchmarks import megatron_contestants as contestants
-from benchmarks import megatron_data, megatron_fixtures, megatron_offline
 from benchmarks.checks import WrongResultError, same_documents
-from benchmarks.megatron_collating import lists
-from benchmarks.megatron_data import EOS, Chats
-from benchmarks.megatron_reading import as_rows, first_rows, same_row
+from benchmarks.megatron import chats as chats_of
+from benchmarks.megatron import offline, round_trips
+from benchmarks.megatron.chats import EOS, Chats
+from benchmarks.megatron.rows import as_rows, first_rows, lists, same_row
 from benchmarks.peers import megatron_published as published
 
 import varlen as vl
@@ -21,7 +18,7 @@ PACK = 64
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(megatron_data, "_PART", 16)
+    monkeypatch.setattr(chats_of, "_PART", 16)
 
 
 def scanned(lengths, pack_size):
@@ -41,7 +38,7 @@ def test_the_peers_tree_and_our_kernel_are_first_fit(count):
     lengths = np.random.default_rng(count).integers(1, PACK + 1, count).tolist()
 
     assert published.first_fit(lengths, PACK) == scanned(lengths, PACK)
-    assert contestants.first_fit_by_kernel(lengths, PACK) == scanned(lengths, PACK)
+    assert offline.first_fit_by_kernel(lengths, PACK) == scanned(lengths, PACK)
 
 
 def test_the_peers_tree_places_empty_documents_too():
@@ -80,7 +77,7 @@ def packed_file(path, count=40):
 
 def test_packed_rows_hold_every_chat_with_its_mask(tmp_path):
     chats, flat = packed_file(tmp_path / "own.idx.parquet")
-    tokens, sizes, widths = megatron_offline.written(tmp_path)
+    tokens, sizes, widths = offline.written(tmp_path)
 
     same_documents(tokens, sizes, chats.marked, chats.offsets)
     assert widths.max() <= PACK
@@ -93,7 +90,7 @@ def test_packed_rows_hold_every_chat_with_its_mask(tmp_path):
 
 def test_one_mask_that_is_wrong_is_found(tmp_path):
     chats, _ = packed_file(tmp_path / "own.idx.parquet")
-    tokens, sizes, _ = megatron_offline.written(tmp_path)
+    tokens, sizes, _ = offline.written(tmp_path)
     tokens[7] ^= 1
 
     with pytest.raises(WrongResultError):
@@ -106,7 +103,7 @@ def test_what_the_peer_writes_as_npy_is_read_back_as_what_it_writes_as_parquet(t
     (tmp_path / "npy").mkdir()
     np.save(tmp_path / "npy" / "packed.npy", rows)
 
-    for one, other in zip(megatron_offline.written(tmp_path), megatron_offline.written(tmp_path / "npy")):
+    for one, other in zip(offline.written(tmp_path), offline.written(tmp_path / "npy")):
         np.testing.assert_array_equal(one, other)
 
 
@@ -138,7 +135,7 @@ def test_the_reader_of_one_row_group_gives_the_rows_of_ours(tmp_path, monkeypatc
 
 
 def test_a_value_that_differs_fails_a_round_trip_and_is_named():
-    found = megatron_fixtures.Comparison("a round trip")
+    found = round_trips.Comparison("a round trip")
     found.equal([1, 2, 3], np.array([1, 2, 3]), "tokens")
     assert found.rows()[0].met
     found.equal([1, 2, 4], [1, 2, 3], "labels")
@@ -150,7 +147,7 @@ def test_a_value_that_differs_fails_a_round_trip_and_is_named():
 
 @pytest.mark.parametrize(("ours", "theirs"), [("int32", "int64"), (["a"], ["a", "b"]), (None, 0), ([1], 1)])
 def test_other_types_and_shapes_differ(ours, theirs):
-    found = megatron_fixtures.Comparison("a round trip")
+    found = round_trips.Comparison("a round trip")
     found.equal(ours, theirs, "name")
 
     assert found.differing == 1
@@ -158,22 +155,21 @@ def test_other_types_and_shapes_differ(ours, theirs):
 
 def test_a_round_trip_that_compares_nothing_fails():
     with pytest.raises(WrongResultError):
-        megatron_fixtures.Comparison("nothing").rows()
+        round_trips.Comparison("nothing").rows()
 
 
 def test_pickles_of_both_numpys_are_compared():
-    (row,) = megatron_fixtures.pickles()
+    (row,) = round_trips.pickles()
 
     assert (row.value, row.met) == (0, True)
 
 
-def test_our_contestant_packs_every_chat_and_says_what_it_took(tmp_path, capsys):
-    contestants.write_chats(str(tmp_path / "chats.parquet"), "40", str(PACK))
-    contestants.index_chats(str(tmp_path / "chats.parquet"), str(tmp_path / "tokens"))
-    contestants.ours(str(tmp_path / "tokens"), str(PACK), "parquet", "best_fit", str(tmp_path / "out"))
-    taken = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_our_contestant_packs_every_chat_and_says_what_it_took(tmp_path):
+    offline.write_chats(str(tmp_path / "chats.parquet"), 40, PACK)
+    offline.index_chats(str(tmp_path / "chats.parquet"), str(tmp_path / "tokens"))
+    taken = offline.ours(str(tmp_path / "tokens"), PACK, "parquet", "best_fit", str(tmp_path / "out"))
     chats = Chats.draw(40, PACK)
-    tokens, sizes, widths = megatron_offline.written(tmp_path / "out")
+    tokens, sizes, widths = offline.written(tmp_path / "out")
 
     same_documents(tokens, sizes, chats.marked, chats.offsets)
     assert taken["fill"] == pytest.approx(chats.positions.sum() / (len(widths) * PACK))

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks import running_page
-from benchmarks.running import longest, merging, pipelines, steps, waits
+from benchmarks.running import longest, page, pipelines, steps, waits
 
 import varlen as vl
 from varlen.plan.check import check_plan
@@ -96,7 +95,7 @@ def test_a_long_document_is_planned_on_one_rank_and_on_both() -> None:
     )
     cost = pipelines.cost_of(slow)
 
-    found = merging.planned(cost, documents=6)
+    found = pipelines.merged_plans(cost, documents=6)
 
     for packed, alone, shared in zip(*[iter(found)] * 3, strict=True):
         assert [step.plan.num_merged for step in (packed, alone, shared)] == [0, 0, 1]
@@ -109,7 +108,7 @@ def test_a_long_document_is_planned_on_one_rank_and_on_both() -> None:
 def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
     (tmp_path / "run").mkdir()
     made = {"versions": {"commit": "abc", "torch": "2"}, "load": [0, 1]}
     machine = {"cpu": "a cpu", "cores": 2, "python": "3"}
@@ -126,11 +125,11 @@ def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(
         file = {"date": date, "machine": machine, "parts": {"overhead": made}, "overhead": found}
         (tmp_path / "run" / f"{date}.json").write_text(json.dumps(file))
 
-    page = running_page.page()
+    text = page.page()
 
-    assert "| 4,096 | 2.00 s | 1.200 | 1.000 | 1 MB | **no** |" in page
-    assert "2026-01-02, commit abc" in page
-    assert "2026-01-01" not in page
+    assert "| 4,096 | 2.00 s | 1.200 | 1.000 | 1 MB | **no** |" in text
+    assert "2026-01-02, commit abc" in text
+    assert "2026-01-01" not in text
 
 
 def test_the_longest_document_is_within_the_budget_and_one_percent_of_it() -> None:

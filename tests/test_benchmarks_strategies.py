@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from benchmarks import strategies_figures as figures_of
-from benchmarks import strategies_page as page
 from benchmarks.checks import WrongResultError
-from benchmarks.strategies_density import density
-from benchmarks.strategies_extreme import extreme
-from benchmarks.strategies_feeds import STRATEGIES, Fed, Feed
-from benchmarks.strategies_models import FAMILIES, build
-from benchmarks.strategies_ranks import OURS, on_ranks
-from benchmarks.strategies_sets import Shape, extremes, text_sets
-from benchmarks.strategies_train import Ledger, train
+from benchmarks.strategies import figures as figures_of
+from benchmarks.strategies import page
+from benchmarks.strategies.compare import density
+from benchmarks.strategies.feeds import STRATEGIES, Fed, Feed
+from benchmarks.strategies.models import FAMILIES, build
+from benchmarks.strategies.race import extreme
+from benchmarks.strategies.ranks import OURS, on_ranks
+from benchmarks.strategies.sets import Shape, extremes, text_sets
+from benchmarks.strategies.train import Ledger, train
 
 # TRL's trainer module defines a class that transformers 5 will rename, and datasets closes a pool late.
 pytestmark = [
@@ -252,7 +252,7 @@ def test_the_page_holds_the_tables_of_the_newest_result():
 
 def test_only_marked_parts_of_the_page_are_rewritten():
     text = (
-        "before\n<!-- sets: written by `python -m benchmarks.strategies_page` -->\nold\n<!-- end -->\nafter\n"
+        "before\n<!-- sets: written by `python -m benchmarks.strategies.page` -->\nold\n<!-- end -->\nafter\n"
     )
 
     once = page.written(text, {"sets": {}})

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import demo, table
-from benchmarks.rows import Contestant, Limit, Race, from_json, to_json
+from benchmarks import startup, table
+from benchmarks.rows import Contestant, Limit, Race, Samples, from_json, to_json
 from benchmarks.run import reason
-from benchmarks.stopwatch import Samples
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -101,7 +100,7 @@ def test_the_demo_becomes_races_against_every_baseline_and_two_limits():
         "threads": 2,
         "total_s": 200.0,
     }
-    *races, loss, length = demo.rows_of(figures)
+    *races, loss, length = startup.rows_of(figures)
 
     assert [round(row.ratio, 3) for row in races] == [6.667, 5.0, 2.0]
     assert [row.met for row in races] == [True, True, None]

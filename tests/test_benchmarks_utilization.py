@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from benchmarks.utilization import CAPACITY, PROMISED, lengths_of_mean, utilization
+from benchmarks.packing import PROMISED, ROW, lengths_of_mean, utilization
 
 
 @pytest.mark.parametrize("mean", PROMISED)
@@ -20,9 +20,9 @@ def test_packs_are_fuller_than_promised_at_every_mean_length(mean, seed):
 
 @pytest.mark.parametrize("mean", PROMISED)
 def test_the_mean_is_kept_after_clipping(mean):
-    lengths = lengths_of_mean(mean, CAPACITY, 10_000, seed=3)
+    lengths = lengths_of_mean(mean, ROW, 10_000, seed=3)
 
     assert lengths.min() >= 1
-    assert lengths.max() <= CAPACITY
+    assert lengths.max() <= ROW
     assert abs(lengths.mean() - mean) < 0.02
     assert np.unique(lengths).size > 500

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.plan_accuracy import TARGET_BYTES, predicted_bytes
+from benchmarks.plan.accuracy import TARGET_BYTES, predicted_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from rarely import mostly

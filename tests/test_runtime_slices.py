@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from benchmarks.plan_accuracy import LENGTHS, TARGET_BYTES, Case, cases, predicted_bytes
+from benchmarks.plan.accuracy import LENGTHS, TARGET_BYTES, Case, cases, predicted_bytes
 from hypothesis import given
 from rarely import examples
 from sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from benchmarks.plan_accuracy import LENGTHS as CASES
-from benchmarks.plan_accuracy import cases, predicted_bytes
+from benchmarks.plan.accuracy import LENGTHS as CASES
+from benchmarks.plan.accuracy import cases, predicted_bytes
 from planned_runs import EVEN, priced, run, write_hardware
 from rarely import mostly
 from sliced import tiny, tokens_of

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import attention, engine, gradients, isolation, slices, training
-from benchmarks.machine import machine, versions
+from benchmarks.gpu import engine, gradients, slices, training
+from benchmarks.records import machine, versions
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,18 @@ PARTS: dict[str, Part] = {
     "gradients": Part(gradients.gradients, 120),
     "waits": Part(engine.waits, 60),
     "ways": Part(engine.ways, 120),
-    "attention": Part(attention.rates, 60),
+    "attention": Part(engine.rates, 60),
     "steps": Part(training.steps, 60),
     "transfer": Part(lambda _: training.transfer(), 30),
     "kernels": Part(engine.kernels, 60),
     "slices": Part(slices.overhead, 120),
     "longest": Part(slices.longest, 120),
-    "isolation": Part(lambda device: isolation.isolation(device.type), 240),
+    "isolation": Part(lambda device: gradients.isolation(device.type), 240),
 }
 """In the order run, what is most worth knowing first."""
 
 
 def run(parts: Sequence[str], file: Path, device: str) -> dict[str, Any]:
-    """Run parts one by one, each in a process; one that fails says why in its place, and the others run."""
     result: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {**machine(), "gpu": torch.cuda.get_device_name() if device == "cuda" else "none"},
@@ -106,12 +105,10 @@ def run_part(name: str, file: Path, device: torch.device) -> int:
 
 
 def _rows(found: Any) -> list[dict[str, Any]]:
-    """Return the rows of a part's result, which is one row, several, or absent."""
     return [found] if isinstance(found, dict) else found or []
 
 
 def main() -> int:
-    """Run the parts named on the command line, or all, and write the file named first."""
     if sys.argv[1:2] == ["--part"]:
         return run_part(sys.argv[2], Path(sys.argv[3]), torch.device(sys.argv[4]))
     if not torch.cuda.is_available():

@@ -1,7 +1,13 @@
-"""Llamas with random weights for the GPU script: one of a billion parameters, and how batches are given to it."""
+"""Llamas with random weights and batches for the GPU script, and how long calls take and how many bytes they need.
+
+On a GPU or, to try the script out, on a CPU.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -9,26 +15,27 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import varlen as vl
+from varlen.runtime.clock import TrackedBytes, bytes_meter
 
-BILLION = {
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2**20,
-}
+
+def llama_sizes(
+    hidden: int, ffn: int, heads: int, kv_heads: int, layers: int, vocab: int, positions: int = 2**20
+) -> dict[str, int]:
+    """Return the sizes of a Llama by transformers' names."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+    }
+
+
+BILLION = llama_sizes(2048, 5632, 32, 4, layers=22, vocab=32_000)
 """1.1 billion parameters, grouped heads."""
-TINY = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2**20,
-}
+TINY = llama_sizes(64, 176, 4, 2, layers=2, vocab=256)
 """To try the script out."""
 
 
@@ -43,6 +50,44 @@ def llama(sizes: dict[str, int], device: torch.device, dtype: torch.dtype = torc
 
 
 def one_document(sizes: dict[str, int], tokens: int) -> vl.PackedBatch:
-    """Return a batch of one document of random tokens."""
     ids = np.random.default_rng(0).integers(0, sizes["vocab_size"], tokens, dtype=np.int32)
     return vl.collate([ids], vl.pack([tokens], capacity=tokens))
+
+
+ROUNDS = 5
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(call: Callable[[], Any], device: torch.device, *, rounds: int = ROUNDS) -> float:
+    """Return the median time of a call, after two calls that warm up."""
+    return side_by_side([call], device, rounds=rounds)[0]
+
+
+def side_by_side(
+    calls: Sequence[Callable[[], Any]], device: torch.device, *, rounds: int = ROUNDS, warm: int = 2
+) -> list[float]:
+    """Return the median time of each call; calls take turns, so that all meet the same moods of the machine."""
+    for call in [each for each in calls for _ in range(warm)]:
+        call()
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, times in zip(calls, taken):
+            wait(device)
+            start = time.perf_counter()
+            call()
+            wait(device)
+            times.append(time.perf_counter() - start)
+    return [median(times) for times in taken]
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """Return the most bytes of tensors that a call needs beside those that are there when it begins."""
+    with bytes_meter(device) as meter:
+        before = meter.live
+        meter.begin_peak()
+        call()
+        return int(meter.peak) - (0 if isinstance(meter, TrackedBytes) else before)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 import varlen as vl
-from benchmarks.gpu.clock import peak_bytes, side_by_side
-from benchmarks.gpu.models import BILLION, llama, one_document
+from benchmarks.gpu.models import BILLION, llama, one_document, peak_bytes, side_by_side
 
 TOKENS = 32_768
 SLICES = (1024, 2048, 4096, 8192, 16_384)

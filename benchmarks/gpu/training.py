@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 import varlen as vl
-from benchmarks.gpu.clock import peak_bytes, seconds, side_by_side
-from benchmarks.gpu.models import BILLION, llama
+from benchmarks.gpu.models import BILLION, llama, peak_bytes, seconds, side_by_side
 from varlen.adapters import hf
 
 CAPACITY = 4096
@@ -36,7 +35,6 @@ def steps(
     capacity: int = CAPACITY,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
-    """Time forward and backward on the same documents, padded to the longest of a micro-batch, and packed."""
     lengths, tokens, offsets = documents(sizes["vocab_size"], count, capacity)
     model = llama(sizes, device, dtype)
     packing = vl.pack(lengths, capacity=capacity)

@@ -41,7 +41,6 @@ def sampler(lengths: np.ndarray, capacity: int, *, group_size: int = GROUP_SIZE)
 
 
 def kernel(lengths: np.ndarray, capacity: int) -> Callable[[], list]:
-    """Return a call of the compiled first-fit loop alone, without the sampler around it."""
     from axolotl.utils.samplers.multipack import pack_group
 
     def place() -> list:

@@ -17,11 +17,7 @@ def packer(
 ) -> Callable[[], list[dict[str, Any]]]:
     """Return a call that packs all documents into rows of ids, segments and positions.
 
-    Args:
-        arrays: token ids of each document.
-        capacity: tokens a row can hold.
-        fit: "first" is faster, "best" fuller.
-        num_bins: rows open at a time.
+    `num_bins` rows are open at a time; fit "first" is faster, "best" fuller.
     """
     import grain
     from grain import experimental
@@ -43,7 +39,6 @@ class FlatTokens:
     """Documents of a file of tokens that is mapped into memory: grain's fastest source, as it copies nothing."""
 
     def __init__(self, tokens: str, offsets: str) -> None:
-        """Take the files, of `np.save`."""
         self._tokens, self._files = np.load(tokens, mmap_mode="r"), (tokens, offsets)
         self._offsets = np.load(offsets)
 
@@ -52,11 +47,9 @@ class FlatTokens:
         return FlatTokens, self._files
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return one document."""
         return {"input_ids": self._tokens[self._offsets[index] : self._offsets[index + 1]]}
 
 
@@ -74,16 +67,8 @@ def batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield batches of packed rows with labels, segments and positions.
 
-    Args:
-        tokens: file of all tokens.
-        offsets: file of where documents begin.
-        capacity: tokens a row can hold.
-        rows: of a batch.
-        epochs: over the documents; None for no end.
-        fit: as in `packer`.
-        num_bins: rows open at a time.
-        threads: that read documents; with 0 they are read where they are packed.
-        processes: that read and pack; 0: a thread of this process does, ahead of whoever takes batches.
+    With `threads=0` documents are read where they are packed; with `processes=0` a thread of this process reads and
+    packs, ahead of whoever takes batches. `epochs=None` never ends.
     """
     import grain
     from grain import experimental
@@ -103,7 +88,6 @@ def batches(
 
 
 def _as_feature(tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Name a document's tokens, as grain packs features by name."""
     return {"input_ids": tokens}
 
 

@@ -56,11 +56,9 @@ class Numbers:
     legacy = False
 
     def __init__(self, eos_id: int) -> None:
-        """Take the id that ends a document."""
         self.eos_id = self.eod = self.pad_id = eos_id
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids that a text spells."""
         return [int(word) for word in text.split()]
 
 
@@ -97,15 +95,7 @@ def dataset(
     metadata_path: str | Path | None = None,
     **settings: Any,
 ) -> Any:
-    """Return its `GPTSFTPackedDataset` of a `.npy` file.
-
-    Args:
-        path: of the packed rows.
-        seq_length: positions of a row.
-        eos_id: of the tokenizer; it is padding too.
-        metadata_path: of the `*_metadata.jsonl` beside it.
-        settings: of its constructor: `pad_to_max_length`, `pad_seq_to_mult`, `pad_cu_seqlens`, ...
-    """
+    """Return its `GPTSFTPackedDataset` of a `.npy` file."""
     return package().sft.GPTSFTPackedDataset(
         file_path=str(path),
         tokenizer=Numbers(eos_id),

@@ -21,12 +21,7 @@ _COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 
 
 def first_fit(seqlens: Sequence[int], pack_size: int) -> list[list[int]]:
-    """Put lengths, in turn, each into the first pack with room: a tree over all packs that there could be.
-
-    Args:
-        seqlens: from 0 to `pack_size`.
-        pack_size: positions of a pack.
-    """
+    """Put lengths, in turn, each into the first pack with room: a tree over all packs that there could be."""
     leaves = 1
     while leaves < len(seqlens):
         leaves *= 2
@@ -53,7 +48,6 @@ def first_fit(seqlens: Sequence[int], pack_size: int) -> list[list[int]]:
 
 
 def write(rows: Sequence[Mapping[str, list[Any]]], path: str | Path) -> None:
-    """Write packed rows, lists as `fill_packing_strategy` returns them."""
     masks = [[int(value) for value in row["loss_mask"]] for row in rows]
     columns = {
         "input_ids": pa.array([row["input_ids"] for row in rows]),
@@ -88,7 +82,6 @@ class OneGroupReader:
     """Reads packs of one file in any order, and keeps the row group it read last."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open a file; it is read by one thread."""
         self._file = pq.ParquetFile(path)
         sizes = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
         self._bounds = np.cumsum([0, *sizes])
@@ -96,7 +89,6 @@ class OneGroupReader:
         self._table: Any = None
 
     def __len__(self) -> int:
-        """Count the packs."""
         return int(self._bounds[-1])
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:

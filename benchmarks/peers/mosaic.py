@@ -2,27 +2,92 @@
 
 It reads samples and packs nothing. Two collators pack for it: llm-foundry's, and one of our own that is as plain
 and as fast as a few lines of NumPy can be. `streaming.base` is imported without the package around it, which would
-need torchvision for data sets of pictures.
+need torchvision for data sets of pictures. llm-foundry's package would need composer and streaming, of which its
+packer uses a module of helpers for several machines: that one file is loaded from the installed package, unchanged,
+with a stand-in for what it doesn't call.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.peers import llm_foundry
+FOUNDRY = "llm-foundry BinPackCollator"
+_FILE = "llmfoundry/data/packing.py"
+_IGNORED = -100
+
+
+def foundry_packer(arrays: list[np.ndarray], capacity: int, rows: int) -> Callable[[], dict[str, Any]]:
+    """Return a call that packs a padded batch of documents into rows; what is left over waits for the next batch."""
+    import torch
+
+    module = _foundry()
+    ids, mask, labels = _padded(arrays, torch.int64)
+
+    def pack() -> dict[str, Any]:
+        collator = module.BinPackCollator(None, rows, capacity, 0, "right")
+        batch = {"input_ids": ids.clone(), "labels": labels.clone(), "attention_mask": mask}
+        return {**collator.pack(batch), "efficiency": collator.efficiency, "waste": collator.waste}
+
+    return pack
+
+
+def foundry_collator(capacity: int, rows: int) -> Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]:
+    """Return the packing collator for lists of documents, padded for it; what is left over waits for the next batch.
+
+    `sequence_id` tells it, and whoever takes its batches, which document a token belongs to.
+    """
+
+    def pad(samples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        import torch
+
+        ids, mask, labels = _padded([sample["input_ids"] for sample in samples], torch.int32)
+        labels[:, 0] = _IGNORED
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+    packing = _foundry().BinPackCollator(pad, rows, capacity, 0, "right")
+    return packing  # type: ignore[no-any-return]
+
+
+def _padded(arrays: list[np.ndarray], dtype: Any) -> tuple[Any, Any, Any]:
+    """Pad documents to the longest, as the collator wants them: ids, mask and labels."""
+    import torch
+
+    ids = torch.zeros((len(arrays), max(map(len, arrays))), dtype=dtype)
+    mask = torch.zeros_like(ids)
+    for row, array in enumerate(arrays):
+        ids[row, : len(array)] = torch.from_numpy(array)
+        mask[row, : len(array)] = 1
+    return ids, mask, ids.masked_fill(mask == 0, _IGNORED)
+
+
+def _foundry() -> ModuleType:
+    """Load the file that packs from the installed package."""
+    (entry,) = [file for file in metadata.files("llm-foundry") or [] if str(file) == _FILE]
+    for name in ("composer", "composer.utils", "llmfoundry", "llmfoundry.utils", "llmfoundry.utils.consts"):
+        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules["composer.utils"].dist = None  # type: ignore[attr-defined]
+    sys.modules["llmfoundry.utils.consts"].CROSS_ENTROPY_IGNORE_INDEX = _IGNORED  # type: ignore[attr-defined]
+    spec = importlib.util.spec_from_file_location("llm_foundry_packing", entry.locate())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 NAME = "MosaicML Streaming"
 Collator = Literal["llm-foundry", "own"]
 
 
 def write(folder: str, tokens: np.ndarray, offsets: np.ndarray) -> None:
-    """Write documents as MDS shards, without compression."""
     base = _base()
     with base.MDSWriter(out=folder, columns={"input_ids": "ndarray:int32"}) as out:
         for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
@@ -41,14 +106,8 @@ def batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield batches of packed rows of tensors.
 
-    Args:
-        folder: of MDS shards.
-        capacity: tokens a row can hold.
-        rows: of a batch.
-        epochs: over the documents; None for no end.
-        workers: processes of the loader; 0 for none.
-        collator: which one packs.
-        documents: handed to the collator at a time; it keeps those that don't fit into its rows.
+    So many `documents` are handed to the collator at a time; it keeps those that don't fit. `epochs=None` never
+    ends.
     """
     base = _base()
     base.util.clean_stale_shared_memory()
@@ -56,22 +115,19 @@ def batches(
     if collator == "own":
         collate: Any = RowsCollator(capacity, rows)
     else:
-        collate = llm_foundry.collator(capacity, rows)
+        collate = foundry_collator(capacity, rows)
     options = {"prefetch_factor": 4, "persistent_workers": True} if workers else {}
     loader = base.StreamingDataLoader(
         data, batch_size=documents, num_workers=workers, collate_fn=collate, **options
     )
-    done = 0
-    while epochs is None or done < epochs:
+    for _ in itertools.count() if epochs is None else range(epochs):
         yield from loader
-        done += 1
 
 
 class RowsCollator:
     """Packs documents into rows, longest first, each into the first row that has room; the rest waits."""
 
     def __init__(self, capacity: int, rows: int) -> None:
-        """Take the shape of a batch."""
         self._capacity, self._rows = capacity, rows
         self._left: list[np.ndarray] = []
 
@@ -103,7 +159,6 @@ class RowsCollator:
 
 
 def _base() -> Any:
-    """Import `streaming.base` alone."""
     spec = importlib.util.find_spec("streaming")
     if spec is None:
         raise ImportError("mosaicml-streaming isn't installed")

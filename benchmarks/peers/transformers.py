@@ -11,21 +11,13 @@ INPUTS = ("lists", "numpy", "torch")
 
 
 def collator(
-    documents: list,
-    *,
-    return_tensors: Literal["np", "pt"],
-    complete: bool = True,
-    labels: list | None = None,
+    documents: list, *, return_tensors: Literal["np", "pt"], complete: bool = True, labels: list | None = None
 ) -> Callable[[], Mapping[str, Any]]:
     """Return a call that flattens documents into one row.
 
-    Args:
-        documents: lists of ints, numpy arrays or torch tensors.
-        return_tensors: "np" is about twice as fast, and `torch.from_numpy` makes tensors of it for nothing;
-            "pt" is what a `Trainer` asks for.
-        complete: ask for all that varlen's batch holds (positions, segments and boundaries); otherwise for
-            ids and labels alone, the least it can be asked for.
-        labels: of each document, in the same form.
+    `return_tensors="np"` is about twice as fast, and `torch.from_numpy` makes tensors of it for nothing; "pt" is
+    what a `Trainer` asks for. `complete` asks for all that varlen's batch holds (positions, segments and
+    boundaries); otherwise for ids and labels alone, the least it can be asked for.
     """
     from transformers import DataCollatorWithFlattening
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +28,6 @@ def algorithm(lengths: np.ndarray, capacity: int) -> Callable[[], list[list[int]
 
     They are taken from the installed function at run time, from the sort of the lengths to the end of the
     loop that fills the bins, and run unchanged, in the module's own namespace.
-
-    Raises:
-        RuntimeError: the installed `_pack_bfd` no longer has these statements.
     """
     import pyarrow as pa
     from trl import data_utils
@@ -60,10 +58,7 @@ def algorithm(lengths: np.ndarray, capacity: int) -> Callable[[], list[list[int]
 def pack_dataset(arrow: Any, capacity: int, *, window: int | None) -> Callable[[], Any]:
     """Return a call of `pack_dataset` on a data set of one Arrow column, its result kept in memory.
 
-    Args:
-        arrow: list array of token ids.
-        capacity: tokens a pack can hold.
-        window: documents packed at a time; None for TRL's default of 1,000.
+    `window` documents are packed at a time; None is TRL's default of 1,000.
     """
     import datasets
     import pyarrow as pa
@@ -83,7 +78,6 @@ def pack_dataset(arrow: Any, capacity: int, *, window: int | None) -> Callable[[
 
 
 def collator(documents: list) -> Callable[[], Mapping[str, Any]]:
-    """Return a call that flattens documents (lists, arrays or tensors) into one row with their boundaries."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
@@ -97,13 +91,7 @@ def collator(documents: list) -> Callable[[], Mapping[str, Any]]:
 
 @cache
 def packed_dataset(parquet: str, capacity: int, processes: int) -> tuple[Any, float]:
-    """Pack a file of tokens as `SFTTrainer` does, in memory; returns the data set and the seconds that it took.
-
-    Args:
-        parquet: file with a column `input_ids`.
-        capacity: tokens a pack can hold.
-        processes: that pack.
-    """
+    """Pack a file of tokens as `SFTTrainer` does, in memory; returns the data set and the seconds that it took."""
     import datasets
     import trl
 
@@ -119,12 +107,7 @@ def packed_dataset(parquet: str, capacity: int, processes: int) -> tuple[Any, fl
 def batches(data: Any, rows: int, epochs: int | None, *, workers: int, form: str | None) -> Iterator[Any]:
     """Yield flattened batches of packs, as `SFTTrainer` gets them.
 
-    Args:
-        data: of `packed_dataset`.
-        rows: packs of a batch.
-        epochs: over the packs; None for no end.
-        workers: processes of the loader; 0 for none.
-        form: in which the data set gives rows, such as "numpy"; None for lists.
+    `form` is that in which the data set gives rows, such as "numpy"; None for lists. `epochs=None` never ends.
     """
     from torch.utils.data import DataLoader
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -134,7 +117,5 @@ def batches(data: Any, rows: int, epochs: int | None, *, workers: int, form: str
     loader = DataLoader(
         data.with_format(form), batch_size=rows, num_workers=workers, collate_fn=collate, **options
     )
-    done = 0
-    while epochs is None or done < epochs:
+    for _ in itertools.count() if epochs is None else range(epochs):
         yield from loader
-        done += 1

@@ -9,25 +9,16 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from benchmarks.gpu import slices
-from benchmarks.machine import load, machine, versions
-from benchmarks.running import ahead, longest, merging, pipelines, waits
-from benchmarks.table import RESULTS
+from benchmarks.gpu.models import llama_sizes
+from benchmarks.records import RESULTS, load, machine, save, today, versions
+from benchmarks.running import longest, pipelines, waits
 
-SMALL: dict[str, int] = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 3,
-    "vocab_size": 4096,
-    "max_position_embeddings": 2**20,
-}
+SMALL = llama_sizes(512, 1408, 8, 4, layers=3, vocab=4096)
 """A Llama whose step of 8,192 tokens takes ten seconds on one core."""
 
 
@@ -48,18 +39,16 @@ def overhead() -> dict[str, Any]:
 PARTS: dict[str, Callable[[], Any]] = {
     "overhead": overhead,
     "pipelines": pipelines.run,
-    "merging": merging.run,
+    "merging": pipelines.run_merging,
     "waits": waits.run,
-    "ahead": ahead.run,
+    "ahead": pipelines.run_ahead,
     "longest": longest.run,
 }
 
 
 def main() -> int:
-    """Run parts one by one, and write after each."""
-    date = datetime.now(UTC).date().isoformat()
+    date = today()
     file = RESULTS / "run" / f"{date}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"date": date, "parts": {}}
     result["machine"] = machine()
     for name in sys.argv[1:] or list(PARTS):
@@ -71,7 +60,7 @@ def main() -> int:
             "load": [before, load()],
             "seconds": round(time.perf_counter() - begun),
         }
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, file)
         print(f"{name}: {result['parts'][name]['seconds']} s", flush=True)
     return 0
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import varlen as vl
-from benchmarks.gpu.models import llama, one_document
+from benchmarks.gpu.models import llama, llama_sizes, one_document
 from benchmarks.gpu.slices import checkpointed, chunked_loss
 from varlen.cost.memory import HEAD, LOGIT_ROWS, OWN, Kernels, Saved
 from varlen.plan.one_gpu import one_gpu_plan
@@ -40,16 +40,9 @@ SHAPES: Final = {
 }
 LEAST_OVER_A, LEAST_OVER_B = 8.0, 8.0
 """Slices over (a) on the device, and over (b) with keys, values and their gradients in host memory; for GQA."""
-_SMALL: Final = {
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 2**20,
-}
 MODELS: Final[dict[str, dict[str, int]]] = {
-    "GQA": {**_SMALL, "num_key_value_heads": 2, "intermediate_size": 448},
-    "MHA": {**_SMALL, "num_key_value_heads": 8, "intermediate_size": 344},
+    "GQA": llama_sizes(128, 448, 8, 2, layers=8, vocab=512),
+    "MHA": llama_sizes(128, 344, 8, 8, layers=8, vocab=512),
 }
 """Heads, widths and layers in the proportions of the shapes above, a 32nd as wide."""
 FIRST_TOKENS: Final = 1024
@@ -89,7 +82,6 @@ WAYS: Final = (
 
 
 def run() -> dict[str, Any]:
-    """Both parts; their cells as multiples of (a) and of (b), and which targets were met."""
     torch.set_num_threads(1)
     formula = {name: by_formula(shape) for name, shape in SHAPES.items()}
     measured = {name: by_measure(sizes) for name, sizes in MODELS.items()}
@@ -121,7 +113,6 @@ def targets(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_formula(shape: vl.ModelShape, kernels: Kernels = "eager") -> dict[str, Any]:
-    """The tokens that the cost model's bytes leave room for, in each way."""
     lengths = {way.name: tokens_of(shape, way, kernels) for way in WAYS}
     far = {way.name: host_bytes_of(shape, way, lengths[way.name]) for way in WAYS}
     return {"shape": shape.name, "kernels": kernels, "cells": cells_of(lengths, host_bytes=far)}
@@ -166,7 +157,6 @@ def tokens_of(shape: vl.ModelShape, way: Way, kernels: Kernels = "eager") -> int
 
 
 def cells_of(lengths: dict[str, int], **more: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a way: tokens, and over both peers."""
     return [
         {
             "name": way.name,
@@ -180,7 +170,6 @@ def cells_of(lengths: dict[str, int], **more: dict[str, Any]) -> list[dict[str, 
 
 
 def by_measure(sizes: dict[str, int]) -> dict[str, Any]:
-    """The tokens that fit in each way into the bytes that (a) takes for `FIRST_TOKENS`, all tensors counted."""
     model = llama(sizes, torch.device("cpu"))
     budget = peak_of(model, sizes, WAYS[0], FIRST_TOKENS)
     lengths, peaks, guess = {WAYS[0].name: FIRST_TOKENS}, {WAYS[0].name: budget}, 4 * FIRST_TOKENS
@@ -208,10 +197,7 @@ def by_measure(sizes: dict[str, int]) -> dict[str, Any]:
 def longest(peak: Callable[[int], int], budget: int, guess: int) -> tuple[int, int]:
     """The most tokens whose peak is within the budget, to `NEAR` of its bytes, and that peak.
 
-    Args:
-        peak: bytes of a document of so many tokens; grows about in proportion.
-        budget: bytes.
-        guess: tokens to begin with.
+    Peaks grow about in proportion; the search begins with `guess` tokens.
     """
     low, low_bytes, high, tokens = 0, 0, 0, guess
     while not low_bytes > NEAR * budget:
@@ -235,13 +221,8 @@ def longest(peak: Callable[[int], int], budget: int, guess: int) -> tuple[int, i
 def peak_of(model: Any, sizes: dict[str, int], way: Way, tokens: int, *, computes: bool = False) -> int:
     """The most bytes of tensors alive at once in a step of one document, apart from parameters and their gradients.
 
-    Args:
-        model: with gradients.
-        sizes: of it.
-        way: that it runs in.
-        tokens: of the document.
-        computes: whether slices compute attention; if not, they make tensors of the same sizes. The bytes are those
-            of the computed ones, and a long document doesn't take hours.
+    Unless it `computes`, attention of slices makes tensors of the same sizes and no more. The bytes are those of
+    the computed ones, and a long document doesn't take hours.
     """
     batch = one_document(sizes, tokens)
     with bytes_meter(torch.device("cpu")) as meter:

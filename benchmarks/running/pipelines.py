@@ -1,26 +1,30 @@
-"""Two processes of one core each run planned steps of a real model; what they take beside what the simulator says.
+"""Planned steps of a real model on processes of one core each; what they take beside what the simulator says.
 
-Calibration, on the cores that run the steps and while both are busy, takes turns with the steps, round after round,
-so that both meet the same moods of the machine. A time is the lower quartile of its rounds, on both sides.
+`run`: two stages. `run_merging`: a document of more work than a rank's share of a step, on one of two ranks and
+shared by both (DP-Merge). `run_ahead`: what planning ahead costs a step. Calibration, on the cores that run the
+steps and while all are busy, takes turns with the steps, round after round, so that both meet the same moods of the
+machine. A time is the lower quartile of its rounds, on both sides.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import varlen as vl
-from benchmarks.running import link
-from benchmarks.running.processes import side_by_side
-from benchmarks.running.steps import CONFIG, SETS, Step, lengths_of, source_of, steps
+from benchmarks.gpu.models import llama
+from benchmarks.running.processes import link_of, side_by_side, turns
+from benchmarks.running.steps import CAPACITY, CONFIG, LEAST_ROWS, SETS, Step, lengths_of, source_of, steps
 from varlen.cost.fit import mape
 from varlen.cost.hardware import Hardware
+from varlen.plan.search import Search
 from varlen.runtime.calibrate import Bench, calibrate
 from varlen.runtime.probes import quiet
 
@@ -32,9 +36,7 @@ MESH = vl.Mesh(pp=2)
 
 
 def decoder() -> Any:
-    """Return the model with random weights."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM._from_config(LlamaConfig(**CONFIG), dtype=torch.float32)
+    return llama(CONFIG, torch.device("cpu"), torch.float32)
 
 
 def batch_of(lengths: np.ndarray) -> vl.PackedBatch:
@@ -64,11 +66,7 @@ def cost_of(hardware: Hardware) -> vl.CostModel:
 
 
 def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
-    """Run the steps in turns with calibration; what one rank saw."""
-    model = decoder()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    engine = vl.SliceEngine(model, mesh=found[0].plan.mesh, rank=rank)
+    engine = vl.SliceEngine(decoder(), mesh=found[0].plan.mesh, rank=rank)
     batches = [batch_of(step.plan.lengths) for step in found]
     shape = vl.ModelShape.from_config(LlamaConfig(**CONFIG))
     bench = Bench.of(shape, device=torch.device("cpu"), dtype=torch.float32, budget_s=BUDGET_S)
@@ -79,7 +77,7 @@ def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
         if number:
             dist.barrier()
             bench.run_round()
-            exchanges.append(link.turns(rank))
+            exchanges.append(turns(rank))
         for index, step in enumerate(found):
             dist.barrier()
             begun = time.perf_counter()
@@ -90,7 +88,7 @@ def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
     engine.close()
     hardware = bench.calibration().hardware
     if rank < 2:
-        near = {"gpus_per_node": dist.get_world_size(), "intra": link.link_of(exchanges)}
+        near = {"gpus_per_node": dist.get_world_size(), "intra": link_of(exchanges)}
         hardware = replace(hardware, **near)
     return {"spans": spans, "tasks": tasks, "hardware": hardware}
 
@@ -103,13 +101,11 @@ def first_cost() -> vl.CostModel:
 
 
 def planned(documents: int = DOCUMENTS) -> list[Step]:
-    """Plan the steps."""
     cost = first_cost()
     return [step for name in SETS for step in steps(source_of(name), lengths_of(name, documents), cost, MESH)]
 
 
 def compared(found: list[Step], ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return each step's seconds beside the simulator's, and the errors over all."""
     cost = cost_of(ranks[0]["hardware"])
     rows, rounds = [], []
     for index, step in enumerate(found):
@@ -142,6 +138,88 @@ def compared(found: list[Step], ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """Plan, run and compare."""
     found = planned()
     return {"model": CONFIG, **compared(found, side_by_side(measured, MESH.num_gpus, found, rounds))}
+
+
+MERGED_ROUNDS = 5
+MERGED_DOCUMENTS = 12
+RANKS = replace(MESH, dp=2, pp=1)
+
+
+def merged_plans(cost: vl.CostModel, documents: int = MERGED_DOCUMENTS) -> list[Step]:
+    """Plan steps of one longest document beside short ones: packed, in slices, and shared."""
+    found = []
+    alone = Search(
+        splits_backward=False, asymmetric=False, least_rows=LEAST_ROWS, repairs=False, merges=False
+    )
+    for name in SETS:
+        short = np.minimum(lengths_of(name, documents), CAPACITY // 8)
+        lengths = np.append(short, CAPACITY).astype(np.int32)
+        given: dict[str, Any] = {"cost": cost, "mesh": RANKS}
+        packed = vl.plan_step(lengths, method="packed", capacity=CAPACITY, **given)
+        whole = vl.plan_step(lengths, search=alone, **given)
+        shared = vl.plan_step(lengths, search=replace(alone, merges=True), **given)
+        assert shared.num_merged == 1
+        ways = {"packed, as users run it": packed, "on one rank": whole, "shared": shared}
+        told = f"one of {CAPACITY:,} tokens beside {source_of(name)}"
+        found += [Step(documents=told, method=way, plan=plan) for way, plan in ways.items()]
+    return found
+
+
+def run_merging(rounds: int = MERGED_ROUNDS) -> dict[str, Any]:
+    found = merged_plans(first_cost())
+    return {"model": CONFIG, **compared(found, side_by_side(measured, RANKS.num_gpus, found, rounds))}
+
+
+STEPS = 12
+AHEAD_DOCUMENTS = 24
+AHEAD_SET = "mix_pretrain_docs"
+
+
+def run_ahead(num_steps: int = STEPS, documents: int = AHEAD_DOCUMENTS) -> dict[str, Any]:
+    """Take steps with plans made ahead and with plans made before; seconds of both, and waited for plans."""
+    torch.set_num_threads(1)
+    # On one GPU nothing is exchanged, and the process that plans takes no class of this file.
+    cost = vl.CostModel(
+        model=vl.ModelShape.from_config(LlamaConfig(**CONFIG)),
+        hardware=vl.Hardware.named("h100"),
+        recompute="full",
+        kernels="eager",
+    )
+    mesh = vl.Mesh()
+    lengths = [lengths_of(AHEAD_SET, documents, seed) for seed in range(num_steps)]
+    search = Search(least_rows=LEAST_ROWS)
+    given: dict[str, Any] = {"cost": cost, "mesh": mesh, "search": search}
+    before = [vl.plan_step(each, **given) for each in lengths]
+    engine, batches = vl.SliceEngine(decoder()), [batch_of(each) for each in lengths]
+    engine.step(batches[0], before[0])
+    apart: list[float] = []
+    together: list[float] = []
+    waited: list[float] = []
+    answers: list[str] = []
+    with vl.Planner(lengths, **given) as planner:
+        for step in range(num_steps):
+            begun = time.perf_counter()
+            plan = planner.take(step)
+            taken = time.perf_counter()
+            engine.step(batches[step], plan)
+            together.append(time.perf_counter() - taken)
+            waited.append(taken - begun)
+            answers.append("quick" if plan.answered_by.startswith("quick") else "ahead")
+    for step in range(num_steps):
+        begun = time.perf_counter()
+        engine.step(batches[step], before[step])
+        apart.append(time.perf_counter() - begun)
+    return {
+        "documents": source_of(AHEAD_SET),
+        "steps": num_steps,
+        "tokens": [int(each.sum()) for each in lengths],
+        "first_wait_s": waited[0],
+        "wait_s": median(waited[1:]),
+        "longest_wait_s": max(waited[1:]),
+        "step_s": median(together),
+        "step_s_without_planner": median(apart),
+        "wait_over_step": float(np.sum(waited[1:]) / np.sum(together[1:])),
+        "answered": {word: answers.count(word) for word in ("ahead", "quick")},
+    }

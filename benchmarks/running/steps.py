@@ -8,21 +8,14 @@ from typing import Any
 import numpy as np
 
 import varlen as vl
+from benchmarks.gpu.models import llama_sizes
 from benchmarks.inputs import REAL_LENGTHS
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import dispatch, pipelines_of
 from varlen.simulate.durations import durations, stage_costs
 from varlen.step_plan import StepPlan
 
-CONFIG: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 8,
-    "vocab_size": 2048,
-    "max_position_embeddings": 8192,
-}
+CONFIG = llama_sizes(256, 704, 8, 4, layers=8, vocab=2048, positions=8192)
 """Large enough that a task takes tens of milliseconds on one core."""
 CAPACITY = 4096
 SHRINK = 16
@@ -53,12 +46,10 @@ def raw_lengths(name: str, count: int, seed: int = 0) -> np.ndarray:
 
 
 def lengths_of(name: str, count: int, seed: int = 0) -> np.ndarray:
-    """Return lengths of a set of documents, made shorter."""
     return np.clip(raw_lengths(name, count, seed) // SHRINK, 8, CAPACITY).astype(np.int32)
 
 
 def source_of(name: str) -> str:
-    """Return what a set of documents is called in results."""
     return name if (REAL_LENGTHS / f"{name}.npz").exists() else "log-normal"
 
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 import varlen as vl
-from benchmarks.running import link
-from benchmarks.running.processes import side_by_side
+from benchmarks.running.processes import link_of, side_by_side, turns
 from benchmarks.running.steps import Step, raw_lengths, source_of
 from varlen.plan.search import Search
 from varlen.runtime.chunk import Key
@@ -44,12 +43,10 @@ class Waiting:
     """A chunk of layers that waits as long as it would compute."""
 
     def __init__(self, seconds: dict[int, dict[Key, float]], *, has_embedding: bool, width: int) -> None:
-        """Take what its tasks take, by kind and MicroPack."""
         self._seconds, self._width = seconds, width
         self.has_embedding, self.layers = has_embedding, range(1)
 
     def forward(self, key: Key, _: torch.Tensor | None) -> torch.Tensor:
-        """Wait, and return rows."""
         return self._wait(FORWARD, key)
 
     def backward(self, key: Key, _: torch.Tensor | None) -> torch.Tensor | None:
@@ -58,7 +55,6 @@ class Waiting:
         return None if self.has_embedding else rows
 
     def weight(self, key: Key) -> None:
-        """Wait."""
         self._wait(WEIGHT, key)
 
     def _wait(self, kind: int, key: Key) -> torch.Tensor:
@@ -84,7 +80,6 @@ def chunk_of(
 def waited(
     rank: int, found: list[Step], cost: vl.CostModel, scales: list[float], rounds: int
 ) -> dict[str, Any]:
-    """Run the steps of one mesh; what one rank saw."""
     mesh = found[0].plan.mesh
     seat = seat_of(mesh, rank)
     store = dist.distributed_c10d._get_default_store()
@@ -111,9 +106,9 @@ def waited(
             if number:
                 spans[index].append((begun, time.perf_counter()))
             channels.finish()
-    exchanges = link.turns(rank)
+    exchanges = turns(rank)
     groups.close()
-    return {"spans": spans, "link": link.link_of([exchanges]) if rank < 2 else None}
+    return {"spans": spans, "link": link_of([exchanges]) if rank < 2 else None}
 
 
 def steps(mesh: vl.Mesh, lengths: np.ndarray, cost: vl.CostModel, name: str, capacity: int) -> list[Step]:

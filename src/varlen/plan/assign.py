@@ -433,7 +433,7 @@ def improve_exactly(
         loads: `[num_groups]`: what each group has to do before.
 
     Cost: seconds. They bring next to nothing, since `assign` leaves next to nothing: on the 21 steps of
-        benchmarks/plan_exact.py at most 0.003 %, on three of them. CP-SAT from the same start lightened none, and
+        benchmarks/plan/exact.py at most 0.003 %, on three of them. CP-SAT from the same start lightened none, and
         proved six to be optimal where this proves three.
     """
     highspy = _solver()
