@@ -56,7 +56,7 @@ types: setup
 docs: pages-run tables ## run the documentation's examples, follow its links, compare its pictures and tables
 
 pages-run: setup
-	$(PYTEST) -n $(WORKERS) --dist worksteal tests/test_docs.py tests/test_readme.py
+	$(PYTEST) -n $(WORKERS) --dist worksteal tests/docs
 
 tables: setup
 	$(RUN) -m benchmarks.table --check

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from house.tree import functions, nodes, python_files
+from tests.house.tree import functions, nodes, python_files
 
 FEWEST_WORDS = 3
 SKIPS = ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif")

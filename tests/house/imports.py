@@ -10,7 +10,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from house.tree import Source, is_type_checking, nodes, python_files
+from tests.house.tree import Source, is_type_checking, nodes, python_files
 
 # A floor may know the floors before it in this list, and nothing of its own. Ground floor: single files.
 FLOORS = (

@@ -1,6 +1,6 @@
 """The map of the house in CONTRIBUTING: floors as imports are held to them, lines as rooms open.
 
-`python -m house.map` in `tests/` writes it.
+`python -m tests.house.map` writes it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ast
 import re
 from pathlib import Path
 
-from house.imports import FLOORS
+from tests.house.imports import FLOORS
 
 BEGIN, END = "<!-- map: made by tests/house/map.py -->", "<!-- end of map -->"
 
@@ -40,7 +40,7 @@ def contributing_has_the_map(root: Path) -> list[str]:
     found = re.search(f"{BEGIN}\n(.*)\n{END}", text, re.DOTALL)
     if found and found[1] == table(root):
         return []
-    return ["CONTRIBUTING.md: the map is another; write it by `cd tests && python -m house.map`"]
+    return ["CONTRIBUTING.md: the map is another; write it by `python -m tests.house.map`"]
 
 
 def rooms_open_with_where_to_begin(root: Path) -> list[str]:

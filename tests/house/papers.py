@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from house.tree import text_files
+from tests.house.tree import text_files
 
 MOST_LINES_OF_README = 150
 FIRST_SCREEN = 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from house import habits, imports, map, papers, shape, words
+from tests.house import habits, imports, map, papers, shape, words
 
 Rule = Callable[[Path], list[str]]
 

@@ -7,7 +7,7 @@ import fnmatch
 import re
 from pathlib import Path
 
-from house.tree import CODE_FOLDERS, functions, python_files
+from tests.house.tree import CODE_FOLDERS, functions, python_files
 
 LINES_TO_JUSTIFY = 800
 PARALLEL = ("feed", "adapters", "verify", "train")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from house.tree import functions, python_files
+from tests.house.tree import functions, python_files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_OURS = ("Exception", "BaseException", "RuntimeError", "ValueError", "TypeError", "OSError", "ImportError")

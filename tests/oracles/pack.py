@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.pack_fill import fill as fill
+from tests.oracles.pack_fill import fill as fill
 from varlen.pack.in_python import _scramble as _scramble
 from varlen.pack.in_python import audit as audit
 from varlen.pack.in_python import batch_bounds as batch_bounds

@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.plan_assign import deal as deal
-from oracles.plan_assign import lighten as lighten
-from oracles.plan_assign import regroup as regroup
-from oracles.plan_assign import search as search
-from oracles.plan_compose import arrange as arrange
-from oracles.plan_compose import backward_order as backward_order
-from oracles.plan_compose import backward_waits as backward_waits
-from oracles.plan_compose import composed as composed
-from oracles.plan_compose import composed_ranks as composed_ranks
-from oracles.plan_compose import fill_lightest as fill_lightest
-from oracles.plan_compose import reversed_chains as reversed_chains
-from oracles.plan_compose import task_seconds as task_seconds
-from oracles.plan_compose import to_cut as to_cut
-from oracles.plan_groups import fill as fill
-from oracles.plan_groups import least_work as least_work
-from oracles.plan_groups import share as share
+from tests.oracles.plan_assign import deal as deal
+from tests.oracles.plan_assign import lighten as lighten
+from tests.oracles.plan_assign import regroup as regroup
+from tests.oracles.plan_assign import search as search
+from tests.oracles.plan_compose import arrange as arrange
+from tests.oracles.plan_compose import backward_order as backward_order
+from tests.oracles.plan_compose import backward_waits as backward_waits
+from tests.oracles.plan_compose import composed as composed
+from tests.oracles.plan_compose import composed_ranks as composed_ranks
+from tests.oracles.plan_compose import fill_lightest as fill_lightest
+from tests.oracles.plan_compose import reversed_chains as reversed_chains
+from tests.oracles.plan_compose import task_seconds as task_seconds
+from tests.oracles.plan_compose import to_cut as to_cut
+from tests.oracles.plan_groups import fill as fill
+from tests.oracles.plan_groups import least_work as least_work
+from tests.oracles.plan_groups import share as share
 
 Int32 = NDArray[np.int32]
 Weights = NDArray[Any]

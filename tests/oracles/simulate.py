@@ -11,7 +11,7 @@ from math import inf, nan
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.simulate_dispatch import dispatch as dispatch
+from tests.oracles.simulate_dispatch import dispatch as dispatch
 from varlen.cost.memory import (
     AHEAD,
     ANY,

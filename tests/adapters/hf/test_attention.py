@@ -1,0 +1,260 @@
+"""The registered "varlen" attention: exact per document, and refusing whatever would make it leak."""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.adapters.hf.attention_oracle import by_definition, ends_of, tensors
+from tests.support.hf_models import GROUPED, loss_one_by_one, make, packed, packed_loss, tiny
+from transformers import AttentionInterface, FalconConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
+
+from varlen.adapters import hf
+from varlen.adapters.hf import per_document
+from varlen.adapters.hf.attention import NAME, varlen_attention
+from varlen.adapters.hf.per_document import LayerRules
+from varlen.errors import ModelError
+
+
+@settings(max_examples=50)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5).filter(sum),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    window=st.sampled_from([None, 1, 2, 5, 11, 12]),
+    softcap=st.sampled_from([None, 1.5]),
+    with_sinks=st.booleans(),
+    scale=st.sampled_from([None, 0.3]),
+    value_dim=st.sampled_from([4, 6]),
+    block=st.sampled_from([1, 3, 512]),
+)
+def test_outputs_and_gradients_are_those_of_the_definition(
+    lengths: list[int], heads: tuple[int, int], window: Any, softcap: Any, with_sinks: bool, scale: Any,
+    value_dim: int, block: int,
+) -> None:  # fmt: skip
+    q, k, v = tensors(sum(lengths), *heads, value_dim, seed=len(lengths))
+    sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64, requires_grad=True) if with_sinks else None
+    rules = LayerRules(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    inputs = [q, k, v, *([sinks] if sinks is not None else [])]
+    ends = ends_of(lengths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(per_document, "BLOCK", block)
+        ours = per_document.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
+    theirs = by_definition(q, k, v, ends, rules)
+
+    weights = torch.arange(theirs.numel(), dtype=torch.float64).view_as(theirs).cos()
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+    for mine, other in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs),
+        torch.autograd.grad((theirs * weights).sum(), inputs),
+    ):
+        assert torch.allclose(mine, other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_documents_longer_than_a_block_are_exact(window: int | None) -> None:
+    lengths = [300, 5, 129]
+    q, k, v = (x.detach() for x in tensors(sum(lengths), 2, 1, 4, seed=0))
+    ends, rules = ends_of(lengths), LayerRules(window=window)
+    ours = per_document.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
+
+    assert torch.allclose(ours, by_definition(q, k, v, ends, rules), rtol=0, atol=1e-12)
+
+
+def test_a_document_does_not_feel_even_infinities_in_another() -> None:
+    q, k, v = (x.detach() for x in tensors(9, 2, 1, 4, seed=0))
+    clean = per_document.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
+    for x in (q, k, v):
+        x[:4] = math.nan
+    dirty = per_document.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
+
+    assert torch.equal(clean[4:], dirty[4:])
+    assert bool(dirty[:4].isnan().all())
+
+
+def test_dropout_leaves_out_weights_in_training_and_none_in_evaluation() -> None:
+    model = make(LlamaConfig(**GROUPED, attention_dropout=0.5), NAME)
+    arguments = hf.model_inputs(packed(), model)
+    torch.manual_seed(0)
+    first, second = model.train()(**arguments).logits, model(**arguments).logits
+    calm, again = model.eval()(**arguments).logits, model(**arguments).logits
+
+    assert not torch.equal(first, second)
+    assert torch.equal(calm, again)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_dropout_keeps_the_mean(softcap: float | None) -> None:
+    q, k, _ = (x.detach() for x in tensors(8, 1, 1, 4, seed=0))
+    rules, ones = LayerRules(dropout=0.4, softcap=softcap), torch.ones(8, 1, 4, dtype=torch.float64)
+    torch.manual_seed(0)
+    runs = torch.stack(
+        [
+            per_document.attend(q, k, ones, ends=torch.tensor([0, 8]), longest=None, rules=rules)
+            for _ in range(1500)
+        ]
+    )
+
+    assert runs.mean(0).flatten().tolist() == pytest.approx([1.0] * 32, abs=0.1)
+    assert float(runs.std()) > 0.3
+
+
+def test_attention_sinks_are_those_of_the_model_that_has_them() -> None:
+    config = GptOssConfig(
+        **GROUPED, sliding_window=6, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    models = [make(config, name) for name in ("eager", NAME)]
+    for model in models:
+        model.set_experts_implementation("eager")
+    losses = [packed_loss(model, packed()).item() for model in models]
+
+    # transformers computes eager softmax in float32.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-7)
+    for layer in models[1].model.layers:
+        layer.self_attn.sinks.data -= 1
+    assert packed_loss(models[1], packed()).item() != pytest.approx(losses[1], rel=1e-4)
+
+
+def test_half_precision_is_taken() -> None:
+    model = tiny("llama", NAME, torch.bfloat16)
+
+    assert packed_loss(model, packed()).item() == pytest.approx(
+        loss_one_by_one(tiny("llama", NAME)).item(), rel=0.02
+    )
+
+
+def test_logits_at_padding_are_finite() -> None:
+    model, batch = tiny("llama", NAME), packed()
+
+    assert (batch.segment_ids < 0).any()
+    assert bool(model(**hf.model_inputs(batch, model)).logits.isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_gradient_checkpointing_computes_the_same() -> None:
+    model = tiny("llama", NAME).train()
+    plain = packed_loss(model, packed())
+    plain_gradients = torch.autograd.grad(plain, list(model.parameters()))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = torch.autograd.grad(packed_loss(model, packed()), list(model.parameters()))
+
+    assert all(torch.equal(a, b) for a, b in zip(plain_gradients, again))
+
+
+def test_registering_twice_changes_nothing() -> None:
+    assert hf.register() == hf.register() == NAME
+    assert AttentionInterface._global_mapping[NAME] is varlen_attention
+
+
+def test_use_varlen_attention_sets_it_and_returns_the_model() -> None:
+    model = tiny("llama", "sdpa")
+
+    assert hf.use_varlen_attention(model) is model
+    assert hf.implementation(model) == NAME
+
+
+def test_use_varlen_attention_refuses_a_model_with_an_attention_of_its_own() -> None:
+    model = make(
+        FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4), "eager"
+    )
+
+    with pytest.raises(ModelError, match=r'FalconForCausalLM computes attention by itself.*keeps "eager"'):
+        hf.use_varlen_attention(model)
+
+
+def tokens(rows: int = 2, width: int = 8) -> torch.Tensor:
+    return torch.arange(rows * width).view(rows, width) + 1
+
+
+def test_a_call_without_boundaries_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"without boundaries.*pass model_inputs\(batch, model\)"):
+        tiny("llama", NAME)(input_ids=tokens(), use_cache=False)
+
+
+def test_padded_input_with_a_mask_is_refused_and_all_ones_is_not() -> None:
+    model, mask = tiny("llama", NAME), torch.ones(2, 8, dtype=torch.int64)
+    arguments = hf.plain_inputs(tokens(), model)
+    assert model(**arguments, attention_mask=mask).logits.shape == (2, 8, 97)
+
+    mask[1, 5:] = 0
+    with pytest.raises(ModelError, match="3 masked positions"):
+        model(**arguments, attention_mask=mask)
+
+
+def test_arguments_made_for_another_attention_are_refused() -> None:
+    model = tiny("llama", "sdpa")
+    arguments = hf.model_inputs(packed(), model)
+    hf.use_varlen_attention(model)
+
+    with pytest.raises(ModelError, match="no mask, and was given a mask"):
+        model(**arguments)
+
+
+def test_a_cache_with_earlier_tokens_is_refused() -> None:
+    model = tiny("llama", NAME)
+    arguments = hf.plain_inputs(tokens(1), model) | {"use_cache": True}
+    cache = model(**arguments).past_key_values
+
+    with pytest.raises(ModelError, match="16 keys for 8 queries a row, so a cache is on"):
+        model(**arguments, past_key_values=cache)
+
+
+def test_generating_text_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ModelError, match=r'to generate text.*set_attn_implementation\("sdpa"\)'):
+        tiny("llama", NAME).generate(tokens(1), max_new_tokens=2, do_sample=False)
+
+
+def test_boundaries_that_leave_tokens_out_are_refused() -> None:
+    model = tiny("llama", NAME)
+    arguments = hf.plain_inputs(tokens(), model)
+    arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_q"][:-1]
+
+    with pytest.raises(ModelError, match="end at token 8, but the batch has 2 x 8 tokens"):
+        model(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"is_causal": False}, "attends in both directions"),
+        ({"position_bias": torch.zeros(1)}, "passes position_bias"),
+        ({"sliding": True}, "layer 0 slides a window, but Layer doesn't tell"),
+    ],
+    ids=["bidirectional", "bias", "window untold"],
+)
+def test_patterns_that_it_is_not_told_or_does_not_compute_are_refused(change: Any, words: str) -> None:
+    kind = "sliding_attention" if "sliding" in change else "full_attention"
+
+    class Layer(torch.nn.Module):
+        layer_idx = 0
+        config = types.SimpleNamespace(layer_types=[kind])
+
+    arguments = {name: value for name, value in change.items() if name != "sliding"}
+    heads = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ModelError, match=words):
+        varlen_attention(Layer(), heads, heads, heads, None, cu_seq_lens_q=torch.tensor([0, 4]), **arguments)
+
+
+def test_chunked_attention_is_refused_since_chunks_reach_only_masks() -> None:
+    config = Llama4TextConfig(
+        **GROUPED, attention_chunk_size=8, intermediate_size_mlp=64, num_local_experts=2,
+        interleave_moe_layer_step=2,
+        layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0],
+    )  # fmt: skip
+    model = make(config, NAME, torch.float32)
+    with pytest.raises(ModelError, match="pattern of its own"):
+        model(**hf.model_inputs(packed(), model))
+
+    model.set_attn_implementation("sdpa")
+    assert packed_loss(model, packed()).item() == pytest.approx(loss_one_by_one(model).item(), rel=1e-5)
+
+
+def test_what_is_no_transformers_model_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ModelError, match="Linear has no transformers config"):
+        hf.use_varlen_attention(torch.nn.Linear(2, 2))

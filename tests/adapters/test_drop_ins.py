@@ -1,0 +1,260 @@
+"""Drop-ins have their peers' arguments, defaults, methods and attributes; what differs stands on their page."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.adapters.drop_in_objects import OURS, Tokenizer, broken, made, row_file
+from tests.adapters.drop_ins import DEVIATIONS, FACTS, PAGES, PAIRS, Pair
+
+from varlen.adapters.peers import of_kinds
+from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError
+
+TOLD = json.loads(FACTS.read_text(encoding="utf-8"))
+
+
+def named(path: str) -> Any:
+    """Return what stands under a dotted path: modules, and attributes of what they hold."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part)
+        return found
+    raise LookupError(path)
+
+
+def parameters_of(thing: Any) -> list[list[Any]]:
+    """Name, kind and default's text of each parameter of a callable, without `self`."""
+    found = list(inspect.signature(thing).parameters.values())
+    return [
+        [p.name, p.kind.name, None if p.default is p.empty else repr(p.default)]
+        for p in found
+        if p.name != "self"
+    ]
+
+
+def differences(pair: Pair) -> list[str]:
+    """What a user of the peer would meet: sentences."""
+    ours = named(pair.ours)
+    if pair.theirs:
+        told = TOLD[pair.ours]
+        found = _of_parameters(told["parameters"], parameters_of(ours))
+        for name, theirs in told.get("methods", {}).items():
+            if name in ("__init__",):
+                continue
+            if not hasattr(ours, name):
+                found.append(f"has no method {name}")
+            else:
+                found += [
+                    f"{name}: {each}" for each in _of_parameters(theirs, parameters_of(getattr(ours, name)))
+                ]
+        return found
+    theirs = named(pair.path)
+    found = _of_parameters(parameters_of(theirs), parameters_of(ours))
+    if inspect.isclass(theirs):
+        found += [
+            f"has no {name}" for name in dir(theirs) if not name.startswith("_") and not hasattr(ours, name)
+        ]
+    return found
+
+
+def _of_parameters(theirs: list[list[Any]] | None, ours: list[list[Any]]) -> list[str]:
+    if theirs is None:
+        return []
+    named_ours = {name: (kind, default) for name, kind, default in ours if not kind.startswith("VAR_")}
+    takes_all = {kind for _, kind, _ in ours if kind.startswith("VAR_")}
+    found = []
+    places = [name for name, kind, _ in ours if kind in ("POSITIONAL_OR_KEYWORD", "POSITIONAL_ONLY")]
+    place = 0
+    for name, kind, default in theirs:
+        if kind.startswith("VAR_"):
+            if kind not in takes_all:
+                found.append(f"takes no {'*' if kind == 'VAR_POSITIONAL' else '**'}{name}")
+            continue
+        if name not in named_ours:
+            place += kind == "POSITIONAL_OR_KEYWORD"
+            if takes_all != {"VAR_POSITIONAL", "VAR_KEYWORD"} and not (
+                "VAR_KEYWORD" in takes_all and kind == "KEYWORD_ONLY"
+            ):
+                found.append(f"takes no {name}")
+            continue
+        if kind == "POSITIONAL_OR_KEYWORD":
+            if name not in places:
+                found.append(f"{name} is keyword-only")
+            elif places.index(name) != place:
+                found.append(f"{name} stands at place {places.index(name)}, not {place}")
+            place += 1
+        mine = named_ours[name][1]
+        if default is not None and mine is None:
+            found.append(f"{name} has no default, there {default}")
+        elif default is not None and not _same(default, mine):
+            found.append(f"{name} is {mine} by default, there {default}")
+    required = [name for name, kind, default in ours if default is None and not kind.startswith("VAR_")]
+    known = {name for name, _, _ in theirs}
+    found += [f"wants {name} besides" for name in required if name not in known]
+    return found
+
+
+def _same(one: str, other: str) -> bool:
+    if one == other or (other == "<factory>" and one.endswith("()")):
+        return True
+    try:
+        return bool(ast.literal_eval(one) == ast.literal_eval(other))
+    except (ValueError, SyntaxError):
+        return False
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.ours.removeprefix("varlen.adapters."))
+def test_arguments_defaults_and_methods_are_the_peers_but_where_the_table_says_why(pair: Pair) -> None:
+    assert sorted(differences(pair)) == sorted(DEVIATIONS.get(pair.ours, {}))
+
+
+@pytest.mark.parametrize("ours", DEVIATIONS)
+def test_every_deviation_stands_with_its_reason_on_the_frameworks_page(ours: str) -> None:
+    page = " ".join(Path("docs/frameworks", PAGES[ours.split(".")[2]]).read_text(encoding="utf-8").split())
+
+    for deviation, reason in DEVIATIONS[ours].items():
+        assert reason in page, f"{ours}: {deviation}"
+
+
+def test_every_public_name_of_an_adapter_is_a_drop_in_or_known_to_be_our_own() -> None:
+    paired = {pair.ours for pair in PAIRS}
+    rooms = {".".join(ours.split(".")[:-1]) for ours in paired if not ours.endswith("__call__")}
+    rooms = {room for room in rooms if hasattr(importlib.import_module(room), "__all__")}
+    unknown = {
+        f"{room}.{name}"
+        for room in rooms
+        for name in importlib.import_module(room).__all__
+        if f"{room}.{name}" not in paired and f"{room}.{name}".removeprefix("varlen.adapters.") not in OURS
+    }
+    assert not unknown, "pair each with what it stands for, or add it to OURS"
+
+
+CLASSES = [name for name, told in TOLD.items() if "attributes" in told]
+
+
+@pytest.mark.parametrize("ours", CLASSES, ids=lambda name: name.removeprefix("varlen.adapters."))
+def test_attributes_are_there_and_can_be_written_where_the_peers_can(ours: str, tmp_path: Path) -> None:
+    thing = made(ours, tmp_path)
+    settable = set(TOLD[ours]["attributes"]) - set(COUNTED.get(ours.removeprefix("varlen.adapters."), ()))
+
+    missing = [name for name in TOLD[ours]["attributes"] if not hasattr(thing, name)]
+    assert missing == list(WITHOUT.get(ours.removeprefix("varlen.adapters."), ()))
+    for name in sorted(settable - set(missing)):
+        if not inspect.isclass(thing):
+            setattr(thing, name, getattr(thing, name))
+
+
+WITHOUT = {"torchtune.PackedDataset": ("previous_sample_boundary",)}
+"""Attributes of peers that hold the state of their loops."""
+COUNTED = {
+    "axolotl.MultipackBatchSampler": ("total_token_slots", "total_tokens_used"),
+    "multipack.MultipackDistributedBatchSampler": ("eff_total_slots", "eff_total_used"),
+    "torchtune.PackedDataset": ("packs",),
+}
+"""Attributes that are counted from the packs, and not written."""
+
+
+def test_samplers_pack_by_what_is_written_after_they_were_made() -> None:
+    from varlen.adapters.axolotl import MultipackBatchSampler
+    from varlen.adapters.multipack import MultipackDistributedBatchSampler
+
+    ax = MultipackBatchSampler(range(4), 1, 8, [4, 4, 4, 4], 9)
+    multi = MultipackDistributedBatchSampler(8, np.array([4, 4, 4, 4]), 1, 0)
+    assert (len(ax), len(multi)) == (2, 2)
+
+    ax.batch_max_len = multi.batch_max_length = 4
+
+    assert (len(list(ax)), len(list(multi))) == (4, 4)
+    ax.lengths = multi.lengths = [2, 2, 2, 2]  # type: ignore[assignment]
+    assert (len(ax), len(multi)) == (2, 2)
+
+
+def test_megatrons_batches_are_made_by_what_is_written_after_the_data_set_was_made(tmp_path: Path) -> None:
+    from varlen.adapters.megatron import GPTSFTPackedParquetDataset
+
+    path = row_file(tmp_path)
+    written: dict[str, Any] = {
+        "max_seq_length": 32,
+        "pad_to_max_length": True,
+        "return_cu_seqlen": False,
+        "answer_only_loss": False,
+        "pad_seq_length_to_mult": 8,
+        "ceil_to_power_2": True,
+    }
+    for name, value in written.items():
+        late, early = GPTSFTPackedParquetDataset(path, Tokenizer()), None
+        before = late.collate_fn([late[0]])
+        setattr(late, name, value)
+        early = GPTSFTPackedParquetDataset(path, Tokenizer(), **{name: value})
+
+        ours, theirs = late.collate_fn([late[0]]), early.collate_fn([early[0]])
+
+        assert getattr(late, name) == value
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(np.asarray(ours[key]), np.asarray(theirs[key])) for key in theirs), name
+        if name not in ("ceil_to_power_2", "max_seq_length"):  # the others change this batch
+            assert any(
+                key not in before or not np.array_equal(np.asarray(before[key]), np.asarray(ours[key]))
+                for key in ours
+            ), name
+    late = GPTSFTPackedParquetDataset(path, Tokenizer())
+    late.tokenizer = type("Other", (), {"eos_id": 77})()
+    assert 77 in late.collate_fn([late[0]])["tokens"]
+    late.pad_cu_seqlens = True
+    with pytest.raises(AssertionError, match="'pad_to_max_length=True' is required"):
+        late.collate_fn([late[0]])
+
+
+RAISED = {
+    name.removeprefix("varlen.adapters."): kinds
+    for name, told in TOLD.items()
+    if (kinds := sorted({"AssertionError", "RuntimeError", "FileNotFoundError"}.intersection(told["raises"])))
+} | {
+    "fast_axolotl.streaming_dataset_reader": ["RuntimeError"],
+    "trl.pack_dataset": ["AssertionError", "TypeError"],
+}
+"""Drop-ins whose peers raise what no error of ours is by itself; the last two were seen by running them."""
+NOT_OURS = {"megatron.get_seqlen_list", "megatron.fill_packing_strategy"}
+"""Whose assertions hold for anything that a caller can give, or guard the peer's own loops."""
+
+
+@pytest.mark.parametrize("ours", sorted(set(RAISED) - NOT_OURS))
+def test_errors_are_of_the_peers_classes_and_of_ours(ours: str, tmp_path: Path) -> None:
+    with pytest.raises(VarlenError) as raised:
+        broken(ours, tmp_path)()
+
+    for kind in RAISED[ours]:
+        assert isinstance(raised.value, getattr(builtins, kind)), kind
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (type(again), str(again)) == (type(raised.value), str(raised.value))
+    assert raised.value.__suppress_context__
+
+
+def test_an_error_of_more_classes_keeps_its_name_words_and_trace() -> None:
+    with pytest.raises(SourceError) as raised:
+        raise SourceError("gone")
+
+    made = of_kinds(raised.value, (FileNotFoundError, ValueError))
+
+    assert made.__traceback__ is raised.value.__traceback__
+    assert isinstance(made, SourceError)
+    assert isinstance(made, FileNotFoundError)
+    assert (type(made).__name__, str(made)) == ("SourceError", "gone")
+    assert of_kinds(made, (FileNotFoundError,)) is made
+    assert not isinstance(SettingError("x"), AssertionError)
+    assert not isinstance(DocumentsError("x"), AssertionError)

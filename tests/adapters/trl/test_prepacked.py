@@ -1,0 +1,128 @@
+"""A packed set trains in TRL's SFTTrainer as it is, with the loss of its documents one by one."""
+
+import warnings
+from importlib.util import find_spec
+
+import pytest
+from tests.support.offline_packs import documents_of, pack, write_chats, write_texts
+
+MISSING = [name for name in ("trl", "datasets", "torch", "transformers") if find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed here: {', '.join(MISSING)}"),
+    pytest.mark.filterwarnings("ignore"),  # of the libraries about each other
+]
+VOCABULARY = 260
+
+
+def tiny_model():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.3,  # sharp enough that the documents before would be noticed
+        bos_token_id=256,
+        eos_token_id=256,
+        pad_token_id=257,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).float()
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    names = {f"<{n}>": n for n in range(256)} | {"<eos>": 256, "<pad>": 257, "<a>": 258, "<b>": 259}
+    made = Tokenizer(models.WordLevel(names, unk_token="<0>"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+
+
+def trained(folder, work, *, columns=("input_ids", "labels", "seq_lengths"), rows=2, **settings):
+    """Train for as many rows as there are, `rows` a step, without moving a weight; returns the losses logged."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = datasets.load_dataset(
+            "parquet", data_files=f"{folder}/*.parquet", split="train", cache_dir=str(work / "cache")
+        )
+        chosen = {"padding_free": True, "max_length": None, **settings}
+        arguments = SFTConfig(
+            output_dir=str(work / "run"),
+            dataset_kwargs={"skip_prepare_dataset": True},
+            per_device_train_batch_size=rows,
+            max_steps=len(data) // rows,
+            learning_rate=0.0,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            shuffle_dataset=False,
+            **chosen,
+        )
+        trainer = SFTTrainer(
+            model=tiny_model(),
+            args=arguments,
+            train_dataset=data.select_columns(list(columns)),
+            processing_class=tiny_tokenizer(),
+        )
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def loss_of_each_document(folder):
+    """The mean over the trained tokens of all documents, each alone in the model."""
+    import torch
+
+    model = tiny_model().eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for ids, labels in documents_of(folder):
+            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+            total += float(
+                torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
+            )
+            count += sum(label != -100 for label in labels[1:])
+    return total / count
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """Texts, of which all is trained on, and chats, of which the answers are; and the number of rows."""
+    (tmp_path / "in").mkdir()
+    write_texts(tmp_path / "in" / "a.jsonl", 12)
+    write_chats(tmp_path / "in" / "b.jsonl", 12)
+    done = pack(tmp_path / "in", tmp_path / "out", capacity=320)
+    assert done.manifest["num_packs"] > 2
+    return tmp_path / "out", done.manifest["num_packs"]
+
+
+def test_the_loss_is_that_of_the_documents_one_by_one(tmp_path, packed):
+    folder, rows = packed
+
+    (loss,) = trained(folder, tmp_path, rows=rows)
+
+    assert loss == pytest.approx(loss_of_each_document(folder), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "broken", [{"padding_free": False}, {"columns": ("input_ids", "labels")}], ids=["padded", "unmarked"]
+)
+def test_without_the_boundaries_the_loss_is_another(tmp_path, packed, broken):
+    folder, rows = packed
+
+    (loss,) = trained(folder, tmp_path, rows=rows, **broken)
+
+    assert abs(loss - loss_of_each_document(folder)) > 1e-3

@@ -1,0 +1,353 @@
+"""Documents, labels, masks and columns in every form that a caller may hold them in give the same batch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.batch.batches import Case, cases, same_batch, tokens_like
+from tests.support.rarely import mostly
+
+import varlen as vl
+from varlen.batch import kernels
+from varlen.batch.documents import as_ragged
+from varlen.errors import DocumentsError
+
+Form = Callable[[list[list[Any]]], Any]
+LENGTHS = [5, 2, 0, 6, 3, 8, 1]
+DOCUMENTS = tokens_like(LENGTHS)
+
+
+def none_wanted() -> np.ndarray:
+    raise AssertionError("flat documents are read where they lie, whichever are wanted")
+
+
+def offsets_of(documents: list[list[Any]], dtype: Any = np.int64) -> np.ndarray:
+    return np.cumsum([0, *map(len, documents)]).astype(dtype)
+
+
+def flat(dtype: Any, offsets: Any = np.int64) -> Form:
+    return lambda documents: (
+        np.array([value for part in documents for value in part], dtype),
+        offsets_of(documents, offsets),
+    )
+
+
+def read_only(documents: list[list[Any]]) -> Any:
+    values, offsets = flat(np.int32)(documents)
+    values.flags.writeable = offsets.flags.writeable = False
+    return values, offsets
+
+
+def strided(documents: list[list[Any]]) -> Any:
+    values, offsets = flat(np.int32)(documents)
+    return np.repeat(values, 2)[::2], np.repeat(offsets, 3)[::3]
+
+
+def with_junk_around(documents: list[list[Any]]) -> Any:
+    values, offsets = flat(np.int32)(documents)
+    return np.concatenate([[-9, -9, -9], values, [-9]]), offsets + 3
+
+
+def sliced_arrow(documents: list[list[Any]]) -> Any:
+    return pa.array([[-9, -9], *documents, [-9]], type=pa.list_(pa.int32())).slice(1, len(documents))
+
+
+def sliced_beside_nulls(documents: list[list[Any]]) -> Any:
+    return pa.array([[None, -9], *documents], type=pa.list_(pa.int32())).slice(1)
+
+
+def chunked_arrow(documents: list[list[Any]]) -> Any:
+    parts = [documents[:2], [], documents[2:3], documents[3:]]
+    return pa.chunked_array([pa.array(part, type=pa.list_(pa.int64())) for part in parts])
+
+
+FORMS: dict[str, Form] = {
+    "lists": lambda documents: documents,
+    "arrays": lambda documents: [np.array(part, np.int64) for part in documents],
+    "tensors": lambda documents: [torch.tensor(part, dtype=torch.int64) for part in documents],
+    "tuples": lambda documents: [tuple(part) for part in documents],
+    "ranges": lambda documents: [range(part[0], part[-1] + 1) if part else range(0) for part in documents],
+    "mixed": lambda documents: [
+        [list, tuple, np.array, torch.tensor][place % 4](part) for place, part in enumerate(documents)
+    ],
+    "array of objects": lambda documents: np.array([*map(np.array, documents), None], object)[:-1],
+    **{
+        f"flat {dtype}": flat(dtype)
+        for dtype in ("int32", "int64", "uint16", "uint32", "int16", "uint64", ">i4")
+    },
+    "flat with 32-bit offsets": flat(np.int32, np.int32),
+    "flat with offsets of uint64": flat(np.int32, np.uint64),
+    "flat list": lambda documents: (
+        [value for part in documents for value in part],
+        offsets_of(documents).tolist(),
+    ),
+    "flat tensors": lambda documents: tuple(map(torch.from_numpy, flat(np.int64)(documents))),
+    "flat Arrow": lambda documents: (pa.array(flat(np.int32)(documents)[0]), offsets_of(documents)),
+    "read-only": read_only,
+    "strided": strided,
+    "junk around": with_junk_around,
+    "Arrow list": lambda documents: pa.array(documents, type=pa.list_(pa.int64())),
+    "Arrow list of uint16": lambda documents: pa.array(documents, type=pa.list_(pa.uint16())),
+    "Arrow large list": lambda documents: pa.array(documents, type=pa.large_list(pa.int32())),
+    "Arrow list view": lambda documents: pa.array(documents, type=pa.list_view(pa.int32())),
+    "Arrow sliced": sliced_arrow,
+    "Arrow sliced beside nulls": sliced_beside_nulls,
+    "Arrow chunked": chunked_arrow,
+    "Arrow one chunk": lambda documents: pa.chunked_array([pa.array(documents, type=pa.list_(pa.int32()))]),
+    "Arrow column of a table": lambda documents: pa.table({"ids": documents})["ids"],
+}
+COMPILED_ANEW = {"flat uint32", "flat int16", "flat uint64", "flat with offsets of uint64"}
+"""Of dtypes that no other test has: a kernel takes longer to compile than to fill all batches."""
+
+
+@pytest.mark.parametrize("name", mostly(set(FORMS) - COMPILED_ANEW, FORMS))
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_documents_of_every_form_give_the_same_batch(name: str, layout: str) -> None:
+    form, packing = FORMS[name], vl.pack(LENGTHS, 8)
+    for pack_ids in (None, [2, 0], [1, 1], []):
+        given_ = {"pack_ids": pack_ids, "layout": layout}
+        same_batch(vl.collate(form(DOCUMENTS), packing, **given_), vl.collate(DOCUMENTS, packing, **given_))
+
+
+@pytest.mark.parametrize("name", mostly(set(FORMS) - COMPILED_ANEW, FORMS))
+def test_labels_of_every_form_give_the_same_batch_beside_any_documents(name: str) -> None:
+    form, packing = FORMS[name], vl.pack(LENGTHS, 8)
+    labels = tokens_like(LENGTHS, 30)
+    wanted = vl.collate(DOCUMENTS, packing, labels=labels)
+    for documents in (DOCUMENTS, flat(np.int32)(DOCUMENTS), FORMS["Arrow list"](DOCUMENTS)):
+        same_batch(vl.collate(documents, packing, labels=form(labels)), wanted)
+
+
+MASKS: dict[str, Form] = {
+    "ints": lambda mask: mask,
+    "booleans": lambda mask: [[bool(value) for value in part] for part in mask],
+    "booleans and ints": lambda mask: [[bool(part[0]), *part[1:]] if part else [] for part in mask],
+    "floats": lambda mask: [[float(value) for value in part] for part in mask],
+    "arrays of booleans": lambda mask: [np.array(part, np.bool_) for part in mask],
+    "flat booleans": flat(np.bool_),
+    "flat floats": flat(np.float32),
+    "flat floats of 16 bits": flat(np.float16),
+    "flat bytes": flat(np.uint8),
+    "Arrow booleans": lambda mask: pa.array(
+        [[bool(value) for value in part] for part in mask], pa.list_(pa.bool_())
+    ),
+    "tensors": lambda mask: [torch.tensor(part, dtype=torch.bool) for part in mask],
+}
+
+
+@pytest.mark.parametrize("form", MASKS.values(), ids=MASKS)
+def test_masks_of_every_form_give_the_same_batch(form: Form) -> None:
+    packing = vl.pack(LENGTHS, 8)
+    mask = [[token % 3 % 2 for token in part] for part in DOCUMENTS]
+    wanted = vl.collate(DOCUMENTS, packing, loss_mask=mask)
+    assert 0 < wanted.num_targets < sum(LENGTHS) - wanted.num_segments
+    for documents in (DOCUMENTS, flat(np.int32)(DOCUMENTS)):
+        same_batch(vl.collate(documents, packing, loss_mask=form(mask)), wanted)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(25, dtype=np.int64),
+        list(range(25)),
+        torch.arange(25),
+        pa.array(range(25)),
+        np.arange(25, dtype=np.uint8),
+    ],
+    ids=["array", "list", "tensor", "Arrow", "bytes"],
+)
+@pytest.mark.parametrize("form", [list, torch.tensor, pa.array], ids=["lists", "tensors", "Arrow"])
+def test_flat_values_share_the_offsets_of_flat_documents(values: Any, form: Callable[[Any], Any]) -> None:
+    packing = vl.pack(LENGTHS, 8)
+    documents = flat(np.int32)(DOCUMENTS)
+    wanted = vl.collate(documents, packing, labels=(np.arange(25), documents[1]))
+
+    same_batch(vl.collate(documents, packing, labels=values), wanted)
+    others = tuple(map(form, documents))
+    same_batch(vl.collate(others, packing, labels=values), wanted)
+    with pytest.raises(DocumentsError, match="labels: 24 values for 25 tokens; one a token is needed"):
+        vl.collate(others, packing, labels=values[:24])
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "float32", "int64", "uint64", "float64"],
+)
+def test_a_column_keeps_its_dtype_and_its_values(dtype: str) -> None:
+    packing = vl.pack(LENGTHS, 8)
+    values = [np.array([token % 7 + 0.5 for token in part]).astype(dtype) for part in DOCUMENTS]
+    pad = np.ones(1, dtype)[0]
+    batch = vl.collate(DOCUMENTS, packing, columns={"x": values}, column_pads={"x": pad})
+    place = batch.segment_ids >= 0
+    of_token = {token: value for part, row in zip(DOCUMENTS, values) for token, value in zip(part, row)}
+
+    assert batch.columns["x"].dtype == np.dtype(dtype)
+    assert batch.columns["x"][place].tolist() == [of_token[token].item() for token in batch.input_ids[place]]
+    assert set(batch.columns["x"][~place].tolist()) == {pad.item()}
+
+
+def test_a_batch_of_nothing_has_columns_of_the_dtype_of_the_documents() -> None:
+    packing = vl.pack([0, 2], 4)
+    chunks = pa.chunked_array([pa.array([[]], pa.list_(pa.float64())), pa.array([[0.5, 1.5]])])
+    for values in ([[], [0.5, 1.5]], [np.empty(0, np.float64), np.array([0.5, 1.5])], chunks):
+        batch = vl.collate([[], [1, 2]], packing, pack_ids=[], columns={"x": values}, column_pads={"x": -0.5})
+        assert batch.columns["x"].dtype == np.float64
+    whole = vl.collate([[], [1, 2]], packing, pack_ids=[], columns={"x": chunks})
+    assert whole.columns["x"].dtype == np.float64
+
+
+def test_special_floats_pass_through_a_column_bit_by_bit() -> None:
+    values = np.array([np.nan, np.inf, -0.0], np.float32)
+    batch = vl.collate(
+        [[1, 2, 3]], vl.pack([3], 4), columns={"x": [values]}, column_pads={"x": float("-inf")}
+    )
+
+    assert batch.columns["x"].tobytes() == np.array([*values, -np.inf], np.float32).tobytes()
+
+
+def test_memory_mapped_tokens_are_read_where_they_lie(tmp_path: Path) -> None:
+    np.array([token for part in DOCUMENTS for token in part], np.uint16).tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", np.uint16, mode="r")
+    packing = vl.pack(LENGTHS, 8)
+
+    same_batch(vl.collate((mapped, offsets_of(DOCUMENTS)), packing), vl.collate(DOCUMENTS, packing))
+    ragged, _ = as_ragged((mapped, offsets_of(DOCUMENTS)), len(DOCUMENTS), none_wanted, "documents")
+    assert np.shares_memory(ragged.values, mapped)
+
+
+def test_arrow_tokens_are_read_where_they_lie() -> None:
+    array = pa.array(DOCUMENTS, type=pa.list_(pa.int32()))
+    for form in (array, pa.chunked_array([array]), array.slice(2)):
+        ragged, _ = as_ragged(form, len(form), none_wanted, "documents")
+        assert np.shares_memory(ragged.values, array.values.to_numpy())
+
+
+def test_of_a_list_and_of_chunks_only_the_documents_of_the_batch_are_converted() -> None:
+    class Unreadable:
+        def __len__(self) -> int:
+            raise AssertionError("a document that no pack of this batch holds was read")
+
+    packing = vl.pack([3, 8, 2], 8, "next_fit")
+    documents: list[Any] = [[1, 2, 3], Unreadable(), [4, 5]]
+    assert vl.collate(documents, packing, pack_ids=[2, 0]).num_tokens == 5
+
+    chunks = pa.chunked_array([pa.array([[1, 2, 3]]), pa.array([[1] * 8]), pa.array([[4, 5]])])
+    ragged, places = as_ragged(chunks, len(chunks), lambda: np.array([2, 0]), "documents")
+    assert ragged.values.tolist() == [1, 2, 3, 4, 5]
+    assert places.tolist() == [1, 0]
+
+
+@settings(max_examples=2 * settings.default.max_examples)
+@given(cases(), st.sampled_from(["arrays", "flat int64", "Arrow list", "Arrow chunked", "junk around"]))
+def test_any_batch_is_the_same_from_lists_and_from_other_forms(case: Case, form: str) -> None:
+    convert = FORMS[form]
+    assume(case.documents or "Arrow" not in form)
+    labels = None if case.labels is None else convert(case.labels)
+
+    same_batch(case.collate(documents=convert(case.documents), labels=labels), case.collate())
+
+
+class Word(enum.IntEnum):
+    HELLO = 7
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens"),
+    [
+        ([[1, 2], [3]], [1, 2, 3]),
+        ([[1, 2**31 - 1], [0]], [1, 2**31 - 1, 0]),
+        ([[np.int64(1), 2], [np.uint16(3)]], [1, 2, 3]),
+        ([[Word.HELLO, 2], [3]], [7, 2, 3]),
+        ([[True, 2], [3]], [1, 2, 3]),
+        ([[1, 2], np.array([3])], [1, 2, 3]),
+    ],
+    ids=[
+        "ints",
+        "limits of 32 bits",
+        "numpy ints",
+        "subclasses of int",
+        "booleans among ints",
+        "an array among lists",
+    ],
+)
+def test_lists_of_anything_that_is_a_whole_number_are_read(documents: Any, tokens: list[int]) -> None:
+    batch = vl.collate(documents, vl.pack([2, 1], 3))
+
+    assert batch.input_ids.tolist() == [tokens]
+    assert batch.input_ids.dtype == np.int32
+
+
+class Tokens(list):  # type: ignore[type-arg]
+    """A list by another name."""
+
+
+def test_subclasses_of_list_and_empty_lists_are_read() -> None:
+    packing = vl.pack([2, 0, 1], 3)
+
+    assert vl.collate([Tokens([1, 2]), [], Tokens([3])], packing).input_ids.tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("documents", "words"),
+    [
+        (
+            [[1, 2**31], [3]],
+            "token ids run from 1 to 2,147,483,648, outside of int32; these are no token ids",
+        ),
+        ([[1, -(2**31) - 1], [3]], "token ids run from -2,147,483,649 to 3, outside of int32"),
+        ([[1, 2**63], [3]], "token ids must be whole numbers|outside of int32"),
+        ([[1, 2**70], [3]], "token ids must be whole numbers, got dtype object"),
+        ([[1.0, 2.0], [3.0]], "token ids must be whole numbers, got dtype float64"),
+        ([[1, 2.5], [3]], "token ids must be whole numbers, got dtype float64"),
+        ([[True, False], [True]], "token ids must be whole numbers, got dtype bool"),
+        ([["a", "b"], ["c"]], "token ids must be whole numbers, got dtype <U1"),
+        ([[1, None], [3]], "token ids must be whole numbers, got dtype object"),
+        ([[1, [2]], [3]], "documents: entry 0 can't be read as an array"),
+        ([[[1, 2]], [3]], r"documents: entry 0 must have one dimension, got shape \(1, 2\)"),
+        ([[1, 2], 3], r"documents: entry 1 must have one dimension, got shape \(\)"),
+        ([{"input_ids": [1, 2]}, [3]], "documents: entry 0 must have one dimension"),
+    ],
+)
+def test_lists_of_anything_else_are_refused(documents: Any, words: str) -> None:
+    with pytest.raises(DocumentsError, match=words):
+        vl.collate(documents, vl.pack([2, 1], 3))
+
+
+@pytest.mark.parametrize(
+    ("form", "is_plain"),
+    [
+        ("flat int64", True),
+        ("flat uint16", True),
+        ("Arrow list", True),
+        ("flat uint64", False),
+        ("lists", False),
+    ],
+)
+def test_a_batch_that_needs_nothing_special_takes_one_kernel_call(
+    replace_kernel: Callable[..., None], form: str, is_plain: bool
+) -> None:
+    calls, whole = [], kernels.plain_batch
+
+    def watched(*arguments: Any) -> Any:
+        calls.append("plain")
+        return whole(*arguments)
+
+    replace_kernel(kernels, "plain_batch", watched)
+    packing = vl.pack(LENGTHS, 8)
+    documents = FORMS[form](DOCUMENTS)
+
+    same_batch(vl.collate(documents, packing, [1, 0]), vl.collate(DOCUMENTS, packing, [1, 0]))
+    assert calls == ["plain"] * is_plain
+    for more in ({"labels": documents}, {"columns": {"x": documents}}, {"loss_mask": documents}):
+        vl.collate(documents, packing, **more)
+    vl.collate(documents, packing, out=vl.collate(documents, packing, labels=documents))
+    assert calls == ["plain"] * is_plain

@@ -1,0 +1,383 @@
+"""What `vl.collate` refuses: one clear sentence each, and nothing written into the caller's buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.batch.batches import tokens_like
+
+import varlen as vl
+from varlen.errors import DocumentsError, InputError, OutputBufferError, SettingError
+
+LENGTHS = [3, 2, 4]
+DOCUMENTS = tokens_like(LENGTHS)
+PACKING = vl.pack(LENGTHS, 8)
+FLAT = np.arange(1, 10, dtype=np.int32)
+NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
+
+
+def buffers(shape: tuple[int, int] = (2, 8), **columns: Any) -> dict[str, np.ndarray]:
+    made = {name: np.full(shape, -7, np.int32) for name in NAMES}
+    return {**made, **{name: np.full(shape, -7, dtype) for name, dtype in columns.items()}}
+
+
+REFUSED: list[tuple[dict[str, Any], type[InputError], str]] = [
+    # packs
+    (
+        {"pack_ids": [0, 2]},
+        SettingError,
+        r"pack id 2 is out of range: this packing has packs 0 to 1 \(1 of 2 pack ids",
+    ),
+    ({"pack_ids": [-1]}, SettingError, "pack id -1 is out of range"),
+    ({"pack_ids": [2**64 - 1]}, SettingError, "pack id 9223372036854775807 is out of range"),
+    ({"pack_ids": [[0]]}, DocumentsError, "pack_ids must be whole numbers in one dimension"),
+    ({"pack_ids": [0.0]}, DocumentsError, "pack_ids must be whole numbers in one dimension, got float64"),
+    (
+        {"pack_ids": [True, False]},
+        DocumentsError,
+        "pack_ids must be whole numbers in one dimension, got bool",
+    ),
+    ({"pack_ids": [[0], [0, 1]]}, DocumentsError, "pack_ids can't be read as whole numbers"),
+    # documents
+    ({"documents": DOCUMENTS[:2]}, DocumentsError, "documents: 2 documents given, but 3 lengths were packed"),
+    (
+        {"documents": [*DOCUMENTS, [1]]},
+        DocumentsError,
+        "documents: 4 documents given, but 3 lengths were packed",
+    ),
+    (
+        {"documents": [[1, 2], [4, 5], [6, 7, 8, 9]]},
+        DocumentsError,
+        r"document 0 doesn't match the packing: it has 2 values here but was packed up to token 3 \(1 of 3 segments",
+    ),
+    (
+        {"documents": [[1, 2, 3, 4], [4, 5], [6, 7, 8, 9]]},
+        DocumentsError,
+        "it has 4 values here but was packed up to",
+    ),
+    (
+        {"documents": "abc"},
+        DocumentsError,
+        "documents must be a list of arrays, .* or an Arrow list array; got str",
+    ),
+    ({"documents": 5}, DocumentsError, "documents must be a list of arrays, .*; got int"),
+    (
+        {"documents": {"input_ids": DOCUMENTS}},
+        DocumentsError,
+        "documents must be a list of arrays, .*; got dict",
+    ),
+    (
+        {"documents": iter(DOCUMENTS)},
+        DocumentsError,
+        "documents must be a list of arrays, .*; got list_iterator",
+    ),
+    ({"documents": (FLAT,)}, DocumentsError, r"documents as a tuple must be \(values, offsets\)"),
+    ({"documents": (FLAT, 3)}, DocumentsError, r"documents as a tuple must be \(values, offsets\)"),
+    ({"documents": (FLAT, [])}, DocumentsError, r"documents as a tuple must be \(values, offsets\)"),
+    (
+        {"documents": (FLAT, [0, 3, 5])},
+        DocumentsError,
+        "documents: 2 documents given, but 3 lengths were packed",
+    ),
+    (
+        {"documents": (FLAT, [0, 3, 2, 9])},
+        DocumentsError,
+        r"offsets must rise, but document 1 begins at 3 and ends at 2 \(1 of 3 documents\)",
+    ),
+    ({"documents": (FLAT, [0, 3, 5, 10])}, DocumentsError, "offsets 5 to 10 lie outside of the 9 values"),
+    ({"documents": (FLAT, [-1, 2, 4, 8])}, DocumentsError, "offsets -1 to 2 lie outside of the 9 values"),
+    (
+        {"documents": (FLAT, [0.0, 3.0, 5.0, 9.0])},
+        DocumentsError,
+        "whole-number offsets; got .* offsets float64",
+    ),
+    (
+        {"documents": (FLAT.reshape(3, 3), [0, 3, 5, 9])},
+        DocumentsError,
+        r"one-dimensional values .* shape \(3, 3\)",
+    ),
+    (
+        {"documents": (FLAT / 2, [0, 3, 5, 9])},
+        DocumentsError,
+        "token ids must be whole numbers, got dtype float64",
+    ),
+    (
+        {"documents": (FLAT > 2, [0, 3, 5, 9])},
+        DocumentsError,
+        "token ids must be whole numbers, got dtype bool",
+    ),
+    (
+        {"documents": (FLAT.astype(np.int64) << 30, [0, 3, 5, 9])},
+        DocumentsError,
+        "token ids run from 1,073,741,824 to 9,663,676,416, outside of int32",
+    ),
+    (
+        {"documents": (FLAT.astype(np.uint64) - 2, [0, 3, 5, 9])},
+        DocumentsError,
+        "token ids run from .* to 18,446,744,073,709,551,615, outside of int32",
+    ),
+    (
+        {"documents": ([[1], [2, 3]], [0, 3, 5, 9])},
+        DocumentsError,
+        "can't be read as arrays of values and offsets",
+    ),
+    ({"documents": pa.array([1, 2, 3])}, DocumentsError, "must be of a list type, got int64"),
+    ({"documents": pa.array([{"a": [1]}] * 3)}, DocumentsError, "must be of a list type, got struct<a: list"),
+    (
+        {"documents": pa.array([[1, 2, 3], None, [1, 2, 3, 4]])},
+        DocumentsError,
+        "1 nulls in place of documents",
+    ),
+    (
+        {"documents": pa.array([[1, 2, 3], [1, None], [1, 2, 3, 4]])},
+        DocumentsError,
+        "1 nulls in place of values",
+    ),
+    # labels, masks, columns
+    (
+        {"labels": [[1, 2, 3], [4], [6, 7, 8, 9]]},
+        DocumentsError,
+        "labels: document 1 has 1 values for 2 tokens",
+    ),
+    ({"labels": [[1, 2, 3]]}, DocumentsError, "labels: 1 documents given, but 3 lengths were packed"),
+    (
+        {"labels": [[0.5] * 3, [1] * 2, [1] * 4]},
+        DocumentsError,
+        "labels must be whole numbers, got dtype float64",
+    ),
+    ({"labels": [[2**40] * 3, [1] * 2, [1] * 4]}, DocumentsError, "labels run from 1 to 1,099,511,627,776"),
+    (
+        {"loss_mask": [[1] * 3, [1] * 3, [1] * 4]},
+        DocumentsError,
+        "loss_mask: document 1 has 3 values for 2 tokens",
+    ),
+    (
+        {"loss_mask": [["a"] * 3, ["b"] * 2, ["c"] * 4]},
+        DocumentsError,
+        "loss_mask must be numbers or booleans",
+    ),
+    (
+        {"documents": (FLAT, [0, 3, 5, 9]), "loss_mask": np.ones(8)},
+        DocumentsError,
+        "loss_mask: 8 values for 9 tokens; one a token is needed",
+    ),
+    (
+        {"documents": (FLAT, [0, 3, 5, 9]), "loss_mask": pa.array([1] * 8 + [None])},
+        DocumentsError,
+        "loss_mask hold 1 nulls in place of values",
+    ),
+    (
+        {"columns": {"x": [[1] * 3, [1], [1] * 4]}},
+        DocumentsError,
+        "column 'x': document 1 has 1 values for 2 tokens",
+    ),
+    (
+        {"columns": {"x": [["a"] * 3, ["b"] * 2, ["c"] * 4]}},
+        DocumentsError,
+        "column 'x' must hold numbers or boo",
+    ),
+    (
+        {"columns": {"x": [[1j] * 3, [1j] * 2, [1j] * 4]}},
+        DocumentsError,
+        "column 'x' must hold numbers or booleans",
+    ),
+    ({"columns": {"labels": DOCUMENTS}}, SettingError, "a column can't be called 'labels'"),
+    (
+        {"columns": {"x": DOCUMENTS}, "column_pads": {"x": 0.5}},
+        SettingError,
+        "is 0.5, which .* int32 can't hold",
+    ),
+    (
+        {"columns": {"x": DOCUMENTS}, "column_pads": {"x": "a"}},
+        SettingError,
+        "is 'a', which .* int32 can't hold",
+    ),
+    ({"columns": {"x": DOCUMENTS}, "column_pads": {"x": 2**31}}, SettingError, "which .* int32 can't hold"),
+    (
+        {"columns": {"x": DOCUMENTS}, "column_pads": {"y": 1}},
+        SettingError,
+        "names 'y', but the columns are 'x'",
+    ),
+    # settings
+    ({"layout": "row"}, SettingError, "layout must be one of rows, flat; got 'row'"),
+    ({"pad_id": None}, SettingError, "pad_id must be a whole number from .* got None"),
+    ({"pad_id": 0.5}, SettingError, "pad_id must be a whole number from .* got 0.5"),
+    ({"pad_id": 2**31}, SettingError, "pad_id must be a whole number from .* got 2147483648"),
+    ({"pad_id": True}, SettingError, "pad_id must be a whole number from .* got True"),
+    ({"pad_to_multiple_of": 0}, SettingError, "pad_to_multiple_of must be a whole number from 1 .* got 0"),
+    (
+        {"pad_to_multiple_of": 2.0},
+        SettingError,
+        "pad_to_multiple_of must be a whole number from 1 .* got 2.0",
+    ),
+    ({"pad_to_multiple_of": 3}, SettingError, "capacity 8 is not a multiple of .* 3; the nearest: 6 or 9"),
+    ({"pad_to_multiple_of": 16}, SettingError, "capacity 8 is not a multiple of .* 16; the nearest: 16"),
+    ({"dp_world_size": 0}, SettingError, "dp_world_size must be a whole number from 1"),
+    ({"step_num_targets": -1}, SettingError, "step_num_targets must be a whole number from 0"),
+    ({"step_num_targets": 2.5}, SettingError, "step_num_targets must be a whole number from 0"),
+    # buffers
+    (
+        {"out": {}},
+        OutputBufferError,
+        "out lacks input_ids, labels, position_ids, segment_ids; it needs input_ids",
+    ),
+    (
+        {"out": buffers((2, 7))},
+        OutputBufferError,
+        r"must be a numpy array int32 \(2, 8\), got int32 \(2, 7\)",
+    ),
+    (
+        {"out": buffers((1, 8))},
+        OutputBufferError,
+        r"must be a numpy array int32 \(2, 8\), got int32 \(1, 8\)",
+    ),
+    (
+        {"out": {**buffers(), "labels": np.zeros((2, 8))}},
+        OutputBufferError,
+        r"out\['labels'\] must be .* got float64",
+    ),
+    (
+        {"out": {**buffers(), "labels": [[0] * 8] * 2}},
+        OutputBufferError,
+        r"out\['labels'\] must be .* got list",
+    ),
+    (
+        {"out": {**buffers(), "segment_ids": np.zeros((8, 2), np.int32).T}},
+        OutputBufferError,
+        r"out\['segment_ids'\] must be C-contiguous and writable",
+    ),
+    ({"columns": {"x": DOCUMENTS}, "out": buffers()}, OutputBufferError, "out lacks x"),
+    (
+        {"columns": {"x": DOCUMENTS}, "out": buffers(x=np.int64)},
+        OutputBufferError,
+        r"out\['x'\] must be .* int32",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"), REFUSED, ids=[f"{n} {w[:50]}" for n, (_, _, w) in enumerate(REFUSED)]
+)
+def test_input_that_can_not_be_is_refused_and_nothing_is_written(
+    given: dict[str, Any], error: type[InputError], words: str
+) -> None:
+    out = given.get("out", buffers(**dict.fromkeys(given.get("columns", ()), np.int32)))
+    before = {name: np.array(array) for name, array in out.items()}
+
+    with pytest.raises(error, match=words) as caught:
+        vl.collate(**{"documents": DOCUMENTS, "packing": PACKING, "out": out, **given})
+    assert isinstance(caught.value, ValueError)
+    assert all(np.array_equal(before[name], out[name]) for name in before)
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop", "truncate", "split"])
+@pytest.mark.parametrize("method", ["best_fit", "wrapped"])
+def test_labels_longer_than_their_documents_are_refused_under_every_policy(
+    method: Any, overlong: Any
+) -> None:
+    packing = vl.pack([3, 9, 4], 9, method, overlong)
+    documents = tokens_like([3, 9, 4])
+    for place in range(3):
+        labels = [part + [5] * (number == place) for number, part in enumerate(documents)]
+        with pytest.raises(
+            DocumentsError, match=f"labels: document {place} has {len(labels[place])} values for"
+        ):
+            vl.collate(documents, packing, labels=labels)
+
+
+def test_documents_that_were_truncated_may_be_longer_and_none_shorter() -> None:
+    packing = vl.pack([9, 3], 6, overlong="truncate")
+
+    assert vl.collate(tokens_like([9, 3]), packing).num_tokens == 9
+    with pytest.raises(
+        DocumentsError, match=r"document 1 doesn't match .* it has 2 values here but was packed up to"
+    ):
+        vl.collate(tokens_like([9, 2]), packing)
+
+
+def test_documents_that_were_packed_whole_may_not_be_longer() -> None:
+    packing = vl.pack([5, 3], 6)
+
+    with pytest.raises(
+        DocumentsError, match=r"document 1 doesn't match .* it has 4 values here but was packed up to"
+    ):
+        vl.collate(tokens_like([5, 4]), packing)
+
+
+def test_a_buffer_that_can_not_be_written_is_refused() -> None:
+    out = buffers()
+    out["labels"].flags.writeable = False
+    with pytest.raises(OutputBufferError, match=r"out\['labels'\] must be C-contiguous and writable"):
+        vl.collate(DOCUMENTS, PACKING, out=out)
+
+
+def test_buffers_that_share_memory_are_refused() -> None:
+    out = buffers()
+    out["labels"] = out["input_ids"]
+    with pytest.raises(OutputBufferError, match=r"out\['input_ids'\] and out\['labels'\] share memory"):
+        vl.collate(DOCUMENTS, PACKING, out=out)
+
+
+def test_buffers_that_fit_are_filled_and_handed_back() -> None:
+    columns = {"x": [[0.5] * 3, [1.5] * 2, [2.5] * 4]}
+    fresh = vl.collate(DOCUMENTS, PACKING, columns=columns)
+    out = {**buffers(x=np.float64), "another": np.zeros(3)}
+    batch = vl.collate(DOCUMENTS, PACKING, columns=columns, out=out)
+    again = vl.collate(DOCUMENTS, PACKING, columns=columns, pad_id=3, out=batch)
+
+    for name in NAMES:
+        assert getattr(batch, name) is out[name] is getattr(again, name)
+        assert name == "input_ids" or np.array_equal(out[name], getattr(fresh, name))
+    assert batch.columns["x"] is out["x"] is again.columns["x"]
+    assert (out["input_ids"][fresh.segment_ids < 0] == 3).all()
+    assert out["another"].tolist() == [0, 0, 0]
+    with pytest.raises(OutputBufferError, match=r"\(1, 8\), got int32 \(2, 8\)"):
+        vl.collate(DOCUMENTS, PACKING, pack_ids=[0], columns=columns, out=batch)
+
+
+@pytest.mark.parametrize("what", ["documents", "labels", "loss_mask", "columns"])
+def test_buffers_that_hold_what_is_read_are_refused(what: str) -> None:
+    offsets = np.array([0, 3, 5, 9])
+    held = np.zeros(16, np.int32)
+    held[:9] = FLAT
+    before = held.copy()
+    out = {**buffers(w=np.int32), "position_ids": held.reshape(2, 8)}
+    given = (held[:9], offsets)
+    arguments = {"documents": (FLAT, offsets), **{what: {"w": given} if what == "columns" else given}}
+    with pytest.raises(OutputBufferError, match=r"out\['position_ids'\] shares memory with the documents"):
+        vl.collate(packing=PACKING, out=out, **arguments)
+    assert (held == before).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"out": 5}, OutputBufferError, "out must be a mapping or an earlier batch, got int"),
+        ({"columns": [[1] * 3]}, SettingError, "columns must be a mapping from names to values, got list"),
+        ({"column_pads": 0}, SettingError, "column_pads must be a mapping from names to values, got int"),
+    ],
+)
+def test_what_must_be_named_is_refused_without_names(
+    given: dict[str, Any], error: type[InputError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        vl.collate(DOCUMENTS, PACKING, **given)
+
+
+def test_flat_buffers_have_one_row() -> None:
+    out = buffers((1, 12))
+    batch = vl.collate(DOCUMENTS, PACKING, layout="flat", pad_to_multiple_of=4, out=out)
+
+    assert batch.input_ids is out["input_ids"]
+    assert batch.input_ids.tolist() == [[1, 2, 3, 6, 7, 8, 9, 4, 5, 0, 0, 0]]
+
+
+def test_more_positions_than_boundaries_can_count_are_refused_before_anything_is_made() -> None:
+    packing = vl.pack([1, 1], 2**30, "next_fit", max_documents=1)
+    with pytest.raises(
+        SettingError, match="2,147,483,648 positions in one batch are more than int32 boundaries"
+    ):
+        vl.collate([[1], [2]], packing)

@@ -1,0 +1,360 @@
+"""`varlen plan` on the command line: what it prints and writes, and one sentence and exit code 2 for bad input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tests.cli.plan_verb import JOB, LENGTHS, planning
+from tests.cli.test_pack import one_sentence
+from tests.support.offline_packs import write_texts
+
+from varlen.arguments import as_tokens
+from varlen.cli.plan_job import counted, mesh_of
+from varlen.errors import SettingError
+
+
+@pytest.fixture
+def plan(verb, tmp_path):
+    return planning(verb, tmp_path)
+
+
+def test_help_shows_an_example_and_loads_no_library():
+    script = (
+        "import sys\nfrom varlen.cli import main\n"
+        "try:\n    main()\n"
+        "finally:\n    assert not {'torch', 'numba', 'numpy', 'pyarrow'} & set(sys.modules)\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script, "plan", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+    assert shown.returncode == 0, shown.stderr
+    assert (
+        "Example:  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k"
+        in shown.stdout
+    )
+    for option in ("--sweep", "--calibrate", "--trace", "--save", "--recompute", "--hardware", "--in-order"):
+        assert option in shown.stdout
+
+
+def test_a_run_prints_every_method_and_what_to_do_next(plan):
+    code, out, said = plan("lengths.npz", *JOB)
+
+    assert (code, said) == (0, "")
+    for title in ("MicroPacks", "equal slices", "balanced packs", "packs, tuned", "packs as they come"):
+        assert title in out
+    assert "llama-2-7b on 32 GPUs of h100 (dp 2 × pp 2 × tp 8): step 0, 24 documents" in out
+    assert "truncated" in out
+    assert out.endswith("-o report.html shows the timelines to zoom into; --sweep looks for a faster mesh.\n")
+
+
+def test_json_is_one_object_and_the_same_whenever_it_runs(plan):
+    runs = [json.loads(plan("lengths.npz", *JOB, "--json")[1]) for _ in range(2)]
+
+    for run in runs:
+        for row in run["methods"]:
+            del row["planning_s"]
+    assert runs[0] == runs[1]
+    assert len(runs[0]["methods"]) == 6
+    assert runs[0]["mesh"] == {
+        "dp": 2, "pp": 2, "cp": 1, "tp": 8, "virtual_stages": 1, "sharding": "optimizer",
+    }  # fmt: skip
+
+
+def test_the_report_the_trace_and_the_plan_are_written(plan, tmp_path):
+    from varlen.plan.serialize import load_plan
+
+    code, out, _ = plan(
+        "lengths.npz", *JOB, "--method", "micropack",
+        "-o", "report.html", "--trace", "trace.json", "--save", "best.plan",
+    )  # fmt: skip
+
+    assert code == 0
+    assert "report.html shows the timelines." in out
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert load_plan(tmp_path / "best.plan").num_documents == 24
+
+
+def test_lengths_come_from_any_of_three_files_or_from_documents(plan, tmp_path):
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, LENGTHS)) + "\n")
+    texts = write_texts(tmp_path / "texts.jsonl")
+
+    found = [
+        json.loads(plan(f"lengths.{kind}", *JOB, "--method", "packed", "--json")[1])
+        for kind in ("npz", "npy", "txt")
+    ]
+    code, out, _ = plan("texts.jsonl", *JOB, "--method", "packed")
+
+    assert len({(one["tokens"], one["documents"], one["methods"][0]["step_s"]) for one in found}) == 1
+    assert code == 0
+    assert "Bytes are counted here" in out
+    assert f"{min(24, len(texts))} documents" in out
+
+
+def test_a_text_of_words_is_a_document_and_one_of_numbers_holds_lengths(tmp_path):
+    (tmp_path / "words.txt").write_text("12\nand thirteen\nor more\n")
+    (tmp_path / "numbers.txt").write_text("12\n\n13\n")
+    (tmp_path / "empty.txt").write_text("")
+
+    assert counted([str(tmp_path / "words.txt")]) is None
+    assert counted([str(tmp_path / "empty.txt")]) is None
+    assert counted([str(tmp_path / "numbers.txt")]).lengths.tolist() == [12, 13]
+
+
+def test_steps_and_seeds_choose_documents(plan):
+    def tokens(*more):
+        return json.loads(plan("lengths.npz", *JOB, "--method", "packed", "--json", *more)[1])["tokens"]
+
+    given = LENGTHS.clip(max=4096)
+    assert tokens("--in-order") == given[:24].sum()
+    assert tokens("--in-order", "--step", 2) == given[48:].sum()
+    assert tokens() == tokens("--seed", 0) != tokens("--seed", 1)
+
+
+def test_a_plan_far_from_its_bound_is_said_to_be_so(plan):
+    wide = ("lengths.npz", *JOB, "--method", "packed")
+    narrow = (*wide, "--tp", 4)
+
+    for arguments, end in ((wide, "may come nearer."), (narrow, "may come nearer, say with more --tp.")):
+        ratio = json.loads(plan(*arguments, "--json")[1])["methods"][0]["lower_bound_ratio"]
+        assert ratio > 1.2
+        said = f"takes {ratio:.2f} times the lower bound of this mesh; others of 32 GPUs {end}"
+        assert said in " ".join(plan(*arguments)[1].split())
+
+
+def test_a_plan_near_its_bound_or_on_one_gpu_has_no_other_mesh_named(plan):
+    model = ("lengths.npz", "--model", "llama-2-7b", "--capacity", "4k", "--method", "packed")
+    near = (*model, "--gpus", 8, "--tp", 8)
+    alone = (*model, "--gpus", 1, "--hardware", "b200", "--documents", 1)
+
+    for arguments, is_far in ((near, False), (alone, True)):
+        ratio = json.loads(plan(*arguments, "--json")[1])["methods"][0]["lower_bound_ratio"]
+        assert (ratio > 1.2) == is_far
+        assert "may come nearer" not in plan(*arguments)[1]
+
+
+def test_a_sweep_prints_meshes_and_the_command_for_the_best(plan):
+    arguments = (
+        "lengths.npz",
+        "--model",
+        "llama-2-7b",
+        "--gpus",
+        16,
+        "--documents",
+        24,
+        "--capacity",
+        "2k",
+        "--sweep",
+    )
+
+    code, out, said = plan(*arguments, "--capacity", "4k")
+    found = json.loads(plan(*arguments, "--json")[1])
+
+    assert (code, said) == (0, "")
+    assert "is the fastest:" in out
+    assert "To look at the fastest: --gpus 16 " in out
+    rates = [row["tokens_per_s"] for row in found["best"]]
+    assert rates == sorted(rates, reverse=True)
+    assert all(row["dp"] * row["pp"] * row["cp"] * row["tp"] == 16 for row in found["best"])
+
+
+def test_a_configuration_of_transformers_is_a_model(plan, tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+
+    code, out, _ = plan(
+        "lengths.npz", "--model", "model", "--gpus", 2, "--method", "packed", "--capacity", "4k"
+    )
+
+    assert code == 0
+    assert "on 2 GPUs of h100" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name a file of lengths, or documents; or measure this machine with --calibrate"),
+        (("lengths.npz", "--model", "llama-3-8bb"), "no model is called 'llama-3-8bb'; nearest: llama-3-8b"),
+        (("lengths.npz", "--hardware", "h1000"), "no hardware is called 'h1000'; nearest: h100"),
+        (("lengths.npz", "--hardware", "mine.json"), "--hardware mine.json: there is no such file; varlen plan"),
+        (("lengths.npz", "--model", "gone/config.json"), "there is no configuration at gone/config.json"),
+        (("lengths.npz", "--gpus", "100", "--pp", "8"), "100 GPUs can't be divided into pipelines of pp 8 x cp 1"),
+        (("lengths.npz", "--tp", "3", "--gpus", "6"), "tp=3 doesn't divide 32 query heads"),
+        (("lengths.npz", "--gpus", "64", "--pp", "64"), "64"),
+        (("lengths.npz", "--method", "micropak"), "no method is called 'micropak'; did you mean micropack?"),
+        (("lengths.npz", "--recompute", "some"), "--recompute must be one of auto, none, selective, full; got"),
+        (("lengths.npz", "--rates", "best"), "--rates must be one of calibrated, flops; got 'best'"),
+        (("lengths.npz", "--sharding", "all"), "mesh sharding='all'; there are none, optimizer, parameters"),
+        (("lengths.npz", "--capacity", "4kb"), "--capacity must be a whole number of tokens"),
+        (("lengths.npz", "--capacity", "4k", "--capacity", "8k"), "which only --sweep compares"),
+        (("lengths.npz", "--step", "9"), "--step 9 isn't there: 50 documents, 512 a step, make 1 step"),
+        (("lengths.npz", "--documents", "0"), "--documents must be at least 1"),
+        (("lengths.npz", "--seed", "-1"), "--seed must be at least 0; got -1"),
+        (("lengths.npz", "--dp", "1000000000"), "a mesh of 1,000,000,000 GPUs"),
+        (("lengths.npz", "-o", "gone/report.html"), "the folder gone doesn't exist"),
+        (("lengths.npz", "--trace", "gone/t.json"), "the folder gone doesn't exist"),
+        (("lengths.npz", "--sweep", "-o", "r.html"), "--sweep prints meshes and writes no r.html; leave out -o"),
+        (("lengths.npz", "--sweep", "--method", "packed", "--method", "sliced"), "--sweep plans by one --method"),
+        (("lengths.npz", "--calibrate"), "--calibrate measures and plans nothing; leave out lengths.npz"),
+        (("gone.npz",), "gone.npz"),
+        (("zeros.npy",), "every document is empty"),
+        (("floats.npy",), "floats.npy must hold lengths, a row of whole numbers from 0; it holds float64"),
+        (("broken.npy",), "broken.npy is not a readable .npy file"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_in_one_sentence(plan, tmp_path, arguments, said):
+    np.save(tmp_path / "zeros.npy", np.zeros(3, int))
+    np.save(tmp_path / "floats.npy", np.ones(3))
+    (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY broken")
+
+    assert said in one_sentence(plan(*arguments))
+
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_step_that_no_method_holds_prints_the_reasons_and_ends_with_code_2(plan, tmp_path):
+    code, out, said = plan(
+        "lengths.npz", "--model", "llama-2-70b", "--gpus", 2, "--capacity", "2k", "-o", "r.html"
+    )
+
+    assert code == 2
+    assert "parameters, gradients and optimizer states take" in out
+    assert said == "varlen: no method has a plan for this step on this mesh; the reasons stand above\n"
+    assert (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("axes", "dp"),
+    [
+        ({"gpus": 128, "pp": 4}, 32),
+        ({"gpus": None, "pp": 2}, 4),
+        ({"gpus": None, "dp": 3, "tp": 4}, 3),
+        ({}, 8),
+    ],
+)
+def test_data_parallel_ranks_are_what_is_left(axes, dp):
+    usual = {"gpus": None, "dp": None, "pp": 1, "cp": 1, "tp": 1, "virtual_stages": 1, "sharding": "none"}
+
+    assert mesh_of(**usual | axes).dp == dp
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"gpus": 100, "pp": 8}, "96 or 104 GPUs can"),
+        ({"gpus": 4, "pp": 8}, "; 8 GPUs can"),
+        ({"gpus": 0}, "--gpus must be at least 1; got 0"),
+        (
+            {"gpus": 16, "dp": 3, "pp": 4},
+            "dp 3 x pp 4 x cp 1 x tp 1 = 12 GPUs, but --gpus says 16; leave out",
+        ),
+        ({"gpus": 8, "pp": 0}, "mesh pp=0; it must be a whole number of at least 1"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused_with_what_would(axes, said):
+    usual = {"gpus": None, "dp": None, "pp": 1, "cp": 1, "tp": 1, "virtual_stages": 1, "sharding": "none"}
+
+    with pytest.raises(SettingError, match=said):
+        mesh_of(**usual | axes)
+
+
+@pytest.mark.parametrize("words", ["", "k", "0", "-1", "1.5k", "256kb", "9" * 12])
+def test_a_number_of_tokens_is_refused_unless_it_is_one(words):
+    with pytest.raises(
+        SettingError, match="--capacity must be a whole number of tokens from 1 to 2,147,483,647, such as"
+    ):
+        as_tokens(words, "--capacity")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("5\n-3\n7\n", "line 2 is '-3'"),
+        ("length\n5\n6\n", "line 1 is 'length'"),
+        ("5\n7\n8.5\n", "line 3 is '8.5'"),
+        ("12\nabc", "line 2 is 'abc'"),
+    ],
+)
+def test_a_wrong_line_among_lengths_is_named_and_not_planned_as_text(plan, tmp_path, text, said):
+    (tmp_path / "odd.txt").write_text(text)
+
+    words = one_sentence(plan("odd.txt"))
+
+    assert words.startswith("odd.txt holds a length a line, but ")
+    assert f"{said}, no whole number from 0 (1 of {len(text.split())} lines are none)" in words
+
+
+def test_a_length_below_0_is_named(plan, tmp_path):
+    np.save(tmp_path / "below.npy", np.array([4, 5, -6, -7]))
+
+    assert "number 2 is -6 (2 of 4 are below 0)" in one_sentence(plan("below.npy"))
+
+
+def test_a_file_is_not_written_over_another(plan, tmp_path):
+    before = (tmp_path / "lengths.npz").read_bytes()
+
+    read = one_sentence(plan("lengths.npz", *JOB, "--save", "./lengths.npz"))
+    twice = one_sentence(plan("lengths.npz", *JOB, "-o", "a", "--trace", "a"))
+
+    assert read == "--save lengths.npz is read already; name another file"
+    assert twice == "--trace a is written by -o already; name another file"
+    assert (tmp_path / "lengths.npz").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--pp", 4), ("--dp", 2), ("--tp", 2), ("--cp", 2), ("--virtual-stages", 2)]
+)
+def test_a_sweep_is_given_no_axis(plan, option, value):
+    said = one_sentence(plan("lengths.npz", "--gpus", 8, "--sweep", option, value))
+
+    assert said == f"--sweep looks for the mesh and was given {option} {value}; leave out --sweep or {option}"
+
+
+def test_a_sweep_of_no_gpu_is_refused(plan):
+    assert one_sentence(plan("lengths.npz", "--gpus", 0, "--sweep")) == "--gpus must be at least 1; got 0"
+
+
+def test_arrays_that_are_no_lengths_are_named(plan, tmp_path):
+    np.savez(tmp_path / "other.npz", weights=LENGTHS, biases=LENGTHS)
+
+    said = one_sentence(plan("other.npz"))
+
+    assert said == (
+        "other.npz must hold lengths as `lengths`, or documents as `input_ids` and `offsets`; it holds "
+        "`weights`, `biases`"
+    )
+
+
+def test_a_file_of_no_lengths_is_refused(plan, tmp_path):
+    np.save(tmp_path / "none.npy", np.zeros(0, np.int64))
+
+    assert one_sentence(plan("none.npy")).startswith("there is no document, and nothing to plan")
+
+
+def test_a_reason_that_every_method_has_is_printed_once_without_an_empty_table(plan):
+    code, out, _ = plan("lengths.npz", "--model", "llama-2-70b", "--gpus", 2, "--documents", 8)
+
+    assert code == 2
+    assert out.count("optimizer states take") == 1
+    assert "every method: " in out
+    assert "over bound" not in out
+    assert "-o report.html shows" not in out
+
+
+def test_a_file_that_cannot_be_written_after_all_is_said(plan):
+    said = one_sentence(plan("lengths.npz", *JOB, "--method", "packed", "--trace", "/proc/trace.json"))
+
+    assert said.startswith("a file can't be written: ")

@@ -1,0 +1,271 @@
+"""`varlen train` on the command line: an example, lines and JSON, Ctrl-C, and bad input in a sentence."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+from tests.distributed.test_runs import processes_naming, write_toml
+from tests.support.planned_runs import planned_table, priced, write_hardware
+from tests.support.training import metrics_of, same_end, steps_of, table, write_store
+
+from varlen.cli import app as app_module
+from varlen.cli.train import Lines, Live, live_parts, watching
+from varlen.train.metrics import StepMetrics
+from varlen.train.trainer import RunPlan
+
+
+@pytest.fixture
+def verb(tmp_path, monkeypatch, capfd):
+    """Run the verb in this process, in a folder of its own; returns exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        code = 0
+        try:
+            app_module.app(["train", *map(str, arguments)])
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return write_store(tmp_path_factory.mktemp("store"))
+
+
+def test_the_example_is_written_and_trains(verb, store, tmp_path):
+    code, out, _ = verb("--init", "config.toml")
+    assert (code, out.splitlines()[-1].split("  ")[-1]) == (0, "varlen train config.toml")
+    assert verb("--init", "config.toml")[0] == 2
+
+    quick = ["--set", f"data.source={store}", "--set", "run.steps=2", "--set", "data.worker=thread"]
+    code, out, said = verb("config.toml", *quick, "--json")
+    summary = json.loads(out)
+    assert (code, summary["steps"], summary["plan"]["parallel"]) == (0, 2, "fsdp")
+    assert 'attention "varlen"; 2 steps\n' in said
+    assert "step 2  loss " in said
+    assert steps_of(tmp_path / "run") == ["step-00000002"]
+
+    code, out, said = verb("config.toml", *quick)
+    assert (code, out.splitlines()[0]) == (
+        0,
+        "run/checkpoints/step-00000002 was finished already, 2 steps; raise run.steps to go on",
+    )
+    code, out, said = verb(
+        "config.toml", *quick, "--set", "run.steps=3", "--set", "measure.exposed_data=true"
+    )
+    assert code == 0
+    assert out.startswith("3 steps, 1 of them now; ")
+    assert "going on after step 2\n" in said
+
+    more = [*quick, "--set", "run.epochs=1", "--set", "run.steps=1000000", "--set", "run.output=short"]
+    code, out, said = verb("config.toml", *more)
+    steps = out.split()[0]
+    assert (code, f"the data ended at step {steps} of 1,000,000; raise run.epochs to go on" in out) == (
+        0,
+        True,
+    )
+    assert verb("config.toml", *more)[1].splitlines()[0].endswith(f"{steps} steps; raise run.epochs to go on")
+
+
+def test_a_run_by_plans_says_which_and_what_they_cost(verb, store, tmp_path):
+    hardware = write_hardware(tmp_path / "slow.json")
+    write_toml(tmp_path / "a.toml", planned_table(store, tmp_path / "run", priced(hardware), run__steps=2))
+
+    code, out, said = verb("a.toml")
+
+    assert code == 0, said
+    words = 'in slices by plans: "micropack" on dp 1 x pp 1, recompute "auto", offload "auto", rates of slow; 2 steps'
+    assert words in said
+    assert re.search(r"\n  \d+\.\d\d % of the time waiting for plans, after the first one \(\d+\.\d s\)", out)
+    summary = json.loads(verb("a.toml", "--set", "run.steps=3", "--json")[1])
+    assert summary["plan"]["plans"].startswith('"micropack" on dp 1 x pp 1')
+    assert summary["totals"]["first_plan_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a configuration; varlen train --init config.toml writes an example"),
+        (["none.toml"], "none.toml can't be read"),
+        (["a.toml", "--init", "b.toml"], "--init writes an example and trains nothing"),
+        (["a.toml", "--set", "run.stepz=1"], "run.stepz is no setting; the nearest is run.steps"),
+        (["a.toml", "--set", "data.source=nowhere"], "nowhere"),
+        (
+            ["a.toml", "--set", "model.settings.max_position_embeddings=64"],
+            "capacity 128 is longer than the 64",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(verb, store, tmp_path, arguments, words):
+    write_toml(tmp_path / "a.toml", table(store, tmp_path / "run"))
+
+    code, out, said = verb(*arguments)
+
+    assert (code, out) == (2, "")
+    assert said.startswith("varlen: ")
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_of_several_processes_says_which_it_is(verb, store, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    write_toml(tmp_path / "a.toml", table(store, tmp_path / "run", run__parallel="none"))
+
+    assert verb("a.toml")[2].startswith('varlen: rank 1: run.parallel is "none"')
+
+
+def test_ctrl_c_saves_at_the_end_of_a_step_and_leaves_nothing_behind(store, tmp_path):
+    made = table(
+        store, tmp_path / "run", run__steps=4000, run__checkpoint_every=0, optimizer__schedule="constant"
+    )
+    made["data"]["worker"] = "process"
+    write_toml(tmp_path / "a.toml", made)
+    command = [sys.executable, "-m", "varlen", "train", str(tmp_path / "a.toml")]
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        metrics, end = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < end, "the run is too slow"
+            time.sleep(0.02)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all processes of the run
+        _, said = run.communicate(timeout=240)
+    finally:
+        run.kill()
+
+    assert run.returncode == 130, said
+    (name,) = steps_of(tmp_path / "run")
+    step = int(name.removeprefix("step-"))
+    where = tmp_path / "run/checkpoints" / name
+    last = said.splitlines()[-1]
+    assert last == f"varlen: interrupted; step {step:,} is saved in {where}, where the same command goes on"
+    assert "Traceback" not in said
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == list(range(1, step + 1))
+    assert processes_naming(str(tmp_path)) == {}
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)
+
+
+PLAN = RunPlan(
+    steps=30,
+    resumed_from=4,
+    num_parameters=1234,
+    model="llama",
+    attention="varlen",
+    world_size=2,
+    parallel="ddp",
+    device="cpu",
+    precision="fp32",
+)
+
+
+def metrics_at(step):
+    return StepMetrics(
+        step=step,
+        loss=2.5,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        tokens=900,
+        supervised_tokens=800,
+        fill=0.9,
+        total_tokens=900 * step,
+        epoch=0,
+        position={"step": step},
+        tokens_per_s=4500.0,
+        data_wait_s=0.002,
+        step_s=0.2,
+    )
+
+
+def test_a_log_has_a_line_every_few_steps():
+    written = io.StringIO()
+    lines = Lines(Console(file=written, width=40), 10)
+
+    lines.begin(PLAN)
+    for step in range(5, 31):
+        lines.step(metrics_at(step))
+
+    assert written.getvalue().splitlines() == [
+        'llama, 1,234 parameters, fp32 on 2 processes (ddp) of cpu, attention "varlen"; 30 steps, going on after '
+        "step 4",
+        *(
+            f"step {step}  loss 2.5000  4,500 tokens/s  90.0 % full  1.0 % waiting"
+            for step in (5, 10, 20, 30)
+        ),
+    ]
+
+
+def test_a_terminal_has_a_bar_with_loss_speed_and_waiting():
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=160, highlight=False)
+    with Progress(console=console, auto_refresh=False) as bar:
+        live = Live(console, bar)
+        live.begin(PLAN)
+        live.step(metrics_at(12))
+        (task,) = bar.tasks
+
+    assert (task.completed, task.total) == (12, 30)
+    said = [part.words for part in live_parts(task)]
+    assert said[0] == "step 12/30"
+    assert said[2:6] == ["loss 2.5000", "4,500 tokens/s", "1.0 % waiting", "90.0 % full"]
+    assert "llama, 1,234 parameters" in written.getvalue()
+
+
+def test_only_a_terminal_gets_the_bar():
+    with watching(5) as watcher:
+        assert isinstance(watcher, Lines)
+
+
+def test_two_calls_end_as_one_does(verb, store, tmp_path):
+    for output, stops in (("whole", [6]), ("parts", [4, 6])):
+        write_toml(tmp_path / "a.toml", table(store, tmp_path / output, optimizer__schedule="constant"))
+        for steps in stops:
+            assert verb("a.toml", "--set", f"run.steps={steps}")[0] == 0
+
+    same_end(Path("whole"), Path("parts"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "said"),
+    [
+        (["x" * 3000] * 9, "data.overlong=drop", r"\d+ longer than 64 tokens and dropped.*raise capacity"),
+        (
+            [5] * 9,
+            "data.on_error=skip",
+            r"9 records skipped; the (log says what|first: .*line 1 holds number)",
+        ),
+        (["", ""], "data.overlong=split", r"(\d without a token|2 empty documents)"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["indexed", "streaming"])
+def test_where_nothing_is_left_to_train_on_a_sentence_says_what_became_of_it(
+    verb, tmp_path, mode, rows, more, said
+):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    verb("--init", "config.toml")
+    settings = ["data.source=a.jsonl", "data.capacity=64", f"data.mode={mode}", "run.steps=2", more]
+    given = [word for one in [*settings, f"data.cache={tmp_path / 'cache'}"] for word in ("--set", one)]
+
+    code, out, error = verb("config.toml", *given, "--set", "data.worker=thread")
+
+    assert (code, out) == (2, "")
+    assert re.search(f"^varlen: .*{said}", error.splitlines()[-1]), error
+    assert not list((tmp_path / "run").rglob("*.safetensors"))

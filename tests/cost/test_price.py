@@ -1,0 +1,316 @@
+"""MicroPacks are priced: kernels equal their references, parts add up, more work never costs less."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.oracles import cost as reference
+
+from varlen import jit
+from varlen.cost import kernels
+from varlen.cost.hardware import Hardware
+from varlen.cost.model import CostModel
+from varlen.cost.rates import (
+    FORWARD_HEAD,
+    FORWARD_LAYER,
+    INPUT_HEAD,
+    INPUT_LAYER,
+    NUM_COLUMNS,
+    ROWS,
+    WEIGHT_HEAD,
+    WEIGHT_LAYER,
+    Rates,
+)
+from varlen.cost.shape import ModelShape, slice_flops
+from varlen.step_plan import Mesh
+
+H100 = Hardware.named("h100")
+LLAMA = ModelShape.named("llama-3-8b")
+SHAPES = ["llama-2-7b", "llama-3-70b", "mistral-7b-v0.1", "mixtral-8x7b", "deepseek-v3"]
+COST = CostModel(model=LLAMA, hardware=H100)
+Packs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> tuple[CostModel, Mesh]:
+    """A model on hardware whose few heads fill it less or not, and a mesh that divides it."""
+    hardware = Hardware.named(draw(st.sampled_from(["h100", "a100"])))
+    hardware = dataclasses.replace(hardware, heads_exponent=draw(st.sampled_from([0.0, 0.5, 1.0])))
+    cost = CostModel(
+        model=ModelShape.named(draw(st.sampled_from(SHAPES))),
+        hardware=hardware,
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        offload=draw(st.sampled_from(["none", "kv"])),
+        mode=draw(st.sampled_from(["calibrated", "flops"])),
+        exchange_overlap=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        kernels=draw(st.sampled_from(["fused", "eager"])),
+    )
+    mesh = Mesh(dp=16, pp=4, cp=draw(st.sampled_from([1, 2, 4])), tp=draw(st.sampled_from([1, 2, 4, 8])))
+    return cost, mesh
+
+
+@st.composite
+def packs(draw: st.DrawFn) -> Packs:
+    """MicroPacks of slices of all sizes, some without any, some shared by merged ranks."""
+    sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    starts, stops, ranks = [], [], []
+    for _ in range(sum(sizes)):
+        scale = draw(st.sampled_from([10, 1_000, 100_000, 2_000_000]))
+        starts.append(draw(st.integers(0, scale)))
+        stops.append(starts[-1] + draw(st.integers(1, scale)))
+        ranks.append(draw(st.sampled_from([1, 1, 2, 8])))
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    return tuple(np.array(values, np.int32) for values in (offsets, starts, stops, ranks))  # type: ignore[return-value]
+
+
+def one(start: int, stop: int, rates: Rates, num_ranks: int = 1) -> np.ndarray:
+    """The price of a MicroPack of one slice."""
+    columns = ([0, 1], [start], [stop], [num_ranks])
+    return kernels.price(*(np.array(column, np.int32) for column in columns), rates)[0]
+
+
+def seconds(priced: np.ndarray) -> float:
+    """Of a layer and the head, both passes."""
+    return float(priced[:ROWS].sum())
+
+
+@given(packs(), costs())
+@settings(max_examples=150)
+def test_prices_equal_their_reference(given_packs: Packs, given_cost: tuple[CostModel, Mesh]) -> None:
+    cost, mesh = given_cost
+    for best in (False, True):
+        rates = cost.rates(mesh, best=best)
+        compiled, readable = kernels.price(*given_packs, rates), reference.price(*given_packs, rates)
+
+        np.testing.assert_array_equal(compiled, readable)
+        assert (compiled >= 0).all()
+        assert (compiled[np.diff(given_packs[0]) == 0] == 0).all()
+
+
+@given(
+    st.integers(0, 2_000_000),
+    st.integers(1, 200_000),
+    st.sampled_from([1, 2, 16]),
+    st.integers(1, 400_000),
+    costs(),
+)
+def test_seconds_of_a_slice_equal_their_reference(
+    start: int, length: int, num_ranks: int, rows: int, given_cost: tuple[CostModel, Mesh]
+) -> None:
+    cost, mesh = given_cost
+    rates = cost.rates(mesh)
+
+    compiled = kernels.slice_seconds(start, start + length, num_ranks, rows, rates)
+
+    readable = reference.slice_seconds(start, start + length, num_ranks, rows, rates)
+    np.testing.assert_array_equal(compiled, readable)
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([0, 1, 2, 7, 100, 301]))
+def test_pairs_equal_those_counted_one_by_one(start: int, length: int, window: int) -> None:
+    stop = start + length
+    counted = sum(min(query + 1, window) if window else query + 1 for query in range(start, stop))
+
+    assert kernels.pairs(start, stop, window) == counted
+    assert reference.pairs(start, stop, window) == counted
+
+
+@given(packs(), st.sampled_from(SHAPES))
+def test_slices_add_up_to_their_micropack_but_for_what_is_paid_once(given_packs: Packs, name: str) -> None:
+    cost = CostModel(model=ModelShape.named(name), hardware=H100, recompute="full")
+    rates = cost.rates(Mesh(dp=16, pp=4, tp=8))._replace(launch_s=0.0, link_latency_s=np.zeros(2))
+    offsets, starts, stops, ranks = given_packs
+    priced = kernels.price(*given_packs, rates)
+    layers = cost.model.layers
+
+    for pack, (first, last) in enumerate(zip(offsets, offsets[1:])):
+        rows = priced[pack, ROWS]
+        parts = [
+            kernels.slice_seconds(starts[i], stops[i], ranks[i], rows, rates) for i in range(first, last)
+        ]
+        forward, backward, weight = np.sum(parts, axis=0) if parts else (0.0, 0.0, 0.0)
+        own = priced[pack]
+        assert forward == pytest.approx(own[FORWARD_LAYER] + own[FORWARD_HEAD] / layers, rel=1e-9)
+        assert backward == pytest.approx(own[INPUT_LAYER] + own[INPUT_HEAD] / layers, rel=1e-9)
+        assert weight == pytest.approx(own[WEIGHT_LAYER] + own[WEIGHT_HEAD] / layers, rel=1e-9)
+
+
+@given(st.integers(0, 500_000), st.integers(1, 100_000), st.integers(1, 5_000), costs())
+def test_more_rows_of_a_document_never_cost_less(
+    start: int, length: int, more: int, given_cost: tuple[CostModel, Mesh]
+) -> None:
+    cost, mesh = given_cost
+    rates = cost.rates(mesh)
+    # Under the first row of a table a slice takes as long as that row, and later keys are read a little faster.
+    length = max(length, int(np.ceil(rates.query_rows[0] / rates.row_scale * mesh.cp)))
+
+    less, longer = one(start, start + length, rates), one(start, start + length + more, rates)
+    later = one(start + more, start + more + length, rates)
+
+    assert (longer >= less * (1 - 1e-12)).all()
+    assert later[FORWARD_LAYER] >= less[FORWARD_LAYER] * (1 - 1e-12)
+    assert later[INPUT_LAYER] >= less[INPUT_LAYER] * (1 - 1e-12)
+
+
+@given(packs(), costs())
+def test_the_best_rates_are_never_slower(given_packs: Packs, given_cost: tuple[CostModel, Mesh]) -> None:
+    cost, mesh = given_cost
+
+    usual = kernels.price(*given_packs, cost.rates(mesh))
+    best = kernels.price(*given_packs, cost.rates(mesh, best=True))
+
+    assert (best <= usual * (1 + 1e-12)).all()
+
+
+def test_a_saturating_rate_is_met_between_grid_points_too() -> None:
+    rates = COST.rates(Mesh())
+    attention = rates._replace(linear_flops=0.0, launch_s=0.0)
+    for rows, stop in ((700, 9_001), (3_000, 3_000), (150_000, 700_000)):
+        pairs = reference.pairs(stop - rows, stop, 0)
+        flops = 4 * 32 * 128 * pairs
+
+        forward = flops / (720e12 * rows / (rows + 650) * stop / (stop + 500))
+        backward = 2.5 * flops / (640e12 * rows / (rows + 1300) * stop / (stop + 1000))
+
+        priced = one(stop - rows, stop, attention)
+        assert priced[FORWARD_LAYER] == pytest.approx(forward, rel=1e-9)
+        assert priced[INPUT_LAYER] == pytest.approx(backward, rel=1e-9)
+
+
+def test_matrix_products_take_what_their_curve_says_and_three_times_that_in_all() -> None:
+    rates = COST.rates(Mesh())._replace(attention_flops=0.0, launch_s=0.0)
+    rows = 3_000
+
+    priced = one(0, rows, rates)
+
+    per_layer = 2 * LLAMA.linear_parameters_per_layer * (rows + 512) / 600e12
+    assert priced[FORWARD_LAYER] == pytest.approx(per_layer)
+    assert priced[INPUT_LAYER] == pytest.approx(per_layer)
+    assert priced[WEIGHT_LAYER] == pytest.approx(per_layer)
+    assert priced[WEIGHT_HEAD] == pytest.approx(2 * LLAMA.head_parameters * (rows + 512) / 600e12)
+    assert priced[ROWS] == rows
+
+
+def test_fewer_rows_than_measured_take_as_long_as_those() -> None:
+    rates = COST.rates(Mesh())._replace(attention_flops=0.0, launch_s=0.0)
+
+    assert one(0, 3, rates)[FORWARD_LAYER] == pytest.approx(one(0, 128, rates)[FORWARD_LAYER])
+    assert one(0, 129, rates)[FORWARD_LAYER] > one(0, 128, rates)[FORWARD_LAYER]
+
+
+def test_a_launch_is_paid_once_a_layer_and_pass() -> None:
+    with_launch, without = COST.rates(Mesh()), COST.rates(Mesh())._replace(launch_s=0.0)
+
+    apart = one(0, 4096, with_launch) - one(0, 4096, without)
+
+    np.testing.assert_allclose(apart, [30e-6] * ROWS + [0.0], rtol=1e-6)
+    full = COST.replace(recompute="full").rates(Mesh())
+    twice = one(0, 4096, full) - one(0, 4096, full._replace(launch_s=0.0))
+    assert twice[INPUT_LAYER] == pytest.approx(60e-6)
+
+
+def test_equal_rates_keep_the_ratios_of_papers() -> None:
+    rates = COST.replace(mode="flops").rates(Mesh())
+    attention, linear = rates._replace(linear_flops=0.0), rates._replace(attention_flops=0.0)
+
+    for start, stop in ((0, 50), (100_000, 108_192)):
+        attended, multiplied = one(start, stop, attention), one(start, stop, linear)
+        assert attended[INPUT_LAYER] == pytest.approx(2.5 * attended[FORWARD_LAYER])
+        assert multiplied[INPUT_LAYER] + multiplied[WEIGHT_LAYER] == pytest.approx(
+            2 * multiplied[FORWARD_LAYER]
+        )
+
+
+def test_equal_rates_price_flops_alone() -> None:
+    """Attention and matrix products have a rate each; at one and the same, seconds are FLOPs."""
+    rates = COST.replace(mode="flops").rates(Mesh())
+    rates = rates._replace(forward_s=np.full((1, 1), 1e-15), backward_s=np.full((1, 1), 1e-15))
+    rates = rates._replace(gemm_s=np.full(1, 1e-15), gemm_backward_s=np.full(1, 1e-15))
+
+    priced = one(70_000, 90_000, rates)
+
+    forward, backward = slice_flops(LLAMA, [70_000], [90_000])[0]
+    assert 32 * priced[FORWARD_LAYER] + priced[FORWARD_HEAD] == pytest.approx(forward * 1e-15)
+    rest = priced[[INPUT_LAYER, WEIGHT_LAYER]].sum() * 32 + priced[[INPUT_HEAD, WEIGHT_HEAD]].sum()
+    assert rest == pytest.approx(backward * 1e-15)
+
+
+def test_full_recomputation_adds_one_forward_pass_to_the_backward_and_nothing_else() -> None:
+    none, full = (COST.replace(recompute=way).rates(Mesh(tp=4)) for way in ("none", "full"))  # type: ignore[arg-type]
+
+    before, after = one(8_192, 16_384, none), one(8_192, 16_384, full)
+
+    assert after[INPUT_LAYER] - before[INPUT_LAYER] == pytest.approx(before[FORWARD_LAYER])
+    others = np.delete(np.arange(NUM_COLUMNS), INPUT_LAYER)
+    assert (after[others] == before[others]).all()
+
+
+def test_selective_recomputation_takes_a_few_percent_at_most() -> None:
+    none, some = (COST.replace(recompute=way).rates(Mesh(tp=4)) for way in ("none", "selective"))  # type: ignore[arg-type]
+
+    ratio = one(0, 8_192, some)[INPUT_LAYER] / one(0, 8_192, none)[INPUT_LAYER]
+
+    assert 1 < ratio < 1.06
+
+
+def test_the_best_rate_is_found_where_many_rows_run_slower() -> None:
+    forward, backward = H100.attention
+    tflops = forward.tflops.copy()
+    tflops[-1] /= 2
+    hardware = dataclasses.replace(H100, attention=(dataclasses.replace(forward, tflops=tflops), backward))
+
+    rates = COST.replace(hardware=hardware).rates(Mesh(), best=True)
+
+    assert rates.forward_s.tolist() == [(1e-12 / forward.tflops[-2]).tolist()]
+
+
+def test_tensor_parallel_collectives_count_by_rows() -> None:
+    rates = COST.rates(Mesh(tp=8))
+
+    apart = one(0, 8_192, rates) - one(0, 8_192, rates._replace(collective_s=0.0))
+
+    # Twice an all-gather and a reduce-scatter of a bf16 row, of which 7/8 travel.
+    expected = 8_192 * 4 * 2 * 4_096 * 7 / 8 / 360e9
+    assert apart[FORWARD_LAYER] == pytest.approx(expected)
+    assert apart[INPUT_LAYER] == pytest.approx(expected)
+    assert apart[WEIGHT_LAYER] == 0
+    assert COST.replace(tp_overlap=0.75).rates(Mesh(tp=8)).collective_s == rates.collective_s / 4
+
+
+def test_offload_counts_only_where_it_takes_longer_than_computing() -> None:
+    near, far = COST.rates(Mesh(tp=1)), COST.replace(offload="kv").rates(Mesh(tp=1))
+
+    # 8K rows compute for milliseconds; fetching the keys of 8K earlier tokens takes 0.6 ms.
+    assert (one(8_192, 16_384, far) == one(8_192, 16_384, near)).all()
+    # 128 rows after a million tokens wait for them: 4 KiB a token at 54 GB/s, three times that backward.
+    late = one(1_000_000, 1_000_128, far)
+    assert late[FORWARD_LAYER] == pytest.approx(1_000_000 * 4_096 / 54e9)
+    assert late[INPUT_LAYER] == pytest.approx(3 * 1_000_000 * 4_096 / 54e9)
+
+
+def test_few_heads_fill_a_gpu_less_where_the_hardware_says_so() -> None:
+    hardware = dataclasses.replace(H100, heads_exponent=1.0, measured_heads=64)
+    usual = COST.rates(Mesh(tp=8))._replace(linear_flops=0.0, launch_s=0.0, collective_s=0.0)
+    cost = COST.replace(hardware=hardware)
+    slow = cost.rates(Mesh(tp=8))._replace(linear_flops=0.0, launch_s=0.0, collective_s=0.0)
+
+    # 4 heads of 64: 16,384 rows run at the rate of 1,024.
+    assert slow.row_scale == 1 / 16
+    ratio = one(0, 16_384, slow)[FORWARD_LAYER] / one(0, 16_384, usual)[FORWARD_LAYER]
+    assert ratio == pytest.approx((1 + 650 / 1_024) / (1 + 650 / 16_384))
+
+
+def test_without_kernels_prices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = COST.rates(Mesh(dp=4, tp=2))
+    columns: list[Any] = [np.array(x, np.int32) for x in ([0, 2, 2], [0, 10], [5_000, 900], [1, 2])]
+    compiled = kernels.price(*columns, rates)
+    monkeypatch.setattr(jit, "_is_enabled", False)
+
+    readable = kernels.price(*columns, rates)
+
+    np.testing.assert_array_equal(compiled, readable)

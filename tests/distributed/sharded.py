@@ -1,0 +1,143 @@
+"""Steps of processes among which FSDP2 has divided parameters, beside one process."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from tests.support.distances import furthest, whole_of
+from tests.support.pipelines import alone, batch_of, compare, plan_of, replicas_of, runnable, shard, small
+from tests.support.sliced import tiny
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import varlen as vl
+from varlen.errors import ModelError, SettingError
+from varlen.runtime.decoder import DecoderParts
+from varlen.runtime.mesh.fsdp import Shards
+from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.split import Elsewhere, cut_to_stage
+
+
+def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
+    """How many of a stage's sharded layers are whole before a unit of its first layer, during it, and after it."""
+    seat = seat_of(mesh, stage * mesh.dp)
+    layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
+    first = next(n for n, layer in enumerate(model.model.layers) if layer is layers[0])
+    replicas: Any = type("Replicas", (), {"size": seat.mesh.dp, "device": torch.device("cpu")})()
+    before = model.config._attn_implementation
+    shards = Shards(model, DecoderParts.of(model), replicas, gathered)
+    model.set_attn_implementation(before)
+
+    def whole() -> int:
+        return sum(not isinstance(next(layer.parameters()), DTensor) for layer in layers)
+
+    counts = []
+    with shards.step():
+        counts.append(whole())
+        with shards.unit(range(first, first + 1)):
+            counts.append(whole())
+        counts.append(whole())
+    return counts
+
+
+def run_sharded(
+    seed: int, rank: int, world: int, gathered: Any, wraps: str, *, shares: bool = False
+) -> dict[str, Any]:
+    """Train by a random plan where FSDP2 has divided parameters among replicas, which may share documents."""
+    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if gathered == "unit" else "none")
+    plan = runnable(plan_of(seed, mesh, shares=shares, most_documents=8 if shares else 4))
+    model = small(seed)
+    cut_to_stage(model, mesh, rank // 2)
+    devices = replicas_of(mesh)
+    decoder = model.model
+    for layer in decoder.layers if wraps != "root" else ():
+        if not isinstance(layer, Elsewhere):
+            fully_shard(layer, mesh=devices)
+    if wraps == "parts":
+        for part in (decoder.embed_tokens, decoder.norm, model.lm_head):
+            if not isinstance(part, Elsewhere):
+                fully_shard(part, mesh=devices)
+    fully_shard(model, mesh=devices)
+    with pytest.raises(
+        SettingError, match="fully_shard has divided the model among processes, and the engine has no mesh"
+    ):
+        vl.SliceEngine(model)
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
+        counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
+        found: dict[str, Any] = {"shared": plan.num_merged, "splits": plan.splits_backward}
+        found["whole"] = layers_whole_at_once(model, mesh, rank // 2, gathered) if wraps != "root" else None
+        return {"counts": counts, **found, **compare(engine, small(seed), plan, seed)}
+
+
+def run_half(rank: int, world: int) -> dict[str, Any]:
+    """Gradients of weights that are computed with in bfloat16, sharded and sent in it."""
+    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters")
+    plan = runnable(plan_of(3, mesh))
+    whole, model = (tiny("llama", torch.float32, num_hidden_layers=4) for _ in range(2))
+    cut_to_stage(model, mesh, rank // 2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, mesh, mp_policy=policy)
+    batch = batch_of(plan, 3)
+    _, wanted = alone(whole, batch)
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
+        engine.step(batch, plan)
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {"half": furthest(found, wanted), "dtypes": sorted({str(x.dtype) for x in found.values()})}
+
+
+def run_hybrid(rank: int, world: int) -> dict[str, Any]:
+    """Train where groups of two hold all parameters each, as hybrid sharding does, by a plan of four replicas."""
+    mesh = vl.Mesh(dp=world, sharding="parameters")
+    plan = runnable(plan_of(6, mesh))
+    model = small(1)
+    devices = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("copies", "parts"))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=devices)
+    fully_shard(model, mesh=devices)
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
+        found = compare(engine, small(1), plan, 6)
+    parameters = list(model.parameters())
+    return {
+        "held": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
+        **found,
+    }
+
+
+def run_frozen(rank: int, world: int) -> dict[str, Any]:
+    """Train where FSDP2 has divided frozen parameters too: the embedding, a layer and a part of every other one."""
+    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters")
+    plan = runnable(plan_of(4, mesh))
+    whole, model = small(0), small(0)
+    before = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    for each in (whole, model):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in ("embed", "layers.1.", "q_proj")))
+    cut_to_stage(model, mesh, rank // 2)
+    shard(model, mesh)
+    backends = [x._get_backend(torch.device("cpu")) for x in replicas_of(mesh).get_all_groups()]
+    timeouts = [each.options._timeout for each in backends]
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=30)) as engine:
+        found = compare(engine, whole, plan, 4, steps=3)
+    assert [each.options._timeout for each in backends] == timeouts  # the user's groups are as they were
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    kept = all(torch.equal(whole_of({name: p})[name], before[name]) for name, p in frozen)
+    return {"frozen": len(frozen), "kept": kept and all(p.grad is None for _, p in frozen), **found}
+
+
+def tied_apart(rank: int, world: int) -> str:
+    """What is said where the embedding is divided apart from the head that has its weight."""
+    mesh = vl.Mesh(dp=world, sharding="parameters")
+    plan, model = runnable(plan_of(4, mesh)), small(1)
+    devices = replicas_of(mesh)
+    fully_shard(model.model.embed_tokens, mesh=devices)
+    fully_shard(model, mesh=devices)
+    with (
+        closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine,
+        pytest.raises(ModelError) as refused,
+    ):
+        engine.step(batch_of(plan), plan)
+    return str(refused.value)

@@ -1,0 +1,257 @@
+"""Stages and replicas in processes of their own train what one process trains, and say who is gone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.distances import EXACT, Distances, furthest
+from tests.support.pipelines import planned
+from tests.support.ranks import as_ranks
+
+import varlen as vl
+
+LIBRARIES = (
+    "torch,torch.distributed.fsdp,transformers.models.llama.modeling_llama,"
+    "transformers.models.qwen3.modeling_qwen3,varlen.runtime.engine,varlen.simulate.api,numba,pytest"
+)
+JOB = Path(__file__).with_name("pipeline_job.py")
+LENGTHS = [60, 3, 17, 9, 30, 8, 2, 44]
+WHOLE_PLANS: list[tuple[dict[str, Any], list[int]]] = [
+    ({"recompute": "none"}, LENGTHS),
+    ({"recompute": "full", "recompute_share": 0.5}, LENGTHS),
+    ({"recompute": "full"}, [20]),
+]
+DISTANCES = ("loss", "documents", "gradients", "later_gradients", "norm", "weights")
+
+Found = list[dict[str, Any]]
+"""What each rank wrote."""
+
+
+def run_job(folder: Path, ranks: int, *words: Any) -> Found:
+    as_ranks(JOB, "plans", folder, *words, ranks=ranks, libraries=LIBRARIES)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_job(tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("four")
+    paths = []
+    for number, (settings, lengths) in enumerate(WHOLE_PLANS):
+        paths.append(folder / f"plan{number}")
+        vl.save_plan(planned(settings, lengths, vl.Mesh(dp=2, pp=2)), paths[-1])
+    return run_job(folder, 4, *paths)
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("struck")
+    as_ranks(JOB, "struck", folder, ranks=1, libraries=LIBRARIES)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def both(name: str, *jobs: Found) -> list[dict[str, Any]]:
+    """What all ranks of jobs found under a name."""
+    found = [one for job in jobs for rank in job for one in rank.get(name, [])]
+    assert found
+    return found
+
+
+def assert_exact(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert {name: one[name] for name in DISTANCES if not one[name] <= EXACT} == {}
+        assert one["targets"] == 0
+
+
+def test_random_plans_train_what_one_process_trains(two: Found, four: Found) -> None:
+    found = both("random", two, four)
+
+    assert_exact(found)
+    meshes = {tuple(one["mesh"]) for one in found}
+    assert {(2, 1, 1), (1, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2)} <= meshes
+
+
+def test_stages_add_up_to_the_names_of_the_whole_model(four: Found) -> None:
+    for every in zip(*(rank["random"] for rank in four)):
+        names = {name for one in every for name in one["names"]}
+
+        assert all(names == set(one["wanted"]) for one in every)
+        assert all(len(one["names"]) < len(names) for one in every)
+
+
+def test_plans_of_the_planner_train_what_one_process_trains(four: Found) -> None:
+    found = both("planned", four)
+
+    assert_exact(found)
+    assert {0 in one["counts"] for one in found} == {True, False}  # a replica without a document
+
+
+def test_shards_train_what_one_process_trains(two: Found, four: Found) -> None:
+    found = both("sharded", two, four)
+
+    assert_exact(found)
+    unequal = [counts for one in found for counts in one["counts"] if len(set(counts)) > 1]
+    assert unequal  # where parameters are gathered once a step
+    whole = {tuple(one["whole"]) for one in found if one["whole"] is not None}
+    assert whole == {(0, 1, 0), (2, 2, 2), (4, 4, 4)}  # a unit's alone, or a stage's all through the step
+
+
+def test_shards_that_share_documents_train_what_one_process_trains(two: Found, four: Found) -> None:
+    found = both("shared", two, four)
+
+    assert_exact(found)
+    assert min(one["shared"] for one in found) > 0
+    assert {one["splits"] for one in found} == {True, False}
+
+
+def test_frozen_weights_among_shards_stay_and_the_others_train_as_in_one_process(
+    two: Found, four: Found
+) -> None:
+    found = both("frozen", two, four)
+
+    assert_exact(found)
+    assert all(one["frozen"] for one in found)
+    assert all(one["kept"] for one in found)
+
+
+def test_parameters_that_groups_of_two_hold_are_summed_over_all_four(four: Found) -> None:
+    found = both("hybrid", four)
+
+    assert_exact(found)
+    assert all(abs(one["held"] - 0.5) < 0.01 for one in found)
+
+
+def test_a_weight_of_both_ends_that_shards_took_from_one_is_refused(two: Found) -> None:
+    said = {one for rank in two for one in rank["apart"]}
+
+    assert len(said) == 1
+    assert said.pop().startswith(
+        "embedding and head share their weight, and fully_shard was called on one of them"
+    )
+
+
+def test_a_model_in_eval_mode_has_its_gradients_in_a_pipeline_too(two: Found, four: Found) -> None:
+    found = both("evaluating", two, four)
+
+    assert_exact(found)
+    assert not any(one["training"] for one in found)
+
+
+def test_replicas_that_ddp_holds_are_summed_once(two: Found) -> None:
+    assert_exact(both("ddp", two))
+
+
+def test_batches_of_a_step_add_up_and_other_stages_may_be_on_meta(two: Found, four: Found) -> None:
+    for one in both("parts", two, four):
+        assert one["gradients"] <= EXACT
+
+
+def test_half_precision_goes_between_stages_and_gradients_stay_wide(two: Found, four: Found) -> None:
+    for one in both("half", two, four):
+        assert 1e-4 < one["half"] < 0.03
+        assert one["dtypes"] == ["torch.float32"]
+
+
+def test_neighbours_of_a_stage_have_groups_of_their_own(four: Found) -> None:
+    found = [one["ranks"] for one in both("neighbours", four)]
+
+    assert found == [[[0, 1, 2, 3], [0, 1]]] * 2 + [[[0, 1, 2, 3], [2, 3]]] * 2
+
+
+def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
+    odd = r"stage 1 of pipeline 0 \(rank 2\)"
+    said = [rank["refused"][0] for rank in four]
+
+    for name in ("plan", "batch", "model"):
+        assert len({one[name] for one in said}) == 1
+        assert said[0][name].startswith(f"PlanError: {odd} has the {name} ".replace("\\", ""))
+        assert "(1 differ: 2)" in said[0][name]
+    for rank, one in enumerate(said):
+        if rank == 2:
+            assert "the plan is of" in one["one rank"] or "in the plan and" in one["one rank"]
+            assert "a batch of type dict" in one["no batch"]
+            assert "the head of this llama model has 1 hook" in one["hook"]
+        else:
+            for name in ("one rank", "no batch", "hook"):
+                assert one[name].startswith("VarlenError: stage 1 of pipeline 0 (rank 2) refused the step")
+        assert one["settings"].startswith(f"PlanError: {odd} has the settings ".replace("\\", ""))
+        assert "4 GPUs without a plan" in one["no plan"]
+        assert "(dp, pp, virtual_stages) = (2, 2, 1) and the engine's mesh is (1, 4, 1)" in one["mesh"]
+        assert f"process {rank} of 4, and the engine was given rank {rank} of dp=4 x pp=2 = 8" in one["world"]
+        assert "the engine is closed" in one["closed"]
+        assert one["order"].startswith("DeadlockError: ")
+        assert one["circle"].startswith("PlanError: the order of tasks waits in a circle: ")
+        assert one["counts"].startswith("PlanError: stage 0 of rank 0 has 1 forward tasks")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("killed", "stage 1 of pipeline 0 (rank 1) is gone (killed, stuck, or out of memory)"),
+        ("stuck", "stage 1 of pipeline 0 (rank 1) is gone (killed, stuck, or out of memory)"),
+        (
+            "fails",
+            "stage 1 of pipeline 0 (rank 1) failed (ValueError: a wrong number, in stage 1 of pipeline 0, ",
+        ),
+        (
+            "full",
+            "stage 1 of pipeline 0 (rank 1) failed (DeviceMemoryError: out of memory (tried to allocate 2.50 GiB) in "
+            "forward of MicroPack 2, layers 2-3, of stage 1 of pipeline 0, with ",
+        ),
+        (
+            "fails, shared",
+            "stage 0 of pipeline 1 (rank 1) failed (ValueError: a wrong number, in stage 0 of pipeline 1, ",
+        ),
+        ("stuck, sharded", "stage 0 of pipeline 1 (rank 1) is gone (killed, stuck, or out of memory)"),
+    ],
+)
+def test_whoever_is_left_names_the_stage_that_is_gone(
+    struck: dict[str, dict[str, Any]], how: str, words: str
+) -> None:
+    for rank in (0, 2, 3):
+        one = struck[f"{how} {rank}"]
+
+        assert one["said"].startswith("WorkerDiedError: " + words), one["said"]
+        # A broken connection is noticed at once, and the killed is given 5 s to answer; for a stuck one the deadline
+        # is 3 s, for the others 5 minutes.
+        assert one["seconds"] < 15
+
+
+def test_a_gradient_that_is_no_number_is_infinitely_far() -> None:
+    wanted = {"a": torch.ones(2), "b": torch.ones(2)}
+    broken = wanted | {"b": torch.full((2,), torch.nan)}
+    seen = Distances()
+    seen.saw("loss", math.nan)
+
+    assert furthest(broken, wanted) == seen.loss == math.inf
+    assert furthest(wanted, wanted) == seen.norm == 0
+
+
+def test_an_error_of_a_task_says_which_task_it_was(struck: dict[str, dict[str, Any]]) -> None:
+    said = struck["fails 1"]["said"]
+
+    assert said.startswith("ValueError: a wrong number")
+    assert "in stage 1 of pipeline 0, forward, MicroPack 2, layers 2-3" in said
+
+
+def test_a_stage_without_memory_says_to_all_what_would_fit(struck: dict[str, dict[str, Any]]) -> None:
+    own = struck["full 1"]["said"]
+
+    assert own.startswith(
+        "DeviceMemoryError: out of memory (tried to allocate 2.50 GiB) in forward of MicroPack 2"
+    )
+    assert " rows would fit, by estimate: plan with a smaller memory_fraction of vl.CostModel" in own
+    for rank in (0, 2, 3):
+        assert (
+            " rows would fit, by estimate: plan with a smaller memory_fraction of vl.CostModel"
+            in struck[f"full {rank}"]["said"]
+        )

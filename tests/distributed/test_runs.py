@@ -1,0 +1,250 @@
+"""Runs of several processes under torchrun: they equal one process, and a killed run goes on, on any number."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.support.rarely import mostly
+from tests.support.training import (
+    Notes,
+    metrics_of,
+    rewound,
+    same_end,
+    settings,
+    start_ranks,
+    steps_of,
+    table,
+    weights_of,
+    write_store,
+)
+
+from varlen.train.trainer import train
+
+RANKS = 2
+PLAIN = {
+    "model__settings": {
+        "hidden_size": 32,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
+    "data__micro_batch_size": 1,
+    "optimizer__schedule": "constant",
+}
+"""Without dropout, which every rank draws for itself; several micro-batches a rank."""
+
+
+def torchrun(*arguments, folder):
+    root = Path(__file__).parents[2]
+    paths = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def write_toml(path, made):
+    """A configuration whose values JSON and TOML spell alike."""
+    lines = []
+    for name, section in made.items():
+        inner = {key: value for key, value in section.items() if isinstance(value, dict)}
+        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items() if k not in inner)]
+        for key, value in inner.items():
+            lines += [f"[{name}.{key}]", *(f"{k} = {json.dumps(v)}" for k, v in value.items())]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def processes_naming(words):
+    """Every process of this machine whose command names some words, with its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if words in (folder / "cmdline").read_bytes().decode(errors="replace"):
+                found[int(folder.name)] = (
+                    (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                )
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return write_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def killed(store, tmp_path_factory):
+    """A run of `varlen train` on several processes, one of which was killed; and what torchrun said."""
+    folder = tmp_path_factory.mktemp("killed")
+    made = table(store, folder / "run", **PLAIN, run__parallel="fsdp")
+    made["data"]["worker"] = "process"
+    write_toml(folder / "config.toml", made)
+    # Slow enough to be struck in the midst of it: no run of a test waits for these steps to end.
+    job = torchrun(
+        "-m", "varlen", "train", folder / "config.toml", "--set", "run.steps=100000", "--set", "run.keep=100000",
+        folder=folder,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 240
+        while not (folder / "run/checkpoints/step-00000004").is_dir():
+            assert job.poll() is None, job.communicate()
+            assert time.monotonic() < end, "the job is too slow"
+            time.sleep(0.02)
+        ranks = processes_naming(str(folder / "config.toml"))
+        (victim,) = [process for process, env in ranks.items() if "RANK=1" in env and "LOCAL_RANK=1" in env]
+        os.kill(victim, signal.SIGKILL)
+        _, said = job.communicate(timeout=240)
+    finally:
+        job.kill()
+    return folder, job.returncode, said
+
+
+def all_finished(processes, folder):
+    end = time.monotonic() + 240
+    for process in processes:
+        process.join(max(end - time.monotonic(), 0))
+        process.kill()
+        process.join()
+    said = {path.name: path.read_text() for path in folder.glob("rank*.txt")}
+    assert [process.exitcode for process in processes] == [0] * len(processes), said
+
+
+@pytest.fixture(scope="module")
+def together(store, killed, tmp_path_factory):
+    """Whole runs by DDP and FSDP2, and more of them from a checkpoint of theirs, all in one job."""
+    folder = tmp_path_factory.mktemp("together")
+    runs = {
+        name: table(store, folder / name, **PLAIN, run__parallel=name.partition("_")[0], run__steps=steps)
+        for name, steps in {"ddp": 6, "fsdp_2": 2, "fsdp": 6}.items()
+    }
+    again = rewound(killed[0] / "run", 4, folder / "killed")
+    going_on = table(store, again, **PLAIN, run__parallel="fsdp")
+    all_finished(start_ranks([*runs.values(), going_on], RANKS, folder), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(store, tmp_path_factory):
+    """The same run in one process."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    train(settings(store, output, **PLAIN), Notes())
+    return output
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_several_processes_train_what_one_trains(alone, together, parallel):
+    one, several = metrics_of(alone), metrics_of(together / parallel)
+    ours, theirs = weights_of(alone), weights_of(together / parallel)
+
+    for name, value in ours.items():
+        np.testing.assert_allclose(theirs[name].numpy(), value.numpy(), atol=2e-5, err_msg=name)
+    for step, other in zip(one, several, strict=True):
+        assert other.pop("loss") == pytest.approx(step.pop("loss"), rel=1e-6)
+        assert other.pop("grad_norm") == pytest.approx(step.pop("grad_norm"), rel=1e-5)
+        assert other == step
+
+
+def test_going_on_at_the_same_number_of_processes_ends_with_the_same_bits(together):
+    same_end(together / "fsdp", together / "killed")
+
+
+@pytest.mark.parametrize("parallel", mostly(["fsdp"], ["ddp", "fsdp"]))
+def test_three_processes_add_in_the_same_order_after_going_on(store, tmp_path, parallel):
+    whole = table(store, tmp_path / "whole", **PLAIN, run__parallel=parallel)
+    whole["model"]["settings"] = whole["model"]["settings"] | {"hidden_size": 64, "intermediate_size": 160}
+    half, rest = (
+        whole | {"run": {**whole["run"], "output": str(tmp_path / "half"), "steps": steps}}
+        for steps in (4, 6)
+    )
+
+    all_finished(start_ranks([whole, half, rest], 3, tmp_path), tmp_path)
+
+    same_end(tmp_path / "whole", tmp_path / "half")
+
+
+def test_processes_that_tokenize_on_the_fly_train_what_one_trains(store, tmp_path):
+    source = PLAIN | {"data__source": str(store.parent / "chats.jsonl"), "data__mode": "streaming"}
+    made = table(store, tmp_path / "two", **source, run__steps=3)
+
+    all_finished(start_ranks([made], RANKS, tmp_path), tmp_path)
+    train(settings(store, tmp_path / "one", **source, run__steps=3), Notes())
+
+    for name, value in weights_of(tmp_path / "one").items():
+        np.testing.assert_allclose(weights_of(tmp_path / "two")[name].numpy(), value.numpy(), atol=2e-5)
+
+
+def test_whoever_is_left_names_the_rank_that_is_gone(store, tmp_path):
+    jobs = {}  # side by side, since most of the time is spent waiting for an answer
+    for folder in (tmp_path / "ddp", tmp_path / "fsdp"):
+        folder.mkdir()
+        made = table(store, folder / "run", **PLAIN, run__parallel=folder.name)
+        jobs[folder] = start_ranks([made], 3, folder, waits_at=4)
+    for folder, processes in jobs.items():
+        end = time.monotonic() + 240
+        while not (folder / "waits").exists():
+            assert time.monotonic() < end, [process.exitcode for process in processes]
+            time.sleep(0.02)
+        processes[2].kill()
+
+    codes = {}
+    for folder, processes in jobs.items():
+        for process in processes:
+            process.join(90)
+        codes[folder.name] = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+
+    assert codes == {"ddp": [1, 1, -signal.SIGKILL], "fsdp": [1, 1, -signal.SIGKILL]}
+    for path in (folder / f"rank{rank}.txt" for folder in jobs for rank in (0, 1)):
+        said = path.read_text()
+        assert said.startswith(
+            "WorkerDiedError: rank 2 is gone (killed, stuck, or out of memory), one of 3"
+        ), said
+
+
+def test_a_killed_rank_ends_the_job_with_an_error_that_names_it(killed):
+    folder, code, said = killed
+
+    assert code != 0
+    assert re.search(r"rank\s*:\s*1 \(local_rank: 1\)\s+exitcode\s*:\s*-9", said), said
+    assert processes_naming(str(folder)) == {}
+
+
+def test_a_killed_run_goes_on_alone_with_the_bits_of_one_that_changed_its_size(
+    store, killed, together, tmp_path
+):
+    after_a_kill = rewound(killed[0] / "run", 2, tmp_path / "killed")
+    undisturbed = rewound(together / "fsdp_2", 2, tmp_path / "undisturbed")
+    assert steps_of(undisturbed) == ["step-00000002"]
+
+    notes = Notes()
+    for output in (after_a_kill, undisturbed):
+        train(settings(store, output, **PLAIN, run__parallel="fsdp"), notes)
+
+    assert [plan.world_size for plan in notes.plans] == [1, 1]
+    same_end(undisturbed, after_a_kill)
+    theirs = weights_of(together / "fsdp")
+    for name, value in weights_of(after_a_kill).items():
+        torch.testing.assert_close(value, theirs[name], atol=2e-5, rtol=0)
+
+
+def test_all_processes_wrote_their_shard(together):
+    last = together / "fsdp" / "checkpoints" / "step-00000006"
+
+    assert len(list(last.glob("*.safetensors"))) == RANKS
+    assert json.loads((last / "checkpoint.json").read_text())["world_size"] == RANKS

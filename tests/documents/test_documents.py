@@ -1,0 +1,286 @@
+"""Rows to documents: EOS once, masks that hold what the assistant says and no more, faults that are all listed."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.chats import GEMMA, LLAMA
+
+from varlen.documents.documents import Documents, Encoding, encode_rows
+from varlen.documents.source import Source, open_source
+from varlen.errors import SettingError, SourceError
+from varlen.files.columns import Columns
+from varlen.files.rows import Rows
+from varlen.text.chat_template import chat_template
+from varlen.text.load_tokenizer import load_tokenizer, train_bpe
+from varlen.text.tokenizer import FastTokenizer, Specials, Tokenizer
+
+EOS = 256
+
+
+def encoded(kind, columns, tokenizer: Tokenizer | None = None, **options) -> Documents:
+    made = tokenizer or load_tokenizer()
+    template = chat_template(None, special_tokens=made.specials.texts, end_marks=made.specials.end_marks)
+    rows = Rows(columns=columns, numbers=range(1, 1 + len(next(iter(columns.values())))), path="a.jsonl")
+    encoding = Encoding(tokenizer=made, template=template, **options)
+    return encode_rows(rows, Columns(kind=kind, names={name: name for name in columns}), encoding)
+
+
+def each(documents: Documents) -> list[list[int]]:
+    bounds = documents.offsets.tolist()
+    return [documents.tokens[a:b].tolist() for a, b in zip(bounds, bounds[1:])]
+
+
+def read_all(source: Source) -> Documents:
+    found = [documents for part in source.parts() for documents in source.read(part)]
+    masks = [np.ones(len(d.tokens), np.uint8) if d.loss_mask is None else d.loss_mask for d in found]
+    return Documents(
+        tokens=np.concatenate([d.tokens for d in found]),
+        offsets=np.cumsum([0, *(length for d in found for length in d.lengths)]),
+        loss_mask=np.concatenate(masks),
+        faults=tuple(fault for d in found for fault in d.faults),
+    )
+
+
+def supervised(documents: Documents) -> list[list[int]]:
+    mask = np.ones(len(documents.tokens)) if documents.loss_mask is None else documents.loss_mask
+    bounds = documents.offsets.tolist()
+    return [documents.tokens[a:b][mask[a:b] == 1].tolist() for a, b in zip(bounds, bounds[1:])]
+
+
+@given(st.lists(st.text(max_size=5)), st.booleans())
+def test_a_text_ends_in_one_eos_and_an_empty_one_has_no_token_at_all(texts, append_eos):
+    documents = encoded("text", {"text": texts}, append_eos=append_eos)
+
+    ends = [EOS] if append_eos else []
+    assert each(documents) == [[*text.encode(), *ends] if text else [] for text in texts]
+    assert documents.loss_mask is None
+
+
+def test_a_text_that_ends_in_the_eos_already_gets_no_second_one():
+    tokenizer = load_tokenizer(lambda text: [ord(c) % 7 for c in text], eos=3)
+
+    documents = encoded("text", {"text": ["a", "\x03", "\x03\x03a", "a\x03", ""]}, tokenizer)
+
+    assert each(documents) == [[6, 3], [3], [3, 3, 6, 3], [6, 3], []]
+
+
+@given(st.lists(st.sampled_from(["ab", "", None, 5, "\ud800", b"", ["a"]])))
+def test_what_is_no_text_is_a_fault_of_its_row_and_the_other_rows_are_kept(values):
+    documents = encoded("text", {"text": values})
+
+    good = [value for value in values if value in ("ab", "")]
+    assert each(documents) == [[97, 98, EOS] if value else [] for value in good]
+    bad = [n for n, value in enumerate(values, start=1) if value not in ("ab", "")]
+    assert [str(fault).split(" holds")[0] for fault in documents.faults] == [f"a.jsonl row {n}" for n in bad]
+
+
+CHATS = [
+    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
+    [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "żółć?"},
+        {"role": "assistant", "content": "one 🦆"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "two\nlines"},
+    ],
+]
+
+
+def test_what_is_supervised_in_chats_decodes_to_the_assistants_words_and_end_marks():
+    documents = encoded("messages", {"messages": CHATS})
+
+    end = 259
+    assert supervised(documents) == [
+        [*b"hello", end],
+        [*"one 🦆".encode(), end, *b"two\nlines", end],
+    ]
+    assert [ids.count(EOS) for ids in each(documents)] == [0, 0]
+
+
+@pytest.mark.parametrize(("template", "end"), [(LLAMA, "<|eot_id|>"), (GEMMA, "<end_of_turn>")])
+@pytest.mark.parametrize("is_cuttable", [True, False])
+def test_masks_hold_the_assistants_words_whether_a_text_can_be_cut_or_not(
+    tmp_path, template, end, is_cuttable
+):
+    from tokenizers import AddedToken
+
+    backend = train_bpe(["hello one two lines be kind user assistant " * 20], 300)
+    backend.add_special_tokens([AddedToken(mark) for mark in ("<s>", end, "</s>")])
+    made = load_tokenizer(backend, eos="</s>")
+    assert isinstance(made, FastTokenizer)
+    specials = Specials(eos_id=made.specials.eos_id, texts={"bos_token": "<s>"}, end_marks=frozenset({end}))
+    tokenizer = FastTokenizer(made.backend, "t", specials, "f", made.vocab_size, is_cuttable)
+    rows = [{"messages": chat[-2:]} for chat in CHATS]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+
+    documents = read_all(open_source(tmp_path, tokenizer, chat_template=template))
+
+    texts = [tokenizer.decode(ids) for ids in supervised(documents)]
+    assert [text.strip() for text in texts] == [f"hello{end}", f"two\nlines{end}"]
+
+
+def test_a_completion_is_supervised_with_its_eos_and_its_prompt_is_not():
+    columns = {"prompt": ["2+2=", ""], "completion": ["4", "a"]}
+
+    documents = encoded("prompt", columns)
+
+    assert each(documents) == [[*b"2+2=4", EOS], [*b"a", EOS]]
+    assert supervised(documents) == [[*b"4", EOS], [*b"a", EOS]]
+    assert encoded("prompt", columns, supervise="all").loss_mask is None
+
+
+def test_a_plain_prompt_begins_as_the_tokenizer_says_whatever_stands_beside_it():
+    made = load_tokenizer(lambda text: list(text.encode()), eos=0)
+    tokenizer = type(made)(made.function, "t", Specials(eos_id=0, prefix_ids=(1, 2)), "f")  # type: ignore[attr-defined, call-arg]
+    chat = ([CHATS[0][0]], [CHATS[0][1]])
+
+    alone = encoded("prompt", {"prompt": ["a"], "completion": ["b"]}, tokenizer)
+    beside = encoded("prompt", {"prompt": ["a", chat[0]], "completion": ["b", chat[1]]}, tokenizer)
+
+    assert each(alone) == [[1, 2, *b"ab", 0]]
+    assert supervised(alone) == [[*b"b", 0]]
+    assert each(beside)[0] == each(alone)[0]
+    assert each(beside)[1][0] == ord("<")
+
+
+def test_a_tokenizer_without_eos_is_refused_unless_documents_are_left_without():
+    tokenizer = load_tokenizer(lambda text: list(text.encode()))
+
+    with pytest.raises(SettingError, match=r"names no token that ends a document.*--eos.*--no-eos"):
+        encoded("text", {"text": ["a"]}, tokenizer)
+    assert each(encoded("text", {"text": ["a"]}, tokenizer, append_eos=False)) == [[97]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "user", "content": "a"}], "no assistant turn"),
+        ([{"role": "wizard", "content": "a"}], "unknown role 'wizard'"),
+        ([], "empty list"),
+        (None, "must be a list of messages, found null"),
+        ([{"role": "assistant", "content": "\ud800"}], "lone surrogate"),
+    ],
+)
+def test_a_chat_that_cannot_be_used_is_named_and_skipped_where_that_is_asked_for(tmp_path, messages, said):
+    rows = [{"messages": CHATS[0]}, {"messages": messages}, {"messages": CHATS[1]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    with pytest.raises(SourceError, match=rf"line 2 can't be used: .*{said}"):
+        read_all(open_source(tmp_path))
+    documents = read_all(open_source(tmp_path, on_error="skip"))
+    assert len(documents) == 2
+    assert len(documents.faults) == 1
+    assert said in str(documents.faults[0])
+
+
+def test_all_that_is_skipped_is_listed_with_its_file_and_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "a"}\n{"text": 5}\n{"body": "b"}\nnothing\n[]\n{"text": "c"}\n'
+    )
+    (tmp_path / "b.csv").write_text('text,id\n"a\nb",1\nonly\nc,2\n"open')
+    (tmp_path / "c.json").write_text('[{"text": "d"}, 7, {"text": "e"}, {"te')
+    (tmp_path / "d.parquet").write_text("no table")
+
+    documents = read_all(open_source(tmp_path, on_error="skip", append_eos=False))
+
+    assert [bytes(ids).decode() for ids in each(documents)] == ["a", "c", "a\nb", "c", "d", "e"]
+    assert [str(fault).removeprefix(f"{tmp_path}/")[:29] for fault in documents.faults] == [
+        "a.jsonl line 2 holds number i",
+        "a.jsonl line 3 has no `text`;",
+        "a.jsonl line 4 is not valid J",
+        "a.jsonl line 5 is a JSON arra",
+        "b.csv line 4 has 1 fields, bu",
+        "b.csv line 6 is not valid CSV",
+        "c.json value 2 is a JSON numb",
+        "c.json value 4 is not valid J",
+        "d.parquet (what is left of it",
+    ]
+
+
+def test_tools_that_only_some_rows_have_are_given_to_the_template(tmp_path):
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}"
+    template += "{% for m in messages %}{{ m.content }};{% endfor %}"
+    tools = [None, [{"name": "add"}], json.dumps([{"name": "sub"}]), ""]
+    rows = [{"messages": CHATS[0]}, *({"messages": CHATS[0], "tools": t} for t in tools)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    source = open_source(tmp_path, chat_template=template, supervise="all", append_eos=False)
+    documents = [ids for part in source.parts() for d in source.read(part) for ids in each(d)]
+
+    starts = [bytes(i for i in ids if i < 256).decode()[:5] for ids in documents]
+    assert starts == ["hi;he", "hi;he", "[add]", "[sub]", "hi;he"]
+
+
+TOOLS_TEMPLATE = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tools_of_a_prompt_with_a_completion_are_given_to_the_template(tmp_path):
+    tools = [{"name": "add"}]
+    first, then = CHATS[0][:1], CHATS[0][1:]
+    rows = [{"prompt": first, "completion": then}, {"prompt": first, "completion": then, "tools": tools}]
+    rows.append({"prompt": "a hammer and", "completion": " nails", "tools": "of texts nothing is said"})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": CHATS[0], "tools": tools}))
+
+    joined, whole = (
+        read_all(open_source(tmp_path / name, chat_template=TOOLS_TEMPLATE))
+        for name in ("a.jsonl", "b.jsonl")
+    )
+
+    assert each(joined)[1] == each(whole)[0] != each(joined)[0]
+    assert bytes(each(joined)[2][:-1]) == b"a hammer and nails"
+
+
+def test_what_a_table_adds_as_null_to_calls_and_tools_is_not_trained_on(tmp_path):
+    def row(name, argument):
+        call = {"function": {"name": name, "arguments": {argument: 1}}}
+        tool = {"name": name, "parameters": {argument: {"type": "integer"}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"messages": [{"role": "user", "content": "q"}, said], "tools": [tool]}
+
+    rows = [row("f", "x"), row("g", "y")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    table, lines = (
+        read_all(open_source(tmp_path / name, chat_template=TOOLS_TEMPLATE))
+        for name in ("a.parquet", "a.jsonl")
+    )
+
+    assert each(table) == each(lines)
+    assert supervised(table) == supervised(lines)
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+def test_the_masks_of_trl_beside_ready_tokens_say_what_is_trained_on(tmp_path, name):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7], name: [0, 1, 1]}))
+
+    documents = read_all(open_source(tmp_path / "a.jsonl"))
+
+    assert supervised(documents) == [[6, 7]]
+
+
+def test_a_mask_that_only_later_rows_have_or_two_masks_are_refused(tmp_path):
+    row = {"input_ids": [5], "completion_mask": [1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [5]}) + "\n" + json.dumps(row))
+    (tmp_path / "b.jsonl").write_text(json.dumps({**row, "assistant_masks": [0]}))
+
+    with pytest.raises(
+        SourceError, match=r"line 2 has `completion_mask`, which the file's first row has not"
+    ):
+        read_all(open_source(tmp_path / "a.jsonl"))
+    with pytest.raises(SourceError, match=r"has `completion_mask`, `assistant_masks`, two masks .* name one"):
+        read_all(open_source(tmp_path / "b.jsonl"))
+    named = open_source(tmp_path / "b.jsonl", columns={"loss_mask": "assistant_masks"})
+    assert supervised(read_all(named)) == [[]]

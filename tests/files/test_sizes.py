@@ -1,0 +1,357 @@
+"""Files of few bytes that decode to many: all values are Arrow's own, and memory stays bounded."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.files.shared_values import MB, PEAK, chats, text_column, undone, write
+from tests.support.rarely import mostly
+
+from varlen.documents.blocks import cut_blocks
+from varlen.documents.source import open_source
+from varlen.files.finding import find_files
+from varlen.files.formats import record_batches, row_groups, tables
+from varlen.files.formats.decoded import plain, row_sizes
+from varlen.files.formats.record_batches import blocks_of
+from varlen.files.rows import as_list
+
+
+def rows_of(path):
+    """All rows as Python values."""
+    (file,) = find_files(path)
+    names = tables.column_names(file)
+    found = []
+    for rows in tables.read(file, names):
+        found += zip(*(as_list(rows.columns[name]) for name in names)) if len(rows) else []
+    return [row[0] for row in found] if len(names) == 1 else found
+
+
+LIMITED = (
+    PEAK
+    + """
+import sys
+from varlen.files.formats import tables
+from varlen.files.finding import find_files
+from varlen.files.rows import as_list
+import pyarrow.parquet, numpy
+before = peak()
+(file,) = find_files(sys.argv[1])
+names = tables.column_names(file)
+count = size = most = 0
+for rows in tables.read(file, names):
+    values = as_list(rows.columns[names[0]]) if len(rows) else []
+    sizes = [len(v) if isinstance(v, (str, bytes)) else sum(len(m["content"]) for m in v) for v in values]
+    count, size, most = count + len(rows), size + sum(sizes), max(most, sum(sizes))
+    if count >= int(sys.argv[2]):
+        break
+    del values, rows
+print(count, size, most, (peak() - before) // 1024)
+"""
+)
+
+
+def read_apart(path, rows=1 << 40):
+    """Read in a process of its own; returns rows, bytes, bytes of the largest batch, and megabytes of memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path), str(rows)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return tuple(map(int, done.stdout.split()))
+
+
+LONG = "x" * MB
+
+
+@pytest.mark.parametrize(
+    ("compression", "is_dictionary"),
+    mostly([("none", True), ("zstd", False)], product(("none", "zstd"), (False, True))),
+)
+def test_long_texts_that_many_rows_share_are_read_a_few_megabytes_at_a_time(
+    tmp_path, compression, is_dictionary
+):
+    texts = [LONG, "short", "y" * 300_000]
+    indices = np.arange(3000) % 3
+    path = write(
+        tmp_path / "a.parquet",
+        text_column(texts, indices),
+        compression=compression,
+        is_dictionary=is_dictionary,
+    )
+
+    rows, size, most, grown = read_apart(path)
+
+    assert (rows, size) == (3000, 1000 * sum(map(len, texts)))
+    assert most < 10 * MB
+    assert grown < 700
+    assert compression == "none" or path.stat().st_size < 20_000
+
+
+def test_a_terabyte_of_one_text_is_streamed(tmp_path):
+    path = write(
+        tmp_path / "a.parquet", text_column([LONG], np.zeros(1 << 20, dtype=np.int32)), row_group_size=1 << 20
+    )
+    assert pq.ParquetFile(path).num_row_groups == 1
+
+    rows, _, most, grown = read_apart(path, rows=2000)
+
+    assert rows >= 2000
+    assert most < 10 * MB
+    assert grown < 700
+
+
+def test_where_long_texts_follow_short_ones_no_batch_is_as_large_as_the_ones_before_let_expect(tmp_path):
+    indices = np.concatenate([np.zeros(60_000), np.ones(1500)]).astype(np.int32)
+    path = write(tmp_path / "a.parquet", text_column(["short", LONG], indices))
+
+    rows, size, most, grown = read_apart(path)
+
+    assert (rows, size) == (61_500, 300_000 + 1500 * MB)
+    assert most < 10 * MB
+    assert grown < 700
+
+
+def test_messages_that_share_a_text_are_read_a_few_megabytes_at_a_time(tmp_path):
+    column = chats(1500, 2, ["Why?", LONG], np.arange(3000) % 2)
+
+    rows, _, most, grown = read_apart(write(tmp_path / "a.parquet", column, name="messages"))
+
+    assert rows == 1500
+    assert most < 10 * MB
+    assert grown < 700
+
+
+def test_single_rows_of_many_messages_are_read_alone_and_what_no_array_holds_is_one_fault(tmp_path):
+    counts = [2, 300, 3000, 2, 1, 3]  # of a megabyte: the third is more than lists of strings hold
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    roles = text_column(["user"], np.zeros(bounds[-1]))
+    messages = pa.StructArray.from_arrays(
+        [roles, text_column([LONG], np.zeros(bounds[-1]))], ["role", "content"]
+    )
+    column = pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), messages)
+    path = write(tmp_path / "a.parquet", column, name="messages")
+
+    rows, size, most, grown = read_apart(path)
+
+    assert (rows, size, most) == (5, 308 * MB, 300 * MB)
+    assert grown < 1500
+    (file,) = find_files(path)
+    faults = [str(fault) for rows in tables.read(file, ["messages"]) for fault in rows.faults]
+    assert len(faults) == 1
+    assert faults[0].startswith(
+        f"{path} row 3 decodes to 3,145,740,000 bytes, more than an array of strings holds"
+    )
+
+
+@pytest.mark.parametrize("is_dictionary", [False, True])
+@pytest.mark.parametrize("encoding", ["dictionary", "PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+@pytest.mark.parametrize("kind", ["text", "null", "chat", "long chat", "mixed"])
+def test_values_are_arrows_own_however_they_are_encoded(tmp_path, monkeypatch, kind, encoding, is_dictionary):
+    for name, size in (("_MOST_BYTES", 20_000), ("_MOST_ROW_BYTES", 4000), ("_SHORT_BYTES", 0)):
+        monkeypatch.setattr(row_groups, name, size)
+    monkeypatch.setattr(row_groups, "BATCH_BYTES", 1000)
+    rng = np.random.default_rng(0)
+    texts = ["", "ż🦆", *("ab" * n for n in rng.integers(0, 300, 40))]
+    picked = rng.integers(0, len(texts), 900)
+    text = text_column(texts, picked)
+    if kind == "text":
+        columns = {"text": text}
+    elif kind == "null":
+        columns = {"text": text_column(texts, [None if n % 3 == 0 else n for n in picked.tolist()])}
+    elif kind == "mixed":
+        numbers = pa.array([[7] * (n % 5) if n % 7 else None for n in range(900)], pa.list_(pa.int32()))
+        columns = {
+            "n": numbers,
+            "text": text,
+            "chat": chats(900, 2, texts, rng.integers(0, len(texts), 1800)),
+        }
+    else:
+        column = chats(300, 3, texts, picked)
+        if kind == "long chat":  # skewed: one row holds most
+            bounds = np.sort(np.concatenate([[0, 900, 100, 800], rng.integers(0, 100, 60)]))
+            column = pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), column.values)
+        columns = {"chat": column}
+    if encoding != "dictionary":
+        columns = {name: plain(column, undone(column.type)) for name, column in columns.items()}
+    table = pa.table(columns)
+    named = {} if encoding == "dictionary" else {"use_dictionary": False}
+    if encoding.startswith("DELTA"):
+        paths = [f for f in ("text", "chat.list.element.content") if f.split(".")[0] in columns]
+        named["column_encoding"] = dict.fromkeys(paths, encoding)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=250, store_schema=is_dictionary, **named)
+
+    found = rows_of(tmp_path / "a.parquet")
+
+    wanted = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert found == [tuple(row.values()) if len(row) > 1 else next(iter(row.values())) for row in wanted]
+
+
+TYPES = {
+    "large strings": (pa.large_string(), lambda text: text),
+    "binary": (pa.binary(), lambda text: text.encode()),
+    "large lists": (pa.large_list(pa.large_string()), lambda text: [text, "", text]),
+    "lists of one length": (pa.list_(pa.string(), 2), lambda text: [text, "b"]),
+    "maps": (pa.map_(pa.string(), pa.string()), lambda text: [("k", text), ("l", "m")]),
+    "structs": (pa.struct([("a", pa.struct([("b", pa.string())]))]), lambda text: {"a": {"b": text}}),
+    "lists of lists": (pa.list_(pa.list_(pa.string())), lambda text: [[text], [], [text, "x"]]),
+    "lists of categories": (pa.list_(pa.dictionary(pa.int32(), pa.string())), lambda text: [text, "x"]),
+    "lists of structs": (
+        pa.list_(pa.struct([("a", pa.list_(pa.string())), ("n", pa.int8())])),
+        lambda text: [{"a": [text], "n": 1}, {"a": [], "n": None}],
+    ),
+}
+
+
+@pytest.mark.parametrize("store_schema", [False, True])
+@pytest.mark.parametrize("least", [0, 1 << 30])
+@pytest.mark.parametrize("name", TYPES)
+def test_values_of_any_type_are_arrows_own(tmp_path, monkeypatch, name, least, store_schema):
+    monkeypatch.setattr(row_groups, "_MOST_ROW_BYTES", least)
+    monkeypatch.setattr(row_groups, "_MOST_BYTES", 5000)
+    kind, value = TYPES[name]
+    texts = ["ab" * (n % 37) for n in range(500)]
+    column = pa.array([None if n % 11 == 0 else value(text) for n, text in enumerate(texts)], kind)
+    pq.write_table(
+        pa.table({"a": column}), tmp_path / "a.parquet", row_group_size=120, store_schema=store_schema
+    )
+
+    (file,) = find_files(tmp_path / "a.parquet")
+    arrays = [rows.columns["a"] for rows in tables.read(file, ["a"])]
+
+    wanted = pq.read_table(tmp_path / "a.parquet")["a"]
+    assert pa.chunked_array(arrays).to_pylist() == wanted.to_pylist()
+    assert {array.type for array in arrays} == {wanted.type}
+
+
+def arrow_file(path, table, **options):
+    with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as file:
+        file.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "runs", "zstd"])
+def test_arrow_files_are_cut_by_what_they_decode_to(tmp_path, kind):
+    if kind == "dictionary":
+        table, options = pa.table({"text": text_column([LONG, "b"], np.arange(2000) % 2)}), {}
+    elif kind == "runs":
+        runs = pa.RunEndEncodedArray.from_arrays(pa.array([1999, 2000], pa.int32()), pa.array([LONG, "b"]))
+        table, options = pa.table({"text": runs}), {}
+    else:
+        table, options = (
+            pa.table({"text": pa.array(["x" * 50_000] * 4000, pa.large_string())}),
+            {"compression": "zstd"},
+        )
+    path = arrow_file(tmp_path / "a.arrow", table, **options)
+
+    rows, size, most, grown = read_apart(path)
+
+    assert (rows, size) == (len(table), sum(row_sizes(chunk).sum() for chunk in table["text"].chunks))
+    assert most < 10 * MB
+    assert grown < 700
+    (file,) = find_files(path)
+    assert sum(tables.stretch_sizes(file, ["text"])) > size // 2
+
+
+@pytest.mark.parametrize("groups", [1, 40])
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_blocks_are_cut_by_what_row_groups_decode_to(tmp_path, form, groups):
+    text, count = "x" * (MB // 8), 8000
+    if form == "text":
+        path = write(
+            tmp_path / "a.parquet", text_column([text], np.zeros(count)), row_group_size=count // groups
+        )
+    else:
+        column = chats(count // 2, 2, ["", text], np.arange(count) % 2)
+        path = write(tmp_path / "a.parquet", column, name="messages", row_group_size=count // 2 // groups)
+
+    blocks = cut_blocks(open_source(path), 2)
+
+    assert blocks.sizes.sum() >= count * len(text) // (1 if form == "text" else 2)
+    assert blocks.sizes.max() <= MB
+    assert not blocks.is_kept
+
+
+def test_blocks_of_plain_arrow_files_are_shares_of_the_file(tmp_path):
+    table = pa.table({"text": ["a" * n for n in range(1000)], "n": range(1000)})
+    for name, options in (("plain", {}), ("lz4", {"compression": "lz4"})):
+        path = tmp_path / f"{name}.arrow"
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as file:
+            file.write_table(table, max_chunksize=100)
+        (file,) = find_files(path)
+        with path.open("rb") as stored:
+            assert {block.is_compressed for block in blocks_of(stored)} == {name == "lz4"}
+        if name == "plain":
+            assert tables.stretch_sizes(file, ["text"]) == [path.stat().st_size // 10] * 10
+
+
+def test_blocks_of_ordinary_files_are_those_of_their_encoded_sizes(tmp_path):
+    rng = np.random.default_rng(0)
+    texts = [
+        bytes(rng.integers(97, 123, rng.integers(5, 3000), dtype=np.uint8)).decode() for _ in range(4000)
+    ]
+    roles = text_column(["user", "assistant"], np.arange(4000) % 2)
+    pq.write_table(pa.table({"text": texts, "role": roles}), tmp_path / "a.parquet", row_group_size=900)
+    (file,) = find_files(tmp_path / "a.parquet")
+    metadata = pq.ParquetFile(tmp_path / "a.parquet").metadata
+
+    sizes = tables.stretch_sizes(file, ["text", "role"])
+
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    assert sizes == [sum(group.column(index).total_uncompressed_size for index in (0, 1)) for group in groups]
+
+
+def test_streaming_a_file_of_shared_texts_takes_little_memory(tmp_path):
+    path = write(tmp_path / "a.parquet", text_column([LONG, "b"], np.arange(2000) % 2), compression="zstd")
+    program = f"""{PEAK}
+import itertools
+import varlen as vl
+before = peak()
+settings = dict(capacity=1 << 16, global_batch_size=2, mode="streaming", worker="thread")
+with vl.PackedLoader({str(path)!r}, "bytes", **settings) as loader:
+    tokens = sum(batch.num_tokens for batch in itertools.islice(loader, 300))
+print(tokens, (peak() - before) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens, grown = map(int, done.stdout.split())
+    assert tokens > 300 * 2 * (1 << 15)
+    assert grown < 1500
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_damage_in_shared_texts_is_counted_and_no_cause_to_refuse_the_file(tmp_path, groups):
+    path = write(tmp_path / "a.parquet", text_column([LONG], np.zeros(4000)), row_group_size=4000 // groups)
+    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    content = bytearray(path.read_bytes())
+    content[chunk.dictionary_page_offset : chunk.data_page_offset] = bytes(
+        chunk.data_page_offset - chunk.dictionary_page_offset
+    )
+    path.write_bytes(content)
+    (file,) = find_files(path)
+
+    found = list(itertools.islice(tables.read(file, ["text"]), 3))
+
+    assert [fault.covers for rows in found for fault in rows.faults] == [4000 // groups]
+    assert sum(map(len, found)) > 0 or groups == 1
+    assert len(tables.stretch_sizes(file, ["text"])) == groups
+
+
+def test_counting_the_rows_of_a_stretch_reads_the_headers_of_its_batches_alone(tmp_path, monkeypatch):
+    table = pa.table({"text": [f"{number}" for number in range(400)]})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=10)
+    (file,) = find_files(tmp_path / "a.arrow")
+    looked, block = [], record_batches._block
+    monkeypatch.setattr(record_batches, "_block", lambda *place: looked.append(place) or block(*place))
+
+    counted = [tables.count_rows(file, start, start + 4) for start in range(0, 40, 4)]
+
+    assert counted == [40] * 10
+    assert len(looked) == 40

@@ -1,0 +1,326 @@
+"""Compiled kernels work in every folder: read-only, missing, full or damaged; each case in a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.rarely import mostly
+
+import varlen
+import varlen as vl
+from varlen import jit
+
+KERNEL = '''
+"""One kernel that adds, and what became of its cache."""
+import json, logging, sys
+from pathlib import Path
+from varlen.jit import compiled
+
+messages = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+logging.getLogger("varlen").addHandler(handler)
+logging.getLogger("varlen").setLevel(logging.INFO)
+
+@compiled
+def add(a, b):
+    return a + b
+
+def report():
+    total = add(2, 3)
+    stats = getattr(add.dispatcher, "stats", None)
+    hits = sum(stats.cache_hits.values()) if stats else 0
+    path = stats.cache_path if stats else None
+    print(json.dumps({"total": total, "hits": hits, "path": path, "messages": messages}))
+
+if __name__ == "__main__":
+    report()
+'''
+DISK_FULL = (
+    "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); import kernel; kernel.report()"
+)
+
+
+@dataclass
+class Machine:
+    """A folder with a kernel, a home and a working folder, each of which a test may spoil."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        for place in (self.source, self.home, self.work, self.temporary):
+            place.mkdir()
+        (self.source / "kernel.py").write_text(KERNEL)
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "source"
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "temporary"
+
+    def make_source_read_only(self) -> None:
+        # A file in the place of the cache folder stops root too, whom no permission stops.
+        (self.source / "__pycache__").write_text("")
+        self.source.chmod(0o555)
+
+    def make_home_read_only(self) -> None:
+        self.home.rmdir()
+        self.home.write_text("")
+
+    def make_temporary_read_only(self) -> None:
+        self.temporary.rmdir()
+        self.temporary.write_text("")
+
+    def run(
+        self, script: str = "import kernel; kernel.report()", **environment: str | None
+    ) -> dict[str, object]:
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA", "XDG", "VARLEN"))}
+        places = [self.source, Path(varlen.__file__).parent.parent]
+        variables |= {"HOME": str(self.home), "PYTHONPATH": os.pathsep.join(map(str, places))}
+        variables["TMPDIR"] = str(self.temporary)
+        variables = {k: v for k, v in (variables | environment).items() if v is not None}
+        command = [sys.executable, "-B", "-W", "error", "-c", script]
+        run = subprocess.run(
+            command, env=variables, cwd=self.work, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        report = json.loads(run.stdout)
+        assert report["total"] == 5
+        return report
+
+    def kept(self) -> list[Path]:
+        return sorted(path for path in self.folder.rglob("*.nb[ci]"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_kernel_is_kept_beside_its_source_and_found_again(machine: Machine) -> None:
+    first = machine.run()
+    second = machine.run()
+
+    assert (first["hits"], second["hits"]) == (0, 1)
+    assert Path(str(first["path"])) == machine.source / "__pycache__"
+
+
+def test_a_kernel_of_a_read_only_package_is_kept_in_the_users_cache_folder(machine: Machine) -> None:
+    machine.make_source_read_only()
+
+    first = machine.run()
+    second = machine.run()
+
+    assert (first["hits"], second["hits"]) == (0, 1)
+    assert machine.home in Path(str(first["path"])).parents
+
+
+def test_a_kernel_of_a_read_only_package_follows_xdg_cache_home(machine: Machine) -> None:
+    machine.make_source_read_only()
+    machine.make_home_read_only()
+    elsewhere = machine.folder / "elsewhere"
+
+    first = machine.run(XDG_CACHE_HOME=str(elsewhere))
+    second = machine.run(XDG_CACHE_HOME=str(elsewhere))
+
+    assert (first["hits"], second["hits"]) == (0, 1)
+    assert elsewhere in Path(str(first["path"])).parents
+
+
+@pytest.mark.parametrize("variable", mostly(["XDG_CACHE_HOME"], ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"]))
+def test_a_named_cache_folder_that_cannot_be_written_is_no_error(machine: Machine, variable: str) -> None:
+    machine.make_source_read_only()
+    machine.make_home_read_only()
+
+    machine.run(**{variable: str(machine.home / "cache")})
+    report = machine.run(**{variable: str(machine.home / "cache")})
+
+    assert (report["hits"], report["messages"]) == (1, [])
+    assert machine.temporary in Path(str(report["path"])).parents
+
+
+def test_a_kernel_is_kept_among_temporary_files_where_neither_package_nor_home_can_be_written(
+    machine: Machine,
+) -> None:
+    machine.make_source_read_only()
+    machine.make_home_read_only()
+
+    first, second = machine.run(), machine.run()
+
+    assert (first["hits"], second["hits"]) == (0, 1)
+    folder = machine.temporary / f"varlen-kernels-{os.geteuid()}"
+    assert folder in Path(str(first["path"])).parents
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+NOWHERE = """
+from varlen import kernel_cache
+def fail(*_, **__): raise FileNotFoundError
+class tempfile:
+    gettempdir = mkdtemp = TemporaryFile = fail
+kernel_cache.tempfile = tempfile
+import kernel
+kernel.report()
+"""
+
+
+def test_a_kernel_runs_where_no_folder_can_be_written(machine: Machine) -> None:
+    report = machine.run(NOWHERE)
+
+    assert report["messages"] == ["no folder can hold compiled kernels; add is compiled once a process"]
+    assert machine.kept() == []
+
+
+def test_no_folder_called_tilde_appears_for_a_user_without_a_home(machine: Machine) -> None:
+    machine.make_source_read_only()
+    nobody = "import os.path; os.path.expanduser = lambda path: path; "
+
+    machine.run(nobody + "import kernel; kernel.report()", HOME=None)
+
+    assert list(machine.work.iterdir()) == []
+
+
+def test_a_full_disk_costs_a_log_line_and_not_the_call(machine: Machine) -> None:
+    report = machine.run(DISK_FULL)
+
+    assert len(report["messages"]) == 1
+    assert "could not be kept on disk" in str(report["messages"])
+    assert machine.run()["hits"] == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "kind"), mostly([(0, ".nbi"), (40, ".nbc")], product((0, 40), (".nbi", ".nbc")))
+)
+def test_a_cache_file_cut_short_is_written_anew(machine: Machine, kind: str, length: int) -> None:
+    machine.run()
+    (damaged,) = (path for path in machine.kept() if path.suffix == kind)
+    damaged.write_bytes(damaged.read_bytes()[:length])
+
+    after = machine.run()
+    healed = machine.run()
+
+    assert "could not be read from disk" in str(after["messages"])
+    assert (after["hits"], healed["hits"], healed["messages"]) == (0, 1, [])
+
+
+def test_a_damaged_cache_on_a_full_disk_is_left_aside(machine: Machine) -> None:
+    machine.run()
+    for path in machine.kept():
+        path.write_bytes(b"")
+
+    report = machine.run(DISK_FULL)
+
+    assert "could not be read from disk" in str(report["messages"])
+    assert report["hits"] == 0
+
+
+def test_a_changed_kernel_is_compiled_anew(machine: Machine) -> None:
+    machine.run()
+    (machine.source / "kernel.py").write_text(KERNEL.replace("a + b", "b + a"))
+
+    report = machine.run()
+
+    assert report["hits"] == 0
+
+
+def test_kernels_run_in_python_where_numba_is_told_to(machine: Machine) -> None:
+    report = machine.run(NUMBA_DISABLE_JIT="1")
+
+    assert report["path"] is None
+    assert machine.kept() == []
+
+
+REFERENCES = """
+import json, sys
+import varlen as vl
+documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+packing = vl.pack([3, 2, 4], capacity=6)
+batch = vl.collate(documents, packing)
+loaded = sorted({name.partition(".")[0] for name in sys.modules} & {"numba", "torch"})
+print(json.dumps({"total": 5, "packs": packing.to_lists(), "ids": batch.input_ids.tolist(), "loaded": loaded}))
+"""
+
+
+def test_switched_off_kernels_give_the_same_arrays_and_never_load_numba(machine: Machine) -> None:
+    compiled = machine.run(REFERENCES)
+    references = machine.run(REFERENCES, VARLEN_JIT="0")
+
+    assert compiled.pop("loaded") == ["numba"]
+    assert references.pop("loaded") == []
+    assert references == compiled
+
+
+SMALL_AND_LARGE = """
+import json, sys
+import varlen as vl
+def pack(count):
+    packing = vl.pack([1 + i % 7 for i in range(count)], capacity=16)
+    return [packing.num_packs, packing.document_ids[:9].tolist(), "numba" in sys.modules]
+few = pack(100_000)
+many = [pack(100_000) for _ in range(40)][-1]
+print(json.dumps({"total": 5, "few": few, "many": many}))
+"""
+
+
+def test_small_work_waits_for_no_compiler_until_there_is_much_of_it(machine: Machine) -> None:
+    report = machine.run(SMALL_AND_LARGE, VARLEN_JIT=None)
+
+    assert report["few"][:2] == report["many"][:2]
+    assert (report["few"][2], report["many"][2]) == (False, True)
+
+
+class Compiled(Exception):
+    """A kernel was asked for."""
+
+
+@pytest.mark.parametrize(
+    ("call", "compiles"),
+    [
+        ('vl.pack([1_000_000], 100, "first_fit", "split")', True),
+        ('vl.pack([1_000_000], 100, "balanced", "split")', True),
+        ('vl.pack([100_000_000], 50, "wrapped")', True),
+        ('vl.pack([60] * 5_000, 100, "balanced")', True),
+        ("vl.pack([3] * 20_000, 64, groups=[i // 2 for i in range(20_000)], max_documents=7)", True),
+        ('vl.pack([1_000_000], 100, "first_fit", "truncate")', False),
+        ('vl.pack([6] * 4_000, 8192, "balanced")', False),
+        ("vl.pack([3] * 20_000, 64, groups=[i // 2 for i in range(20_000)])", False),
+    ],
+)
+def test_work_is_sized_by_what_is_packed_and_not_by_what_is_given(
+    monkeypatch: pytest.MonkeyPatch, call: str, compiles: bool
+) -> None:
+    called = jit._Kernel.__call__
+
+    def only_in_python(kernel: Any, *arguments: Any) -> Any:
+        if not jit.in_python():
+            raise Compiled
+        return called(kernel, *arguments)
+
+    monkeypatch.delenv("VARLEN_JIT", raising=False)
+    monkeypatch.setattr(jit, "sys", SimpleNamespace(modules={}))  # numba isn't loaded
+    monkeypatch.setattr(jit, "_spent_s", 0.0)
+    monkeypatch.setattr(jit._Kernel, "__call__", only_in_python)
+
+    with pytest.raises(Compiled) if compiles else nullcontext():
+        exec(call, {"vl": vl})

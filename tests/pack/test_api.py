@@ -1,0 +1,381 @@
+"""`vl.pack`: complete, within its limits, in order, deterministic, by every method and every policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.support.packings import (
+    METHODS,
+    POLICIES,
+    WHOLE,
+    Case,
+    arrays_of,
+    cases,
+    check_complete,
+    check_limits,
+    check_order,
+    kept_lengths,
+    packs_of,
+    random_lengths,
+    rounded,
+    same_packing,
+)
+
+import varlen as vl
+from varlen.pack import kernels
+from varlen.types import Ledger, Method, Overlong
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("overlong", POLICIES)
+@settings(max_examples=settings.default.max_examples // 4)
+@given(data=st.data())
+def test_every_token_stands_in_one_pack_and_no_pack_is_over_its_limits(
+    method: Method, overlong: Overlong, data: st.DataObject
+) -> None:
+    case = data.draw(cases((method,), (overlong,)))
+    packing = vl.pack(case.lengths, **case.settings())
+    packs = packs_of(packing)
+
+    check_complete(packs, kept_lengths(case))
+    check_limits(packs, case.capacity, case.multiple, case.max_documents)
+    check_order(packs, permuted=case.seed is not None)
+    if case.method != "wrapped" and case.overlong != "split":
+        assert all(start == 0 for pack in packs for _, start, _ in pack)
+
+
+@given(cases())
+def test_the_ledger_equals_a_count_made_elsewhere(case: Case) -> None:
+    packing = vl.pack(case.lengths, **case.settings())
+    pieces: dict[int, int] = defaultdict(int)
+    packed = 0
+    for pack in packs_of(packing):
+        for document, start, stop in pack:
+            pieces[document] += 1
+            packed += stop - start
+    kept = kept_lengths(case)
+    lost = [length - part for length, part in zip(case.lengths, kept)]
+    cut = [gone for gone, part in zip(lost, kept) if gone and part]
+    left_out = [gone for gone, part in zip(lost, kept) if gone and not part]
+
+    assert packing.ledger == Ledger(
+        tokens_in=sum(case.lengths),
+        packed=packed,
+        truncated=sum(cut),
+        dropped=sum(left_out),
+        duplicated=0,
+        documents_in=len(case.lengths),
+        empty_documents=case.lengths.count(0),
+        split_documents=sum(count > 1 for count in pieces.values()),
+        truncated_documents=len(cut),
+        dropped_documents=len(left_out),
+    )
+    assert packing.ledger.balance == 0
+
+
+@given(cases())
+def test_what_a_packing_says_of_itself_is_what_its_arrays_hold(case: Case) -> None:
+    packing = vl.pack(case.lengths, **case.settings())
+    packs = packs_of(packing)
+    sizes = [stop - start for pack in packs for _, start, stop in pack]
+
+    assert [array.dtype for array in arrays_of(packing)] == [np.int64, np.int32, np.int32, np.int64]
+    assert all(array.ndim == 1 and not array.flags.writeable for array in arrays_of(packing))
+    assert packing.offsets[0] == 0
+    assert packing.num_packs == len(packs)
+    assert packing.num_pieces == len(sizes)
+    assert packing.num_tokens == sum(sizes)
+    assert packing.num_documents == len(case.lengths)
+    assert packing.lengths.tolist() == sizes
+    assert packing.slot_lengths.tolist() == [rounded(size, case.multiple) for size in sizes]
+    assert packing.fill_ratio == (sum(sizes) / (len(packs) * case.capacity) if packs else 1.0)
+    assert packing.to_lists() == [[document for document, _, _ in pack] for pack in packs]
+    assert packing.pack_sums(packing.lengths).tolist() == [
+        sum(stop - start for _, start, stop in pack) for pack in packs
+    ]
+    for name in ("capacity", "method", "overlong"):
+        assert getattr(packing, name) == getattr(case, name)
+    assert packing.document_multiple_of == case.multiple
+    assert (None if packing.groups is None else packing.groups.tolist()) == case.groups
+
+
+@given(cases())
+def test_the_same_input_gives_the_same_bytes_whatever_form_it_has(case: Case) -> None:
+    first = vl.pack(case.lengths, **case.settings())
+    given = np.array(case.lengths, np.int32)
+
+    assert same_packing(first, vl.pack(given, **case.settings()))
+    assert given.tolist() == case.lengths
+    assert same_packing(first, vl.pack(np.array(case.lengths, np.float64), **case.settings()))
+    spread = np.zeros(2 * len(case.lengths), np.uint16)
+    spread[::2] = case.lengths
+    assert same_packing(first, vl.pack(spread[::2], **case.settings()))
+
+
+@given(cases(), st.integers(0, 2**64 - 1))
+def test_a_seed_permutes_packs_and_changes_nothing_else(case: Case, seed: int) -> None:
+    given = case.settings()
+    plain = packs_of(vl.pack(case.lengths, **{**given, "seed": None}))
+    seeded = packs_of(vl.pack(case.lengths, **{**given, "seed": seed}))
+
+    assert sorted(seeded) == plain
+
+
+def test_seeds_give_different_orders_and_every_pack_a_chance_to_be_first() -> None:
+    orders = {tuple(pack[0] for pack in vl.pack([5] * 6, 8, seed=seed).to_lists()) for seed in range(40)}
+
+    assert len(orders) > 30
+    assert {order[0] for order in orders} == set(range(6))
+
+
+@given(cases(methods=WHOLE, policies=("error", "drop")))
+def test_documents_of_a_group_share_a_pack(case: Case) -> None:
+    assume(case.groups is not None)
+    packing = vl.pack(case.lengths, **case.settings())
+    homes: dict[int, set[int]] = defaultdict(set)
+    for number, pack in enumerate(packing.to_lists()):
+        for document in pack:
+            homes[case.groups[document]].add(number)
+
+    assert all(len(packs) == 1 for packs in homes.values())
+
+
+# "balanced" deals documents of one length out in turn, so they stand in order within each pack alone.
+@given(
+    st.sampled_from([method for method in METHODS if method != "balanced"]),
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(1, 30),
+)
+def test_documents_of_one_length_stay_in_input_order(
+    method: Method, capacity: int, length: int, count: int
+) -> None:
+    packs = packs_of(vl.pack([min(length, capacity)] * count, capacity, method))
+    flat = [piece for pack in packs for piece in pack]
+
+    assert flat == sorted(flat)
+
+
+@pytest.mark.parametrize("method", ["first_fit_decreasing", "best_fit_decreasing", "balanced"])
+@given(order=st.permutations([6] * 9 + [4] * 9))
+def test_of_equal_lengths_the_first_given_is_placed_first(method: Method, order: list[int]) -> None:
+    sixes = [document for document, length in enumerate(order) if length == 6]
+    fours = [document for document, length in enumerate(order) if length == 4]
+
+    assert vl.pack(order, 10, method).to_lists() == sorted(sorted(pair) for pair in zip(sixes, fours))
+
+
+@given(cases(methods=("next_fit",)))
+def test_next_fit_keeps_all_documents_in_input_order(case: Case) -> None:
+    assume(case.groups is None)
+    flat = [
+        piece
+        for pack in packs_of(vl.pack(case.lengths, **{**case.settings(), "seed": None}))
+        for piece in pack
+    ]
+
+    assert flat == sorted(flat)
+
+
+@given(cases(methods=("wrapped",)))
+def test_wrapped_leaves_no_pack_but_the_last_with_space(case: Case) -> None:
+    packs = packs_of(vl.pack(case.lengths, **{**case.settings(), "seed": None}))
+    for pack in packs[:-1]:
+        used = sum(rounded(stop - start, case.multiple) for _, start, stop in pack)
+        assert used == case.capacity or len(pack) == case.max_documents
+    if case.multiple == 1 and case.max_documents is None:
+        assert len(packs) == -(-sum(kept_lengths(case)) // case.capacity)
+
+
+def pieces_of_full_packs(seed: int, packs: int, capacity: int) -> list[int]:
+    """Lengths that fill this many packs exactly, mixed."""
+    draw = random.Random(seed)
+    lengths = []
+    for _ in range(packs):
+        cuts = sorted(draw.sample(range(1, capacity), draw.randint(0, 4)))
+        lengths += [b - a for a, b in zip([0, *cuts], [*cuts, capacity])]
+    draw.shuffle(lengths)
+    return lengths
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_method_opens_more_packs_than_has_been_proved_of_it(seed: int) -> None:
+    optimum = 300
+    lengths = pieces_of_full_packs(seed, optimum, 100)
+    packs = {method: vl.pack(lengths, 100, method).num_packs for method in METHODS}
+
+    assert packs["wrapped"] == vl.lower_bound(lengths, 100) == optimum
+    assert optimum <= packs["next_fit"] <= 2 * optimum - 1
+    for method in ("first_fit", "best_fit"):  # Dosa and Sgall 2013, 2014
+        assert optimum <= packs[method] <= 1.7 * optimum
+    for method in ("first_fit_decreasing", "best_fit_decreasing"):  # Dosa 2007; Johnson 1973
+        assert optimum <= packs[method] <= 11 / 9 * optimum + 4
+    assert packs["best_fit_decreasing"] <= 1.01 * optimum  # on a set like this one
+
+
+@pytest.mark.parametrize("shape", ["tail", "even", "few"])
+@pytest.mark.parametrize("capacity", [64, 1000])
+def test_methods_that_search_open_no_more_packs_than_next_fit(shape: str, capacity: int) -> None:
+    lengths = random_lengths(1, 3000, capacity, shape)
+    packs = {method: vl.pack(lengths, capacity, method).num_packs for method in WHOLE}
+
+    for method in ("first_fit", "best_fit"):
+        assert packs["best_fit_decreasing"] <= packs[method] <= packs["next_fit"]
+    assert packs["first_fit_decreasing"] <= packs["next_fit"]
+
+
+GOLDEN: list[tuple[Method, list[list[int]]]] = [
+    # capacity 10; lengths 6 5 4 3 2 7, worked out by hand
+    ("next_fit", [[0], [1, 2], [3, 4], [5]]),
+    ("first_fit", [[0, 2], [1, 3, 4], [5]]),
+    ("best_fit", [[0, 2], [1, 3, 4], [5]]),
+    ("first_fit_decreasing", [[0, 2], [1, 4], [3, 5]]),
+    ("best_fit_decreasing", [[0, 2], [1, 4], [3, 5]]),
+    ("balanced", [[0, 3], [1, 2], [4, 5]]),
+    ("wrapped", [[0, 1], [1, 2, 3, 4], [5]]),
+]
+
+
+@pytest.mark.parametrize(("method", "packs"), GOLDEN, ids=[method for method, _ in GOLDEN])
+def test_packs_worked_out_by_hand(method: Method, packs: list[list[int]]) -> None:
+    assert vl.pack([6, 5, 4, 3, 2, 7], capacity=10, method=method).to_lists() == packs
+
+
+def test_best_fit_takes_the_fullest_pack_that_fits_where_first_fit_takes_the_first() -> None:
+    lengths = [4, 7, 3]
+
+    assert vl.pack(lengths, 10, "first_fit").to_lists() == [[0, 2], [1]]
+    assert vl.pack(lengths, 10, "best_fit").to_lists() == [[0], [1, 2]]
+
+
+def test_balanced_weighs_work_where_best_fit_decreasing_weighs_tokens() -> None:
+    lengths = [8, 4, 4, 4, 4]
+
+    assert vl.pack(lengths, 12, "best_fit_decreasing").to_lists() == [[0, 1], [2, 3, 4]]
+    assert vl.pack(lengths, 16, "balanced", work=(0, 1)).to_lists() == [[0], [1, 2, 3, 4]]
+    assert vl.pack(lengths, 16, "balanced", work=(1, 0)).to_lists() == [[0, 3], [1, 2, 4]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("overlong", POLICIES)
+def test_nothing_packs_into_no_packs(method: Method, overlong: Overlong) -> None:
+    for lengths in ([], [0], [0, 0, 0]):
+        packing = vl.pack(lengths, 4, method, overlong)
+        assert packing.to_lists() == []
+        assert packing.offsets.tolist() == [0]
+        assert packing.ledger == Ledger(
+            tokens_in=0, packed=0, documents_in=len(lengths), empty_documents=len(lengths)
+        )
+        assert packing.fill_ratio == 1.0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_document_alone_and_packs_of_one_token(method: Method) -> None:
+    assert packs_of(vl.pack([3], 3, method)) == [[(0, 0, 3)]]
+    assert packs_of(vl.pack([1, 1], 1, method)) == [[(0, 0, 1)], [(1, 0, 1)]]
+    assert packs_of(vl.pack([2], 1, method, "split")) == [[(0, 0, 1)], [(0, 1, 2)]]
+
+
+def test_overlong_documents_worked_out_by_hand() -> None:
+    lengths = [3, 14, 5]
+
+    assert packs_of(vl.pack(lengths, 6, overlong="split")) == [
+        [(0, 0, 3), (1, 12, 14)],
+        [(1, 0, 6)],
+        [(1, 6, 12)],
+        [(2, 0, 5)],
+    ]
+    assert packs_of(vl.pack(lengths, 6, overlong="truncate")) == [[(0, 0, 3)], [(1, 0, 6)], [(2, 0, 5)]]
+    assert packs_of(vl.pack(lengths, 6, overlong="drop")) == [[(0, 0, 3)], [(2, 0, 5)]]
+    assert packs_of(vl.pack(lengths, 6, "wrapped")) == [
+        [(0, 0, 3), (1, 0, 3)],
+        [(1, 3, 9)],
+        [(1, 9, 14), (2, 0, 1)],
+        [(2, 1, 5)],
+    ]
+
+
+def test_slots_are_rounded_up_and_packs_hold_fewer_documents_for_it() -> None:
+    packing = vl.pack([5, 2, 6, 3], capacity=8, document_multiple_of=4)
+
+    assert packing.to_lists() == [[0], [1, 3], [2]]
+    assert packing.slot_lengths.tolist() == [8, 4, 4, 8]
+    assert packing.lengths.tolist() == [5, 2, 3, 6]
+
+
+def test_a_packing_can_not_be_written() -> None:
+    packing = vl.pack([3, 2], 8, groups=[0, 0])
+
+    for array in (*arrays_of(packing), packing.groups):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        packing.capacity = 9  # type: ignore[misc]
+
+
+def test_groups_given_by_the_caller_stay_the_callers() -> None:
+    groups = np.array([0, 0])
+    packing = vl.pack([3, 2], 8, groups=groups)
+    groups[0] = 5
+
+    assert packing.groups is not None
+    assert packing.groups.tolist() == [0, 0]
+
+
+def test_a_group_counts_as_all_its_documents_against_max_documents() -> None:
+    packing = vl.pack([1] * 6, 10, groups=[0, 0, 0, 1, 1, 1], max_documents=3)
+
+    assert packing.to_lists() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_packing_says_what_it_holds() -> None:
+    assert repr(vl.pack([5, 9], 8, overlong="drop")) == (
+        "Packing(2 documents in 1 packs of 8 tokens, 62.50% full, 3 tokens of padding, 9 tokens cut or dropped)"
+    )
+
+
+def test_balanced_has_room_for_all_packs_that_it_opens(replace_kernel: Callable[..., None]) -> None:
+    # Heavy documents are spread over all packs first; then no pack has space for a light but long group.
+    many, capacity = 342, 1000
+    lengths = [400] * (2 * many) + [61] * (10 * many)
+    groups = [*range(2 * many), *(2 * many + place // 10 for place in range(10 * many))]
+    balanced, opened = kernels.balanced, []
+
+    def watched(*arguments: Any) -> int:
+        used: int = balanced(*arguments)
+        opened.append((used, arguments[7]))
+        return used
+
+    replace_kernel(kernels, "balanced", watched)
+    packing = vl.pack(lengths, capacity, "balanced", groups=groups, work=(0, 1))
+
+    assert opened[0][0] == 3 * many
+    assert all(used <= most for used, most in opened)
+    check_complete(packs_of(packing), lengths)
+    check_limits(packs_of(packing), capacity, 1, None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_capacity_of_many_millions_takes_no_memory_of_that_size(method: Method, grouped: bool) -> None:
+    capacity, most = 2**25, 3 if grouped else None
+    lengths = [capacity // 2 + 1, capacity // 2 - 1, capacity // 3, 5] * 2
+    groups = list(range(len(lengths))) if grouped and method != "wrapped" else None
+    vl.pack([3, 4], 8, method, groups=groups and [0, 1])
+
+    tracemalloc.start()
+    packing = vl.pack(lengths, capacity, method, groups=groups, max_documents=most)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    check_complete(packs_of(packing), lengths)
+    assert peak < 2**24

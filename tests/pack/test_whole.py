@@ -1,0 +1,125 @@
+"""Whole windows: packs that are full, or as few as can be, and no more alike than documents dealt at random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.pack.test_real import SETS
+from tests.support.packings import UNLIMITED
+
+import varlen as vl
+from varlen.pack import passes as whole_module
+from varlen.pack.passes import MIN_FILL, whole
+from varlen.pack.score import length_correlation
+
+DEALT = 20
+
+
+def windows_of(data: Path, name: str) -> list[tuple[int, np.ndarray]]:
+    """Capacities and windows of a set in a random order, of documents most of which are shorter than half a pack."""
+    with np.load(data / "lengths" / f"{name}.npz") as stored:
+        lengths = stored["lengths"]
+    lengths = np.random.default_rng(0).permutation(lengths[lengths > 0])
+    sizes = sorted({min(size, lengths.size) for size in (4096, 16_384, 65_536)})
+    capacities = [n for n in (2048, 4096, 8192, 16_384, 32_768) if np.median(lengths) <= n / 2]
+    windows = [(capacity, lengths[:size]) for capacity in capacities for size in sizes]
+    return [(capacity, window[window <= capacity]) for capacity, window in windows]
+
+
+def packed(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    pack_of, num_packs = whole(lengths.astype(np.int32), capacity, "best_fit", UNLIMITED, 1)
+    sums = np.bincount(pack_of, lengths, num_packs)
+    assert (pack_of.min(), pack_of.max(), sums.max() <= capacity) == (0, num_packs - 1, True)
+    return pack_of, num_packs
+
+
+def correlation(lengths: np.ndarray, pack_of: np.ndarray) -> float:
+    order = np.argsort(pack_of, kind="stable")
+    return length_correlation(lengths[order], np.cumsum([0, *np.bincount(pack_of)]))
+
+
+def at_random(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The correlations where documents are dealt in a random order, each to the pack that is open."""
+    mixed = [np.random.default_rng(seed).permutation(lengths) for seed in range(DEALT)]
+    dealt = [vl.pack(order, capacity, "next_fit") for order in mixed]
+    return np.array([length_correlation(order[d.document_ids], d.offsets) for order, d in zip(mixed, dealt)])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_windows_of_real_lengths_are_full_wherever_they_can_be(data: Path, name: str) -> None:
+    seen = 0
+    for capacity, lengths in windows_of(data, name):
+        num_packs, tokens = packed(lengths, capacity)[1], lengths.sum(dtype=np.int64)
+        fewest = vl.lower_bound(lengths, capacity)
+        if tokens / (fewest * capacity) >= MIN_FILL:
+            assert tokens / (num_packs * capacity) >= MIN_FILL, (capacity, lengths.size)
+            seen += 1
+        else:  # as few as can be, or hardly more, and no more than of the fullest method
+            assert num_packs <= fewest * 1.01 + 1
+            assert num_packs <= vl.pack(lengths, capacity).num_packs
+    assert seen > 0
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "pub_distca_wlbllm"])
+def test_lengths_in_packs_of_real_windows_are_no_more_alike_than_at_random(data: Path, name: str) -> None:
+    # Left out is a set with two or three documents a pack, each of which must be chosen for packs to be full.
+    for capacity, lengths in windows_of(data, name):
+        if lengths.size <= 20_000:
+            random = at_random(lengths, capacity)
+            assert correlation(lengths, packed(lengths, capacity)[0]) <= random.max() + 3 * random.std()
+
+
+def test_sorted_packs_would_be_seen(data: Path) -> None:
+    for capacity, lengths in windows_of(data, "gsm8k_train")[:2]:
+        by_length = vl.pack(lengths, capacity)
+        random = at_random(lengths, capacity)
+        alike = length_correlation(lengths[by_length.document_ids], by_length.offsets)
+        assert alike > random.max() + 9 * random.std()
+
+
+@given(
+    st.lists(st.integers(1, 40), max_size=60),
+    st.sampled_from([40, 41, 100, 1000]),
+    st.sampled_from(["best_fit", "first_fit"]),
+    st.sampled_from([1, 2, 5, UNLIMITED]),
+    st.sampled_from([1, 1, 4]),
+)
+def test_every_piece_stands_in_a_pack_that_holds_it(lengths, capacity, method, most, multiple):
+    pack_of, num_packs = whole(np.array(lengths, np.int32), capacity * multiple, method, most, multiple)
+    slots = -(-np.array(lengths, int) // multiple) * multiple
+
+    assert sorted(set(pack_of.tolist())) == list(range(num_packs))
+    assert np.bincount(pack_of, slots, num_packs).max(initial=0) <= capacity * multiple
+    assert np.bincount(pack_of).max(initial=0) <= most
+    assert num_packs >= vl.lower_bound(lengths, capacity * multiple, most, multiple)
+
+
+def test_where_a_way_takes_too_many_packs_others_are_tried_and_the_fewest_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, placed = [], whole_module._placed
+
+    def counted(*arguments):
+        found = placed(*arguments)
+        tried.append(found[1])
+        return found
+
+    monkeypatch.setattr(whole_module, "_placed", counted)
+    # Threes and fives of a pack of ten: two fives, or three threes, which leave a tenth whoever packs them.
+    lengths = np.random.default_rng(0).choice([3, 3, 3, 5], 500)
+    assert packed(lengths, 10)[1] == min(tried)
+    assert len(tried) > 2
+    tried.clear()
+    packed(np.random.default_rng(0).integers(1, 90, 5000), 1000)
+    assert len(tried) == 1
+
+
+def test_packs_that_are_full_by_their_pieces_are_not_filled_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_module, "fill", None)  # would raise
+    num_packs = whole(np.full(1000, 5, np.int32), 1000, "best_fit", 4, 1)[1]
+
+    assert num_packs == 250

@@ -1,0 +1,297 @@
+"""`vl.WindowPacker`: the promises of `vl.pack`, kept over a stream, at any cut of it and after any restart."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.packings import (
+    METHODS,
+    POLICIES,
+    Piece,
+    arrays_of,
+    check_complete,
+    check_limits,
+    packs_of,
+    random_lengths,
+)
+
+import varlen as vl
+from varlen.errors import LengthsError, OverlongDocumentError, SettingError
+from varlen.types import Ledger, Method, Overlong
+
+Stream = tuple[list[int], dict[str, Any]]
+
+
+@st.composite
+def streams(
+    draw: st.DrawFn, methods: tuple[Method, ...] = METHODS, policies: tuple[Overlong, ...] = POLICIES
+) -> Stream:
+    """Lengths and settings of a packer that takes them, windows of a few pieces."""
+    multiple = draw(st.sampled_from([1, 1, 2]))
+    capacity = multiple * draw(st.integers(1, 16))
+    method, overlong = draw(st.sampled_from(methods)), draw(st.sampled_from(policies))
+    longest = capacity if overlong == "error" and method != "wrapped" else 3 * capacity
+    lengths = draw(st.lists(st.integers(0, longest), max_size=50))
+    chosen = {
+        "capacity": capacity,
+        "window": draw(st.integers(1, 12)),
+        "method": method,
+        "overlong": overlong,
+        "max_documents": draw(st.sampled_from([None, None, 1, 3])),
+        "document_multiple_of": multiple,
+        "min_fill": draw(st.sampled_from([0.995, 0.7, 1.0, 0])),
+        "max_age": draw(st.sampled_from([4, 0, 1])),
+    }
+    return lengths, chosen
+
+
+def portions(lengths: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    """The lengths in portions of these sizes, over and over; sizes of 0 give empty portions."""
+    at, turn = 0, 0
+    while at < len(lengths):
+        size = sizes[turn % len(sizes)]
+        yield lengths[at : at + size]
+        at, turn = at + size, turn + 1
+
+
+def run(packer: vl.WindowPacker, lengths: list[int], sizes: list[int]) -> list[list[Piece]]:
+    """All packs of a stream, from the first `add` to the flush."""
+    packs = [pack for part in portions(lengths, sizes) for pack in packs_of(packer.add(part))]
+    return packs + packs_of(packer.flush())
+
+
+def kept(lengths: list[int], chosen: dict[str, Any]) -> list[int]:
+    if chosen["overlong"] == "truncate":
+        return [min(length, chosen["capacity"]) for length in lengths]
+    if chosen["overlong"] == "drop":
+        return [length if length <= chosen["capacity"] else 0 for length in lengths]
+    return lengths
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("overlong", POLICIES)
+@settings(max_examples=settings.default.max_examples // 5)
+@given(data=st.data())
+def test_every_token_goes_out_once_whatever_the_settings(
+    method: Method, overlong: Overlong, data: st.DataObject
+) -> None:
+    lengths, chosen = data.draw(streams((method,), (overlong,)))
+    packer = vl.WindowPacker(**chosen)
+    packs = run(packer, lengths, data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3)))
+    pieces: dict[int, int] = defaultdict(int)
+    for document, _, _ in (piece for pack in packs for piece in pack):
+        pieces[document] += 1
+    part = kept(lengths, chosen)
+
+    check_complete(packs, part)
+    check_limits(packs, chosen["capacity"], chosen["document_multiple_of"], chosen["max_documents"])
+    assert all(pack == sorted(pack) for pack in packs)
+    assert packer.num_waiting == packer.waiting_tokens == 0
+    assert packer.num_records == len(lengths)
+    assert packer.ledger == Ledger(
+        tokens_in=sum(lengths),
+        packed=sum(part),
+        truncated=sum(lengths) - sum(part) if overlong == "truncate" else 0,
+        dropped=sum(lengths) - sum(part) if overlong == "drop" else 0,
+        documents_in=len(lengths),
+        empty_documents=lengths.count(0),
+        split_documents=sum(count > 1 for count in pieces.values()),
+        truncated_documents=sum(a != b for a, b in zip(lengths, part)) if overlong == "truncate" else 0,
+        dropped_documents=sum(a != b for a, b in zip(lengths, part)) if overlong == "drop" else 0,
+    )
+
+
+@given(streams(), st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+def test_packs_do_not_depend_on_how_lengths_are_divided_among_calls(stream: Stream, sizes: list[int]) -> None:
+    lengths, chosen = stream
+    at_once = run(vl.WindowPacker(**chosen), lengths, [len(lengths) or 1])
+
+    assert run(vl.WindowPacker(**chosen), lengths, sizes) == at_once
+    assert run(vl.WindowPacker(**chosen), lengths, [1]) == at_once
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(streams(), st.integers(1, 9))
+def test_a_packer_restored_from_any_step_goes_on_exactly(stream: Stream, size: int) -> None:
+    lengths, chosen = stream
+    packer = vl.WindowPacker(**chosen)
+    states, packings = [json.dumps(packer.state_dict())], []
+    for part in portions(lengths, [size]):
+        packings.append(packer.add(part))
+        states.append(json.dumps(packer.state_dict()))
+    packings.append(packer.flush())
+    parts = list(portions(lengths, [size]))
+    for step, state in enumerate(states):
+        restored = vl.WindowPacker(**chosen)
+        restored.load_state_dict(json.loads(state))
+        assert json.dumps(restored.state_dict()) == state
+        tail = [restored.add(part) for part in parts[step:]] + [restored.flush()]
+        for ours, theirs in zip(tail, packings[step:], strict=True):
+            assert packs_of(ours) == packs_of(theirs)
+            assert ours.ledger == theirs.ledger
+        assert restored.ledger == packer.ledger
+
+
+@given(streams(), st.integers(1, 9))
+def test_the_ledger_of_each_call_speaks_of_that_call_and_they_add_up(stream: Stream, size: int) -> None:
+    lengths, chosen = stream
+    packer = vl.WindowPacker(**chosen)
+    ledgers = []
+    for part in portions(lengths, [size]):
+        packing = packer.add(part)
+        assert packing.num_documents == packing.ledger.documents_in == packer.num_records
+        assert packing.ledger.balance == 0
+        assert packing.num_tokens == packing.ledger.packed
+        assert packer.ledger.balance == packer.waiting_tokens
+        ledgers.append(packing.ledger)
+    ledgers.append(packer.flush().ledger)
+    names = [field.name for field in dataclasses.fields(Ledger) if field.name != "documents_in"]
+
+    for name in names:
+        assert sum(getattr(ledger, name) for ledger in ledgers) == getattr(packer.ledger, name), name
+
+
+@given(streams(methods=("wrapped", "next_fit")), st.integers(1, 9))
+def test_methods_with_one_open_pack_give_the_packs_of_the_whole_stream(stream: Stream, size: int) -> None:
+    lengths, chosen = stream
+    whole = {name: chosen[name] for name in ("capacity", "method", "overlong", "max_documents")}
+    packing = vl.pack(lengths, **whole, document_multiple_of=chosen["document_multiple_of"])
+    packer = vl.WindowPacker(**chosen)
+
+    assert run(packer, lengths, [size]) == packs_of(packing)
+    assert packer.ledger == packing.ledger
+
+
+@given(streams(methods=("best_fit", "first_fit", "best_fit_decreasing", "balanced")))
+def test_memory_stays_within_a_window_and_what_one_call_brings(stream: Stream) -> None:
+    lengths, chosen = stream
+    packer = vl.WindowPacker(**chosen)
+    for length in lengths:
+        pieces = -(-length // chosen["capacity"]) if chosen["overlong"] == "split" else 1
+        before = packer.num_waiting
+        packed = packer.add([length]).num_pieces
+        assert packer.num_waiting < chosen["window"]
+        if packed:
+            assert packer.num_waiting <= chosen["window"] // 2 + pieces
+        else:
+            assert packer.num_waiting <= before + pieces
+
+
+@given(
+    streams(methods=("best_fit", "first_fit_decreasing", "balanced"), policies=("error", "truncate", "drop"))
+)
+def test_no_document_waits_longer_than_max_age_windows(stream: Stream) -> None:
+    lengths, chosen = stream
+    packer = vl.WindowPacker(**chosen)
+    windows, came = 0, {}
+    for record, (length, part) in enumerate(zip(lengths, kept(lengths, chosen))):
+        came[record] = windows
+        expected = packer.state_dict()["fresh"] + (part > 0)
+        packer.add([length])
+        state = packer.state_dict()
+        windows += state["fresh"] < expected  # a window has taken the fresh pieces
+        assert all(windows - came[waiting] <= chosen["max_age"] for waiting in state["waiting"]["records"])
+
+
+def test_a_piece_nobody_wants_goes_out_after_max_age_windows() -> None:
+    # Documents of 8 fill packs of 8; the 5 fits nothing that comes and must not wait for ever.
+    for max_age in (0, 1, 3):
+        packer = vl.WindowPacker(capacity=8, window=4, max_age=max_age)
+        handed = [packer.add([5, 8, 8, 8])] + [packer.add([8, 8, 8]) for _ in range(5)]
+        windows = [number for number, packing in enumerate(handed) if [0] in packing.to_lists()]
+        assert windows == [max_age]
+
+
+def test_packs_that_are_full_enough_go_out_at_once_and_others_wait() -> None:
+    packer = vl.WindowPacker(capacity=10, window=4, min_fill=0.9)
+
+    assert packer.add([6, 3, 5, 1]).to_lists() == [[0, 1, 3]]
+    assert (packer.num_waiting, packer.waiting_tokens) == (1, 5)
+    assert packer.add([5, 2, 7]).to_lists() == [[2, 4], [5, 6]]
+    assert packer.flush().to_lists() == []
+
+
+def test_the_packs_of_a_window_stand_in_the_order_of_their_first_document() -> None:
+    lengths = random_lengths(8, 5000, 1000, "even")
+    packer = vl.WindowPacker(capacity=1000, window=500)
+    for part in portions(lengths, [250]):
+        first = [pack[0] for pack in packs_of(packer.add(part))]
+        assert first == sorted(first)
+
+
+def test_a_stream_of_tiny_documents_is_not_packed_anew_for_each_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from varlen.pack import passes
+
+    calls, pack = [], passes.pack
+
+    def counted(lengths: Any, *rest: Any, **named: Any) -> Any:
+        calls.append(len(lengths))
+        return pack(lengths, *rest, **named)
+
+    monkeypatch.setattr(passes, "pack", counted)
+    packer = vl.WindowPacker(capacity=10**6, window=100, method="wrapped")
+    packer.add([1] * 10_000)
+
+    assert len(calls) <= 200
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_packer_flushed_twice_and_used_again_goes_on_counting(method: Method) -> None:
+    packer = vl.WindowPacker(capacity=8, window=4, method=method)
+    assert packs_of(packer.flush()) == []
+    packer.add([3])
+    assert packs_of(packer.flush()) == [[(0, 0, 3)]]
+    packer.add([0, 4])
+    assert packs_of(packer.flush()) == [[(2, 0, 4)]]
+    assert packer.flush().num_documents == packer.num_records == 3
+    assert (packer.ledger.packed, packer.ledger.empty_documents) == (7, 1)
+
+
+def test_arrays_of_a_window_are_those_of_a_packing() -> None:
+    packing = vl.WindowPacker(capacity=8, window=2).add([5, 3, 8])
+
+    assert [array.dtype for array in arrays_of(packing)] == [np.int64, np.int32, np.int32, np.int64]
+    assert all(not array.flags.writeable for array in arrays_of(packing))
+
+
+def test_lengths_that_are_refused_leave_the_packer_as_it_was() -> None:
+    packer = vl.WindowPacker(capacity=8, window=4, overlong="error")
+    packer.add([5, 2])
+    before = packer.state_dict()
+    with pytest.raises(OverlongDocumentError, match=r"document 1 has 9 tokens .* counted from record 2"):
+        packer.add([3, 9])
+    with pytest.raises(LengthsError, match="length -1 of document 0 is negative"):
+        packer.add([-1])
+
+    assert packer.state_dict() == before
+    assert packer.add([3, 6]).to_lists() == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"capacity": 0}, "capacity must be a whole number from 1"),
+        ({"window": 0}, "window must be a whole number from 1"),
+        ({"method": "fast"}, "method must be one of"),
+        ({"overlong": "cut"}, "overlong must be one of"),
+        ({"max_documents": 0}, "max_documents must be a whole number from 1"),
+        ({"document_multiple_of": 3}, "the nearest: 6 or 9"),
+        ({"min_fill": 1.5}, "min_fill must be a number from 0 to 1, got 1.5"),
+        ({"min_fill": float("nan")}, "min_fill must be a number from 0 to 1, got nan"),
+        ({"min_fill": "0.9"}, "min_fill must be a number from 0 to 1, got '0.9'"),
+        ({"max_age": -1}, "max_age must be a whole number from 0"),
+    ],
+)
+def test_settings_of_a_packer_out_of_range_are_refused(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        vl.WindowPacker(**{"capacity": 8, **changed})

@@ -1,0 +1,345 @@
+"""A plan that keeps every rule passes; one with a single entry changed is found, unless an oracle can run it too."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.random_plans import keeps_every_rule, random_plan
+
+from varlen.cost.hardware import Hardware
+from varlen.cost.model import CostModel
+from varlen.cost.shape import ModelShape
+from varlen.errors import DeadlockError, PlanError
+from varlen.plan.check import check_plan, targets_per_document
+from varlen.simulate.api import simulate
+from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, MicroPacks, StepPlan
+
+ARRAYS = ["lengths", "first_ranks", "num_ranks", "tasks", "task_offsets"] + [
+    f"{of}.{field.name}" for of in ("forward", "backward") for field in fields(MicroPacks)
+]
+
+
+def with_array(plan: StepPlan, name: str, array: np.ndarray) -> StepPlan:
+    """The plan with another array in place of the one that is named as messages name it."""
+    outer, _, inner = name.rpartition(".")
+    if not outer:
+        return replace(plan, **{name: array})
+    return replace(plan, **{outer: replace(getattr(plan, outer), **{inner: array})})
+
+
+def array_of(plan: StepPlan, name: str) -> np.ndarray:
+    found: Any = plan
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def changed(plan: StepPlan, name: str, **entries: int) -> StepPlan:
+    """The plan with some entries of one array changed: `_3=7` puts 7 at index 3."""
+    array = array_of(plan, name).copy()
+    for index, value in entries.items():
+        array[int(index[1:])] = value
+    return with_array(plan, name, array)
+
+
+def micropacks(*ranks: list[list[tuple[int, int, int]]]) -> MicroPacks:
+    """MicroPacks of slices `(document, start, stop)`, rank by rank."""
+    every = [micropack for rank in ranks for micropack in rank]
+    flat = np.array([one for micropack in every for one in micropack], np.int32).reshape(-1, 3)
+    return MicroPacks(
+        rank_offsets=np.cumsum([0, *map(len, ranks)], dtype=np.int32),
+        slice_offsets=np.cumsum([0, *map(len, every)], dtype=np.int32),
+        document_ids=flat[:, 0].copy(),
+        starts=flat[:, 1].copy(),
+        stops=flat[:, 2].copy(),
+    )
+
+
+def shared_plan(**changes: Any) -> StepPlan:
+    """Two ranks without a pipeline that share document 0; document 1 is for rank 0 alone, document 2 for rank 1."""
+    plan = StepPlan(
+        lengths=np.array([8, 3, 4], np.int32),
+        first_ranks=np.array([0, 0, 1], np.int32),
+        num_ranks=np.array([2, 1, 1], np.int32),
+        forward=micropacks([[(0, 0, 4)], [(0, 4, 8), (1, 0, 3)]], [[(0, 0, 4)], [(0, 4, 8)], [(2, 0, 4)]]),
+        backward=micropacks([[(0, 4, 8)], [(0, 0, 4)], [(1, 0, 3)]], [[(2, 0, 4)], [(0, 4, 8)], [(0, 0, 4)]]),
+        tasks=np.array([0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1], np.uint8),
+        task_offsets=np.array([0, 5, 11], np.int32),
+        mesh=Mesh(dp=2),
+        recompute="full",
+    )
+    return replace(plan, **changes)
+
+
+@given(st.integers(0, 10**9))
+def test_a_plan_that_keeps_every_rule_passes(seed: int) -> None:
+    plan = random_plan(seed)
+
+    check_plan(plan)
+
+    assert keeps_every_rule(plan)
+
+
+@settings(max_examples=4 * settings().max_examples)
+@given(st.integers(0, 10**9), st.sampled_from(ARRAYS), st.integers(0, 10**9))
+def test_a_single_entry_changed_is_found_unless_the_plan_still_keeps_every_rule(
+    seed: int, name: str, dice: int
+) -> None:
+    plan, random = random_plan(seed, most_documents=5), Random(dice)
+    array = array_of(plan, name).copy()
+    if not array.size:
+        return
+    index = random.randrange(array.size)
+    was = int(array[index])
+    near = [was + 1, was - 1, was + 3, random.choice(array.tolist()), 0, -1, 100, 255]
+    array[index] = random.choice([value for value in near if value >= 0 or array.dtype != np.uint8]) % (
+        256 if array.dtype == np.uint8 else 2**31
+    )
+    broken = with_array(plan, name, array)
+
+    if keeps_every_rule(broken):
+        check_plan(broken)
+        assert array[index] == was or name.endswith(
+            "slice_offsets"
+        )  # a slice in the MicroPack beside: as good
+    else:
+        with pytest.raises(PlanError):
+            check_plan(broken)
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(st.integers(0, 10**9), st.integers(0, 10**9))
+def test_tasks_in_another_order_are_found_unless_they_can_be_run(seed: int, dice: int) -> None:
+    plan, random = random_plan(seed, most_documents=6), Random(dice)
+    places = np.flatnonzero(np.diff(plan.task_offsets) > 1).tolist()
+    if not places:
+        return
+    place = random.choice(places)
+    here = range(plan.task_offsets[place], plan.task_offsets[place + 1])
+    one, other = random.sample(here, 2)
+    tasks = plan.tasks.copy()
+    tasks[[one, other]] = tasks[[other, one]]
+    swapped = replace(plan, tasks=tasks)
+
+    if keeps_every_rule(swapped):
+        check_plan(swapped)
+    else:
+        with pytest.raises(PlanError, match="waits in a circle"):
+            check_plan(swapped)
+
+
+@given(st.integers(0, 10**9))
+def test_every_token_but_the_last_of_each_document_is_a_target_however_it_is_cut(seed: int) -> None:
+    plan = random_plan(seed)
+    wanted = [max(length - 1, 0) for length in plan.lengths.tolist()]
+
+    assert targets_per_document(plan).tolist() == wanted
+    assert targets_per_document(plan, "backward").tolist() == wanted
+
+
+def test_a_shared_document_passes_where_its_ranks_agree() -> None:
+    check_plan(shared_plan())
+    assert keeps_every_rule(shared_plan())
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (changed(shared_plan(), "lengths", _1=-3), r"lengths\[1\] is -3; it may be 0 to any above \(1 of 3"),
+        (shared_plan(lengths=np.array([8, 3, 4])), "lengths is int64 of shape .* a plan has int32"),
+        (shared_plan(num_ranks=np.array([2, 1], np.int32)), r"num_ranks is int32 of shape \(2,\); .* size 3"),
+        (changed(shared_plan(), "num_ranks", _1=0), r"num_ranks\[1\] is 0; it may be 1 to 2"),
+        (
+            changed(shared_plan(), "first_ranks", _0=1),
+            "document 0 of 8 tokens stands on 2 ranks from rank 1; .* a power of two",
+        ),
+        (
+            changed(shared_plan(), "first_ranks", _1=1),
+            "slice 2 of document 1 stands on rank 0, and .* 1 ranks from rank 1",
+        ),
+        (
+            changed(shared_plan(), "forward.stops", _0=9),
+            "forward slice 0 is the tokens 0 to 9 of document 0, which has 8",
+        ),
+        (
+            changed(shared_plan(), "forward.stops", _0=3),
+            "forward slice 1, tokens 4 to 8 .* run first to last",
+        ),
+        (
+            changed(shared_plan(), "backward.starts", _0=5),
+            "backward slice 1, tokens 0 to 4 .* run last to first",
+        ),
+        (
+            changed(shared_plan(), "forward.stops", _5=3),
+            "forward slice 5, tokens 0 to 3 of document 2 on rank 1, leaves tokens out",
+        ),
+        (
+            changed(shared_plan(), "forward.rank_offsets", _2=4),
+            "forward.rank_offsets runs from 0 to 4; it must rise from 0 to 5",
+        ),
+        (
+            changed(shared_plan(), "forward.slice_offsets", _1=4),
+            "forward.slice_offsets .* without a step back",
+        ),
+        (
+            changed(shared_plan(), "forward.document_ids", _5=3),
+            r"forward.document_ids\[5\] is 3; it may be 0 to 2",
+        ),
+        (changed(shared_plan(), "tasks", _0=3), r"tasks\[0\] is 3; it may be 0 to 2"),
+        (
+            changed(shared_plan(), "tasks", _0=2),
+            "stage 0 of rank 0 has 1 forward tasks for chunk 0, and its rank 2 MicroPacks",
+        ),
+        (changed(shared_plan(), "task_offsets", _1=6), "stage 0 of rank 0 has 3 forward"),
+        (shared_plan(splits_backward=True), "has 0 weight-gradient tasks .* its rank 3"),
+        (
+            shared_plan(
+                forward=micropacks([[(0, 0, 8)], [(1, 0, 3)]], [[(0, 0, 4)], [(0, 4, 8)], [(2, 0, 4)]])
+            ),
+            "forward slice 2 of document 0 on rank 1 is not what rank 0 shares with it",
+        ),
+        (
+            shared_plan(
+                forward=micropacks(
+                    [[(0, 0, 4), (0, 4, 8)], [(1, 0, 3)]], [[(0, 0, 4)], [(0, 4, 8)], [(2, 0, 4)]]
+                )
+            ),
+            "forward slice 4 of document 0 on rank 1 .* together in a MicroPack or apart",
+        ),
+        (
+            shared_plan(forward=micropacks([[(0, 0, 4)], [(0, 4, 8), (1, 0, 3)]], [[], [], [(2, 0, 4)]])),
+            "document 0 of 8 tokens has no forward slice on 1 of its 2 ranks",
+        ),
+        (
+            shared_plan(mesh=Mesh(dp=2, sharding="parameters")),
+            "rank 0 runs 2 forward MicroPacks, rank 1 runs 3 .* empty ones",
+        ),
+        (
+            shared_plan(
+                mesh=Mesh(dp=2, sharding="parameters"),
+                forward=micropacks([[], [(0, 0, 8)], [(1, 0, 3)]], [[(0, 0, 8)], [], [(2, 0, 4)]]),
+                tasks=np.array([0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1], np.uint8),
+                task_offsets=np.array([0, 6, 12], np.int32),
+            ),
+            "forward slice 2 of the shared document 0 is in the MicroPack 0 of rank 1 and in another one of rank 0",
+        ),
+        (
+            shared_plan(
+                forward=micropacks([[(0, 0, 8)], [(1, 0, 3)]], [[(0, 0, 8)], [(1, 0, 3)], [(2, 0, 4)]])
+            ),
+            r"forward slice 3 of document 1 stands on rank 1, and the document on 1 ranks from rank 0 \(1 of 5",
+        ),
+        (
+            shared_plan(
+                lengths=np.array([4, 4], np.int32),
+                first_ranks=np.array([0, 0], np.int32),
+                num_ranks=np.array([2, 2], np.int32),
+                forward=micropacks([[(0, 0, 4)], [(1, 0, 4)]], [[(1, 0, 4)], [(0, 0, 4)]]),
+                backward=micropacks([[(0, 0, 4)], [(1, 0, 4)]], [[(0, 0, 4)], [(1, 0, 4)]]),
+            ),
+            "forward slice 2 of document 1 on rank 1 is not what rank 0 shares with it",
+        ),
+        (
+            changed(shared_plan(), "tasks", _1=1, _2=0),
+            r"stage 0 of rank 0 waits to run the backward task of its MicroPack 0 .* \(2 of 2 stages wait, 9 tasks",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said_in_a_sentence(plan: StepPlan, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        check_plan(plan)
+
+
+@pytest.mark.parametrize(("first", "num"), [(0, 3), (1, 2), (2, 4), (4, 4), (-1, 1)])
+def test_a_document_stands_on_an_aligned_power_of_two_of_ranks(first: int, num: int) -> None:
+    ranks = [[[(0, 0, 8)]] if first <= rank < first + num else [[]] for rank in range(6)]
+    plan = StepPlan(
+        lengths=np.array([8], np.int32),
+        first_ranks=np.array([first], np.int32),
+        num_ranks=np.array([num], np.int32),
+        forward=micropacks(*ranks),
+        backward=micropacks(*ranks),
+        tasks=np.array([0, 1] * 6, np.uint8),
+        task_offsets=np.arange(0, 13, 2, dtype=np.int32),
+        mesh=Mesh(dp=6),
+    )
+
+    with pytest.raises(
+        PlanError, match=f"stands on {num} ranks from rank {first}; it must be a power of two"
+    ):
+        check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({"recompute": "none"}, "recompute='none', recompute_share=1"),
+        ({"recompute": "selective"}, "recompute='selective'"),
+        ({"recompute_share": 0.5}, "recompute='full', recompute_share=0.5"),
+    ],
+)
+def test_passes_cut_apart_are_found_where_layers_keep_activations(kept: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=rf"stands in one pass alone \(3 do\); .* {said}"):
+        check_plan(shared_plan(**kept))
+
+
+def test_a_micropack_over_the_capacity_is_found_and_a_shared_slice_counts_by_its_part() -> None:
+    check_plan(shared_plan(), capacity=5)
+    with pytest.raises(
+        PlanError, match=r"forward MicroPack 1 on rank 0 holds 5 tokens, over the capacity of 4 \(1 of 5"
+    ):
+        check_plan(shared_plan(), capacity=4)
+
+
+def test_a_peak_over_the_card_s_memory_is_found() -> None:
+    cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"))
+    plan = shared_plan(mesh=Mesh(dp=2, tp=8))
+    limit = cost.memory(plan.mesh).limit_bytes
+
+    check_plan(plan, cost)
+    check_plan(plan, cost, peaks_bytes=[[limit], [limit]])
+    with pytest.raises(
+        PlanError, match=r"stage 0 of rank 1 holds .* GB at its peak, over .* \(1 of 2 stages"
+    ):
+        check_plan(plan, cost, peaks_bytes=[[limit], [1.01 * limit]])
+    with pytest.raises(
+        PlanError, match=r"stage 0 of rank 0 holds .* over the limit of .* more pipeline stages"
+    ):
+        check_plan(plan, cost.replace(memory_fraction=0.1))
+    with pytest.raises(PlanError, match="holds nan GB"):
+        check_plan(plan, cost, peaks_bytes=[[np.nan], [1.0]])
+    with pytest.raises(PlanError, match=r"shape \(2,\); pass one for each stage of each rank, \(2, 1\)"):
+        check_plan(plan, cost, peaks_bytes=[1.0, 2.0])
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(st.integers(0, 10**9), st.integers(0, 10**9))
+def test_the_simulator_runs_what_passes_and_no_other(seed: int, dice: int) -> None:
+    cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"))
+    plan, random = random_plan(seed), Random(dice)
+    if not plan.num_tokens:
+        return
+    place = random.randrange(len(plan.task_offsets) - 1)
+    tasks = plan.tasks.copy()
+    random.shuffle(here := tasks[plan.task_offsets[place] : plan.task_offsets[place + 1]].tolist())
+    tasks[plan.task_offsets[place] : plan.task_offsets[place + 1]] = here
+
+    simulate(plan, cost)
+    shuffled = replace(plan, tasks=tasks)
+    try:
+        check_plan(shuffled)
+    except PlanError:
+        with pytest.raises(DeadlockError):
+            simulate(shuffled, cost)
+    else:
+        simulate(shuffled, cost)
+
+
+def test_the_codes_of_tasks_are_those_of_the_plan() -> None:
+    assert (FORWARD, BACKWARD, WEIGHT) == (0, 1, 2)

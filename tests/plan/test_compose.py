@@ -1,0 +1,339 @@
+"""A rank's MicroPacks: kernels agree with their references, slices cost equally, order and grades are as said."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.oracles import plan_compose as reference_compose
+from tests.oracles import simulate as reference
+
+import varlen as vl
+from varlen.cost.kernels import cut_evenly
+from varlen.cost.memory import OWN, RETURNED
+from varlen.plan import kernels_compose
+from varlen.plan.compose import BlockDocuments, Composition, Grading, RankDocuments, compose, seconds_of
+from varlen.plan.micropack import recut
+from varlen.simulate import kernels
+from varlen.simulate.durations import priced, stage_costs
+from varlen.types import IntArray
+
+MESH = vl.Mesh(dp=4, pp=4, tp=4)
+COSTS = stage_costs(
+    vl.CostModel(
+        model=vl.ModelShape.named("llama-2-7b"), hardware=vl.Hardware.named("h100"), recompute="full"
+    ),
+    MESH,
+)
+EVEN = Grading()
+lengths_of_a_rank = st.lists(st.integers(1, 100_000), min_size=1, max_size=30)
+
+
+def rank_of(lengths: list[int], num_ranks: list[int] | None = None, first_id: int = 0) -> RankDocuments:
+    held = np.array(lengths, np.int32)
+    ranks = np.array(num_ranks or [1] * len(lengths), np.int32)
+    work = seconds_of(held, ranks, 8192.0, COSTS.rates)
+    order = np.lexsort((-work, -ranks))
+    return RankDocuments(
+        document_ids=(first_id + order).astype(np.int32),
+        lengths=held[order],
+        num_ranks=ranks[order],
+        work=work[order],
+    )
+
+
+def composed(documents: RankDocuments, count: int, grading: Grading = EVEN, **more: object) -> Composition:
+    given = {"least_rows": 2048, "budget": float(documents.work.sum()) / count, "rates": COSTS.rates}
+    (made,) = compose(BlockDocuments.of([documents]), count, grading, **(given | more)).apart()  # type: ignore[arg-type]
+    return made
+
+
+def ends_of(made: Composition) -> np.ndarray:
+    """Where its MicroPacks begin and end, being all of one rank's."""
+    return np.array([0, made.num_micropacks], np.int32)
+
+
+BOTH = (kernels_compose, reference_compose)
+
+
+def _block_of(
+    home: ModuleType, documents: BlockDocuments, count: int, part: float, ends: IntArray, *switches: bool
+) -> list[np.ndarray]:
+    """What is cut of the documents of several ranks, and their MicroPacks."""
+    own = documents.seconds / count
+    given = (documents.table, documents.work, documents.bounds, documents.shared)
+    chained, *rest = home.to_cut(*given, own, part * own[0], 2048)
+    cuts = np.array(cut_evenly(*rest, 2048, 128, 1.0, COSTS.rates))
+    least = np.full(own.size, 0.05)
+    made = home.composed_ranks(cuts, chained, *given, count, own, part * own[0], ends, 0.2, least, *switches)
+    return [chained, *rest, *made]
+
+
+@given(
+    st.lists(st.floats(0, 9, width=16), max_size=20),
+    st.lists(st.floats(0, 9, width=16), min_size=1, max_size=8),
+)
+@settings(deadline=None)
+def test_filling_agrees_with_its_reference(work: list[float], loads: list[float]) -> None:
+    answers = []
+    for home in (kernels_compose, reference_compose):
+        filled = np.array(loads, float)
+        answers.append((home.fill_lightest(np.array(work, float), filled).tolist(), filled.tolist()))
+    assert answers[0] == answers[1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60_000), st.sampled_from([1, 1, 2, 4])), min_size=1, max_size=25),
+    st.integers(1, 30),
+    st.floats(0.3, 3),
+    *[st.booleans()] * 4,
+)
+@settings(deadline=None)
+def test_composing_and_its_seconds_agree_with_their_references(
+    drawn: list[tuple[int, int]],
+    count: int,
+    part: float,
+    graded: bool,
+    in_step: bool,
+    by_work: bool,
+    mixes: bool,
+) -> None:
+    documents = rank_of([length for length, _ in drawn], [ranks for _, ranks in drawn])
+    given, ends = documents.table, np.array([2, 1] if graded else [0, 0])
+    own, chained = (
+        documents.seconds / count,
+        len(drawn) - int(np.count_nonzero(documents.num_ranks == 1)) // 2,
+    )
+    cuts = cut_evenly(
+        *(given[row, :chained].copy() for row in (0, 1)),
+        documents.work[:chained],
+        np.full(chained, part * own),
+        2048,
+        128,
+        1.0,
+        COSTS.rates,
+    )
+    rest = (documents.num_shared, count, own, part * own, ends, 0.2, 0.05, in_step, by_work, mixes)
+
+    made = [
+        home.composed(np.array(cuts), chained, given, documents.work, *rest)
+        for home in (kernels_compose, reference_compose)
+    ]
+    others = BlockDocuments.of([documents, rank_of([90_000, 3000, 500]), documents])
+    blocks = [_block_of(home, others, count, part, ends, in_step, by_work, mixes) for home in BOTH]
+    prices = priced(COSTS, made[0][0], made[0][1])
+    ahead, back = np.array([prices, 2 * prices[::-1]]), np.array([prices[::-1], prices[::-1] / 3])
+    gathers = np.full((3, COSTS.layers.size), 1e-3)
+    asked = (ahead, back, COSTS.layers, COSTS.heads, gathers, graded, in_step)
+    seconds = [home.task_seconds(*asked) for home in (kernels_compose, reference_compose)]
+
+    for pair in (made, blocks, seconds):
+        assert all(np.array_equal(one, other) for one, other in zip(*pair, strict=True))
+
+
+@given(
+    st.data(),
+    *(st.integers(0, most) for most in (6, 8, 3, 3, 9)),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_arranging_agrees_with_its_reference(
+    data: st.DataObject,
+    num_cut: int,
+    num_plain: int,
+    heads: int,
+    tails: int,
+    num_whole: int,
+    in_step: bool,
+) -> None:
+    num_packs = num_cut + num_plain + heads + tails
+    if num_packs == 0:
+        num_whole = 0
+    documents = 2 + num_whole
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    table = np.stack(
+        [rng.integers(5, 9, documents), rng.integers(1, 3, documents), rng.permutation(documents)]
+    )
+    cuts = np.sort(rng.integers(0, 2, num_cut)).astype(np.int32)
+    cuts = np.stack([cuts, rng.integers(0, 3, num_cut), rng.integers(4, 9, num_cut)]).astype(np.int32)
+    beside = rng.integers(0, max(num_packs, 1), num_whole)
+    filled = rng.integers(0, 3, num_packs).astype(float)
+    arguments = (cuts, beside, filled, heads, tails, in_step, table.astype(np.int32))
+
+    kernel, reference = (home.arrange(*arguments) for home in (kernels_compose, reference_compose))
+
+    assert [part.tolist() for part in kernel] == [part.tolist() for part in reference]
+
+
+@given(lengths_of_a_rank, st.integers(1, 20), st.floats(0.3, 3.0), st.integers(1, 3))
+@settings(deadline=None, max_examples=60)
+def test_what_a_backward_waits_for_agrees_with_its_reference(
+    lengths: list[int], count: int, factor: float, cp: int
+) -> None:
+    ahead = composed(rank_of(lengths), count)
+    back = recut(ahead, factor, least_rows=1024, rates=COSTS.rates)
+    back = back.extended(back.num_micropacks + 2)
+    orders = [home.reversed_chains(back.chains) for home in (kernels_compose, reference_compose)]
+    assert orders[0].tolist() == orders[1].tolist()
+    waits = [
+        home.backward_waits(back.chains, ahead.chains, orders[0])
+        for home in (kernels_compose, reference_compose)
+    ]
+    assert waits[0].tolist() == waits[1].tolist()
+    both = [home.backward_order(back.chains, ahead.chains) for home in (kernels_compose, reference_compose)]
+    assert [each.tolist() for each in both[0]] == [each.tolist() for each in both[1]]
+    assert [each.tolist() for each in both[0]] == [orders[0].tolist(), waits[0].tolist()]
+    ends = ends_of(back)
+    cuts = np.unique(ahead.slices[3].astype(np.int64) << 32 | ahead.slices[1])
+    counted = [
+        (
+            home.forward_counts(back.slice_offsets, back.slices, ends, cp),
+            home.backward_counts(back.slice_offsets, back.slices, orders[0], ends, cp, cuts),
+        )
+        for home in (kernels, reference)
+    ]
+    for one, other in zip(*counted):
+        assert one.tolist() == other.tolist()
+    same = (ahead.slice_offsets, ahead.slices, np.arange(ahead.num_micropacks), ends_of(ahead), cp)
+    alike = [home.backward_counts(*same, each) for home in (kernels, reference) for each in (cuts, cuts[:0])]
+    assert {each.tobytes() for each in alike} == {alike[0].tobytes()}
+    assert alike[0][RETURNED].tolist() == alike[0][OWN].tolist()
+    memory = COSTS.memory
+    tables = (memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left)
+    tables += (memory.kept_for_weight_bytes, memory.first_bytes)
+    asked = (*(of_pass[None] for of_pass in counted[0]), *(table.copy() for table in tables), COSTS.mesh.pp)
+    taken = [home.task_bytes(*asked) for home in (kernels, reference)]
+    for one, other in zip(*taken):
+        assert one.tolist() == other.tolist()
+
+
+@given(
+    lengths_of_a_rank,
+    st.integers(1, 40),
+    st.integers(0, 6),
+    st.integers(0, 6),
+    st.floats(0.1, 1.0),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=80)
+def test_every_token_stands_in_one_slice_of_the_forward_and_of_a_backward_composed_apart(
+    lengths: list[int], count: int, steps: int, tails: int, smallest: float, in_step: bool
+) -> None:
+    ahead = composed(
+        rank_of(lengths), count, Grading(heads=steps, tails=tails, smallest=smallest), in_step=in_step
+    )
+    for composition in (ahead, recut(ahead, 1.7, least_rows=2048, rates=COSTS.rates)):
+        starts, stops, _, ids, is_end = composition.slices.tolist()
+        order = sorted(zip(ids, starts, stops, is_end))
+        for document, length in enumerate(lengths):
+            mine = [(a, b, e) for i, a, b, e in order if i == document]
+            assert mine[0][0] == 0
+            assert all(before[1] == after[0] for before, after in zip(mine, mine[1:]))
+            assert [e for _, _, e in mine] == [0] * (len(mine) - 1) + [1]
+            assert mine[-1][1] == length
+
+
+@given(lengths_of_a_rank, st.integers(1, 40))
+@settings(deadline=None, max_examples=80)
+def test_slices_of_a_long_document_follow_each_other_and_hold_enough_rows(
+    lengths: list[int], count: int
+) -> None:
+    made = composed(rank_of(lengths), count)
+    packs = np.repeat(np.arange(made.num_micropacks), np.diff(made.slice_offsets))
+    starts, stops, _, ids, _ = made.slices
+    for document in range(len(lengths)):
+        mine = np.flatnonzero(ids == document)
+        assert np.diff(packs[mine]).tolist() == [1] * (mine.size - 1)
+        assert np.all(np.diff(starts[mine]) > 0)
+        if mine.size > 1:
+            assert (stops - starts)[mine].min() >= 2048
+
+
+def test_slices_of_a_long_document_cost_equally() -> None:
+    made = composed(rank_of([100_000]), 8)
+    prices = priced(COSTS, made.slice_offsets, made.slices)
+    seconds = prices[:, [0, 2, 4]].sum(axis=1)
+
+    assert made.num_micropacks >= 7
+    assert seconds.max() / seconds.min() < 1.2
+
+
+def test_micropacks_of_short_documents_cost_equally() -> None:
+    rng = np.random.default_rng(0)
+    made = composed(rank_of(rng.integers(20, 3000, 400).tolist()), 24)
+    seconds = priced(COSTS, made.slice_offsets, made.slices)[:, [0, 2, 4]].sum(axis=1)
+
+    assert made.num_micropacks == 24
+    assert seconds.max() / seconds.min() < 1.02
+
+
+def test_without_an_order_chains_stand_as_their_documents_do() -> None:
+    lengths = [500, 30_000, 700, 60_000, 900, 40_000, 80]
+    for by_work, expected in ((True, [3, 5, 1]), (False, [1, 3, 5])):
+        made = composed(rank_of(lengths), 12, by_work=by_work)
+        long = made.slices[3][np.isin(made.slices[3], [1, 3, 5])].tolist()
+
+        assert list(dict.fromkeys(long)) == expected
+        assert sorted(set(made.slices[3].tolist())) == list(range(7))
+
+
+def test_grades_rise_at_the_start_and_fall_at_the_end() -> None:
+    rng = np.random.default_rng(0)
+    made = composed(
+        rank_of(rng.integers(20, 3000, 800).tolist()),
+        24,
+        Grading(heads=4, tails=4, smallest=0.2),
+        least_rows=256,
+    )
+    rows = priced(COSTS, made.slice_offsets, made.slices)[:, 6]
+
+    assert np.all(np.diff(rows[:5]) > 0)
+    assert np.all(np.diff(rows[-5:]) < 0)
+    assert rows[0] < 0.5 * rows[12]
+
+
+def test_small_micropacks_stand_at_the_end_that_they_are_wanted_at() -> None:
+    documents = rank_of(np.random.default_rng(0).integers(20, 3000, 800).tolist())
+    for heads, tails in ((5, 0), (0, 5), (3, 6)):
+        made = composed(documents, 24, Grading(heads=heads, tails=tails, smallest=0.2), least_rows=256)
+        rows = priced(COSTS, made.slice_offsets, made.slices)[:, 6]
+        whole = np.median(rows)
+
+        assert (rows < 0.9 * whole).tolist() == [place < heads or place >= 24 - tails for place in range(24)]
+
+
+def test_documents_of_a_rank_alone_fill_what_shared_slices_leave() -> None:
+    documents = rank_of([60_000, *[1500] * 20], [4, *[1] * 20])
+    budget = 0.5 * float(documents.work.sum()) / 8
+    for mixes in (True, False):
+        made = composed(documents, 8, budget=budget, in_step=True, mixes=mixes)
+        packs = np.repeat(np.arange(made.num_micropacks), np.diff(made.slice_offsets))
+        shared = packs[made.slices[2] == 4]
+        beside = np.isin(packs[made.slices[2] == 1], shared)
+
+        assert len(shared) > 4
+        assert beside.any() == mixes
+
+
+def test_short_documents_that_the_same_ranks_share_stand_in_one_micropack() -> None:
+    documents = rank_of([60_000, *[3000] * 24, *[500] * 9], [4, *[4] * 24, *[1] * 9])
+    budget = float(documents.work.sum()) / 10
+    made = composed(documents, 10, budget=budget, in_step=True)
+    packs = np.repeat(np.arange(made.num_micropacks), np.diff(made.slice_offsets))
+    short = (made.slices[2] == 4) & (made.slices[1] - made.slices[0] == 3000)
+    needed = float(documents.work[documents.lengths == 3000].sum()) / budget
+
+    assert short.sum() == 24
+    assert np.unique(packs[short]).size == int(np.ceil(needed)) < 24
+
+
+def test_a_backward_runs_chains_in_order_and_each_from_its_end() -> None:
+    composition = Composition(
+        slice_offsets=np.arange(6, dtype=np.int32),
+        slices=np.zeros((5, 5), np.int32),
+        chains=np.array([4, 0, 0, 0, 7], np.int32),
+    )
+
+    assert composition.backward_order.tolist() == [0, 3, 2, 1, 4]

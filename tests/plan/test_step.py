@@ -1,0 +1,297 @@
+"""`plan_step`: every method's plan is one that a step can run by, fits, and takes what the planner said."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.rarely import IS_SOAK
+
+import varlen as vl
+from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
+from varlen.plan.api import repairs
+from varlen.plan.bound import lower_bound
+from varlen.plan.check import check_plan
+from varlen.plan.micropack import micropack
+from varlen.plan.serialize import plan_to_bytes
+from varlen.step_plan import PlanMethod
+
+METHODS = get_args(PlanMethod)
+
+
+def cost_of(model: str = "llama-2-7b", **settings: Any) -> vl.CostModel:
+    return vl.CostModel(
+        model=vl.ModelShape.named(model),
+        **({"recompute": "full", "hardware": vl.Hardware.named("h100")} | settings),
+    )
+
+
+def long_tailed(count: int, longest: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.minimum(np.exp(rng.normal(7.2, 1.4, count)).astype(np.int64) + 1, longest).astype(np.int32)
+
+
+@given(
+    st.lists(st.integers(0, 60_000), min_size=1, max_size=40).filter(any),
+    st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 4), (8, 1)]),
+    st.sampled_from(METHODS),
+    st.sampled_from(["none", "optimizer", "parameters"]),
+)
+@settings(max_examples=settings().max_examples // 4, deadline=None)
+def test_every_plan_of_every_method_keeps_the_rules(
+    lengths: list[int], dp_pp: tuple[int, int], method: Any, sharding: Any
+) -> None:
+    mesh = vl.Mesh(dp=dp_pp[0], pp=dp_pp[1], tp=4, sharding=sharding)
+    cost = cost_of()
+
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh, method=method)
+    timeline = vl.simulate(plan, cost)
+
+    check_plan(plan, cost)
+    assert plan.lengths.tolist() == lengths
+    assert timeline.peak_bytes <= cost.limit_bytes * (1 + 1e-9)
+    if sharding == "parameters":
+        assert len(set(plan.forward.counts.tolist())) == 1
+        assert len(set(plan.backward.counts.tolist())) == 1
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(2, 2), (4, 4), (8, 2), (2, 8)]), st.booleans())
+@settings(max_examples=settings().max_examples // 4, deadline=None)
+def test_no_plan_is_faster_than_the_bound(seed: int, dp_pp: tuple[int, int], merges: bool) -> None:
+    lengths = long_tailed(60, 80_000, seed)
+    mesh, cost = vl.Mesh(dp=dp_pp[0], pp=dp_pp[1], tp=4), cost_of()
+
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh, search=vl.Search(merges=merges))
+
+    assert vl.simulate(plan, cost).makespan_s >= lower_bound(plan.lengths, cost, mesh).seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("method", ["dynamic_cp", "micropack"])
+def test_the_bound_counts_as_many_ranks_as_may_share_a_document(method: Any) -> None:
+    mesh, cost = vl.Mesh(dp=16, cp=2, tp=8), cost_of(recompute="none", mode="flops", offload="kv")
+
+    plan = vl.plan_step([1_000_000], cost=cost, mesh=mesh, method=method)
+
+    assert plan.num_ranks.tolist() == [16]
+    assert vl.simulate(plan, cost).makespan_s >= lower_bound(plan.lengths, cost, mesh).seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("mode", ["calibrated", "flops"])
+@pytest.mark.parametrize("splits", [False, True])
+def test_the_planner_scores_what_the_simulator_measures(mode: Any, splits: bool) -> None:
+    mesh, cost = vl.Mesh(dp=4, pp=4, tp=4), cost_of(mode=mode)
+    search = vl.Search(merges=False, splits_backward=splits)
+
+    found = micropack(long_tailed(200, 60_000), cost, mesh, search)
+    plan = vl.plan_step(long_tailed(200, 60_000), cost=cost, mesh=mesh, search=search)
+
+    assert found is not None
+    sync = float(cost.gradient_sync_s(mesh).max())
+    assert vl.simulate(plan, cost).makespan_s == pytest.approx(found.best.makespan_s + sync, rel=0.02)
+
+
+def test_ranks_that_share_documents_take_no_longer_than_planned() -> None:
+    lengths = np.append(long_tailed(200, 20_000), [200_000, 150_000]).astype(np.int32)
+    mesh, cost = vl.Mesh(dp=8, pp=4, tp=4), cost_of()
+
+    found = micropack(lengths, cost, mesh, vl.Search())
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh)
+
+    assert found is not None
+    assert plan.num_merged >= 2
+    sync = float(cost.gradient_sync_s(mesh).max())
+    assert vl.simulate(plan, cost).makespan_s <= (found.best.makespan_s + sync) * 1.001
+
+
+def test_equal_arguments_give_equal_plans() -> None:
+    mesh, cost = vl.Mesh(dp=4, pp=2, tp=4), cost_of()
+
+    plans = {plan_to_bytes(vl.plan_step(long_tailed(300, 90_000), cost=cost, mesh=mesh)) for _ in range(3)}
+
+    assert len(plans) == 1
+
+
+def test_each_switch_of_the_search_is_one_idea_and_changes_the_plan_as_it_says() -> None:
+    lengths = np.append(long_tailed(100, 20_000), [150_000]).astype(np.int32)
+    mesh, cost = vl.Mesh(dp=4, pp=4, tp=4), cost_of()
+
+    whole = vl.plan_step(lengths, cost=cost, mesh=mesh, search=vl.Search(slices=False, merges=False))
+    alone = vl.plan_step(lengths, cost=cost, mesh=mesh, search=vl.Search(merges=False))
+    same = vl.plan_step(
+        lengths, cost=cost, mesh=mesh, search=vl.Search(splits_backward=False, asymmetric=False)
+    )
+
+    assert (whole.forward.starts == 0).all()
+    assert alone.num_merged == 0
+    assert (alone.forward.starts > 0).any()
+    assert not same.splits_backward
+    slices = [sorted(zip(p.document_ids, p.starts, p.stops)) for p in (same.forward, same.backward)]
+    assert slices[0] == slices[1]
+
+
+def test_micropacks_are_never_slower_than_slices_and_slices_than_packs() -> None:
+    mesh, cost = vl.Mesh(dp=4, pp=4, tp=4), cost_of()
+    for seed in range(2 if IS_SOAK else 1):
+        lengths = long_tailed(256, 100_000, seed)
+        took = {
+            method: vl.simulate(vl.plan_step(lengths, cost=cost, mesh=mesh, method=method), cost).makespan_s
+            for method in METHODS
+        }
+        assert took["micropack"] <= min(took.values()) * 1.02, took
+        assert took["sliced"] <= took["packed"], took
+
+
+def test_packs_as_users_run_them_are_best_fit_decreasing_round_robin() -> None:
+    lengths = long_tailed(100, 8_000)
+    mesh, cost = vl.Mesh(dp=2, pp=2, tp=4), cost_of()
+
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh, method="packed", capacity=8192)
+
+    packing = vl.pack(lengths, 8192)
+    packs = packing.to_lists()
+    found = [
+        plan.forward.document_ids[a:b].tolist()
+        for a, b in zip(plan.forward.slice_offsets[:-1], plan.forward.slice_offsets[1:])
+    ]
+    assert found == [*packs[0::2], *packs[1::2]]
+
+
+def test_documents_are_kept_whole_beside_one_that_is_cut_into_slices_of_enough_rows() -> None:
+    lengths = np.append(np.full(64, 900), [120_000]).astype(np.int32)
+    mesh, cost = vl.Mesh(dp=1, pp=4, tp=4), cost_of()
+
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh)
+    rows = plan.forward.stops - plan.forward.starts
+
+    assert (rows[plan.forward.document_ids < 64] == 900).all()
+    assert rows[plan.forward.document_ids == 64].min() >= 2048
+    assert (plan.forward.stops[:-1][rows[:-1] > 2048] % 128 == 0).mean() > 0.5
+
+
+def test_memory_that_is_short_is_repaired_by_more_recomputation_and_said() -> None:
+    lengths = np.array([160_000, 3000, 4000], np.int32)
+    mesh = vl.Mesh(dp=1, pp=4, tp=2)
+    cost = cost_of(recompute="none")
+
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh)
+
+    assert plan.recompute != "none"
+    assert vl.simulate(plan, cost).peak_bytes <= cost.limit_bytes
+    with pytest.raises(PlanError, match=r"documents of up to [\d,]+ tokens would fit, or a mesh of cp=\d"):
+        vl.plan_step(lengths, cost=cost, mesh=mesh, search=vl.Search(repairs=False))
+
+
+def test_where_memory_wants_half_the_layers_recomputed_only_they_are() -> None:
+    mesh, lengths = vl.Mesh(dp=2, pp=4, tp=4), long_tailed(96, 60_000)
+    whole = cost_of("llama-2-70b", memory_fraction=0.8)
+    whole = whole.replace(model=replace(whole.model, max_positions=None))
+    least = whole.replace(recompute="none")
+
+    plan = vl.plan_step(lengths, cost=least, mesh=mesh)
+    timeline = vl.simulate(plan, least)
+    all_layers = vl.simulate(vl.plan_step(lengths, cost=whole, mesh=mesh), whole)
+
+    assert (plan.recompute, plan.recompute_share) == ("full", 0.5)
+    assert timeline.peak_bytes <= least.limit_bytes
+    assert timeline.makespan_s < 0.98 * all_layers.makespan_s
+
+
+@pytest.mark.parametrize(("pp", "shares"), [(32, [1.0]), (16, [0.5, 1.0]), (4, [0.25, 0.5, 1.0])])
+def test_shares_that_recompute_the_same_layers_are_tried_once(pp: int, shares: list[float]) -> None:
+    tried = [cost for cost in repairs(cost_of(recompute="none"), vl.Mesh(pp=pp)) if cost.recompute == "full"]
+
+    assert [cost.recompute_share for cost in tried if cost.offload == "none"] == shares
+
+
+def test_few_rows_are_planned_in_as_few_micropacks_as_are_fast() -> None:
+    mesh, cost = vl.Mesh(tp=4), cost_of(recompute="none")
+    took = {
+        method: vl.simulate(vl.plan_step([4096] * 5, cost=cost, mesh=mesh, method=method), cost).makespan_s
+        for method in ("micropack", "balanced")
+    }
+
+    assert took["micropack"] <= took["balanced"] * 1.02
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packs_alone_are_tuned_only_if_asked_to_be(method: Any) -> None:
+    asked: dict[str, Any] = {"cost": cost_of(), "mesh": vl.Mesh(dp=2, pp=4, tp=4), "method": method}
+    lengths = long_tailed(48, 30_000)
+
+    plain, tuned = (vl.plan_step(lengths, **asked, tuned=tuned) for tuned in (False, True))
+
+    assert (plan_to_bytes(plain) == plan_to_bytes(tuned)) == (method != "packed")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mesh"),
+    [
+        ([16_384] * 8, vl.Mesh(dp=1, pp=8, cp=4, tp=4)),
+        ([1630, 1415], vl.Mesh(dp=2, pp=2, tp=4)),
+        ([40, 3000, 700], vl.Mesh(dp=4, pp=4, cp=2, tp=2)),
+    ],
+)
+def test_no_plan_of_few_rows_a_gpu_is_faster_than_the_bound(lengths: list[int], mesh: vl.Mesh) -> None:
+    cost = cost_of(mode="flops", recompute="none")
+    cost = cost.replace(model=replace(cost.model, max_positions=None))
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh)
+
+    assert vl.simulate(plan, cost).makespan_s >= lower_bound(plan.lengths, cost, mesh).seconds
+
+
+def test_no_more_ranks_share_a_document_than_may_where_parameters_are_sharded() -> None:
+    mesh, roomy = vl.Mesh(dp=8, sharding="parameters"), replace(vl.Hardware.named("h100"), memory_bytes=2e12)
+    cost = cost_of(hardware=roomy)
+    cost = cost.replace(model=replace(cost.model, max_positions=None))
+
+    plan = vl.plan_step([60_000] + [300] * 20, cost=cost, mesh=mesh, search=vl.Search(most_merged_ranks=2))
+
+    assert plan.num_ranks.max() <= 2
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"lengths": []}, LengthsError, "no token"),
+    ({"lengths": [0, 0]}, LengthsError, "2 documents have no token among them"),
+    ({"lengths": [5, -1]}, LengthsError, "-1"),
+    ({"lengths": [5.5]}, LengthsError, "5.5"),
+    ({"method": "micropacks"}, SettingError, "did you mean 'micropack'"),
+    ({"search": {}}, SettingError, "search is a dict; it must be a vl.Search"),
+    ({"capacity": 0}, SettingError, "capacity=0"),
+    ({"capacity": 50}, OverlongDocumentError, r"document 0 has 100 tokens and a pack holds 50 \(1 documents"),
+    ({"mesh": vl.Mesh(dp=1, pp=33, tp=1)}, SettingError, "33"),
+    ({"mesh": vl.Mesh(dp=1, tp=3)}, SettingError, "tp=3 doesn't divide"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), BAD)
+def test_bad_input_is_refused_in_a_sentence(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    arguments: dict[str, Any] = {"lengths": [100, 20], "cost": cost_of(), "mesh": vl.Mesh(tp=4)} | change
+
+    with pytest.raises(error, match=words):
+        vl.plan_step(arguments.pop("lengths"), **arguments)
+
+
+def test_more_ranks_than_documents_leave_ranks_idle() -> None:
+    mesh, cost = vl.Mesh(dp=8, pp=2, tp=4), cost_of()
+    for method in METHODS:
+        plan = vl.plan_step([700, 30], cost=cost, mesh=mesh, method=method)
+
+        check_plan(plan, cost)
+        assert math.isfinite(vl.simulate(plan, cost).makespan_s)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_interleaved_stages_are_planned_too(virtual: int) -> None:
+    mesh, cost = vl.Mesh(dp=2, pp=4, tp=4, virtual_stages=virtual), cost_of()
+
+    for method in METHODS:
+        plan = vl.plan_step(long_tailed(100, 30_000), cost=cost, mesh=mesh, method=method)
+        check_plan(plan, cost)
+        assert vl.simulate(plan, cost).peak_bytes <= cost.limit_bytes

@@ -1,0 +1,316 @@
+"""Documents that data-parallel ranks share: whose rows are whose, and the gradients of the uncut model from all."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tests.runtime.side_by_side import QueueWires, Table, ThreadPeers, in_threads, run_place, run_side_by_side
+from tests.runtime.test_families import Wide, family
+from tests.runtime.test_kernels import KERNELS
+from tests.support.distances import largest
+from tests.support.random_plans import random_plan
+from tests.support.ranks import as_ranks
+from tests.support.rarely import examples, mostly
+from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
+from tests.support.step_plans import micropacks_of
+
+from varlen.plan.check import check_plan
+from varlen.runtime import attention
+from varlen.runtime.clock import bytes_meter
+from varlen.runtime.mesh.shared_documents import deal, groups_of, num_rows, shared_documents
+from varlen.runtime.stage_run import keys_of
+from varlen.runtime.step import run_step
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
+
+JOB = Path(__file__).parent / "merged_job.py"
+Holders = list[tuple[int, int]]
+"""The first rank of each document, and how many."""
+
+
+def owner_of(token: int, slices: list[tuple[int, int]], num_ranks: int) -> int:
+    """Whose a token's row is, read slowly: the chunk of what two cuts enclose, and who has that."""
+    for start, stop in slices:
+        for chunk in range(2 * num_ranks):
+            first, last = (start + i * (stop - start) // (2 * num_ranks) for i in (chunk, chunk + 1))
+            if first <= token < last:
+                return min(chunk, 2 * num_ranks - 1 - chunk)
+    raise AssertionError(token)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
+    bounds = sorted({0, length, *draw(st.lists(st.integers(1, length), max_size=4))})
+    return list(zip(bounds, bounds[1:]))
+
+
+@given(st.data(), st.integers(1, 90), st.sampled_from([2, 4, 8]))
+def test_rows_are_dealt_as_the_cuts_say(data: st.DataObject, length: int, num_ranks: int) -> None:
+    slices = data.draw(cuts(length))
+    owners = [owner_of(token, slices, num_ranks) for token in range(length)]
+
+    dealing = deal([end for one in slices[::-1] for end in one], num_ranks)
+
+    found, places = dealing.places()
+    assert found.tolist() == owners
+    assert places.tolist() == [owners[:token].count(owner) for token, owner in enumerate(owners)]
+    for start, stop in [(0, length), *data.draw(cuts(length))]:
+        assert dealing.before(stop) == [owners[:stop].count(rank) for rank in range(num_ranks)]
+        for rank in range(num_ranks):
+            ranges = dealing.ranges(rank, start, stop)
+            mine = [token for token in range(start, stop) if owners[token] == rank]
+            assert [token for first, last in ranges for token in range(first, last)] == mine
+            assert all(first < last for first, last in ranges)
+            assert all(one[1] < other[0] for one, other in zip(ranges, ranges[1:]))
+
+
+@pytest.mark.parametrize("start", [0, 64])
+@pytest.mark.parametrize("stop", [64, 96, 128])
+def test_every_rank_has_the_same_work_of_a_slice_of_either_pass(start: int, stop: int) -> None:
+    dealing = deal([0, 64, 128, 0, 96, 128], 4)
+
+    shares = [dealing.ranges(rank, start, stop) for rank in range(4)]
+
+    assert len({sum(token for one in share for token in range(*one)) for share in shares}) == 1
+    assert len({sum(last - first for first, last in share) for share in shares}) == 1
+
+
+def rounds_of(draw: st.DrawFn, lengths: list[int], holders: Holders, dp: int) -> list[list[list[Slice]]]:
+    """The MicroPacks of each rank, one of each in turn holding what is drawn for that turn."""
+    queues = [[(d, a, b) for a, b in draw(cuts(length))] for d, length in enumerate(lengths)]
+    ranks: list[list[list[Slice]]] = [[] for _ in range(dp)]
+    while waiting := [d for d, queue in enumerate(queues) if queue]:
+        chosen = draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=4, unique=True))
+        pieces = [queues[d].pop(0) for d in chosen]
+        for rank in range(dp):
+            ranks[rank].append(
+                [piece for piece in pieces if 0 <= rank - holders[piece[0]][0] < holders[piece[0]][1]]
+            )
+    return ranks
+
+
+def plan_of(lengths: list[int], holders: Holders, forward: Any, backward: Any, **settings: Any) -> StepPlan:
+    """A plan of ranks of one stage, which run all forward and then all backward."""
+    tasks = [[FORWARD] * len(one) + [BACKWARD] * len(other) for one, other in zip(forward, backward)]
+    return StepPlan(
+        lengths=np.array(lengths, np.int32),
+        first_ranks=np.array([first for first, _ in holders], np.int32),
+        num_ranks=np.array([num for _, num in holders], np.int32),
+        forward=micropacks_of(forward),
+        backward=micropacks_of(backward),
+        tasks=np.array([code for one in tasks for code in one], np.uint8),
+        task_offsets=np.cumsum([0, *map(len, tasks)]).astype(np.int32),
+        mesh=Mesh(dp=len(forward)),
+        **settings,
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Documents shared by two and by four ranks and by none, several in a MicroPack, cut anywhere in both passes."""
+    dp = draw(st.sampled_from([2, 4]))
+    lengths, holders = [], []
+    for number in range(draw(st.integers(1, 4))):
+        num = draw(st.sampled_from([n for n in (1, 2, 4) if n <= dp])) if number else dp
+        holders.append((draw(st.integers(0, dp // num - 1)) * num, num))
+        lengths.append(draw(st.integers(2, 40 if num > 1 else 9)))
+    forward = rounds_of(draw, lengths, holders, dp)
+    if draw(st.booleans()):
+        again = rounds_of(draw, lengths, holders, dp)
+        backward = [list(reversed(packs)) for packs in again]
+        return plan_of(lengths, holders, forward, backward, recompute="full")
+    return plan_of(lengths, holders, forward, [list(reversed(packs)) for packs in forward])
+
+
+def check(model: Any, plan: StepPlan) -> Any:
+    check_plan(plan)
+    lengths = plan.lengths.tolist()
+    tokens = tokens_of(lengths)
+    loss, wanted = uncut(model, tokens, [length for length in lengths if length])
+
+    sides = run_side_by_side(model, tokens, plan)
+
+    assert sides.loss == pytest.approx(loss, rel=1e-12)
+    weight = 1 / sum(max(length - 1, 0) for length in lengths)
+    assert sides.token_losses.sum().item() * weight == pytest.approx(loss, rel=1e-12)
+    assert sides.gradients.keys() == wanted.keys()
+    for name, gradient in sides.gradients.items():
+        assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm() + 1e-15, name
+    return sides
+
+
+@given(plans())
+@examples(8, 15)
+def test_ranks_that_share_documents_add_up_to_the_uncut_model(plan: StepPlan) -> None:
+    check(tiny("llama"), plan)
+
+
+@given(plans(), st.sampled_from([1, 3, 9, 17]))
+@examples(8, 15)
+def test_windows_of_shared_documents_are_those_of_the_uncut_model(plan: StepPlan, window: int) -> None:
+    check(tiny("mistral", sliding_window=window), plan)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 2))
+@examples(4, 10)
+def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int) -> None:
+    mesh = Mesh(dp=4, pp=pp, virtual_stages=virtual if pp > 1 else 1)
+    plan = random_plan(seed, mesh=mesh)
+    assume(plan.lengths.max(initial=0) > 1)
+
+    sides = check(tiny("llama", num_hidden_layers=6), plan)
+
+    for rank, wires in enumerate(sides.wires):
+        packs = keys_of(plan.forward, rank), keys_of(plan.backward, rank)
+        for (kind, micropack, _), rows in wires.rows.items():
+            assert rows == num_rows(packs[kind][micropack], sides.shared[rank])
+
+
+@given(plans(), st.sampled_from([None, 3, 17]))
+@examples(6, 12)
+def test_shared_documents_may_wait_in_host_memory(plan: StepPlan, window: int | None) -> None:
+    model = tiny("mistral", sliding_window=window, num_hidden_layers=3)
+    check(model, replace(plan, offload="kv"))
+
+
+def shared_by_two(cuts: list[tuple[int, int]], **settings: Any) -> StepPlan:
+    """One document on two ranks."""
+    rank: list[list[Slice]] = [[(0, a, b)] for a, b in cuts]
+    return plan_of([cuts[-1][1]], [(0, 2)], [rank, rank], [rank[::-1], rank[::-1]], **settings)
+
+
+def test_slices_of_fewer_tokens_than_chunks_leave_ranks_without_rows() -> None:
+    tokens = [(token, token + 1) for token in range(7)]
+    forward: list[list[Slice]] = [[(0, a, b)] for a, b in [*tokens, (7, 9), (9, 20)]]
+    backward: list[list[Slice]] = [[(0, a, b)] for a, b in [(13, 20), (8, 13), (1, 8), (0, 1)]]
+    ranks = range(4)
+
+    for window in (None, 5):
+        model = tiny("mistral", sliding_window=window)
+        check(model, plan_of([20], [(0, 4)], [forward for _ in ranks], [forward[::-1] for _ in ranks]))
+        apart = plan_of([20], [(0, 4)], [forward for _ in ranks], [backward for _ in ranks], recompute="full")
+        check(model, apart)
+
+
+def test_experts_of_a_rank_without_rows_learn_nothing() -> None:
+    settings = {"num_local_experts": 4, "experts_implementation": "eager"}
+    check(tiny("mixtral", **settings), shared_by_two([(0, 1), (1, 2), (2, 9)]))
+
+
+def test_a_window_longer_than_a_block_of_rows_is_exact() -> None:
+    check(
+        tiny("mistral", sliding_window=100, num_hidden_layers=1),
+        shared_by_two([(0, 3), (3, 1400), (1400, 1500)]),
+    )
+
+
+CUTS = [(0, 5), (5, 6), (6, 30)]
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("deepseek_v3", {}),
+        ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 20}),
+    ],
+)
+def test_caps_sinks_and_positions_of_a_shared_document_are_those_of_one_rank(
+    name: str, settings: Any
+) -> None:
+    model, tokens = family(name, **settings), tokens_of([30])
+    with Wide():
+        run_step(model, tokens, one_gpu_plan([30], [[(0, a, b)] for a, b in CUTS]))
+    wanted = take_gradients(model)
+
+    found = run_side_by_side(model, tokens, shared_by_two(CUTS), Wide).gradients
+
+    assert found.keys() == wanted.keys()
+    size = max(float(x.norm()) for x in wanted.values())
+    assert largest(float((found[name] - x).norm()) for name, x in wanted.items()) < 1e-12 * size
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("window", [None, 7])
+def test_kernels_of_whole_slices_are_handed_neighbouring_rows(name: str, window: int | None) -> None:
+    model, holders = tiny("mistral", sliding_window=window), [(0, 2), (0, 1), (0, 1)]
+    shared: list[list[Slice]] = [[(0, a, b)] for a, b in CUTS]
+    forward = [[[(1, 0, 4), *shared[0], (2, 0, 3)], *shared[1:]], shared]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "chosen", lambda *_: KERNELS[name]())
+        check(model, plan_of([30, 4, 3], holders, forward, [packs[::-1] for packs in forward]))
+
+
+def live_bytes(plan: StepPlan) -> list[list[int]]:
+    """Bytes alive on each of two ranks after each task, in float32."""
+    model, tokens, table = tiny("llama", torch.float32), tokens_of(plan.lengths.tolist()), Table(2)
+    found: list[list[int]] = [[], []]
+
+    def run(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        for parameter in mine.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        shared = shared_documents(plan, rank, {(0, 2): ThreadPeers(table, rank)}, tokens.device)
+        with bytes_meter(tokens.device) as meter:
+            *_, told = run_place(mine, tokens, plan, rank, 0, QueueWires(), shared, meter)
+        found[rank] += told.live_bytes.tolist()
+
+    in_threads(run, 2, [table])
+    return found
+
+
+def test_a_rank_keeps_its_own_rows_alone_and_gives_them_back() -> None:
+    inputs, pairs = 512 * 2 * 32 * 4, 512 * 2 * (2 * 2 * 8) * 4
+    data = 3 * 512 * 8  # labels, weights and losses of all tokens
+    cuts = [(at, at + 128) for at in range(0, 512, 128)]
+
+    for live in live_bytes(shared_by_two(cuts, recompute="full")):
+        assert live[3] == pytest.approx(data + (inputs + pairs) / 2, rel=0.02)
+        # Half of the rows are left, and gradients of their keys and values are there.
+        assert live[5] == pytest.approx(data + (inputs + 2 * pairs) / 4, rel=0.02)
+        assert live[-1] == pytest.approx(data, abs=2000)
+
+
+def test_more_slices_keep_no_more() -> None:
+    few, many = (
+        live_bytes(shared_by_two([(at, at + step) for at in range(0, 512, step)]))[0][512 // step - 1]
+        for step in (256, 16)
+    )
+
+    assert many < 1.05 * few
+
+
+def test_groups_are_asked_for_in_an_order_in_which_none_waits_for_another() -> None:
+    holders = [(0, 2), (0, 4), (2, 2), (3, 1), (0, 2)]
+    empty: list[list[list[Slice]]] = [[] for _ in range(4)]
+    plan = plan_of([9] * 5, holders, empty, empty)
+
+    assert [groups_of(plan, rank) for rank in range(4)] == 2 * [[(0, 4), (0, 2)]] + 2 * [[(0, 4), (2, 2)]]
+
+
+@pytest.mark.parametrize("num_ranks", mostly([4], [2, 4]))
+def test_processes_that_share_documents_add_up_to_the_uncut_model(num_ranks: int) -> None:
+    said = json.loads(
+        as_ranks(JOB, ranks=num_ranks, libraries="torch,transformers.models.llama.modeling_llama")
+    )
+
+    assert [set(step["sizes"]) for step in said] == 2 * [{1, 2, num_ranks}]
+    for step in said:
+        assert step["loss"] < 1e-12
+        assert step["gradients"] < 1e-12

@@ -1,0 +1,356 @@
+"""The pieces of a process of a mesh, each by itself: its seat, its stage, its sums, and what others are told."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.distances import largest
+from tests.support.pipelines import batch_of, compare, plan_of, runnable, small
+from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny
+from torch.distributed import HashStore
+
+import varlen as vl
+from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
+from varlen.runtime.chunk import StepData
+from varlen.runtime.mesh.consistency import batch_fingerprint
+from varlen.runtime.mesh.failures import Lookout, Notes, PeerLostError, naming_the_missing, wait_until
+from varlen.runtime.mesh.gradients import buckets, clip
+from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.split import Elsewhere, cut_to_stage
+from varlen.runtime.step import check_order
+from varlen.step_plan import BACKWARD, FORWARD
+
+ANSWER_S = 0.2
+
+
+@pytest.mark.parametrize("what", ["input_ids", "labels", "weights"])
+def test_batches_that_differ_in_anything_have_other_fingerprints(what: str) -> None:
+    data = StepData(
+        input_ids=torch.arange(6),
+        labels=torch.arange(6) + 1,
+        weights=torch.full((6,), 1 / 6, dtype=torch.float64),
+        offsets=np.array([0, 2, 6]),
+    )
+    other = getattr(data, what).clone()
+    other[3] = 9
+
+    assert batch_fingerprint(data) == batch_fingerprint(replace(data))
+    assert batch_fingerprint(data) != batch_fingerprint(replace(data, **{what: other}))
+    assert batch_fingerprint(data) != batch_fingerprint(replace(data, offsets=np.array([0, 3, 6])))
+
+
+@given(st.integers(1, 5), st.integers(1, 5))
+def test_ranks_are_numbered_as_the_mesh_says(dp: int, pp: int) -> None:
+    seats = [seat_of(vl.Mesh(dp=dp, pp=pp), rank) for rank in range(dp * pp)]
+
+    assert [(seat.stage, seat.dp_rank) for seat in seats] == [(s, r) for s in range(pp) for r in range(dp)]
+    for seat in seats:
+        assert seat.at(seat.stage) == seat.rank
+        assert {seats[seat.at(stage)].dp_rank for stage in range(pp)} == {seat.dp_rank}
+
+
+def test_seats_that_a_mesh_lacks_are_refused() -> None:
+    for rank in (-1, 4, True, None, 1.0):
+        with pytest.raises(SettingError, match=r"rank=.*has the ranks 0 to 3"):
+            seat_of(vl.Mesh(dp=2, pp=2), rank)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="tp=2 and cp=1"):
+        seat_of(vl.Mesh(tp=2), 0)
+
+
+@pytest.mark.parametrize("mesh", [vl.Mesh(pp=3), vl.Mesh(pp=2, virtual_stages=2)])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_stages_share_a_model_without_rest(mesh: vl.Mesh, is_tied: bool) -> None:
+    whole = tiny("llama", num_hidden_layers=5, tie_word_embeddings=is_tied)
+    stages = [tiny("llama", num_hidden_layers=5, tie_word_embeddings=is_tied) for _ in range(mesh.pp)]
+    for stage, model in enumerate(stages):
+        assert cut_to_stage(model, mesh, stage).is_tied == is_tied
+
+    held = [dict(model.state_dict()) for model in stages]
+
+    assert sorted(name for one in held for name in one) == sorted(whole.state_dict())
+    for name, value in whole.state_dict().items():
+        assert torch.equal(next(one[name] for one in held if name in one), value)
+
+
+def test_what_other_stages_hold_may_be_on_meta_and_nothing_else() -> None:
+    mesh = vl.Mesh(pp=2)
+    model = tiny("llama", num_hidden_layers=4)
+    model.model.layers[3].to("meta")
+    assert cut_to_stage(model, mesh, 0).fingerprint
+    assert cut_to_stage(model, mesh, 0).stage == 0
+
+    other = tiny("llama", num_hidden_layers=4)
+    other.model.layers[3].to("meta")
+    with pytest.raises(ModelError, match=r'model\.layers\.3\..* is on "meta" \(9 parameters are\)'):
+        cut_to_stage(other, mesh, 1)
+
+
+def test_a_stage_says_what_it_lacks() -> None:
+    model = tiny("llama", num_hidden_layers=4)
+    cut_to_stage(model, vl.Mesh(pp=2), 0)
+
+    assert isinstance(model.lm_head, Elsewhere)
+    assert model.lm_head.in_features == 32
+    with pytest.raises(ModelError, match=r"model\.layers\.2 is on another stage than 0 of 2"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(PlanError, match="was cut to stage 0 of pp=2"):
+        cut_to_stage(model, vl.Mesh(pp=2), 1)
+
+
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"2 layers can't be cut into 4 chunks .*choose pp of at most 2"):
+        cut_to_stage(tiny("llama"), vl.Mesh(pp=2, virtual_stages=2), 0)
+    more = tiny("llama", num_hidden_layers=4)
+    more.model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"model\.extra\.\w+ belongs to neither embedding.* \(2 parameters"):
+        cut_to_stage(more, vl.Mesh(pp=2), 0)
+    planned = tiny("llama", num_hidden_layers=4)
+    planned.config.base_model_pp_plan = {"blocks": (["hidden_states"], ["hidden_states"])}
+    with pytest.raises(ModelError, match="own pipeline plan has the layers nowhere, and slices run 4 other"):
+        cut_to_stage(planned, vl.Mesh(pp=2), 0)
+
+
+def test_a_mesh_of_one_is_this_process() -> None:
+    plan = runnable(plan_of(4, vl.Mesh()))
+
+    found = compare(vl.SliceEngine(small(1), mesh=vl.Mesh(), rank=0), small(1), plan, 4)
+
+    assert largest(found[name] for name in ("loss", "documents", "gradients", "norm", "weights")) <= 1e-12
+
+
+def test_the_norm_is_that_of_one_process() -> None:
+    model, again = small(0), small(0)
+    plan = runnable(plan_of(4, vl.Mesh()))
+    engine = vl.SliceEngine(model)
+    for one in (engine, vl.SliceEngine(again)):
+        one.step(batch_of(plan), plan)
+
+    norm = engine.clip_grad_norm_(0.1)
+
+    assert norm == float(torch.nn.utils.clip_grad_norm_(again.parameters(), 0.1))
+    wanted = take_gradients(again)
+    for name, gradient in take_gradients(model).items():
+        assert torch.equal(gradient, wanted[name])
+
+
+def test_engines_without_a_seat_are_refused() -> None:
+    model = small(0)
+    with pytest.raises(SettingError, match="give both"):
+        vl.SliceEngine(model, mesh=vl.Mesh(dp=2))
+    with pytest.raises(SettingError, match=r"torch\.distributed has none here"):
+        vl.SliceEngine(model, mesh=vl.Mesh(dp=2), rank=0)
+    with pytest.raises(SettingError, match="gathered='all'"):
+        vl.SliceEngine(model, gathered="all")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="deadline_s=0"):
+        vl.SliceEngine(model, deadline_s=0)
+
+
+def test_stages_that_would_wait_in_a_circle_are_found_before_anything_runs() -> None:
+    order = [FORWARD, FORWARD, BACKWARD, BACKWARD]
+    packs: list[list[Slice]] = [[(0, 0, 4)], [(1, 0, 4)]]
+    plan = one_gpu_plan([4, 4], packs, mesh=vl.Mesh(pp=2), tasks=[*order, *order])
+    plan = replace(plan, task_offsets=np.array([0, 4, 8], np.int32))
+    mixed = [FORWARD, BACKWARD, FORWARD, BACKWARD]
+
+    check_order(plan, 0)
+    with pytest.raises(DeadlockError, match="2 stages wait for each other"):
+        check_order(replace(plan, tasks=np.array([*mixed, *order], np.uint8)), 0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=30), st.integers(1, 300))
+def test_messages_hold_every_gradient_once_and_few_bytes(sizes: list[tuple[int, bool]], most: int) -> None:
+    given = [torch.zeros(n, dtype=torch.float64 if wide else torch.float32) for n, wide in sizes]
+
+    found = list(buckets(given, most))
+
+    assert [id(one) for bucket in found for one in bucket] == [id(one) for one in given]
+    for bucket in found:
+        assert len({one.dtype for one in bucket}) == 1
+        assert sum(one.nbytes for one in bucket) <= most or len(bucket) == 1
+    for left, right in zip(found, found[1:]):
+        fits = sum(one.nbytes for one in [*left, right[0]]) <= most
+        assert not (fits and left[0].dtype == right[0].dtype)
+
+
+def notes_of(store: Any, rank: int) -> Notes:
+    return Notes(store=store, rank=rank, world_size=4, answer_s=ANSWER_S)
+
+
+def said_by(notes: Notes, error: Exception) -> str:
+    with pytest.raises(Exception) as caught, naming_the_missing(notes, "begin again"):
+        raise error
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+GONE = "one of 4 processes, and the others can't go on; begin again"
+
+
+def test_a_chain_of_those_who_lost_each_other_is_followed_to_its_end() -> None:
+    store = HashStore()
+    for rank in (1, 2):
+        notes_of(store, rank).leave(f"lost {rank + 1}")
+
+    said = said_by(notes_of(store, 0), PeerLostError(1, "closed"))
+
+    assert said == f"WorkerDiedError: rank 3 is gone (killed, stuck, or out of memory), {GONE}"
+    assert notes_of(store, 1).of(0) == "lost 1"
+
+
+def test_a_chain_of_those_who_wait_for_each_other_is_followed_to_its_end() -> None:
+    store = HashStore()
+    lookouts = [Lookout(notes_of(store, rank), every_s=0.01) for rank in (1, 2)]
+
+    with lookouts[0].waiting(2), lookouts[1].waiting(3):
+        said = said_by(notes_of(store, 0), PeerLostError(1, "timed out"))
+    for lookout in lookouts:
+        lookout.close()
+
+    assert said == f"WorkerDiedError: rank 3 is gone (killed, stuck, or out of memory), {GONE}"
+
+
+def test_one_that_waited_when_it_was_killed_is_named_all_the_same() -> None:
+    store = HashStore()
+    notes_of(store, 1).say_awaited(2, 7)
+
+    said = said_by(notes_of(store, 0), PeerLostError(1, "closed"))
+
+    assert said == f"WorkerDiedError: rank 1 is gone (killed, stuck, or out of memory), {GONE}"
+
+
+class LostStore(HashStore):
+    """The store of a process that has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise ConnectionError(f"nothing answers for {keys}")
+
+    set = check  # type: ignore[assignment]
+
+
+def test_the_end_of_the_process_that_keeps_the_store_makes_no_other_rank_gone() -> None:
+    notes = notes_of(LostStore(), 1)
+    lost = said_by(notes, PeerLostError(0, "closed"))
+    for error in (PeerLostError(None, "over"), RuntimeError("gloo: timed out")):
+        assert "the process that keeps the job's store has ended" in said_by(notes, error)
+
+    assert lost == f"WorkerDiedError: rank 0 is gone (killed, stuck, or out of memory), {GONE}"
+
+
+def test_one_that_failed_by_itself_is_named_with_its_error() -> None:
+    store = HashStore()
+    assert said_by(notes_of(store, 2), ValueError("seven")) == "ValueError: seven"
+    notes_of(store, 1).leave("lost 2")
+
+    for error in (PeerLostError(1, "closed"), PeerLostError(None, "over"), RuntimeError("gloo: timed out")):
+        said = said_by(notes_of(store, 0), error)
+        assert said.startswith("WorkerDiedError: rank 2 failed (ValueError: seven), one of 4"), said
+
+
+def test_of_a_group_those_who_say_nothing_are_named() -> None:
+    store = HashStore()
+    notes_of(store, 1).leave("waits")
+    lookout = Lookout(notes_of(store, 3), every_s=0.01)
+
+    with lookout.waiting():
+        said = said_by(notes_of(store, 0), RuntimeError("gloo: Connection closed by peer"))
+    lookout.close()
+
+    assert said.startswith("WorkerDiedError: rank 2 is gone"), said
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not holds():
+        threading.Event().wait(0.005)
+    return holds()
+
+
+def test_who_waits_for_long_says_so_until_it_has_what_it_waits_for() -> None:
+    store = HashStore()
+    notes = notes_of(store, 0)
+    lookout = Lookout(notes, every_s=0.01)
+
+    with lookout.waiting(3):
+        assert within(5, lambda: notes.awaited_by(0, {0: ""}) == 3)
+        with lookout.waiting():
+            assert within(5, lambda: notes.awaited_by(0, {0: ""}) == -1)
+    assert within(5, lambda: notes.awaited_by(0, {0: ""}) is None)
+    lookout.close()
+
+
+def test_a_device_that_waits_for_one_that_ended_is_given_up() -> None:
+    store = HashStore()
+    moments = iter([False, False, True])
+    wait_until(lambda: next(moments), notes_of(store, 0), 60)
+    with pytest.raises(PeerLostError, match=r"from others any more: the device has waited"):
+        wait_until(lambda: False, notes_of(store, 0), 0.01)
+    notes_of(store, 2).leave("ValueError: seven")
+    with pytest.raises(PeerLostError, match=r"from rank 2 any more: it has ended"):
+        wait_until(lambda: False, notes_of(store, 0), 60)
+
+
+def test_an_error_that_names_nobody_stays_what_it_was() -> None:
+    store = HashStore()
+    for rank in (1, 2, 3):
+        notes_of(store, rank).leave("waits")
+
+    said = said_by(notes_of(store, 0), RuntimeError("gloo: Connection closed by peer"))
+
+    assert said == "RuntimeError: gloo: Connection closed by peer"
+
+
+def test_gradients_of_earlier_batches_stay_where_a_step_fails() -> None:
+    plan, model = runnable(plan_of(4, vl.Mesh())), small(1)
+    engine = vl.SliceEngine(model, mesh=vl.Mesh(), rank=0)
+    engine.step(batch_of(plan), plan)
+    earlier = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def fail(*_: object) -> None:
+        raise ValueError("a wrong number")
+
+    hook = model.model.layers[0].mlp.register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError, match="a wrong number"):
+        engine.step(batch_of(plan), plan)
+    hook.remove()
+
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, earlier[name]), name
+
+
+def test_a_norm_that_is_no_number_is_not_hidden_by_clipping() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([1.0, torch.nan, 2.0])
+
+    clip({"weight": weight}, math.nan, 1.0)
+
+    assert weight.grad.isnan().all()
+
+
+def test_the_rank_that_holds_the_store_stays_until_the_others_have_read_it():
+    store = HashStore()
+    host, other = (Notes(store=store, rank=rank, world_size=3, answer_s=20) for rank in (0, 1))
+    left = threading.Event()
+    thread = threading.Thread(target=lambda: (host.await_readers({2}), left.set()))
+    thread.start()
+
+    assert not left.wait(0.3)
+    other.await_readers({2})
+    assert left.wait(10)
+    thread.join()
+
+
+def test_nobody_waits_for_ranks_that_are_gone_or_for_long():
+    begun = time.monotonic()
+    Notes(store=HashStore(), rank=0, world_size=3, answer_s=20).await_readers({1, 2})
+    Notes(store=HashStore(), rank=0, world_size=2, answer_s=0.2).await_readers(set())
+
+    assert time.monotonic() - begun < 10

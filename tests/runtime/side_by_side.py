@@ -1,0 +1,182 @@
+"""Plans with a thread for each stage of each rank, which talk as processes would; each has a model of its own."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tests.support.sliced import take_gradients
+from torch.utils._python_dispatch import _disable_current_modes
+
+from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.decoder import DecoderParts
+from varlen.runtime.mesh.shared_documents import SharedDocument, groups_of, shared_documents
+from varlen.runtime.stage_run import StageRunner, TaskRun
+from varlen.runtime.step import chunk_steps, layers_of, step_data
+from varlen.step_plan import StepPlan
+
+PATIENCE_S = 60
+
+
+class Table:
+    """Where the threads of one group meet."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
+        self.given: list[Any] = [None] * size
+
+
+class ThreadPeers:
+    """Peers that are threads of one process, and count what they were told."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        self._table, self.rank, self.size = table, rank, len(table.given)
+
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._meet(rows))
+
+    def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        assert len(parts) == self.size
+        given = self._meet(parts)
+        with _disable_current_modes():
+            summed = torch.stack([each[self.rank] for each in given]).sum(0)
+        return summed.clone()
+
+    def _meet(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        # A copy that no meter sees: what another thread still holds isn't alive on this rank.
+        with _disable_current_modes():
+            self._table.given[self.rank] = mine.detach().clone()
+        self._table.barrier.wait()
+        given = list(self._table.given)
+        self._table.barrier.wait()
+        self._table.given[self.rank] = None
+        assert len({(x.shape, x.dtype) for x in given}) == 1, [x.shape for x in given]
+        return given
+
+
+class QueueWires:
+    """Between the stages of one rank, each a thread; keeps the rows of every message."""
+
+    def __init__(self) -> None:
+        self._made = threading.Lock()
+        self._queues: dict[Any, queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self.rows: dict[tuple[int, int, int], int] = {}
+
+    def _of(self, *message: int) -> queue.Queue[torch.Tensor]:
+        with self._made:
+            return self._queues[message]
+
+    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+        self.rows[kind, micropack, chunk] = rows.shape[1]
+        self._of(kind, micropack, chunk).put(rows)
+
+    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+        return self._of(kind, micropack, chunk).get(timeout=PATIENCE_S)
+
+
+@dataclass
+class Sides:
+    """What a step side by side gave; gradients and losses are sums over ranks and stages."""
+
+    loss: float = 0.0
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    token_losses: torch.Tensor | None = None
+    wires: list[QueueWires] = field(default_factory=list)
+    shared: dict[int, dict[int, SharedDocument]] = field(default_factory=dict)
+    """By rank."""
+
+
+def run_side_by_side(
+    model: Any,
+    tokens: torch.Tensor,
+    plan: StepPlan,
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Sides:
+    """Run a plan, all stages of all ranks at the same time, each thread within a mode of torch."""
+    mesh = plan.mesh
+    sides = Sides(
+        wires=[QueueWires() for _ in range(mesh.dp)], token_losses=torch.zeros(len(tokens)).double()
+    )
+    tables = {
+        (stage, *group): Table(group[1])
+        for rank in range(mesh.dp)
+        for group in groups_of(plan, rank)
+        for stage in range(mesh.pp)
+    }
+    models = [copy.deepcopy(model) for _ in range(mesh.dp * mesh.pp)]
+    guard = threading.Lock()
+
+    def run(number: int) -> None:
+        rank, stage = divmod(number, mesh.pp)
+        mine = models[number]
+
+        groups = {
+            (first, size): ThreadPeers(tables[stage, first, size], rank - first)
+            for first, size in groups_of(plan, rank)
+        }
+        shared = shared_documents(plan, rank, groups, tokens.device)
+        with mode():
+            losses, of_tokens, _ = run_place(mine, tokens, plan, rank, stage, sides.wires[rank], shared)
+        with guard:
+            sides.shared[rank] = shared
+            sides.loss += losses
+            if of_tokens is not None:
+                assert sides.token_losses is not None
+                sides.token_losses += of_tokens
+
+    in_threads(run, len(models), list(tables.values()))
+    for mine in models:
+        for name, gradient in take_gradients(mine).items():
+            known = sides.gradients.get(name)
+            sides.gradients[name] = gradient if known is None else known + gradient
+    return sides
+
+
+def run_place(
+    model: Any,
+    tokens: torch.Tensor,
+    plan: StepPlan,
+    rank: int,
+    stage: int,
+    wires: Any,
+    shared: dict[int, SharedDocument],
+    meter: Meter | None = None,
+) -> tuple[float, torch.Tensor | None, TaskRun]:
+    """Run one stage of one rank; returns its part of the loss, the losses of its tokens, and what tasks took."""
+    parts, data = DecoderParts.of(model), step_data(plan, tokens, None)
+    chunks = chunk_steps(parts, layers_of(model, plan.mesh), data, plan, keeps_losses=True, shared=shared)
+    mine = chunks[stage :: plan.mesh.pp]
+    place = StageRunner(plan, rank, stage, mine, wires, clock=Clock(tokens.device), meter=meter)
+    while place.next_task:
+        place.run_next()
+    losses = [loss for chunk in mine for loss in chunk.losses]
+    assert all(not chunk._documents and not chunk._graphs for chunk in mine)
+    return float(sum(losses, torch.zeros(()))), mine[-1].token_losses, place.told()
+
+
+def in_threads(run: Callable[[int], None], count: int, tables: list[Table]) -> None:
+    """Run numbered work in threads; the first error ends all, and is raised."""
+    errors: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            run(number)
+        except BaseException as error:
+            errors.append(error)
+            for table in tables:
+                table.barrier.abort()
+
+    threads = [threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

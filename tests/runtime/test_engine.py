@@ -1,0 +1,268 @@
+"""`vl.SliceEngine`: a batch in slices has the loss and the gradients of the model on its documents one by one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.rarely import examples
+from tests.support.sliced import SIZES, take_gradients, tiny
+from tests.support.sliced import one_gpu_plan as plan_of_slices
+
+import varlen as vl
+from varlen.errors import DocumentsError, ModelError, PlanError, SettingError, VarlenError
+from varlen.plan.check import check_plan
+from varlen.plan.one_gpu import one_gpu_plan
+
+
+def documents_of(lengths: list[int]) -> list[np.ndarray]:
+    random = np.random.default_rng(7)
+    return [random.integers(0, SIZES["vocab_size"], length).astype(np.int32) for length in lengths]
+
+
+def batch_of(documents: list[np.ndarray], **settings: Any) -> vl.PackedBatch:
+    packing = vl.pack([len(x) for x in documents], capacity=max(64, *(len(x) for x in documents)))
+    return vl.collate(documents, packing, **settings)
+
+
+def one_by_one(model: Any, batch: vl.PackedBatch, weighting: Any = "token") -> tuple[float, Any, list[float]]:
+    """Loss, gradients and each document's mean loss of the uncut model."""
+    model.set_attn_implementation("sdpa")
+    weights = torch.as_tensor(batch.loss_weights(weighting)).double()
+    total, means = torch.zeros((), dtype=torch.float64), []
+    for row, places in enumerate(batch.segment_ids):
+        for segment in range(places.max() + 1):
+            at = np.flatnonzero(places == segment)
+            ids = torch.as_tensor(batch.input_ids[row, at]).long()[None]
+            labels = torch.as_tensor(batch.labels[row, at]).long()[1:]
+            losses = torch.nn.functional.cross_entropy(
+                model(input_ids=ids, use_cache=False).logits[0, :-1], labels, reduction="none"
+            )
+            means.append(losses[labels != -100].mean().item())
+            total = total + (losses * weights[row, at][1:]).sum()
+    total = total / weights.sum()
+    total.backward()
+    return total.item(), take_gradients(model), means
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm() + 1e-15, name
+
+
+@given(
+    st.lists(st.integers(2, 90), min_size=1, max_size=8),
+    st.integers(1, 64),
+    st.sampled_from(["none", "full"]),
+    st.sampled_from(["rows", "flat"]),
+)
+@examples(10, 25)
+def test_a_step_is_that_of_the_uncut_model(
+    lengths: list[int], slice_tokens: int, recompute: Any, layout: Any
+) -> None:
+    model, documents = tiny("llama"), documents_of(lengths)
+    mask = [np.random.default_rng(len(x)).random(len(x)) < 0.7 for x in documents]
+    for one in mask:
+        one[1] = True
+    batch = batch_of(documents, loss_mask=mask)
+    loss, wanted, means = one_by_one(model, batch)
+    batch = batch_of(documents, loss_mask=mask, layout=layout)
+
+    stats = vl.SliceEngine(model, slice_tokens, recompute=recompute).step(batch, document_losses=True)
+
+    assert stats.loss == pytest.approx(loss, rel=1e-12)
+    assert stats.num_targets == batch.num_targets
+    np.testing.assert_allclose(stats.document_losses, means, rtol=1e-11)
+    assert_same(take_gradients(model), wanted)
+    assert max(np.diff(stats.plan.forward.slice_offsets)) <= slice_tokens
+
+
+@pytest.mark.parametrize("weighting", ["document", "longalign"])
+def test_documents_may_weigh_alike(weighting: Any) -> None:
+    model = tiny("qwen3", head_dim=8)
+    batch = batch_of(documents_of([50, 9, 31, 4]))
+    loss, wanted, _ = one_by_one(model, batch, weighting)
+
+    stats = vl.SliceEngine(model, 16, weighting=weighting).step(batch)
+
+    assert stats.loss == pytest.approx(loss, rel=1e-6)  # weights are float32
+    for name, gradient in take_gradients(model).items():
+        assert (gradient - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
+
+
+def test_batches_of_a_step_add_up() -> None:
+    model, documents = tiny("llama"), documents_of([40, 9, 31, 60])
+    whole = batch_of(documents)
+    _, wanted, _ = one_by_one(model, whole)
+    halves = [
+        replace(batch_of(some), step_num_targets=whole.num_targets) for some in (documents[:2], documents[2:])
+    ]
+    engine = vl.SliceEngine(model, 16)
+
+    stats = [engine.step(half) for half in halves]
+
+    assert sum(each.num_targets for each in stats) == whole.num_targets
+    assert_same(take_gradients(model), wanted)
+
+
+def test_a_plan_of_the_batch_is_run_and_the_attention_is_what_it_was() -> None:
+    model, batch = tiny("llama", num_hidden_layers=4), batch_of(documents_of([50, 9, 31, 4]))
+    _, wanted, _ = one_by_one(model, batch)
+    cost = vl.CostModel(model=vl.ModelShape.from_config(model.config), hardware=vl.Hardware.named("h100"))
+    search = vl.Search(least_rows=4, splits_backward=False, merges=False)
+    plan = vl.plan_step(batch.document_lengths, cost=cost, mesh=vl.Mesh(pp=2, dp=2), search=search)
+
+    stats = vl.SliceEngine(model).step(batch, plan)
+
+    assert stats.plan is plan
+    assert len(stats.places) == 4
+    assert_same(take_gradients(model), wanted)
+    assert model.config._attn_implementation == "sdpa"
+    assert model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.isfinite().all()
+
+
+@given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 99), st.sampled_from(["none", "full"]))
+def test_plans_of_one_gpu_are_plans(lengths: list[int], slice_tokens: int, recompute: Any) -> None:
+    plan = one_gpu_plan(np.array(lengths, np.int32), slice_tokens, recompute=recompute)
+
+    check_plan(plan)
+    for packs in (plan.forward, plan.backward):
+        rows = (
+            np.add.reduceat(packs.stops - packs.starts, packs.slice_offsets[:-1]) if len(packs.starts) else []
+        )
+        assert max(rows, default=0) <= slice_tokens
+
+
+def test_a_plan_of_other_documents_is_refused() -> None:
+    engine, batch = vl.SliceEngine(tiny("llama"), 16), batch_of(documents_of([20, 9]))
+
+    with pytest.raises(PlanError, match="of 3 documents and the batch holds 2"):
+        engine.step(batch, one_gpu_plan(np.array([20, 9, 1], np.int32), 16))
+    with pytest.raises(
+        PlanError, match=r"document 1 has 8 tokens in the plan and 9 in the batch \(1 of 2 differ\)"
+    ):
+        engine.step(batch, one_gpu_plan(np.array([20, 8], np.int32), 16))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "changes", "words"),
+    [
+        ([[(0, 0, 20)]], None, {}, "document 1 of 9 tokens has no forward slice"),
+        ([[(0, 0, 20), (1, 0, 9)]], [[(0, 0, 20)]], {}, "document 1 of 9 tokens has no backward slice"),
+        ([[(0, 0, 20), (1, 0, 9)]], [[(1, 0, 9), (0, 8, 20)]], {}, "backward slice 1, .* leaves tokens out"),
+        ([[(0, 0, 20)], [(1, 0, 9)]], None, {"tasks": [0, 0, 1]}, "has 1 backward tasks .* 2 MicroPacks"),
+        ([[(0, 0, 20)], [(1, 0, 9)]], None, {"splits_backward": True}, "has 0 weight-gradient tasks"),
+        ([[(0, 0, 20)], [(1, 0, 11)]], None, {}, "tokens 0 to 11 of document 1, which has 9"),
+        ([[(0, 0, 20)], [(2, 0, 9)]], None, {}, r"document_ids\[1\] is 2"),
+    ],
+)
+def test_a_plan_that_leaves_something_out_is_refused_before_anything_runs(
+    forward: Any, backward: Any, changes: dict[str, Any], words: str
+) -> None:
+    model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
+    plan = plan_of_slices([20, 9], forward, backward, recompute="full", **changes)
+
+    with pytest.raises(PlanError, match=words):
+        vl.SliceEngine(model).step(batch, plan)
+    with pytest.raises(PlanError, match=words):
+        vl.SliceEngine(model, mesh=vl.Mesh(), rank=0).step(batch, plan)
+
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_plan_of_more_chunks_than_layers_is_refused() -> None:
+    batch, deep = batch_of(documents_of([20, 9])), tiny("llama", num_hidden_layers=4)
+    cost = vl.CostModel(model=vl.ModelShape.from_config(deep.config), hardware=vl.Hardware.named("h100"))
+    plan = vl.plan_step(batch.document_lengths, cost=cost, mesh=vl.Mesh(pp=4))
+
+    with pytest.raises(PlanError, match=r"2 layers can't be cut into 4 chunks .* pp of at most 2"):
+        vl.SliceEngine(tiny("llama")).step(batch, plan)
+
+
+def test_batches_that_teach_nothing_or_a_first_token_are_refused() -> None:
+    engine, documents = vl.SliceEngine(tiny("llama"), 16), documents_of([20, 9])
+
+    with pytest.raises(DocumentsError, match="none of 29 tokens has a label"):
+        engine.step(batch_of(documents, loss_mask=[np.zeros(20, bool), np.zeros(9, bool)]))
+    wrong = batch_of(documents)
+    labels = wrong.labels.copy()
+    labels[0, 0] = 5
+    with pytest.raises(DocumentsError, match=r"the first token of document 0 has a label \(1 of 2 "):
+        engine.step(replace(wrong, labels=labels, num_targets=wrong.num_targets + 1))
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    model = tiny("llama")
+    for tokens in (0, -3, True, 2.5, 2**31):
+        with pytest.raises(SettingError, match=r"^slice_tokens must be a whole number (from|of at least) 1"):
+            vl.SliceEngine(model, tokens)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="recompute='all'"):
+        vl.SliceEngine(model, recompute="all")  # type: ignore[arg-type]
+    part = replace(batch_of(documents_of([20, 9])), step_num_targets=999)
+    with pytest.raises(SettingError, match="give the whole step as one batch"):
+        vl.SliceEngine(model, weighting="document").step(part)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_a_step_where_gradients_are_off_is_refused(off: Any, seat: dict[str, Any]) -> None:
+    engine, batch = vl.SliceEngine(tiny("llama"), 16, **seat), batch_of(documents_of([20, 9]))
+
+    with off(), pytest.raises(SettingError, match=r"gradients, and they are off \(torch\.no_grad"):
+        engine.step(batch)
+
+
+@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_what_is_no_packed_batch_and_no_plan_is_refused(seat: dict[str, Any]) -> None:
+    model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
+    calls: list[tuple[Any, Any, str]] = [
+        ({"input_ids": torch.zeros(1, 4)}, None, "a batch of type dict; engine.step takes a PackedBatch"),
+        (batch, "plan.npz", "plan=str; engine.step takes a StepPlan"),
+    ]
+
+    for no_batch, plan, words in calls:
+        with pytest.raises(VarlenError, match=words):
+            vl.SliceEngine(model, 16, **seat).step(no_batch, plan)
+
+
+def test_what_has_no_config_is_no_model() -> None:
+    for model in (None, torch.nn.Linear(2, 2)):
+        with pytest.raises(ModelError, match=f"slices don't run {type(model).__name__} models"):
+            vl.SliceEngine(model)
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "said"),
+    [
+        (
+            [3, 61, 70_000],
+            None,
+            "token 1 of document 1 is id 61, and the model knows 0 to 60 (2 tokens are so)",
+        ),
+        ([3, 5, 4], [-100, 5, 61], "has label 61, and the model knows 0 to 60 (1 token is so)"),
+    ],
+)
+def test_ids_that_the_model_does_not_know_are_named(ids: list[int], labels: Any, said: str) -> None:
+    documents = [np.array([1, 2], np.int32), np.array(ids, np.int32)]
+    given = {} if labels is None else {"labels": [np.array([-100, 2]), np.array(labels)]}
+    batch = vl.collate(documents, vl.pack([2, 3], capacity=8), **given)
+
+    with pytest.raises(DocumentsError, match=re.escape(said)):
+        vl.SliceEngine(tiny("llama")).step(batch)
+
+
+def test_negative_ids_that_collate_did_not_see_are_named() -> None:
+    batch = vl.collate(
+        [np.array([1, 2], np.int32), np.array([3, 60, 4], np.int32)], vl.pack([2, 3], capacity=8)
+    )
+    batch = replace(batch, input_ids=np.where(batch.input_ids == 60, -1, batch.input_ids))
+
+    with pytest.raises(DocumentsError, match=r"token 1 of document 1 is id -1, .* 0 to 60 \(1 token is so\)"):
+        vl.SliceEngine(tiny("llama")).step(batch)

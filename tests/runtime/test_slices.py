@@ -1,0 +1,274 @@
+"""A step in slices has the loss and the gradients of the uncut model, and its memory is counted task by task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.plan.accuracy import LENGTHS, TARGET_BYTES, Case, cases, predicted_bytes
+from hypothesis import given
+from tests.support.rarely import examples
+from tests.support.sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
+
+from varlen.cost.shape import ModelShape
+from varlen.errors import DocumentsError, ModelError, PlanError
+from varlen.plan.check import check_plan
+from varlen.runtime.clock import TrackedBytes, bytes_meter
+from varlen.runtime.decoder import HEAD_ROWS
+from varlen.runtime.step import run_step
+from varlen.step_plan import Mesh
+
+MODELS = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "olmo2": {},
+    "phi3": {},
+    "mixtral": {"num_local_experts": 4, "experts_implementation": "eager"},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "experts_implementation": "eager",
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "experts_implementation": "eager",
+    },
+}
+Recomputed = Literal["none", "full"]
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        # Of two tokens only the first learns, and what its query gets is rounding around 0.
+        difference, norm = (gradient - wanted[name]).norm(), wanted[name].norm()
+        assert difference <= 1e-12 * norm + 1e-15, f"{name}: {difference} of {norm}"
+
+
+def check(model: Any, lengths: list[int], plan: Any) -> None:
+    tokens = tokens_of(lengths)
+    loss, wanted = uncut(model, tokens, lengths)
+
+    run = run_step(model, tokens, plan)
+
+    assert run.loss == pytest.approx(loss, rel=1e-12)
+    assert run.num_targets == sum(length - 1 for length in lengths)
+    assert_equal(take_gradients(model), wanted)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_sliced_step_has_the_gradients_of_the_uncut_model(family: str, recompute: Recomputed) -> None:
+    forward: list[list[Slice]] = [[(0, 0, 13)], [(0, 13, 21), (1, 0, 7)], [(0, 21, 30), (2, 0, 1), (3, 0, 4)]]
+
+    check(
+        tiny(family, **MODELS[family]),
+        [30, 7, 1, 4],
+        one_gpu_plan([30, 7, 1, 4], forward, recompute=recompute),
+    )
+
+
+@given(plans())
+@examples(15, 40)
+def test_any_cut_of_either_pass_gives_the_same_gradients(case: tuple[list[int], Any]) -> None:
+    check(tiny("llama"), *case)
+
+
+@pytest.mark.parametrize("settings", [{}, {"splits_backward": True}])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_slices_of_a_document_in_one_micropack_stand_in_the_order_of_each_pass(
+    recompute: Any, settings: dict[str, Any]
+) -> None:
+    forward: list[list[Slice]] = [[(0, 0, 6), (1, 0, 5), (0, 6, 13)], [(1, 5, 7), (0, 13, 14), (0, 14, 30)]]
+    backward: list[list[Slice]] = [[(0, 14, 30), (1, 5, 7), (0, 13, 14)], [(0, 6, 13), (0, 0, 6), (1, 0, 5)]]
+    if recompute == "full":
+        backward = [[(0, 20, 30), (0, 9, 20), (1, 3, 7)], [(0, 8, 9), (1, 0, 3), (0, 0, 8)]]
+    plan = one_gpu_plan([30, 7], forward, backward, recompute=recompute)
+    if settings:
+        plan = replace(plan, **settings, tasks=np.array([0, 0, 1, 1, 2, 2], np.uint8))
+        plan = replace(plan, task_offsets=np.array([0, 6], np.int32))
+    check_plan(plan)
+
+    for family in ("llama", "mistral"):
+        check(tiny(family, **MODELS[family]), [30, 7], plan)
+
+
+def test_tasks_run_in_the_order_of_the_plan() -> None:
+    forward: list[list[Slice]] = [[(0, 0, 5)], [(1, 0, 5)], [(1, 5, 9)]]
+    backward = [[(0, 0, 5)], [(1, 5, 9)], [(1, 0, 5)]]
+    plan = one_gpu_plan([5, 9], forward, backward, tasks=[0, 0, 1, 0, 1, 1])
+
+    run = run_step(tiny("llama"), tokens_of([5, 9]), plan)
+
+    assert run.places[0].kinds.tolist() == [0, 0, 1, 0, 1, 1]
+    assert run.places[0].micropacks.tolist() == [0, 1, 0, 2, 1, 2]
+    assert (run.places[0].seconds > 0).all()
+    assert not run.places[0].live_bytes.any()
+
+
+def test_labels_say_what_is_learned_and_an_empty_micropack_runs() -> None:
+    model, tokens = tiny("llama"), tokens_of([6])
+    labels = torch.full((6,), -100)
+    labels[3] = 5
+    model.set_attn_implementation("sdpa")
+    wanted = torch.nn.functional.cross_entropy(
+        model(input_ids=tokens[None], use_cache=False).logits[0, 3:4], labels[3:4]
+    )
+
+    run = run_step(model, tokens, one_gpu_plan([6], [[(0, 0, 4)], [], [(0, 4, 6)]]), labels=labels)
+
+    assert run.num_targets == 1
+    assert run.loss == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_the_head_runs_in_chunks_that_change_nothing() -> None:
+    length = HEAD_ROWS + 30
+    check(tiny("llama", num_hidden_layers=1), [length], one_gpu_plan([length], [[(0, 0, length)]]))
+
+
+def test_gradients_are_added_to_those_already_there() -> None:
+    model, tokens, plan = tiny("llama"), tokens_of([9]), one_gpu_plan([9], [[(0, 0, 4)], [(0, 4, 9)]])
+    run_step(model, tokens, plan)
+    once = {name: gradient.clone() for name, gradient in take_gradients(model).items()}
+
+    run_step(model, tokens, plan)
+    run_step(model, tokens, plan)
+
+    assert_equal(take_gradients(model), {name: 2 * gradient for name, gradient in once.items()})
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_every_byte_of_a_step_is_given_back(recompute: Recomputed) -> None:
+    model, tokens = tiny("llama", torch.float32), tokens_of([64, 30])
+    plan = one_gpu_plan([64, 30], [[(0, 0, 40)], [(0, 40, 64), (1, 0, 30)]], recompute=recompute)
+    run_step(model, tokens, plan)
+
+    with bytes_meter(tokens.device) as meter:
+        run = run_step(model, tokens, plan, meter=meter)
+        left = meter.live
+
+    kept = run.places[0].live_bytes
+    assert kept[0] < kept[1] > kept[2] > kept[3]
+    assert (run.places[0].peak_bytes >= kept).all()
+    assert left < 2000  # losses, labels and positions
+
+
+def test_recomputation_keeps_layer_inputs_keys_and_values_alone() -> None:
+    model, tokens = tiny("llama", torch.float32), tokens_of([256])
+    plan = one_gpu_plan([256], [[(0, 0, 256)]], recompute="full")
+    with bytes_meter(tokens.device) as meter:
+        run = run_step(model, tokens, plan, meter=meter)
+
+    assert run.places[0].live_bytes[0] == pytest.approx(256 * 2 * (32 + 2 * 2 * 8) * 4, rel=0.1)
+
+
+def test_tracked_bytes_follow_storages_and_not_views() -> None:
+    with TrackedBytes() as meter:
+        one = torch.zeros(1000)
+        view = one[10:]
+        assert meter.live == 4000
+        two = one + 1
+        assert (meter.live, meter.peak) == (8000, 8000)
+        del one
+        assert meter.live == 8000, "the view keeps it"
+        del view, two
+        assert (meter.live, meter.peak) == (0, 8000)
+        meter.begin_peak()
+        assert meter.peak == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (one_gpu_plan([8], [[(0, 0, 8)]], mesh=Mesh(cp=2)), "cp=2"),
+        (
+            one_gpu_plan([8], [[(0, 0, 8)]], [[(0, 3, 8)], [(0, 0, 3)]]),
+            r"3 MicroPacks stand in one pass alone",
+        ),
+    ],
+)
+def test_a_plan_that_one_process_cannot_run_is_refused(plan: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        run_step(tiny("llama"), tokens_of([8]), plan)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "tasks", "words"),
+    [
+        (
+            [[(0, 4, 8)], [(0, 0, 4)]],
+            None,
+            None,
+            "forward slice 4-8 of document 0, of 8 tokens, is out of turn",
+        ),
+        (
+            [[(0, 0, 4)], [(0, 4, 8)]],
+            [[(0, 0, 4)], [(0, 4, 8)]],
+            None,
+            "backward slice 0-4 .* is out of turn",
+        ),
+        (
+            [[(0, 0, 4), (0, 4, 8)]],
+            [[(0, 0, 4), (0, 4, 8)]],
+            None,
+            r"backward slice 4-8 of document 0 is out of turn: it stands behind 0-4 in a MicroPack \(1 slice is so",
+        ),
+        (
+            [[(0, 4, 8), (0, 0, 4)]],
+            [[(0, 4, 8), (0, 0, 4)]],
+            None,
+            "forward slice 0-4 of document 0 is out of turn: .* slices first to last",
+        ),
+        ([[(0, 0, 4)], [(0, 4, 8)]], None, [0, 1, 0, 1], "backward slice 4-8 .* is out of turn"),
+    ],
+)
+def test_slices_out_of_turn_are_refused_and_never_run_wrong(
+    forward: Any, backward: Any, tasks: Any, words: str
+) -> None:
+    plan = one_gpu_plan([8], forward, backward, tasks=tasks, recompute="full")
+    with pytest.raises(PlanError, match=words):
+        run_step(tiny("llama"), tokens_of([8]), plan)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_peak_memory_is_what_the_cost_model_says(case: Case) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model, tokens = tiny("llama", torch.bfloat16, head_dim=16, **sizes), tokens_of(LENGTHS)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    with bytes_meter(torch.device("cpu")) as meter:
+        run = run_step(model, tokens, case.plan, meter=meter)
+
+    predicted = predicted_bytes(ModelShape.from_config(model.config), case.plan)
+    measured = run.places[0].peak_bytes.max() - TARGET_BYTES * case.plan.num_tokens
+    assert measured == pytest.approx(predicted, rel=0.02)
+
+
+def test_tokens_that_do_not_match_the_plan_are_refused() -> None:
+    plan = one_gpu_plan([8], [[(0, 0, 8)]])
+    with pytest.raises(DocumentsError, match=r"shapes \[\(7,\)\]; the plan has 8 tokens"):
+        run_step(tiny("llama"), tokens_of([7]), plan)
+    with pytest.raises(DocumentsError, match="none of 8 tokens has a label"):
+        run_step(tiny("llama"), tokens_of([8]), plan, labels=torch.full((8,), -100))
+
+
+def test_a_model_outside_slices_is_told_which_attention_to_choose() -> None:
+    model = tiny("llama")
+    run_step(model, tokens_of([8]), one_gpu_plan([8], [[(0, 0, 8)]]))
+    with pytest.raises(ModelError, match=r'set_attn_implementation\("sdpa"\)'):
+        model(input_ids=tokens_of([8])[None], use_cache=False)
+
+
+def test_plans_of_tests_are_whole() -> None:
+    plan = one_gpu_plan([5], [[(0, 0, 2)], [(0, 2, 5)]])
+    assert plan.backward.starts.tolist() == [2, 0]
+    assert np.array_equal(plan.task_offsets, [0, 4])

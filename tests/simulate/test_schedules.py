@@ -1,0 +1,147 @@
+"""Equal costs give the closed forms: 1F1B, interleaved, zero-bubble and slice schedules, and what they hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.step_plans import durations_of, equal_plan, memory_of
+
+from varlen.errors import SettingError
+from varlen.simulate.api import run_plan
+from varlen.simulate.schedules import interleaved, one_f_one_b, sliced, zero_bubble
+from varlen.simulate.timeline import Timeline
+from varlen.step_plan import Mesh
+
+SECONDS = st.integers(0, 9).map(float)
+
+
+def run_1f1b(pp: int, count: int, forward: float, backward: float, dp: int = 1) -> Timeline:
+    plan = equal_plan(one_f_one_b(pp, count), count, Mesh(dp=dp, pp=pp))
+    return run_plan(plan, durations_of(plan, forward, backward), memory_of(plan))
+
+
+@given(st.integers(1, 6), st.integers(1, 12), SECONDS, SECONDS, st.integers(1, 2))
+def test_1f1b_takes_exactly_what_its_closed_form_says(
+    pp: int, count: int, forward: float, backward: float, dp: int
+) -> None:
+    timeline = run_1f1b(pp, count, forward, backward, dp)
+
+    assert timeline.makespan_s == (count + pp - 1) * (forward + backward)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_1f1b_holds_as_many_micropacks_as_stages_follow(pp: int, count: int) -> None:
+    timeline = run_1f1b(pp, count, 1.0, 2.0)
+
+    assert timeline.peaks_bytes.tolist() == [[min(count, pp - stage) for stage in range(pp)]]
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_the_bubble_is_that_of_filling_and_draining(pp: int, count: int) -> None:
+    timeline = run_1f1b(pp, count, 1.0, 2.0, dp=2)
+
+    expected = (pp - 1) / (count + pp - 1)
+    assert timeline.bubble_ratio == pytest.approx(expected)
+    assert timeline.bubble_ratios == pytest.approx(np.full((2, pp), expected))
+    assert timeline.busy_s.tolist() == [[3.0 * count] * pp] * 2
+    assert timeline.imbalance == 1.0
+
+
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 4), SECONDS, SECONDS)
+def test_interleaving_divides_the_bubble_by_the_chunks(
+    pp: int, virtual: int, rounds: int, forward: float, backward: float
+) -> None:
+    count = pp * rounds
+    plan = equal_plan(interleaved(pp, virtual, count), count, Mesh(pp=pp, virtual_stages=virtual))
+
+    timeline = run_plan(plan, durations_of(plan, forward, backward), memory_of(plan))
+
+    assert timeline.makespan_s == (count * virtual + pp - 1) * (forward + backward)
+
+
+@given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 4))
+def test_interleaving_holds_more_chunks_than_1f1b(pp: int, virtual: int, rounds: int) -> None:
+    count = pp * rounds
+    plan = equal_plan(interleaved(pp, virtual, count), count, Mesh(pp=pp, virtual_stages=virtual))
+
+    timeline = run_plan(plan, durations_of(plan, 1.0, 2.0), memory_of(plan))
+
+    ahead = [2 * (pp - stage - 1) + (virtual - 1) * pp + 1 for stage in range(pp)]
+    assert timeline.peaks_bytes.tolist() == [[min(count * virtual, held) for held in ahead]]
+
+
+@given(st.integers(1, 6), st.integers(0, 8), SECONDS, SECONDS, SECONDS)
+def test_zero_bubble_leaves_exactly_the_bubble_of_its_paper(
+    pp: int, more: int, forward: float, inputs: float, weights: float
+) -> None:
+    count = pp + more
+    weights = min(weights, inputs, forward)
+    plan = equal_plan(zero_bubble(pp, count), count, Mesh(pp=pp), splits_backward=True)
+
+    timeline = run_plan(plan, durations_of(plan, forward, inputs, weights), memory_of(plan))
+
+    work = count * (forward + inputs + weights)
+    assert timeline.makespan_s == work + (pp - 1) * (forward + inputs - weights)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_zero_bubble_holds_no_more_micropacks_than_1f1b_on_its_first_stage(pp: int, count: int) -> None:
+    plan = equal_plan(zero_bubble(pp, count), count, Mesh(pp=pp), splits_backward=True)
+
+    kept = memory_of(plan, kept_for_weight_bytes=1.0)
+    timeline = run_plan(plan, durations_of(plan, 1.0, 1.0, 1.0), kept)
+
+    assert timeline.peak_bytes == min(pp, count)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_slices_hold_one_document_and_what_the_pipeline_needs(pp: int, slices: int, documents: int) -> None:
+    count = slices * documents
+    plan = equal_plan(sliced(pp, count, slices), count, Mesh(pp=pp), slices=slices)
+
+    timeline = run_plan(plan, durations_of(plan, 1.0, 2.0), memory_of(plan))
+
+    assert timeline.peaks_bytes.tolist() == [[min(count, pp - stage + slices - 1) for stage in range(pp)]]
+
+
+def test_a_document_in_slices_waits_for_its_end() -> None:
+    plan = equal_plan(sliced(1, 4, 4), 4, Mesh(), slices=4)
+
+    timeline = run_plan(plan, durations_of(plan, 1.0, 2.0), memory_of(plan))
+
+    assert timeline.kinds.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert timeline.starts_s.tolist() == [0, 1, 2, 3, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "words"),
+    [
+        (one_f_one_b, (0, 4), r"pp=0; a schedule needs a whole number of at least 1"),
+        (zero_bubble, (4, -1), r"count=-1; a schedule needs a whole number of at least 0"),
+        (interleaved, (4, 2.0, 8), r"virtual=2.0; a schedule needs a whole number"),
+        (interleaved, (4, 2, 10), r"10 MicroPacks can't go in rounds of 4 stages; make it 8 or 12"),
+        (sliced, (4, 10, 3), r"10 MicroPacks can't go in rounds of 3 slices a document; make it 9 or 12"),
+    ],
+)
+def test_an_impossible_schedule_is_refused_with_a_way_out(
+    schedule: object, arguments: tuple[object, ...], words: str
+) -> None:
+    with pytest.raises(SettingError, match=words):
+        schedule(*arguments)  # type: ignore[operator]
+
+
+def test_no_micropacks_make_an_empty_step() -> None:
+    plan = equal_plan(one_f_one_b(3, 0), 0, Mesh(dp=2, pp=3))
+
+    timeline = run_plan(plan, durations_of(plan, 1.0, 1.0), memory_of(plan, state_bytes=5.0))
+
+    assert (timeline.num_tasks, timeline.makespan_s, timeline.bubble_ratio, timeline.imbalance) == (
+        0,
+        0,
+        0,
+        1,
+    )
+    assert timeline.peak_bytes == 5.0
+    assert timeline.critical_path.tolist() == []

@@ -1,0 +1,266 @@
+"""A run small enough for tests: chats of bytes, a Llama of two layers, and what two runs must share."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from tests.support.offline_packs import write_chats
+from torch.distributed import TCPStore
+
+from varlen.documents.source import open_source
+from varlen.offline.index import index_source
+from varlen.signals import Stopped
+from varlen.train.metrics import TIMINGS
+from varlen.train.settings import TrainSettings, as_settings
+
+STEPS = 6
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "attention_dropout": 0.1,
+}
+
+
+def write_store(folder: Path) -> Path:
+    """Write a token store of chats, of which only the answers are supervised."""
+    write_chats(folder / "chats.jsonl", 96)
+    index_source(open_source(str(folder / "chats.jsonl")), folder / "store")
+    return folder / "store"
+
+
+def table(store: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration as TOML would hold it; a change is named table__key."""
+    made: dict[str, Any] = {
+        "data": {
+            "source": str(store),
+            "capacity": 128,
+            "global_batch_size": 6,
+            "micro_batch_size": 2,
+            "worker": "thread",
+        },
+        "model": {"type": "llama", "settings": LLAMA},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2, "schedule": "linear"},
+        "run": {"output": str(output), "steps": STEPS, "checkpoint_every": 2, "keep": 9, "threads": 1},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        made.setdefault(section, {})[key] = value
+    return made
+
+
+def settings(store: Path, output: Path, **changes: Any) -> TrainSettings:
+    return as_settings(TrainSettings, table(store, output, **changes), "")
+
+
+class Notes:
+    """Hears of a run."""
+
+    def __init__(self) -> None:
+        self.plans: list[Any] = []
+        self.steps: list[Any] = []
+        self.said: list[str] = []
+
+    def begin(self, plan: Any) -> None:
+        self.plans.append(plan)
+
+    def step(self, metrics: Any) -> None:
+        self.steps.append(metrics)
+
+    def say(self, sentence: str) -> None:
+        self.said.append(sentence)
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    """All steps, but for what they took."""
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines]
+
+
+def weights_of(output: Path) -> Mapping[str, Any]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+def tensors_of(checkpoint: Path) -> dict[str, bytes]:
+    """The bytes of a checkpoint's tensors, by file and name; the files' own differ in the order of their notes."""
+    return {
+        f"{path.name} {name}": value.numpy().tobytes()
+        for path in checkpoint.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+
+
+def steps_of(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+def same_end(one: Path, other: Path) -> None:
+    """Require that two runs ended alike, to the last bit."""
+    name = steps_of(one)[-1]
+    assert steps_of(other)[-1] == name
+    assert tensors_of(one / "checkpoints" / name) == tensors_of(other / "checkpoints" / name)
+    model = "model/model.safetensors"
+    assert (one / model).read_bytes() == (other / model).read_bytes()
+    assert metrics_of(one) == metrics_of(other)
+    loaders = [
+        json.loads((run / "checkpoints" / name / "checkpoint.json").read_text())["loader"]
+        for run in (one, other)
+    ]
+    assert loaders[0] == loaders[1]
+
+
+def rewound(output: Path, step: int, copy: Path) -> Path:
+    """Copy a run as it was when it had saved a step."""
+    shutil.copytree(output, copy)
+    shutil.rmtree(copy / "model", ignore_errors=True)
+    for name in steps_of(copy):
+        if name > f"step-{step:08d}":
+            shutil.rmtree(copy / "checkpoints" / name)
+    return copy
+
+
+CONTEXT = get_context("forkserver")
+# Every process is forked from one that has imported all this, and starts at once.
+CONTEXT.set_forkserver_preload(
+    ["varlen.train.trainer", "varlen.train.demo.worker", "transformers.models.llama.modeling_llama"]
+)
+
+
+def start_training(made: dict[str, Any], kill_at: int | None = None) -> Any:
+    """Train in a process of its own, which kills itself when the disk is asked for the nth time, if so wished."""
+    process = CONTEXT.Process(target=_train, args=(made, kill_at))
+    process.start()
+    return process
+
+
+def start_ranks(
+    runs: list[dict[str, Any]],
+    ranks: int,
+    folder: Path,
+    waits_at: int | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Train one run after the other in several processes, as torchrun would start them.
+
+    What ends a rank by an error stands in `folder` then. A rank waits for its end where step `waits_at` begins.
+    `prepare` is called in each process before.
+    """
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    ports = [store.port for store in stores]
+    processes: list[Any] = []
+    for rank in range(ranks):
+        process = CONTEXT.Process(
+            target=_train_rank, args=(runs, rank, ranks, ports, folder, waits_at, prepare)
+        )
+        process.start()
+        processes.append(process)
+    weakref.finalize(processes[0], stores.clear)  # when the caller has forgotten the processes
+    return processes
+
+
+def _train_rank(
+    runs: list[dict[str, Any]],
+    rank: int,
+    ranks: int,
+    ports: list[int],
+    folder: Path,
+    waits_at: int | None,
+    prepare: Callable[[], None] | None,
+) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "VARLEN_JIT": 1}
+    names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    from varlen.train.step import PlannedStepper, Stepper
+    from varlen.train.trainer import train
+
+    def waiting(inner: Any) -> Any:
+        def step(self: Any, number: int, *arguments: Any) -> Any:
+            if number == waits_at and rank == ranks - 1:
+                (folder / "waits").touch()
+                signal.pause()
+            return inner(self, number, *arguments)
+
+        return step
+
+    for stepper in (Stepper, PlannedStepper):
+        stepper.step = waiting(stepper.step)  # type: ignore[method-assign]
+    if prepare is not None:
+        prepare()
+    try:
+        for made, port in zip(runs, ports):
+            os.environ["MASTER_PORT"] = str(port)
+            train(as_settings(TrainSettings, made, ""), Notes())
+    except Stopped as stopped:
+        (folder / f"rank{rank}.txt").write_text(str(stopped))
+        raise SystemExit(stopped.code) from None
+    except Exception as error:
+        (folder / f"rank{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+
+
+def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -> None:
+    """Have ranks send themselves signals in the midst of a call, the nth of its kind.
+
+    Args:
+        moment: "start", "load", "step", "save" or "export".
+        sent: by rank, the signals, one after the other.
+        number: of the call.
+    """
+    from varlen.train import trainer
+    from varlen.train.step import PlannedStepper, Stepper
+
+    calls = 0
+
+    def signalling(inner: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                for one in sent.get(int(os.environ.get("RANK", "0")), ()):
+                    os.kill(os.getpid(), one)
+            return inner(*arguments, **named)
+
+        return call
+
+    if moment == "step":
+        for stepper in (Stepper, PlannedStepper):
+            stepper.step = signalling(stepper.step)  # type: ignore[method-assign]
+        return
+    names = {"start": "open_loader", "load": "build_model", "save": "save", "export": "export_model"}
+    setattr(trainer, names[moment], signalling(getattr(trainer, names[moment])))
+
+
+def _train(made: dict[str, Any], kill_at: int | None) -> None:
+    os.environ["VARLEN_JIT"] = "1"
+    from varlen.train import checkpoint, metrics
+    from varlen.train.trainer import train
+
+    asked = 0
+
+    def kill_in_time(function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            if asked == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+
+        return call
+
+    for module, name in ((checkpoint, "sync"), (checkpoint, "save_tensors"), (metrics.os, "fsync")):
+        setattr(module, name, kill_in_time(getattr(module, name)))
+    for name in ("replace", "mkdir"):
+        setattr(Path, name, kill_in_time(getattr(Path, name)))
+    train(as_settings(TrainSettings, made, ""), Notes())

@@ -1,0 +1,301 @@
+"""Conversations in many forms, in the common spelling, for tests of chat templates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.text.trl_chats import Chat
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def system(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+def answer(content: Any, thoughts: str | None = None, calls: list[Any] | None = None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thoughts is not None:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def call(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call{number:05d}", "type": "function", "function": function}
+
+
+def result(content: Any, name: str, number: int = 0) -> dict[str, Any]:
+    return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": content}
+
+
+def _tool(name: str, **parameters: str) -> dict[str, Any]:
+    properties = {key: {"type": kind, "description": f"The {key}."} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": f"Does {name}.", "parameters": schema},
+    }
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+TOOLS = [_tool("get_weather", city="string", days="integer"), _tool("search_web", query="string")]
+_PARIS, _ROME = call("get_weather", 1, city="Paris", days=2), call("search_web", 2, query="Rome hotels")
+
+CHATS: dict[str, Chat] = {
+    "one turn": Chat(messages=[user("What is six times seven?"), answer("It is forty-two.")]),
+    "three turns": Chat(
+        messages=[
+            user("First?"),
+            answer("One."),
+            user("Second?"),
+            answer("Two things."),
+            user("Third?"),
+            answer("Three."),
+        ]
+    ),
+    "same answers": Chat(
+        messages=[user("Yes"), answer("Yes"), user("Yes"), answer("Yes"), user("Yes"), answer("Yes")]
+    ),
+    "system": Chat(messages=[system("Answer in rhymes."), user("Hello?"), answer("Mellow.")]),
+    "system, two turns": Chat(
+        messages=[system("Be brief."), user("Why?"), answer("Because."), user("So?"), answer("Yes.")]
+    ),
+    "developer": Chat(
+        messages=[{"role": "developer", "content": "Be formal."}, user("Hi?"), answer("Good afternoon.")]
+    ),
+    "ends with the user": Chat(messages=[user("One?"), answer("Uno."), user("Two?")]),
+    "two answers in a row": Chat(
+        messages=[user("Tell me."), answer("A first part."), answer("A second part.")]
+    ),
+    "call": Chat(messages=[user("Paris?"), answer(None, calls=[_PARIS])]),
+    "call, result, answer": Chat(
+        messages=[
+            user("Paris?"),
+            answer(None, calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild."),
+        ]
+    ),
+    "tools, call, result, answer": Chat(
+        messages=[
+            user("Paris?"),
+            answer(None, calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild."),
+        ],
+        tools=TOOLS,
+    ),
+    "system, tools, plain answer": Chat(
+        messages=[system("Be kind."), user("Hi?"), answer("Hello!")], tools=TOOLS
+    ),
+    "tools, content and call": Chat(
+        messages=[
+            user("Paris?"),
+            answer("Let me look.", calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild."),
+        ],
+        tools=TOOLS,
+    ),
+    "tools, empty content and call": Chat(
+        messages=[
+            user("Paris?"),
+            answer("", calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("Mild."),
+        ],
+        tools=TOOLS,
+    ),
+    "tools, parallel calls": Chat(
+        messages=[
+            user("Paris and Rome?"),
+            answer(None, calls=[_PARIS, _ROME]),
+            result("18 C", "get_weather", 1),
+            result("Ten hotels.", "search_web", 2),
+            answer("Mild, and ten."),
+        ],
+        tools=TOOLS,
+    ),
+    "tools, calls one after another": Chat(
+        messages=[
+            user("Paris and Rome?"),
+            answer(None, calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer(None, calls=[_ROME]),
+            result("Ten hotels.", "search_web", 2),
+            answer("Mild, and ten."),
+        ],
+        tools=TOOLS,
+    ),
+    "tools, calls in two turns": Chat(
+        messages=[
+            user("Paris?"),
+            answer(None, calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild."),
+            user("And Rome?"),
+            answer(None, calls=[_ROME]),
+            result("Ten hotels.", "search_web", 2),
+            answer("Ten of them."),
+        ],
+        tools=TOOLS,
+    ),
+    "tools, ends with a result": Chat(
+        messages=[user("Paris?"), answer(None, calls=[_PARIS]), result("18 C", "get_weather", 1)], tools=TOOLS
+    ),
+    "thoughts": Chat(messages=[user("Six by seven?"), answer("42.", "Multiply them: six sevens.")]),
+    "thoughts in two turns": Chat(
+        messages=[
+            user("One?"),
+            answer("Uno.", "In Spanish."),
+            user("Two?"),
+            answer("Dos.", "Spanish as before."),
+        ]
+    ),
+    "thoughts in the last turn": Chat(
+        messages=[user("One?"), answer("Uno."), user("Two?"), answer("Dos.", "Spanish as before.")]
+    ),
+    "thoughts in the first turn": Chat(
+        messages=[user("One?"), answer("Uno.", "In Spanish."), user("Two?"), answer("Dos.")]
+    ),
+    "tools, thoughts": Chat(
+        messages=[
+            user("Paris?"),
+            answer(None, "The tool knows it.", [_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild.", "Eighteen is mild weather."),
+        ],
+        tools=TOOLS,
+    ),
+    "tools, thoughts in two turns": Chat(
+        messages=[
+            user("Paris?"),
+            answer(None, "The tool knows it.", [_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild.", "Eighteen is mild weather."),
+            user("And Rome?"),
+            answer(None, "Search for hotels then.", [_ROME]),
+            result("Ten hotels.", "search_web", 2),
+            answer("Ten of them.", "Count them all."),
+        ],
+        tools=TOOLS,
+    ),
+    "parts": Chat(
+        messages=[
+            user(parts("What ", "is it?")),
+            answer(parts("A cat.")),
+            user(parts("And?")),
+            answer(parts("A dog.")),
+        ]
+    ),
+    "unicode": Chat(
+        messages=[
+            user("Żółć, e\u0301, 你好, שלום\u200f?"),
+            answer("🦆👩\u200d👩\u200d👧 مرحبا e\u0301\u0323 naïve 漢字"),
+            user("ß → ẞ?"),
+            answer("a\u0308\U0001f1e9\U0001f1ea"),
+        ]
+    ),
+    "blanks around": Chat(
+        messages=[
+            user("  Why \n"),
+            answer("\n\n  Because it is.  \n"),
+            user("\tSo?"),
+            answer(" Well, yes.\n\n"),
+        ]
+    ),
+    "words of templates": Chat(
+        messages=[
+            user("Say assistant\n twice: user\n."),
+            answer("assistant\n\nmodel\nuser\n"),
+            user("Ok?"),
+            answer("user"),
+        ]
+    ),
+    "nested arguments": Chat(
+        messages=[
+            user("Find."),
+            answer(
+                None,
+                calls=[
+                    call("search_web", 3, query='名古屋 "quoted" & <b>', tags=["x", None], deep={"a": 1.5})
+                ],
+            ),
+            result('{"ok": true}', "search_web", 3),
+            answer("Found."),
+        ],
+        tools=TOOLS,
+    ),
+}
+
+_EARLIER_THOUGHTS = ("thoughts in two turns", "thoughts in the first turn", "tools, thoughts in two turns")
+_SEVERAL_TURNS = (
+    "three turns",
+    "same answers",
+    "system, two turns",
+    "ends with the user",
+    "parts",
+    "unicode",
+    "blanks around",
+    "words of templates",
+)
+_QWEN3_5 = (
+    *_SEVERAL_TURNS,
+    *_EARLIER_THOUGHTS,
+    "thoughts in the last turn",
+    "tools, calls in two turns",
+)
+_GEMMA = ("two answers in a row", "tools, content and call", *_EARLIER_THOUGHTS)
+_PHI = (*_SEVERAL_TURNS, "two answers in a row")
+
+REWRITES: dict[str, tuple[str, ...]] = {
+    "diffusion_gemma": _GEMMA,
+    "gemma4": ("tools, content and call",),
+    "gemma4_v3": ("tools, content and call",),
+    "gemma4_v4": ("tools, content and call",),
+    "gemma4_v5": _GEMMA,
+    "glm4moe": _EARLIER_THOUGHTS,
+    "gptoss": (
+        *_PHI,
+        "thoughts in two turns",
+        "thoughts in the first turn",
+        "thoughts in the last turn",
+        "tools, calls in two turns",
+    ),
+    "lfm2_2_5": _EARLIER_THOUGHTS,
+    "lfm2_2_5_v2": _EARLIER_THOUGHTS,
+    "lfm2_2_5_vl": _EARLIER_THOUGHTS,
+    "nemotron_3_5_lightning": _EARLIER_THOUGHTS,
+    "nemotron_3_nano": _EARLIER_THOUGHTS,
+    "nemotron_3_super": _EARLIER_THOUGHTS,
+    "nemotron_3_ultra": _EARLIER_THOUGHTS,
+    "phi3": _PHI,
+    "phi3_5": _PHI,
+    "qwen3": (
+        *_QWEN3_5,
+        "two answers in a row",
+        "call, result, answer",
+        "nested arguments",
+        "tools, call, result, answer",
+        "tools, calls one after another",
+        "tools, content and call",
+        "tools, empty content and call",
+        "tools, ends with a result",
+        "tools, parallel calls",
+    ),
+    "qwen3_5_nothink": _QWEN3_5,
+    "qwen3_5_think": _QWEN3_5,
+    "qwen3_6": _QWEN3_5,
+}
+"""Of which conversations a template writes an assistant's turn otherwise once more messages follow."""
+
+KEPT_BY_THE_TWIN = ("qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
+"""Families whose twin writes every turn as it was when it was the last: all turns can be trained in one row."""

@@ -1,0 +1,324 @@
+"""Runs with `[plan]` in one process: the loss curve of whole packs, plans that don't wait, and exact resume."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tests.support.planned_runs import (
+    EVEN,
+    planned,
+    planned_table,
+    priced,
+    run,
+    same_weights,
+    use_float64,
+    write_hardware,
+)
+from tests.support.rarely import IS_SOAK, mostly
+from tests.support.training import (
+    LLAMA,
+    Notes,
+    metrics_of,
+    rewound,
+    same_end,
+    start_training,
+    weights_of,
+    write_store,
+)
+
+import varlen as vl
+from varlen.errors import ModelError, SettingError
+from varlen.plan.planner import Planner
+from varlen.plan.serialize import plan_fingerprint
+from varlen.train import plans as pricing
+from varlen.train.trainer import train
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return write_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def hardware(tmp_path_factory):
+    return write_hardware(tmp_path_factory.mktemp("hardware") / "slow.json")
+
+
+STEPS = 200 if IS_SOAK else 60
+LONG = {
+    "run__steps": STEPS,
+    "run__checkpoint_every": 0,
+    "optimizer__learning_rate": 1e-3,
+    "data__global_batch_size": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def plain(store, tmp_path_factory):
+    """Many steps of whole packs, in float64."""
+    output = tmp_path_factory.mktemp("plain") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        use_float64(patched.setattr)
+        return output, run(store, output, None, **LONG).steps
+
+
+@pytest.mark.parametrize("method", mostly(["micropack"], ["even", "micropack", "packed"]))
+def test_many_steps_in_slices_have_the_loss_curve_of_whole_packs(
+    store, hardware, plain, tmp_path, monkeypatch, method
+):
+    use_float64(monkeypatch.setattr)
+    plan = EVEN if method == "even" else priced(hardware, method=method)
+
+    ours = run(store, tmp_path / "run", plan, **LONG).steps
+
+    assert (len(ours), ours[0].plan_method) == (STEPS, "sliced" if method == "even" else method)
+    for one, other in zip(ours, plain[1], strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-11)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-9)
+        assert (one.tokens, one.supervised_tokens, one.fill) == (
+            other.tokens,
+            other.supervised_tokens,
+            other.fill,
+        )
+    assert ours[-1].loss < ours[0].loss - 1
+    for name, value in weights_of(plain[0]).items():
+        torch.testing.assert_close(weights_of(tmp_path / "run")[name], value, rtol=0, atol=1e-8)
+
+
+def test_only_the_first_step_waits_for_its_plan(store, hardware, tmp_path):
+    output = tmp_path / "run"
+
+    steps = run(store, output, priced(hardware), run__steps=40, run__checkpoint_every=0).steps
+
+    later = [step.plan_wait_s for step in steps[1:]]
+    # Beside other work on the machine a wait is longer, and still nothing beside making a plan.
+    assert np.median(later) < steps[0].plan_wait_s / 20
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["plan_wait_s"] for line in lines] == [step.plan_wait_s for step in steps]
+    assert sum("MicroPacks a rank" in line["plan_answered_by"] for line in lines) > 30
+    assert all(0 < line["plan_simulated_s"] < 10 for line in lines)
+
+
+def test_an_empty_table_is_enough(store, tmp_path):
+    notes = run(store, tmp_path / "run", {})
+
+    assert notes.plans[0].plans == 'slices of up to 8,192 tokens, recompute "full"'
+    assert {step.plan_simulated_s for step in notes.steps} == {None}
+    assert not (tmp_path / "run/plans.json").exists()
+    whole = run(store, tmp_path / "whole", None).steps  # in several micro-batches a step
+    assert [step.tokens for step in notes.steps] == [step.tokens for step in whole]
+    assert [step.loss for step in notes.steps] == pytest.approx([step.loss for step in whole], rel=1e-5)
+
+
+def test_documents_are_indexed_where_plans_need_their_lengths(store, tmp_path):
+    source = {"data__source": str(store.parent / "chats.jsonl"), "data__cache": str(tmp_path / "cache")}
+
+    documents = run(store, tmp_path / "documents", EVEN, **source).steps
+    tokens = run(store, tmp_path / "tokens", EVEN).steps
+
+    assert [step.loss for step in documents] == [step.loss for step in tokens]
+    with pytest.raises(SettingError, match=r"index the documents \(varlen index\)"):
+        run(store, tmp_path / "streamed", EVEN, **source, data__mode="streaming")
+
+
+@pytest.mark.parametrize("plan", [EVEN, {"method": "micropack"}])
+def test_going_on_from_any_checkpoint_ends_with_the_same_bits(store, hardware, tmp_path, plan):
+    # The quick answer is the same plan here, so that bits don't depend on how fast plans come.
+    plan = plan if plan is EVEN else priced(hardware, **plan, quick="micropack")
+    run(store, tmp_path / "whole", plan)
+
+    for step in (2, 4) if IS_SOAK else (2,):
+        copy = rewound(tmp_path / "whole", step, tmp_path / f"from{step}")
+        (copy / "plans.json").unlink(missing_ok=True)
+        notes = run(store, copy, plan)
+        assert notes.plans[0].resumed_from == step
+        if plan is EVEN:
+            same_end(tmp_path / "whole", copy)
+        same_weights(tmp_path / "whole", copy)
+
+
+def test_steps_that_are_run_again_have_the_plans_that_they_had(store, hardware, tmp_path, monkeypatch):
+    inner = Planner._sooner
+    long = {"run__steps": 14, "run__keep": 20}
+
+    def late(self, step, lengths):
+        return self._quickly(lengths) if step in (3, 4, 12) else inner(self, step, lengths)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(Planner, "_sooner", late)
+        run(store, tmp_path / "whole", priced(hardware), **long)
+
+    def are_quick(output):
+        return [line["plan_answered_by"].startswith("quick") for line in metrics_of(output)]
+
+    assert are_quick(tmp_path / "whole")[3:5] == [True, True]
+    again = rewound(tmp_path / "whole", 2, tmp_path / "again")
+    run(store, again, priced(hardware), **long)
+    same_end(tmp_path / "whole", again)
+
+    lost = rewound(tmp_path / "whole", 2, tmp_path / "lost")
+    (lost / "plans.json").unlink()
+    run(store, lost, priced(hardware, deadline_s=60.0), **long)
+    # A checkpoint says how those were planned that had been read; the file says it of those that were run, too.
+    assert are_quick(lost)[3:5] == [True, True]
+    assert metrics_of(lost)[:6] == metrics_of(tmp_path / "whole")[:6]
+    assert metrics_of(lost) != metrics_of(tmp_path / "whole")
+
+
+@pytest.mark.soak
+def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(store, hardware, tmp_path):
+    short = {"run__checkpoint_every": 1, "run__keep": 2, "run__steps": 3}
+    plan = priced(hardware, quick="micropack")
+    run(store, tmp_path / "whole", plan, **short)
+    made = planned_table(store, tmp_path / "run", plan, **short)
+
+    codes = []
+    for kill_at in (3, 7, 12, 17, 22, None):
+        process = start_training(made, kill_at)
+        process.join(120)
+        codes.append(process.exitcode)
+        if process.exitcode == 0:
+            break
+
+    assert (codes[0], codes[-1]) == (-9, 0)
+    assert len(codes) >= 4
+    same_weights(tmp_path / "whole", tmp_path / "run")
+    losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("whole", "run")]
+    assert losses[0] == losses[1]
+
+
+def test_a_run_of_whole_packs_goes_on_in_slices_and_back(store, tmp_path):
+    run(store, tmp_path / "whole", None)
+    run(store, tmp_path / "mixed", None, run__steps=2)
+    run(store, tmp_path / "mixed", EVEN, run__steps=4)
+    run(store, tmp_path / "mixed", None)
+
+    for name, value in weights_of(tmp_path / "whole").items():
+        torch.testing.assert_close(weights_of(tmp_path / "mixed")[name], value, rtol=0, atol=2e-5)
+
+
+def test_other_plans_after_a_stop_are_planned_anew(store, hardware, tmp_path):
+    run(store, tmp_path / "run", priced(hardware))
+    copy = rewound(tmp_path / "run", 2, tmp_path / "copy")
+
+    notes = run(store, copy, priced(hardware, method="balanced"))
+
+    assert {step.plan_method for step in notes.steps} <= {"balanced", "sliced"}
+
+
+def test_a_run_that_begins_again_on_other_data_is_planned_anew(store, hardware, tmp_path):
+    run(store, tmp_path / "run", priced(hardware), run__steps=2)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    before = (tmp_path / "run/plans.json").read_bytes()
+
+    notes = run(store, tmp_path / "run", priced(hardware), run__steps=2, data__seed=5)
+
+    assert len(notes.steps) == 2
+    assert (tmp_path / "run/plans.json").read_bytes() != before
+
+
+def test_what_data_cost_is_measured_by_the_plans_of_the_steps(store, hardware, tmp_path, monkeypatch):
+    ran = []
+    inner = vl.SliceEngine.step
+    monkeypatch.setattr(
+        vl.SliceEngine,
+        "step",
+        lambda self, batch: ran.append(plan_fingerprint(batch.plan)) or inner(self, batch),
+    )
+    notes = Notes()
+    given = planned(store, tmp_path / "run", priced(hardware), measure__exposed_data=True, measure__steps=3)
+    summary = train(given, notes)
+
+    assert summary.exposed.steps == 3
+    assert ran[6:] == [ran[3], *ran[3:6]]  # of which the first is run once to warm up
+    assert summary.totals.plan_wait_s == pytest.approx(sum(step.plan_wait_s for step in notes.steps[1:]))
+    assert summary.totals.first_plan_s == notes.steps[0].plan_wait_s
+
+
+def test_plans_are_priced_as_the_engine_runs_them(store, hardware, tmp_path, monkeypatch):
+    asked, widened = [], pricing.with_wide_rows
+    monkeypatch.setattr(pricing, "with_wide_rows", lambda cost, *of: asked.append(cost) or widened(cost, *of))
+
+    run(store, tmp_path / "run", priced(hardware), run__steps=1)
+
+    assert [(cost.kernels, cost.exchange_overlap) for cost in asked] == [("eager", 0.0)]
+
+
+def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
+    plan = {"method": "micropack", "calibrate_s": 0.5, "least_rows": 8}
+
+    first = run(store, tmp_path / "run", plan, run__steps=2)
+    kept = (tmp_path / "run/hardware.json").read_bytes()
+    second = run(store, tmp_path / "run", plan, run__steps=3)
+
+    assert "measuring this machine's kernels" in first.said[0]
+    held_out, changed = second.said  # nothing is measured again
+    assert held_out.startswith(
+        "The rates of this machine's CPU predict shapes that they weren't fitted to within"
+    )
+    assert changed == "run.steps was 2 and is 3"
+    assert (tmp_path / "run/hardware.json").read_bytes() == kept
+    assert "rates of this machine's CPU" in second.plans[0].plans
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "words"),
+    [
+        (
+            {"pp": 2},
+            {},
+            "plan.pp = 2 stages, and there is 1 process; start 2, or set a plan.pp that divides 1",
+        ),
+        ({"pp": 0}, {}, "plan.pp must be at least 1"),
+        ({"slice_tokens": 0}, {}, "plan.slice_tokens must be a whole number of tokens from 1"),
+        (
+            {"slice_tokens": 8, "hardware": "h100"},
+            {},
+            'and plan.hardware = "h100" needs one; leave one of them out',
+        ),
+        ({"slice_tokens": 8, "method": "packed"}, {}, 'and plan.method = "packed" needs one'),
+        ({"hardware": "h1000"}, {}, "no hardware is called 'h1000'; nearest: h100"),
+        ({"hardware": "none.json"}, {}, "there is no such file; varlen plan --calibrate --save makes one"),
+        ({"method": "micropac"}, {}, 'plan.method must be "packed" or "balanced" or "sliced" or "micropack"'),
+        ({"recompute": "selectiv"}, {}, "got 'selectiv'; the nearest is \"selective\""),
+        ({"offload": "nvme"}, {}, 'plan.offload must be "auto" or "none" or "kv", got \'nvme\''),
+        ({"merges": "no"}, {}, "plan.merges must be true or false, got 'no'"),
+        ({"merge": False}, {}, "plan.merge is no setting; the nearest is plan.merges"),
+        ({"merges": False, "method": "dynamic_cp"}, {}, 'set "balanced" for whole documents'),
+        ({"merges": False, "quick": "dynamic_cp"}, {}, 'plan.quick = "dynamic_cp" shares documents'),
+        ({"metod": "packed"}, {}, "plan.metod is no setting; the nearest is plan.method"),
+        ({"learning_rate": 1.0}, {}, "the nearest is optimizer.learning_rate"),
+        ({"memory_fraction": 1.5}, {}, "plan.memory_fraction must be at most 1"),
+        ({"deadline_s": 0}, {}, "plan.deadline_s must be above 0"),
+        ({"virtual_stages": 2}, {}, "virtual_stages=2 needs pp of at least 2"),
+        ({}, {"model__attention": "eager"}, 'model.attention = "eager" and [plan]'),
+    ],
+)
+def test_what_goes_not_together_is_refused_in_a_sentence(store, tmp_path, plan, changes, words):
+    with pytest.raises(SettingError) as refused:
+        run(store, tmp_path / "run", plan, **changes)
+
+    assert words in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_dropout_is_refused_before_anything_is_trained(store, tmp_path):
+    with pytest.raises(ModelError, match="dropout"):
+        run(store, tmp_path / "run", EVEN, model__settings=LLAMA)
+
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize("parallel", mostly(["fsdp"], ["fsdp", "ddp"]))
+def test_half_precision_trains_in_slices_and_stays_near(store, tmp_path, parallel):
+    half = {"run__precision": "bf16", "run__parallel": parallel}
+
+    ours, theirs = (run(store, tmp_path / f"{n}", plan, **half).steps for n, plan in enumerate((EVEN, None)))
+    exact = run(store, tmp_path / "exact", EVEN).steps
+
+    assert ours[0].loss != exact[0].loss
+    assert ours[-1].loss == pytest.approx(exact[-1].loss, rel=0.02)
+    assert ours[-1].loss == pytest.approx(theirs[-1].loss, rel=0.02)
+    assert all(value.dtype == torch.float32 for value in weights_of(tmp_path / "0").values())

@@ -1,0 +1,277 @@
+"""SIGTERM and SIGUSR1 save as Ctrl-C does: at one step that all ranks agree on, whichever of them was told."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from tests.acceptance.test_ownership import toml_of
+from tests.support.rarely import mostly
+from tests.support.training import (
+    CONTEXT,
+    LLAMA,
+    metrics_of,
+    same_end,
+    settings,
+    signal_at,
+    start_ranks,
+    steps_of,
+    table,
+    write_store,
+)
+from tests.support.training import Notes as Hearer
+
+from varlen.signals import SCHEDULERS
+from varlen.train.changes import WeightsMark
+from varlen.train.trainer import agreed, train
+
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+NEVER = {"run__checkpoint_every": 0}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return write_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def whole(store, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "run"
+    train(settings(store, output, **NEVER), Hearer())
+    return output
+
+
+def ended(processes):
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
+
+
+CASES = {
+    "at a step": ("step", {0: [TERM]}, 3, 1, [143]),
+    "by the other signal": ("step", {0: [USR1]}, 3, 1, [138]),
+    "twice": ("step", {0: [USR1, USR1, TERM]}, 3, 1, [138]),
+    "at the first step": ("step", {0: [TERM]}, 1, 1, [143]),
+    "at the last step": ("step", {0: [TERM]}, 6, 1, [0]),
+    "while it is saved": ("save", {0: [TERM]}, 1, 1, [143]),
+    "while the model is written": ("export", {0: [TERM]}, 1, 1, [0]),
+    "while the data is opened": ("start", {0: [TERM]}, 1, 1, [143]),
+    "while the model is built": ("load", {0: [USR1]}, 1, 1, [138]),
+    "one rank of two": ("step", {1: [USR1]}, 3, 2, [138, 138]),
+    "two ranks by two signals": ("step", {0: [USR1], 1: [TERM]}, 3, 2, [143, 143]),
+    "one rank of two while it saves": ("save", {1: [TERM]}, 1, 2, [143, 143]),
+    "one rank of two at the start": ("load", {1: [TERM]}, 1, 2, [143, 143]),
+    "the first rank of two at the start": ("load", {0: [USR1]}, 1, 2, [138, 138]),
+}
+OFTEN = {
+    "at a step",
+    "twice",
+    "at the last step",
+    "while the model is built",
+    "one rank of two",
+    "while it is saved",
+}
+
+
+@pytest.mark.parametrize("name", mostly(sorted(OFTEN), CASES))
+def test_every_rank_saves_one_step_and_says_which_signal_ended_it(store, whole, tmp_path, name):
+    moment, sent, number, ranks, codes = CASES[name]
+    saves = {"run__checkpoint_every": 2 if moment == "save" else 0}
+    made = table(store, tmp_path / "run", data__micro_batch_size=2 if ranks == 1 else 1, **saves)
+
+    processes = start_ranks([made], ranks, tmp_path, prepare=partial(signal_at, moment, sent, number))
+    begun = time.monotonic()
+    assert ended(processes) == codes, [path.read_text() for path in tmp_path.glob("rank*.txt")]
+    assert time.monotonic() - begun < 60
+
+    done = {"step": number, "save": 2, "export": 6}.get(moment, 0)
+    assert (
+        [int(one[-8:]) for one in steps_of(tmp_path / "run")] == [done]
+        if done
+        else not (tmp_path / "run/checkpoints").exists()
+    )
+    assert (tmp_path / "run/model").exists() == (codes == [0])
+    if ranks == 1:
+        train(settings(store, tmp_path / "run", **NEVER), Hearer())
+        if moment != "save":
+            same_end(whole, tmp_path / "run")
+        assert metrics_of(tmp_path / "run") == metrics_of(whole)
+
+
+def test_ranks_with_a_plan_and_stages_save_together(store, tmp_path):
+    made = table(store, tmp_path / "run", plan__pp=2, plan__hardware="h100", run__checkpoint_every=0)
+    made["model"]["settings"] = {**LLAMA, "attention_dropout": 0.0}
+
+    processes = start_ranks([made], 2, tmp_path, prepare=partial(signal_at, "step", {1: [TERM]}, 2))
+
+    assert ended(processes) == [143, 143], [path.read_text() for path in tmp_path.glob("rank*.txt")]
+    assert steps_of(tmp_path / "run") == ["step-00000002"]
+
+
+LOST = """
+import os, signal, threading
+from varlen import signals
+signals._PATIENCE_S = 1.0
+signals.raise_stopped()
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000): pass
+Dropping()
+print("goes on", flush=True)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+
+
+def test_a_signal_that_a_library_has_lost_or_that_left_a_lock_behind_ends_the_process_all_the_same():
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert "goes on" in done.stdout
+    assert done.returncode == 143
+    assert done.stderr == "varlen: stopped by SIGTERM; the same command goes on\n"
+
+
+LOST_INTERRUPT = """
+import os, signal
+from varlen import signals
+signals.raise_stopped()
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+class Failing:
+    def __del__(self): 1 / 0
+Dropping()
+Failing()
+from varlen.train.trainer import Interrupt
+with Interrupt() as interrupt:
+    interrupt.defer()
+    print(interrupt.asked)
+"""
+
+
+def test_a_ctrl_c_that_a_library_has_lost_ends_the_run_at_its_first_step():
+    done = subprocess.run(
+        [sys.executable, "-c", LOST_INTERRUPT], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.stdout.split() == [str(int(INT))]
+    assert "KeyboardInterrupt" not in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
+STUCK = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from varlen import signals
+from varlen.cli import app as cli
+signals._PATIENCE_S = 1.0
+def verb():
+    ThreadPoolExecutor(1).submit(threading.Event().wait)
+    raise signals.Stopped(signals.SCHEDULERS[0], "step 3 is saved")
+try:
+    cli._verb(verb)()
+finally:
+    print("ends", flush=True)
+"""
+
+
+def test_a_thread_that_stands_still_does_not_hold_up_the_end():
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.stdout == "ends\n"
+    assert done.returncode == 143
+    assert "stopped by SIGTERM; step 3 is saved" in done.stderr
+
+
+def look_at(folder):
+    """Begin to hash weights, and say what there is of it."""
+    sys.exit(WeightsMark(str(folder), None, None).get())
+
+
+def test_hashing_weights_does_not_hold_up_the_end(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    with weights.open("wb") as file:
+        file.truncate(64 << 30)  # of zeros, which take no room, and a minute or more to hash
+    process = CONTEXT.Process(target=look_at, args=(tmp_path,))
+    process.start()
+
+    assert ended([process]) == [0]  # None: nothing is known yet
+
+
+def test_of_several_signals_all_ranks_follow_the_same_one():
+    assert agreed([0, 0]) == 0
+    assert agreed([0, INT]) == INT
+    assert agreed([INT, USR1, 0]) == USR1
+    assert agreed([USR1, TERM]) == TERM
+
+
+def children_of(process):
+    told = ["ps", "-o", "pid=", "--ppid", str(process.pid)]
+    return subprocess.run(told, capture_output=True, text=True, check=False).stdout.split()
+
+
+@pytest.mark.parametrize("number", mostly([TERM], SCHEDULERS))
+def test_a_signal_to_all_processes_of_a_job_leaves_the_loaders_worker_alive_to_the_end(
+    tmp_path, store, number
+):
+    made = table(store, tmp_path / "run", run__steps=10**6, run__checkpoint_every=0, data__worker="process")
+    (tmp_path / "c.json").write_text(json.dumps(made))
+    toml_of(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "varlen", "train", str(tmp_path / "c.toml")], stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    children = children_of(process)
+    assert children, "no worker runs"
+    for child in children:
+        subprocess.run(["kill", f"-{int(number)}", child], check=False)
+    time.sleep(0.5)
+    assert children_of(process) == children, "a worker has died, and another took its place"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 128 + number, said
+    assert f"stopped by {number.name}; step" in said
+    assert "is saved in" in said
+
+
+@pytest.mark.parametrize("verb", ["index", "pack"])
+def test_other_verbs_end_at_once_and_go_on_later(tmp_path, verb):
+    data = tmp_path / "texts.jsonl"
+    data.write_text(json.dumps({"text": "some words to learn from " * 40}) + "\n")
+    data.write_bytes(data.read_bytes() * 30_000)
+    command = [
+        sys.executable,
+        "-m",
+        "varlen",
+        verb,
+        str(data),
+        "-o",
+        str(tmp_path / "out"),
+        "--processes",
+        "2",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob("out.partial/.work/**/*.part")):
+        time.sleep(0.02)
+    process.send_signal(TERM)
+    _, said = process.communicate(timeout=30)
+
+    assert process.returncode == 143, said
+    assert "stopped by SIGTERM; the same command again goes on where it stopped" in said
+    assert not (tmp_path / "out").exists()
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]

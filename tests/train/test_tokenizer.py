@@ -1,0 +1,302 @@
+"""The tokenizer of a run: the model's own by default, compared with the data by name, and saved beside the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tokenizer_kinds import byte_bpe, split_bpe
+from tests.support.training import LLAMA, Notes
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from varlen.documents.source import open_source
+from varlen.errors import SettingError, SourceError, StateError
+from varlen.offline.index import index_source
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.train.model import model_config, saved_dtype
+from varlen.train.settings import ModelSettings
+from varlen.train.tokens import run_tokenizer
+from varlen.train.trainer import train
+
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "chat_template": "T",
+}
+
+
+def write_tokenizer(folder: Path, make: Any = split_bpe, **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    make().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG | config))
+    return folder
+
+
+def write_model(folder: Path, dtype: torch.dtype = torch.float32, vocab_size: int = 420, **more: Any) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(**(LLAMA | {"vocab_size": vocab_size, "attention_dropout": 0.0} | more))
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": "hello you, what is 12 + 34? " * 4}) + "\n" for _ in range(60))
+    )
+    return path
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return write_tokenizer(write_model(tmp_path / "tiny", torch.bfloat16))
+
+
+def settings_of(source: Path, output: Path, model: Any, **changes: Any) -> Any:
+    from tests.support.training import table
+
+    from varlen.train.settings import TrainSettings, as_settings
+
+    made = table(source, output, **changes)
+    made["model"] = {"path": str(model)} if not isinstance(model, dict) else model
+    made["run"]["steps"] = 2
+    return as_settings(TrainSettings, made, "")
+
+
+def trained(source: Path, output: Path, model: Any, **changes: Any) -> Notes:
+    notes = Notes()
+    train(settings_of(source, output, model, **changes), notes)
+    return notes
+
+
+def same_ids(folder: Path, other: Path) -> bool:
+    texts = ["hello you", "a<s>b</s><|im_end|>\nc", "żółć 🦆"]
+    one, two = (AutoTokenizer.from_pretrained(str(place)) for place in (folder, other))
+    return [one(text)["input_ids"] for text in texts] == [two(text)["input_ids"] for text in texts] and (
+        one.get_vocab() == two.get_vocab()
+    )
+
+
+@pytest.mark.parametrize("mode", ["indexed", "streaming"])
+def test_documents_become_tokens_of_the_models_own_tokenizer_which_is_saved_with_it(
+    texts, model, tmp_path, mode, caplog
+):
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
+
+    with caplog.at_level(logging.WARNING):
+        notes = trained(texts, tmp_path / "run", model, data__mode=mode, data__cache=str(tmp_path / "cache"))
+
+    wanted = AutoTokenizer.from_pretrained(str(model))
+    length = len(wanted("hello you, what is 12 + 34? " * 4)["input_ids"]) + 1
+    assert notes.steps[0].tokens % length == 0
+    out = tmp_path / "run" / "model"
+    assert same_ids(out, model)
+    assert AutoTokenizer.from_pretrained(str(out)).chat_template == "T"
+    saved = AutoModelForCausalLM.from_pretrained(str(out), dtype="auto")
+    assert saved.dtype == torch.bfloat16
+    assert json.loads((out / "config.json").read_bytes())["dtype"] == "bfloat16"
+    assert saved.generation_config.eos_token_id == [1, 3]
+    assert "bytes" not in caplog.text
+    assert not notes.said
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "dtype"),
+    [
+        ("auto", torch.float16, torch.float16),
+        ("float32", torch.bfloat16, torch.float32),
+        ("bfloat16", torch.float32, torch.bfloat16),
+    ],
+)
+def test_the_model_is_saved_in_the_dtype_that_is_asked_for(texts, tmp_path, asked, stored, dtype):
+    folder = write_tokenizer(write_model(tmp_path / "tiny", stored))
+
+    trained(texts, tmp_path / "run", {"path": str(folder), "dtype": asked})
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype="auto").dtype == dtype
+
+
+def test_a_checkpoint_whose_configuration_names_no_dtype_has_that_of_its_weights(tmp_path):
+    folder = write_model(tmp_path / "tiny", torch.bfloat16)
+    config = json.loads((folder / "config.json").read_bytes())
+    for key in ("dtype", "torch_dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    given = ModelSettings(path=str(folder))
+
+    assert saved_dtype(model_config(given, None), given) == torch.bfloat16
+    random = ModelSettings(type="llama", settings=LLAMA)
+    assert saved_dtype(model_config(random, 9), random) == torch.float32
+
+
+def test_a_store_of_another_tokenizer_is_refused_by_name_with_the_way_out(texts, model, tmp_path):
+    other = write_tokenizer(tmp_path / "other", byte_bpe)
+    index_source(open_source(texts, other), tmp_path / "store")
+    index_source(open_source(texts), tmp_path / "bytes")
+    index_source(open_source(texts, model), tmp_path / "same")
+
+    with pytest.raises(
+        SettingError,
+        match=r"store holds tokens of the tokenizer other \(.*\), and tiny \(.*--tokenizer .*data\.tokenizer",
+    ):
+        trained(tmp_path / "store", tmp_path / "run", model)
+    with pytest.raises(
+        SettingError, match=r"bytes holds tokens of the tokenizer the built-in one, bytes, and tiny"
+    ):
+        trained(tmp_path / "bytes", tmp_path / "run", model)
+    assert not (tmp_path / "run").exists()
+    trained(tmp_path / "same", tmp_path / "run", model)
+    assert same_ids(tmp_path / "run" / "model", model)
+
+
+def test_a_packed_set_of_another_tokenizer_is_refused_by_name(texts, model, tmp_path):
+    from varlen.offline.pack import PackSettings, pack_source
+
+    other = write_tokenizer(tmp_path / "other", byte_bpe)
+    pack_source(open_source(texts, other), tmp_path / "packed", PackSettings(capacity=256))
+    pack_source(open_source(texts, model), tmp_path / "same", PackSettings(capacity=256))
+
+    with pytest.raises(SettingError, match=r"packed holds tokens of the tokenizer other \(.*\), and tiny"):
+        trained(tmp_path / "packed", tmp_path / "run", model, data__cache=str(tmp_path / "cache"))
+    trained(
+        tmp_path / "same",
+        tmp_path / "run",
+        model,
+        data__cache=str(tmp_path / "cache"),
+        data__overlong="split",
+    )
+
+
+def test_whoever_names_the_tokenizer_of_the_data_may_train_a_model_on_its_ids(texts, model, tmp_path):
+    other = write_tokenizer(tmp_path / "other", byte_bpe)
+    index_source(open_source(texts, other), tmp_path / "store")
+
+    for number, source in enumerate((tmp_path / "store", texts)):
+        output = tmp_path / f"run{number}"
+        notes = trained(
+            source, output, model, data__tokenizer=str(other), data__cache=str(tmp_path / "cache")
+        )
+
+        assert same_ids(output / "model", other)
+        [said] = notes.said
+        assert said.startswith("the model's own tokenizer, tiny (")
+        assert "isn't used: data.tokenizer is other (" in said
+    with pytest.raises(SettingError, match=r"store holds tokens of the tokenizer other \(.*\), and tiny \("):
+        trained(tmp_path / "store", tmp_path / "run2", model, data__tokenizer=str(model))
+
+
+def test_bytes_are_told_where_a_model_has_no_tokenizer_or_they_are_asked_for(texts, model, tmp_path, caplog):
+    bare = write_model(tmp_path / "bare")
+
+    for number, (path, changes) in enumerate(((bare, {}), (model, {"data__tokenizer": "bytes"}))):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            trained(texts, tmp_path / f"run{number}", path, data__mode="streaming", **changes)
+        assert "tokens are bytes" in caplog.text
+        assert not (tmp_path / f"run{number}" / "model" / "tokenizer.json").exists()
+
+
+def test_random_weights_know_the_tokenizer_that_is_named_and_it_is_saved(texts, tmp_path):
+    folder = write_tokenizer(tmp_path / "tok", additional_special_tokens=["<extra>"])
+    small = {"type": "llama", "settings": LLAMA}
+
+    trained(texts, tmp_path / "run", small, data__tokenizer=str(folder), data__cache=str(tmp_path / "cache"))
+
+    out = tmp_path / "run" / "model"
+    assert json.loads((out / "config.json").read_bytes())["vocab_size"] == load_tokenizer(folder).vocab_size
+    assert same_ids(out, folder)
+    alone = tmp_path / "alone.json"
+    split_bpe().save(str(alone))
+    trained(texts, tmp_path / "run1", small, data__tokenizer=str(alone), data__cache=str(tmp_path / "cache"))
+    made = AutoTokenizer.from_pretrained(str(tmp_path / "run1" / "model"))
+    assert (made("hello you")["input_ids"], made.eos_token) == (split_bpe().encode("hello you").ids, "</s>")
+
+
+def test_a_tokenizer_that_means_something_else_beside_this_model_is_told(texts, tmp_path, caplog):
+    folder = write_tokenizer(tmp_path / "tok")
+    qwen = {"type": "qwen2", "settings": {key: LLAMA[key] for key in LLAMA if key != "attention_dropout"}}
+
+    with caplog.at_level(logging.WARNING):
+        trained(
+            texts, tmp_path / "run", qwen, data__tokenizer=str(folder), data__cache=str(tmp_path / "cache")
+        )
+
+    assert same_ids(tmp_path / "run" / "model", folder) or "AutoTokenizer doesn't read" in caplog.text
+
+
+def test_a_template_that_is_named_is_saved(tmp_path, model):
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]})
+        + "\n"
+    )
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    )
+    (tmp_path / "chat.jinja").write_text(template)
+
+    trained(
+        tmp_path / "chats.jsonl", tmp_path / "run", model, data__chat_template=str(tmp_path / "chat.jinja"),
+        data__mode="streaming", run__epochs=9, data__global_batch_size=1, data__micro_batch_size=1,
+    )  # fmt: skip
+
+    assert AutoTokenizer.from_pretrained(str(tmp_path / "run" / "model")).chat_template == template
+
+
+def test_a_run_goes_on_with_its_tokenizer_and_with_no_other(texts, model, tmp_path):
+    given = {"data__mode": "streaming", "run__checkpoint_every": 1}
+    trained(texts, tmp_path / "run", model, **given)
+    other = write_tokenizer(tmp_path / "other", byte_bpe)
+
+    with pytest.raises(StateError, match=r"tokenizer was tiny \(.*\) and is other \("):
+        trained(texts, tmp_path / "run", model, **given, data__tokenizer=str(other))
+    trained(texts, tmp_path / "run", model, **given, data__tokenizer=str(write_tokenizer(tmp_path / "copy")))
+
+
+def test_ready_tokens_of_no_tokenizer_ask_for_the_size_of_the_vocabulary(tmp_path):
+    path = tmp_path / "ids.jsonl"
+    path.write_text((json.dumps({"input_ids": [1, 2, 3, 300]}) + "\n") * 9)
+    small = {"type": "llama", "settings": LLAMA}
+
+    with pytest.raises(SettingError, match=r"set model\.settings\.vocab_size"):
+        trained(path, tmp_path / "run", small, data__cache=str(tmp_path / "cache"))
+    assert (
+        run_tokenizer(settings_of(path, tmp_path / "run", small).data, ModelSettings(type="llama")).vocab_size
+        is None
+    )
+
+
+def test_a_name_on_the_hub_is_a_model_and_its_tokenizer(texts, model, tmp_path):
+    place = tmp_path / "hub" / "models--org--tiny"
+    (place / "snapshots").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    model.rename(place / "snapshots" / ("0" * 40))
+    config = tmp_path / "c.toml"
+    config.write_text(
+        f'[data]\nsource = "{texts}"\ncapacity = 128\nglobal_batch_size = 2\nmode = "streaming"\n'
+        f'[model]\npath = "org/tiny"\n[run]\noutput = "{tmp_path / "run"}"\nsteps = 1\n'
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-m", "varlen", "train", str(config)], capture_output=True, text=True, check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "bytes" not in done.stderr
+    assert same_ids(tmp_path / "run" / "model", place / "snapshots" / ("0" * 40))
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "a/b/c", "/nowhere", "no such model"])
+def test_what_is_neither_a_folder_nor_a_name_is_refused(texts, tmp_path, path):
+    with pytest.raises(SourceError, match=r"holds no config\.json; name a folder .* or a model on the hub"):
+        trained(texts, tmp_path / "run", {"path": path}, data__tokenizer="bytes")
