@@ -79,8 +79,8 @@ def test_every_command_of_the_page_is_one_that_exists(name: str, root: Path) -> 
 def test_every_test_that_the_page_names_is_there(name: str, root: Path) -> None:
     text = PAGES[name].read_text(encoding="utf-8")
     for file, test in re.findall(r"`(?:tests/)?([\w/]*test_\w+\.py)(?:::(\w+))?`", text):
-        text = (root / "tests" / file).read_text(encoding="utf-8")
-        assert not test or f"def {test}(" in text, (file, test)
+        code = (root / "tests" / file).read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in code, (file, test)
 
 
 def test_every_page_is_reached_from_readme() -> None:
