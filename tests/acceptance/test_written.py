@@ -1,11 +1,8 @@
-"""Every file that we read back and have written ourselves, damaged at random: what was written, or one sentence.
-
-No traceback, no wait, no memory that the files don't hold. Nothing tells flipped bits of tokens and masks, which are
-read here and there and carry no checksum, nor those of packed rows.
-"""
+"""Files that we read back and have written ourselves: damaged at random, or finished by another process meanwhile."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -21,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.acceptance.written_files import damage
 from tests.support.offline_packs import pack, small_parts, write_chats
 from tests.support.random_plans import random_plan
 
@@ -32,8 +28,11 @@ from varlen.cost.hardware import load_hardware, save_hardware
 from varlen.cost.model import Hardware
 from varlen.documents.source import open_source
 from varlen.errors import SourceError, VarlenError
-from varlen.files.written import PARTIAL, WORK, sealed
+from varlen.feed import opening
+from varlen.files.written import LOCK, PARTIAL, WORK, sealed
+from varlen.offline import outputs
 from varlen.offline.index import index_source
+from varlen.offline.outputs import check_unfinished
 from varlen.plan.serialize import load_plan, plan_fingerprint, save_plan
 from varlen.store.growing import PartialStore
 from varlen.store.lengths import counted_lengths
@@ -350,3 +349,136 @@ def test_stores_without_checksums_are_read(made, tmp_path):
         path.write_text(json.dumps(counts))
     assert isinstance(open_store(copy), TokenStore)
     assert read_store(copy) == made["store"][1]
+
+
+CALLS = (
+    (os, "mkdir"),
+    (os, "open"),
+    (os, "scandir"),
+    (os, "listdir"),
+    (os, "stat"),
+    (os, "lstat"),
+    (io, "open"),
+)
+
+
+def begin(folder: Path) -> Path:
+    """Make an unfinished store with one shard; returns its folder."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    shard = partial / "00000-0000"
+    shard.mkdir(parents=True)
+    (shard / "tokens.bin").write_bytes(b"\1" * 8)
+    (partial / WORK).mkdir()
+    (partial / WORK / LOCK).touch()
+    (partial / WORK / "state.json").write_text(json.dumps({"varlen": "1", "fingerprint": "f"}))
+    return partial
+
+
+LOOKS = {
+    "locked": lambda folder: outputs._locked(folder.with_name(folder.name + PARTIAL), folder).close(),
+    "written": lambda folder: opening._written(folder),
+    "marked": lambda folder: check_unfinished(folder.with_name(folder.name + PARTIAL)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_folder_that_is_finished_at_any_moment_is_no_fault(tmp_path, monkeypatch, name):
+    moment, has_moved = 0, True
+    while has_moved:
+        folder = tmp_path / f"{moment}" / "po"
+        partial, left = begin(folder), moment
+        has_moved = False
+
+        def counted(call):
+            def inner(*args, **kwargs):
+                nonlocal left, has_moved
+                if left == 0 and not has_moved:
+                    has_moved = True
+                    partial.rename(folder)  # noqa: B023
+                left -= 1
+                return call(*args, **kwargs)
+
+            return inner
+
+        with monkeypatch.context() as patched:
+            for module, one in CALLS:
+                patched.setattr(module, one, counted(getattr(module, one)))
+            LOOKS[name](folder)
+        moment += 1
+    assert moment > 3
+
+
+VALUES: list[Any] = [
+    None,
+    -1,
+    0,
+    1,
+    2**31,
+    2**62,
+    2**80,
+    1.5,
+    float("inf"),
+    "",
+    "x",
+    "../x",
+    [],
+    {},
+    [1],
+    True,
+]
+
+
+def damage(path: Path, random: Random, others: list[Path]) -> str:
+    """Damage a file; returns how."""
+    is_json = path.suffix == ".json"
+    ways = ["flip", "cut", "grow", "fifo", "folder", "gone", "swap", "garbage"] + ["json"] * (
+        8 if is_json else 0
+    )
+    way = random.choice(ways)
+    content = path.read_bytes()
+    if way == "json":
+        return f"{path.name}: {_edit(path, random)}"
+    path.unlink()
+    if way == "fifo":
+        os.mkfifo(path)
+    elif way == "folder":
+        path.mkdir()
+    elif way == "flip" and content:
+        changed = bytearray(content)
+        for _ in range(random.randint(1, 3)):
+            changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+        path.write_bytes(changed)
+    elif way == "cut":
+        path.write_bytes(content[: random.randrange(len(content) + 1)])
+    elif way == "grow":
+        path.write_bytes(content + random.randbytes(random.randint(1, 40)))
+    elif way == "swap" and others:
+        shutil.copy(random.choice(others), path)
+    elif way != "gone":
+        path.write_bytes(
+            random.choice([b"", b"[" * 50_000, b"\x93NUMPY\1\0", b"\xff\0", random.randbytes(300)])
+        )
+    return f"{path.name}: {way}"
+
+
+def _edit(path: Path, random: Random) -> str:
+    """Change, or take out, one value of a JSON file, at any depth; seals are made anew, left or taken out."""
+    told = json.loads(path.read_bytes())
+    at, names = told, []
+    while isinstance(at, dict | list) and at:
+        name = random.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        names.append(str(name))
+        if not isinstance(at[name], dict | list) or not at[name] or random.random() < 0.3:
+            how = random.choice(["drop", "value", "value"])
+            if how == "drop":
+                del at[name]
+            else:
+                at[name] = random.choice(VALUES)
+            break
+        at = at[name]
+    seal = random.choice(["kept", "anew", "none"])
+    if isinstance(told, dict) and "checksum" in told and seal != "kept":
+        told.pop("checksum")
+        told = sealed(told) if seal == "anew" else told
+    path.write_text(json.dumps(told))
+    return f"{'.'.join(names)}, seal {seal}"

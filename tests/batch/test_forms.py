@@ -1,8 +1,9 @@
-"""Documents, labels, masks and columns in every form that a caller may hold them in give the same batch."""
+"""Documents in every form that a caller may hold them in give the same batch, without more work than they need."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from tests.batch.batches import Case, cases, same_batch, tokens_like
 from tests.support.rarely import mostly
 
 import varlen as vl
-from varlen.batch import kernels
-from varlen.batch.documents import as_ragged
+from varlen.batch import documents, kernels
+from varlen.batch.documents import as_ragged, read_int_lists
+from varlen.batch.flatten import as_whole, flatten, holds_ones_only, join
 from varlen.errors import DocumentsError
 
 Form = Callable[[list[list[Any]]], Any]
@@ -123,8 +125,8 @@ def test_labels_of_every_form_give_the_same_batch_beside_any_documents(name: str
     form, packing = FORMS[name], vl.pack(LENGTHS, 8)
     labels = tokens_like(LENGTHS, 30)
     wanted = vl.collate(DOCUMENTS, packing, labels=labels)
-    for documents in (DOCUMENTS, flat(np.int32)(DOCUMENTS), FORMS["Arrow list"](DOCUMENTS)):
-        same_batch(vl.collate(documents, packing, labels=form(labels)), wanted)
+    for rows in (DOCUMENTS, flat(np.int32)(DOCUMENTS), FORMS["Arrow list"](DOCUMENTS)):
+        same_batch(vl.collate(rows, packing, labels=form(labels)), wanted)
 
 
 MASKS: dict[str, Form] = {
@@ -150,8 +152,8 @@ def test_masks_of_every_form_give_the_same_batch(form: Form) -> None:
     mask = [[token % 3 % 2 for token in part] for part in DOCUMENTS]
     wanted = vl.collate(DOCUMENTS, packing, loss_mask=mask)
     assert 0 < wanted.num_targets < sum(LENGTHS) - wanted.num_segments
-    for documents in (DOCUMENTS, flat(np.int32)(DOCUMENTS)):
-        same_batch(vl.collate(documents, packing, loss_mask=form(mask)), wanted)
+    for rows in (DOCUMENTS, flat(np.int32)(DOCUMENTS)):
+        same_batch(vl.collate(rows, packing, loss_mask=form(mask)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -351,3 +353,234 @@ def test_a_batch_that_needs_nothing_special_takes_one_kernel_call(
         vl.collate(documents, packing, **more)
     vl.collate(documents, packing, out=vl.collate(documents, packing, labels=documents))
     assert calls == ["plain"] * is_plain
+
+
+ANY_DOCUMENTS = st.lists(st.lists(st.integers(0, 50_000), min_size=1, max_size=300), min_size=1, max_size=6)
+
+
+@given(ANY_DOCUMENTS, st.integers(1, 400), st.booleans(), st.sampled_from([list, np.array]))
+def test_a_row_is_the_flat_batch_that_collate_makes_of_one_pack(
+    documents: list[list[int]], multiple: int, labelled: bool, form: Any
+) -> None:
+    given_labels = [[token if token % 3 else -100 for token in document] for document in documents]
+    labels = [form(values) for values in given_labels] if labelled else None
+    lengths = [len(document) for document in documents]
+    packing = vl.pack(lengths, capacity=sum(lengths), method="next_fit")
+    batch = vl.collate(
+        documents, packing, labels=labels, pad_id=7, pad_to_multiple_of=multiple, layout="flat", report=False
+    )
+
+    row = flatten([form(document) for document in documents], labels, pad_id=7, pad_to_multiple_of=multiple)
+
+    assert row.position_ids is not None
+    assert row.owners is not None
+    assert row.input_ids.dtype == row.labels.dtype == row.position_ids.dtype == np.int64
+    assert row.input_ids.tolist() == batch.input_ids[0].tolist()
+    assert row.labels.tolist() == batch.labels[0].tolist()
+    assert row.position_ids.tolist() == batch.position_ids[0].tolist()
+    assert row.cu_seqlens.dtype == row.owners.dtype == np.int32
+    assert row.cu_seqlens.tolist() == batch.cu_seqlens.tolist()
+    owners = batch.segment_ids[0].tolist()
+    assert [number if number < len(documents) else -1 for number in row.owners.tolist()] == owners
+
+
+@given(ANY_DOCUMENTS, st.data())
+def test_rows_of_several_documents_are_cut_at_their_lengths(
+    documents: list[list[int]], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(documents)))
+    rows = [list(itertools.chain(*part)) for part in (documents[:cut], documents[cut:])]
+    lengths = [[len(document) for document in part] for part in (documents[:cut], documents[cut:])]
+
+    whole, rowed = flatten(documents), flatten(rows, lengths=lengths)
+
+    assert rowed.input_ids.tolist() == whole.input_ids.tolist()
+    assert rowed.labels.tolist() == whole.labels.tolist()
+    assert rowed.cu_seqlens.tolist() == whole.cu_seqlens.tolist()
+
+
+def test_documents_without_tokens_are_counted() -> None:
+    assert flatten([[], [1], [], [2]], keep=[[], [1], [], [0]]).empty_documents == 3
+
+
+def test_token_ids_that_int64_cannot_hold_are_refused() -> None:
+    with pytest.raises(DocumentsError, match="input_ids"):
+        flatten([[2**64]])
+    with pytest.raises(DocumentsError, match="input_ids"):
+        flatten([np.array([2**63], np.uint64)])
+
+
+ANY_VALUES = st.lists(st.lists(st.integers(-100, 50_000), max_size=5), min_size=1, max_size=6)
+JOINED_FORMS: dict[str, Any] = {
+    "lists": lambda documents: documents,
+    "arrays": lambda documents: [np.array(document, np.int64) for document in documents],
+    "arrays of 32 bits": lambda documents: [np.array(document, np.int32) for document in documents],
+    "arrays from big-endian files": lambda documents: [np.array(document, ">i4") for document in documents],
+    "strided arrays": lambda documents: [
+        np.repeat(np.array(document, np.int64), 2)[::2] for document in documents
+    ],
+    "tensors": lambda documents: [torch.tensor(document, dtype=torch.int64) for document in documents],
+    "tensors of 16 bits and 64": lambda documents: [
+        torch.tensor(document, dtype=torch.int64 if number % 2 else torch.int32)
+        for number, document in enumerate(documents)
+    ],
+    "empty tensors of floats": lambda documents: [torch.tensor(document) for document in documents],
+    "a mixture": lambda documents: [
+        document if number % 2 else torch.tensor(document, dtype=torch.int64)
+        for number, document in enumerate(documents)
+    ],
+    "Arrow": lambda documents: pa.array(documents, pa.list_(pa.int32())),
+    "Arrow of 64 bits, sliced": lambda documents: pa.array([[7], *documents, [8]], pa.large_list(pa.int64()))[
+        1:-1
+    ],
+    "Arrow in chunks": lambda documents: pa.chunked_array(
+        [pa.array([document], pa.list_(pa.int32())) for document in documents]
+    ),
+    "values and offsets": lambda documents: (
+        np.array([5, *[token for document in documents for token in document], 6]),
+        np.cumsum([1, *map(len, documents)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", JOINED_FORMS)
+@given(documents=ANY_VALUES)
+def test_every_form_gives_the_same_values_and_sizes(form: str, documents: list[list[int]]) -> None:
+    joined = join(JOINED_FORMS[form](documents), "input_ids")
+
+    values, sizes, is_fresh = as_whole(joined, "input_ids")
+    assert joined.values.dtype.isnative
+    assert values.tolist() == [token for document in documents for token in document]
+    assert (sizes.dtype, sizes.tolist()) == (np.int64, [len(document) for document in documents])
+    assert values.dtype in (np.int32, np.int64)
+    assert values.flags.writeable or not is_fresh
+
+
+@pytest.mark.parametrize("form", JOINED_FORMS)
+def test_what_is_given_stays_as_it_is(form: str) -> None:
+    documents = [[11, 12, 13], [21], [31, 32]]
+    given_documents, given_labels = JOINED_FORMS[form](documents), JOINED_FORMS[form](documents)
+
+    row = flatten(given_documents, given_labels)
+    row.input_ids[:] = row.labels[:] = -1
+
+    for kept in (given_documents, given_labels):
+        assert join(kept, "input_ids").values.tolist() == [11, 12, 13, 21, 31, 32]
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([np.ones((1, 4), np.int64)] * 2, "entry 0 must have one dimension, got shape"),
+        ([torch.ones((1, 4), dtype=torch.int64)] * 2, "entry 0 must have one dimension, got shape"),
+        ([np.ones(2, np.int64), np.ones((2, 2), np.int64)], "entry 1 must have one dimension"),
+        ([np.int64(3), np.int64(4)], "entry 0 must have one dimension"),
+        ([np.array(["a", "b"])], "must hold numbers or booleans"),
+        (["ab", "cd"], "entry 0 must have one dimension"),
+        ((np.arange(4), np.array([0, 3, 2])), "must rise, and lie within 4 values"),
+        ((np.arange(4), np.array([0, 5])), "must rise, and lie within 4 values"),
+        (pa.array([[1], None]), "1 nulls in place of documents"),
+        (pa.array([1, 2]), "must be of a list type"),
+    ],
+)
+def test_what_holds_no_documents_is_refused(documents: Any, message: str) -> None:
+    with pytest.raises(DocumentsError, match=message):
+        join(documents, "input_ids")
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [np.array([1, 2]), np.array([1.0])],
+        [np.array([1, 2]), np.array([True])],
+        [torch.tensor([1, 2]), torch.tensor([True])],
+        [torch.tensor([1, 2]), torch.tensor([1.5])],
+        [np.array([1, 2], np.uint64), np.array([-1])],
+        [np.array([2**63], np.uint64)],
+    ],
+)
+def test_token_ids_are_whole_numbers_in_every_document(documents: list[Any]) -> None:
+    with pytest.raises(DocumentsError, match=r"whole numbers|outside of int64"):
+        as_whole(join(documents, "input_ids"), "input_ids")
+
+
+def test_only_lists_of_ones_hold_ones_only() -> None:
+    assert holds_ones_only([[1, 1], [1]])
+    assert not holds_ones_only([[1, 1], [0]])
+    assert not holds_ones_only([[1, 1], np.ones(2)])
+
+
+@pytest.mark.parametrize("form", ["list", "chunked", "fixed size"])
+def test_an_arrow_array_is_looked_through_once_and_let_go(form: str) -> None:
+    array = pa.array([[1, 2], [3, 4]])
+    if form == "chunked":
+        array = pa.chunked_array([array])
+    if form == "fixed size":
+        array = pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))
+    before = len(documents._FLAT)
+
+    first, again = documents.as_flat(array, "documents"), documents.as_flat(array, "documents")
+    assert first is not None
+    assert again is first
+    assert len(documents._FLAT) == before + 1
+    del array
+    assert len(documents._FLAT) == before
+
+
+def test_another_array_in_the_place_of_a_known_one_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, other = pa.array([[1, 2]]), pa.array([[7, 8, 9]])
+    documents.as_flat(known, "documents")
+    monkeypatch.setitem(documents._FLAT, id(other), documents._FLAT[id(known)])
+
+    found = documents.as_flat(other, "documents")
+    assert found is not None
+    assert found.values.tolist() == [7, 8, 9]
+
+
+VALUES = st.one_of(
+    st.integers(-(2**31), 2**31 - 1),
+    st.sampled_from(
+        [0, -1, 2**31 - 1, -(2**31), np.int32(7), np.uint8(9), enum.IntEnum("Id", "SEVEN").SEVEN]
+    ),
+)
+OTHERS = st.sampled_from([None, 1.5, "i", b"iiiii", 2**31, -(2**31) - 1, 2**70, (1,), [1], np.float32(2)])
+
+
+@given(st.lists(st.lists(VALUES, max_size=6), min_size=1, max_size=5))
+def test_lists_of_whole_numbers_are_read_as_they_are(lists: list[list[Any]]) -> None:
+    offsets = np.zeros(len(lists) + 1, np.int64)
+    read = read_int_lists(lists, offsets)
+
+    assert read is not None
+    assert read.dtype == np.int32
+    assert read.tolist() == [int(value) for part in lists for value in part]
+    assert offsets.tolist() == np.cumsum([0, *map(len, lists)]).tolist()
+
+
+@given(st.lists(st.lists(VALUES, max_size=6), min_size=1, max_size=5), OTHERS, st.data())
+def test_lists_with_anything_else_in_them_are_left_to_numpy(
+    lists: list[list[Any]], other: Any, data: st.DataObject
+) -> None:
+    part = data.draw(st.sampled_from(lists))
+    part.insert(data.draw(st.integers(0, len(part))), other)
+
+    assert read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
+
+
+def test_lists_of_booleans_stay_booleans() -> None:
+    assert read_int_lists([[1], [], [True, False]], np.zeros(4, np.int64)) is None
+
+
+@pytest.mark.parametrize("lists", [[[2**31]], [[1], [2**32 - 1, 2]], [[-5, 7], [2**31]], [[2**31, -5]]])
+def test_numbers_of_all_32_bits_do_not_turn_negative(lists: list[list[int]]) -> None:
+    assert read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
+
+
+def test_a_list_with_negative_numbers_stands_between_others_as_it_is() -> None:
+    offsets = np.zeros(4, np.int64)
+
+    read = read_int_lists([[1, 2], [3, -100, -(2**31)], [2**31 - 1]], offsets)
+
+    assert read is not None
+    assert read.tolist() == [1, 2, 3, -100, -(2**31), 2**31 - 1]
+    assert offsets.tolist() == [0, 2, 5, 6]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from tests.batch.batches import tokens_like
 
 import varlen as vl
+from varlen.batch.flatten import flatten
 from varlen.errors import DocumentsError, InputError, OutputBufferError, SettingError
+from varlen.types import Packing
 
 LENGTHS = [3, 2, 4]
 DOCUMENTS = tokens_like(LENGTHS)
@@ -381,3 +385,126 @@ def test_more_positions_than_boundaries_can_count_are_refused_before_anything_is
         SettingError, match="2,147,483,648 positions in one batch are more than int32 boundaries"
     ):
         vl.collate([[1], [2]], packing)
+
+
+WITH_NEGATIVE = [[1, 2, 3], [4, 5, -7], [8]]
+PACKED_NEGATIVE = vl.pack([3, 3, 1], 8)
+FORMS: dict[str, Callable[[list[list[int]]], Any]] = {
+    "lists": list,
+    **{
+        f"arrays of {kind}": lambda given, kind=kind: [np.array(one, kind) for one in given]
+        for kind in ("int8", "int16", "int32", "int64")
+    },
+    **{
+        f"flat {kind}": lambda given, kind=kind: (
+            np.array([token for one in given for token in one], kind),
+            np.array([0, 3, 6, 7]),
+        )
+        for kind in ("int8", "int32", "int64")
+    },
+    "tensors": lambda given: [torch.tensor(one) for one in given],
+    "Arrow": pa.array,
+    "large Arrow": lambda given: pa.array(given, pa.large_list(pa.int32())),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("beside", ["nothing", "labels", "loss_mask"])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_an_id_below_0_is_refused(form: str, beside: str, layout: Any) -> None:
+    more = {
+        "nothing": {},
+        "labels": {"labels": WITH_NEGATIVE},
+        "loss_mask": {"loss_mask": [[1] * 3, [1] * 3, [1]]},
+    }
+
+    with pytest.raises(
+        DocumentsError, match=r"document 1 has the token id -7; .* \(1 of 7 tokens are below 0\)"
+    ):
+        vl.collate(FORMS[form](WITH_NEGATIVE), PACKED_NEGATIVE, layout=layout, **more[beside])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("positions", [True, False])
+def test_a_flat_row_refuses_an_id_below_0(form: str, positions: bool) -> None:
+    with pytest.raises(DocumentsError, match="document 1 has the token id -7"):
+        flatten(FORMS[form](WITH_NEGATIVE), positions=positions)
+
+
+@pytest.mark.parametrize("token", [-1, -100, -(2**31)])
+def test_every_id_below_0_is_one(token: int) -> None:
+    with pytest.raises(DocumentsError, match=f"token id {token};"):
+        vl.collate([[token]], vl.pack([1], 4))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_and_padding_may_be_below_0(form: str) -> None:
+    labels = [[-100, 2, 3], [-100, 5, -100], [8]]
+
+    batch = vl.collate(FORMS[form]([[1, 2, 3], [4, 5, 7], [8]]), PACKED_NEGATIVE, labels=labels, pad_id=-1)
+
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 7, 8, -1]]
+    assert batch.labels.tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100]]
+    assert batch.max_token_id == 8
+
+
+def test_documents_of_other_packs_are_not_asked() -> None:
+    packing = vl.pack([3, 3, 1], 3, "next_fit")
+
+    assert vl.collate(WITH_NEGATIVE, packing, pack_ids=[0]).input_ids.tolist() == [[1, 2, 3]]
+
+
+def test_a_packing_without_packs_says_so() -> None:
+    with pytest.raises(SettingError, match="pack id 0 is out of range: this packing has no packs"):
+        vl.collate([], vl.pack([], 8), pack_ids=[0])
+
+
+def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
+    right = vl.pack([5, 3], 8)
+    wrong = Packing(
+        document_ids=right.document_ids,
+        starts=right.starts,
+        stops=right.stops,
+        offsets=right.offsets,
+        capacity=7,
+        ledger=right.ledger,
+    )
+    with pytest.raises(SettingError, match="pack 0 takes up 8 tokens, over the packing's capacity of 7"):
+        vl.collate(tokens_like([5, 3]), wrong)
+
+
+@pytest.mark.parametrize("documents", [tokens_like([3, 2]), (np.arange(5), np.array([0, 3, 5]))])
+@pytest.mark.parametrize("in_python", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"document_ids": [0, 2]},
+            "pack 1 holds tokens 0 to 2 of document 2, and the packing has 2 documents",
+        ),
+        ({"document_ids": [-1, 1]}, "pack 0 holds tokens 0 to 3 of document -1"),
+        ({"starts": [0, 2]}, "pack 1 holds tokens 2 to 2 of document 1"),
+        ({"starts": [-1, 0]}, "pack 0 holds tokens -1 to 3 of document 0"),
+        ({"stops": [3, -(2**31)]}, "pack 1 holds tokens 0 to -2,147,483,648 of document 1"),
+        ({"offsets": [0, 1, 3]}, "pack 1 holds pieces 1 to 3 of 2; make packings with vl.pack"),
+        ({"offsets": [-1, 1, 2]}, "pack 0 holds pieces -1 to 1 of 2"),
+        ({"offsets": [0, 3, 2]}, "pack 0 holds pieces 0 to 3 of 2"),
+    ],
+)
+def test_a_packing_made_by_hand_of_pieces_that_cannot_be_is_refused(
+    fields: dict[str, list[int]],
+    words: str,
+    documents: Any,
+    in_python: bool,
+    plain_python: Callable[[bool], None],
+) -> None:
+    plain_python(in_python)
+    right = vl.pack([3, 2], 4)
+    values = {name: getattr(right, name) for name in ("document_ids", "starts", "stops", "offsets")}
+    wrong = {name: np.array(fields.get(name, array), array.dtype) for name, array in values.items()}
+    names = ("input_ids", "labels", "position_ids", "segment_ids")
+    out = {name: np.full((2, 4), -7, np.int32) for name in names}
+
+    with pytest.raises(SettingError, match=words):
+        vl.collate(documents, Packing(**wrong, capacity=4, ledger=right.ledger), out=out)
+    assert all((array == -7).all() for array in out.values())

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from benchmarks import startup, table
-from benchmarks.rows import Contestant, Limit, Race, Samples, from_json, to_json
+from benchmarks import demo, table
+from benchmarks.rows import Contestant, Limit, Race, from_json, to_json
 from benchmarks.run import reason
+from benchmarks.stopwatch import Samples
+from benchmarks.utilization import CAPACITY, PROMISED, lengths_of_mean, utilization
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,7 +103,7 @@ def test_the_demo_becomes_races_against_every_baseline_and_two_limits():
         "threads": 2,
         "total_s": 200.0,
     }
-    *races, loss, length = startup.rows_of(figures)
+    *races, loss, length = demo.rows_of(figures)
 
     assert [round(row.ratio, 3) for row in races] == [6.667, 5.0, 2.0]
     assert [row.met for row in races] == [True, True, None]
@@ -259,3 +262,26 @@ def test_a_reason_keeps_the_file_and_leaves_out_its_folder():
     error = ImportError("Traceback\ncannot import name 'a' from 'b' (/opt/place/lib/b.py)")
 
     assert reason(error) == "cannot import name 'a' from 'b' (b.py)"
+
+
+@pytest.mark.parametrize("mean", PROMISED)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_packs_are_fuller_than_promised_at_every_mean_length(mean, seed):
+    padded, packed, improvement = PROMISED[mean]
+
+    found = utilization(mean, num_documents=20_000, seed=seed)
+
+    assert found.padded == pytest.approx(padded, rel=1e-4)
+    assert found.packed > max(0.99, packed)
+    assert found.improvement >= improvement
+    assert found.lower_bound <= found.packs <= 1.01 * found.lower_bound
+
+
+@pytest.mark.parametrize("mean", PROMISED)
+def test_the_mean_is_kept_after_clipping(mean):
+    lengths = lengths_of_mean(mean, CAPACITY, 10_000, seed=3)
+
+    assert lengths.min() >= 1
+    assert lengths.max() <= CAPACITY
+    assert abs(lengths.mean() - mean) < 0.02
+    assert np.unique(lengths).size > 500

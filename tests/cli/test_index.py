@@ -1,13 +1,18 @@
-"""`varlen index` on the command line: a store that pack takes, the same bytes whoever makes it, resumed, refused."""
+"""`varlen index`: a store that pack takes, the same bytes whoever makes it, resumed, grown, refused."""
 
 import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from tests.support.offline_packs import contents, write_chats, write_texts
 
+from varlen.documents.source import open_source
+from varlen.errors import SettingError, SourceError
+from varlen.offline import grow as grow_module
 from varlen.offline import index as index_module
+from varlen.offline.index import index_source
 from varlen.store.store import open_store
 
 
@@ -87,3 +92,153 @@ def test_the_help_shows_an_example():
 
     assert done.returncode == 0
     assert "varlen index 'chats/*.jsonl' -o store" in done.stdout
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "PART_BYTES", 2000)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write_texts(tmp_path / "data" / "m.jsonl", seed=0)
+    return tmp_path / "data"
+
+
+def grown(data, store="store", **settings):
+    return index_source(open_source(data), data.parent / store, **settings)
+
+
+def everything(store):
+    """All tokens of a store, in its order."""
+    places = [(s, d) for s, count in enumerate(store.documents.tolist()) for d in range(count)]
+    shards, documents = np.array(places).T
+    lengths = store.lengths(shards, documents)
+    return store.gather(shards, documents, np.zeros(len(shards), dtype=np.int64), lengths)[0].tolist()
+
+
+def test_more_files_become_parts_behind_those_that_stay_byte_for_byte(data):
+    first, _ = grown(data)
+    before, tokens = contents(first.folder), everything(first)
+    write_texts(data / "z.jsonl", seed=1)
+    write_texts(data / "a.jsonl", seed=2)  # sorts before, and yet comes behind
+    second, was_there = grown(data)
+
+    after = contents(second.folder)
+    assert not was_there
+    assert {name: mark for name, mark in after.items() if name in before} == {
+        **before,
+        "manifest.json": after["manifest.json"],
+    }
+    assert second.shards[: len(first.shards)] == first.shards
+    assert everything(second)[: len(tokens)] == tokens
+    assert [file["name"] for file in second.manifest["source"]["files"]] == ["m.jsonl", "a.jsonl", "z.jsonl"]
+    assert int(second.parts[len(first.shards)]) == first.num_parts
+    assert second.fingerprint != first.fingerprint
+    assert second.manifest["num_tokens"] == len(everything(second)) > 2 * len(tokens)
+    assert not list(data.parent.glob("*.partial"))
+
+    again, was_there = grown(data)
+    assert was_there
+    assert again.fingerprint == second.fingerprint
+    assert contents(again.folder) == after
+
+
+def test_each_stage_is_listed_and_its_fingerprint_known(data):
+    stores = [grown(data)[0]]
+    for seed in (1, 2):
+        write_texts(data / f"n{seed}.jsonl", count=30, seed=seed)
+        stores.append(grown(data)[0])
+
+    last = stores[-1]
+    assert [(s["files"], s["parts"], s["shards"]) for s in last.manifest["grown"]] == [
+        (n + 1, store.num_parts, len(store.shards)) for n, store in enumerate(stores[:-1])
+    ]
+    for store in stores:
+        assert last.fingerprint_at(store.num_parts) == store.fingerprint
+    assert last.fingerprint_at(1) is None
+    assert len({store.fingerprint for store in stores}) == 3
+    fresh, _ = grown(data, "fresh")  # other parts, so another order of shuffled documents
+    assert everything(fresh) == everything(last)
+    assert fresh.fingerprint != last.fingerprint
+
+
+def test_a_store_that_is_open_takes_in_what_was_added(data):
+    store, _ = grown(data)
+    tokens, shards = everything(store), list(store.shards)
+    write_texts(data / "z.jsonl", seed=1)
+    grown(data)
+
+    assert store.shards == shards
+    assert everything(store) == tokens
+    store.reread()
+    assert everything(store) == everything(open_store(store.folder))
+    write_texts(data / "m.jsonl", seed=9)
+    grown(data, overwrite=True)
+    with pytest.raises(SourceError, match="was replaced by another store"):
+        store.reread()
+
+
+@pytest.mark.parametrize("how", ["changed", "removed", "setting"])
+def test_what_is_no_growth_is_refused_and_leaves_the_store(data, how):
+    store, _ = grown(data)
+    before = contents(store.folder)
+    write_texts(data / "z.jsonl", seed=1)
+    if how == "changed":
+        write_texts(data / "m.jsonl", seed=5)
+    elif how == "removed":
+        (data / "m.jsonl").unlink()
+    source = open_source(data, append_eos=how != "setting")
+
+    with pytest.raises(SettingError, match="holds a set made from other data or settings"):
+        index_source(source, store.folder)
+    assert contents(store.folder) == before
+
+
+@pytest.mark.parametrize(
+    "place", [(index_module, "write_json"), (grow_module, "write_json"), (grow_module, "sync")]
+)
+@pytest.mark.parametrize("call", [1, 2])
+def test_growth_that_was_interrupted_anywhere_leaves_the_old_store_and_goes_on(
+    data, monkeypatch, place, call
+):
+    store, _ = grown(data)
+    before, tokens = store.fingerprint, everything(store)
+    write_texts(data / "z.jsonl", seed=1)
+    grown(data, "whole")  # of another fingerprint, but the same documents
+    real, calls = getattr(*place), []
+
+    def interrupt(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            grown(data)
+    now = open_store(store.folder)
+    listed = len(now.shards) > len(store.shards)
+    assert everything(now)[: len(tokens)] == tokens
+    assert listed or now.fingerprint == before
+    tokenized = []
+    real_writer = index_module.ShardWriter
+    monkeypatch.setattr(index_module, "ShardWriter", lambda *a: tokenized.append(a) or real_writer(*a))
+    done, _ = grown(data)
+
+    assert everything(done) == everything(open_store(data.parent / "whole"))
+    assert sorted(p.name for p in done.folder.iterdir() if p.is_dir()) == sorted(done.shards)
+    if place == (grow_module, "sync"):
+        assert tokenized == []  # all was moved back, or listed already
+    assert not [path for path in data.parent.glob("*.partial") if not listed]
+
+
+def test_the_verb_says_what_was_added(verb, data):
+    assert verb("index", "data", "-o", "store")[0] == 0
+    write_texts(data / "z.jsonl", count=7, seed=1)
+
+    code, out, _ = verb("index", "data", "-o", "store")
+    assert code == 0
+    assert out.startswith("67 documents")
+    assert "  60 documents of them were there before" in out
+    code, out, _ = verb("index", "data", "-o", "store", "--json")
+    assert [stage["num_documents"] for stage in json.loads(out)["grown"]] == [60]

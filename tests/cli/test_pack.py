@@ -1,4 +1,4 @@
-"""`varlen pack` on the command line: what it prints, and one sentence and exit code 2 for what can't be packed."""
+"""`varlen pack` on the command line: what it prints and writes, and one sentence for what can't be packed."""
 
 import errno
 import json
@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 
+import pyarrow.parquet as pq
 import pytest
 from tests.support.offline_packs import contents, text_ids, write_chats, write_texts
 
+from varlen.adapters.megatron import PackedSequenceSpecs, open_index, open_packed, read_metadata
 from varlen.offline import pack as write_module
 
 VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()", "pack"]
@@ -303,3 +305,113 @@ def test_a_manifest_that_is_nearly_one_of_varlens_is_read_over_or_a_damaged_one(
 
     (tmp_path / "in" / "manifest.json").write_text('{"varlen": "1", "kind": "packed", "ledger": [1]}')
     assert "in has a damaged manifest: `settings` is missing" in one_sentence(pack("in", "-o", "other"))
+
+
+@pytest.fixture
+def pack_chats(verb, tmp_path):
+    """Run the verb in one process, in a folder with chats."""
+    write_chats(tmp_path / "chats.jsonl")
+    return lambda *arguments: verb("pack", *arguments, "--processes", 1)
+
+
+def test_a_set_is_written_and_said_how_to_train_on(pack_chats, tmp_path):
+    code, out, said = pack_chats(
+        "chats.jsonl", "-o", "out", "--format", "megatron", "--capacity", 256, "--context-parallel", 2
+    )
+
+    assert (code, said) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("24 documents, ")
+    assert "positions -> " in lines[0]
+    assert lines[2] == "out: 1 Parquet file, metadata and .manifest.json. To train on it:"
+    (specs,) = [eval("".join(lines[3:]), {"PackedSequenceSpecs": PackedSequenceSpecs})]
+    assert specs.pad_seq_to_mult == 4
+    table = pq.read_table(specs.packed_train_data_path)
+    assert table.column_names == ["input_ids", "loss_mask", "seq_start_id", "seq_lengths"]
+    assert read_metadata(specs.packed_metadata_path)[0]["pack_size"] == 256
+
+
+def test_a_packed_folder_is_data_without_its_metadata(pack_chats):
+    pack_chats("chats.jsonl", "-o", "out", "--format", "megatron", "--capacity", 256, "--context-parallel", 2)
+
+    code, out, said = pack_chats("out", "-o", "again", "--format", "megatron", "--capacity", 512)
+
+    assert (code, said) == (0, "")
+    assert out.startswith("24 documents, ")
+
+
+def test_an_index_of_kept_tokens_is_written_for_another_size(pack_chats):
+    shared = ("--format", "megatron", "--capacity", 256)
+    assert pack_chats("chats.jsonl", "-o", "out", "--tokens", "tokens", *shared)[0] == 0
+    given = ("--capacity", 512, "--method", "first_fit_shuffle", "--seed", 3)
+    code, out, _ = pack_chats("tokens", "-o", "index", "--format", "megatron-index", *given)
+
+    assert code == 0
+    assert "over the tokens in ../tokens. To read the rows:" in out
+    assert open_index("index").num_rows < open_packed("out").num_rows
+    assert pack_chats("tokens", "-o", "rows", "--format", "megatron", *given)[0] == 0
+    assert list(open_index("index")) == list(open_packed("rows"))
+
+
+def test_two_splits_share_their_metadata(pack_chats):
+    shared = ("--format", "megatron", "--capacity", 256)
+    assert (
+        pack_chats(
+            "chats.jsonl", "-o", "v", "--megatron-split", "validation", "--method", "next_fit", *shared
+        )[0]
+        == 0
+    )
+    code, out, _ = pack_chats("chats.jsonl", "-o", "t", "--metadata-of", "v", "--json", *shared)
+
+    assert code == 0
+    manifest = json.loads(out)
+    assert manifest["kind"] == "megatron"
+    assert manifest["data"] == "training_256.idx.parquet"
+    assert len(read_metadata("t/256_metadata.jsonl")) == 2
+    assert open_packed("v/validation_256.idx.parquet").num_rows > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--context-parallel", 2], "--context-parallel goes with --format megatron"),
+        (["--longest", 8], "--longest goes with --format megatron"),
+        (["--format", "megatron", "--trace"], "--trace adds a column that Megatron-Bridge doesn't read"),
+        (["--format", "megatron", "--position-ids"], "--position-ids adds a column"),
+        (["--format", "megatron", "--context-parallel", 0], "context_parallel_size must be"),
+        (
+            ["--format", "megatron", "--context-parallel", 4, "--pad-to-multiple-of", 12],
+            "--pad-to-multiple-of is 12, but the parallel sizes need a multiple of 8",
+        ),
+        (["--format", "megatron", "--context-parallel", 3], "pack_size is 256, which is no multiple of"),
+        (["--format", "megatron", "--method", "wrapped"], "algorithm must be one of best_fit"),
+        (["--format", "megatron-index"], "name a folder for them with --tokens"),
+        (["--format", "megatron", "--metadata-of", "nowhere"], "nowhere isn't there"),
+        (
+            ["--format", "megatron", "--pad-to-multiple-of", 128, "--longest", 64],
+            "longest is 64, but documents are",
+        ),
+    ],
+)
+def test_what_cant_be_packed_is_one_sentence(pack_chats, tmp_path, arguments, words):
+    code, out, said = pack_chats("chats.jsonl", "-o", "out", "--capacity", 256, *arguments)
+
+    assert (code, out) == (2, "")
+    (line,) = said.strip().splitlines()
+    assert line.startswith("varlen: ")
+    assert words in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_document_too_long_is_one_sentence_and_the_tokens_are_kept(pack_chats, tmp_path):
+    write_texts(tmp_path / "texts.jsonl")
+    code, _, said = pack_chats("texts.jsonl", "-o", "out", "--format", "megatron", "--capacity", 64)
+
+    assert code == 2
+    assert "varlen: document " in said
+    assert "the tokens are kept in out.partial" in said
+    again = pack_chats(
+        "texts.jsonl", "-o", "out", "--format", "megatron", "--capacity", 64, "--overlong", "truncate"
+    )
+    assert "cut short" in again[1]
+    assert "positions lost" in again[1]

@@ -1,19 +1,23 @@
 """`varlen plan` on the command line: what it prints and writes, and one sentence and exit code 2 for bad input."""
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.cli.plan_verb import JOB, LENGTHS, planning
 from tests.cli.test_pack import one_sentence
 from tests.support.offline_packs import write_texts
 
 from varlen.arguments import as_tokens
 from varlen.cli.plan_job import counted, mesh_of
+from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
+from varlen.report.plan import stretched
 
 
 @pytest.fixture
@@ -358,3 +362,184 @@ def test_a_file_that_cannot_be_written_after_all_is_said(plan):
     said = one_sentence(plan("lengths.npz", *JOB, "--method", "packed", "--trace", "/proc/trace.json"))
 
     assert said.startswith("a file can't be written: ")
+
+
+LENGTHS = np.random.default_rng(0).lognormal(7.0, 1.2, 50).clip(16, 20_000).astype(np.int32)
+JOB = ("--model", "llama-2-7b", "--gpus", 32, "--pp", 2, "--tp", 8, "--documents", 24, "--capacity", "4k")
+
+
+def planning(verb, folder):
+    """Write lengths, and return what runs `varlen plan` and returns exit code, output and errors."""
+    np.savez(folder / "lengths.npz", lengths=LENGTHS)
+    return functools.partial(verb, "plan")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("lengths.npz",), "lengths.npz"),
+        (("-o", "report.html"), "-o"),
+        (("--sweep",), "--sweep"),
+        (("--method", "packed"), "--method"),
+    ],
+)
+def test_what_measuring_does_not_take_is_refused(plan, given, named):
+    said = one_sentence(plan("--calibrate", *given))
+
+    assert (
+        said
+        == f"--calibrate measures and plans nothing; leave out {named}, and plan with --hardware afterwards"
+    )
+
+
+def test_seconds_are_refused_where_nothing_is_measured(plan):
+    assert one_sentence(plan("lengths.npz", "--seconds", 3)).startswith(
+        "--seconds says how long --calibrate measures"
+    )
+
+
+def test_no_time_to_measure_is_refused_before_torch_is_loaded(plan):
+    assert one_sentence(plan("--calibrate", "--seconds", 0)) == "--seconds must be above 0; got 0"
+
+
+def test_a_machine_is_measured_and_its_rates_plan_a_step(plan, tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mine = ("--model", "config.json", "--tp", 2)
+
+    code, out, said = plan("--calibrate", *mine, "--seconds", 1e-6, "--save", "mine.json")
+    planned = plan("lengths.npz", *mine, "--gpus", 4, "--capacity", "2k", "--hardware", "mine.json")
+
+    assert code == 0
+    assert re.fullmatch(
+        r"varlen: the least that rates of config.json can be fitted to takes about [\d.]+ m?s here, more than "
+        r"--seconds 1e-06; a larger --tp than 2 measures a smaller share of its layers\n",
+        said,
+    )
+    assert "Held-out shapes are predicted within" in out
+    assert "Measured up to 256 rows and 512 keys of attention, and 128 rows of a layer; beyond" in " ".join(
+        out.split()
+    )
+    assert "mine.json holds the rates, for --hardware mine.json." in out
+    assert planned[0] == 0
+    assert "on 4 GPUs of" in planned[1]
+    errors = json.loads((tmp_path / "mine.json").read_text())["held_out_errors"]
+    attention, rest = (f"{100 * error:.1f} %" for error in errors)
+    said = " ".join(planned[1].split())
+    assert (
+        f"predict shapes that they weren't fitted to within {attention} (attention) and {rest} (the rest"
+        in said
+    )
+
+
+def test_the_share_of_one_tensor_parallel_gpu_has_its_heads_and_columns():
+    from varlen.cli.calibrate import share_of
+    from varlen.cost.shape import ModelShape
+
+    whole = ModelShape.named("llama-3-8b")
+
+    part = share_of(whole, 4)
+
+    assert (part.heads, part.kv_heads, part.ffn) == (8, 2, whole.ffn // 4)
+    assert (part.hidden, part.head_dim) == (whole.hidden, whole.head_dim)
+    assert share_of(whole, 16).kv_heads == 1
+    assert share_of(whole, 1) is whole
+    with pytest.raises(SettingError, match="tp=3 doesn't divide 32 query heads"):
+        share_of(whole, 3)
+
+
+_NOTE = "was published with"
+
+
+@pytest.fixture
+def configured(plan, tmp_path):
+    """A call that plans a small model whose configuration has 2,048 positions."""
+    config = {
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "vocab_size": 1000, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ("lengths.npz", "--model", "config.json", "--gpus", 2)
+    return lambda *more: plan(*given, *more)
+
+
+def test_documents_longer_than_a_configuration_has_positions_are_refused_or_stretched(configured):
+    short = configured("--method", "packed", "--capacity", "2k")
+    long = configured("--method", "packed", "--capacity", "32k")
+    extended = configured("--method", "packed", "--capacity", "32k", "--stretch")
+
+    assert (short[0], short[2]) == (0, "")
+    assert long[0] == 2
+    over = int((LENGTHS > 2048).sum())
+    assert (
+        f"{over} of {LENGTHS.size} documents are longer than the 2,048 positions of llama, the longest "
+        f"{LENGTHS.max():,} tokens; plan as if its positions were stretched with --stretch, or truncate documents "
+        "with --capacity 2048"
+    ) in long[2]
+    assert (extended[0], extended[2]) == (0, "")
+    assert _NOTE not in extended[1]
+
+
+def test_a_sweep_counts_documents_over_the_positions_once(configured):
+    code, _, said = configured("--capacity", "8k", "--capacity", "16k", "--sweep")
+
+    assert code == 2
+    assert f"{int((LENGTHS > 2048).sum())} of {LENGTHS.size} documents are longer" in said
+    assert f"the longest {LENGTHS.clip(max=16_384).max():,} tokens" in said
+
+
+def test_a_name_is_planned_at_any_length_and_one_line_says_what_it_was_published_with(plan, tmp_path):
+    job = ("lengths.npz", "--tp", 8, "--method", "packed")
+
+    code, out, said = plan(
+        *job, "--capacity", "256k", "--model", "llama-3-8b", "-o", tmp_path / "report.html"
+    )
+
+    longest = LENGTHS.max()
+    note = (
+        f"llama-3-8b {_NOTE} 8,192 positions; documents of up to {longest:,} tokens are planned as if its "
+        "positions were stretched."
+    )
+    assert (code, said) == (0, "")
+    assert out.count(_NOTE) == 1
+    assert note in " ".join(out.split())
+    assert note in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("model", "capacity"), [("llama-3-8b", "8k"), ("llama-3.1-8b", "256k"), ("gpt-7b", "256k")]
+)
+def test_nothing_is_said_where_no_document_is_longer_or_no_positions_are_known(
+    plan, tmp_path, model, capacity
+):
+    report = tmp_path / "report.html"
+
+    shown = plan(
+        "lengths.npz", "--model", model, "--capacity", capacity, "--tp", 8, "--method", "packed", "-o", report
+    )
+
+    assert (shown[0], shown[2]) == (0, "")
+    assert _NOTE not in shown[1] + report.read_text(encoding="utf-8")
+
+
+def test_a_sweep_says_it_too_of_its_longest_documents(plan):
+    job = ("lengths.npz", "--model", "llama-2-7b", "--gpus", 8, "--sweep")
+
+    short = plan(*job, "--capacity", "4k")
+    both = plan(*job, "--capacity", "4k", "--capacity", "8k")
+
+    assert (short[0], both[0]) == (0, 0)
+    assert _NOTE not in short[1]
+    assert f"llama-2-7b {_NOTE} 4,096 positions; documents of up to 8,192 tokens" in " ".join(both[1].split())
+
+
+def test_the_last_document_that_fits_is_not_said_to_be_stretched():
+    named = ModelShape.named("llama-3-8b")
+
+    assert stretched(named, 8192) == ""
+    assert "up to 8,193 tokens" in stretched(named, 8193)
+    assert stretched(replace(named, max_positions=16_384), 8193) == ""
+    assert stretched(replace(named, name=""), 10**6) == ""

@@ -1,11 +1,19 @@
-"""`varlen verify`: what it prints and writes, and one sentence for what is wrong."""
+"""`varlen verify`, of models and of Megatron's configurations: what it prints, and one sentence for what is wrong."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+import pytest
+from rich.console import Console
 from tests.cli.test_app import asked, one_sentence, varlen
+from tests.support.megatron_configs import packed
+
+from varlen.adapters.megatron import check_config
+from varlen.cli.verify import print_report
+from varlen.errors import SettingError
 
 QUICK = ("--backend", "eager", "--layout", "rows")
 
@@ -84,3 +92,131 @@ def test_the_help_has_an_example() -> None:
 
     assert run.returncode == 0
     assert "varlen verify qwen3 -o report.html" in run.stdout
+
+
+YAML = """\
+model: {seq_length: 510, context_parallel_size: 2, calculate_per_token_loss: true}
+train: {micro_batch_size: 1, global_batch_size: 8}
+dataset:
+  seq_length: 510
+  enable_offline_packing: true
+  offline_packing_specs: {packed_sequence_size: 1024, pad_seq_to_mult: 4, num_tokenizer_workers: 4}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A file with one error."""
+    (tmp_path / "cfg.yaml").write_text(YAML, encoding="utf-8")
+    return tmp_path / "cfg.yaml"
+
+
+def test_an_error_is_printed_with_the_value_that_works_and_ends_with_2(config: Path) -> None:
+    run = varlen("verify", "--megatron", config, "--dialect", "0.7")
+
+    assert run.returncode == 2
+    assert run.stderr == ""
+    assert run.stdout.splitlines() == [
+        f"1 error, 0 warnings found in {config}; Megatron-Bridge 0.7, offline packing to 1,024",
+        "error seq_length (stops): a row can't be cut into equal chunks, two for each rank; Megatron stops with an "
+        "AssertionError",
+        "  seen:  model.seq_length = 510",
+        "  must:  a multiple of 2 · context_parallel_size = 4",
+        "  fix:   508 or 512; model.seq_length = 512, dataset.seq_length = 512",
+        "all errors that settings can mend are gone with:",
+        "  model.seq_length=512",
+        "  dataset.seq_length=512",
+    ]
+
+
+def test_a_sound_configuration_ends_with_0(config: Path) -> None:
+    config.write_text(YAML.replace("510", "512"), encoding="utf-8")
+    run = asked("verify", "--megatron", config, "--dialect", "0.7", "--world-size", "16")
+
+    assert run.returncode == 0
+    assert run.stdout == f"nothing found in {config}; Megatron-Bridge 0.7, offline packing to 1,024\n"
+
+
+def test_processes_are_taken_into_account(config: Path) -> None:
+    config.write_text(YAML.replace("510", "512"), encoding="utf-8")
+    run = asked("verify", "--megatron", config, "--world-size", "24")
+
+    assert run.returncode == 2
+    assert "train.global_batch_size · " not in run.stdout
+    assert "must:  a multiple of train.micro_batch_size · data-parallel size = 1·12 = 12" in run.stdout
+
+
+def test_everything_about_a_configuration_is_printed_as_json(config: Path) -> None:
+    run = asked("verify", "--megatron", config, "--json")
+
+    found = json.loads(run.stdout)
+    assert run.returncode == 2
+    assert (found["ok"], found["dialect"]) == (False, "0.6")
+    assert found["changes"] == {"model.seq_length": 512, "dataset.seq_length": 512}
+    assert found["findings"][0]["kind"] == "seq_length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("verify", "llama", "--megatron", "CFG"), "leave out MODEL with --megatron, which runs no model"),
+        (
+            ("verify", "--megatron", "CFG", "--backend", "eager", "--no-calls"),
+            "leave out --backend and --no-calls with --megatron",
+        ),
+        (("verify", "llama", "--dialect", "0.6"), "leave out --dialect without --megatron"),
+        (("verify",), "name a MODEL, such as llama, or a configuration with --megatron CONFIG"),
+        (("verify", "--megatron", "none.yaml"), "none.yaml: there is no such file"),
+        (("verify", "--megatron", "CFG", "--dialect", "1"), "'1' names no dialect of Megatron-Bridge"),
+        (
+            ("verify", "--megatron", "CFG", "--world-size", "0"),
+            "world_size must be a whole number from 1",
+        ),
+    ],
+)
+def test_what_can_not_be_checked_is_one_sentence(
+    arguments: tuple[str, ...], words: str, config: Path
+) -> None:
+    run = asked(*(str(config) if argument == "CFG" else argument for argument in arguments))
+
+    assert words in one_sentence(run)
+
+
+def test_the_help_has_an_example_of_a_configuration() -> None:
+    assert "varlen verify --megatron run_config.yaml" in varlen("verify", "--help").stdout
+
+
+def test_a_terminal_gets_lines_of_its_width_with_every_word_of_the_report(config: Path) -> None:
+    report = check_config(config)
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=60, highlight=False))
+
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    shown = " ".join(stream.getvalue().split())
+    for finding in report:
+        for words in (finding.what, finding.seen, finding.limit, finding.fix, finding.kind):
+            assert " ".join(words.split()) in shown
+    assert lines[-2:] == ["  model.seq_length=512", "  dataset.seq_length=512"]
+
+
+def test_a_report_raises_its_errors_and_nothing_else() -> None:
+    check_config(packed()).raise_for_errors()
+    with pytest.raises(
+        SettingError, match=r"^1 error, 0 warnings found in the configuration; Megatron-Bridge 0\.6"
+    ):
+        check_config(packed(train__micro_batch_size=4)).raise_for_errors()
+
+
+def test_a_report_goes_through_json_whatever_it_changes() -> None:
+    cfg = packed(
+        dataset__offline_packing_specs=None,
+        model__hierarchical_context_parallel_sizes=[3],
+        dataset__seq_length=512,
+    )
+    report = check_config(cfg)
+
+    assert json.loads(json.dumps(report.to_json()))["changes"][
+        "model.hierarchical_context_parallel_sizes"
+    ] == [1, 1]
+    assert "dataset.offline_packing_specs={packed_sequence_size: 512, pad_seq_to_mult: 1}" in report.overrides

@@ -1,8 +1,9 @@
-"""MicroPacks are priced: kernels equal their references, parts add up, more work never costs less."""
+"""Slices are priced, exchanged and cut: kernels equal their references, parts add up, more work never costs less."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.oracles import cost as reference
 from varlen import jit
 from varlen.cost import kernels
 from varlen.cost.hardware import Hardware
+from varlen.cost.memory import OWN
 from varlen.cost.model import CostModel
 from varlen.cost.rates import (
     FORWARD_HEAD,
@@ -314,3 +316,235 @@ def test_without_kernels_prices_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
     readable = kernels.price(*columns, rates)
 
     np.testing.assert_array_equal(compiled, readable)
+
+
+OPEN = COST.replace(exchange_overlap=0.0)
+"""Nothing hides the exchange of shared documents."""
+
+
+def test_ranks_that_share_a_slice_take_a_share_of_it_and_an_exchange() -> None:
+    rates = OPEN.rates(Mesh(dp=8, tp=2))
+    quiet = rates._replace(link_latency_s=np.zeros(2), link_s_per_byte=np.zeros(2), launch_s=0.0)
+
+    alone, shared = one(0, 65_536, quiet), one(0, 65_536, quiet, num_ranks=4)
+
+    assert shared[ROWS] == 16_384
+    # A quarter of the work, at the lower rate of a quarter of the rows.
+    assert alone[FORWARD_LAYER] / 4 < shared[FORWARD_LAYER] < alone[FORWARD_LAYER] / 4 * 1.05
+    exchange = one(0, 65_536, rates, num_ranks=4)[FORWARD_LAYER] - shared[FORWARD_LAYER] - 30e-6
+    # Keys and values of 4 heads a GPU, three quarters of which come from others within the node.
+    assert exchange == pytest.approx(10e-6 + 65_536 * 4 * 256 * 2 * 0.75 / 360e9)
+
+
+def test_context_parallel_gpus_count_like_merged_ranks() -> None:
+    merged = one(4_096, 20_480, COST.rates(Mesh(dp=8, tp=2)), num_ranks=4)
+    parallel = one(4_096, 20_480, COST.rates(Mesh(dp=2, cp=4, tp=2)))
+
+    np.testing.assert_allclose(merged, parallel, rtol=1e-12)
+
+
+def test_an_exchange_between_nodes_takes_the_network() -> None:
+    rates = OPEN.rates(Mesh(dp=16, tp=2))
+    quiet = rates._replace(link_latency_s=np.zeros(2), link_s_per_byte=np.zeros(2))
+
+    exchange = one(0, 65_536, rates, num_ranks=8) - one(0, 65_536, quiet, num_ranks=8)
+
+    assert rates.node_group == 4
+    moved = 65_536 * 2_048 * 7 / 8 / 50e9
+    assert exchange[FORWARD_LAYER] == pytest.approx(20e-6 + moved)
+    # Keys and values again, and their gradients.
+    assert exchange[INPUT_LAYER] == pytest.approx(2 * (20e-6 + moved))
+    assert exchange[WEIGHT_LAYER] == 0
+
+
+def test_a_late_slice_sends_its_queries_where_that_is_less_than_all_keys() -> None:
+    rates = OPEN.rates(Mesh(dp=8, tp=1))._replace(link_latency_s=np.zeros(2))
+    quiet = rates._replace(link_s_per_byte=np.zeros(2))
+
+    exchange = one(1_000_000, 1_001_024, rates, 4) - one(1_000_000, 1_001_024, quiet, 4)
+
+    # bf16 queries out and outputs back; then queries and output gradients out, and query gradients back.
+    row = 1_024 * 2 * 32 * 128 * 0.75 / 360e9
+    assert exchange[FORWARD_LAYER] == pytest.approx(2 * row)
+    assert exchange[INPUT_LAYER] == pytest.approx(3 * row)
+
+
+@pytest.mark.parametrize(("recompute", "back"), [("none", 3), ("full", 4)])
+def test_the_engines_layers_gather_every_key_however_few_rows_see_them(recompute: Any, back: int) -> None:
+    cost = OPEN.replace(kernels="eager", recompute=recompute)
+    rates = cost.rates(Mesh(dp=8, tp=1))._replace(link_latency_s=np.zeros(2))
+    quiet = rates._replace(link_s_per_byte=np.zeros(2))
+
+    exchange = one(1_000_000, 1_001_024, rates, 4) - one(1_000_000, 1_001_024, quiet, 4)
+
+    # bf16 keys and values; backward the same again, gradients of both in float32, and what a layer run again gathers.
+    keys = 1_001_024 * 2 * 2 * 8 * 128 * 0.75 / 360e9
+    assert exchange[FORWARD_LAYER] == pytest.approx(keys)
+    assert exchange[INPUT_LAYER] == pytest.approx(back * keys)
+    late = one(1_000_000, 1_001_024, quiet._replace(link_latency_s=np.ones(2)), 4)
+    assert late[FORWARD_LAYER] == pytest.approx(1, rel=0.1)
+    assert late[INPUT_LAYER] == pytest.approx(back - 1, rel=0.1)
+
+
+def test_an_exchange_hides_behind_attention() -> None:
+    mesh = Mesh(dp=16, tp=1)
+    rates = OPEN.rates(mesh)._replace(link_latency_s=np.zeros(2), launch_s=0.0, linear_flops=0.0)
+    quiet = rates._replace(link_s_per_byte=np.zeros(2))
+    for stop in (2_048, 262_144):
+        attention, shown = one(0, stop, quiet, 16), one(0, stop, rates, 16)
+        exchange = shown[FORWARD_LAYER] - attention[FORWARD_LAYER]
+
+        hidden = one(0, stop, rates._replace(exchange_overlap=1.0), 16)
+        half = one(0, stop, rates._replace(exchange_overlap=0.5), 16)
+
+        assert hidden[FORWARD_LAYER] == pytest.approx(max(attention[FORWARD_LAYER], exchange))
+        least = attention[FORWARD_LAYER] + max(0.0, exchange - attention[FORWARD_LAYER] / 2)
+        assert half[FORWARD_LAYER] == pytest.approx(least)
+
+
+def test_recomputing_some_layers_takes_their_share_between_selective_and_full() -> None:
+    rates = [
+        COST.replace(recompute=way, recompute_share=share).rates(Mesh(tp=4))  # type: ignore[arg-type]
+        for way, share in (("selective", 1.0), ("full", 0.25), ("full", 1.0))
+    ]
+
+    none, some, whole = (one(8_192, 16_384, each)[INPUT_LAYER] for each in rates)
+
+    assert none < some < whole
+    assert some == pytest.approx(0.75 * none + 0.25 * whole)
+
+
+def test_layers_that_memory_counts_as_recomputed_take_their_time() -> None:
+    """A chunk of one layer recomputes it whole, however small the share."""
+    mesh = Mesh(pp=8, virtual_stages=4)
+    whole, some = (COST.replace(recompute="full", recompute_share=share) for share in (1.0, 0.01))
+
+    assert COST.stages(mesh).layers.max() == 1
+    assert some.memory(mesh).held_bytes.tolist() == whole.memory(mesh).held_bytes.tolist()
+    assert one(0, 8_192, some.rates(mesh)).tolist() == one(0, 8_192, whole.rates(mesh)).tolist()
+
+
+@pytest.mark.parametrize(("share", "layers"), [(0.1, 1), (1 / 9, 1), (0.25, 3), (0.5, 5), (1.0, 9)])
+def test_a_share_of_a_chunks_layers_rounded_up_recomputes_fully(share: float, layers: int) -> None:
+    some, none = (
+        COST.replace(recompute=way, recompute_share=part).memory(Mesh(pp=4))
+        for way, part in (("full", share), ("selective", 1.0))
+    )
+    whole = COST.replace(recompute="full").memory(Mesh(pp=4))
+
+    expected = none.held_bytes[1] + layers / 9 * (whole.held_bytes[1] - none.held_bytes[1])
+    assert COST.stages(Mesh(pp=4)).layers[1] == 9
+    assert some.held_bytes[1] == pytest.approx(expected)
+    assert some.backward_peaks[1, :, OWN].max() <= whole.backward_peaks[1, :, OWN].max()
+
+
+RATES = COST.rates(Mesh(dp=8, pp=4, tp=2))
+Documents = tuple[np.ndarray, np.ndarray, float]
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> Documents:
+    """Lengths, the ranks that share each, and how much of the forward pass counts."""
+    lengths = draw(st.lists(st.integers(1, 400_000), min_size=1, max_size=6))
+    ranks = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=len(lengths), max_size=len(lengths)))
+    return np.array(lengths, np.int32), np.array(ranks, np.int32), draw(st.sampled_from([0.0, 1.0]))
+
+
+def work_of(given_documents: Documents, rows: float = 8_192.0) -> np.ndarray:
+    """Seconds of each document, by the readable reference."""
+    return reference.document_seconds(given_documents[0], given_documents[1], rows, given_documents[2], RATES)
+
+
+@given(documents(), st.integers(1, 100_000))
+def test_seconds_of_documents_equal_their_reference(given_documents: Documents, rows: int) -> None:
+    lengths, ranks, part = given_documents
+    lengths = np.append(lengths, 0).astype(np.int32)
+    ranks = np.append(ranks, 1).astype(np.int32)
+
+    seconds = kernels.document_seconds(lengths, ranks, float(rows), part, RATES)
+
+    readable = reference.document_seconds(lengths, ranks, float(rows), part, RATES)
+    np.testing.assert_array_equal(seconds, readable)
+    assert seconds[-1] == 0
+    for seen, length, count in zip(seconds[:-1], lengths, ranks):
+        forward, inputs, weights = kernels.slice_seconds(0, length, count, rows, RATES)
+        assert seen == pytest.approx(part * forward + inputs + weights)
+
+
+@given(
+    documents(), st.sampled_from([0.3, 1.0, 7.0]), st.sampled_from([512, 2_048]), st.sampled_from([1, 128])
+)
+def test_cuts_equal_their_reference(
+    given_documents: Documents, finer: float, least_rows: int, multiple: int
+) -> None:
+    lengths, ranks, part = given_documents
+    work = work_of(given_documents)
+    columns = (
+        lengths,
+        ranks,
+        work,
+        np.full(len(work), work.max() / finer),
+        least_rows,
+        multiple,
+        part,
+        RATES,
+    )
+
+    compiled, readable = kernels.cut_evenly(*columns), reference.cut_evenly(*columns)
+
+    assert [column.tolist() for column in compiled] == [column.tolist() for column in readable]
+    assert [column.dtype for column in compiled] == [np.int32] * 3
+
+
+@given(documents(), st.sampled_from([1.0, 5.0, 40.0]), st.sampled_from([512, 2_048]))
+def test_cuts_cover_every_document_once_in_slices_of_enough_rows(
+    given_documents: Documents, finer: float, least_rows: int
+) -> None:
+    lengths, ranks, part = given_documents
+    work = work_of(given_documents)
+
+    of, starts, stops = kernels.cut_evenly(
+        lengths, ranks, work, np.full(len(work), work.max() / finer), least_rows, 128, part, RATES
+    )
+
+    for document, (length, count) in enumerate(zip(lengths, ranks)):
+        mine = of == document
+        assert starts[mine].tolist() == [0, *stops[mine][:-1].tolist()]
+        assert stops[mine][-1] == length
+        assert (stops[mine][:-1] % (128 * count) == 0).all()
+        if mine.sum() > 1:
+            assert (stops[mine] - starts[mine]).min() >= least_rows * count
+    assert (np.diff(of) >= 0).all()
+
+
+@pytest.mark.parametrize("parts", [2, 5, 8])
+def test_cuts_are_those_of_the_closed_form_where_rates_are_equal(parts: int) -> None:
+    """b_i = (-c2 + sqrt(c2² + 2·c1·W·i / k)) / c1, at c1·x + c2 seconds for the token after x others."""
+    rates = COST.replace(mode="flops").rates(Mesh())
+    length = 262_144
+    lengths, one = np.array([length], np.int32), np.ones(1, np.int32)
+    work = reference.document_seconds(lengths, one, 8_192.0, 1.0, rates)
+
+    _, _, stops = kernels.cut_evenly(lengths, one, work, work / parts, 512, 1, 1.0, rates)
+
+    c1 = 3.5 * rates.attention_flops * rates.forward_s[0, 0]
+    c2 = 3 * (rates.linear_flops + rates.head_flops / 32) * rates.gemm_s[0] + c1 / 2
+    whole = c1 * length**2 / 2 + c2 * length
+    ends = [(-c2 + math.sqrt(c2**2 + 2 * c1 * whole * i / parts)) / c1 for i in range(1, parts + 1)]
+    assert len(stops) == parts
+    assert stops.tolist() == pytest.approx(ends, abs=2)
+
+
+def test_slices_of_a_long_document_cost_alike_at_calibrated_rates() -> None:
+    lengths, one = np.array([262_144], np.int32), np.ones(1, np.int32)
+    work = reference.document_seconds(lengths, one, 8_192.0, 1.0, RATES)
+
+    _, starts, stops = kernels.cut_evenly(lengths, one, work, work / 12, 2_048, 128, 1.0, RATES)
+
+    columns = (np.arange(len(stops) + 1), starts, stops, np.ones(len(stops)))
+    priced = kernels.price(*(column.astype(np.int32) for column in columns), RATES)
+    seconds = priced[:, [0, 2, 4]].sum(axis=1)
+    assert len(stops) == 12
+    # Late slices have fewer rows, whose rates are lower than those that the cuts count with.
+    assert seconds.max() / seconds.mean() < 1.15
+    assert (np.diff(stops - starts) <= 0).all()

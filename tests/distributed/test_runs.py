@@ -1,4 +1,4 @@
-"""Runs of several processes under torchrun: they equal one process, and a killed run goes on, on any number."""
+"""Runs of several processes, by plans too, equal one process, and a killed run goes on, on any number."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.support.rarely import mostly
+from tests.support.planned_runs import planned_table, priced, run, same_weights, use_float64, write_hardware
+from tests.support.rarely import IS_SOAK, mostly
 from tests.support.training import (
     Notes,
     metrics_of,
@@ -248,3 +249,245 @@ def test_all_processes_wrote_their_shard(together):
 
     assert len(list(last.glob("*.safetensors"))) == RANKS
     assert json.loads((last / "checkpoint.json").read_text())["world_size"] == RANKS
+
+
+STAGES = {"pp": 2, "quick": "micropack"}
+REPLICAS = {"quick": "micropack"}
+DEEP = {
+    "model__settings": {
+        "hidden_size": 32,
+        "intermediate_size": 72,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    },
+    "run__steps": 4,
+}
+"""Four layers, and a head that is the embedding; few steps."""
+
+
+@pytest.fixture(scope="module")
+def hardware(tmp_path_factory):
+    return write_hardware(tmp_path_factory.mktemp("hardware") / "slow.json")
+
+
+@pytest.fixture(scope="module")
+def planned_alone(store, tmp_path_factory):
+    """Runs of whole packs in one process."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    run(store, output, None, **DEEP)
+    return output
+
+
+HALF = {"run__precision": "bf16"}
+FEW = {"data__global_batch_size": 2, "optimizer__learning_rate": 1e-3}
+"""Steps of so few documents that ranks share all of some of them; of so few tokens that many a gradient is next to
+nothing, which a higher rate would make much of."""
+
+
+@pytest.fixture(scope="module")
+def few_alone(store, tmp_path_factory):
+    """The same of steps of few documents."""
+    output = tmp_path_factory.mktemp("few") / "run"
+    run(store, output, None, **DEEP, **FEW)
+    return output
+
+
+OTHERS = {
+    "half, stages": (STAGES, HALF),
+    "half, replicas": (REPLICAS, HALF),
+    "shared, ddp": (REPLICAS, FEW),
+    "shared, fsdp": (REPLICAS, FEW | {"run__parallel": "fsdp"}),
+    "shared, in host memory": (REPLICAS | {"recompute": "selective", "offload": "kv"}, FEW),
+    "unshared": (REPLICAS | {"merges": False}, FEW),
+}
+OFTEN = ("half, stages", "shared, fsdp", "unshared")
+"""What isn't left to the soak."""
+
+
+def near(one, other):
+    """Require that two runs trained the same, to the rounding of float32."""
+    ours, theirs = weights_of(one), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_allclose(theirs[name].numpy(), value.numpy(), atol=2e-5, err_msg=name)
+    for step, other_step in zip(metrics_of(one), metrics_of(other), strict=True):
+        assert other_step["loss"] == pytest.approx(step["loss"], rel=1e-5)
+        assert other_step["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
+        for name in ("tokens", "supervised_tokens", "fill", "position"):
+            assert other_step[name] == step[name], name
+
+
+@pytest.fixture(scope="module")
+def planned_together(store, hardware, planned_alone, tmp_path_factory):
+    """Runs of two processes: whole ones, begun and gone on ones, all in one job."""
+    folder = tmp_path_factory.mktemp("together")
+    rewound(planned_alone, 2, folder / "chunks from alone")
+    runs = {
+        "stages": planned_table(store, folder / "stages", priced(hardware, **STAGES), **DEEP),
+        "halves": planned_table(
+            store, folder / "halves", priced(hardware, **STAGES), **DEEP | {"run__steps": 2}
+        ),
+        "halves again": planned_table(store, folder / "halves", priced(hardware, **STAGES), **DEEP),
+        "ddp": planned_table(store, folder / "ddp", priced(hardware, **REPLICAS), **DEEP),
+        "fsdp": planned_table(
+            store, folder / "fsdp", priced(hardware, **REPLICAS), **DEEP, run__parallel="fsdp"
+        ),
+        "chunks from alone": planned_table(
+            store, folder / "chunks from alone", priced(hardware, **STAGES, virtual_stages=2), **DEEP
+        ),
+    }
+    for name, (plan, how) in OTHERS.items():
+        if IS_SOAK or name in OFTEN:
+            runs[name] = planned_table(store, folder / name, priced(hardware, **plan), **DEEP | how)
+    all_finished(start_ranks(list(runs.values()), 2, folder), folder)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["stages", "chunks from alone", "ddp", "fsdp"])
+def test_two_processes_train_what_one_trains(planned_alone, planned_together, how):
+    near(planned_alone, planned_together / how)
+
+
+@pytest.mark.parametrize(
+    ("how", "least"),
+    mostly(
+        [("shared, fsdp", 1), ("unshared", 0)],
+        [("shared, ddp", 1), ("shared, fsdp", 1), ("shared, in host memory", 1), ("unshared", 0)],
+    ),
+)
+def test_two_processes_that_share_documents_train_what_one_trains(few_alone, planned_together, how, least):
+    near(few_alone, planned_together / how)
+    answers = [line["plan_answered_by"] for line in metrics_of(planned_together / how)]
+    shared = [answer for answer in answers if " documents shared" in answer and ", 0 of" not in answer]
+    assert len(shared) >= least
+    assert least or not shared
+
+
+@pytest.fixture(scope="module")
+def half_alone(store, tmp_path_factory):
+    """The same in half precision."""
+    output = tmp_path_factory.mktemp("half") / "run"
+    run(store, output, None, **DEEP, **HALF)
+    return output
+
+
+@pytest.mark.parametrize("how", mostly(["stages"], ["stages", "replicas"]))
+def test_half_precision_of_two_processes_stays_near_that_of_one(
+    planned_alone, half_alone, planned_together, how
+):
+    ours, theirs, exact = (
+        metrics_of(x) for x in (planned_together / f"half, {how}", half_alone, planned_alone)
+    )
+    assert ours[0]["loss"] != exact[0]["loss"]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.01)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.03)
+    assert {str(value.dtype) for value in weights_of(planned_together / f"half, {how}").values()} == {
+        "torch.float32"
+    }
+
+
+def test_what_several_did_is_noted_with_their_plans(planned_together):
+    lines = metrics_of(planned_together / "stages")
+
+    assert {line["plan_method"] for line in lines} == {"micropack"}
+    assert all(line["plan_simulated_s"] > 0 for line in lines)
+    assert all("MicroPacks a rank" in line["plan_answered_by"] for line in lines)
+
+
+def test_stages_that_go_on_end_with_the_same_bits(planned_together):
+    same_weights(planned_together / "stages", planned_together / "halves")
+
+
+def test_one_process_goes_on_where_stages_stopped(store, planned_together, planned_alone, tmp_path):
+    copy = rewound(planned_together / "stages", 2, tmp_path / "copy")
+
+    notes = run(store, copy, None, **DEEP)
+
+    assert notes.plans[0].resumed_from == 2
+    near(planned_alone, copy)
+
+
+@pytest.mark.parametrize("parallel", mostly(["fsdp"], ["ddp", "fsdp"]))
+def test_two_pipelines_of_two_stages_train_what_one_process_trains(
+    store, hardware, planned_alone, tmp_path, parallel
+):
+    made = planned_table(store, tmp_path / "run", priced(hardware, **STAGES), **DEEP, run__parallel=parallel)
+
+    all_finished(start_ranks([made], 4, tmp_path), tmp_path)
+
+    near(planned_alone, tmp_path / "run")
+
+
+@pytest.mark.parametrize("steps", mostly([40], [40, 200]))
+def test_many_steps_in_a_pipeline_have_the_loss_curve_of_whole_packs(
+    store, hardware, tmp_path, monkeypatch, steps
+):
+    more = {"run__steps": steps, "run__checkpoint_every": 0, "optimizer__learning_rate": 1e-3}
+    more |= {"data__global_batch_size": 2}
+    made = planned_table(store, tmp_path / "stages", priced(hardware, pp=2), **more)
+
+    all_finished(start_ranks([made], 2, tmp_path, prepare=use_float64), tmp_path)
+    use_float64(monkeypatch.setattr)
+    run(store, tmp_path / "plain", None, **more)
+
+    ours, theirs = (metrics_of(tmp_path / name) for name in ("stages", "plain"))
+    assert len(ours) == steps
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-11)
+    assert ours[-1]["loss"] < ours[0]["loss"] - 1
+    for name, value in weights_of(tmp_path / "plain").items():
+        torch.testing.assert_close(weights_of(tmp_path / "stages")[name], value, rtol=0, atol=1e-8)
+
+
+def test_all_end_where_the_first_has_no_plan(store, hardware, tmp_path):
+    made = planned_table(store, tmp_path / "run", priced(hardware, memory_fraction=1e-9), **DEEP)
+
+    processes = start_ranks([made], 2, tmp_path)
+    for process in processes:
+        process.join(120)
+
+    assert [process.exitcode for process in processes] == [1, 1]
+    said = [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)]
+    assert said[0].startswith("PlanError: ")
+    assert said[1] == "VarlenError: rank 0 of 2 failed; it says why"
+
+
+def test_whoever_is_left_names_the_stage_that_is_gone(store, hardware, tmp_path):
+    made = planned_table(store, tmp_path / "run", priced(hardware, pp=2), **DEEP)
+    processes = start_ranks([made], 2, tmp_path, waits_at=4)
+    end = time.monotonic() + 120
+    while not (tmp_path / "waits").exists():
+        assert time.monotonic() < end, [process.exitcode for process in processes]
+        time.sleep(0.02)
+
+    processes[1].kill()
+    for process in processes:
+        process.join(90)
+
+    assert [process.exitcode for process in processes] == [1, -signal.SIGKILL]
+    assert "stage 1 of pipeline 0 (rank 1) is gone" in (tmp_path / "rank0.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            {"pp": 3},
+            "plan.pp = 3 stages, and there are 2 processes; start 3, or set a plan.pp that divides 2",
+        ),
+        ({"slice_tokens": 24}, "plan.slice_tokens is for one process, and there are 2"),
+        ({"pp": 2, "virtual_stages": 4, "hardware": "h100"}, "4 layers can't fill pp=2 x virtual_stages=4"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_on_every_rank(store, tmp_path, plan, words):
+    made = planned_table(store, tmp_path / "run", plan, **DEEP)
+
+    processes = start_ranks([made], 2, tmp_path)
+    for process in processes:
+        process.join(120)
+
+    assert [process.exitcode for process in processes] == [1, 1]
+    assert all(words in (tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))

@@ -1,25 +1,31 @@
-"""Ready tokens: what rows of ids become, against a plain oracle, whatever holds them; and every fault."""
+"""Ready tokens: what rows of ids and their boundaries become, against plain oracles; and every fault."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.megatron_rows import Row, packed_rows, plain, write_parquet
 
+from varlen.adapters.megatron import write_packed_parquet
+from varlen.cli import app as app_module
 from varlen.documents.pretokenized import ready_documents
 from varlen.documents.source import open_source
 from varlen.errors import SourceError
+from varlen.store.store import open_store
 
-Row = dict[str, Any]
+ReadyRow = dict[str, Any]
 
 
 @st.composite
-def rows_of_ids(draw: st.DrawFn) -> list[Row]:
+def rows_of_ids(draw: st.DrawFn) -> list[ReadyRow]:
     """Rows with the same columns, some of them faulty."""
     roles = draw(st.sets(st.sampled_from(["labels", "loss_mask", "attention_mask", "seq_lengths"])))
     rows = []
@@ -27,7 +33,7 @@ def rows_of_ids(draw: st.DrawFn) -> list[Row]:
         ids = draw(
             st.lists(st.integers(0, 9) if draw(st.integers(0, 3)) else st.integers(-1, 12), max_size=6)
         )
-        row: Row = {"input_ids": ids}
+        row: ReadyRow = {"input_ids": ids}
         if "labels" in roles:
             row["labels"] = [draw(st.sampled_from([i, -100])) for i in ids]
         for role in roles & {"loss_mask", "attention_mask"}:
@@ -42,7 +48,7 @@ def rows_of_ids(draw: st.DrawFn) -> list[Row]:
     return rows
 
 
-def oracle(row: Row, vocab_size: int) -> list[tuple[list[int], list[int]]] | None:
+def oracle(row: ReadyRow, vocab_size: int) -> list[tuple[list[int], list[int]]] | None:
     """A row's documents as ids and marks, or None where it is faulty."""
     columns = list(row.values())
     if any(column is None or None in column for column in columns):
@@ -71,7 +77,7 @@ def oracle(row: Row, vocab_size: int) -> list[tuple[list[int], list[int]]] | Non
     return documents
 
 
-def columns_of(rows: list[Row], kind: str) -> dict[str, Any]:
+def columns_of(rows: list[ReadyRow], kind: str) -> dict[str, Any]:
     columns = {role: [row[role] for row in rows] for role in (rows[0] if rows else {"input_ids": []})}
     if kind == "lists":
         return columns
@@ -183,3 +189,220 @@ def test_a_mask_that_only_later_rows_have_is_an_error_and_never_overlooked(tmp_p
         SourceError, match=r"(line|value) 2 has `loss_mask`, which the file's first row has not"
     ):
         list(source.read(source.parts()[0]))
+
+
+def documents(path: Path) -> list[list[int]]:
+    source = open_source(path)
+    read = [some for part in source.parts() for some in source.read(part)]
+    bounds = [some.offsets.tolist() for some in read]
+    return [some.tokens[a:b].tolist() for some, at in zip(read, bounds) for a, b in zip(at, at[1:])]
+
+
+def write(path: Path, rows: list[ReadyRow]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@given(st.lists(st.lists(st.integers(1, 5), max_size=4), max_size=5), st.integers(0, 3), st.integers(0, 3))
+def test_documents_begin_where_positions_do_and_padding_is_none_of_them(
+    rows: list[list[int]], left: int, right: int
+) -> None:
+    ids, positions, mask = [], [], []
+    for lengths in rows:
+        inside = [place for length in lengths for place in range(length)]
+        positions.append([1] * left + inside + [1] * right)
+        ids.append([9] * left + list(range(len(inside))) + [9] * right)
+        mask.append([0] * left + [1] * len(inside) + [0] * right)
+    columns = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+
+    tokens, offsets, _, wrong = ready_documents(columns, len(rows), None)
+
+    assert wrong == {}
+    assert tokens.tolist() == [token for lengths in rows for token in range(sum(lengths))]
+    found = [int(b - a) for a, b in zip(offsets, offsets[1:]) if b > a]
+    assert found == [length for lengths in rows for length in lengths]
+
+
+@pytest.mark.parametrize(("positions", "said"), [([7, 8], "7 at token 0"), ([0, 2], "2 at token 1")])
+def test_positions_that_tell_no_beginning_are_refused(
+    tmp_path: Path, positions: list[int], said: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "position_ids": positions}])
+
+    with pytest.raises(SourceError, match=rf"line 1 has the position {said} .*give `seq_lengths` instead"):
+        documents(path)
+
+
+def test_lengths_go_before_positions(tmp_path: Path) -> None:
+    row = {"input_ids": [1, 2, 3], "seq_lengths": [1, 2], "position_ids": [5, 5, 5]}
+
+    assert documents(write(tmp_path / "a.jsonl", [row])) == [[1], [2, 3]]
+
+
+CHAT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_system_column_is_the_first_message_of_the_rows_that_have_one(tmp_path: Path, name: str) -> None:
+    rows: list[ReadyRow] = [{"conversations": CHAT}, {"conversations": CHAT, "system": "Be brief."}]
+    path = tmp_path / name
+    if name.endswith("jsonl"):
+        write(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows[::-1]).take([1, 0]), path)
+
+    texts = [bytes(token for token in ids if token < 256).decode() for ids in documents(path)]
+
+    assert texts == ["user\nhi\nassistant\nho\n", "system\nBe brief.\nuser\nhi\nassistant\nho\n"]
+
+
+def test_a_system_column_may_repeat_the_first_message_but_not_contradict_it(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "x"}, *({"role": r, "content": "y"} for r in ("user", "assistant"))]
+    same = documents(write(tmp_path / "a.jsonl", [{"messages": chat, "system": "x"}]))
+
+    assert same == documents(write(tmp_path / "b.jsonl", [{"messages": chat}]))
+    with pytest.raises(SourceError, match="`system` says one thing and the first message"):
+        documents(write(tmp_path / "c.jsonl", [{"messages": chat, "system": "z"}]))
+    with pytest.raises(SourceError, match="`system` must be a string, found number"):
+        documents(write(tmp_path / "d.jsonl", [{"messages": chat[1:], "system": 5}]))
+
+
+def test_a_vocabulary_that_leaves_other_records_out_is_another_source(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [7]}])
+
+    marks = {open_source(path, vocab_size=size, on_error="skip").fingerprint for size in (None, 5, 8)}
+
+    assert len(marks) == 3
+
+
+def cut_at_starts(row: Row) -> list[tuple[list[int], list[int]]]:
+    """A row's documents as ids and marks of the ids themselves, one by one."""
+    bounds = [*row["seq_start_id"], len(row["input_ids"])]
+    documents = []
+    for number, (start, stop) in enumerate(zip(bounds, bounds[1:])):
+        inputs = row["seq_lengths"][number] if "seq_lengths" in row else stop - start - 1
+        ids = row["input_ids"][start : start + inputs + 1]
+        marks = [int(row["loss_mask"][start + place - 1]) for place in range(1, len(ids))]
+        documents.append((ids, [int(row["loss_mask"][start]), *marks]))
+    return documents
+
+
+def packed_columns(rows: list[Row], kind: str) -> dict[str, object]:
+    columns = {name: [plain(row)[name] for row in rows] for name in plain(rows[0])}
+    if kind == "lists":
+        return columns
+    if kind == "json":
+        return {name: [json.dumps(value) for value in column] for name, column in columns.items()}
+    return {name: pa.array(column, type=pa.list_(pa.int64())) for name, column in columns.items()}
+
+
+@given(packed_rows())
+def test_rows_become_the_documents_that_were_packed_whatever_holds_them(rows):
+    documents = [document for row in rows for document in cut_at_starts(row)]
+    for kind in ("lists", "json", "arrow"):
+        tokens, offsets, mask, wrong = ready_documents(packed_columns(rows, kind), len(rows), None)
+
+        assert wrong == {}
+        assert np.diff(offsets).tolist() == [len(ids) for ids, _ in documents]
+        assert tokens.tolist() == [id_ for ids, _ in documents for id_ in ids]
+        marks = [mark for _, marks in documents for mark in marks]
+        assert (mask.tolist() if mask is not None else [1] * len(marks)) == marks
+
+
+GOOD = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 0], "seq_start_id": [0, 2], "seq_lengths": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"seq_start_id": [1, 2]},
+            "holds 1 at place 0 of `seq_start_id`, which must begin at 0, rise, and stay below its 3",
+        ),
+        ({"seq_start_id": [0, 0]}, "holds 0 at place 1 of `seq_start_id`"),
+        ({"seq_start_id": [0, 3]}, "holds 3 at place 1 of `seq_start_id`"),
+        ({"seq_start_id": [0, 2**61]}, "holds 2,305,843,009,213,693,952 at place 1 of `seq_start_id`"),
+        ({"seq_start_id": [0, -1]}, "holds -1 at place 1 of `seq_start_id`"),
+        ({"seq_start_id": []}, "has no `seq_start_id`, but 3 `input_ids`"),
+        ({"seq_start_id": None}, "holds null in `seq_start_id`"),
+        ({"seq_lengths": [1]}, "has 1 `seq_lengths` but 2 `seq_start_id`"),
+        (
+            {"seq_lengths": [2, 0]},
+            "holds 2 at place 0 of `seq_lengths`, but stores 2 tokens of that document",
+        ),
+        ({"seq_lengths": [1, -1]}, "holds -1 at place 1 of `seq_lengths`"),
+        ({"loss_mask": [1, 1]}, "has 3 `input_ids` but 2 `loss_mask`"),
+        ({"loss_mask": [1, 2, 0]}, "holds 2 at token 1 of `loss_mask`"),
+    ],
+)
+def test_a_row_with_wrong_boundaries_is_blamed_and_the_others_are_read(change, said):
+    rows = [GOOD, GOOD | change, GOOD]
+    columns = {name: [row[name] for row in rows] for name in GOOD}
+
+    tokens, offsets, _, wrong = ready_documents(columns, 3, None)
+
+    assert list(wrong) == [1]
+    assert wrong[1].startswith(said)
+    assert tokens.tolist() == [1, 2, 3, 1, 2, 3]
+    assert offsets.tolist() == [0, 2, 3, 5, 6]
+
+
+def test_a_row_without_tokens_is_no_document():
+    columns = {"input_ids": [[], [1, 2]], "seq_start_id": [[], [0]]}
+
+    assert ready_documents(columns, 2, None)[1].tolist() == [0, 2]
+
+
+@pytest.fixture
+def verb(tmp_path, monkeypatch, capfd):
+    """Run a verb in this process, in a folder of its own; returns exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        try:
+            app_module.app(list(map(str, arguments)))
+        except SystemExit as ended:
+            code = ended.code
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+def test_tokens_are_kept_once_and_packed_to_any_size(verb, tmp_path):
+    row = {
+        "input_ids": [1, 2, 3, 0, 4, 5],
+        "loss_mask": [0, 1, 0, 0, 1, 0],
+        "seq_start_id": [0, 4],
+        "seq_lengths": [2, 1],
+    }
+    other = {"input_ids": [7, 8, 9], "loss_mask": [1, 1, 0], "seq_start_id": [0], "seq_lengths": [2]}
+    write_packed_parquet([row, other], tmp_path / "training_6.idx.parquet")
+
+    code, out, _ = verb("index", "training_6.idx.parquet", "-o", "store", "--processes", 1)
+
+    assert code == 0
+    assert out.startswith("3 documents, 8 tokens in 1 shard, 4 tokens to train on\n")
+    store = open_store(tmp_path / "store")
+    shards, documents = np.zeros(3, dtype=np.int64), np.arange(3)
+    tokens, mask = store.gather(shards, documents, shards, store.lengths(shards, documents))
+    assert tokens.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert mask is not None
+    assert mask.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    for capacity in (3, 8):
+        code, out, _ = verb("pack", "store", "-o", f"at{capacity}", "--capacity", capacity, "--json")
+        assert (code, json.loads(out)["ledger"]["packed"]) == (0, 8)
+
+
+def test_a_release_s_file_is_read_and_a_wrong_one_refused_by_file_and_row(verb, tmp_path):
+    rows = [{name: GOOD[name] for name in ("input_ids", "loss_mask", "seq_start_id")}] * 2
+    write_parquet(tmp_path / "a.idx.parquet", rows)
+    code, out, _ = verb("index", "a.idx.parquet", "-o", "store", "--processes", 1)
+    assert (code, out.split(",")[0]) == (0, "4 documents")
+
+    table = pa.table(
+        {name: [row[name] for row in [*rows, rows[0] | {"seq_start_id": [0, 5]}]] for name in rows[0]}
+    )
+    pq.write_table(table, tmp_path / "b.idx.parquet")
+    code, _, said = verb("index", "b.idx.parquet", "-o", "other", "--processes", 1)
+    assert code == 2
+    assert "b.idx.parquet row 3 holds 5 at place 1 of `seq_start_id`" in " ".join(said.split())

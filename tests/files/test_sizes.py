@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import subprocess
 import sys
+import zipfile
 from itertools import product
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.files.shared_values import MB, PEAK, chats, text_column, undone, write
 from tests.support.rarely import mostly
 
 from varlen.documents.blocks import cut_blocks
 from varlen.documents.source import open_source
+from varlen.errors import SourceError
 from varlen.files.finding import find_files
 from varlen.files.formats import record_batches, row_groups, tables
-from varlen.files.formats.decoded import plain, row_sizes
+from varlen.files.formats.decoded import list_counts, plain, row_sizes
 from varlen.files.formats.record_batches import blocks_of
 from varlen.files.rows import as_list
+
+PEAK = """def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+"""
+
+
+"""What a process of its own calls; what `resource` says begins with the peak of the process that started it."""
+
+
+MB = 1 << 20
+
+
+def text_column(texts, indices):
+    return pa.DictionaryArray.from_arrays(pa.array(indices, pa.int32()), pa.array(texts))
+
+
+def chats(rows, per_row, texts, indices):
+    """A column of messages whose contents are shared."""
+    count = rows * per_row
+    roles = text_column(["user", "assistant"], np.arange(count) % 2)
+    messages = pa.StructArray.from_arrays([roles, text_column(texts, indices)], ["role", "content"])
+    return pa.ListArray.from_arrays(pa.array(np.arange(0, count + 1, per_row), pa.int32()), messages)
+
+
+def write(path, column, *, name="text", is_dictionary=False, **named):
+    """Write a column; unless it is to be read as a dictionary, with no word of how it was made."""
+    table = pa.table({name: column})
+    pq.write_table(table, path, store_schema=is_dictionary, **named)
+    return path
+
+
+def undone(kind):
+    """The same type without dictionaries."""
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    if pa.types.is_list(kind):
+        return pa.list_(undone(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, undone(field.type)) for field in kind])
+    return kind
 
 
 def rows_of(path):
@@ -355,3 +398,178 @@ def test_counting_the_rows_of_a_stretch_reads_the_headers_of_its_batches_alone(t
 
     assert counted == [40] * 10
     assert len(looked) == 40
+
+
+def size_of(value):
+    """Bytes of a value as a reader would count them."""
+    if isinstance(value, dict):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(size_of, value))
+    return len(value.encode() if isinstance(value, str) else value) if value is not None else 0
+
+
+NESTED = pa.array([["a", "bcd", None], None, [], ["xy"] * 3])
+ARRAYS = {
+    "strings": pa.array(["a", "bb", None, "cccc"]),
+    "large strings": pa.array(["a", "bb", None, "cccc"], pa.large_string()),
+    "views": pa.array(["a" * 30, "bb", None, "cccc"], pa.string_view()),
+    "dictionary": pa.array(["a", "bb", "a", "a"]).dictionary_encode(),
+    "runs": pa.compute.run_end_encode(pa.array(["aa", "aa", "b", "b", "cccc"])),
+    "lists": NESTED,
+    "large lists": NESTED.cast(pa.large_list(pa.string())),
+    "lists of a dictionary": NESTED.cast(pa.list_(pa.dictionary(pa.int32(), pa.string()))),
+    "lists of one length": pa.array([["a", "bb"], ["", "cccc"], ["d", "e"]], pa.list_(pa.string(), 2)),
+    "structs": pa.array([{"a": "x", "b": "yz"}, {"a": "", "b": "long"}, {"a": "q", "b": None}]),
+    "maps": pa.array([[("k", "vv")], [], [("a", "b"), ("c", "d")]], pa.map_(pa.string(), pa.string())),
+    "nothing": pa.array([], pa.list_(pa.string())),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_sizes_of_rows_are_those_of_their_values(name):
+    array = ARRAYS[name]
+
+    for some in (array, array.slice(1), array.slice(1, 2), array.slice(0, 0)):
+        assert row_sizes(some).tolist() == [size_of(value) for value in some.to_pylist()]
+
+
+def test_sizes_of_damaged_offsets_are_no_error():
+    offsets = pa.py_buffer(np.array([0, 2_000_000_000, -5, 3], dtype=np.int32))
+    array = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"abc")])
+
+    assert (row_sizes(array) >= 0).all()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_dictionaries_are_undone_and_lists_counted_wherever_they_begin(start):
+    column = chats(4, 2, ["a", "bb", ""], [0, 1, 2, 1, None, 0, 0, 1]).slice(start)
+
+    decoded = plain(column, undone(column.type))
+
+    decoded.validate(full=True)
+    assert decoded.type == undone(column.type)
+    assert decoded.to_pylist() == column.to_pylist()
+    assert list_counts(column).tolist() == [2] * (4 - start)
+
+
+LIMIT = 6 * MB
+READ = (
+    PEAK
+    + f"""
+import sys
+from varlen.files.formats import json, jsonl, text
+for module, name in (
+    (jsonl, "MOST_RECORD_BYTES"), (json, "MOST_RECORD_BYTES"), (text, "_MOST_DOCUMENT_BYTES")
+):
+    setattr(module, name, {LIMIT})
+from varlen.files.formats import csv
+csv._MOST_FIELD_CHARACTERS = {LIMIT}
+from varlen.documents.source import open_source
+before = peak()
+source = open_source(sys.argv[1], on_error="skip")
+count = lost = 0
+for part in source.parts():
+    for documents in source.read(part):
+        count, lost = count + len(documents), lost + documents.losses.of_reading
+print(count, lost, (peak() - before) // 1024)
+"""
+)
+FILL = b"a" * MB
+LINE = b"a" * 1023 + b"\n"
+FINE = b'{"text": "fine"}'
+TIMES = 64
+BOMBS = {
+    "line.jsonl.gz": ([FINE + b'\n{"text": "', *[FILL] * TIMES, b'"}\n', FINE], 1),
+    "no_end.txt.gz": ([FILL] * TIMES, 0),
+    "paragraph.txt.gz": ([LINE * 1024] * TIMES, 0),
+    "value.json.gz": ([b"[" + FINE + b',{"text": "', *[FILL] * TIMES, b'"},' + FINE + b"]"], 1),
+    "open.json.gz": ([b"[" + FINE + b',{"text": "', *[FILL] * TIMES], 1),
+    "escapes.json.gz": ([b"[" + FINE + b',{"text": "', *[b'\\"' * (MB // 2)] * TIMES], 1),
+    "brackets.json.gz": ([b"[" + FINE + b",", *[b"[" * MB] * TIMES], 1),
+    "blank.json.gz": ([b"[" + FINE + b",", *[b"\n" * MB] * TIMES, FINE + b"]"], 2),
+    "field.csv.gz": ([b"text\nfine\n", *[FILL] * TIMES, b"\nfine\n"], 1),
+    "quote.csv.gz": ([b'text,id\nfine,1\n"', *[LINE * 1024] * TIMES], 1),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_text_that_unpacks_to_far_more_is_refused_or_read_in_bounded_memory(tmp_path, name):
+    pieces, count = BOMBS[name]
+    path = tmp_path / name
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.writelines(pieces)
+    assert path.stat().st_size < 3 * MB
+
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, timeout=240
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, lost, grown = map(int, done.stdout.split())
+    assert found == count
+    assert lost > 0 or name == "blank.json.gz"
+    assert grown < 12 * LIMIT // MB
+
+
+READING = (
+    PEAK
+    + """
+import sys
+from varlen.documents.source import open_source
+source = open_source(sys.argv[1])
+before = peak()
+documents = tokens = 0
+for part in source.parts():
+    for found in source.read(part):
+        documents, tokens = documents + len(found), tokens + len(found.tokens)
+print(documents, tokens, (peak() - before) // 1024)
+"""
+)
+
+
+@pytest.mark.parametrize("form", ["empty documents", "short documents", "one document"])
+def test_an_npz_that_unpacks_to_much_is_read_in_little_memory(tmp_path, form):
+    count = 40_000_000
+    offsets = {
+        "empty documents": np.zeros(count, dtype=np.int64),
+        "short documents": np.arange(0, count + 1, 1000),
+        "one document": np.array([0, count]),
+    }[form]
+    ids = np.zeros(0 if form == "empty documents" else count, dtype=np.int64)
+    np.savez_compressed(tmp_path / "a.npz", input_ids=ids, offsets=offsets)
+    assert (tmp_path / "a.npz").stat().st_size < 1_000_000
+
+    done = subprocess.run(
+        [sys.executable, "-c", READING, str(tmp_path / "a.npz")], capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    documents, tokens, grown = map(int, done.stdout.split())
+    assert documents == len(offsets) - 1
+    assert tokens == len(ids)
+    assert grown < (900 if form == "one document" else 250)
+
+
+def test_ids_that_need_more_than_32_bits_are_still_told_in_a_long_document(tmp_path):
+    ids = np.zeros(3 << 20, dtype=np.int64)
+    ids[2_500_000] = 1 << 40
+    np.savez_compressed(tmp_path / "a.npz", input_ids=ids, offsets=np.array([0, len(ids)]))
+    source = open_source(tmp_path / "a.npz")
+
+    with pytest.raises(SourceError, match=f"{1 << 40}|{1 << 40:,}"):
+        list(source.read(source.parts()[0]))
+
+
+def test_an_npz_that_holds_fewer_values_than_it_says_is_refused_before_they_are_read(tmp_path):
+    count = 1_900_000_000
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        for name, shape, values in (("input_ids", count, [1] * 9), ("offsets", 2, [0, count])):
+            with archive.open(f"{name}.npy", "w") as member:
+                described = {"descr": "<i8", "fortran_order": False, "shape": (shape,)}
+                np.lib.format.write_array_header_1_0(member, described)
+                member.write(np.array(values, dtype=np.int64).tobytes())
+    source = open_source(tmp_path / "a.npz")
+
+    with pytest.raises(SourceError, match=r"a\.npz: `input_ids` ends too early"):
+        list(source.read(source.parts()[0]))

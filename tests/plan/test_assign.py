@@ -1,19 +1,26 @@
-"""Documents are given to groups: within memory, as even as can be, and nearly as well as any way there is."""
+"""Documents are given to groups: kernels equal references, within memory, as even as can be, or proven so."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import subprocess
+import sys
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
+from tests.oracles import plan_assign as reference
 from tests.support.rarely import examples
 
-from varlen.errors import InputError, LengthsError, PlanError, SettingError
-from varlen.plan.assign import ENOUGH, assign, lightest_possible
+from varlen import jit
+from varlen.errors import InputError, LengthsError, MissingExtraError, PlanError, SettingError
+from varlen.plan import kernels_assign as kernels
+from varlen.plan.assign import ENOUGH, assign, improve_exactly, lightest_possible
 
 LIMITLESS = 2**62
 
@@ -264,3 +271,245 @@ def test_the_limit_that_the_message_offers_does() -> None:
 def test_without_documents_there_is_nothing_to_assign() -> None:
     assert assign([], 4).tolist() == []
     assert assign([3.0], 4, tokens=[7], token_limit=7).tolist() == [0]
+
+
+class Step(NamedTuple):
+    """Documents and groups as the kernels take them."""
+
+    order: npt.NDArray[np.int32]
+    work: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.int64]
+    limits: npt.NDArray[np.int64]
+    loads: npt.NDArray[np.float64]
+
+    @property
+    def total(self) -> float:
+        return float(self.work.sum() + self.loads.sum())
+
+
+@st.composite
+def steps_of_work(draw: st.DrawFn, most: int = 20, most_groups: int = 6) -> Step:
+    """Many of the same work, groups with little room, groups that have work before."""
+    largest = draw(st.sampled_from([1, 5, 1000]))
+    scale = draw(st.sampled_from([1.0, 0.1]))
+    work = np.array(draw(st.lists(st.integers(0, largest), max_size=most)), np.float64) * scale
+    tokens = np.array(draw(st.lists(st.integers(0, 9), min_size=work.size, max_size=work.size)), np.int64)
+    num_groups = draw(st.integers(1, most_groups))
+    in_turn = np.bincount(np.arange(work.size) % num_groups, tokens, num_groups).astype(np.int64)
+    limits = draw(st.sampled_from([np.full(num_groups, 2**62, np.int64), in_turn, in_turn + 2, in_turn - 1]))
+    loads = draw(st.lists(st.integers(0, largest), min_size=num_groups, max_size=num_groups))
+    order = np.argsort(-work, kind="stable").astype(np.int32)
+    return Step(order, work, tokens, limits, np.array(loads, np.float64) * scale)
+
+
+def dealt(step: Step) -> npt.NDArray[np.int32] | None:
+    """A way within the limits to begin with, worse than most: documents in turn."""
+    group_of = (np.arange(step.work.size) % step.loads.size).astype(np.int32)
+    held = np.bincount(group_of, step.tokens, step.loads.size)
+    return group_of if (held <= step.limits).all() else None
+
+
+@given(steps_of_work())
+def test_dealing_equals_its_reference(step: Step) -> None:
+    compiled, readable = np.empty(step.work.size, np.int32), np.empty(step.work.size, np.int32)
+
+    left_over = kernels.deal(*step, compiled)
+
+    assert left_over == reference.deal(*step, readable)
+    assert compiled.tolist() == readable.tolist()
+    assert left_over == (compiled < 0).sum()
+
+
+@settings(max_examples=400)
+@given(steps_of_work(), st.integers(0, 3000), st.integers(1, 4), st.sampled_from([0.0, 0.0, 0.3, 0.5]))
+def test_lightening_equals_its_reference_wherever_it_stops(
+    step: Step, steps: int, near: int, share: float
+) -> None:
+    compiled, readable = dealt(step), dealt(step)
+    if compiled is None or readable is None:
+        return
+    enough = share * step.total
+
+    left = kernels.lighten(*step, enough, near, steps, compiled)
+
+    assert left == reference.lighten(*step, enough, near, steps, readable)
+    assert compiled.tolist() == readable.tolist()
+    assert 0 <= left <= steps
+    keeps_to_limits_and_is_no_heavier(step, compiled)
+
+
+@given(
+    steps_of_work(most=9, most_groups=4),
+    st.integers(0, 400),
+    st.booleans(),
+    st.sampled_from([0.0, 0.0, 0.3, 0.5]),
+)
+def test_searching_equals_its_reference_wherever_it_stops(
+    step: Step, nodes: int, knows_a_way: bool, share: float
+) -> None:
+    start = dealt(step) if knows_a_way else np.full(step.work.size, -1, np.int32)
+    if start is None:
+        return
+    compiled, readable = start.copy(), start.copy()
+    enough = share * step.total
+
+    left = kernels.search(*step, enough, nodes, compiled)
+
+    assert left == reference.search(*step, enough, nodes, readable)
+    assert compiled.tolist() == readable.tolist()
+    assert 0 <= left <= nodes
+    if knows_a_way:
+        keeps_to_limits_and_is_no_heavier(step, compiled)
+
+
+@given(
+    steps_of_work(),
+    st.integers(0, 3000),
+    st.integers(1, 8),
+    st.integers(1, 60),
+    st.sampled_from([0.0, 0.0, 0.3, 0.5]),
+)
+def test_regrouping_equals_its_reference_wherever_it_stops(
+    step: Step, steps: int, most: int, nodes: int, share: float
+) -> None:
+    compiled, readable = dealt(step), dealt(step)
+    if compiled is None or readable is None:
+        return
+    enough = share * step.total
+
+    left = kernels.regroup(*step, enough, most, nodes, steps, compiled)
+
+    assert left == reference.regroup(*step, enough, most, nodes, steps, readable)
+    assert compiled.tolist() == readable.tolist()
+    assert 0 <= left <= steps
+    keeps_to_limits_and_is_no_heavier(step, compiled)
+
+
+def keeps_to_limits_and_is_no_heavier(step: Step, group_of: npt.NDArray[np.int32]) -> None:
+    def heaviest(way: npt.NDArray[np.int32]) -> float:
+        return float((step.loads + np.bincount(way, step.work, step.loads.size)).max())
+
+    before = dealt(step)
+    assert before is not None
+    assert (np.bincount(group_of, step.tokens, step.loads.size) <= step.limits).all()
+    assert heaviest(group_of) <= heaviest(before) * (1 + 1e-12)
+
+
+def test_without_kernels_the_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(3)
+    tokens = random.integers(1, 100, 40)
+    settings = {"tokens": tokens, "token_limit": int(tokens.sum()) // 8 + 40, "steps": 20_000}
+    compiled = assign(tokens**2, 8, **settings).tolist()
+    monkeypatch.setattr(jit, "_is_enabled", False)
+
+    readable = assign(tokens**2, 8, **settings).tolist()
+
+    assert readable == compiled
+
+
+needs_solver = pytest.mark.skipif(
+    importlib.util.find_spec("highspy") is None, reason="highspy is not installed"
+)
+
+
+@needs_solver
+def test_a_bad_assignment_becomes_the_best_there_is_and_is_proven() -> None:
+    work = [8.0, 7.0, 6.0, 5.0, 4.0]
+
+    found = improve_exactly(work, np.array([0, 0, 0, 1, 1], np.int32), 2)
+
+    assert heaviest(work, found.group_of, 2) == 15
+    assert found.is_optimal
+    assert found.bound == pytest.approx(15, rel=1e-5)
+    assert found.group_of.dtype == np.int32
+
+
+@needs_solver
+@pytest.mark.parametrize("seed", range(6))
+def test_it_never_does_worse_keeps_to_limits_and_its_bound_holds(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tokens = random.integers(10, 100, 14)
+    work = tokens.astype(np.float64) ** 2
+    loads = random.integers(0, 3, 3) * 1000.0 if seed % 2 else np.zeros(3)
+    limit = int(tokens.sum()) // 3 + 40
+    settings: dict[str, Any] = {"tokens": tokens, "token_limit": limit, "loads": loads}
+    start = assign(work, 3, steps=1, **settings)
+
+    found = improve_exactly(work, start, 3, nodes=30, **settings)
+    again = improve_exactly(work, start, 3, nodes=30, **settings)
+
+    best = heaviest(work, assign(work, 3, **settings), 3, loads)
+    assert np.bincount(found.group_of, tokens, 3).max() <= limit
+    assert heaviest(work, found.group_of, 3, loads) <= heaviest(work, start, 3, loads)
+    assert found.bound <= best * (1 + 1e-6)
+    assert found.group_of.tolist() == again.group_of.tolist()
+    assert (found.bound, found.nodes, found.is_optimal) == (again.bound, again.nodes, again.is_optimal)
+    assert found.nodes <= 30
+
+
+@needs_solver
+def test_of_many_documents_those_of_the_heaviest_and_the_lightest_groups_are_rearranged() -> None:
+    random = np.random.default_rng(3)
+    work = random.lognormal(0, 0.5, 1500)
+    start = (np.arange(1500) % 6).astype(np.int32)
+
+    found = improve_exactly(work, start, 6, nodes=2)
+
+    second = np.sort(np.bincount(start, work, 6))[-2]
+    assert heaviest(work, found.group_of, 6) == pytest.approx(second)
+    assert (found.group_of != start).any()
+
+
+@needs_solver
+def test_what_is_best_already_takes_no_solving() -> None:
+    found = improve_exactly([9.0, 1.0, 2.0], np.array([0, 1, 1], np.int32), 2)
+
+    assert (found.nodes, found.is_optimal, found.bound) == (0, True, 9.0)
+    assert improve_exactly([], np.zeros(0, np.int32), 3).is_optimal
+
+
+@needs_solver
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"nodes": 0}, SettingError, "nodes must be a whole number of at least 1, got 0"),
+        (
+            {"group_of": np.array([0, 2])},
+            PlanError,
+            r"must be 2 groups from 0 to 1; got int64 of shape \(2,\)",
+        ),
+        ({"group_of": np.array([0])}, PlanError, r"must be 2 groups"),
+        (
+            {"tokens": [9, 9], "token_limit": 10, "group_of": np.array([0, 0])},
+            PlanError,
+            "over the token limit in 1 of 2",
+        ),
+    ],
+)
+def test_what_can_t_be_improved_is_refused_in_a_sentence(
+    arguments: dict[str, Any], error: type[InputError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        improve_exactly(**({"work": [1.0, 2.0], "group_of": np.array([0, 1]), "num_groups": 2} | arguments))
+
+
+@needs_solver
+def test_the_solver_prints_nothing() -> None:
+    # In a process of its own: what it would print comes once a process.
+    script = (
+        "import numpy as np\n"
+        "from varlen.plan.assign import improve_exactly\n"
+        "found = improve_exactly([8.0, 7.0, 6.0, 5.0, 4.0], np.array([0, 0, 0, 1, 1], np.int32), 2)\n"
+        "assert found.nodes\n"
+    )
+
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_without_the_solver_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+
+    with pytest.raises(MissingExtraError, match=r'pip install "varlen\[plan\]"'):
+        improve_exactly([1.0], np.array([0]), 1)

@@ -1,4 +1,4 @@
-"""A plan comes back from bytes as it was; bytes of anything else are refused in a sentence, and take no memory."""
+"""A plan and its settings come back from bytes as they were; anything else is refused in a sentence."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from tests.support.random_plans import random_plan
 from tests.support.rarely import examples
 
 from varlen.errors import PlanError, SettingError, SourceError, StalledError
+from varlen.plan.assign import assign
 from varlen.plan.check import check_plan
 from varlen.plan.serialize import (
     _FRONT,
     _MAGIC,
     broadcast_plan,
+    from_json,
     load_plan,
+    named,
     plan_fingerprint,
     plan_from_bytes,
     plan_to_bytes,
     save_plan,
+    to_json,
 )
 from varlen.step_plan import Mesh, MicroPacks, StepPlan
 
@@ -260,3 +264,41 @@ class _Mapping:
 
     def get(self, key: str) -> bytes:
         return vars(self)[key]  # type: ignore[no-any-return]
+
+
+def test_settings_come_out_as_they_were() -> None:
+    settings = {
+        "mesh": Mesh(dp=4, pp=2),
+        "few": (1, 2.5, None, True),
+        3: ["word", float("inf")],
+        "one": np.int64(7),
+    }
+
+    assert from_json(to_json(settings)) == settings
+
+
+def test_arrays_keep_their_dtypes_and_shapes() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+    back = from_json(to_json({"rates": array}))["rates"]
+
+    assert back.dtype == array.dtype
+    assert back.tolist() == array.tolist()
+
+
+def test_equal_settings_are_equal_text() -> None:
+    assert to_json(Mesh(dp=2)) == to_json(Mesh(dp=2)) != to_json(Mesh(dp=3))
+
+
+def test_a_cost_model_comes_out_with_the_same_figures() -> None:
+    from varlen.cost.hardware import Hardware
+    from varlen.cost.model import CostModel
+    from varlen.cost.shape import ModelShape
+
+    cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"), recompute="full")
+
+    assert from_json(to_json(cost)).fingerprint == cost.fingerprint
+
+
+def test_a_function_is_found_by_its_name() -> None:
+    assert named("varlen.plan.assign:assign") is assign

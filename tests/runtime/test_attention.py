@@ -1,24 +1,32 @@
-"""Slices attend as the uncut document does, forward and backward, however it is cut and whatever stands beside it."""
+"""Slices attend as the uncut document does, by formulas and by kernels, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.rarely import examples
+from tests.support.sliced import tiny
 
-from varlen.errors import ModelError
-from varlen.runtime import flash
+import varlen as vl
+from varlen.errors import ModelError, SettingError
+from varlen.runtime import attention, choice, flash
 from varlen.runtime.attention import CachedSlice, attend, slice_attention
+from varlen.runtime.choice import BY_SCORES, ByScores, chosen, error_on_a_small_case
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.flash import Rule
+from varlen.runtime.kernels import FlashAttn, Flex, Lengths, Qkv, TorchVarlen, seen_by
 from varlen.runtime.kv_cache import DocumentCache
 from varlen.runtime.tiles import BLOCK, tiles_of
 
 SCALE = 0.3
-Qkv = list[torch.Tensor]
+Tensors = list[torch.Tensor]
 
 
 def whole(
@@ -41,7 +49,7 @@ def whole(
     return scores.softmax(-1)[..., :length] @ value
 
 
-def document(length: int, heads: tuple[int, int], seed: int, dims: tuple[int, int] = (8, 8)) -> Qkv:
+def document(length: int, heads: tuple[int, int], seed: int, dims: tuple[int, int] = (8, 8)) -> Tensors:
     """Random queries, keys and values, as heads of these widths."""
     made = torch.Generator().manual_seed(seed)
     query, key = heads
@@ -50,12 +58,12 @@ def document(length: int, heads: tuple[int, int], seed: int, dims: tuple[int, in
 
 
 def reference(
-    given: Qkv,
+    given: Tensors,
     gradient: torch.Tensor,
     window: int | None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
-) -> tuple[Qkv, torch.Tensor | None]:
+) -> tuple[Tensors, torch.Tensor | None]:
     """Output and gradients of the uncut document, and the gradient of sinks."""
     leaves = [x.clone().requires_grad_() for x in given]
     of_sinks = None if sinks is None else sinks.clone().requires_grad_()
@@ -66,13 +74,13 @@ def reference(
 
 
 def in_slices(
-    given: Sequence[Qkv],
+    given: Sequence[Tensors],
     gradients: Sequence[torch.Tensor],
     steps: Sequence[Sequence[tuple[int, int, int]]],
     window: int | None = None,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
-) -> tuple[list[Qkv], torch.Tensor | None]:
+) -> tuple[list[Tensors], torch.Tensor | None]:
     """The same by MicroPacks of (document, start, stop), all forward and then all backward, last to first."""
     caches = [DocumentCache(x[0].shape[2]) for x in given]
     found = [[torch.zeros_like(g), *(torch.zeros_like(y) for y in x)] for x, g in zip(given, gradients)]
@@ -280,3 +288,299 @@ def test_on_cuda_slices_in_half_precision_are_near_the_uncut_document() -> None:
     true, _ = reference([x.double().cpu() for x in half], gradient.bfloat16().double(), None)
     for ours, wanted in zip(cut, true):
         assert (ours.cpu() - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+CPU = torch.device("cpu")
+
+
+def one_slice(query: Any, key: Any, value: Any, scale: float, left: int, cap: float) -> tuple[Any, Any]:
+    """Attention of `[rows, heads, dim]`, bottom right; `left` below 0 is no window."""
+    rows, keys, groups = len(query), len(key), query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    behind = (torch.arange(rows)[:, None] + keys - rows) - torch.arange(keys)
+    seen = (behind >= 0) & ((behind <= left) if left >= 0 else True)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)
+
+
+def slice_by_slice(
+    tensors: list[torch.Tensor], starts: Any, key_starts: Any, longest: Any, *how: float
+) -> tuple[Any, Any]:
+    """All slices of a call; refuses what a kernel would read out of bounds."""
+    query, key, value = tensors
+    for at, rows, most in ((starts, query, longest[0]), (key_starts, key, longest[1])):
+        assert at.dtype == torch.int32
+        assert at[0] == 0
+        assert at[-1] == len(rows)
+        assert most == at.diff().max()
+    outs, sums = [], []
+    for i in range(len(starts) - 1):
+        rows, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
+        out, lse = one_slice(query[rows], key[keys], value[keys], *how)
+        outs.append(out)
+        sums.append(lse)
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+def back(tensors: Any, gradient: torch.Tensor, merged: Any, *rest: Any) -> Any:
+    """Gradients as a kernel makes them from the merged output and log-sum-exp, a share of which is these keys'."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        out, lse = slice_by_slice(leaves, *rest)
+        share = (lse - merged[1]).exp().detach()
+        assert ((out * share.T[..., None]) - merged[0]).abs().max() < 1e-9
+        # What isn't these keys' is the sinks', whose scores stand still while these keys' move.
+        sinks = torch.log((1 - share).clamp_min(1e-300)) + merged[1]
+        whole = out * (lse - torch.logaddexp(lse, sinks)).exp().T[..., None]
+        return torch.autograd.grad(whole, leaves, gradient)
+
+
+def aten_forward(
+    query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, return_debug_mask: bool, *, scale: float, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:  # fmt: skip
+    """`aten::_flash_attention_forward`, by its schema."""
+    assert dropout_p == 0
+    assert not return_debug_mask
+    assert is_causal or window_size_right == 0
+    left = -1 if window_size_left is None else window_size_left
+    made = slice_by_slice([query, key, value], cum_seq_q, cum_seq_k, (max_q, max_k), scale, left, 0.0)
+    return *made, torch.zeros(2), torch.zeros(0), torch.zeros(0)
+
+
+def aten_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any, cum_seq_k: Any,
+    max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Any, unused: Any, *, scale: float,
+    window_size_left: int | None = None, window_size_right: int | None = None,
+) -> Any:  # fmt: skip
+    """`aten::_flash_attention_backward`, by its schema."""
+    assert dropout_p == 0
+    assert is_causal or window_size_right == 0
+    assert rng_state.dtype == torch.uint64
+    assert logsumexp.is_contiguous()
+    left = -1 if window_size_left is None else window_size_left
+    given = [query, key, value]
+    return back(given, grad_out, (out, logsumexp), cum_seq_q, cum_seq_k, (max_q, max_k), scale, left, 0.0)
+
+
+def package_forward(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0,
+) -> Any:  # fmt: skip
+    """`flash_attn_interface._flash_attn_varlen_forward`, as the package has it since 2.7."""
+    assert dropout_p == 0
+    assert causal
+    longest = (max_seqlen_q, max_seqlen_k)
+    how = (softmax_scale, window_size_left, softcap)
+    return *slice_by_slice([q, k, v], cu_seqlens_q, cu_seqlens_k, longest, *how), None, torch.zeros(2)
+
+
+def package_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any, cu_seqlens_q: Any,
+    cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Any, deterministic: bool,
+    rng_state: Any = None,
+) -> Any:  # fmt: skip
+    """`flash_attn_interface._flash_attn_varlen_backward`: gradients go where they are told."""
+    assert causal
+    how = (softmax_scale, window_size_left, softcap)
+    rest = (cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), *how)
+    for into, made in zip((dq, dk, dv), back([q, k, v], dout, (out, softmax_lse), *rest)):
+        into.copy_(made)
+
+
+def flex(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float,
+    enable_gqa: bool,
+    return_aux: Any,
+    kernel_options: dict[str, Any],
+) -> Any:
+    """FlexAttention, by its documentation: the mask and the scores are what its functions say, pair by pair."""
+    assert return_aux.lse
+    assert kernel_options == {"FORCE_USE_FLEX_ATTENTION": True}
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scale
+    rows, keys = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
+    zero = torch.zeros((), dtype=torch.int64)
+    scores = scores if score_mod is None else score_mod(scores, zero, zero, rows, keys)
+    scores = scores.masked_fill(~block_mask.mask_mod(zero, zero, rows, keys), -torch.inf)
+    return scores.softmax(-1) @ value, SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+KERNELS: dict[str, Callable[[], Any]] = {
+    "varlen": lambda: TorchVarlen(aten_forward, aten_backward),
+    "flash_attn": lambda: FlashAttn(package_forward, package_backward),
+    "flex": lambda: Flex(flex),
+    "by_scores": ByScores,
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@given(case=packed_slices(), seed=st.integers(0, 99), with_sinks=st.booleans())
+@examples(10, 25)
+def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(
+    name: str, case: Any, seed: int, with_sinks: bool
+) -> None:
+    lengths, steps, heads, window = case
+    cap = 1.5 if name != "varlen" and seed % 2 else None
+    sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64) if with_sinks else None
+    documents = [document(length, heads, seed + d) for d, length in enumerate(lengths)]
+    gradients = [document(length, heads, seed + 50 + d)[0] for d, length in enumerate(lengths)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "chosen", lambda *_: KERNELS[name]())
+        found, by_sinks = in_slices(documents, gradients, steps, window, cap, sinks)
+
+    wanted = [reference(x, g, window, cap, sinks) for x, g in zip(documents, gradients)]
+    for parts, (whole, _) in zip(found, wanted):
+        for ours, uncut in zip(parts, whole):
+            torch.testing.assert_close(ours, uncut, rtol=0, atol=1e-11)
+    if by_sinks is not None:
+        torch.testing.assert_close(by_sinks, sum(x for _, x in wanted), rtol=0, atol=1e-11)
+
+
+def test_short_documents_are_one_call_and_slices_with_earlier_tokens_one_each() -> None:
+    calls: list[Lengths] = []
+
+    class Counting(ByScores):
+        def forward(self, given: Qkv, lengths: Lengths, rule: Rule) -> Any:
+            calls.append(lengths)
+            return super().forward(given, lengths, rule)
+
+    documents = [document(length, (2, 1), length) for length in (20, 3, 4, 5, 6)]
+    gradients = [document(len(x[0][0, 0]), (2, 1), 9)[0] for x in documents]
+    steps = [[(0, 0, 8), (1, 0, 3)], [(0, 8, 20), (2, 0, 4), (3, 0, 5), (4, 0, 6)]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "chosen", lambda *_: Counting())
+        in_slices(documents, gradients, steps)
+        in_slices([documents[0]], [gradients[0]], [[(0, 0, 8)], [(0, 8, 20)]], window=3)
+
+    assert calls == [
+        Lengths((8, 3), (8, 3)),
+        Lengths((12,), (20,)),
+        Lengths((4, 5, 6), (4, 5, 6)),
+        Lengths((8,), (8,)),
+        Lengths((12,), (14,)),
+    ]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_small_case_tells_right_from_wrong(name: str, window: int | None) -> None:
+    rule, heads = Rule(0.4, window), (4, 2, 8)
+
+    def wrong(change: Callable[[Qkv, Lengths, Rule], tuple[Qkv, Lengths, Rule]]) -> float:
+        class Wrong:
+            def forward(self, *given: Any) -> Any:
+                return BY_SCORES.forward(*change(*given))
+
+            def backward(self, gradient: Any, given: Any, merged: Any, *rest: Any) -> Any:
+                changed = change(given, *rest)
+                return BY_SCORES.backward(gradient, changed[0], merged, *changed[1:])
+
+        return error_on_a_small_case(Wrong(), heads, rule, CPU, torch.float64)
+
+    assert error_on_a_small_case(KERNELS[name](), heads, rule, CPU, torch.float64) < 1e-12
+    assert wrong(lambda given, lengths, _: (given, lengths, Rule(0.4, window, 2.0))) > 0.05
+    assert wrong(lambda given, lengths, _: (given, lengths, Rule(0.4, 2))) > 0.05
+    assert wrong(lambda given, lengths, rule: (given, Lengths((4, 9), (4, 16)), rule)) > 0.05
+    assert wrong(lambda given, lengths, rule: (given._replace(key=given.key.flip(1)), lengths, rule)) > 0.05
+    assert (
+        wrong(lambda given, lengths, rule: (given._replace(key=given.key * torch.nan), lengths, rule)) > 0.05
+    )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_of_this_torch_masks_as_it_is_told() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    lengths, rule = Lengths((4, 9), (11, 9)), Rule(0.4, 5, 2.0)
+    made = torch.Generator().manual_seed(0)
+    given = Qkv(*(torch.randn(n, h, 8, generator=made) for n, h in ((13, 4), (20, 2), (20, 2))))
+
+    found = Flex(flex_attention).forward(given, lengths, rule)
+
+    for ours, known in zip(found, BY_SCORES.forward(given, lengths, rule)):
+        torch.testing.assert_close(ours, known, rtol=0, atol=1e-5)
+
+
+def test_rows_see_their_document_up_to_themselves_from_the_bottom_right() -> None:
+    assert seen_by(Lengths((2, 1), (3, 1)), None, CPU).int().tolist() == [
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [0, 0, 0, 1],
+    ]
+    assert seen_by(Lengths((2,), (4,)), 2, CPU).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+def test_arguments_of_this_torch_are_those_of_the_stand_in() -> None:
+    for kernel, stand_in in (
+        (torch.ops.aten._flash_attention_forward, aten_forward),
+        (torch.ops.aten._flash_attention_backward, aten_backward),
+    ):
+        theirs = [argument.name for argument in kernel.default._schema.arguments]
+        ours = stand_in.__code__.co_varnames[
+            : stand_in.__code__.co_argcount + stand_in.__code__.co_kwonlyargcount
+        ]
+        assert [x for x in theirs if x in ours] == list(ours)
+        assert theirs[: stand_in.__code__.co_argcount] == list(ours[: stand_in.__code__.co_argcount])
+
+
+def test_kernels_that_cannot_are_refused_by_name_and_auto_finds_one_that_can() -> None:
+    query, key, value = document(4, (2, 1), 0)
+
+    assert chosen(query, key, value, Rule(1.0), "auto") is None
+    assert chosen(query, key, value, Rule(1.0), "sdpa") is None
+    with pytest.raises(
+        ModelError, match=r'kernels="varlen" .* half precision on CUDA, and this is torch.float64 on cpu'
+    ):
+        chosen(query, key, value, Rule(1.0), "varlen")
+    with pytest.raises(SettingError, match="kernels='fast'; there are auto, sdpa, varlen, flash_attn, flex"):
+        DecoderParts.of(None, "fast")  # type: ignore[arg-type]
+
+
+def test_what_a_kernel_cannot_take_is_said_before_it_is_called() -> None:
+    cuda, half = torch.device("cuda"), torch.bfloat16
+
+    assert "4 and 8 wide" in choice._tried("varlen", cuda, half, (2, 1, 4, 8), False, False)[1]
+    assert "12 and 12 wide" in choice._tried("flex", cuda, half, (2, 1, 12, 12), False, False)[1]
+    assert choice._tried("varlen", cuda, half, (2, 1, 8, 8), False, True)[1] == "it knows no soft cap"
+    if not torch.cuda.is_available():
+        assert choice._tried("varlen", cuda, half, (2, 1, 8, 8), False, False)[0] is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of whole slices run on CUDA")
+@pytest.mark.parametrize("name", ["varlen", "flex"])
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("capped", [False, True])
+def test_on_cuda_a_kernel_agrees_with_scores(name: str, windowed: bool, capped: bool) -> None:
+    if capped and name == "varlen":
+        pytest.skip("it knows no soft cap")
+    cuda, half, heads = torch.device("cuda"), torch.bfloat16, (4, 2, 64)
+    kernel, fault = choice._tried(name, cuda, half, (*heads, 64), windowed, capped)
+    assert kernel is not None, fault
+    rule = Rule(0.125, 100 if windowed else None, 5.0 if capped else None)
+    for lengths in (Lengths((96,), (96,)), Lengths((96, 204), (300, 204)), Lengths((130, 7), (130, 700))):
+        assert choice.error_of(kernel, lengths, heads, rule, cuda, half) < 0.05, lengths
+
+
+def test_an_engine_is_told_which_kernels_and_stops_where_they_cannot() -> None:
+    model, batch = tiny("llama"), vl.collate([np.arange(9)], vl.pack([9], capacity=16))
+
+    with pytest.raises(SettingError, match="kernels='fast'"):
+        vl.SliceEngine(model, kernels="fast")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match='kernels="varlen" doesn\'t compute this attention'):
+        vl.SliceEngine(model, kernels="varlen").step(batch)
+    assert model.config._attn_implementation == "sdpa"
+    assert vl.SliceEngine(model, kernels="sdpa").step(batch).num_targets == 8

@@ -1,16 +1,23 @@
-"""A plan made by hand is looked at before it is simulated: what is out of range is said, and never timed."""
+"""Plans that are out of form or can't run are refused in words, and never timed."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.step_plans import Slices, durations_of, equal_plan, memory_of, plan_of, step_plans
 
 import varlen as vl
-from varlen.errors import PlanError, SettingError
-from varlen.step_plan import MicroPacks, StepPlan
+from varlen.errors import DeadlockError, PlanError, SettingError
+from varlen.simulate.api import run_plan
+from varlen.simulate.schedules import one_f_one_b
+from varlen.simulate.timeline import Timeline
+from varlen.step_plan import Mesh, MicroPacks, StepPlan
 
 COST = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
 MESH = vl.Mesh(dp=2, pp=2, tp=8)
@@ -126,3 +133,172 @@ def test_a_cost_model_needs_a_shape_and_hardware(given: Any) -> None:
 def test_a_slowdown_of_something_else_than_numbers_is_refused(given: Any) -> None:
     with pytest.raises(SettingError, match="slowdown is no array of numbers"):
         vl.simulate(planned(), COST, slowdown=given)
+
+
+def run(plan: StepPlan) -> Timeline:
+    return run_plan(plan, durations_of(plan, 1.0, 1.0), memory_of(plan))
+
+
+def test_a_backward_before_its_forward_is_a_circle_of_one() -> None:
+    packs: Slices = [[[(0, 0, 4)], [(0, 4, 8)]]]
+    backward: Slices = [[[(0, 4, 8)], [(0, 0, 4)]]]
+    plan = plan_of(packs, backward, [[0, 0, 1, 1], [0, 1, 0, 1]], Mesh(pp=2))
+
+    with pytest.raises(DeadlockError) as caught:
+        run(plan)
+
+    assert str(caught.value).startswith(
+        "the order of tasks waits in a circle: stage 1 of rank 0 waits in backward of MicroPack 0 for forward of "
+        "MicroPack 1, which comes there after backward of MicroPack 0. "
+    )
+    assert "A backward MicroPack must come after every forward MicroPack" in str(caught.value)
+
+
+def test_weight_gradients_before_their_inputs_are_a_circle() -> None:
+    packs: Slices = [[[(0, 0, 4)]]]
+    plan = plan_of(packs, packs, [[0, 2, 1]], Mesh(), splits_backward=True)
+
+    with pytest.raises(
+        DeadlockError, match="waits in weight gradients of MicroPack 0 for backward of MicroPack 0, "
+    ):
+        run(plan)
+
+
+def test_a_circle_through_two_stages_names_both() -> None:
+    packs: Slices = [[[(0, 0, 4)], [(1, 0, 4)]]]
+    # Stage 0 wants a gradient before it sends the second MicroPack; stage 1 wants that first.
+    plan = plan_of(packs, packs, [[0, 1, 0, 1], [0, 0, 1, 1]], Mesh(pp=2))
+
+    with pytest.raises(DeadlockError) as caught:
+        run(plan)
+
+    message = str(caught.value)
+    assert (
+        "stage 0 of rank 0 waits in backward of MicroPack 0 for send backward of MicroPack 0 on stage 1"
+        in message
+    )
+    assert (
+        "stage 1 of rank 0 waits in forward of MicroPack 1 for send forward of MicroPack 1 on stage 0"
+        in message
+    )
+    assert "of 12 tasks can't run" in message
+
+
+def test_a_circle_across_merged_ranks_says_who_was_to_start_together() -> None:
+    one, other = [(0, 0, 8)], [(1, 0, 8)]
+    packs = [[one, other], [other, one]]
+    plan = plan_of(packs, [[one, other], [one, other]], [[0, 0, 1, 1]] * 2, Mesh(dp=2))
+
+    with pytest.raises(DeadlockError) as caught:
+        run(plan)
+
+    assert str(caught.value).startswith(
+        "the order of tasks waits in a circle: "
+        "stage 0 of rank 0 waits in forward of MicroPack 0 for forward of MicroPack 1 on stage 0 of rank 1, which is "
+        "to start together with it and comes there after forward of MicroPack 0; "
+        "stage 0 of rank 1 waits in forward of MicroPack 0 for forward of MicroPack 1 on stage 0 of rank 0, which is "
+        "to start together with it and comes there after forward of MicroPack 0. 8 of 8 tasks can't run"
+    )
+
+
+def test_two_micropacks_of_one_rank_cannot_start_together() -> None:
+    whole, halves = [(0, 0, 8)], [[(0, 0, 8), (1, 0, 4)], [(1, 4, 8)]]
+    packs = [[whole, [(1, 0, 4)], [(1, 4, 8)]], [*halves, []]]
+    same_rank = [packs[0], [[(0, 0, 8)], [(1, 0, 4), (1, 4, 8)], []]]
+    plan = plan_of(same_rank, same_rank, [[0, 0, 0, 1, 1, 1]] * 2, Mesh(dp=2))
+
+    with pytest.raises(
+        DeadlockError, match="which is to start together with it and comes there after forward"
+    ):
+        run(plan)
+
+
+def test_ranks_in_different_orders_are_found_where_parameters_are_sharded() -> None:
+    packs: Slices = [[[(0, 0, 4)], [(1, 0, 4)]], [[(2, 0, 4)], [(3, 0, 4)]]]
+    plan = plan_of(packs, packs, [[0, 0, 1, 1], [0, 1, 0, 1]], Mesh(dp=2, sharding="parameters"))
+
+    with pytest.raises(DeadlockError, match="which is to start together with it"):
+        run(plan)
+
+
+def test_chunks_are_named_where_a_stage_has_several() -> None:
+    packs: Slices = [[[(0, 0, 4)]]]
+    plan = plan_of(packs, packs, [[3, 0, 4, 1], [0, 3, 4, 1]], Mesh(pp=2, virtual_stages=2))
+
+    with pytest.raises(
+        DeadlockError, match=r"stage 0 of rank 0 waits in forward of MicroPack 0 \(chunk 2\) for"
+    ):
+        run(plan)
+
+
+@given(step_plans(), st.integers(0, 2**32 - 1))
+def test_a_shuffled_order_runs_or_is_explained(plan: StepPlan, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tasks = plan.tasks.copy()
+    for first, last in zip(plan.task_offsets, plan.task_offsets[1:]):
+        random.shuffle(tasks[first:last])
+    shuffled = dataclasses.replace(plan, tasks=tasks)
+
+    message = ""
+    try:
+        assert np.isfinite(run(shuffled).stops_s).all()
+    except DeadlockError as error:
+        message = str(error)
+    assert message == "" or is_circle(message)
+
+
+def is_circle(message: str) -> bool:
+    """Whether each stage named waits for the next, and the last for the first."""
+    words = message.removeprefix("the order of tasks waits in a circle: ").split(". ")[0].split("; ")
+    waiting = [re.match(r"stage \d+ of rank \d+", clause) for clause in words]
+    waited_for = [re.search(r" on (stage \d+ of rank \d+)", clause) for clause in words]
+    places = [match[0] for match in waiting if match]
+    following = [match[1] if match else place for match, place in zip(waited_for, places)]
+    return (
+        len(places) == len(words) and following == [*places[1:], places[0]] and len(set(words)) == len(words)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"tasks": np.array([0, 0, 1, 0, 0, 1, 0, 1], np.uint8)},
+            r"stage 0 of rank 0 runs 3 tasks of forward in its chunk 0, and its rank has 2 such MicroPacks "
+            r"\(1 of 2 stages are so\)",
+        ),
+        (
+            {"tasks": np.array([0, 0, 1, 3, 0, 1, 0, 1], np.uint8)},
+            "task code 3 stands for no task: 1 chunks a stage",
+        ),
+        ({"splits_backward": True}, r"runs 0 tasks of weight gradients in its chunk 0"),
+        (
+            {"task_offsets": np.array([0, 4], np.int32)},
+            r"task offsets hold 1 stages and 8 tasks; the mesh has 1 x 2",
+        ),
+    ],
+)
+def test_a_plan_that_leaves_something_out_is_refused(changes: dict[str, object], words: str) -> None:
+    plan = equal_plan(one_f_one_b(2, 2), 2, Mesh(pp=2))
+
+    with pytest.raises(PlanError, match=words):
+        run(dataclasses.replace(plan, **changes))
+
+
+def test_a_backward_without_its_forward_is_refused() -> None:
+    plan = plan_of([[[(0, 0, 4)]]], [[[(0, 0, 4), (1, 0, 2)]]], [[0, 1]], Mesh())
+
+    with pytest.raises(
+        PlanError,
+        match=r"backward MicroPack 0 of rank 0 holds document 1, which no forward MicroPack of this rank holds "
+        r"\(1 of 2 backward slices are so\)",
+    ):
+        run(plan)
+
+
+def test_unequal_counts_are_refused_where_parameters_are_sharded() -> None:
+    packs: Slices = [[[(0, 0, 4)], [(1, 0, 4)]], [[(2, 0, 4)]]]
+    plan = plan_of(packs, packs, [[0, 0, 1, 1], [0, 1]], Mesh(dp=2, sharding="parameters"))
+
+    with pytest.raises(PlanError, match=r"rank 0 runs 2 forward MicroPacks and rank 1 runs 1 .* empty ones"):
+        run(plan)

@@ -314,7 +314,7 @@ WIDE: Final = 2.0
 """Bytes of a row in float32 over those that a cost model counts."""
 AUTOCAST: Final = 1.5
 """The same under autocast, which keeps what goes from layer to layer in float32: 1.25 without recomputation and 1.4
-with it, as `train/test_plan_memory.py` counts them."""
+with it, as `train/test_plan.py` counts them."""
 
 
 def hardware_of(

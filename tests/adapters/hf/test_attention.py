@@ -1,8 +1,10 @@
-"""The registered "varlen" attention: exact per document, and refusing whatever would make it leak."""
+"""The registered "varlen" attention and its fused kernels: exact per document, and refusing whatever would leak."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 import types
 from typing import Any
 
@@ -10,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.adapters.hf.attention_oracle import by_definition, ends_of, tensors
-from tests.support.hf_models import GROUPED, loss_one_by_one, make, packed, packed_loss, tiny
+from tests.support.hf_models import GROUPED, LENGTHS, loss_one_by_one, make, packed, packed_loss, tiny
 from transformers import AttentionInterface, FalconConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
 
 from varlen.adapters import hf
@@ -258,3 +259,146 @@ def test_chunked_attention_is_refused_since_chunks_reach_only_masks() -> None:
 def test_what_is_no_transformers_model_is_refused_in_a_sentence() -> None:
     with pytest.raises(ModelError, match="Linear has no transformers config"):
         hf.use_varlen_attention(torch.nn.Linear(2, 2))
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: list[int], rules: LayerRules
+) -> Any:
+    """Attention within segments, a query and a head at a time, as the formula says."""
+    tokens, heads, dim = q.shape
+    group = heads // k.shape[1]
+    scale = dim**-0.5 if rules.scale is None else rules.scale
+    rows = []
+    for start, stop in zip(ends[:-1], ends[1:]):
+        for i in range(start, stop):
+            first = start if rules.window is None else max(start, i - rules.window + 1)
+            for h in range(heads):
+                scores = k[first : i + 1, h // group] @ q[i, h] * scale
+                if rules.softcap:
+                    scores = rules.softcap * torch.tanh(scores / rules.softcap)
+                weights = torch.exp(scores)
+                total = weights.sum()
+                if rules.sinks is not None:
+                    total = total + torch.exp(rules.sinks[h])
+                rows.append((weights / total) @ v[first : i + 1, h // group])
+    return torch.stack(rows).view(tokens, heads, -1)
+
+
+def tensors(tokens: int, heads: int, groups: int, value_dim: int, seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((tokens, heads, 4), (tokens, groups, 4), (tokens, groups, value_dim))
+    return tuple(  # type: ignore[return-value]
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes
+    )
+
+
+def ends_of(lengths: list[int]) -> list[int]:
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+# The kernels themselves need a GPU. Here they are stood in for by their documented meaning.
+
+
+def fake_aten_forward(
+    query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, return_debug_mask: bool, *, scale: Any = None, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:  # fmt: skip
+    """What `torch.ops.aten._flash_attention_forward` computes: causal, or causal in a window."""
+    assert is_causal == (window_size_left is None)
+    assert window_size_right == (None if is_causal else 0)
+    assert dropout_p == 0
+    assert not return_debug_mask
+    assert max_q == max_k == int(cum_seq_q.diff().max())
+    assert torch.equal(cum_seq_q, cum_seq_k)
+    rules = LayerRules(scale=scale, window=None if window_size_left is None else window_size_left + 1)
+    return by_definition(query, key, value, cum_seq_q.tolist(), rules), None
+
+
+def fake_flash_attn(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, *,
+    dropout_p: float, softmax_scale: Any, causal: bool, window_size: tuple[int, int], softcap: float,
+) -> Any:  # fmt: skip
+    """What `flash_attn.flash_attn_varlen_func` is documented to compute, for causal windows."""
+    assert causal
+    assert dropout_p == 0
+    assert window_size[1] == 0
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    rules = LayerRules(scale=softmax_scale, window=window, softcap=softcap or None)
+    return by_definition(q, k, v, cu_seqlens_q.tolist(), rules)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("name", ["torch", "flash_attn"])
+def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(
+    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", fake_aten_forward)
+    package = types.SimpleNamespace(flash_attn_varlen_func=fake_flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    kernel = per_document.by_torch if name == "torch" else per_document.by_flash_attention
+    rules = LayerRules(scale=0.7, window=window, softcap=None if name == "torch" else 2.0)
+    q, k, v = (x.detach() for x in tensors(sum(LENGTHS), 4, 2, 4, seed=0))
+    ends = torch.tensor(ends_of(list(LENGTHS)), dtype=torch.int32)
+
+    ours = kernel(q, k, v, ends, max(LENGTHS), rules)
+    theirs = per_document.attend(q, k, v, ends=ends, longest=None, rules=rules)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rules", "flash", "expected"),
+    [
+        (torch.bfloat16, LayerRules(), False, "by_torch"),
+        (torch.float16, LayerRules(window=9, scale=0.1), False, "by_torch"),
+        (torch.bfloat16, LayerRules(softcap=30.0), True, "by_flash_attention"),
+        (torch.bfloat16, LayerRules(dropout=0.1), True, "by_flash_attention"),
+        (torch.bfloat16, LayerRules(softcap=30.0), False, None),
+        (torch.float32, LayerRules(), True, None),
+        (torch.bfloat16, LayerRules(sinks=torch.zeros(2)), True, None),
+    ],
+)
+def test_a_fused_kernel_is_chosen_only_for_what_it_computes(
+    dtype: torch.dtype, rules: LayerRules, flash: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(per_document.importlib.util, "find_spec", lambda name: object() if flash else None)
+    query = torch.zeros(3, 2, 8, dtype=dtype)
+
+    kernel = per_document.fused_kernel(query, query, rules)
+    assert (kernel.__name__ if kernel else None) == expected
+
+
+def test_heads_that_no_fused_kernel_takes_are_left_to_the_loop() -> None:
+    for width, value_width in ((12, 12), (264, 264), (16, 8)):
+        query, value = (torch.zeros(3, 2, each, dtype=torch.bfloat16) for each in (width, value_width))
+        assert per_document.fused_kernel(query, value, LayerRules()) is None
+
+
+def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:
+    theirs = {each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+
+    assert set(inspect.signature(fake_aten_forward).parameters) <= theirs
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels run on CUDA")
+@pytest.mark.parametrize("rules", [LayerRules(), LayerRules(scale=0.3), LayerRules(window=5)])
+def test_on_cuda_the_fused_kernel_agrees_with_the_loop_in_both_passes(rules: LayerRules) -> None:
+    ends, longest = torch.tensor(ends_of(list(LENGTHS)), dtype=torch.int32).cuda(), max(LENGTHS)
+    made = torch.Generator().manual_seed(0)
+    query, key, value, gradient = (
+        torch.randn(sum(LENGTHS), heads, 64, dtype=torch.float64, generator=made) for heads in (4, 2, 2, 4)
+    )
+    exact = [x.requires_grad_() for x in (query, key, value)]
+    given = [x.detach().bfloat16().cuda().requires_grad_() for x in exact]
+
+    ours = per_document.by_torch(*given, ends, longest, rules)
+    ours.backward(gradient.bfloat16().cuda())
+    loop = per_document.attend(*exact, ends=ends.cpu(), longest=None, rules=rules)
+    loop.backward(gradient)
+
+    assert per_document.fused_kernel(given[0], given[2], rules) is per_document.by_torch
+    for one, other in zip([ours, *(x.grad for x in given)], [loop, *(x.grad for x in exact)]):
+        assert (one.double().cpu() - other).abs().max() < 0.02 * other.abs().max()

@@ -1,31 +1,146 @@
-"""model_inputs over all heads of transformers and over one's own: what passes computes each document as if alone."""
+"""model_inputs over all heads of transformers and over one's own code: each document as if alone, or refused."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, TaskType, get_peft_model
-from tests.adapters.hf.heads import (
-    TOLERANCE,
-    batch_of,
-    classes,
-    furthest_from_alone,
-    outputs_of,
-    runs_alone,
-    tiny_class,
-)
 from tests.support.rarely import mostly
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM, LlamaForTokenClassification, LlamaModel, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.auto import modeling_auto
+from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 
 import varlen as vl
 from varlen.adapters import hf
+from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import ModelError
-from varlen.verify.models.tiny_models import tiny_config
+from varlen.verify.models.tiny_models import VOCABULARY, tiny_config
+
+KINDS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "answer": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+    "next_sentence": "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES",
+    "pretraining": "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "base": "MODEL_MAPPING_NAMES",
+}
+"""Heads by transformers' own tables."""
+LENGTHS = (5, 9, 3, 1, 7)
+TOLERANCE = 1e-5
+"""Parts of some families compute in float32 whatever the weights are."""
+
+
+def classes() -> Iterator[tuple[str, str, str]]:
+    """Give each kind of head, family and name of a class, of families that have a text model for some head."""
+    text = {
+        family
+        for kind, table in KINDS.items()
+        if kind not in ("base", "pretraining")
+        for family in getattr(modeling_auto, table)
+    }
+    for kind, table in KINDS.items():
+        for family, names in getattr(modeling_auto, table).items():
+            if family in text:
+                for name in (names,) if isinstance(names, str) else names:
+                    yield kind, family, name
+
+
+def tiny_class(family: str, name: str, *, is_decoder: bool) -> Any:
+    """Return a tiny model of a class, in float64.
+
+    Raises:
+        ModelError: none can be made.
+    """
+    config = tiny_config(family)
+    config.is_decoder = is_decoder
+    config.num_labels = 2
+    try:
+        kind = getattr(transformers, name)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = kind._from_config(config, attn_implementation="eager", experts_implementation="eager")
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if weight.ndim > 1 and weight.is_floating_point():
+                        weight.normal_(0, 0.2)
+    except Exception as error:
+        raise ModelError(f"no tiny {name}: {type(error).__name__}: {error}") from error
+    return model.to(torch.float64).eval()
+
+
+def batch_of(layout: Layout) -> tuple[list[Any], PackedBatch]:
+    """Return documents and their batch."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(3, VOCABULARY, length).astype(np.int32) for length in LENGTHS]
+    return documents, vl.collate(documents, vl.pack(LENGTHS, capacity=14, method="next_fit"), layout=layout)
+
+
+def outputs_of(model: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the numbers that a call gives for each token, row or batch."""
+    with torch.no_grad():
+        found = model(**arguments)
+    named = (
+        found.items()
+        if hasattr(found, "items")
+        else enumerate(found if isinstance(found, tuple) else (found,))
+    )
+    return {
+        str(name): value
+        for name, value in named
+        if torch.is_tensor(value) and value.is_floating_point() and name != "loss"
+    }
+
+
+def furthest_from_alone(model: Any, layout: Layout = "rows") -> float:
+    """Return how far a model's packed outputs are from those of each document alone; infinite where one is missing.
+
+    Raises:
+        ModelError: `model_inputs` refuses the model.
+    """
+    documents, batch = batch_of(layout)
+    arguments = {name: v for name, v in hf.model_inputs(batch, model).items() if name != "labels"}
+    packed = outputs_of(model, arguments)
+    segments = np.asarray(batch.segment_ids)
+    worst, number = 0.0, 0
+    for row, told in enumerate(segments):
+        for segment in range(told.max() + 1):
+            place = np.flatnonzero(told == segment)
+            tokens = torch.as_tensor(documents[int(batch.document_ids[number])]).long()[None]
+            number += 1
+            for name, theirs in outputs_of(model, hf.plain_inputs(tokens, model)).items():
+                ours = packed.get(name)
+                if ours is None or ours.ndim < 2 or theirs.ndim < 2 or ours.shape[:2] != segments.shape:
+                    return float("inf")
+                if theirs.shape[1] != len(place):
+                    return float("inf")
+                worst = max(worst, float((ours[row, place] - theirs[0]).abs().max()))
+    return worst
+
+
+def runs_alone(model: Any) -> bool:
+    """Return whether a model takes a document by itself at all."""
+    try:
+        outputs_of(model, hf.plain_inputs(torch.arange(3, 8)[None], model))
+    except Exception:
+        return False
+    return True
+
 
 OFTEN = [
     ("causal", "llama", "LlamaForCausalLM", False),
@@ -333,3 +448,218 @@ def test_labels_go_to_losses_of_the_next_token_alone() -> None:
 
     assert "labels" in hf.model_inputs(batch, made(LlamaForCausalLM))
     assert "labels" not in hf.model_inputs(batch, made(LlamaForTokenClassification))
+
+
+class BesideOthers(TokenWise):
+    """What a head may do by the rest of a row, which one changed token of a short row doesn't show."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **rest: Any) -> Any:
+        logits = super().forward(input_ids=input_ids, position_ids=position_ids, **rest).logits
+        return CausalLMOutput(logits=self.changed(logits))
+
+
+class ByWidth(BesideOthers):
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits / logits.shape[1]
+
+
+class ByPlace(BesideOthers):
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits * (1 + torch.arange(logits.shape[1]).to(logits))[None, :, None]
+
+
+class FarBack(BesideOthers):
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.cat([logits[:, :8], logits[:, 8:] + logits[:, :-8]], 1)
+
+
+class InTraining(BesideOthers):
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits - logits.mean(1, keepdim=True) * self.training
+
+
+class Statistics(BesideOthers):
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.norm(logits.transpose(1, 2)).transpose(1, 2)
+
+
+class ByChance(BesideOthers):
+    """Acts on each token alone, in training by chance."""
+
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(logits, 0.5, self.training)
+
+
+@pytest.mark.parametrize("kind", [ByWidth, ByPlace, FarBack, InTraining, Statistics])
+def test_heads_that_depend_on_the_rest_of_a_row_are_refused(kind: Any) -> None:
+    with pytest.raises(ModelError, match=rf"mixes the tokens of a row in its head \({kind.__name__}\)"):
+        hf.model_inputs(batch_of("rows")[1], made(kind))
+
+
+def test_a_head_with_dropout_passes() -> None:
+    assert furthest_from_alone(made(ByChance)) < TOLERANCE
+
+
+class Mixed(nn.Module):
+    """In the place of a layer's norm."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.change(hidden, self.training)
+
+
+class Bigrams(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + super().forward(ids).roll(1, 1)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 2.0
+
+
+def with_norm(change: Any) -> Any:
+    model = made(LlamaForCausalLM)
+    model.model.norm = Mixed(change)
+    return model
+
+
+def with_embedding(kind: Any) -> Any:
+    model = made(LlamaForCausalLM)
+    model.model.embed_tokens.__class__ = kind
+    return model
+
+
+def with_forward(wraps: bool, name: str = "model.layers.0.mlp") -> Any:
+    """A model with a function of one's own in the place of a module's forward."""
+    model = made(LlamaForCausalLM)
+    module = model.get_submodule(name)
+    before = module.forward
+
+    def mixing(*args: Any, **rest: Any) -> Any:
+        found = before(*args, **rest)
+        found = getattr(found, "logits", found)
+        return CausalLMOutput(logits=found + found.cumsum(1)) if not name else found + found.cumsum(1)
+
+    module.forward = functools.update_wrapper(mixing, before) if wraps else mixing
+    return model
+
+
+def with_hook(name: str, hook: Any, *, before: bool = False) -> Any:
+    model = made(LlamaForCausalLM)
+    module = model.get_submodule(name)
+    (module.register_forward_pre_hook if before else module.register_forward_hook)(hook)
+    return model
+
+
+OF_ONES_OWN = {
+    "forward of a layer's part": lambda: with_forward(False),
+    "forward that is named as another's": lambda: with_forward(True),
+    "forward of the model": lambda: with_forward(True, ""),
+    "forward of the head": lambda: with_forward(False, "lm_head"),
+    "hook in a layer": lambda: with_hook("model.layers.0", lambda _, __, found: found + found.cumsum(1)),
+    "hook before the head": lambda: with_hook(
+        "lm_head", lambda _, given: (given[0].roll(1, 1),), before=True
+    ),
+    "embedding of neighbours": lambda: with_embedding(Bigrams),
+    "norm by place": lambda: with_norm(
+        lambda hidden, _: hidden + torch.arange(hidden.shape[1])[None, :, None]
+    ),
+    "norm by width": lambda: with_norm(lambda hidden, _: hidden / hidden.shape[1]),
+    "norm in training": lambda: with_norm(lambda hidden, on: hidden - hidden.mean(1, keepdim=True) * on),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONES_OWN)
+def test_code_that_was_put_on_modules_is_unknown(name: str) -> None:
+    with pytest.raises(ModelError, match=r"code of its own \(.*vl\.verify\(model\)"):
+        hf.model_inputs(batch_of("rows")[1], OF_ONES_OWN[name]())
+
+
+@pytest.mark.parametrize("put", ["forward", "_apply_gate"])
+def test_code_that_was_put_on_a_librarys_class_is_unknown(put: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = modeling_mixtral.MixtralExperts if put == "_apply_gate" else modeling_llama.LlamaMLP
+    before = getattr(kind, put)
+    monkeypatch.setattr(kind, put, lambda self, *given: before(self, *given).cumsum(-2))
+    family = "mixtral" if put == "_apply_gate" else "llama"
+    model = tiny_class(family, f"{family.title()}ForCausalLM", is_decoder=True)
+
+    with pytest.raises(ModelError, match=rf"code of its own \({kind.__name__} in"):
+        hf.model_inputs(batch_of("rows")[1], model)
+
+
+def test_a_part_of_a_librarys_class_that_is_replaced_in_a_subclass_is_unknown() -> None:
+    class Gated(modeling_mixtral.MixtralExperts):  # type: ignore[misc]
+        def _apply_gate(self, *given: Any) -> Any:
+            return super()._apply_gate(*given).cumsum(0)
+
+    model = tiny_class("mixtral", "MixtralForCausalLM", is_decoder=True)
+    model.model.layers[0].mlp.experts.__class__ = Gated
+
+    with pytest.raises(ModelError, match=r"code of its own \(Gated in"):
+        hf.model_inputs(batch_of("rows")[1], model)
+
+
+class WithHelpers(LlamaForCausalLM):  # type: ignore[misc]
+    """Of one's own, with methods that no call runs."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **rest: Any) -> Any:
+        return super().prepare_inputs_for_generation(*args, **rest)
+
+    def training_step(self, batch: Any) -> Any:
+        return batch
+
+
+def watched() -> Any:
+    seen: list[Any] = []
+
+    def keep(_: Any, __: Any, found: Any) -> None:
+        seen.append(found)
+
+    return with_hook("model.layers.0", keep)
+
+
+def of_accelerate() -> Any:
+    model = made(LlamaForCausalLM)
+    add_hook_to_module(model.model.layers[0], ModelHook())
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [watched, of_accelerate, lambda: made(WithHelpers), lambda: with_embedding(Scaled)]
+)
+def test_what_changes_no_answer_of_a_token_passes(make: Any) -> None:
+    assert furthest_from_alone(make()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LlamaForCausalLM", None),
+        ("LlamaForTokenClassification", None),
+        ("LlamaForSequenceClassification", "pools"),
+    ],
+)
+def test_fully_sharded_models_are_judged_as_what_they_were(
+    name: str, words: str | None, tmp_path: Any
+) -> None:
+    model = tiny_class("llama", name, is_decoder=False)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for part in (model.model.layers[0], model):
+            fully_shard(part)
+        if words is None:
+            assert furthest_from_alone(model) < TOLERANCE
+        else:
+            with pytest.raises(ModelError, match=words):
+                hf.model_inputs(batch_of("rows")[1], model)
+    finally:
+        dist.destroy_process_group()

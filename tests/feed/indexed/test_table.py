@@ -7,8 +7,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.feed.indexed.test_stream import packs_of
-from tests.feed.indexed.test_windows import SHARDS, Store, grouped
+from tests.feed.indexed.test_windows import SHARDS, Store, grouped, packs_of
 
 from varlen.errors import SettingError, SourceError
 from varlen.feed.indexed import table as table_module

@@ -1,12 +1,32 @@
-"""Windows of a store: every token in one pack of one window, the same whoever makes it, in packs nearly full."""
+"""Windows, groups and packs of a store: every token once, the same whoever makes them, dealt evenly to ranks."""
 
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.store.test_store import write_store
+from tests.store.test_token_documents import write_pair
+from tests.support.offline_packs import write_texts
+from tests.support.rarely import mostly
 
+import varlen as vl
+from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError
-from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
+from varlen.feed.batches import deal
+from varlen.feed.indexed.stream import PackStream, Position
+from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings, enough_for
+from varlen.feed.spec import grouped
+from varlen.offline import index as index_module
+from varlen.offline.index import index_source
+from varlen.store.growing import PartialStore
+from varlen.store.open import open_tokens
 
 
 class Store:
@@ -35,7 +55,7 @@ class Store:
         )
 
 
-def grouped(shards, ends, settings):
+def windows_of(shards, ends, settings):
     """Windows of shards, in groups that end where they are told to."""
     parts = np.searchsorted(ends, np.arange(len(shards)), side="right")
     return Windows(Store(shards, parts), Groups(Store(shards, parts), Enough(parts=1)), settings)
@@ -82,7 +102,7 @@ def test_every_token_stands_in_one_pack_of_one_window(
 ):
     shards, groups = grouping
     settings = WindowSettings(capacity=capacity, window=size, seed=seed, overlong=overlong, method=method)
-    windows = grouped(shards, groups, settings)
+    windows = windows_of(shards, groups, settings)
     made = [window_of(windows, epoch, place) for place in places_of(windows)]
 
     kept = {}
@@ -110,10 +130,10 @@ def test_every_token_stands_in_one_pack_of_one_window(
 def test_a_window_does_not_depend_on_what_was_made_before_nor_on_later_shards(grouping, window, seed):
     shards, groups = grouping
     settings = WindowSettings(capacity=50, window=window, seed=seed)
-    grown = grouped([*shards, [5, 6, 7]], [*groups, len(shards) + 1], settings)
-    whole = grouped(shards, groups, settings)
+    grown = windows_of([*shards, [5, 6, 7]], [*groups, len(shards) + 1], settings)
+    whole = windows_of(shards, groups, settings)
     alone = {
-        place: window_of(grouped(shards, groups, settings), 1, place).packs for place in places_of(whole)
+        place: window_of(windows_of(shards, groups, settings), 1, place).packs for place in places_of(whole)
     }
 
     for place in reversed(places_of(whole)):
@@ -129,7 +149,7 @@ def test_groups_stay_apart_and_epochs_and_seeds_differ():
     shards, groups = [[1] * 40, [1] * 40, [1] * 40], [1, 3]
 
     def documents(seed, epoch):
-        windows = grouped(shards, groups, WindowSettings(capacity=10, window=20, seed=seed))
+        windows = windows_of(shards, groups, WindowSettings(capacity=10, window=20, seed=seed))
         made = [window_of(windows, epoch, place).packs for place in places_of(windows)]
         assert [set(packs.shards.tolist()) <= {0} for packs in made] == [True] * 2 + [False] * 4
         return tuple((shard, number) for packs in made for shard, number, _, _ in pieces_of(packs))
@@ -141,7 +161,7 @@ def test_groups_stay_apart_and_epochs_and_seeds_differ():
 
 def test_packs_stand_in_the_order_of_their_first_document():
     lengths = np.random.default_rng(0).integers(1, 90, 500).tolist()
-    windows = grouped([lengths], [1], WindowSettings(capacity=100, window=500, seed=None))
+    windows = windows_of([lengths], [1], WindowSettings(capacity=100, window=500, seed=None))
     packs = window_of(windows, 0, (0, 0)).packs
 
     firsts = packs.documents[packs.offsets[:-1]]
@@ -152,7 +172,7 @@ def test_packs_stand_in_the_order_of_their_first_document():
 
 
 def test_overlong_documents_are_refused_where_they_are_errors():
-    windows = grouped([[5, 50]], [1], WindowSettings(capacity=10, overlong="error"))
+    windows = windows_of([[5, 50]], [1], WindowSettings(capacity=10, overlong="error"))
     with pytest.raises(OverlongDocumentError, match="50"):
         window_of(windows, 0, (0, 0))
 
@@ -175,10 +195,268 @@ def test_windows_are_full_and_lengths_in_a_pack_are_no_more_alike_than_at_random
 
     def packed(method):
         settings = WindowSettings(capacity=8192, window=len(lengths), method=method)
-        return window_of(grouped([lengths], [1], settings), 0, (0, 0)).packs
+        return window_of(windows_of([lengths], [1], settings), 0, (0, 0)).packs
 
     packs, at_random, by_length = map(packed, ("best_fit", "next_fit", "best_fit_decreasing"))
 
     assert lengths.sum() / (packs.num_packs * 8192) >= 0.995
     assert intraclass_correlation(packs) < intraclass_correlation(at_random) + 0.02
     assert intraclass_correlation(by_length) > 0.5  # what it would see if lengths were sorted
+
+
+def packs_of(taken):
+    pieces = pieces_of(taken)
+    bounds = taken.offsets.tolist()
+    return [pieces[a:b] for a, b in zip(bounds, bounds[1:])]
+
+
+def stream(shards, epochs, window=7):
+    settings = WindowSettings(capacity=30, window=window, overlong="split")
+    return PackStream(windows_of(shards, [len(shards)], settings), epochs)
+
+
+@given(SHARDS, st.integers(0, 3), st.integers(1, 9), st.integers(1, 9))
+def test_steps_of_any_size_take_the_same_packs_in_the_same_order(shards, epochs, window, count):
+    whole = stream(shards, epochs, window).take(Position(), 10**6)[0]
+    position, found, positions, steps = Position(), [], [], stream(shards, epochs, window)
+    while True:
+        positions.append((position, len(found)))
+        taken, position, _ = steps.take(position, count)
+        found += packs_of(taken)
+        if taken.num_packs < count:
+            break
+
+    assert found == packs_of(whole)
+    # Whoever begins there, with whatever step.
+    for position, before in positions[:: max(len(positions) // 4, 1)]:
+        assert packs_of(stream(shards, epochs, window).take(position, 10**6)[0]) == found[before:]
+
+
+def test_every_epoch_holds_every_document_and_an_endless_stream_goes_on():
+    shards = [[3, 4, 5] * 10, [29] * 4]
+    finite, endless = stream(shards, 3), stream(shards, None)
+
+    documents = sorted(piece[:2] for pack in packs_of(finite.take(Position(), 10**6)[0]) for piece in pack)
+    assert documents == sorted([(s, d) for s, lengths in enumerate(shards) for d in range(len(lengths))] * 3)
+    assert endless.take(Position(), 500)[0].num_packs == 500
+    assert endless.take(Position(epoch=10**6), 5)[0].num_packs == 5
+    assert stream([[]], None).take(Position(), 5)[0].num_packs == 0
+
+
+def test_an_epoch_holds_the_parts_that_it_began_with_and_the_next_one_those_that_came():
+    store = Store([[3] * 9, [4] * 8])
+    windows = Windows(store, Groups(store), WindowSettings(capacity=5, window=4))
+    first = PackStream(windows, 2, num_parts=lambda epoch: 1 + (epoch > 0))
+    packs, end, _ = first.take(Position(), 10**6)
+    _, middle, _ = first.take(Position(), 5)
+
+    shards = [{shard for shard, *_ in pack} for pack in packs_of(packs)]
+    assert shards[:9] == [{0}] * 9
+    assert set().union(*shards[9:]) == {0, 1}
+    assert packs.num_packs == 9 + 17
+    assert middle.grown == ((0, 1),)
+    assert end.grown == ((0, 1), (1, 2))
+    for parts_now in (2, 1):  # what the store has by now doesn't change an epoch that has begun
+        later = PackStream(windows, 1, num_parts=lambda epoch, now=parts_now: now)
+        assert packs_of(later.take(middle, 100)[0]) == packs_of(packs)[5:9]
+    assert packs_of(PackStream(windows, 2).take(middle, 100)[0]) == packs_of(packs)[5:]
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_documents_that_are_all_dropped_give_no_packs_and_no_endless_search(epochs):
+    settings = WindowSettings(capacity=5, window=2, overlong="drop")
+
+    assert PackStream(windows_of([[9] * 7, [8]], [2], settings), epochs).take(Position(), 4)[0].num_packs == 0
+
+
+WORK = st.lists(st.floats(0, 1e6), max_size=48)
+
+
+@given(WORK, st.integers(1, 4), st.integers(1, 3))
+def test_every_pack_is_dealt_once_and_all_ranks_get_as_many(work, ranks, micro_batch_size):
+    count = len(work) // (ranks * micro_batch_size) * ranks * micro_batch_size
+    hands = deal(np.array(work[:count], dtype=np.float64), ranks, micro_batch_size)
+
+    assert hands.shape == (ranks, count // ranks)
+    assert sorted(hands.ravel().tolist()) == list(range(count))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=24, max_size=24), st.sampled_from([1, 2, 3, 4, 6, 8]))
+def test_no_rank_has_more_work_than_the_rest_by_more_than_one_pack(work, ranks):
+    work = np.array(work)
+    totals = work[deal(work, ranks, 24 // ranks)].sum(axis=1)
+
+    assert totals.max() - totals.min() <= work.max() + 1e-6
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=24, max_size=24), st.sampled_from([2, 3, 4, 6, 8, 12]))
+def test_over_all_micro_batches_too_no_rank_has_more_work_by_more_than_one_pack(work, ranks):
+    work = np.array(work)
+    totals = work[deal(work, ranks, 1)].sum(axis=1)
+
+    assert totals.max() - totals.min() <= work.max() + 1e-6
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=24, max_size=24))
+def test_ranks_meet_in_every_micro_batch_with_packs_of_neighbouring_work(work):
+    work = np.array(work)
+    hands = deal(work, 4, 1)
+
+    ranked = np.argsort(np.argsort(-work, kind="stable"))
+    assert (ranked[hands] // 4 == np.arange(6)).all()
+
+
+FILES, EACH, CAPACITY = 300, 50, 512
+KINDS = ("arrow", "saved", "megatron", "store")
+
+
+def write_files(folder: Path, kind: str) -> int:
+    """Write 300 files of 50 documents as tokens; returns how many tokens there are."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(4.2, 0.9, (FILES, EACH)), 1, CAPACITY).astype(np.int64)
+    files = [[np.full(n, 7, dtype=np.int32) for n in row] for row in lengths.tolist()]
+    folder.mkdir()
+    if kind == "arrow":
+        for number, rows in enumerate(files):
+            table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))})
+            with pa.ipc.new_file(str(folder / f"{number:03d}.arrow"), table.schema) as out:
+                out.write_table(table)
+    elif kind == "saved":
+        rows = {"input_ids": [row for rows in files for row in rows]}
+        kinds = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+        datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(folder, num_shards=FILES)
+    elif kind == "megatron":
+        for number, rows in enumerate(files):
+            write_pair(folder / f"{number:03d}", [[row] for row in rows])
+    else:
+        write_store(folder, [[[(row.tolist(), None) for row in rows]] for rows in files])
+    return int(lengths.sum())
+
+
+@pytest.mark.parametrize("kind", mostly(["arrow", "megatron"], KINDS))
+def test_many_small_files_give_packs_as_full_as_one_large_one(tmp_path, kind):
+    tokens = write_files(tmp_path / "data", kind)
+    settings = {"capacity": CAPACITY, "global_batch_size": 1, "worker": "thread"}
+    with vl.PackedLoader(tmp_path / "data", **settings) as loader:
+        assert tokens / (len(loader) * CAPACITY) >= 0.995
+        held = [next(loader).document_ids for _ in range(40)]
+    # They are shuffled over all files of a group, which were 16.
+    assert len(np.unique(np.concatenate(held) // EACH)) > 50
+
+
+PARTS = st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=12)
+ENOUGH = st.builds(
+    Enough,
+    parts=st.integers(1, 4),
+    documents=st.integers(1, 12),
+    tokens=st.integers(1, 60),
+    longest=st.none() | st.integers(1, 5),
+)
+
+
+def ends_of(lengths: list[list[int]], num_parts: int, enough: Enough) -> list[tuple[int, int]]:
+    """The groups of the first parts, by the sentence that says where they end."""
+    found, first = [], 0
+    for part in range(num_parts):
+        held = lengths[first : part + 1]
+        documents = sum(map(len, held))
+        each = [
+            sum(one) if enough.longest is None else min(sum(one), enough.longest * len(one)) for one in held
+        ]
+        is_enough = documents >= enough.documents or sum(each) >= enough.tokens
+        if len(held) >= enough.parts and is_enough:
+            found.append((first, part + 1))
+            first = part + 1
+    return [*found, (first, num_parts)] if any(lengths[first:num_parts]) else found
+
+
+class Coming(Store):
+    """A store of which one part after the other is finished, when it is waited for."""
+
+    def __init__(self, lengths: list[list[int]]) -> None:
+        super().__init__(lengths)
+        self.whole = lengths
+        self.finish(0)
+
+    def finish(self, count: int) -> None:
+        super().__init__(self.whole[:count])
+        self.num_parts = len(self.whole)
+
+    def wait_for(self, num_parts: int) -> None:
+        self.finish(max(len(self.documents), num_parts))
+
+
+@given(PARTS, ENOUGH, st.data())
+def test_groups_are_those_of_the_parts_however_these_come(lengths, enough, data):
+    whole = Groups(Store(lengths), enough)
+    for num_parts in data.draw(st.permutations(range(1, len(lengths) + 1))):
+        wanted = ends_of(lengths, num_parts, enough)
+        assert whole.num_groups(num_parts) == len(wanted)
+        assert [whole.shards(group, num_parts) for group in range(len(wanted))] == wanted
+        assert whole.is_there(len(wanted) + 3, num_parts)
+        for more in (0, 3):
+            first, stop = whole.shards(len(wanted) + more, num_parts)
+            assert not any(lengths[first:stop])
+
+        coming = Coming(lengths)
+        groups = Groups(coming, enough)
+        for group, (first, stop) in enumerate(wanted):
+            coming.finish(data.draw(st.integers(len(coming.documents), len(lengths))))
+            finished = len(coming.documents)
+            is_sealed = groups.is_there(group, num_parts)
+            assert len(coming.documents) == finished  # nobody waited
+            assert groups.shards(group, num_parts) == (first, stop)
+            assert len(coming.documents) <= max(stop, min(first + enough.parts, num_parts), finished)
+            assert is_sealed == (finished >= stop)
+            assert groups.is_there(group, num_parts)
+
+
+def test_a_group_waits_for_no_more_than_enough_packs_where_documents_are_long():
+    store = Store([[10_000] * 2] * 2000)
+    ends = {}
+    for overlong in ("split", "truncate"):
+        groups = Groups(store, enough_for(1 << 16, 1000, overlong))
+        ends[overlong] = groups.shards(0, 2000)
+    assert ends == {"split": (0, 52), "truncate": (0, 512)}
+
+
+def test_groups_are_the_same_where_the_tokens_of_a_pair_were_cut(tmp_path):
+    write_pair(tmp_path / "a", [[[1, 2], [3]], [[4] * 9], [[]], [[5] * 4]])
+    whole = open_tokens(tmp_path / "a")
+    os.truncate(tmp_path / "a.bin", 6)
+    cut = open_tokens(tmp_path / "a", check_tokens=False)
+    assert whole.tokens.tolist() == cut.tokens.tolist() == [16]
+    write_pair(tmp_path / "b", [[]] * 3)
+    assert open_tokens([tmp_path / "b", tmp_path / "a"], check_tokens=False).tokens.tolist() == [0, 16]
+
+
+def test_a_store_of_small_parts_gives_the_same_windows_while_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "PART_BYTES", 400)
+    write_texts(tmp_path / "a.jsonl", count=300)
+    folder, real, notes = tmp_path / "store", index_module.write_json, []
+
+    def dying(*arguments):
+        notes.append(arguments)
+        if len(notes) > 25:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module, "write_json", dying)
+        with pytest.raises(KeyboardInterrupt):
+            index_source(open_source(tmp_path / "a.jsonl"), folder)
+    settings = WindowSettings(capacity=128, window=30, seed=3)
+    early = open_tokens(folder)
+    assert isinstance(early, PartialStore)
+    windows = grouped(early, settings)
+    some = early.num_parts
+    assert windows.is_there(0, some)
+    assert not windows.is_there(1, some)
+    first = [windows.documents(0, 0, n, some) for n in range(windows.num_windows(0, some))]
+
+    store, _ = index_source(open_source(tmp_path / "a.jsonl"), folder)
+    whole = grouped(store, settings)
+    for number, (shards, documents) in enumerate(first):
+        wanted = whole.documents(0, 0, number, store.num_parts)
+        assert np.array_equal(wanted, (shards, documents))
+    assert windows.num_groups(some) == whole.num_groups(store.num_parts) > 1

@@ -14,8 +14,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.runtime.side_by_side import QueueWires, Table, ThreadPeers, in_threads, run_place, run_side_by_side
+from tests.runtime.test_attention import KERNELS
 from tests.runtime.test_families import Wide, family
-from tests.runtime.test_kernels import KERNELS
 from tests.support.distances import largest
 from tests.support.random_plans import random_plan
 from tests.support.ranks import as_ranks

@@ -1,5 +1,7 @@
-"""A run: layouts of the same batch learn the same, and the control is the only one that leaks."""
+"""A run: layouts of the same batch learn the same, only the control leaks, and what it took is measured."""
 
+import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 
 from varlen.batch.packed import IGNORE_INDEX
 from varlen.train.demo.corpus import Documents
-from varlen.train.demo.job import Job
+from varlen.train.demo.job import Job, current_bytes, now, peak_bytes, reset_peak
 from varlen.train.demo.orders import ATTENTION, make_order, step_inputs
 from varlen.train.demo.run import Run, add_gradients, mean_loss, small_llama
 from varlen.train.demo.settings import DemoSettings, ModelSettings
@@ -189,3 +191,33 @@ def test_isolation_is_proved_on_documents_cut_short_where_packs_hold_one_each():
     assert order.packing.num_packs == 10
     assert report.is_proved
     assert dict(report.rows)["documents in the row that was tried"] == "4 (48 tokens)"
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the peak can be started anew on Linux only")
+
+
+@linux
+def test_the_peak_is_seen_after_the_memory_is_given_back_and_forgotten_on_request():
+    reset_peak()
+    before = current_bytes()
+    block = np.ones(64 << 20, dtype=np.uint8)
+    del block
+
+    assert peak_bytes() - before > 60 << 20
+    reset_peak()
+    assert peak_bytes() - before < 32 << 20
+
+
+def test_sleeping_takes_time_on_the_wall_and_working_takes_cpu():
+    start = now()
+    time.sleep(0.05)
+    slept = now() - start
+    start = now()
+    while (now() - start).user_s < 0.05:
+        sum(range(1000))
+    worked = now() - start
+
+    assert slept.wall_s >= 0.05
+    assert slept.user_s < 0.04
+    assert worked.user_s >= 0.05
+    assert (slept + worked).wall_s == slept.wall_s + worked.wall_s

@@ -1,4 +1,4 @@
-"""check_batch's findings one by one: each is made by a broken batch, says where, and goes with its own fix."""
+"""check_batch's findings: each on a broken batch under any names, none on a right one, and no crash."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support.hf_models import LAYOUTS, PAIRS, VOCABULARY, packed, tiny
 from tests.verify.batches.faults import FAULTS, FLASH_LESS, good, row
 from transformers import BatchEncoding, DataCollatorWithFlattening, GPT2Config
@@ -15,6 +17,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 import varlen as vl
 from varlen.adapters import hf
 from varlen.errors import DocumentsError, ModelError
+from varlen.verify.batches.finding import BatchReport
+from varlen.verify.batches.reading import _host_tensors, _in_one_transfer
 
 
 @pytest.mark.parametrize(
@@ -316,3 +320,212 @@ def test_a_gpt2_of_few_positions_takes_wide_rows_of_short_documents() -> None:
 
     assert batch.input_ids.shape[1] > model.config.n_positions
     assert vl.check_batch(hf.model_inputs(batch, model), model).findings == ()
+
+
+IDS = [[5, 6, 7, 8, 9, 10, 11, 12, 13]]
+LABELS = [[-100, 6, 7, -100, 9, 10, 11, -100, 13]]
+NUMBERS = [[0, 0, 0, 1, 1, 1, 1, 2, 2]]
+UNREAD = [
+    {"cu_seqlens": [0, 3, 7, 9]},
+    {"cu_seqlens_q": np.array([0, 3, 7, 9], np.int32)},
+    {"cu_seq_lens": torch.tensor([0, 3, 7, 9])},
+    {"seq_lengths": [[3, 4, 2]]},
+    {"seq_lens": [3, 4, 2]},
+    {"segment_ids": NUMBERS},
+    {"sequence_ids": NUMBERS},
+    {"document_ids": torch.tensor(NUMBERS)},
+    {"doc_ids": NUMBERS},
+]
+
+
+def model(attention: str = "sdpa") -> Any:
+    found = tiny("llama", attention, torch.float32)
+    found.config.use_cache = False
+    return found
+
+
+@pytest.mark.parametrize("unread", UNREAD, ids=lambda unread: next(iter(unread)))
+def test_boundaries_under_a_name_that_no_model_reads_are_found(unread: dict[str, Any]) -> None:
+    for other in (None, model()):
+        report = vl.check_batch({"input_ids": IDS, "labels": LABELS} | unread, other)
+        first = report.errors[0]
+
+        assert first.kind == "positions_missing"
+        assert (
+            f"(models don't look at {next(iter(unread))}), so 2 documents see tokens of others" in first.what
+        )
+        assert (first.row, first.column) == (0, 3)
+        assert report.documents == 3
+
+
+@pytest.mark.parametrize("unread", UNREAD, ids=lambda unread: next(iter(unread)))
+def test_beside_arguments_that_are_read_they_do_no_harm(unread: dict[str, Any]) -> None:
+    assert not len(vl.check_batch(good() | unread, model()))
+    told = vl.check_batch(
+        {"input_ids": IDS, "labels": LABELS, "position_ids": [list(range(9))]} | unread, model()
+    )
+    assert told.kinds[0] == "positions_run_on"
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_our_own_batch_as_a_mapping_has_no_finding(layout: Any) -> None:
+    assert not len(vl.check_batch(dict(vars(packed(layout))), model()))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cu_seqlens": [0, 3]},
+        {"cu_seqlens": "abc"},
+        {"seq_lens": [[3], [4, 2]]},
+        {"segment_ids": [[0, 1]]},
+        {"document_ids": [4, 5, 6]},
+        {"seq_lens": [-1, 10]},
+    ],
+)
+def test_what_can_not_be_boundaries_is_passed_over(other: dict[str, Any]) -> None:
+    assert not len(vl.check_batch({"input_ids": IDS, "labels": LABELS} | other, model()))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (3, 1, 9, 9), (1, 1, 9, 8)])
+def test_a_finished_mask_of_another_shape_is_found(shape: tuple[int, ...]) -> None:
+    batch = good(attention_mask=torch.ones(shape, dtype=torch.bool), cu_seq_lens_q=None)
+    report = vl.check_batch(batch, model())
+
+    assert "shapes" in [finding.kind for finding in report.errors]
+    assert f"attention_mask has the shape {list(shape)}, and must be [1, 'heads or 1', 9, 9]" in str(report)
+
+
+def test_a_mask_that_is_missing_for_a_kind_of_layers_is_found() -> None:
+    gemma = tiny("gemma2", "eager", torch.float32)
+    segments = torch.tensor(NUMBERS)
+    mask = (segments[:, :, None] == segments[:, None, :])[:, None] & torch.ones(9, 9, dtype=torch.bool).tril()
+    closed = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+    batch = {"input_ids": IDS, "labels": LABELS, "position_ids": good()["position_ids"]}
+    whole = batch | {"attention_mask": {"full_attention": closed, "sliding_attention": closed, "conv": None}}
+    half = batch | {"attention_mask": {"full_attention": closed, "sliding_attention": None}}
+
+    assert not len(vl.check_batch(whole, gemma))
+    report = vl.check_batch(half, gemma)
+    assert report.kinds == ("open_mask",)
+    assert "holds no mask for layers of kind sliding_attention" in report.findings[0].what
+
+
+def test_tensors_without_numbers_are_refused_in_a_sentence() -> None:
+    with pytest.raises(DocumentsError, match="input_ids, labels: tensors on the meta device hold no numbers"):
+        vl.check_batch(
+            {name: torch.tensor(v).to("meta") for name, v in (("input_ids", IDS), ("labels", LABELS))}
+        )
+
+
+def test_padding_with_positions_of_its_own_is_no_document() -> None:
+    """axolotl's collators let the positions of padding count from 0."""
+    batch = {
+        "input_ids": [[5, 6, 7, 8, 9, 0, 0, 0, 0]],
+        "labels": [[-100, 6, 7, -100, 9, -100, -100, -100, -100]],
+        "position_ids": [[0, 1, 2, 0, 1, 0, 1, 2, 3]],
+    }
+    report = vl.check_batch(batch, model())
+    assert not len(report)
+    assert report.documents == 2
+
+    batch["input_ids"][0][-1] = 4
+    assert vl.check_batch(batch, model()).kinds == ("documents_without_targets",)
+
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda lengths: max(lengths) > 1)
+
+
+def flattened(lengths: list[int]) -> dict[str, Any]:
+    features = [{"input_ids": list(range(1, length + 1))} for length in lengths]
+    batch: dict[str, Any] = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(features)
+    return batch
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.sampled_from(["rows", "flat"]), st.sampled_from([1, 4]), st.booleans())
+def test_packed_batches_have_no_finding_and_their_documents_are_counted(
+    lengths: list[int], layout: Any, multiple: int, shifted: bool
+) -> None:
+    packing = vl.pack(lengths, capacity=12, document_multiple_of=multiple)
+    documents = [np.arange(1, length + 1) for length in lengths]
+    report = vl.check_batch(vl.collate(documents, packing, layout=layout, shift_labels=shifted))
+
+    assert report.findings == ()
+    assert report.documents == len(lengths)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.data())
+def test_a_label_at_any_later_documents_start_is_found_there(lengths: list[int], data: st.DataObject) -> None:
+    batch = flattened(lengths)
+    starts = np.cumsum([0, *lengths[:-1]])
+    chosen = data.draw(st.sets(st.sampled_from(range(len(lengths)))))
+    batch["labels"][0, starts[sorted(chosen)]] = 5
+
+    crossing = [finding for finding in vl.check_batch(batch) if finding.kind == "crossing_targets"]
+    wrong = sorted(int(starts[i]) for i in chosen if i > 0)
+    assert [(finding.count, finding.column) for finding in crossing] == (
+        [(len(wrong), wrong[0])] if wrong else []
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS.filter(lambda lengths: len(lengths) > 1), st.data())
+def test_a_boundary_left_out_of_one_argument_is_found(lengths: list[int], data: st.DataObject) -> None:
+    batch = flattened(lengths)
+    later = [i for i in range(1, len(lengths)) if lengths[i] > 1]  # one token alone may be padding
+    if not later:
+        return
+    left_out = data.draw(st.sampled_from(later))
+    name = data.draw(st.sampled_from(["cu_seq_lens", "seq_idx"]))
+    if name == "seq_idx":
+        batch["seq_idx"][batch["seq_idx"] >= left_out] -= 1
+    else:
+        kept = [i for i in range(len(lengths) + 1) if i != left_out]
+        ends = torch.as_tensor(np.cumsum([0, *lengths])[kept], dtype=torch.int32)
+        batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        batch |= dict.fromkeys(("max_length_q", "max_length_k"), int(ends.diff().max()))
+
+    found = [finding for finding in vl.check_batch(batch) if finding.kind == "boundaries_disagree"]
+    assert [(finding.count, finding.column) for finding in found] == [(1, sum(lengths[:left_out]))]
+
+
+ANY_NUMBER = st.integers(-101, 120)
+SHAPES = st.sampled_from(
+    [(1, 9), (3, 3), (9,), (1, 8), (0, 9), (1, 1, 9), (4, 1, 9), (3, 1, 9), (1, 1, 9, 9), (4,), ()]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_numbers_in_any_shape_give_a_report(data: st.DataObject) -> None:
+    batch = good()
+    for name in data.draw(st.sets(st.sampled_from(sorted({*batch, "attention_mask", "shift_labels"})))):
+        if name.startswith("max_length"):
+            batch[name] = data.draw(ANY_NUMBER)
+        elif name != "use_cache" and (name != "input_ids"):
+            shape = data.draw(SHAPES)
+            numbers = data.draw(st.lists(ANY_NUMBER, min_size=1, max_size=12))
+            batch[name] = torch.as_tensor(np.resize(numbers, shape))
+    for name in data.draw(st.sets(st.sampled_from(sorted(set(batch) - {"input_ids"})))):
+        del batch[name]
+
+    report = vl.check_batch(batch)
+    assert isinstance(report, BatchReport)
+    assert len(str(report).splitlines()) == 1 + 3 * len(report)
+
+
+def test_tensors_copied_in_one_transfer_are_those_copied_one_by_one() -> None:
+    tensors = {
+        "a": torch.tensor([[1, -2], [3, 4]], dtype=torch.int32),
+        "b": torch.tensor(7),
+        "c": torch.ones(2, 0),
+        "d": torch.tensor([True, False]),
+        "e": torch.tensor([1.0, 0.0], dtype=torch.bfloat16),
+    }
+    together, apart = _in_one_transfer(tensors), _host_tensors(tensors)
+
+    assert list(together) == list(apart)
+    assert all(np.array_equal(together[name], apart[name]) for name in tensors)
+    assert all(together[name].shape == apart[name].shape for name in tensors)
