@@ -1,4 +1,4 @@
-"""Whatever messages contain, exactly the assistant's turns are supervised: compared with templates in Python."""
+"""Whatever messages contain, exactly the assistant's turns are supervised, and skeletons tell the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.chats import LOSSES_ALLOWED, SPECIAL, TEMPLATES, chat, said, template
-
 from varlen.text.chat_template import CHATML, chat_template, prompt_and_completion
+import json
+from dataclasses import replace
+from typing import Any
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.rarely import examples, mostly
+from tests.text.trl_chats import FAMILIES, source_of, template_names, tokenizer_of
+from varlen.errors import SourceError
+from varlen.text import rendering
+from varlen.text.chat_template import ChatTemplate, chat_template
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.skeleton import Skeleton
+from functools import cache
+from typing import Any
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.rarely import examples
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from varlen.documents.documents import _encode_spans, dividing_id
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.rendering import Rendered
+from varlen.text.tokenizer import FastTokenizer
+
 
 # What looks like a template's words, a slot of a skeleton, or a mark of a block; and white space of all kinds.
 FRAGMENTS = [
@@ -177,3 +202,208 @@ def test_transformers_masks_the_same_characters_by_generation_tags(tokenizer):
     assert len(theirs["input_ids"]) == len(rendered.text), "one token a character, since all is ASCII"
     assert theirs["assistant_masks"] == [int(own) for own in ours]
     assert said(rendered) == ["Hello!<|im_end|>", " See <you>. \n<|im_end|>"]
+
+
+SHIPPED = [name for name in sorted(FAMILIES) if name in template_names()]
+OFTEN = ["deepseekv3", "gemma4", "gptoss", "lfm2_v2", "llama3_1", "muse_glimmer", "qwen2_5", "qwen3"]
+WORDS = (
+    "x", "two words", " ", "\n", "  lead", "trail \n", "", '{"', '"}', '": "', "é", "\U000f0000", "</tool_call>",
+    "<|im_start|>user\n", "<|im_end|>\n", "# Tools", '{"name": "f", "arguments": {}}', "None", "[]",
+)  # fmt: skip
+TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map("".join)
+LEAF = st.one_of(
+    TEXT, st.integers(-9, 9), st.booleans(), st.none(), st.floats(-2, 2).map(lambda x: round(x, 3))
+)
+ARGUMENTS = st.dictionaries(TEXT.filter(bool), st.one_of(LEAF, st.lists(LEAF, max_size=2)), max_size=3)
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages with calls and answers, and tools, whose texts look like the template's own."""
+    messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 2))):
+        messages.append({"role": "user", "content": draw(TEXT)})
+        if draw(st.booleans()):
+            given_ = draw(ARGUMENTS)
+            spelled = draw(st.sampled_from([given_, json.dumps(given_), json.dumps(given_, indent=1)]))
+            call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": spelled}}
+            messages.append(
+                {"role": "assistant", "content": draw(st.sampled_from(["", "said"])), "tool_calls": [call]}
+            )
+            messages.append({"role": "tool", "name": "f", "tool_call_id": "call00001", "content": draw(TEXT)})
+        messages.append({"role": "assistant", "content": draw(TEXT)})
+    described = {"name": draw(st.sampled_from(["f", "g h"])), "description": draw(TEXT)}
+    schema = {"type": "object", "properties": {"p": {"type": "string", "description": draw(TEXT)}}}
+    tools = [{"type": "function", "function": {**described, "parameters": schema}}]
+    return messages, tools * draw(st.integers(0, 2))
+
+
+def template_of(name: str) -> ChatTemplate:
+    specials = load_tokenizer(tokenizer_of(name)).specials
+    return chat_template(source_of(name), special_tokens=specials.texts, end_marks=specials.end_marks)
+
+
+def outcome(template: ChatTemplate, messages: Any, tools: Any) -> Any:
+    try:
+        found = template.render(messages, tools or None)
+    except SourceError as error:
+        return str(error)
+    return found.text, found.spans, found.needs_eos, found.losses
+
+
+@pytest.mark.parametrize("name", mostly([name for name in OFTEN if name in SHIPPED], SHIPPED))
+@given(chats())
+@examples(8, 20)
+def test_what_is_filled_in_is_what_a_second_rendering_finds(name: str, chat: Any) -> None:
+    messages, tools = chat
+    filled, twice = template_of(name), template_of(name)
+
+    found = outcome(filled, messages, tools)
+
+    def left_open(*given_: Any, **settings_: Any) -> Skeleton | None:
+        made = skeleton_of(*given_, **{**settings_, "kind": "apart"})
+        has_calls = any("tool_calls" in message for message in given_[1])
+        return made and replace(made, is_open=made.is_open or has_calls or settings_["tool"] is not None)
+
+    skeleton_of = rendering.skeleton_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendering, "skeleton_of", lambda *g, **s: left_open(*g, **{"tool": None, **s}))
+        assert found == outcome(twice, messages, tools)
+
+
+@pytest.mark.skipif(not SHIPPED, reason="trl, which brings the templates, is not installed")
+def test_json_arguments_and_tools_need_no_second_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, renders = template_of("qwen3"), []
+    call = {
+        "function": {"name": "f", "arguments": {"city": "Köln", "days": [1, 2.5, None], "at": {"k": " v "}}}
+    }
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "7 °C"},
+        {"role": "assistant", "content": "Cold."},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+    template.render(messages, tools)
+    run = type(template.program).run
+    monkeypatch.setattr(
+        type(template.program), "run", lambda *given_, **more: renders.append(1) or run(*given_, **more)
+    )
+
+    template.render(messages, [*tools, {"type": "function", "function": {"name": "g", "parameters": {}}}])
+
+    assert len(renders) == 1
+
+
+END, HEAD = "<|im_end|>", "<|im_start|>"
+PIECES = (
+    "Hello",
+    " there",
+    "\n",
+    "  ",
+    "é",
+    "user",
+    "assistant\n",
+    "<|im",
+    "_end|>",
+    "|>",
+    "<",
+    END,
+    HEAD,
+    "x<|im_end|>",
+)
+PIECE = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+CORPUS = ["Hello there user assistant é is what we say and hear", "<|im_end|> x <|im_start|>"] * 40
+
+
+@cache
+def small_tokenizer(kind: str) -> FastTokenizer:
+    """A small tokenizer with special tokens, and with what is odd about them."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "prefix space")
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(CORPUS, trainer)
+    if kind == "lower":
+        made.normalizer = normalizers.Lowercase()
+    odd = {
+        "takes blanks": "rstrip",
+        "takes blanks before": "lstrip",
+        "whole words": "single_word",
+        "normalized": "normalized",
+    }
+    flags: dict[str, Any] = {"normalized": False} | ({odd[kind]: True} if kind in odd else {})
+    made.add_special_tokens([AddedToken(text, special=True, **flags) for text in (END, HEAD)])
+    more = {"overlap": "x<|im", "longer": f"{END}\n", "around": f"<{END}>"}.get(kind)
+    if more:
+        made.add_tokens([AddedToken(more, normalized=False)])
+    if kind == "split":
+        made.encode_special_tokens = True
+    found = load_tokenizer(made)
+    assert isinstance(found, FastTokenizer)
+    return found
+
+
+KINDS = (
+    "plain",
+    "lower",
+    "prefix space",
+    "takes blanks",
+    "takes blanks before",
+    "whole words",
+    "normalized",
+    "overlap",
+    "longer",
+    "around",
+    "split",
+)
+
+
+def cut(rendered: list[Rendered], tokenizer: FastTokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Ids and mask of each text, piece by piece."""
+    tokens, masks = [], []
+    for one in rendered:
+        bounds = [0, *(place for span in one.spans for place in span), len(one.text)]
+        pieces = [one.text[a:b] for a, b in zip(bounds, bounds[1:])]
+        ids = [tokenizer.encode([piece])[0].tolist() if piece else [] for piece in pieces]
+        tokens.append([id_ for part in ids for id_ in part])
+        masks.append([number % 2 for number, part in enumerate(ids) for _ in part])
+    return tokens, masks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    st.lists(st.lists(st.tuples(PIECE, PIECE, st.booleans()), min_size=1, max_size=4), min_size=1, max_size=3)
+)
+@examples(30, 80)
+def test_texts_whose_parts_are_encoded_at_once_are_those_that_are_cut(kind: str, rows: Any) -> None:
+    tokenizer, rendered = small_tokenizer(kind), []
+    for turns in rows:
+        text, spans = "", []
+        for asked, answered, is_ended in turns:
+            text += f"{HEAD}user\n{asked}{END}\n{HEAD}assistant\n"
+            start = len(text)
+            text += answered + END * is_ended
+            if len(text) > start:
+                spans.append((start, len(text)))
+        if spans:
+            rendered.append(Rendered(text=text + "\n" * len(turns), spans=tuple(spans), needs_eos=False))
+    if not rendered or not tokenizer.is_cuttable:
+        return
+
+    tokens, offsets, mask = _encode_spans(rendered, tokenizer)
+
+    wanted, masks = cut(rendered, tokenizer)
+    assert [part.tolist() for part in np.split(tokens, offsets[1:-1])] == wanted
+    assert [part.tolist() for part in np.split(mask, offsets[1:-1])] == masks
+
+
+def test_only_what_is_surely_split_at_divides() -> None:
+    found = {kind: dividing_id(small_tokenizer(kind), END) is not None for kind in KINDS}
+
+    assert found == {kind: kind in ("plain", "lower", "prefix space") for kind in KINDS}
+    assert dividing_id(small_tokenizer("plain"), "Hello") is None
+    assert dividing_id(small_tokenizer("plain"), "nowhere") is None

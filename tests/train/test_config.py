@@ -1,13 +1,19 @@
-"""Configurations: TOML one to one, values put over, and a sentence that names the key and the nearest one known."""
+"""Configurations: TOML one to one, sentences for what is wrong; one run at a time in an output folder."""
 
 import inspect
 from dataclasses import asdict, fields, replace
-
 import pytest
-
 import varlen as vl
 from varlen.errors import InputError, SettingError, SourceError
 from varlen.train.settings import DataSettings, RunSettings, read_config, write_example
+import os
+import signal
+import subprocess
+import sys
+import pytest
+from varlen.errors import SettingError
+from varlen.train.claim import claimed
+
 
 SMALL = """
 [data]
@@ -144,3 +150,36 @@ def test_settings_survive_being_noted_in_a_checkpoint(config):
 
     assert json.loads(json.dumps(asdict(config())))["data"]["source"] == "store"
     assert replace(config()).run.folder.name == "run"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from varlen.train.claim import claimed
+with claimed(Path(sys.argv[1])):
+    (Path(sys.argv[1]) / "metrics.jsonl").write_text("")
+    print("claimed", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path):
+    folder = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE, text=True)
+    with holder, holder.stdout:
+        assert holder.stdout.readline() == "claimed\n"
+        with (
+            pytest.raises(SettingError, match=f"process {holder.pid} trains into .*run; wait for it"),
+            claimed(folder),
+        ):
+            pass
+        holder.send_signal(signal.SIGKILL)
+    with claimed(folder):
+        assert (folder / ".running").read_text() == f"process {os.getpid()}\n"
+    assert (folder / "metrics.jsonl").exists()
+
+
+def test_a_run_that_fails_before_it_writes_leaves_no_folder(tmp_path):
+    with pytest.raises(SettingError, match="bad"), claimed(tmp_path / "run"):
+        raise SettingError("bad")
+    assert not (tmp_path / "run").exists()

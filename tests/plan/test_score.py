@@ -1,0 +1,147 @@
+"""The lower bound is what is written out by hand here, and scores of candidates are what the simulator says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.plan.test_step import cost_of
+import varlen as vl
+from varlen.plan.bound import lower_bound
+import dataclasses
+from collections.abc import Callable, Iterator
+import numpy as np
+import pytest
+from tests.support.rarely import IS_SOAK
+import varlen as vl
+from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
+from varlen.plan.baselines.packed import packed, packed_candidates
+from varlen.plan.score import best_plan, score, unordered
+from varlen.plan.search import Candidate
+from varlen.simulate.api import simulate
+from varlen.simulate.dispatch import dispatch, loads_s, pipelines_of
+from varlen.simulate.durations import durations, stage_costs
+
+
+COST = cost_of(recompute="none", mode="flops")
+MODEL, HARDWARE = COST.model, COST.hardware
+GEMM_S = 1e-12 / HARDWARE.gemm.tflops.max()
+PAIR_S = 1e-12 / HARDWARE.attention[0].tflops.max() * 4 * MODEL.heads * MODEL.head_dim
+EXACT = 1e-9
+
+
+def attention_s(length: int) -> float:
+    """A layer's, forward: every token attends to itself and all before it."""
+    return PAIR_S * length * (length + 1) / 2
+
+
+def layer_s(length: int) -> float:
+    """A layer's, both passes: attention's backward costs 2.5 times its forward, a product's twice."""
+    return 3.5 * attention_s(length) + 3 * length * 2 * MODEL.linear_parameters_per_layer * GEMM_S
+
+
+def stages_s(length: int, mesh: vl.Mesh) -> np.ndarray:
+    """A document's on each stage, both passes; the last has the vocabulary head."""
+    seconds: np.ndarray = COST.stages(mesh).layers * layer_s(length)
+    seconds[-1] += 3 * length * 2 * MODEL.head_parameters * GEMM_S
+    return seconds
+
+
+def filling_s(rows: int, mesh: vl.Mesh) -> np.ndarray:
+    """When each stage can begin: the smallest MicroPack has gone forward through those before it."""
+    latency_s, row_s = COST.send_s(mesh)
+    forward = rows * (attention_s(1) + 2 * MODEL.linear_parameters_per_layer * GEMM_S)
+    each = COST.stages(mesh).layers[:-1] * forward + latency_s + rows * row_s
+    return np.cumsum(np.append(0.0, each))
+
+
+def test_a_short_document_takes_its_own_work() -> None:
+    mesh = vl.Mesh()
+
+    found = lower_bound(np.array([0, 700], np.int32), COST, mesh)
+
+    expected = MODEL.layers * layer_s(700) + 6 * 700 * MODEL.head_parameters * GEMM_S
+    assert found.work_s == pytest.approx(expected, rel=EXACT)
+    assert found.chain_s == pytest.approx(expected, rel=EXACT)
+    assert found.seconds == pytest.approx(expected, rel=EXACT)
+
+
+def test_a_giant_is_done_by_its_own_ranks_behind_a_pipeline_that_fills() -> None:
+    mesh, rows = vl.Mesh(dp=4, pp=4), 2048
+    lengths = np.array([90_000, 500, 700], np.int32)
+
+    found = lower_bound(lengths, COST, mesh, least_rows=rows, most_merged_ranks=1)
+
+    chain_s = (filling_s(rows, mesh) + stages_s(90_000, mesh)).max()
+    sync_s = COST.gradient_sync_s(mesh).min()
+    assert sync_s > 0
+    assert found.chain_s == pytest.approx(chain_s, rel=EXACT)
+    assert found.seconds == pytest.approx(chain_s + sync_s, rel=EXACT)
+
+
+def test_many_documents_are_shared_evenly_by_all_ranks_behind_a_pipeline_that_fills() -> None:
+    mesh, rows = vl.Mesh(dp=2, pp=4), 512
+    lengths = np.array([3000, 2500, 900] * 30, np.int32)
+
+    found = lower_bound(lengths, COST, mesh, least_rows=rows)
+
+    work = 30 * sum(stages_s(length, mesh) for length in (3000, 2500, 900)) / mesh.dp
+    assert found.work_s == pytest.approx((filling_s(rows, mesh) + work).max(), rel=EXACT)
+    assert found.seconds == pytest.approx(found.work_s + COST.gradient_sync_s(mesh).min(), rel=EXACT)
+    filling = filling_s(rows, mesh)[-1]
+    assert 0 < filling < 0.1 * found.work_s
+
+
+LLAMA_7B = vl.CostModel(
+    model=vl.ModelShape.named("llama-2-7b"), hardware=vl.Hardware.named("h100"), recompute="full"
+)
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2, 4])
+def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stages: int) -> None:
+    mesh = vl.Mesh(dp=8, pp=2, tp=8, virtual_stages=virtual_stages)
+    lengths = np.array([9000, 3000, 8000, 200, 5000, 7000, 60, 4000, 4500, 900, 8100], np.int32)
+    plan = unordered(packed(lengths, mesh, 9088), lengths, LLAMA_7B, mesh, "packed")
+    assert virtual_stages == 1 or (np.diff(plan.forward.slice_offsets) == 0).any()
+
+    seconds = durations(plan, LLAMA_7B)
+    pipeline = pipelines_of(plan, stage_costs(LLAMA_7B, mesh), seconds)
+    made = [dispatch(pipeline(rank)) for rank in range(mesh.dp)]
+    loads = loads_s(plan, seconds)
+    ordered = dataclasses.replace(
+        plan,
+        tasks=np.concatenate([one.codes.ravel() for one in made]),
+        task_offsets=np.append(
+            0, np.cumsum([size for one in made for size in (one.codes.shape[1],) * mesh.pp])
+        ).astype(np.int32),
+    )
+    timeline = simulate(ordered, LLAMA_7B, contention=False)
+    sync_s = LLAMA_7B.gradient_sync_s(mesh).max()
+
+    assert max(one.makespan_s for one in made) == pytest.approx(timeline.makespan_s - sync_s, rel=1e-3)
+    assert all(load <= one.makespan_s for one, load in zip(made, loads))
+    for rank, load in enumerate(loads):
+        ahead, back = (slice(*x.rank_offsets[rank : rank + 2]) for x in (plan.forward, plan.backward))
+        chunks = seconds.forward[:, ahead].sum(1) + seconds.backward[:, back].sum(1)
+        assert load == pytest.approx(max(chunks[stage :: mesh.pp].sum() for stage in range(mesh.pp)))
+
+
+@pytest.mark.parametrize("candidates_of", [packed_candidates, dynamic_cp_candidates])
+def test_candidates_that_are_left_out_were_slower(candidates_of: Callable[..., Iterator[Candidate]]) -> None:
+    mesh = vl.Mesh(dp=4, pp=2, tp=8)
+    for seed in range(5 if IS_SOAK else 2):
+        lengths = np.exp(np.random.default_rng(seed).uniform(4, 10, 40)).astype(np.int32)
+        # Seconds of attention alone are enough to make candidates differ.
+        work = np.outer(lengths.astype(float) ** 2, [1, 1 / 2, 1 / 4])
+        given = work if candidates_of is dynamic_cp_candidates else work[:, 0]
+        candidates = list(candidates_of(lengths, given, mesh, int(lengths.max())))
+
+        found = best_plan(lambda _, c=candidates: iter(c), (0,), lengths, LLAMA_7B, mesh, "packed")
+
+        alone = [
+            best_plan(lambda _, c=candidate: iter([c]), (0,), lengths, LLAMA_7B, mesh, "packed")
+            for candidate in candidates
+        ]
+        seconds = [score(plan, LLAMA_7B) if plan else np.inf for plan in alone]
+        assert found is not None
+        assert len(candidates) > 5
+        assert score(found, LLAMA_7B) <= min(seconds) * (1 + 1e-3)
