@@ -6,7 +6,7 @@ import logging
 from dataclasses import fields
 
 import pytest
-from tests.cli.test_app import asked
+from tests.support.command_line import asked
 
 import varlen as vl
 from varlen.adapters.axolotl.settings import VarlenSettings

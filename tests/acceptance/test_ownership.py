@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.rarely import mostly
-from tests.support.training import settings, table, write_store
+from tests.support.training import settings, table, write_store, write_toml
 from typer.testing import CliRunner
 
 from varlen.cli.app import app
@@ -103,17 +103,6 @@ def arguments(verb: str, folder: Path, place: str) -> list[str]:
     return ["train", str(folder / "c.toml")]
 
 
-def toml_of(folder: Path) -> None:
-    lines = []
-    for name, values in json.loads((folder / "c.json").read_text()).items():
-        inner = {key: value for key, value in values.items() if not isinstance(value, dict)}
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in inner.items())]
-        for key, value in values.items():
-            if isinstance(value, dict):
-                lines += [f"[{name}.{key}]", *(f"{one} = {json.dumps(said)}" for one, said in value.items())]
-    (folder / "c.toml").write_text("\n".join(lines))
-
-
 CASES = [(verb, place, form) for verb, places in PLACES.items() for place in places for form in FORMS]
 
 
@@ -125,7 +114,7 @@ def test_somebody_elses_bytes_are_as_they_were_after_every_verb(tmp_path, verb, 
     lay(tmp_path / place, form, tmp_path / "elsewhere")
     command = arguments(verb, tmp_path, place)
     if verb == "train":
-        toml_of(tmp_path)
+        write_toml(tmp_path / "c.toml", json.loads((tmp_path / "c.json").read_text()))
     before = bytes_of(tmp_path)
 
     done = CliRunner().invoke(app, command)

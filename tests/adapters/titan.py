@@ -1,7 +1,7 @@
 """Data and trainers' halves for the tests of loaders behind others' protocols: documents that say who they are."""
 
 import numpy as np
-from tests.store.test_store import write_store
+from tests.support.stores import write_store
 
 FIRST = 1000
 """Document n begins with the token FIRST + n; all its others are below."""

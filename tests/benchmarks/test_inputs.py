@@ -1,20 +1,19 @@
 """Benchmark inputs are the same in every run, and what a contestant delivers is checked before it is timed."""
 
 import os
-from types import SimpleNamespace
-import numpy as np
-import pytest
-from benchmarks import checks, inputs, memory
-from benchmarks.stopwatch import alternate
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from benchmarks import checks, inputs, memory
 from benchmarks.checks import WrongResultError
 from benchmarks.delivery import Delivered, Delivery, _descendants, check
 from benchmarks.inputs import Documents
+from benchmarks.stopwatch import alternate
 
 
 def test_the_same_seed_draws_the_same_lengths():

@@ -1,6 +1,5 @@
 """The command line: help, exit codes, one sentence for what is wrong, and what is drawn while something runs."""
 
-import contextlib
 import io
 import json
 import os
@@ -15,39 +14,13 @@ import pytest
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from typer.testing import CliRunner
+from tests.support.command_line import VARLEN, asked, one_sentence, varlen
 
 from varlen.cli import app as app_module
 from varlen.cli import progress as extras_module
 from varlen.cli import progress as module
 from varlen.cli import train
 from varlen.cli.progress import FittedLine, Part, fitted
-
-VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()"]
-
-
-def varlen(*arguments, **settings):
-    # As users have it: little work waits for no compiler.
-    usual = {name: value for name, value in os.environ.items() if name != "VARLEN_JIT"}
-    return subprocess.run(
-        [*VARLEN, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=usual, **settings
-    )
-
-
-def asked(*arguments, cwd="."):
-    """What the command line says where it was imported already; of its start, the others tell enough."""
-    with contextlib.chdir(cwd):
-        run = CliRunner().invoke(app_module.app, [*map(str, arguments)])
-    return subprocess.CompletedProcess(arguments, run.exit_code, run.stdout, run.stderr)
-
-
-def one_sentence(run, code=2):
-    assert run.returncode == code, run.stderr
-    assert run.stdout == ""
-    lines = run.stderr.strip().splitlines()
-    assert len(lines) == 1, run.stderr
-    assert lines[0].startswith("varlen: ")
-    return lines[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import shlex
 
 import numpy as np
 import pytest
-from tests.cli.test_app import asked, one_sentence, varlen
+from tests.support.command_line import asked, one_sentence, varlen
 
 LENGTHS = np.random.default_rng(0).integers(1, 900, 2_000)
 TEXTS = ["abc" * (1 + n % 90) for n in range(300)]

@@ -11,6 +11,7 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
+from tests.support.command_line import refusal
 from tests.support.offline_packs import contents, text_ids, write_chats, write_texts
 
 from varlen.adapters.megatron import PackedSequenceSpecs, open_index, open_packed, read_metadata
@@ -29,14 +30,6 @@ def run(*arguments, **settings):
 def pack(verb):
     """Run the verb in one process."""
     return lambda *arguments: verb("pack", *arguments, "--processes", 1)
-
-
-def one_sentence(result, code=2):
-    assert result[0] == code, result
-    assert result[1] == ""
-    (line,) = result[2].strip().splitlines()
-    assert line.startswith("varlen: ")
-    return line.removeprefix("varlen: ")
 
 
 def test_help_shows_an_example_and_loads_no_library():
@@ -114,12 +107,12 @@ def test_what_was_skipped_is_counted_and_listed(tmp_path, pack):
 
 def test_where_nothing_is_left_what_was_skipped_is_counted(tmp_path, pack):
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": ""}\n')
-    said = one_sentence(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
+    said = refusal(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
     first = "the first: a.jsonl line 1 holds number in `text`, which must be a string"
     assert said == f"a.jsonl holds 1 empty document; 1 record skipped; {first}"
 
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n' * 2)
-    said = one_sentence(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
+    said = refusal(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
     assert said == f"a.jsonl holds no document; 2 records skipped; {first}"
 
 
@@ -183,7 +176,7 @@ def test_what_cannot_be_packed_ends_in_one_sentence_and_exit_code_two(tmp_path, 
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "file").write_text("")
 
-    assert said in one_sentence(pack(*arguments))
+    assert said in refusal(pack(*arguments))
 
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {"a.jsonl", "b.jsonl", "c.jsonl", "file", "out.partial"}
@@ -195,7 +188,7 @@ def test_what_was_packed_into_a_folder_of_data_is_not_packed_again_with_it(tmp_p
     write_texts(tmp_path / "data" / "train" / "a.jsonl")
     assert pack("data/train", "-o", "data/packed", "--tokens", "data/tokens")[0] == 0
 
-    said = one_sentence(pack("data", "-o", "other"))
+    said = refusal(pack("data", "-o", "other"))
 
     assert said.startswith("data/packed is a packed set that varlen wrote (2 such folders lie there)")
     for again in ("data/packed", "data/tokens", "data/train"):
@@ -204,7 +197,7 @@ def test_what_was_packed_into_a_folder_of_data_is_not_packed_again_with_it(tmp_p
 
 def test_a_run_whose_output_lies_in_the_data_goes_on_from_its_tokens(tmp_path, pack):
     write_texts(tmp_path / "a.jsonl")
-    assert "the tokens are kept in packed.partial" in one_sentence(
+    assert "the tokens are kept in packed.partial" in refusal(
         pack(".", "-o", "packed", "--capacity", 8, "--overlong", "error")
     )
 
@@ -219,7 +212,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path, pack
 
     with monkeypatch.context() as patch:
         patch.setattr(write_module, "write_table", write_table)
-        assert "out.partial can't be written: the disk is full" in one_sentence(pack("a.jsonl", "-o", "out"))
+        assert "out.partial can't be written: the disk is full" in refusal(pack("a.jsonl", "-o", "out"))
 
     assert pack("a.jsonl", "-o", "out")[0] == 0
     assert sorted(contents(tmp_path)) == ["a.jsonl", "out/.manifest.json", "out/part-00000.parquet"]
@@ -270,7 +263,7 @@ def test_a_store_of_tokens_takes_no_option_that_would_make_other_tokens(tmp_path
     write_texts(tmp_path / "a.jsonl")
     pack("a.jsonl", "-o", "packed", "--tokens", "tokens")
 
-    said = one_sentence(pack("tokens", "-o", "again", *arguments))
+    said = refusal(pack("tokens", "-o", "again", *arguments))
 
     assert said.startswith("tokens holds tokens already")
     assert not (tmp_path / "again").exists()
@@ -304,7 +297,7 @@ def test_a_manifest_that_is_nearly_one_of_varlens_is_read_over_or_a_damaged_one(
     assert pack("in", "-o", "out")[0] == 0
 
     (tmp_path / "in" / "manifest.json").write_text('{"varlen": "1", "kind": "packed", "ledger": [1]}')
-    assert "in has a damaged manifest: `settings` is missing" in one_sentence(pack("in", "-o", "other"))
+    assert "in has a damaged manifest: `settings` is missing" in refusal(pack("in", "-o", "other"))
 
 
 @pytest.fixture

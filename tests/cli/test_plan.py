@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.cli.test_pack import one_sentence
+from tests.support.command_line import refusal
 from tests.support.offline_packs import write_texts
 
 from varlen.arguments import as_tokens
@@ -224,7 +224,7 @@ def test_bad_input_ends_in_one_sentence(plan, tmp_path, arguments, said):
     np.save(tmp_path / "floats.npy", np.ones(3))
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY broken")
 
-    assert said in one_sentence(plan(*arguments))
+    assert said in refusal(plan(*arguments))
 
     assert not list(tmp_path.glob("*.html"))
 
@@ -295,7 +295,7 @@ def test_a_number_of_tokens_is_refused_unless_it_is_one(words):
 def test_a_wrong_line_among_lengths_is_named_and_not_planned_as_text(plan, tmp_path, text, said):
     (tmp_path / "odd.txt").write_text(text)
 
-    words = one_sentence(plan("odd.txt"))
+    words = refusal(plan("odd.txt"))
 
     assert words.startswith("odd.txt holds a length a line, but ")
     assert f"{said}, no whole number from 0 (1 of {len(text.split())} lines are none)" in words
@@ -304,14 +304,14 @@ def test_a_wrong_line_among_lengths_is_named_and_not_planned_as_text(plan, tmp_p
 def test_a_length_below_0_is_named(plan, tmp_path):
     np.save(tmp_path / "below.npy", np.array([4, 5, -6, -7]))
 
-    assert "number 2 is -6 (2 of 4 are below 0)" in one_sentence(plan("below.npy"))
+    assert "number 2 is -6 (2 of 4 are below 0)" in refusal(plan("below.npy"))
 
 
 def test_a_file_is_not_written_over_another(plan, tmp_path):
     before = (tmp_path / "lengths.npz").read_bytes()
 
-    read = one_sentence(plan("lengths.npz", *JOB, "--save", "./lengths.npz"))
-    twice = one_sentence(plan("lengths.npz", *JOB, "-o", "a", "--trace", "a"))
+    read = refusal(plan("lengths.npz", *JOB, "--save", "./lengths.npz"))
+    twice = refusal(plan("lengths.npz", *JOB, "-o", "a", "--trace", "a"))
 
     assert read == "--save lengths.npz is read already; name another file"
     assert twice == "--trace a is written by -o already; name another file"
@@ -322,19 +322,19 @@ def test_a_file_is_not_written_over_another(plan, tmp_path):
     ("option", "value"), [("--pp", 4), ("--dp", 2), ("--tp", 2), ("--cp", 2), ("--virtual-stages", 2)]
 )
 def test_a_sweep_is_given_no_axis(plan, option, value):
-    said = one_sentence(plan("lengths.npz", "--gpus", 8, "--sweep", option, value))
+    said = refusal(plan("lengths.npz", "--gpus", 8, "--sweep", option, value))
 
     assert said == f"--sweep looks for the mesh and was given {option} {value}; leave out --sweep or {option}"
 
 
 def test_a_sweep_of_no_gpu_is_refused(plan):
-    assert one_sentence(plan("lengths.npz", "--gpus", 0, "--sweep")) == "--gpus must be at least 1; got 0"
+    assert refusal(plan("lengths.npz", "--gpus", 0, "--sweep")) == "--gpus must be at least 1; got 0"
 
 
 def test_arrays_that_are_no_lengths_are_named(plan, tmp_path):
     np.savez(tmp_path / "other.npz", weights=LENGTHS, biases=LENGTHS)
 
-    said = one_sentence(plan("other.npz"))
+    said = refusal(plan("other.npz"))
 
     assert said == (
         "other.npz must hold lengths as `lengths`, or documents as `input_ids` and `offsets`; it holds "
@@ -345,7 +345,7 @@ def test_arrays_that_are_no_lengths_are_named(plan, tmp_path):
 def test_a_file_of_no_lengths_is_refused(plan, tmp_path):
     np.save(tmp_path / "none.npy", np.zeros(0, np.int64))
 
-    assert one_sentence(plan("none.npy")).startswith("there is no document, and nothing to plan")
+    assert refusal(plan("none.npy")).startswith("there is no document, and nothing to plan")
 
 
 def test_a_reason_that_every_method_has_is_printed_once_without_an_empty_table(plan):
@@ -359,7 +359,7 @@ def test_a_reason_that_every_method_has_is_printed_once_without_an_empty_table(p
 
 
 def test_a_file_that_cannot_be_written_after_all_is_said(plan):
-    said = one_sentence(plan("lengths.npz", *JOB, "--method", "packed", "--trace", "/proc/trace.json"))
+    said = refusal(plan("lengths.npz", *JOB, "--method", "packed", "--trace", "/proc/trace.json"))
 
     assert said.startswith("a file can't be written: ")
 
@@ -384,7 +384,7 @@ def planning(verb, folder):
     ],
 )
 def test_what_measuring_does_not_take_is_refused(plan, given, named):
-    said = one_sentence(plan("--calibrate", *given))
+    said = refusal(plan("--calibrate", *given))
 
     assert (
         said
@@ -393,13 +393,13 @@ def test_what_measuring_does_not_take_is_refused(plan, given, named):
 
 
 def test_seconds_are_refused_where_nothing_is_measured(plan):
-    assert one_sentence(plan("lengths.npz", "--seconds", 3)).startswith(
+    assert refusal(plan("lengths.npz", "--seconds", 3)).startswith(
         "--seconds says how long --calibrate measures"
     )
 
 
 def test_no_time_to_measure_is_refused_before_torch_is_loaded(plan):
-    assert one_sentence(plan("--calibrate", "--seconds", 0)) == "--seconds must be above 0; got 0"
+    assert refusal(plan("--calibrate", "--seconds", 0)) == "--seconds must be above 0; got 0"
 
 
 def test_a_machine_is_measured_and_its_rates_plan_a_step(plan, tmp_path):

@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.progress import Progress
-from tests.distributed.test_runs import processes_naming, write_toml
 from tests.support.planned_runs import planned_table, priced, write_hardware
-from tests.support.training import metrics_of, same_end, steps_of, table, write_store
+from tests.support.training import (
+    metrics_of,
+    processes_naming,
+    same_end,
+    steps_of,
+    table,
+    write_store,
+    write_toml,
+)
 
 from varlen.cli import app as app_module
 from varlen.cli.train import Lines, Live, live_parts, watching

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.cli.test_app import asked, one_sentence, varlen
+from tests.support.command_line import asked, one_sentence, varlen
 from tests.support.megatron_configs import packed
 
 from varlen.adapters.megatron import check_config

@@ -10,23 +10,17 @@ from typing import Any
 import pytest
 import torch
 from tests.support.distances import EXACT, Distances, furthest
-from tests.support.pipelines import planned
+from tests.support.pipelines import DISTANCES, JOB, LIBRARIES, planned
 from tests.support.ranks import as_ranks
 
 import varlen as vl
 
-LIBRARIES = (
-    "torch,torch.distributed.fsdp,transformers.models.llama.modeling_llama,"
-    "transformers.models.qwen3.modeling_qwen3,varlen.runtime.engine,varlen.simulate.api,numba,pytest"
-)
-JOB = Path(__file__).with_name("pipeline_job.py")
 LENGTHS = [60, 3, 17, 9, 30, 8, 2, 44]
 WHOLE_PLANS: list[tuple[dict[str, Any], list[int]]] = [
     ({"recompute": "none"}, LENGTHS),
     ({"recompute": "full", "recompute_share": 0.5}, LENGTHS),
     ({"recompute": "full"}, [20]),
 ]
-DISTANCES = ("loss", "documents", "gradients", "later_gradients", "norm", "weights")
 
 Found = list[dict[str, Any]]
 """What each rank wrote."""

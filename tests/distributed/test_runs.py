@@ -17,6 +17,7 @@ from tests.support.rarely import IS_SOAK, mostly
 from tests.support.training import (
     Notes,
     metrics_of,
+    processes_naming,
     rewound,
     same_end,
     settings,
@@ -25,6 +26,7 @@ from tests.support.training import (
     table,
     weights_of,
     write_store,
+    write_toml,
 )
 
 from varlen.train.trainer import train
@@ -56,31 +58,6 @@ def torchrun(*arguments, folder):
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )
-
-
-def write_toml(path, made):
-    """A configuration whose values JSON and TOML spell alike."""
-    lines = []
-    for name, section in made.items():
-        inner = {key: value for key, value in section.items() if isinstance(value, dict)}
-        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items() if k not in inner)]
-        for key, value in inner.items():
-            lines += [f"[{name}.{key}]", *(f"{k} = {json.dumps(v)}" for k, v in value.items())]
-    path.write_text("\n".join(lines) + "\n")
-
-
-def processes_naming(words):
-    """Every process of this machine whose command names some words, with its environment."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if words in (folder / "cmdline").read_bytes().decode(errors="replace"):
-                found[int(folder.name)] = (
-                    (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                )
-        except OSError:
-            continue
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.support.chats import HEAD, TAGGED, TAIL
 
 from varlen.documents.source import open_source
 from varlen.documents.texts import read_texts
@@ -18,11 +19,7 @@ from varlen.files.columns import find_columns
 from varlen.text.chat_template import chat_template, prompt_and_completion
 from varlen.text.rendering import Choice
 
-HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
 CONTENT = "{{ m.content if m.content is defined and m.content else '' }}"
-TAIL = (
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 TOOLS = (
     "{% for t in tools or [] %}{{ '[' + t.function.name + ' ' + t.function.parameters | tojson + ']' }}"
     "{% endfor %}"
@@ -33,12 +30,6 @@ TEXTS = (
     "{% endfor %}"
 )
 WITH_OBJECTS, WITH_TEXTS = (TOOLS + HEAD + CONTENT + calls + TAIL for calls in (OBJECTS, TEXTS))
-TAGGED = (
-    HEAD
-    + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    + "{% else %}{{ m.content }}{% endif %}"
-    + TAIL
-)
 ARGUMENTS = {"city": "Köln", "days": [1, None], "deep": {"a": 1.5}}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "w", "description": "Weather.", "parameters": SCHEMA}

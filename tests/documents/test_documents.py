@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.chats import GEMMA, LLAMA
+
+from varlen.documents import order as order_module
 from varlen.documents.documents import Documents, Encoding, encode_rows
+from varlen.documents.order import STRETCH, DocumentOrder, hashed
 from varlen.documents.source import Source, open_source
 from varlen.errors import SettingError, SourceError
 from varlen.files.columns import Columns
@@ -18,14 +23,6 @@ from varlen.files.rows import Rows
 from varlen.text.chat_template import chat_template
 from varlen.text.load_tokenizer import load_tokenizer, train_bpe
 from varlen.text.tokenizer import FastTokenizer, Specials, Tokenizer
-import hashlib
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from varlen.documents import order as order_module
-from varlen.documents.order import STRETCH, DocumentOrder, hashed
-
 
 EOS = 256
 

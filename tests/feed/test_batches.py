@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.store.test_store import write_store
+from tests.support.stores import write_store
 
 from varlen.feed.batches import BatchSettings, make_batch, plan_step
 from varlen.feed.indexed.stream import PackStream, Position

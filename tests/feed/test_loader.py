@@ -3,28 +3,20 @@
 import copy
 import json
 import threading
-import numpy as np
-import pytest
-from tests.support.loaders import content, drained, loader_of, random_store
-from tests.support.rarely import IS_SOAK
-import varlen as vl
-from varlen.errors import SettingError, StateError
-from varlen.store.store import open_store
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from tests.support.loaders import NAMES, content, loader_of, random_store
-import json
-from functools import partial
-import numpy as np
-import pytest
-from tests.feed.streaming.test_loader import loader_of as streaming_of
-from tests.store.test_store import write_store
-from tests.support.loaders import content, drained, loader_of, random_store
-import varlen as vl
-from varlen.errors import SettingError
-from varlen.feed.indexed.table import WindowTable
+from tests.feed.streaming.loaders import loader_of as streaming_of
+from tests.support.loaders import NAMES, content, drained, loader_of, random_store
+from tests.support.rarely import IS_SOAK
+from tests.support.stores import write_store
 
+import varlen as vl
+from varlen.errors import SettingError, StateError
+from varlen.feed.indexed.table import WindowTable
+from varlen.store.store import open_store
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-import pytest
-from varlen.errors import SourceError
-from varlen.feed import prefetch
-from varlen.feed.prefetch import AheadSettings, Prefetcher
-import time
+
 import numpy as np
 import pytest
 from tests.support.streaming import write_texts
+
 import varlen as vl
+from varlen.errors import SourceError
+from varlen.feed import prefetch
+from varlen.feed.prefetch import AheadSettings, Prefetcher
 from varlen.feed.streaming import rounds
 
 

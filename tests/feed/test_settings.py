@@ -11,11 +11,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.feed.indexed.test_windows import Store
-from tests.store.test_store import write_store
-from tests.store.test_token_documents import write_pair
+from tests.feed.windows import Store
 from tests.support.loaders import loader_of, random_store
 from tests.support.rarely import mostly
+from tests.support.stores import write_pair, write_store
 
 import varlen as vl
 from varlen.documents.source import Mixture

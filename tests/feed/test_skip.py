@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.feed.indexed.test_indexed import index_until
-from tests.store.test_token_documents import write_arrow, write_pair
-from tests.support.loaders import NAMES, loader_of, random_store
+from tests.support.loaders import NAMES, index_until, loader_of, random_store
 from tests.support.offline_packs import write_texts
 from tests.support.rarely import mostly
+from tests.support.stores import write_arrow, write_pair
 
 import varlen as vl
 from varlen.errors import SettingError, SourceError

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-import datasets
-import fsspec
-import pytest
-from varlen.documents.texts import read_texts
-from varlen.errors import MissingExtraError, SourceError
-from varlen.files.finding import find_files
-from varlen.files.fingerprints import fingerprint
-from varlen.files.paths import File, kind_of
 import gzip
+import json
 import os
 import sys
 from pathlib import Path
+
+import datasets
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from varlen.documents.source import open_source
+from varlen.documents.texts import read_texts
 from varlen.errors import MissingExtraError, SettingError, SourceError
 from varlen.files import fingerprints
 from varlen.files.finding import find_files
 from varlen.files.fingerprints import fingerprint, fingerprint_files, quick_fingerprint
 from varlen.files.opening import open_stored
-from varlen.files.paths import File
+from varlen.files.paths import File, kind_of
 from varlen.files.retry import Retry, is_passing, retried, within
 
 

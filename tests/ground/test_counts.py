@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.cli.test_app import asked, one_sentence
+from tests.support.command_line import asked, one_sentence
 
 from varlen.arguments import as_tokens
 from varlen.errors import SettingError

@@ -4,10 +4,13 @@ import json
 import re
 import shutil
 from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.offline_packs import (
     RefusingTokenizer,
     contents,
@@ -19,19 +22,13 @@ from tests.support.offline_packs import (
     write_chats,
     write_texts,
 )
+
+from varlen.documents import order as order_module
 from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SettingError, SourceError
-from varlen.offline.crew import Crew
-from varlen.offline.pack import PackSettings, pack_source
-import re
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from varlen.documents import order as order_module
-from varlen.errors import OverlongDocumentError, SettingError
 from varlen.offline import pack as plan_module
-from varlen.offline.pack import PackSettings, Plan
+from varlen.offline.crew import Crew
+from varlen.offline.pack import PackSettings, Plan, pack_source
 
 
 @pytest.fixture

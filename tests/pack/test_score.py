@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
+from fractions import Fraction
 from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.support.packings import METHODS, cases, packs_of, random_lengths
+from tests.support.packings import METHODS, WHOLE, cases, packs_of, random_lengths, rounded
+
 import varlen as vl
 from varlen.errors import SettingError
 from varlen.pack.score import Score, length_correlation
-import itertools
-from fractions import Fraction
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.support.packings import WHOLE, random_lengths, rounded
-import varlen as vl
 
 
 def correlation_of(packs: list[list[int]]) -> float:

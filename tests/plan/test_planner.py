@@ -10,12 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import planner_jobs as plan_jobs
+from tests.support.planning import until
 
 from varlen.errors import PlanError, SettingError, StalledError, StateError
 from varlen.plan.planner import KEPT, Planner
@@ -27,14 +27,6 @@ STEPS = [[5, 7], [3], [9, 9, 9], [4, 1], [8]]
 
 def planner_of(lengths: Any = STEPS, **settings: Any) -> Planner:
     return Planner(lengths, function="tests.support.planner_jobs:one_by_one", **settings)
-
-
-def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait until something holds."""
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < seconds, "waited in vain"
-        time.sleep(0.01)
 
 
 def is_there(pid: int) -> bool:
@@ -316,7 +308,7 @@ def test_closed_or_forgotten_it_leaves_no_process_behind() -> None:
         ({"ahead": 0}, "ahead must be a whole number of at least 1, got 0"),
         (
             {"function": "tests.support.planner_jobs:absent"},
-            "'tests.plan.planner_jobs:absent' can't be found",
+            "'tests.support.planner_jobs:absent' can't be found",
         ),
         ({"function": "no_such_module:plan"}, "write it as 'module:function'"),
         ({"gate": object()}, r"a builtins.object can't be handed to the process that plans"),

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-from tests.plan.test_step import cost_of
-import varlen as vl
-from varlen.plan.bound import lower_bound
 import dataclasses
 from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
+from tests.support.planning import cost_of
 from tests.support.rarely import IS_SOAK
+
 import varlen as vl
 from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
+from varlen.plan.bound import lower_bound
 from varlen.plan.score import best_plan, score, unordered
 from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import dispatch, loads_s, pipelines_of
 from varlen.simulate.durations import durations, stage_costs
-
 
 COST = cost_of(recompute="none", mode="flops")
 MODEL, HARDWARE = COST.model, COST.hardware

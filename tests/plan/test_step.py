@@ -6,12 +6,13 @@ import math
 import re
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.planning import METHODS, cost_of, long_tailed
 from tests.support.rarely import IS_SOAK, mostly
 from tests.support.sliced import one_gpu_plan
 
@@ -23,21 +24,6 @@ from varlen.plan.check import check_plan
 from varlen.plan.micropack import _groupings, micropack
 from varlen.plan.serialize import plan_to_bytes
 from varlen.simulate.durations import stage_costs
-from varlen.step_plan import PlanMethod
-
-METHODS = get_args(PlanMethod)
-
-
-def cost_of(model: str = "llama-2-7b", **settings: Any) -> vl.CostModel:
-    return vl.CostModel(
-        model=vl.ModelShape.named(model),
-        **({"recompute": "full", "hardware": vl.Hardware.named("h100")} | settings),
-    )
-
-
-def long_tailed(count: int, longest: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return np.minimum(np.exp(rng.normal(7.2, 1.4, count)).astype(np.int64) + 1, longest).astype(np.int32)
 
 
 @given(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.plan.test_step import cost_of, long_tailed
+from tests.support.planning import cost_of, long_tailed
 from tests.support.rarely import examples
 
 import varlen as vl

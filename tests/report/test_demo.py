@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from io import StringIO
 
 import pytest
 from rich.console import Console
+from tests.report.pages import read
 from tests.support.demo_figures import figures, piece, with_method
 
 from varlen.errors import SettingError
@@ -14,39 +14,6 @@ from varlen.report.demo import PictureFigures, demo_table, findings, headline, s
 from varlen.report.demo_page import demo_page
 from varlen.report.drawing import Bar, Dots, bars, dots, histogram
 from varlen.report.page import check_writable, page, write_page
-
-VOID = {"meta", "br"}
-
-
-class Reader(HTMLParser):
-    """Checks that tags are closed in order, and keeps what could load or run."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.tags, self.links, self.text = [], [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.links += [
-            value for name, value in attrs if name in ("src", "href", "xlink:href", "action", "data")
-        ]
-        self.links += [value for name, value in attrs if name.startswith("on")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def read(page):
-    reader = Reader()
-    reader.feed(page)
-    reader.close()
-    assert reader.open == []
-    return reader
 
 
 def printed(demo, width=80):

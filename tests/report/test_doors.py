@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from tests.cli.test_app import asked
+from tests.support.command_line import asked
 from tests.support.rarely import mostly
 
 import varlen as vl

@@ -6,7 +6,7 @@ from io import StringIO
 import numpy as np
 import pytest
 from rich.console import Console
-from tests.report.test_demo import read
+from tests.report.pages import read
 from tests.support.rarely import mostly
 
 from varlen.report.drawing import Bar, Line, bars, half_octaves, lines, spread_out

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.report.test_demo import read
+from tests.report.pages import read
 
 from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel

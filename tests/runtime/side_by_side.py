@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from tests.support.sliced import take_gradients
+from tests.support.step_plans import micropacks_of
 from torch.utils._python_dispatch import _disable_current_modes
 
 from varlen.runtime.clock import Clock, Meter
@@ -20,7 +22,7 @@ from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.shared_documents import SharedDocument, groups_of, shared_documents
 from varlen.runtime.stage_run import StageRunner, TaskRun
 from varlen.runtime.step import chunk_steps, layers_of, step_data
-from varlen.step_plan import StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
 
 PATIENCE_S = 60
 
@@ -180,3 +182,25 @@ def in_threads(run: Callable[[int], None], count: int, tables: list[Table]) -> N
         thread.join()
     if errors:
         raise errors[0]
+
+
+Holders = list[tuple[int, int]]
+
+
+"""The first rank of each document, and how many."""
+
+
+def plan_of(lengths: list[int], holders: Holders, forward: Any, backward: Any, **settings: Any) -> StepPlan:
+    """A plan of ranks of one stage, which run all forward and then all backward."""
+    tasks = [[FORWARD] * len(one) + [BACKWARD] * len(other) for one, other in zip(forward, backward)]
+    return StepPlan(
+        lengths=np.array(lengths, np.int32),
+        first_ranks=np.array([first for first, _ in holders], np.int32),
+        num_ranks=np.array([num for _, num in holders], np.int32),
+        forward=micropacks_of(forward),
+        backward=micropacks_of(backward),
+        tasks=np.array([code for one in tasks for code in one], np.uint8),
+        task_offsets=np.cumsum([0, *map(len, tasks)]).astype(np.int32),
+        mesh=Mesh(dp=len(forward)),
+        **settings,
+    )

@@ -11,6 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runtime.kernel_stand_ins import (
+    KERNELS,
+    SCALE,
+    aten_backward,
+    aten_forward,
+    whole,
+)
 from tests.support.rarely import examples
 from tests.support.sliced import tiny
 
@@ -21,32 +28,11 @@ from varlen.runtime.attention import CachedSlice, attend, slice_attention
 from varlen.runtime.choice import BY_SCORES, ByScores, chosen, error_on_a_small_case
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.flash import Rule
-from varlen.runtime.kernels import FlashAttn, Flex, Lengths, Qkv, TorchVarlen, seen_by
+from varlen.runtime.kernels import Flex, Lengths, Qkv, seen_by
 from varlen.runtime.kv_cache import DocumentCache
 from varlen.runtime.tiles import BLOCK, tiles_of
 
-SCALE = 0.3
 Tensors = list[torch.Tensor]
-
-
-def whole(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention of one uncut document, with all its scores."""
-    length, groups = query.shape[2], query.shape[1] // key.shape[1]
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = (distance >= 0) & (distance < (length if window is None else window))
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * SCALE
-    scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[None, :, None, None].expand(1, -1, length, 1)], -1)
-    return scores.softmax(-1)[..., :length] @ value
 
 
 def document(length: int, heads: tuple[int, int], seed: int, dims: tuple[int, int] = (8, 8)) -> Tensors:
@@ -293,139 +279,6 @@ def test_on_cuda_slices_in_half_precision_are_near_the_uncut_document() -> None:
 CPU = torch.device("cpu")
 
 
-def one_slice(query: Any, key: Any, value: Any, scale: float, left: int, cap: float) -> tuple[Any, Any]:
-    """Attention of `[rows, heads, dim]`, bottom right; `left` below 0 is no window."""
-    rows, keys, groups = len(query), len(key), query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    scores = cap * torch.tanh(scores / cap) if cap else scores
-    behind = (torch.arange(rows)[:, None] + keys - rows) - torch.arange(keys)
-    seen = (behind >= 0) & ((behind <= left) if left >= 0 else True)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)
-
-
-def slice_by_slice(
-    tensors: list[torch.Tensor], starts: Any, key_starts: Any, longest: Any, *how: float
-) -> tuple[Any, Any]:
-    """All slices of a call; refuses what a kernel would read out of bounds."""
-    query, key, value = tensors
-    for at, rows, most in ((starts, query, longest[0]), (key_starts, key, longest[1])):
-        assert at.dtype == torch.int32
-        assert at[0] == 0
-        assert at[-1] == len(rows)
-        assert most == at.diff().max()
-    outs, sums = [], []
-    for i in range(len(starts) - 1):
-        rows, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
-        out, lse = one_slice(query[rows], key[keys], value[keys], *how)
-        outs.append(out)
-        sums.append(lse)
-    return torch.cat(outs), torch.cat(sums, 1)
-
-
-def back(tensors: Any, gradient: torch.Tensor, merged: Any, *rest: Any) -> Any:
-    """Gradients as a kernel makes them from the merged output and log-sum-exp, a share of which is these keys'."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    with torch.enable_grad():
-        out, lse = slice_by_slice(leaves, *rest)
-        share = (lse - merged[1]).exp().detach()
-        assert ((out * share.T[..., None]) - merged[0]).abs().max() < 1e-9
-        # What isn't these keys' is the sinks', whose scores stand still while these keys' move.
-        sinks = torch.log((1 - share).clamp_min(1e-300)) + merged[1]
-        whole = out * (lse - torch.logaddexp(lse, sinks)).exp().T[..., None]
-        return torch.autograd.grad(whole, leaves, gradient)
-
-
-def aten_forward(
-    query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
-    is_causal: bool, return_debug_mask: bool, *, scale: float, window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> Any:  # fmt: skip
-    """`aten::_flash_attention_forward`, by its schema."""
-    assert dropout_p == 0
-    assert not return_debug_mask
-    assert is_causal or window_size_right == 0
-    left = -1 if window_size_left is None else window_size_left
-    made = slice_by_slice([query, key, value], cum_seq_q, cum_seq_k, (max_q, max_k), scale, left, 0.0)
-    return *made, torch.zeros(2), torch.zeros(0), torch.zeros(0)
-
-
-def aten_backward(
-    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any, cum_seq_k: Any,
-    max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Any, unused: Any, *, scale: float,
-    window_size_left: int | None = None, window_size_right: int | None = None,
-) -> Any:  # fmt: skip
-    """`aten::_flash_attention_backward`, by its schema."""
-    assert dropout_p == 0
-    assert is_causal or window_size_right == 0
-    assert rng_state.dtype == torch.uint64
-    assert logsumexp.is_contiguous()
-    left = -1 if window_size_left is None else window_size_left
-    given = [query, key, value]
-    return back(given, grad_out, (out, logsumexp), cum_seq_q, cum_seq_k, (max_q, max_k), scale, left, 0.0)
-
-
-def package_forward(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
-    softcap: float = 0.0,
-) -> Any:  # fmt: skip
-    """`flash_attn_interface._flash_attn_varlen_forward`, as the package has it since 2.7."""
-    assert dropout_p == 0
-    assert causal
-    longest = (max_seqlen_q, max_seqlen_k)
-    how = (softmax_scale, window_size_left, softcap)
-    return *slice_by_slice([q, k, v], cu_seqlens_q, cu_seqlens_k, longest, *how), None, torch.zeros(2)
-
-
-def package_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any, cu_seqlens_q: Any,
-    cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
-    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Any, deterministic: bool,
-    rng_state: Any = None,
-) -> Any:  # fmt: skip
-    """`flash_attn_interface._flash_attn_varlen_backward`: gradients go where they are told."""
-    assert causal
-    how = (softmax_scale, window_size_left, softcap)
-    rest = (cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), *how)
-    for into, made in zip((dq, dk, dv), back([q, k, v], dout, (out, softmax_lse), *rest)):
-        into.copy_(made)
-
-
-def flex(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    score_mod: Any,
-    block_mask: Any,
-    scale: float,
-    enable_gqa: bool,
-    return_aux: Any,
-    kernel_options: dict[str, Any],
-) -> Any:
-    """FlexAttention, by its documentation: the mask and the scores are what its functions say, pair by pair."""
-    assert return_aux.lse
-    assert kernel_options == {"FORCE_USE_FLEX_ATTENTION": True}
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * scale
-    rows, keys = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
-    zero = torch.zeros((), dtype=torch.int64)
-    scores = scores if score_mod is None else score_mod(scores, zero, zero, rows, keys)
-    scores = scores.masked_fill(~block_mask.mask_mod(zero, zero, rows, keys), -torch.inf)
-    return scores.softmax(-1) @ value, SimpleNamespace(lse=scores.logsumexp(-1))
-
-
-KERNELS: dict[str, Callable[[], Any]] = {
-    "varlen": lambda: TorchVarlen(aten_forward, aten_backward),
-    "flash_attn": lambda: FlashAttn(package_forward, package_backward),
-    "flex": lambda: Flex(flex),
-    "by_scores": ByScores,
-}
-
-
 @pytest.mark.parametrize("name", KERNELS)
 @given(case=packed_slices(), seed=st.integers(0, 99), with_sinks=st.booleans())
 @examples(10, 25)
@@ -443,8 +296,8 @@ def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(
         found, by_sinks = in_slices(documents, gradients, steps, window, cap, sinks)
 
     wanted = [reference(x, g, window, cap, sinks) for x, g in zip(documents, gradients)]
-    for parts, (whole, _) in zip(found, wanted):
-        for ours, uncut in zip(parts, whole):
+    for parts, (uncut_parts, _) in zip(found, wanted):
+        for ours, uncut in zip(parts, uncut_parts):
             torch.testing.assert_close(ours, uncut, rtol=0, atol=1e-11)
     if by_sinks is not None:
         torch.testing.assert_close(by_sinks, sum(x for _, x in wanted), rtol=0, atol=1e-11)

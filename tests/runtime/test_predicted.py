@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.runtime.mesh.test_merged import plan_of
-from tests.runtime.side_by_side import PATIENCE_S, Table, ThreadPeers, in_threads
+from tests.runtime.side_by_side import PATIENCE_S, Table, ThreadPeers, in_threads, plan_of
 from tests.support.rarely import mostly
 from tests.support.sliced import Slice, tiny, tokens_of
 from tests.support.step_plans import equal_plan

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.oracles import simulate as reference
-from tests.support.step_plans import Slices, memory_of, parties_with, priced_plans
-from varlen.simulate import kernels
-from varlen.simulate.api import run_plan
-from varlen.simulate.durations import Durations
-from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, MicroPacks, StepPlan
 import gzip
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
-from tests.support.step_plans import durations_of, equal_plan, memory_of, priced_plans
+from hypothesis import strategies as st
+from tests.oracles import simulate as reference
+from tests.support.step_plans import Slices, durations_of, equal_plan, memory_of, parties_with, priced_plans
+
+from varlen.simulate import kernels
 from varlen.simulate.api import run_plan
 from varlen.simulate.durations import Durations
 from varlen.simulate.schedules import interleaved, one_f_one_b
 from varlen.simulate.timeline import Timeline
-from varlen.step_plan import KINDS, Mesh, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, Mesh, MicroPacks, StepPlan
 
 
 @st.composite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.acceptance.test_ownership import toml_of
-from tests.support.training import CONTEXT, Notes, same_end, settings, table, write_store
+from tests.support.training import CONTEXT, Notes, same_end, settings, table, write_store, write_toml
 
 from varlen.train.trainer import train
 
@@ -90,8 +88,7 @@ def ran(
 
 
 def configure(folder: Path, store: Path, **changes: Any) -> None:
-    (folder / "c.json").write_text(json.dumps(table(store, folder / "run", **changes)))
-    toml_of(folder)
+    write_toml(folder / "c.toml", table(store, folder / "run", **changes))
 
 
 def checkpoints(folder: Path) -> list[Path]:

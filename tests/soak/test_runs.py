@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-import numpy as np
-import pytest
-import varlen as vl
-import json
-import os
-import shutil
-import subprocess
-import sys
-import time
-from pathlib import Path
-import pytest
-import json
-import os
-from pathlib import Path
-import numpy as np
-import pytest
-from tests.support.loaders import content, drained, loader_of, random_store
 import dataclasses
+import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 import pytest
-from tests.plan.test_planner import until
-from tests.plan.test_step import METHODS, cost_of, long_tailed
+from tests.support.distances import EXACT
+from tests.support.loaders import content, drained, loader_of, random_store
+from tests.support.pipelines import DISTANCES, JOB, LIBRARIES
 from tests.support.plan_sizes import large_plan
-import varlen as vl
-from varlen.plan.check import check_plan
-import json
-from pathlib import Path
-import pytest
-from tests.distributed.test_pipelines import DISTANCES, EXACT, JOB, LIBRARIES
+from tests.support.planning import METHODS, cost_of, long_tailed, until
 from tests.support.ranks import as_ranks
 
+import varlen as vl
+from varlen.plan.check import check_plan
 
 ROUNDING = 1e-4
 

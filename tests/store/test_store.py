@@ -13,44 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.oracles import store as reference
+from tests.support.stores import Batch, documents_of, write_store
 
-from varlen.documents.documents import Documents
 from varlen.errors import SourceError
 from varlen.files.losses import Losses
-from varlen.files.rows import Fault
 from varlen.store import kernels
 from varlen.store import store as pieces_
 from varlen.store.shard import Shard, ShardWriter, shard_counts
-from varlen.store.store import TokenStore, open_store
-
-Batch = list[tuple[list[int], list[int] | None]]
-
-
-def documents_of(batch: Batch, faults: int = 0) -> Documents:
-    tokens = [token for ids, _ in batch for token in ids]
-    marks = [mark for ids, mask in batch for mark in (mask or [1] * len(ids))]
-    has_mask = any(mask is not None for _, mask in batch)
-    return Documents(
-        tokens=np.array(tokens, dtype=np.int32),
-        offsets=np.cumsum([0, *(len(ids) for ids, _ in batch)]).astype(np.int64),
-        loss_mask=np.array(marks, dtype=np.uint8) if has_mask else None,
-        faults=tuple(Fault(where=f"a.jsonl line {n}", why="is bad") for n in range(faults)),
-        losses=Losses(records=faults),
-    )
-
-
-def write_store(folder: Path, shards: list[list[Batch]]) -> TokenStore:
-    listed: list[dict[str, Any]] = []
-    for number, batches in enumerate(shards):
-        writer = ShardWriter(folder / f"{number}")
-        for batch in batches:
-            writer.append(documents_of(batch))
-        counts = writer.close()
-        sizes = {"num_documents": counts.num_documents, "num_tokens": counts.num_tokens}
-        listed.append({"name": f"{number}", **sizes})
-    manifest = {"varlen": "1", "kind": "tokens", "format": 1, "fingerprint": "f", "shards": listed}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return open_store(folder)
+from varlen.store.store import open_store
 
 
 @st.composite

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.store.test_store import write_store
 from tests.support.offline_packs import write_texts
 from tests.support.rarely import examples
+from tests.support.stores import KINDS, joined, write_arrow, write_pair, write_store
 
 import varlen as vl
 from varlen.documents.source import open_source
@@ -66,16 +66,6 @@ def tables(draw: st.DrawFn) -> pa.Table:
         ones = [[int(a <= at < b) for at in range(n)] for n, (a, b) in zip(lengths, real)]
         columns["attention_mask"] = pa.array(ones, as_list(pa.int8()))
     return pa.table(columns)
-
-
-def write_arrow(
-    table: pa.Table, path: Path, rows: int, as_file: bool = False, compression: str | None = None
-) -> None:
-    options = pa.ipc.IpcWriteOptions(compression=compression)
-    with pa.OSFile(str(path), "wb") as sink:
-        writer = (pa.ipc.new_file if as_file else pa.ipc.new_stream)(sink, table.schema, options=options)
-        with writer:
-            writer.write_table(table, max_chunksize=rows)
 
 
 @given(tables(), st.integers(1, 5), st.integers(1, 5), st.booleans())
@@ -187,30 +177,6 @@ def test_all_kinds_are_what_the_feed_asks_for(tmp_path):
     for kind in (TokenStore, FileTokens, PartialStore):
         made = {*vars(kind), *["documents", "tokens", "parts", "num_parts", "fingerprint", "tables"]}
         assert set(names) <= made
-
-
-KINDS = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-
-
-def joined(sequences: list[list[int]]) -> list[int]:
-    return [token for sequence in sequences for token in sequence]
-
-
-def write_pair(prefix: Path, documents: list[list[list[int]]], kind: int = 8, modes: bool = False) -> None:
-    """Write documents, each of some sequences, as the format says."""
-    dtype = np.dtype(KINDS[kind])
-    sequences = [sequence for document in documents for sequence in document]
-    sizes = [len(sequence) for sequence in sequences]
-    begins = np.cumsum([0, *sizes])[:-1] * dtype.itemsize
-    Path(f"{prefix}.bin").write_bytes(np.array(joined(sequences), dtype=dtype).tobytes())
-    Path(f"{prefix}.idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, kind, len(sequences), len(documents) + 1)
-        + np.array(sizes, dtype=np.int32).tobytes()
-        + begins.astype(np.int64).tobytes()
-        + np.cumsum([0, *(len(document) for document in documents)]).astype(np.int64).tobytes()
-        + (np.zeros(len(sequences), dtype=np.int8).tobytes() if modes else b"")
-    )
 
 
 def documents_in(store: FileTokens) -> list[list[int]]:

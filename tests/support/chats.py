@@ -132,3 +132,19 @@ def chat(*turns: str) -> list[dict[str, str]]:
 def said(rendered: Rendered) -> list[str]:
     """Return the supervised texts."""
     return [rendered.text[start:stop] for start, stop in rendered.spans]
+
+
+HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+
+
+TAIL = (
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+TAGGED = (
+    HEAD
+    + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    + "{% else %}{{ m.content }}{% endif %}"
+    + TAIL
+)

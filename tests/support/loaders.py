@@ -3,9 +3,13 @@
 import json
 
 import numpy as np
-from tests.store.test_store import write_store
+import pytest
+from tests.support.stores import write_store
 
 import varlen as vl
+from varlen.documents.source import open_source
+from varlen.offline import index as index_module
+from varlen.offline.index import index_source
 
 NAMES = ("input_ids", "labels", "position_ids", "segment_ids", "cu_seqlens", "document_ids", "pack_ids")
 
@@ -59,3 +63,19 @@ def drained(loader):
         found.append(content(batch))
         states.append(loader.state_dict())
     return found, states
+
+
+def index_until(data, folder, notes, monkeypatch):
+    """Index, killed when so many parts are finished."""
+    real, calls = index_module.write_json, []
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) > notes:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module, "write_json", dying)
+        with pytest.raises(KeyboardInterrupt):
+            index_source(open_source(data), folder)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -354,3 +355,15 @@ def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[
         said = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
         return {"said": said, "seconds": time.monotonic() - begun, "how": how}
     return {"said": "nothing", "seconds": time.monotonic() - begun, "how": how}
+
+
+LIBRARIES = (
+    "torch,torch.distributed.fsdp,transformers.models.llama.modeling_llama,"
+    "transformers.models.qwen3.modeling_qwen3,varlen.runtime.engine,varlen.simulate.api,numba,pytest"
+)
+
+
+JOB = Path(__file__).parents[1] / "distributed" / "pipeline_job.py"
+
+
+DISTANCES = ("loss", "documents", "gradients", "later_gradients", "norm", "weights")

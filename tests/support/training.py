@@ -21,6 +21,7 @@ from varlen.offline.index import index_source
 from varlen.signals import Stopped
 from varlen.train.metrics import TIMINGS
 from varlen.train.settings import TrainSettings, as_settings
+from varlen.train.trainer import train
 
 STEPS = 6
 LLAMA = {
@@ -183,7 +184,6 @@ def _train_rank(
     names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
     from varlen.train.step import PlannedStepper, Stepper
-    from varlen.train.trainer import train
 
     def waiting(inner: Any) -> Any:
         def step(self: Any, number: int, *arguments: Any) -> Any:
@@ -245,7 +245,6 @@ def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -
 def _train(made: dict[str, Any], kill_at: int | None) -> None:
     os.environ["VARLEN_JIT"] = "1"
     from varlen.train import checkpoint, metrics
-    from varlen.train.trainer import train
 
     asked = 0
 
@@ -264,3 +263,28 @@ def _train(made: dict[str, Any], kill_at: int | None) -> None:
     for name in ("replace", "mkdir"):
         setattr(Path, name, kill_in_time(getattr(Path, name)))
     train(as_settings(TrainSettings, made, ""), Notes())
+
+
+def processes_naming(words):
+    """Every process of this machine whose command names some words, with its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if words in (folder / "cmdline").read_bytes().decode(errors="replace"):
+                found[int(folder.name)] = (
+                    (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                )
+        except OSError:
+            continue
+    return found
+
+
+def write_toml(path, made):
+    """A configuration whose values JSON and TOML spell alike."""
+    lines = []
+    for name, section in made.items():
+        inner = {key: value for key, value in section.items() if isinstance(value, dict)}
+        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items() if k not in inner)]
+        for key, value in inner.items():
+            lines += [f"[{name}.{key}]", *(f"{k} = {json.dumps(v)}" for k, v in value.items())]
+    path.write_text("\n".join(lines) + "\n")

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import hypothesis
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.support.chats import LOSSES_ALLOWED, SPECIAL, TEMPLATES, chat, said, template
-from varlen.text.chat_template import CHATML, chat_template, prompt_and_completion
 import json
 from dataclasses import replace
-from typing import Any
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.support.rarely import examples, mostly
-from tests.text.trl_chats import FAMILIES, source_of, template_names, tokenizer_of
-from varlen.errors import SourceError
-from varlen.text import rendering
-from varlen.text.chat_template import ChatTemplate, chat_template
-from varlen.text.load_tokenizer import load_tokenizer
-from varlen.text.skeleton import Skeleton
 from functools import cache
 from typing import Any
+
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.rarely import examples
+from tests.support.chats import LOSSES_ALLOWED, SPECIAL, TEMPLATES, chat, said, template
+from tests.support.rarely import examples, mostly
+from tests.text.trl_chats import FAMILIES, source_of, template_names, tokenizer_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
 from varlen.documents.documents import _encode_spans, dividing_id
+from varlen.errors import SourceError
+from varlen.text import rendering
+from varlen.text.chat_template import CHATML, ChatTemplate, chat_template, prompt_and_completion
 from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.rendering import Rendered
+from varlen.text.skeleton import Skeleton
 from varlen.text.tokenizer import FastTokenizer
-
 
 # What looks like a template's words, a slot of a skeleton, or a mark of a block; and white space of all kinds.
 FRAGMENTS = [

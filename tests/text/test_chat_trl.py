@@ -24,9 +24,8 @@ from tests.text.trl_chats import (
     tokenizer_of,
     twin_name,
 )
-from tests.text.trl_conversations import CHATS, KEPT_BY_THE_TWIN, REWRITES
+from tests.text.trl_conversations import CHATS, KEPT_BY_THE_TWIN, REWRITES, TURNS, UNTOLD
 from tests.text.trl_oracle import Expected, hidden_twin, of_last_turn, of_original, of_twin, preserves
-from tests.text.trl_conversations import TURNS, UNTOLD
 
 from varlen.documents.documents import Encoding, encode_rows
 from varlen.errors import SourceError

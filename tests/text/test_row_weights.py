@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.documents.test_chat_rows import HEAD, TAGGED, TAIL
+from tests.support.chats import HEAD, TAGGED, TAIL
 from tests.support.rarely import mostly
 from tests.support.tokenizer_kinds import byte_bpe, split_bpe
 from tests.support.weighted_rows import chats, expected, read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from tests.text.trl_chats import Chat
+
 from tests.text.trl_chats import Chat
 
 

@@ -1,19 +1,18 @@
 """Configurations: TOML one to one, sentences for what is wrong; one run at a time in an output folder."""
 
 import inspect
-from dataclasses import asdict, fields, replace
-import pytest
-import varlen as vl
-from varlen.errors import InputError, SettingError, SourceError
-from varlen.train.settings import DataSettings, RunSettings, read_config, write_example
 import os
 import signal
 import subprocess
 import sys
-import pytest
-from varlen.errors import SettingError
-from varlen.train.claim import claimed
+from dataclasses import asdict, fields, replace
 
+import pytest
+
+import varlen as vl
+from varlen.errors import InputError, SettingError, SourceError
+from varlen.train.claim import claimed
+from varlen.train.settings import DataSettings, RunSettings, read_config, write_example
 
 SMALL = """
 [data]

@@ -8,7 +8,6 @@ import time
 from functools import partial
 
 import pytest
-from tests.acceptance.test_ownership import toml_of
 from tests.support.rarely import mostly
 from tests.support.training import (
     CONTEXT,
@@ -21,6 +20,7 @@ from tests.support.training import (
     steps_of,
     table,
     write_store,
+    write_toml,
 )
 from tests.support.training import Notes as Hearer
 
@@ -225,8 +225,7 @@ def test_a_signal_to_all_processes_of_a_job_leaves_the_loaders_worker_alive_to_t
     tmp_path, store, number
 ):
     made = table(store, tmp_path / "run", run__steps=10**6, run__checkpoint_every=0, data__worker="process")
-    (tmp_path / "c.json").write_text(json.dumps(made))
-    toml_of(tmp_path)
+    write_toml(tmp_path / "c.toml", made)
     process = subprocess.Popen(
         [sys.executable, "-m", "varlen", "train", str(tmp_path / "c.toml")], stderr=subprocess.PIPE, text=True
     )

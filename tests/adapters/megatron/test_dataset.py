@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import DataLoader
-from varlen.adapters.megatron import GPTSFTPackedDataset, GPTSFTPackedParquetDataset
-from varlen.errors import DocumentsError, SettingError, SourceError
-from dataclasses import replace
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from varlen.adapters.megatron import PackedRows
-from varlen.adapters.megatron.rows import as_dialect
-from varlen.errors import DocumentsError, SettingError
+from torch.utils.data import DataLoader
 
+from varlen.adapters.megatron import GPTSFTPackedDataset, GPTSFTPackedParquetDataset, PackedRows
+from varlen.adapters.megatron.rows import as_dialect
+from varlen.errors import DocumentsError, SettingError, SourceError
 
 EOS = 2
 TOKENIZER = SimpleNamespace(eos_id=EOS)
@@ -426,8 +423,14 @@ TWO = stored_rows([[4, 2], [3]])
             "row 0: `seq_start_id` reaches past the row's 6 tokens",
         ),
         (replace(TWO, seq_start_id=np.array([0, -2, 0])), "row 0: `seq_start_id` must rise"),
-        (replace(stored_rows([[2, 2, 2]]), seq_start_id=np.array([0, 4, 2])), "row 0: `seq_start_id` must rise"),
-        (replace(stored_rows([[2, 2, 2]]), seq_start_id=np.array([0, 2, 2])), "row 0: `seq_start_id` must rise"),
+        (
+            replace(stored_rows([[2, 2, 2]]), seq_start_id=np.array([0, 4, 2])),
+            "row 0: `seq_start_id` must rise",
+        ),
+        (
+            replace(stored_rows([[2, 2, 2]]), seq_start_id=np.array([0, 2, 2])),
+            "row 0: `seq_start_id` must rise",
+        ),
         (
             replace(TWO, seq_lengths=np.array([3, 2, 2], dtype=np.int32)),
             "row 0: `seq_lengths` has a document longer than what is stored of it",

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, Value, loa
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.adapters.trl.test_prepacked import tiny_model, tiny_tokenizer
+from tests.adapters.trl.tiny_models import tiny_model, tiny_tokenizer
 from tests.support.rarely import mostly
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import pack_dataset as trl_pack_dataset

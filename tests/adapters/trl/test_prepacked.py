@@ -4,6 +4,7 @@ import warnings
 from importlib.util import find_spec
 
 import pytest
+from tests.adapters.trl.tiny_models import tiny_model, tiny_tokenizer
 from tests.support.offline_packs import documents_of, pack, write_chats, write_texts
 
 MISSING = [name for name in ("trl", "datasets", "torch", "transformers") if find_spec(name) is None]
@@ -11,38 +12,6 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed here: {', '.join(MISSING)}"),
     pytest.mark.filterwarnings("ignore"),  # of the libraries about each other
 ]
-VOCABULARY = 260
-
-
-def tiny_model():
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.3,  # sharp enough that the documents before would be noticed
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=257,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).float()
-
-
-def tiny_tokenizer():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    names = {f"<{n}>": n for n in range(256)} | {"<eos>": 256, "<pad>": 257, "<a>": 258, "<b>": 259}
-    made = Tokenizer(models.WordLevel(names, unk_token="<0>"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
 
 
 def trained(folder, work, *, columns=("input_ids", "labels", "seq_lengths"), rows=2, **settings):

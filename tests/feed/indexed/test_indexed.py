@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from tests.store.test_store import write_store
-from tests.support.loaders import drained
+from tests.support.loaders import drained, index_until
 from tests.support.offline_packs import write_texts
 from tests.support.rarely import IS_SOAK, mostly
+from tests.support.stores import write_store
 
 from varlen.documents.source import Mixture, open_source
 from varlen.errors import SourceError, StalledError, StateError
@@ -243,22 +243,6 @@ def rest_of(store, state=FeedState(), epochs=2):  # noqa: B008 - frozen
     return [
         (content(made.batch), made.state) for made in growing_feed(store, epochs).batches(state, new_arrays)
     ]
-
-
-def index_until(data, folder, notes, monkeypatch):
-    """Index, killed when so many parts are finished."""
-    real, calls = index_module.write_json, []
-
-    def dying(*arguments):
-        calls.append(arguments)
-        if len(calls) > notes:
-            raise KeyboardInterrupt
-        real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(index_module, "write_json", dying)
-        with pytest.raises(KeyboardInterrupt):
-            index_source(open_source(data), folder)
 
 
 def test_a_store_in_the_making_gives_the_bytes_of_the_finished_one_however_it_is_interrupted(

@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.feed.indexed.test_windows import SHARDS, Store, grouped, packs_of
+from tests.feed.windows import SHARDS, Store, packs_of, windows_of
 
 from varlen.errors import SettingError, SourceError
 from varlen.feed.indexed import table as table_module
@@ -25,7 +25,7 @@ def home(tmp_path_factory, monkeypatch):
 
 def stream_of(shards, epochs=2, seed=0, ends=None, **more):
     settings = WindowSettings(capacity=30, window=7, overlong="split", seed=seed, **more)
-    return PackStream(grouped(shards, ends or [len(shards)], settings), epochs)
+    return PackStream(windows_of(shards, ends or [len(shards)], settings), epochs)
 
 
 @given(SHARDS, st.integers(1, 3), st.none() | st.integers(0, 9), st.data())
@@ -67,7 +67,7 @@ def test_without_an_end_a_position_is_found_and_a_number_is_not():
     with pytest.raises(SettingError, match="epochs without end"):
         table.num_packs()
     settings = WindowSettings(capacity=5, window=7, overlong="drop")
-    barren = PackStream(grouped([[9] * 20], [1], settings), None)
+    barren = PackStream(windows_of([[9] * 20], [1], settings), None)
     assert barren.take(WindowTable(barren).find(3)[0], 1)[0].num_packs == 0
 
 

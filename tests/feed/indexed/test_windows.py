@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.store.test_store import write_store
-from tests.store.test_token_documents import write_pair
+from tests.feed.windows import SHARDS, Store, packs_of, pieces_of, windows_of
 from tests.support.offline_packs import write_texts
 from tests.support.rarely import mostly
+from tests.support.stores import write_pair, write_store
 
 import varlen as vl
 from varlen.documents.source import open_source
@@ -29,38 +29,6 @@ from varlen.store.growing import PartialStore
 from varlen.store.open import open_tokens
 
 
-class Store:
-    """Stands in for a token store of known lengths, shard by shard; each is a part, unless told."""
-
-    tables = None
-
-    def __init__(self, shards, parts=None):
-        self.shards = shards
-        self.documents = np.array([len(lengths) for lengths in shards], dtype=np.int64)
-        self.tokens = np.array([sum(lengths) for lengths in shards], dtype=np.int64)
-        self.parts = np.arange(len(shards)) if parts is None else np.array(parts, dtype=np.int64)
-        self.num_parts = int(self.parts[-1]) + 1 if len(self.parts) else 0
-        self.fingerprint = self.fingerprint_at(self.num_parts)
-
-    def wait_for(self, num_parts):
-        assert num_parts <= self.num_parts
-
-    def fingerprint_at(self, num_parts):
-        ends = int(np.searchsorted(self.parts, num_parts))
-        return repr((self.shards[:ends], self.parts[:ends].tolist()))  # as stores tell parts apart
-
-    def lengths(self, shards, documents):
-        return np.array(
-            [self.shards[s][d] for s, d in zip(shards.tolist(), documents.tolist())], dtype=np.int64
-        )
-
-
-def windows_of(shards, ends, settings):
-    """Windows of shards, in groups that end where they are told to."""
-    parts = np.searchsorted(ends, np.arange(len(shards)), side="right")
-    return Windows(Store(shards, parts), Groups(Store(shards, parts), Enough(parts=1)), settings)
-
-
 def places_of(windows):
     """Group and number of every window."""
     num_parts = windows.store.num_parts
@@ -70,14 +38,6 @@ def places_of(windows):
 
 def window_of(windows, epoch, place):
     return windows.window(epoch, *place, windows.store.num_parts)
-
-
-def pieces_of(packs):
-    fields = (packs.shards, packs.documents, packs.starts, packs.stops)
-    return list(zip(*(field.tolist() for field in fields)))
-
-
-SHARDS = st.lists(st.lists(st.integers(0, 40), max_size=30), min_size=1, max_size=5)
 
 
 @st.composite
@@ -202,12 +162,6 @@ def test_windows_are_full_and_lengths_in_a_pack_are_no_more_alike_than_at_random
     assert lengths.sum() / (packs.num_packs * 8192) >= 0.995
     assert intraclass_correlation(packs) < intraclass_correlation(at_random) + 0.02
     assert intraclass_correlation(by_length) > 0.5  # what it would see if lengths were sorted
-
-
-def packs_of(taken):
-    pieces = pieces_of(taken)
-    bounds = taken.offsets.tolist()
-    return [pieces[a:b] for a, b in zip(bounds, bounds[1:])]
 
 
 def stream(shards, epochs, window=7):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.feed.indexed.test_windows import Store, packs_of
+from tests.feed.windows import Store, packs_of
 from tests.oracles import feed as reference
 
 from varlen.errors import SettingError

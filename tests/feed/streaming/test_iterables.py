@@ -12,7 +12,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from tests.feed.streaming.test_streaming import FeedState
 from tests.support.loaders import content, drained
 from tests.support.memory_rows import ITERABLES, Again
 from tests.support.rarely import mostly
@@ -22,6 +21,7 @@ import varlen as vl
 from varlen.documents.memory import placed
 from varlen.documents.source import open_source
 from varlen.errors import InputError, SettingError, SourceError, StateError
+from varlen.feed.state import FeedState
 from varlen.feed.streaming.lane import chunk_of, document_ids
 
 ROWS = [{"text": np.random.default_rng(n).bytes(20 + 13 * (n % 11)).hex()} for n in range(240)]

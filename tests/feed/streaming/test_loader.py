@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.feed.streaming import counting
+from tests.feed.streaming.loaders import loader_of
 from tests.support.loaders import content, drained
 from tests.support.ranks import as_ranks
 
@@ -25,18 +26,6 @@ def texts(tmp_path_factory):
         lines = [{"text": "word " * int(n)} for n in rng.integers(0, 60, 120)]
         (folder / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
-
-
-def loader_of(texts, **changes):
-    usual = {
-        "capacity": 256,
-        "global_batch_size": 12,
-        "window": 8,
-        "seed": 3,
-        "worker": "thread",
-        "epochs": 2,
-    }
-    return vl.PackedLoader(texts, **{**usual, **changes})
 
 
 def test_a_process_gives_the_same_batches_as_a_thread_from_any_state(texts):

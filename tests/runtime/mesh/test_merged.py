@@ -8,20 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.runtime.side_by_side import QueueWires, Table, ThreadPeers, in_threads, run_place, run_side_by_side
-from tests.runtime.test_attention import KERNELS
-from tests.runtime.test_families import Wide, family
+from tests.runtime.kernel_stand_ins import KERNELS
+from tests.runtime.side_by_side import (
+    Holders,
+    QueueWires,
+    Table,
+    ThreadPeers,
+    in_threads,
+    plan_of,
+    run_place,
+    run_side_by_side,
+)
+from tests.runtime.tiny_families import Wide, family
 from tests.support.distances import largest
 from tests.support.random_plans import random_plan
 from tests.support.ranks import as_ranks
 from tests.support.rarely import examples, mostly
 from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
-from tests.support.step_plans import micropacks_of
 
 from varlen.plan.check import check_plan
 from varlen.runtime import attention
@@ -29,11 +36,9 @@ from varlen.runtime.clock import bytes_meter
 from varlen.runtime.mesh.shared_documents import deal, groups_of, num_rows, shared_documents
 from varlen.runtime.stage_run import keys_of
 from varlen.runtime.step import run_step
-from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
+from varlen.step_plan import Mesh, StepPlan
 
 JOB = Path(__file__).parent / "merged_job.py"
-Holders = list[tuple[int, int]]
-"""The first rank of each document, and how many."""
 
 
 def owner_of(token: int, slices: list[tuple[int, int]], num_ranks: int) -> int:
@@ -95,22 +100,6 @@ def rounds_of(draw: st.DrawFn, lengths: list[int], holders: Holders, dp: int) ->
                 [piece for piece in pieces if 0 <= rank - holders[piece[0]][0] < holders[piece[0]][1]]
             )
     return ranks
-
-
-def plan_of(lengths: list[int], holders: Holders, forward: Any, backward: Any, **settings: Any) -> StepPlan:
-    """A plan of ranks of one stage, which run all forward and then all backward."""
-    tasks = [[FORWARD] * len(one) + [BACKWARD] * len(other) for one, other in zip(forward, backward)]
-    return StepPlan(
-        lengths=np.array(lengths, np.int32),
-        first_ranks=np.array([first for first, _ in holders], np.int32),
-        num_ranks=np.array([num for _, num in holders], np.int32),
-        forward=micropacks_of(forward),
-        backward=micropacks_of(backward),
-        tasks=np.array([code for one in tasks for code in one], np.uint8),
-        task_offsets=np.cumsum([0, *map(len, tasks)]).astype(np.int32),
-        mesh=Mesh(dp=len(forward)),
-        **settings,
-    )
 
 
 @st.composite

@@ -1,33 +1,26 @@
 """The demo: layouts learn the same, only the control leaks, what it took is measured, and failures are told."""
 
-import sys
-import time
-from dataclasses import replace
-import numpy as np
-import pytest
-import torch
-from varlen.batch.packed import IGNORE_INDEX
-from varlen.train.demo.corpus import Documents
-from varlen.train.demo.job import Job, current_bytes, now, peak_bytes, reset_peak
-from varlen.train.demo.orders import ATTENTION, make_order, step_inputs
-from varlen.train.demo.run import Run, add_gradients, mean_loss, small_llama
-from varlen.train.demo.settings import DemoSettings, ModelSettings
 import json
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from tests.support.demo_figures import METHODS as FIGURES
+
+from varlen.batch.packed import IGNORE_INDEX
 from varlen.errors import LedgerError, VarlenError
 from varlen.train.demo.corpus import Documents
 from varlen.train.demo.experiment import check_equal_work, run_demo
-from varlen.train.demo.job import Job
-from varlen.train.demo.orders import make_order
+from varlen.train.demo.job import Job, current_bytes, now, peak_bytes, reset_peak
+from varlen.train.demo.orders import ATTENTION, make_order, step_inputs
+from varlen.train.demo.run import Run, add_gradients, mean_loss, small_llama
 from varlen.train.demo.settings import METHODS, DemoSettings, ModelSettings
 from varlen.train.demo.worker import Worker
-
 
 SETTINGS = DemoSettings(
     steps=2,

@@ -6,22 +6,20 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
 import compatibility
 import numpy as np
 import pytest
 import torch
 from tests.support.hf_models import verified
 from tests.support.rarely import mostly
+from transformers import modeling_flash_attention_utils as flash
+
 import varlen as vl
+from varlen.verify.models import backends
 from varlen.verify.models.api import FAULT, matrix_row
 from varlen.verify.models.attention import AttentionPicture, kernels_of
 from varlen.verify.models.tiny_models import families
-import pytest
-import torch
-from transformers import modeling_flash_attention_utils as flash
-import varlen as vl
-from varlen.verify.models import backends
-
 
 FOUND = json.loads(compatibility.RESULTS.read_text(encoding="utf-8"))
 VERDICTS = {"isolated", "coupled", "leaks", "refuses", "not run"}

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-import numpy as np
-import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-import varlen as vl
-from varlen.adapters.megatron import megatron_batch, split_microbatches
-from varlen.adapters.megatron.batches.boundaries import entries, logical_boundaries, physical_boundaries
-from varlen.errors import SettingError
 import itertools
 from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from varlen.adapters.megatron import cp_slice, get_packed_seq_params, mtp_targets, stage_batch
+
+import varlen as vl
+from varlen.adapters.megatron import (
+    cp_slice,
+    get_packed_seq_params,
+    megatron_batch,
+    mtp_targets,
+    split_microbatches,
+    stage_batch,
+)
+from varlen.adapters.megatron.batches.boundaries import entries, logical_boundaries, physical_boundaries
 from varlen.errors import DocumentsError, SettingError
 
 

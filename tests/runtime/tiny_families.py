@@ -1,0 +1,126 @@
+"""Tiny models of every family that slices run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tests.support.sliced import tiny
+from torch.overrides import TorchFunctionMode
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "experts_implementation": "eager",
+}
+
+
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+
+
+BOTH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+
+
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3, **BOTH},
+    "cwm": BOTH,
+    "deepseek_v3": {
+        **LATENT,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "experts_implementation": "eager",
+    },
+    "dots1": {
+        **EXPERTS,
+        **BOTH,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "exaone4": BOTH,
+    "flex_olmo": EXPERTS,
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9, **BOTH},
+    "gemma3_text": {"head_dim": 8, "final_logit_softcapping": 0.9, **BOTH},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": {
+        **EXPERTS,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gpt_neox": {"num_key_value_heads": 4},
+    "gpt_oss": {**LOCAL_EXPERTS, **BOTH, "head_dim": 8},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.7,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "granitemoe": {**LOCAL_EXPERTS, "embedding_multiplier": 3.0, "logits_scaling": 0.7},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "ministral": {"head_dim": 8, **BOTH},
+    "mistral": {"sliding_window": 9},
+    "mixtral": {**LOCAL_EXPERTS, "sliding_window": 7},
+    "olmo3": BOTH,
+    "olmoe": EXPERTS,
+    "phi3": {"sliding_window": 6},
+    "qwen2": {"use_sliding_window": True, **BOTH},
+    "qwen2_moe": EXPERTS,
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": EXPERTS,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0, "head_dim": 8},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {"sliding_window": 7},
+    "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9, **BOTH},
+    "youtu": LATENT,
+}
+
+
+"""What makes a tiny model of each family use all that sets it apart."""
+
+
+class Wide(TorchFunctionMode):
+    """What a float64 model computes in float32, norms and positions among it, it computes in float64 here.
+
+    Else its rounding, and not how it is cut, is what a test would see.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return function(*wide, **named)
+
+
+def family(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """A tiny model with random weights in all its parameters."""
+    model = tiny(name, dtype, **{**SETTINGS.get(name, {}), **more})
+    made = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=made, dtype=torch.float64).to(dtype)
+    return model
