@@ -1,7 +1,5 @@
 """What all tests share: threads, hypothesis profiles, real data where it is at hand."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -3,8 +3,6 @@
 Called as `interrupted_job.py WHAT TIMES SEED`; prints a JSON object of outcomes and how often each was seen.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Data sets as people have them go through every door without an option, or end in a sentence that names it."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """What a signal raises within a kernel leaves it as it is: Ctrl-C is a KeyboardInterrupt, whatever runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is read by its name is a file: a FIFO of that name is refused, and no writer is waited for."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`varlen inspect` and `varlen pack` on every real file and on mixtures of them: nothing is lost, and both agree."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Splits at every door: the loader, stores, packed sets and the verbs say what they read and what they don't."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

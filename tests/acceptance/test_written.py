@@ -1,7 +1,5 @@
 """Files that we read back and have written ourselves: damaged at random, or finished by another process meanwhile."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -5,8 +5,6 @@
 `FOLDER` holds a folder for each peer in `PEERS`, with what its wheel or repository holds.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

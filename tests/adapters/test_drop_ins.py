@@ -1,7 +1,5 @@
 """Drop-ins have their peers' arguments, defaults, methods and attributes; what differs stands on their page."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

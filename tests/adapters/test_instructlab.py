@@ -1,7 +1,5 @@
 """InstructLab's padding-free collator beside ours, on what it returned when it was run (release 0.16.2)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

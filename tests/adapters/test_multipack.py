@@ -1,7 +1,5 @@
 """imoneoi's multipack sampler by its own name: one pack for each rank and step, and no document left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """NeMo-RL's packers give its bins; where more are asked for, none is empty and none heavier than there."""
 
-from __future__ import annotations
-
 import enum
 import random
 import statistics

@@ -1,7 +1,5 @@
 """What peers publish of their packers and batches, in our own words: the same, or nothing lost."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from pathlib import Path

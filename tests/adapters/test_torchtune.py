@@ -1,7 +1,5 @@
 """`PackedDataset` gives torchtune's rows in torchtune's form, fuller, and without targets across documents."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from typing import Any

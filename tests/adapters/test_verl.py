@@ -1,7 +1,5 @@
 """verl's functions: parts that are as even as its own or more so, and micro-batches under its limits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

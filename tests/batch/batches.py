@@ -1,7 +1,5 @@
 """Documents to collate, and a plain oracle of what a PackedBatch must hold, written apart from varlen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

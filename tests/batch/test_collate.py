@@ -1,7 +1,5 @@
 """`vl.collate` gives what a plain oracle gives, position by position, in both layouts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Context-parallel partitions: every position on one rank, and equal causal work on all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents in every form that a caller may hold them in give the same batch, without more work than they need."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What `vl.collate` refuses: one clear sentence each, and nothing written into the caller's buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every batch kernel returns what its reference in plain Python returns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A batch as tensors and as masks: dtypes that frameworks take, shared memory, and who may attend to whom."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

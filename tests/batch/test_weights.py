@@ -1,7 +1,5 @@
 """Weights of losses and of targets, worked out by hand and from their definitions."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

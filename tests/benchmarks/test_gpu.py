@@ -1,7 +1,5 @@
 """Each part of the GPU script runs, on whatever device there is, and says what it measured."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

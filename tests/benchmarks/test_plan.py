@@ -1,7 +1,5 @@
 """The planning benchmark draws its cells evenly, and its verdicts follow from every cell."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

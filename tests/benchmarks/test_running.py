@@ -1,7 +1,5 @@
 """The benchmarks of what runs: processes in timed waits take what they must, and the page says what was found."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

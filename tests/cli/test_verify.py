@@ -1,7 +1,5 @@
 """`varlen verify`, of models and of Megatron's configurations: what it prints, and one sentence for what is wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

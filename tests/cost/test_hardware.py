@@ -1,7 +1,5 @@
 """Hardware: published rates, tables without holes, machines kept as files, and tables fitted to measurements."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Bytes, stages and traffic: published formulas, what divides them, and what each setting moves where."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Slices are priced, exchanged and cut: kernels equal their references, parts add up, more work never costs less."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

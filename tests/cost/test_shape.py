@@ -1,7 +1,5 @@
 """Model shapes and their FLOPs: published counts, closed forms against counting, clear refusals."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A job runs many plans, since starting processes takes longer than most steps.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

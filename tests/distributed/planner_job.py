@@ -3,8 +3,6 @@
 Rank 0 plans and tells the others; each checks that its documents stand in the plan with their lengths.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """Steps of processes among which FSDP2 has divided parameters, beside one process."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

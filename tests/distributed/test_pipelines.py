@@ -1,7 +1,5 @@
 """Stages and replicas in processes of their own train what one process trains, and say who is gone."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

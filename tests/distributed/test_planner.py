@@ -1,7 +1,5 @@
 """A planner beside a loader: the lengths of its steps, runs that go on, and ranks that are told."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A PackedTrainer on two ranks: documents once, before and after a checkpoint, and one rank's losses and weights."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

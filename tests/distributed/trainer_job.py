@@ -1,7 +1,5 @@
 """One rank of a Trainer's job: `trainer_job.py STORE OUT [CHECKPOINT]`; writes down what it took."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

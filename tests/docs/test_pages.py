@@ -1,7 +1,5 @@
 """The pages are true: code and commands do what they say, links lead somewhere, pictures are current."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Blocks: however small, in any order, they hold each document once; what can't be cut comes in chunks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

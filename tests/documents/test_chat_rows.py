@@ -1,7 +1,5 @@
 """Rows in the forms that people have, as chats and instructions, train what their author says, or are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

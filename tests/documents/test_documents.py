@@ -1,7 +1,5 @@
 """Rows to documents, masks that hold what the assistant says, faults listed; and their order before packing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

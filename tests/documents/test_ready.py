@@ -1,7 +1,5 @@
 """Ready tokens: what rows of ids and their boundaries become, against plain oracles; and every fault."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples for transformers and TRL run as they stand, with the loss and gradients of documents alone."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The examples of a long document and of a pipeline run, with the gradients of the uncut model."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What is in a pack: full ones, of lengths that are no more alike than where documents are dealt at random."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

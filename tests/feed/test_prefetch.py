@@ -1,7 +1,5 @@
 """Rounds prepared ahead: as many as ride out a stall of the storage, and never more than fits the memory."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Weights of rows on every road of the loader: streaming, stores, packed sets, mixtures, processes and resume."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import product

@@ -1,7 +1,5 @@
 """Windows of stores of known lengths, and the packs in them."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 

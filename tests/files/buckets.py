@@ -1,7 +1,5 @@
 """A bucket of S3 on the loopback with the same documents in several formats, behind a proxy that spoils requests."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """The same two rows in several formats, and the texts that a source gives."""
 
-from __future__ import annotations
-
 import io
 
 import pyarrow as pa

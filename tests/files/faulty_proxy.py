@@ -1,7 +1,5 @@
 """A server of HTTP that hands everything on to another, but for the requests that it is told to spoil."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Columns mean what the library that made them says; those that can't be read are refused."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import importlib.util

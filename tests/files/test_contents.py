@@ -1,7 +1,5 @@
 """What a file is, where its name doesn't say it or says something else: looked into, told, or refused by both."""
 
-from __future__ import annotations
-
 import gzip
 import http.server
 import io

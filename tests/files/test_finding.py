@@ -1,7 +1,5 @@
 """What files, folders and URLs stand for, in which order; and files that change after they were listed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Every format, plain and packed, gives the same documents as an independent writer put in."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

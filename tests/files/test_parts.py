@@ -1,7 +1,5 @@
 """Cutting files into parts: however large the parts are, the documents are the same, each of them once."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files that are replaced or rewritten while they are open, between epochs, and between runs."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

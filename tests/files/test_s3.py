@@ -1,7 +1,5 @@
 """Documents behind s3:// by a real server on the loopback: the same as from disk, whatever the server does."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import time

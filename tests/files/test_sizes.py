@@ -1,7 +1,5 @@
 """Files of few bytes that decode to many: all values are Arrow's own, and memory stays bounded."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import subprocess

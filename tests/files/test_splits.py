@@ -1,7 +1,5 @@
 """Which files of a folder are read where it holds several splits, against `datasets` and as told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `python tests/ground/hidden.py torch,transformers` prints a JSON object: by name the error's class and words.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import json

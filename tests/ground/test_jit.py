@@ -1,7 +1,5 @@
 """Compiled kernels work in every folder, and are read only from where nobody else can have put them."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

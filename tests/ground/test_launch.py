@@ -1,7 +1,5 @@
 """Whoever reads knows whether it is one of several: process groups, launchers' variables, DataLoaders, forks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Libraries that aren't installed: one sentence with the command, at every public name and every adapter."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Texts of strangers in JSON, TOML and YAML: each is read in time, or refused in a sentence, at every door."""
 
-from __future__ import annotations
-
 import ast
 import datetime
 import time

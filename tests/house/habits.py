@@ -1,6 +1,4 @@
-"""Rules about tests: names are sentences, fakes stand in and not mocks, and no skip hides a failure."""
-
-from __future__ import annotations
+"""Rules about tests: names are sentences, rooms stand alone, fakes and not mocks, and no skip hides a failure."""
 
 import ast
 import re
@@ -9,6 +7,7 @@ from pathlib import Path
 from tests.house.tree import functions, nodes, python_files
 
 FEWEST_WORDS = 3
+SHARED = ("support", "oracles")
 SKIPS = ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif")
 
 
@@ -47,3 +46,16 @@ def tests_use_fakes(root: Path) -> list[str]:
         for node in nodes(source.tree)
         if isinstance(node, ast.Import | ast.ImportFrom) and re.search(r"\bmock\b", ast.unparse(node))
     ]
+
+
+def rooms_of_tests_stand_alone(root: Path) -> list[str]:
+    """Tests import from their own room and from what all share, and never from another file of tests."""
+    found = []
+    for source in python_files(root, "tests"):
+        for node in nodes(source.tree):
+            parts = node.module.split(".") if isinstance(node, ast.ImportFrom) and node.module else []
+            if parts[:1] == ["tests"] and (
+                parts[-1].startswith("test_") or parts[1] not in (*SHARED, source.path.split("/")[1])
+            ):
+                found.append(f"{source.path}:{node.lineno}: imports {node.module}; put it into tests/support")
+    return found

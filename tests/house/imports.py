@@ -1,7 +1,5 @@
 """Rules about imports: strictly down the floors, heavy libraries only where they belong."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

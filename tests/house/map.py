@@ -3,8 +3,6 @@
 `python -m tests.house.map` writes it.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules about what stands around the code: README, CHANGELOG, and no trace of one machine in any file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

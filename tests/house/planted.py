@@ -1,7 +1,5 @@
 """Files that break a rule of the house, with what it must say; and a sound checkout that breaks none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,6 +209,16 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (habits.skips_say_why, {"tests/test_a.py": "@pytest.mark.xfail\ndef f(): ..."}, "hides a failure"),
     (habits.skips_say_why, {"tests/test_a.py": "torch = pytest.importorskip('torch')"}, "hides a failure"),
     (habits.tests_use_fakes, {"tests/test_a.py": "from unittest import mock"}, "write a fake"),
+    (
+        habits.rooms_of_tests_stand_alone,
+        {"tests/pack/test_a.py": "from tests.plan.b import c"},
+        "tests/support",
+    ),
+    (
+        habits.rooms_of_tests_stand_alone,
+        {"tests/pack/test_a.py": "from tests.pack.test_b import c"},
+        "test_b",
+    ),
 ]
 
 # A checkout that comes close to breaking every rule, and breaks none.
@@ -249,6 +257,7 @@ def _f():
     "tests/test_a.py": '''\
 """Tests of one thing."""
 import pytest
+from tests.support.a import b
 def test_one_thing_is_tested():
     pytest.skip('no such folder here')
 ''',

@@ -1,7 +1,5 @@
 """Rules about the shape of code: sizes, names, what a file opens with, kernels and their references."""
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import re

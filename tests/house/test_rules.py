@@ -1,7 +1,5 @@
 """The rules of the house hold in this checkout, and each is able to fail: a planted violation is found."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

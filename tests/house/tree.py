@@ -1,7 +1,5 @@
 """What a rule looks at: the files of a checkout, and Python files parsed once."""
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import os

@@ -1,7 +1,5 @@
 """Rules about words in code: docstrings that name arguments and errors, and the drawn tree of errors."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

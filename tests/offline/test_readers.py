@@ -1,7 +1,5 @@
 """A packed folder is a data set for whatever reads folders of Parquet or Arrow; sets of 0.1.0 stay results."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of rows in token stores and packed sets: what is kept, what is read again, and what stays as it was."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

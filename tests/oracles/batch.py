@@ -3,8 +3,6 @@
 Written to be read. Arguments and results are those of the kernels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ rounds is added and multiplied in the order in which the kernels do, sums from f
 and later would round less).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

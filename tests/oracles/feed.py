@@ -1,7 +1,5 @@
 """The feed's kernels in plain Python, to be read and believed; `kernels.py` must give the same."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

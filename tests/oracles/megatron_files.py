@@ -1,7 +1,5 @@
 """What the kernels of these files must return, in plain Python that a reader believes at once."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

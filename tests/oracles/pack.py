@@ -4,8 +4,6 @@ Written to be read. Arguments, results and numbering of packs are those of the k
 process packs first, sooner than numba could be imported (`jit.sized`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

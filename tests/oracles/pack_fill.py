@@ -1,7 +1,5 @@
 """The kernel that fills packs to the brim, in Python: the specification, and the oracle of its tests."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice

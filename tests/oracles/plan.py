@@ -3,8 +3,6 @@
 Written to be read. Arguments, results and every tie are those of the kernels.
 """
 
-from __future__ import annotations
-
 from heapq import heapify, heappop, heappush
 from typing import Any
 

@@ -4,8 +4,6 @@
 long as their own file is unchanged.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Filling, ordering and waiting in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`."""
 
-from __future__ import annotations
-
 import math
 from itertools import groupby
 from typing import Any

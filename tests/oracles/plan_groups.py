@@ -3,8 +3,6 @@
 `reference.py` hands them on. Written to be read: arguments, results and every tie are those of the kernels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

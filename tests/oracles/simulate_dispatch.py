@@ -1,7 +1,5 @@
 """The dispatcher in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The kernel of this room in plain Python, to be read and believed; `kernels.py` must give the same."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Any

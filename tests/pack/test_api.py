@@ -1,7 +1,5 @@
 """`vl.pack` and its siblings: complete, within limits, in order, deterministic; and what they refuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import tracemalloc

@@ -1,7 +1,5 @@
 """No Packing is handed out that loses, repeats or overfills: every fault put into a kernel raises LedgerError."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

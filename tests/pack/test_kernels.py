@@ -1,7 +1,5 @@
 """Every packing kernel returns what its reference in plain Python returns, and fills packs to the brim."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`vl.score` counts what it says, and `vl.lower_bound` never exceeds the fewest packs there can be."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Packs of an epoch as steps: every document once, as many batches on every rank, their work side by side."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

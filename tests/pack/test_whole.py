@@ -1,7 +1,5 @@
 """Whole windows and real lengths: packs that are full, and no more alike than documents dealt at random."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`vl.WindowPacker`: the promises of `vl.pack` over a stream, at any cut of it and after any restart."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import defaultdict

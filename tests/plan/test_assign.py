@@ -1,7 +1,5 @@
 """Documents are given to groups: kernels equal references, within memory, as even as can be, or proven so."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import subprocess

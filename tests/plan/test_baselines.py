@@ -1,7 +1,5 @@
 """Baselines: documents dealt, grouped, ordered and shared as their methods say, and none is lost."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A plan is the same to its last bit however it is made: by compiled kernels or in plain Python, on any machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """A plan that keeps every rule passes; one with a single entry changed is found, unless an oracle can run it too."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from random import Random
 from typing import Any

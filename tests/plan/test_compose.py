@@ -1,7 +1,5 @@
 """MicroPacks of a rank and of a block of ranks: kernels agree with references, order and grades are as said."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import ModuleType
 

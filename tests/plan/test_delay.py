@@ -1,7 +1,5 @@
 """Long documents that are held back come within the steps allowed, each once, and side by side."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from typing import Any

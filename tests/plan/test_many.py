@@ -1,7 +1,5 @@
 """Steps of many documents: each is looked at a bounded number of times, so that planning takes time in proportion."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Weights are divided evenly: kernels equal their references, parts are complete, the heaviest is light."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps are planned ahead in another process, never wait for it, and are run again by the plans that they had."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """A plan and its settings come back from bytes as they were; anything else is refused in a sentence."""
 
-from __future__ import annotations
-
 import json
 import threading
 import tracemalloc

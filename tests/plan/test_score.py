@@ -1,7 +1,5 @@
 """The lower bound is what is written out by hand here, and scores of candidates are what the simulator says."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 

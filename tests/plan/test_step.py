@@ -1,7 +1,5 @@
 """`plan_step`: every method's plan fits and takes what the planner said; what can't be planned is refused."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

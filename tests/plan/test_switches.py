@@ -1,7 +1,5 @@
 """Each thing that the search tries brings something on the steps that it is there for, and is kept only there."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Pages, read strictly."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 VOID = {"meta", "br"}

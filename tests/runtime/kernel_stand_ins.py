@@ -1,7 +1,5 @@
 """Kernels of whole slices that form all scores, with the arguments that the real ones take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans with a thread for each stage of each rank, which talk as processes would; each has a model of its own."""
 
-from __future__ import annotations
-
 import copy
 import queue
 import threading

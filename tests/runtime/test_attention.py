@@ -1,7 +1,5 @@
 """Slices attend as the uncut document does, by formulas and by kernels, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

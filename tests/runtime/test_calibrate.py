@@ -1,7 +1,5 @@
 """Calibration turns timings into the rates that predict them, and keeps to its seconds on any machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """`vl.SliceEngine`: a batch in slices has the loss and the gradients of the model on its documents one by one."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every family of the table has the gradients of its uncut model in slices, under autocast too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where a step's bytes are and go; out of memory, the task, its documents and rows are named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any

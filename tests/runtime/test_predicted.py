@@ -1,7 +1,5 @@
 """Peak memory of steps as the engine runs them, every tensor counted, beside the simulator's word on their plans."""
 
-from __future__ import annotations
-
 import copy
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Steps in slices, on one stage or several, have the loss and the gradients of the uncut model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Tiny models of every family that slices run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The scales of a change of the house: files on the way through a call, and benchmarks of two checkouts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The commands that make the environment say in one sentence what is missing, and stay out of read-only clones."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

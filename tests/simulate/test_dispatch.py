@@ -1,7 +1,5 @@
 """The dispatcher: its reference on random pipelines, 1F1B where costs are equal, and the simulator's times."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A plan is priced by the cost model: layers and head of each chunk, rows of each message, gathers and syncs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

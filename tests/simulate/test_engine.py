@@ -1,7 +1,5 @@
 """The event engine runs any graph as its reference does, and a trace holds all that it ran."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

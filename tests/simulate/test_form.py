@@ -1,7 +1,5 @@
 """Plans that are out of form or can't run are refused in words, and never timed."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Equal costs give the closed forms of each schedule; uneven work costs more in a pipeline."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What every timeline holds, and a stage's step as computing, exposed communication and bubble."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

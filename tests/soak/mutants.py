@@ -4,8 +4,6 @@ Run as a script: `mutants.py FIRST COUNT FOLDER` reads so many files, each made 
 JSON object of counts; the number and the bytes of the file at hand lie in FOLDER for whoever asks why it crashed.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Random job situations: how a job starts, which signal comes when, what changes meanwhile. Right, or a sentence."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Broken files of every format: an error that names the file or a right answer each time, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

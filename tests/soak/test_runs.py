@@ -1,7 +1,5 @@
 """Long runs: the whole, files larger than memory, a million batches, and thousands of random plans."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

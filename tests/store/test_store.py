@@ -1,7 +1,5 @@
 """Token stores: what is written comes back, piece by piece; a damaged store is an error, said."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Files of ready tokens, Arrow's and Megatron's, are read where they lie; what tells that they were changed."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chat templates in the styles of known models, for tests; and readers of what they render."""
 
-from __future__ import annotations
-
 import functools
 
 from varlen.text.chat_template import ChatTemplate, chat_template

@@ -1,7 +1,5 @@
 """The command line as tests call it: in a process of its own, or where it was imported already."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How far several processes are from one, tensor by tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

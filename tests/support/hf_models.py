@@ -1,7 +1,5 @@
 """Tiny models of the families under test, a packed batch for them, and the gradients of both ways."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

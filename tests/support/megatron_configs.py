@@ -1,7 +1,5 @@
 """Configurations as Megatron-Bridge has them, for tests: sound ones, to be broken one setting at a time."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

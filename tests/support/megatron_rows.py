@@ -1,7 +1,5 @@
 """Packed rows to try, and the files that Megatron-Bridge's releases make of them, written as they write them."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random

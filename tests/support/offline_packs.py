@@ -1,7 +1,5 @@
 """Documents to pack offline, what rows say they hold, and runs that end too early."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

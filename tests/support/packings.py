@@ -1,7 +1,5 @@
 """Lengths and settings to try, and a plain retelling of what a Packing holds, written apart from varlen."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps of several processes for tests: random plans, the batch of a plan, and what one process makes of it."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

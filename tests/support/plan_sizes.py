@@ -1,7 +1,5 @@
 """A plan as large as those that are broadcast: 1,024 documents on 64 x 16 stages, 48 MicroPacks a rank."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs with `[plan]` for tests: settings, rates that make tiny documents worth cutting, float64 throughout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Planning functions for a planner's process: one document a MicroPack on one rank, quickly, slowly or not at all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Models, lengths and waits for tests of planning."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Preference pairs made on the spot, and DPO on them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Random plans that keep every rule, and an oracle in plain Python that says of any plan whether it does."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 from random import Random

@@ -4,8 +4,6 @@ Each rank is a process of its own, forked after the libraries were imported, whi
 the process that has imported them stays for the jobs that come next.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Parameters and examples that each take their time: a few are tried in every run, all of them in the soak."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from typing import Any

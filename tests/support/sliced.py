@@ -1,7 +1,5 @@
 """Steps for tests of the runtime: tiny models, plans of one GPU from lists of slices, and the uncut gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Planned steps for tests: equal MicroPacks in a closed-form order, and random ones in random orders that can run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Stores and files of tokens, written as their formats say."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

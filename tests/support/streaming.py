@@ -1,7 +1,5 @@
 """What tests of the streaming feed share: a feed in a line, ranks side by side in threads, and what batches hold."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Small tokenizers of every kind, made on the spot, and the files of those that transformers has to convert."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models, arguments and loaders for the tests of trainers, and the losses of documents one by one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run small enough for tests: chats of bytes, a Llama of two layers, and what two runs must share."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

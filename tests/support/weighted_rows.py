@@ -1,7 +1,5 @@
 """Chats whose messages weigh, and a readable oracle for what each of their tokens weighs."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

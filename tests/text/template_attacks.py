@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501, UP031, templates are read as they stand
 
-from __future__ import annotations
-
 _BEGIN = "{% set ns = namespace(s='abcdefgh', l=[1], n=2, t=(1,), d={}) %}"
 _LOOP = _BEGIN + "{% for i in range(100) %}"
 _END = "{% endfor %}"

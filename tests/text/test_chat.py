@@ -1,7 +1,5 @@
 """Chats to text: what the assistant says is supervised, mark included, and nothing else is; or a refusal."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

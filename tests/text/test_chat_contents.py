@@ -1,7 +1,5 @@
 """Whatever messages contain, exactly the assistant's turns are supervised, and skeletons tell the same."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501, templates are read as they stand
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -4,8 +4,6 @@ varlen gets the original template, or the twin with its marks hidden, and the ch
 gets the twin and the chat in the form that the template wants.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Fingerprints of tokenizers are equal where ids are; whatever holds tokens names its own and refuses another."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

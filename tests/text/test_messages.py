@@ -1,7 +1,5 @@
 """Messages in whatever spelling a row has: one list with role and content, or a sentence that names the message."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

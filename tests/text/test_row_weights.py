@@ -1,7 +1,5 @@
 """Weights of messages and of ready tokens: what each token weighs, where weights are taken, and what is refused."""
 
-from __future__ import annotations
-
 import decimal
 import functools
 import importlib.util

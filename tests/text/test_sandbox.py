@@ -1,7 +1,5 @@
 """Templates are programs of strangers: they can write text and nothing else, and what they break is a sentence."""
 
-from __future__ import annotations
-
 import datetime
 import json
 

@@ -1,7 +1,5 @@
 """Tokenizers from files, folders, objects and functions, and bytes: ids, what precedes a text and ends one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of tokenizers against AutoTokenizer: ids, specials and templates, here and in other processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Forms of tokenizer folders: vocabularies of every kind, and all that may lie beside them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

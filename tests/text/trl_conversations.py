@@ -1,7 +1,5 @@
 """Conversations in many forms, in the common spelling, and with turns that begin or end in unusual ways."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.text.trl_chats import Chat

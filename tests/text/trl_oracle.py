@@ -1,7 +1,5 @@
 """What of a chat must be supervised, by TRL's training twins and transformers, for each template and conversation."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass, replace

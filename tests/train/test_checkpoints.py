@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, or of a run that has changed since: one sentence with the way out."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

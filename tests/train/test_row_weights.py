@@ -1,7 +1,5 @@
 """Weights of rows in training: gradients are those of a weighted loss written document by document, or a refusal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tokenizer of a run: the model's own by default, compared with the data by name, and saved beside the model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

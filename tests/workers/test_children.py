@@ -1,7 +1,5 @@
 """Processes that are started import what their parent imports, and nothing that merely lies in the current folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """axolotl's multipack sampler by its own name: exact lengths, equal ranks, every document once."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from typing import Any

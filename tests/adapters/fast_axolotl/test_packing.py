@@ -1,7 +1,5 @@
 """fast-axolotl's packing functions give what its documentation prints and what its release 0.2.0 returns."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

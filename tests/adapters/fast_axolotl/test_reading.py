@@ -1,7 +1,5 @@
 """fast-axolotl's reader: both of its signatures, every format, and the loop that its documentation prints."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Processes, data and models that a Trainer and a loader can't agree on are refused in a sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The registered "varlen" attention and its fused kernels: exact per document, and refusing whatever would leak."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -1,7 +1,5 @@
 """DataCollatorWithFlattening beside transformers' own: equal where that is right, better where it is wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """model_inputs over all heads of transformers and over one's own code: each document as if alone, or refused."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

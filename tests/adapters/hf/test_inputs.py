@@ -1,7 +1,5 @@
 """model_inputs: documents packed into a transformers model train as if each were alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

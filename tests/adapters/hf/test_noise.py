@@ -1,7 +1,5 @@
 """NEFTune's noise is the document's: as much as it has alone, whatever shares its row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

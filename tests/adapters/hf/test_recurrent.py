@@ -1,7 +1,5 @@
 """Recurrent and convolving layers, and positions that don't begin at 0: what they are told keeps documents apart."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What models scale by the row or by the longest document: refused where a document wouldn't be what it is alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A loader under transformers' Trainer: the loss of documents one by one, nothing replayed, what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """Packed documents with images and videos: each computes what it does alone, and media come whole and in order."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Packed rows in flat arrays and data sets of them: what the releases' classes do, and where they are wrong."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step's samples become micro-batches of even work, as many on every rank, none empty, each sample once."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """TRL's padding-free collator beside ours: equal where that one is right, and better where it is wrong."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packed preference pairs: TRL's losses, gradients and metrics, pair for pair, whatever shares a batch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`pack_dataset` over tables and streams gives TRL's rows where TRL is right, and mends what TRL loses."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from typing import Any

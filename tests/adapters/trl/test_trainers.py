@@ -1,7 +1,5 @@
 """TRL's SFTTrainer on packs: a packed set, our collators, a loader; always with the loss of documents alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model and a tokenizer for packed sets that are trained as they are."""
 
-from __future__ import annotations
-
 VOCABULARY = 260
 
 

@@ -1,7 +1,5 @@
 """A state of a store or of a mixture goes on for more epochs, or is refused where its window would be another."""
 
-from __future__ import annotations
-
 import copy
 import json
 from itertools import product

@@ -1,7 +1,5 @@
 """Windows, groups and packs of a store: every token once, the same whoever makes them, dealt evenly to ranks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

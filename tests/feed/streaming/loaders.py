@@ -1,7 +1,5 @@
 """A loader that streams texts in small packs."""
 
-from __future__ import annotations
-
 import varlen as vl
 
 

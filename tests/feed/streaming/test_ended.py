@@ -1,7 +1,5 @@
 """What streaming tells: of the end of its data, and of files that change or fail in the midst of it."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

@@ -1,7 +1,5 @@
 """A state of a run in streaming goes on for more epochs: every document once an epoch, whatever state it was."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import islice, product

@@ -1,7 +1,5 @@
 """The streaming feed on real documents: what is masked at the end, how full packs are, files in one piece."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

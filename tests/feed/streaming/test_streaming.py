@@ -1,7 +1,5 @@
 """Straight from documents to batches: each document once, the same at any world size, and from any state on."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

@@ -1,7 +1,5 @@
 """Documents that data-parallel ranks share: whose rows are whose, and the gradients of the uncut model from all."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The pieces of a process of a mesh, each by itself: its seat, its stage, its sums, and what others are told."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """A batch without a fault, as transformers takes it, and every fault that check_batch finds without a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

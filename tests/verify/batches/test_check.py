@@ -1,7 +1,5 @@
 """check_batch against real runs: over the whole truth table, it finds an error exactly where a model leaks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

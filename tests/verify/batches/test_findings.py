@@ -1,7 +1,5 @@
 """check_batch's findings: each on a broken batch under any names, none on a right one, and no crash."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """check_isolation: finds every leak put there, clears what is isolated, and says when it can't see."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

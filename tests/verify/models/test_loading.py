@@ -1,7 +1,5 @@
 """What a user names is found and made, or refused in a sentence; no code of a checkpoint is ever run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The compatibility matrix and the report come from runs; the stand-in for FlashAttention has its form."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

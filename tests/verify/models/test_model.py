@@ -1,7 +1,5 @@
 """vl.verify: every cell has a verdict from a run, leaks are found and explained, and the model is left as it was."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """vl.verify on models that leak in one place only, in training alone, in gradients, or are of unusual make."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 from collections.abc import Callable, Iterator

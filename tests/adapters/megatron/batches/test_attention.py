@@ -1,7 +1,5 @@
 """From packed rows to what attention computes: every document what it has alone, every input once."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 

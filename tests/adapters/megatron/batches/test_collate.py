@@ -1,7 +1,5 @@
 """Batches of packed rows: the releases' values where asked for, right ones where theirs are wrong."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of a micro-batch become one row as Megatron-Bridge joins them, and nothing real is taken for padding."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """varlen's own batches in Megatron's keys, and their shares for context-parallel ranks and stages."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What attention is told about a packed micro-batch: the fields of Megatron-Core's class, from every dialect."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The changes of a report mend what they say, and what Megatron-Bridge refuses is always an error here."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A configuration is read alike in every form, and what is none is told in one sentence."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import enum

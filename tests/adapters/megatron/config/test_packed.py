@@ -1,7 +1,5 @@
 """What Megatron-Bridge's own tests say of packed configurations holds here, with the value that works beside it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules beyond Megatron-Bridge's own validation: batches, multiples, families, releases, files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron's pairs, packed and plain: written, read, and turned into other kinds; and what no pair can be."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Packed `.npy`: whatever numpy writes of rows comes back, and nothing that stands in the pickle is ever run."""
 
-from __future__ import annotations
-
 import base64
 import collections
 import os

@@ -1,7 +1,5 @@
 """Packed Parquet: what any release or we wrote comes back, in any order; broken files and rows are named."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import threading

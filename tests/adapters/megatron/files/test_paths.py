@@ -1,7 +1,5 @@
 """What a spec stands for, and the metadata beside packed files: found, read, checked and written."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

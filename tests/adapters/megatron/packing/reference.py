@@ -1,7 +1,5 @@
 """Megatron-Bridge's packing in plain words, and what its release 0.3.1 returned: what ours is compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Packed bins go to ranks as many on each, attention is told where sequences end, and log-probs find their tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollouts become bins as Megatron-LM packs them, or fuller ones, and every token of every trajectory is in one."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

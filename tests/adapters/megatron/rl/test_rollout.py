@@ -1,7 +1,5 @@
 """A gathered rollout becomes each rank's micro-batches, and values of tokens find their places and come back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
