@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.progress import Progress
-from tests.support.planned_runs import planned_table, priced, write_hardware
 from tests.support.training import (
     metrics_of,
+    planned_table,
+    priced,
     processes_naming,
     same_end,
     steps_of,
     table,
+    write_hardware,
     write_store,
     write_toml,
 )

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from tests.support.loaders import loader_of
+from tests.support.stores import loader_of
 from torch.distributed import TCPStore
 
 import varlen as vl

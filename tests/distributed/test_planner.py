@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.loaders import loader_of, random_store
 from tests.support.ranks import as_ranks
+from tests.support.stores import loader_of, random_store
 
 import varlen as vl
 from varlen.plan.check import check_plan

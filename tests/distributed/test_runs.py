@@ -12,19 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.support.planned_runs import planned_table, priced, run, same_weights, use_float64, write_hardware
 from tests.support.rarely import IS_SOAK, mostly
 from tests.support.training import (
     Notes,
     metrics_of,
+    planned_table,
+    priced,
     processes_naming,
     rewound,
+    run,
     same_end,
+    same_weights,
     settings,
     start_ranks,
     steps_of,
     table,
+    use_float64,
     weights_of,
+    write_hardware,
     write_store,
     write_toml,
 )

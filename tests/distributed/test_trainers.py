@@ -114,7 +114,7 @@ def test_one_rank_goes_on_where_two_were(job: Path, tmp_path: Path) -> None:
 def test_two_ranks_with_packs_of_pairs_take_each_once_and_have_the_loss_of_one(
     job: Path, tmp_path: Path
 ) -> None:
-    from tests.support.preferences import trained
+    from tests.support.trainers import trained
     from trl import DPOTrainer
 
     ranks = taken_by(job, "pairs")

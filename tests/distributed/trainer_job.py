@@ -41,7 +41,7 @@ def train_weighted(store: str, out: str, sizes: dict[str, Any], rank: int) -> No
 
 def train_on_pairs(out: str, rank: int) -> None:
     """Train a step on packs of pairs, of which each rank's batches hold different numbers."""
-    from tests.support.preferences import trained
+    from tests.support.trainers import trained
 
     from varlen.adapters.trl.dpo import PackedDPOTrainer
 

@@ -1,14 +1,24 @@
-"""Batches of a step: every token where the plan says, targets counted over all ranks, whatever the world size."""
+"""Batches of a step: ranks agree, every token where the plan says, targets counted, packs full and mixed."""
+
+import json
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.stores import write_store
 
+import varlen as vl
+from varlen.documents import blocks
+from varlen.errors import StalledError
+from varlen.feed.agreement import Agreement, job_store, name_of
 from varlen.feed.batches import BatchSettings, make_batch, plan_step
 from varlen.feed.indexed.stream import PackStream, Position
 from varlen.feed.indexed.windows import Groups, Windows, WindowSettings
+from varlen.pack.score import length_correlation
 
 CAPACITY = 12
 
@@ -129,3 +139,156 @@ def test_only_the_end_of_the_last_epoch_is_masked(tmp_path, layout):
     assert {batch.step_num_targets for batch in batches} == {2}
     assert all((batch.labels == -100).all() and (batch.input_ids == 7).all() for batch in batches[1:])
     assert all(batch.loss_scale() == 4 / 2 for batch in batches)
+
+
+def ranks_of(count, deadline_s=20.0):
+    store = torch.distributed.HashStore()
+    return [Agreement(store, "here", rank, count, deadline_s) for rank in range(count)]
+
+
+def side_by_side(works):
+    found = [None] * len(works)
+
+    def run(place):
+        try:
+            found[place] = works[place]()
+        except StalledError as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_rank_gets_what_all_said_and_again_the_same():
+    ranks = ranks_of(3)
+    for key in ("round 0", "round 1", "round 0"):
+        said = [{rank: [key, rank], rank + 3: {"a": [1, None]}} for rank in range(3)]
+        found = side_by_side([partial(rank.all, key, one) for rank, one in zip(ranks, said)])
+        expected = {lane: value for one in said for lane, value in one.items()}
+        assert found == [expected] * 3
+
+
+def test_a_rank_that_does_it_again_alone_finds_what_it_found():
+    ranks = ranks_of(2)
+    first = side_by_side([partial(ranks[r].all, "k", {r: r}) for r in range(2)])
+    assert ranks[1].all("k", {1: 1}) == first[1] == {0: 0, 1: 1}
+    assert ranks[1].all("k", {1: 7}) == first[1]  # what it said first stands
+
+
+def test_who_is_missing_is_named():
+    ranks = ranks_of(4, deadline_s=0.3)
+    found = side_by_side([partial(ranks[r].all, "round 7", {r: r}) for r in (0, 2)])
+    assert all("2 ranks of 4 (1, 3) at round 7" in str(error) for error in found)
+
+
+def test_a_wait_can_be_given_up():
+    rank = ranks_of(2)[0]
+    threading.Timer(0.1, rank.close).start()
+    with pytest.raises(StalledError, match="waited 0 s for 1 rank"):
+        rank.all("k", {0: 0})
+
+
+def test_old_keys_are_removed_from_the_store(monkeypatch):
+    monkeypatch.setattr("varlen.feed.agreement._KEPT", 3)
+    store = torch.distributed.HashStore()
+    rank = Agreement(store, "here", 0, 1, 1.0)
+    for number in range(10):
+        rank.all(f"round {number}", {0: 0})
+    assert [number for number in range(10) if store.check([f"here/round {number}/0"])] == [7, 8, 9]
+
+
+def test_without_a_group_there_is_no_store_and_names_count_up():
+    assert job_store() is None
+    assert [name_of("a"), name_of("a"), name_of("b")] == ["varlen/a/0", "varlen/a/1", "varlen/b/0"]
+
+
+DEALT = 40
+"""Times that the same documents are dealt at random: packs no more alike than all these but one are at random."""
+
+
+def encode(text):
+    """A text says how long it is."""
+    return [1] * (int(text) - 1 if text.isdigit() else 1)
+
+
+def lengths_of(name, request):
+    """Lengths in the order of the data, and a capacity."""
+    if name == "log-normal":
+        return np.random.default_rng(1).lognormal(5, 1.2, 12_000).clip(2, 4096).astype(int), 4096
+    data = request.getfixturevalue("data")
+    capacity = {"gsm8k_train": 2048, "mix_sft": 8192, "code_src": 16384}[name]
+    lengths = np.load(data / "lengths" / f"{name}.npz")["lengths"].astype(int)
+    return lengths[(lengths > 1) & (lengths <= capacity)], capacity
+
+
+def packed(tmp_path, lengths, capacity, mode, method):
+    """The lengths in each pack, as the loader hands them out; without the end, where packs can't be filled."""
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{length:06}"}) + "\n" for length in lengths))
+    packs, ends = {}, [0]
+    with vl.PackedLoader(
+        path,
+        encode,
+        eos=0,
+        capacity=capacity,
+        global_batch_size=4,
+        mode=mode,
+        method=method,
+        worker="thread",
+        cache=tmp_path,
+    ) as loader:
+        for batch in loader:
+            at = 0
+            for number, row in zip(batch.pack_ids.tolist(), batch.segment_ids):
+                count = int(row.max()) + 1
+                packs[number] = batch.document_lengths[at : at + count]
+                at += count
+            ends.append(loader.state_dict()["at"].get("step", 0))
+    steps = sorted(set(ends))
+    last = 4 * steps[-2] if mode == "streaming" else len(packs) - 4
+    return [packs[number] for number in range(last)]
+
+
+def correlation(packs):
+    return length_correlation(np.concatenate(packs), np.cumsum([0, *map(len, packs)]))
+
+
+def at_random(packs, capacity):
+    """The correlations where the same documents are dealt in a random order, each to the pack that is open."""
+    lengths, found = np.concatenate(packs), []
+    for seed in range(DEALT):
+        mixed = np.random.default_rng(seed).permutation(lengths)
+        dealt = vl.pack(mixed, capacity, "next_fit")
+        found.append(length_correlation(mixed[dealt.document_ids], dealt.offsets))
+    return np.sort(found)
+
+
+SETS = ["log-normal", "gsm8k_train", "mix_sft", "code_src"]
+
+
+@pytest.mark.parametrize("mode", ["streaming", "indexed"])
+@pytest.mark.parametrize("name", SETS)
+def test_full_packs_hold_lengths_that_are_no_more_alike_than_at_random(
+    tmp_path, monkeypatch, request, mode, name
+):
+    monkeypatch.setattr(blocks, "FEWEST_BLOCK_BYTES", 400)
+    lengths, capacity = lengths_of(name, request)
+
+    packs = packed(tmp_path, lengths, capacity, mode, "best_fit")
+
+    assert len(packs) > 100
+    assert sum(map(np.sum, packs)) / (len(packs) * capacity) >= 0.995
+    assert correlation(packs) <= at_random(packs, capacity)[-2]
+
+
+def test_packs_sorted_by_length_would_be_seen(tmp_path, monkeypatch, request):
+    monkeypatch.setattr(blocks, "FEWEST_BLOCK_BYTES", 400)
+    lengths, capacity = lengths_of("log-normal", request)
+
+    for mode in ("streaming", "indexed"):
+        packs = packed(tmp_path, lengths, capacity, mode, "best_fit_decreasing")
+        assert correlation(packs) > at_random(packs, capacity)[-1] + 0.1

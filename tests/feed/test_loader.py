@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tests.feed.streaming.loaders import loader_of as streaming_of
-from tests.support.loaders import NAMES, content, drained, loader_of, random_store
 from tests.support.rarely import IS_SOAK
-from tests.support.stores import write_store
+from tests.support.stores import NAMES, content, drained, loader_of, random_store, write_store
 
 import varlen as vl
 from varlen.errors import SettingError, StateError

@@ -11,10 +11,10 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.support.loaders import content, drained
 from tests.support.memory_rows import FORMS, ITERABLES, KINDS, TEXTS, TOKENS, as_file
 from tests.support.ranks import as_ranks
 from tests.support.rarely import mostly
+from tests.support.stores import content, drained
 
 import varlen as vl
 from varlen.adapters.hf.trainer import loader_for

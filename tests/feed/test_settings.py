@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.feed.windows import Store
-from tests.support.loaders import loader_of, random_store
 from tests.support.rarely import mostly
-from tests.support.stores import write_pair, write_store
+from tests.support.stores import loader_of, random_store, write_pair, write_store
 
 import varlen as vl
 from varlen.documents.source import Mixture

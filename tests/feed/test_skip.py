@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.support.loaders import NAMES, index_until, loader_of, random_store
 from tests.support.offline_packs import write_texts
 from tests.support.rarely import mostly
-from tests.support.stores import write_arrow, write_pair
+from tests.support.stores import NAMES, index_until, loader_of, random_store, write_arrow, write_pair
 
 import varlen as vl
 from varlen.errors import SettingError, SourceError

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.plan_sizes import large_plan
-from tests.support.random_plans import random_plan
+from tests.support.random_plans import large_plan, random_plan
 from tests.support.rarely import examples
 
 from varlen.errors import PlanError, SettingError, SourceError, StalledError

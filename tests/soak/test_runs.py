@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.distances import EXACT
-from tests.support.loaders import content, drained, loader_of, random_store
 from tests.support.pipelines import DISTANCES, JOB, LIBRARIES
-from tests.support.plan_sizes import large_plan
 from tests.support.planning import METHODS, cost_of, long_tailed, until
+from tests.support.random_plans import large_plan
 from tests.support.ranks import as_ranks
+from tests.support.stores import content, drained, loader_of, random_store
 
 import varlen as vl
 from varlen.plan.check import check_plan

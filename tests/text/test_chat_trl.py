@@ -14,16 +14,21 @@ from tests.support.rarely import mostly
 from tests.text.trl_chats import (
     FAMILIES,
     Chat,
+    Expected,
+    hidden_twin,
     joined,
     marked,
     native,
+    of_last_turn,
+    of_original,
+    of_twin,
+    preserves,
     source_of,
     template_names,
     tokenizer_of,
     twin_name,
 )
 from tests.text.trl_conversations import CHATS, KEPT_BY_THE_TWIN, REWRITES, TURNS, UNTOLD
-from tests.text.trl_oracle import Expected, hidden_twin, of_last_turn, of_original, of_twin, preserves
 
 from varlen.documents.documents import Encoding, encode_rows
 from varlen.errors import SourceError

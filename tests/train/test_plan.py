@@ -10,26 +10,24 @@ import pytest
 import torch
 from benchmarks.plan_accuracy import LENGTHS as CASES
 from benchmarks.plan_accuracy import cases, predicted_bytes
-from tests.support.planned_runs import (
-    EVEN,
-    planned,
-    planned_table,
-    priced,
-    run,
-    same_weights,
-    use_float64,
-    write_hardware,
-)
 from tests.support.rarely import IS_SOAK, mostly
 from tests.support.sliced import tiny, tokens_of
 from tests.support.training import (
+    EVEN,
     LLAMA,
     Notes,
     metrics_of,
+    planned,
+    planned_table,
+    priced,
     rewound,
+    run,
     same_end,
+    same_weights,
     start_training,
+    use_float64,
     weights_of,
+    write_hardware,
     write_store,
 )
 

@@ -7,8 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tests.support.preferences import trained
-from tests.support.trainers import arguments, packed_loader, store_in, tiny_llama
+from tests.support.trainers import arguments, packed_loader, store_in, tiny_llama, trained
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 

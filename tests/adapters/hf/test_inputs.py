@@ -1,7 +1,8 @@
-"""model_inputs: documents packed into a transformers model train as if each were alone."""
+"""model_inputs: documents packed into a transformers model train as if each were alone, or are refused."""
 
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.support.hf_models import (
     ATTENTIONS,
     CONFIGS,
     FAMILIES,
+    GROUPED,
     LAYOUTS,
     LENGTHS,
     PAIRS,
@@ -26,24 +28,34 @@ from tests.support.hf_models import (
     packed_loss,
     tiny,
 )
+from tests.support.rarely import mostly
 from torch.nn.attention import flex_attention
 from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
     BigBirdConfig,
     BloomConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    Ministral3Config,
     MixtralConfig,
     MoshiConfig,
+    Phi3Config,
     Qwen3NextConfig,
+    RobertaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import varlen as vl
 from varlen.adapters import hf
+from varlen.adapters.hf.recurrent import BY_ENDS_TOO, BY_NUMBERS, segment_arguments
+from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
+from varlen.verify.models.backends import recurrence
+from varlen.verify.models.isolation import check_isolation
+from varlen.verify.models.tiny_models import tiny_model
 
 # torch.compile brings in parts of torch that torch itself has deprecated.
 COMPILES = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
@@ -329,3 +341,251 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(missing: s
     assert last.startswith("varlen.errors.MissingExtraError")
     assert f"{missing} is not installed, and varlen.adapters.hf" in last
     assert "`pip install 'varlen[train]'` installs it" in last
+
+
+ORIGINAL = 8
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": ORIGINAL,
+    "factor": 8.0,
+}
+
+
+def longrope() -> Any:
+    plain = {name: value for name, value in GROUPED.items() if name != "head_dim"}
+    config = Phi3Config(**plain, rope_parameters=dict(LONGROPE), original_max_position_embeddings=ORIGINAL)
+    return make(config, "sdpa")
+
+
+def llama4(floor_scale: int = 8) -> Any:
+    config = Llama4TextConfig(
+        **GROUPED,
+        num_local_experts=2,
+        interleave_moe_layer_step=1,
+        intermediate_size_mlp=64,
+        no_rope_layers=[0, 0],
+        attention_chunk_size=64,
+        attn_temperature_tuning=True,
+        floor_scale=floor_scale,
+        attn_scale=5.0,
+    )
+    model = make(config, "sdpa")
+    model.set_experts_implementation("eager")
+    return model
+
+
+def batch_of(*lengths: int, layout: Any = "flat") -> tuple[list[Any], Any]:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(3, VOCABULARY, length).astype(np.int32) for length in lengths]
+    return documents, vl.collate(documents, vl.pack(lengths, 64, "next_fit"), layout=layout)
+
+
+def furthest_logit(model: Any, documents: list[Any], arguments: dict[str, Any]) -> float:
+    """How far the logits of documents laid end to end are from those of each alone."""
+    model.eval()
+    with torch.no_grad():
+        packed = model(**{name: v for name, v in arguments.items() if name != "labels"}).logits[0]
+        start, worst = 0, 0.0
+        for document in documents:
+            alone = model(**hf.plain_inputs(torch.as_tensor(document).long()[None], model)).logits[0]
+            worst = max(worst, float((packed[start : start + len(document)] - alone).abs().max()))
+            start += len(document)
+    return worst
+
+
+def arguments_unchecked(batch: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments as they were before batches were checked for it."""
+    with monkeypatch.context() as patched:
+        patched.setattr("varlen.adapters.hf.inputs.check_scaled", lambda *_: None)
+        return hf.model_inputs(batch, model)
+
+
+def test_longrope_takes_the_frequencies_of_the_longest_document_and_is_refused_where_they_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = longrope()
+    documents, batch = batch_of(5, 20)
+
+    assert furthest_logit(model, documents, arguments_unchecked(batch, model, monkeypatch)) > 1e-3
+    with pytest.raises(ModelError, match=r"longrope.* 1 documents of up to 8 tokens.* and 1 longer ones"):
+        hf.model_inputs(batch, model)
+
+
+@pytest.mark.parametrize("lengths", [(5, 8), (9, 20)])
+def test_longrope_takes_documents_of_one_side(lengths: tuple[int, ...]) -> None:
+    model = longrope()
+    documents, batch = batch_of(*lengths)
+
+    assert furthest_logit(model, documents, hf.model_inputs(batch, model)) < 1e-6
+
+
+def test_the_way_out_of_longrope_gives_all_documents_what_they_have_alone() -> None:
+    model = longrope()
+    documents, batch = batch_of(5, 20, 1)
+
+    model.config.rope_parameters["original_max_position_embeddings"] = 1
+
+    assert furthest_logit(model, documents, hf.model_inputs(batch, model)) < 1e-6
+
+
+def test_llama_4_scales_by_the_place_in_the_row_and_is_refused_where_that_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = llama4()
+    documents, batch = batch_of(5, 6)
+
+    assert furthest_logit(model, documents, arguments_unchecked(batch, model, monkeypatch)) > 1e-3
+    with pytest.raises(
+        ModelError, match=r"place in its row \(attn_temperature_tuning, by steps of 8\), and 4 tokens"
+    ):
+        hf.model_inputs(batch, model)
+    assert hf.model_inputs(batch_of(20)[1], model)  # alone in its row
+    documents, batch = batch_of(3, 4)
+    assert furthest_logit(model, documents, hf.model_inputs(batch, model)) < 1e-5
+    documents, batch = batch_of(5, 6)
+    wide = llama4(floor_scale=8192)
+    assert furthest_logit(wide, documents, hf.model_inputs(batch, wide)) < 1e-5
+
+
+def test_scales_that_go_by_positions_stay_right() -> None:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 4,
+    }
+    config = Ministral3Config(**GROUPED, rope_parameters=rope)
+    model = make(config, "sdpa")
+    documents, batch = batch_of(5, 20, 3)
+
+    assert furthest_logit(model, documents, hf.model_inputs(batch, model)) < 1e-6
+
+
+SIX_LENGTHS = (9, 21, 1, 13, 30, 6, 17, 2)
+IN_ROWS, IN_ONE_ROW = sorted(BY_NUMBERS), sorted(BY_NUMBERS | BY_ENDS_TOO)
+
+
+def documents() -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCABULARY, length).astype(np.int32) for length in SIX_LENGTHS]
+
+
+def packed_as(layout: Any) -> PackedBatch:
+    capacity = 52 if layout == "rows" else sum(SIX_LENGTHS)
+    return vl.collate(documents(), vl.pack(SIX_LENGTHS, capacity=capacity, method="next_fit"), layout=layout)
+
+
+BOTH_LAYOUTS = [(f, "flat") for f in IN_ONE_ROW] + [(f, "rows") for f in IN_ROWS]
+CELLS = [(*one, attention) for one in BOTH_LAYOUTS for attention in ("sdpa", "varlen")]
+BY_VARLEN = ("qwen4_exp_text", "bamba", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "attention"),
+    mostly([one for one in CELLS if one[2] == "sdpa" or one[0] in BY_VARLEN], CELLS),
+)
+def test_told_boundaries_keep_documents_apart(family: str, layout: Any, attention: str) -> None:
+    model = tiny_model(family)
+    hf.register()
+    model.set_attn_implementation(attention)
+    with recurrence(model) as names:
+        report = check_isolation(model, packed_as(layout))
+
+    assert names
+    if (family, attention) == ("qwen4_exp_text", "varlen"):
+        assert report.verdict == "refuses"
+        assert "selects by a mask which tokens are attended to" in report.reason
+    else:
+        assert report.verdict == "isolated", str(report)
+
+
+@pytest.mark.parametrize("family", IN_ONE_ROW)
+def test_loss_and_gradients_are_those_of_documents_one_by_one(family: str) -> None:
+    model, batch = tiny_model(family, attention="sdpa"), packed_as("flat")
+    with recurrence(model):
+        arguments = hf.model_inputs(batch, model)
+        labels = arguments.pop("labels")
+        logits = model(**arguments).logits
+        ours = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        ours_by_weight = gradients(model, ours)
+    alone = torch.zeros(())
+    for document in documents():
+        tokens = torch.as_tensor(document).long()
+        logits = model(**hf.plain_inputs(tokens[None], model)).logits[0]
+        alone = alone + cross_entropy(logits[:-1], tokens[1:], reduction="sum")
+    theirs = gradients(model, alone)
+
+    assert ours.item() == pytest.approx(alone.item(), rel=1e-5)
+    ours_by_weight = {name: ours_by_weight[name] for name in theirs}
+    assert furthest(ours_by_weight, theirs) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "missing"),
+    [*((family, "seq_idx") for family in IN_ONE_ROW), *((f, "cu_seq_lens_q") for f in sorted(BY_ENDS_TOO))],
+)
+def test_each_argument_is_needed(family: str, missing: str) -> None:
+    def without(batch: PackedBatch, model: Any) -> dict[str, Any]:
+        return {name: value for name, value in hf.model_inputs(batch, model).items() if name != missing}
+
+    model = tiny_model(family)
+    with recurrence(model):
+        report = check_isolation(model, packed_as("flat"), inputs=without)
+
+    assert report.verdict == "leaks", str(report)
+
+
+def test_without_the_kernels_transformers_refuses_in_a_sentence() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = check_isolation(tiny_model("bamba"), packed_as("flat"))
+
+    if report.verdict != "isolated":  # where the kernels are installed, they run
+        assert report.verdict == "refuses"
+        assert "can't keep packed sequences apart without `causal_conv1d`" in report.reason
+
+
+@pytest.mark.parametrize("family", ["jamba", "kimi_linear", "mamba", "mamba2", "zamba", "minimax", "rwkv"])
+def test_recurrent_families_that_take_no_boundaries_are_refused(family: str) -> None:
+    with pytest.raises(ModelError, match=r"layers of kind|recurrent state"):
+        hf.model_inputs(packed_as("flat"), tiny_model(family))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa"])
+def test_tokens_are_selected_within_their_document(family: str, attention: str) -> None:
+    report = check_isolation(tiny_model(family, attention=attention), packed_as("rows"))
+
+    assert report.verdict == "isolated", str(report)
+
+
+def test_segments_are_numbered_in_each_row_padding_included() -> None:
+    ends = torch.tensor([0, 2, 3, 5, 9, 10], dtype=torch.int32)
+
+    found = segment_arguments("bamba", ends, 2, 5)["seq_idx"]
+
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[0, 0, 1, 2, 2], [0, 0, 0, 0, 1]]
+    assert segment_arguments("llama", ends, 2, 5) == {}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "varlen"])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_positions_begin_behind_that_of_padding_where_it_has_one(attention: str, layout: Any) -> None:
+    config = RobertaConfig(**SMALL | {"pad_token_id": 1}, is_decoder=True)
+    model, batch = make(config, attention, torch.float32), packed_as(layout)
+
+    report = check_isolation(model, batch)
+
+    assert report.verdict == "isolated", str(report)
+    assert int(hf.model_inputs(batch, model)["position_ids"].min()) == 2
+
+
+def test_positions_that_padding_takes_up_are_not_there_for_documents() -> None:
+    config = RobertaConfig(**SMALL | {"pad_token_id": 1, "max_position_embeddings": 31}, is_decoder=True)
+
+    with pytest.raises(ModelError, match=r"longest document has 30 tokens, but .* has 29 positions"):
+        hf.model_inputs(packed_as("flat"), make(config, "sdpa"))

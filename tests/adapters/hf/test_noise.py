@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.hf_models import documents
-from tests.support.preferences import trained
-from tests.support.trainers import CAPACITY, arguments, packed_loader, store_in, tiny_llama
+from tests.support.trainers import CAPACITY, arguments, packed_loader, store_in, tiny_llama, trained
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import varlen as vl

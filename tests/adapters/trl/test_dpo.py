@@ -8,8 +8,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.preferences import PAIRS, pairs, trained
-from tests.support.trainers import furthest, logged
+from tests.support.trainers import PAIRS, furthest, logged, pairs, trained
 from trl import DPOTrainer
 
 from varlen.adapters.trl.dpo import PackedDPOTrainer, PairPacks, padded_rows, pair_lengths

@@ -8,10 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from tests.support.loaders import drained, index_until
 from tests.support.offline_packs import write_texts
 from tests.support.rarely import IS_SOAK, mostly
-from tests.support.stores import write_store
+from tests.support.stores import drained, index_until, write_store
 
 from varlen.documents.source import Mixture, open_source
 from varlen.errors import SourceError, StalledError, StateError

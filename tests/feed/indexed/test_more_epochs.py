@@ -6,9 +6,9 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from tests.support.loaders import content as all_of
-from tests.support.loaders import drained
 from tests.support.rarely import mostly
+from tests.support.stores import content as all_of
+from tests.support.stores import drained
 from tests.support.streaming import some_texts, times, tokens, write_texts
 
 import varlen as vl

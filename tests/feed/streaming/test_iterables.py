@@ -12,9 +12,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from tests.support.loaders import content, drained
 from tests.support.memory_rows import ITERABLES, Again
 from tests.support.rarely import mostly
+from tests.support.stores import content, drained
 from tests.support.streaming import feed_of, rows, run, side_by_side
 
 import varlen as vl

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.feed.streaming import counting
 from tests.feed.streaming.loaders import loader_of
-from tests.support.loaders import content, drained
 from tests.support.ranks import as_ranks
+from tests.support.stores import content, drained
 
 import varlen as vl
 from varlen.errors import InputError, StateError

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.loaders import content as all_of
-from tests.support.loaders import drained
 from tests.support.memory_rows import Again
 from tests.support.rarely import examples, mostly
+from tests.support.stores import content as all_of
+from tests.support.stores import drained
 from tests.support.streaming import (
     content,
     documents,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.loaders import content, drained, loader_of, random_store
+from tests.support.stores import content, drained, loader_of, random_store
 
 from varlen.errors import StalledError, WorkerDiedError
 from varlen.feed.worker import process
