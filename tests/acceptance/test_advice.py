@@ -123,7 +123,6 @@ def test_every_argument_that_a_message_names_is_one_of_some_function(root):
 
 
 def commands(path):
-    """Commands of a page, as it prints them."""
     text = path.read_text(encoding="utf-8")
     for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():

@@ -36,7 +36,6 @@ def named(path: str) -> Any:
 
 
 def parameters_of(thing: Any) -> list[list[Any]]:
-    """Name, kind and default's text of each parameter of a callable, without `self`."""
     found = list(inspect.signature(thing).parameters.values())
     return [
         [p.name, p.kind.name, None if p.default is p.empty else repr(p.default)]
@@ -324,7 +323,6 @@ OURS = {
 
 
 def row_file(folder: Path) -> str:
-    """A packed Parquet file."""
     from varlen.adapters.megatron import PackedParquetWriter
     from varlen.adapters.megatron.dataset import rows_of_items
 
@@ -340,7 +338,6 @@ class Tokenizer:
 
 
 def made(ours: str, folder: Path) -> Any:
-    """An object of a class that is a drop-in."""
     from varlen.adapters import axolotl, megatron, multipack, nemo_rl, torchtune
     from varlen.adapters.megatron import rl
 

@@ -13,7 +13,6 @@ from varlen.errors import DocumentsError, SettingError
 
 
 def sample(ids: list[int], labels: list[int]) -> dict[str, Any]:
-    """A sample as InstructLab's data set gives it."""
     return {
         "input_ids": torch.tensor(ids),
         "labels": torch.tensor(labels),

@@ -16,7 +16,6 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=50)
 
 
 def ranks_of(lengths: Any, ranks: int, **settings: Any) -> list[MultipackDistributedBatchSampler]:
-    """The samplers of all ranks."""
     return [
         MultipackDistributedBatchSampler(CAPACITY, lengths, num_replicas=ranks, rank=rank, **settings)
         for rank in range(ranks)

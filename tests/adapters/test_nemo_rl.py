@@ -102,7 +102,6 @@ def popped(bins: list[list[int]], goal: int) -> list[list[int]]:
 
 
 def work(lengths: list[int], numbers: list[int]) -> float:
-    """Return the work of a bin as packers count it."""
     return sum(49152.0 * lengths[n] + float(lengths[n]) ** 2 for n in numbers)
 
 

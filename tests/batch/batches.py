@@ -48,7 +48,6 @@ class Case:
 
 
 def tokens_like(lengths: list[int], first: int = 1) -> list[list[int]]:
-    """Documents of these lengths whose tokens are all different and rise."""
     documents = []
     for length in lengths:
         documents.append(list(range(first, first + length)))
@@ -163,7 +162,6 @@ class Oracle:
 
 
 def expected(case: Case) -> dict[str, Any]:
-    """Every field of the batch, position by position."""
     packing = case.packing
     wanted = list(range(packing.num_packs)) if case.pack_ids is None else case.pack_ids
     page = Oracle(case)
@@ -215,7 +213,6 @@ def check_batch(batch: PackedBatch, fields: dict[str, Any]) -> None:
 
 
 def check_field(name: str, seen: Any, value: Any) -> None:
-    """One field has the value, the shape and the dtype that it must have."""
     if isinstance(value, dict):
         assert list(seen) == list(value), name
         for key in value:
@@ -230,5 +227,4 @@ def check_field(name: str, seen: Any, value: Any) -> None:
 
 
 def same_batch(first: PackedBatch, second: PackedBatch) -> None:
-    """Two batches are equal in every field."""
     check_batch(first, {name: getattr(second, name) for name in PackedBatch.__dataclass_fields__})

@@ -16,7 +16,6 @@ from varlen.errors import DocumentsError, SettingError
 
 
 def cut(bounds: list[int], rank: int, world: int) -> list[int]:
-    """The positions of a rank, chunk by chunk."""
     positions = []
     for begin, end in zip(bounds[:-1], bounds[1:]):
         width = (end - begin) // (2 * world)

@@ -108,7 +108,6 @@ def grown(data, store="store", **settings):
 
 
 def everything(store):
-    """All tokens of a store, in its order."""
     places = [(s, d) for s, count in enumerate(store.documents.tolist()) for d in range(count)]
     shards, documents = np.array(places).T
     lengths = store.lengths(shards, documents)

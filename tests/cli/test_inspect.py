@@ -13,7 +13,6 @@ TEXTS = ["abc" * (1 + n % 90) for n in range(300)]
 
 @pytest.fixture
 def stored(tmp_path):
-    """A file of lengths."""
     path = tmp_path / "chats.npz"
     np.savez(path, lengths=LENGTHS)
     return path
@@ -21,7 +20,6 @@ def stored(tmp_path):
 
 @pytest.fixture
 def texts(tmp_path):
-    """A file of texts."""
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path

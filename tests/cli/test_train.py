@@ -34,7 +34,6 @@ from varlen.train.trainer import RunPlan
 
 @pytest.fixture
 def verb(tmp_path, monkeypatch, capfd):
-    """Run the verb in this process, in a folder of its own; returns exit code, standard output and error."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):

@@ -104,7 +104,6 @@ dataset:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A file with one error."""
     (tmp_path / "cfg.yaml").write_text(YAML, encoding="utf-8")
     return tmp_path / "cfg.yaml"
 

@@ -242,7 +242,6 @@ NULL = object()
 
 
 def broken(path: Path, changes: dict[str, Any]) -> Path:
-    """A saved machine with something wrong."""
     save_hardware(Hardware.named("h100"), path)
     record = json.loads(path.read_text())
     for name, value in changes.items():
@@ -350,7 +349,6 @@ def products(peak: float, half: float, noise: float = 0.0) -> Samples:
 
 
 def error_of(table: RateTable, rate: Rate) -> FloatArray:
-    """Relative error of every cell."""
     rows, keys = np.meshgrid(table.query_rows, table.key_lengths, indexing="ij")
     return np.abs(table.tflops / rate(rows, keys) - 1.0)
 

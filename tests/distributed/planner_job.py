@@ -18,7 +18,6 @@ from varlen.plan.serialize import broadcast_plan, plan_fingerprint
 
 
 def main(store: str, steps: int, folder: Path) -> None:
-    """Take some steps, and write down their plans' fingerprints."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
     job = TCPStore(os.environ["MASTER_ADDR"], port, world, rank == 0, timeout=datetime.timedelta(seconds=60))

@@ -28,7 +28,6 @@ def settings() -> dict[str, Any]:
 
 
 def until(planner: vl.Planner, step: int) -> None:
-    """Wait until a step's plan is there."""
     begun = time.monotonic()
     while step not in planner._line.answers:
         assert time.monotonic() - begun < 60, "waited in vain"

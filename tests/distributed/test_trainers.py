@@ -33,7 +33,6 @@ LIBRARIES = "trainers,preferences"
 
 
 def taken_by(out: Path, name: str) -> list[Any]:
-    """What each of two ranks wrote down."""
     return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -22,7 +22,6 @@ COMMANDS = ("make", "varlen", "pip", "git", "cd", "python", "torchrun", "axolotl
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings, as code hosts make them."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
     )
@@ -30,7 +29,6 @@ def anchors(text: str) -> set[str]:
 
 
 def dead_links(page: Path) -> list[str]:
-    """Return the links of a page to files or headings that aren't there."""
     found = []
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if re.match(r"https?://[\w.-]+\.\w+(/\S*)?$", target):

@@ -31,7 +31,6 @@ from varlen.offline.pack import PackSettings, pack_source
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "varlen" / "rows"
 

@@ -353,7 +353,6 @@ def test_a_row_without_tokens_is_no_document():
 
 @pytest.fixture
 def verb(tmp_path, monkeypatch, capfd):
-    """Run a verb in this process, in a folder of its own; returns exit code, standard output and error."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):

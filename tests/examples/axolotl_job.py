@@ -38,7 +38,6 @@ def write_down(out):
 
 
 def main():
-    """Train as `axolotl train` does."""
     config, out, *changes = sys.argv[1:]
     sys.argv[1:] = []
     import axolotl_libraries  # noqa: F401

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is de
 
 
 def example(root: Path, name: str) -> Any:
-    """An example as a module."""
     spec = importlib.util.spec_from_file_location(name, root / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -29,7 +28,6 @@ def example(root: Path, name: str) -> Any:
 
 
 def run(root: Path, name: str, *words: Any) -> str:
-    """Run an example as a newcomer does; returns what it printed."""
     printed, said = both(root / "examples" / f"{name}.py", *words, ranks=1)
     assert "copied" not in said  # by a loader whose ring is too small
     return printed

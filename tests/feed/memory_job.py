@@ -12,7 +12,6 @@ import varlen as vl
 
 
 def rows_and_state(mode, form):
-    """Take two epochs; returns what came and where it ended."""
     data = (FORMS | ITERABLES)[form](TEXTS)
     usual = {"capacity": 128, "global_batch_size": 4, "window": 8, "seed": 3, "epochs": 2, "deadline_s": 60}
     ranks = {"dp_rank": dist.get_rank(), "dp_world_size": dist.get_world_size()}
@@ -26,7 +25,6 @@ def rows_and_state(mode, form):
 
 
 def main():
-    """Write down what came of all that was asked for."""
     out, *asked = sys.argv[1:]
     dist.init_process_group("gloo")
     found = {" ".join(one): rows_and_state(*one) for one in zip(asked[::2], asked[1::2])}

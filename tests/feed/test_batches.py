@@ -25,7 +25,6 @@ CAPACITY = 12
 
 @st.composite
 def stores(draw):
-    """Shards of documents as ids and marks."""
     shards = []
     for _ in range(draw(st.integers(1, 3))):
         lengths = draw(st.lists(st.integers(0, 20), max_size=12))
@@ -41,7 +40,6 @@ def stores(draw):
 
 
 def steps_of(store, settings):
-    """All steps of one epoch."""
     chosen = WindowSettings(capacity=CAPACITY, window=10, overlong="split")
     stream = PackStream(Windows(store, Groups(store), chosen), 1)
     position, steps = Position(), []
@@ -58,7 +56,6 @@ def settings_of(ranks, micro_batch_size, **more):
 
 
 def batches_of(store, settings):
-    """Step, rank and batch of everything that is trained."""
     rounds = settings.global_batch_size // settings.dp_world_size // settings.micro_batch_size
     for step in steps_of(store, settings):
         for rank in range(settings.dp_world_size):

@@ -255,7 +255,6 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 def rows(loader):
-    """The values of all batches, and their states."""
     found = []
     for batch in loader:
         values = [np.asarray(getattr(batch, name).cpu()).tolist() for name in NAMES]

@@ -27,7 +27,6 @@ TABLES = {"RecordBatch", "RecordBatchReader"}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """A cache of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 

@@ -70,7 +70,6 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def begun():
-    """Begins, and closes in the end."""
     opened: list[Prefetcher[Item]] = []
 
     def begin(making: Making, **settings: float) -> Prefetcher[Item]:

@@ -33,7 +33,6 @@ class Store:
 
 
 def windows_of(shards, ends, settings):
-    """Windows of shards, in groups that end where they are told to."""
     parts = np.searchsorted(ends, np.arange(len(shards)), side="right")
     return Windows(Store(shards, parts), Groups(Store(shards, parts), Enough(parts=1)), settings)
 

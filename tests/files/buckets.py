@@ -39,8 +39,6 @@ OBJECTS = {
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket behind a proxy that spoils requests."""
-
     proxy: FaultyProxy
     name: str = "bucket"
 

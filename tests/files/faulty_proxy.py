@@ -66,7 +66,6 @@ class FaultyProxy:
             self._spoils, self._always, self.requests = spoils or {}, always, []
 
     def close(self) -> None:
-        """Stop listening; who was kept waiting is let go."""
         self._closed.set()
         self._server.shutdown()
         self._server.server_close()

@@ -54,7 +54,6 @@ def write(path, column, *, name="text", is_dictionary=False, **named):
 
 
 def undone(kind):
-    """The same type without dictionaries."""
     if pa.types.is_dictionary(kind):
         return kind.value_type
     if pa.types.is_list(kind):
@@ -65,7 +64,6 @@ def undone(kind):
 
 
 def rows_of(path):
-    """All rows as Python values."""
     (file,) = find_files(path)
     names = tables.column_names(file)
     found = []
@@ -399,7 +397,6 @@ def test_counting_the_rows_of_a_stretch_reads_the_headers_of_its_batches_alone(t
 
 
 def size_of(value):
-    """Bytes of a value as a reader would count them."""
     if isinstance(value, dict):
         return sum(map(size_of, value.values()))
     if isinstance(value, list | tuple):

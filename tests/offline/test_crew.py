@@ -168,7 +168,6 @@ TOKEN_PARTS = 3
 
 @pytest.fixture
 def whole(tmp_path, data):
-    """What an undisturbed run writes."""
     pack(data, tmp_path / "whole")
     return contents(tmp_path / "whole")
 

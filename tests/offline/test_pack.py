@@ -371,8 +371,6 @@ def test_a_crew_of_nobody_is_refused():
 
 
 class Lengths:
-    """Stands in for a shard."""
-
     def __init__(self, lengths):
         self.offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 

@@ -61,7 +61,6 @@ def portions(lengths: list[int], sizes: list[int]) -> Iterator[list[int]]:
 
 
 def run(packer: vl.WindowPacker, lengths: list[int], sizes: list[int]) -> list[list[Piece]]:
-    """All packs of a stream, from the first `add` to the flush."""
     packs = [pack for part in portions(lengths, sizes) for pack in packs_of(packer.add(part))]
     return packs + packs_of(packer.flush())
 

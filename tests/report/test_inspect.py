@@ -98,7 +98,6 @@ def test_a_method_is_measured_as_it_packs(method):
 
 
 def packs_of(packing):
-    """Lengths of the pieces of each pack."""
     return np.split(packing.lengths, packing.offsets[1:-1])
 
 

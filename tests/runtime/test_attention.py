@@ -34,7 +34,6 @@ Tensors = list[torch.Tensor]
 
 
 def document(length: int, heads: tuple[int, int], seed: int, dims: tuple[int, int] = (8, 8)) -> Tensors:
-    """Random queries, keys and values, as heads of these widths."""
     made = torch.Generator().manual_seed(seed)
     query, key = heads
     sizes = [(query, dims[0]), (key, dims[0]), (key, dims[1])]

@@ -302,7 +302,6 @@ def peak_of(model: Any, recompute: Any) -> int:
 
 
 def one_slice(rows: int, recompute: Any) -> Any:
-    """A document in slices of so many rows."""
     return planned(np.array([LENGTH], np.int32), rows, recompute=recompute)
 
 

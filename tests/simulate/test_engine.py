@@ -124,7 +124,6 @@ Task = tuple[int, int, int, int]
 
 
 def slices_of(micropacks: MicroPacks) -> Slices:
-    """Return flat MicroPacks as lists."""
     rows = list(zip(micropacks.document_ids.tolist(), micropacks.starts.tolist(), micropacks.stops.tolist()))
     ends = micropacks.slice_offsets.tolist()
     packs = [rows[first:last] for first, last in zip(ends, ends[1:])]
@@ -133,7 +132,6 @@ def slices_of(micropacks: MicroPacks) -> Slices:
 
 
 def orders_of(plan: StepPlan) -> list[list[Task]]:
-    """Return the tasks of each stage of each rank."""
     orders = []
     ends = plan.task_offsets.tolist()
     for place, (first, last) in enumerate(zip(ends, ends[1:])):

@@ -146,7 +146,6 @@ KINDS: dict[str, Callable[[Random], bytes]] = {
 
 
 def packed(content: bytes, compression: str) -> bytes:
-    """Compress a file."""
     if compression == ".gz":
         return gzip.compress(content, mtime=0)
     return bytes(pa.Codec("zstd").compress(content, asbytes=True)) if compression else content
@@ -285,7 +284,6 @@ def everything(source: Source, target_bytes: int) -> tuple[list[Documents] | Non
 
 
 def assert_shapes(batches: list[Documents]) -> None:
-    """Require that arrays fit each other."""
     for documents in batches:
         offsets, tokens = documents.offsets, documents.tokens
         assert (tokens.dtype, offsets.dtype) == (np.int32, np.int64)
@@ -298,7 +296,6 @@ def assert_shapes(batches: list[Documents]) -> None:
 
 
 def unpacked(content: bytes) -> bytes | None:
-    """Return what a file holds, or None where it doesn't unpack."""
     if content.startswith(b"\x1f\x8b"):
         try:
             return gzip.decompress(content)
@@ -345,13 +342,11 @@ def compare(source: Source, found: list[Any], batches: list[Documents] | None, n
 
 
 def decoded(documents: Documents) -> list[str]:
-    """Return the texts of byte tokens."""
     bounds = documents.offsets.tolist()
     return [documents.tokens[a:b].astype(np.uint8).tobytes().decode() for a, b in zip(bounds, bounds[1:])]
 
 
 def text_of(row: Any) -> Any:
-    """Return a row's text, or GONE."""
     text = row.get("text", GONE) if isinstance(row, dict) else GONE
     if not isinstance(text, str):
         return GONE

@@ -122,7 +122,6 @@ GROWTH_BYTES = 8 << 20
 
 
 def resident(pid):
-    """Bytes of memory that a process holds."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

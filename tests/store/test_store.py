@@ -217,7 +217,6 @@ def test_the_kernel_reads_as_the_reference_does_up_to_the_first_piece_that_ends_
 
 
 def everything(store):
-    """The tokens of all documents, last shard first."""
     shards = np.repeat(np.arange(len(store.shards)), store.documents)[::-1].copy()
     documents = np.concatenate([np.arange(count) for count in store.documents])[::-1].copy()
     lengths = store.lengths(shards, documents)

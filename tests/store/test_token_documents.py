@@ -178,7 +178,6 @@ def test_all_kinds_are_what_the_feed_asks_for(tmp_path):
 
 
 def documents_in(store: FileTokens) -> list[list[int]]:
-    """Read all documents, one piece each, last to first."""
     places = [(s, d) for s, count in enumerate(store.documents.tolist()) for d in range(count)][::-1]
     shards, documents = np.array(places, dtype=np.int64).reshape(-1, 2).T
     lengths = store.lengths(shards, documents)

@@ -128,7 +128,6 @@ def chat(*turns: str) -> list[dict[str, str]]:
 
 
 def said(rendered: Rendered) -> list[str]:
-    """Return the supervised texts."""
     return [rendered.text[start:stop] for start, stop in rendered.spans]
 
 

@@ -81,12 +81,10 @@ def verified(family: str) -> vl.VerifyReport:
 
 
 def tiny(family: str, attention: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return a tiny model of one of the families under test."""
     return make(CONFIGS[family](), attention, dtype)
 
 
 def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[Any]:
-    """Return documents of random tokens."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
 
@@ -98,7 +96,6 @@ def packed(layout: Layout = "rows", lengths: tuple[int, ...] = LENGTHS, **option
 
 
 def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return every parameter's gradient of a loss."""
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

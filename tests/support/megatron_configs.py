@@ -57,7 +57,6 @@ def energon(**changes: Any) -> dict[str, Any]:
 
 
 def changed(cfg: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a configuration with other values, by dotted names."""
     copied = copy.deepcopy(cfg)
     for name, value in changes.items():
         here = copied

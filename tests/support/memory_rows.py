@@ -99,6 +99,5 @@ OF_ARRAYS = {
 
 
 def as_file(rows, path):
-    """Write rows as JSON lines; returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

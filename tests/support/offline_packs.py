@@ -29,7 +29,6 @@ def write_texts(path: Path, count: int = 60, seed: int = 0) -> list[str]:
 
 
 def write_chats(path: Path, count: int = 24) -> None:
-    """Write a JSONL file of chats."""
     rows = [
         {
             "messages": [
@@ -58,7 +57,6 @@ def pack(data: Any, output: Path, *, processes: int = 1, tokenizer: Any = None, 
 
 
 def table_of(folder: Path) -> pa.Table:
-    """Read all rows of a set, part by part."""
     tables = []
     for path in sorted(folder.glob("part-*")):
         if path.suffix == ".parquet":
@@ -70,7 +68,6 @@ def table_of(folder: Path) -> pa.Table:
 
 
 def documents_of(folder: Path) -> list[tuple[list[int], list[int]]]:
-    """Return ids and labels of every piece, row by row."""
     found = []
     for row in table_of(folder).to_pylist():
         at = 0
@@ -82,12 +79,10 @@ def documents_of(folder: Path) -> list[tuple[list[int], list[int]]]:
 
 
 def text_ids(text: str) -> list[int]:
-    """Return what the byte tokenizer makes of a text."""
     return [*text.encode(), 256]
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Return the digest of every file of a folder by its name, hidden ones too."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -102,7 +97,6 @@ class DyingTokenizer:
         self._first, self._trigger = first, trigger
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        """Encode."""
         if self._trigger.exists() and any(text.startswith(self._first) for text in texts):
             self._trigger.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -113,7 +107,6 @@ class RefusingTokenizer:
     """Fails when it is asked for anything but to be tried."""
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        """Fail."""
         if len(texts) > 1:  # a first text is tried when a function is handed over
             raise AssertionError("nothing is to be tokenized")
         return [[1]]

@@ -45,7 +45,6 @@ def assert_same_gradients(found, expected):
 
 
 def python(*arguments, cwd=None, **variables):
-    """Run a program; returns what it printed."""
     return as_ranks(*arguments, ranks=1, folder=cwd, **variables)
 
 

@@ -32,8 +32,6 @@ def random_lengths(seed: int, count: int, longest: int, shape: str = "tail") -> 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of vl.pack."""
-
     lengths: list[int]
     capacity: int
     method: Method
@@ -98,7 +96,6 @@ def only_groups_that_fit(
 
 
 def rounded(length: int, multiple: int) -> int:
-    """A length rounded up to a multiple."""
     return -(-length // multiple) * multiple
 
 
@@ -110,7 +107,6 @@ def packs_of(packing: Packing) -> list[list[Piece]]:
 
 
 def kept_lengths(case: Case) -> list[int]:
-    """How much of each document must stand in packs."""
     if case.groups is not None:
         used: dict[int, int] = defaultdict(int)
         many: dict[int, int] = defaultdict(int)
@@ -163,12 +159,10 @@ def check_order(packs: list[list[Piece]], permuted: bool) -> None:
 
 
 def arrays_of(packing: Packing) -> tuple[np.ndarray, ...]:
-    """The arrays that make up a Packing."""
     return packing.document_ids, packing.starts, packing.stops, packing.offsets
 
 
 def same_packing(first: Packing, second: Packing) -> bool:
-    """Two packings have the same bytes and ledgers."""
     pairs = zip(arrays_of(first), arrays_of(second))
     return first.ledger == second.ledger and all(
         a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs

@@ -78,7 +78,6 @@ def runnable(plan: StepPlan) -> StepPlan:
 
 
 def alone(model: Any, batch: vl.PackedBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the uncut model in one process."""
     return uncut(model, tokens_of(batch), batch.document_lengths.tolist())
 
 
@@ -168,7 +167,6 @@ def run_random_plan(seed: int, rank: int, world: int, most_documents: int = 4) -
 
 
 def planned(settings: dict[str, Any], lengths: list[int], mesh: vl.Mesh) -> StepPlan:
-    """A plan of the planner's."""
     cost = vl.CostModel(
         model=vl.ModelShape.from_config(small(0).config),
         hardware=vl.Hardware.named("h100"),
@@ -180,7 +178,6 @@ def planned(settings: dict[str, Any], lengths: list[int], mesh: vl.Mesh) -> Step
 
 
 def run_plan(path: str, rank: int) -> dict[str, Any]:
-    """Train by a plan in a file."""
     plan = vl.load_plan(path)
     with closing(vl.SliceEngine(small(0), mesh=plan.mesh, rank=rank, deadline_s=60)) as engine:
         return {"counts": plan.forward.counts.tolist(), **compare(engine, small(0), plan, 0)}

@@ -25,7 +25,6 @@ def long_tailed(count: int, longest: int, seed: int = 0) -> np.ndarray:
 
 
 def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait until something holds."""
     begun = time.monotonic()
     while not holds():
         assert time.monotonic() - begun < seconds, "waited in vain"

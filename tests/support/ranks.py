@@ -105,7 +105,6 @@ def starter_of(libraries: str, settings: dict[str, str]) -> Starter:
 
 @atexit.register
 def end() -> None:
-    """End the starter, which has no job now."""
     for starter in _last:
         with starter.process as process:
             process.kill()
@@ -178,7 +177,6 @@ def as_torchrun(ranks: int, words: list[str]) -> None:
 
 
 def program(words: list[str]) -> None:
-    """Run a program in this process as Python would."""
     sys.argv = words
     sys.path[0] = str(Path(words[0]).parent)
     runpy.run_path(words[0], run_name="__main__")

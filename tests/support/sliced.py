@@ -25,14 +25,12 @@ SIZES = {
 
 
 def tiny(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """A model of a family with random weights."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **settings})
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
 def micropacks(steps: Sequence[Sequence[Slice]]) -> MicroPacks:
-    """MicroPacks of one rank."""
     flat = [piece for step in steps for piece in step]
     columns = np.array(flat, np.int32).reshape(-1, 3).T
     return MicroPacks(
@@ -94,7 +92,6 @@ def plans(draw: st.DrawFn) -> tuple[list[int], Any]:
 
 
 def tokens_of(lengths: Sequence[int], seed: int = 0) -> torch.Tensor:
-    """Random tokens of all documents, one behind the other."""
     made = torch.Generator().manual_seed(seed)
     return torch.randint(0, SIZES["vocab_size"], (sum(lengths),), generator=made)  # type: ignore[call-overload]
 

@@ -15,7 +15,6 @@ Slices = list[list[list[tuple[int, int, int]]]]
 
 
 def micropacks_of(ranks: Slices) -> MicroPacks:
-    """Lay MicroPacks out flat."""
     packs = [pack for rank in ranks for pack in rank]
     slices = np.array([one for pack in packs for one in pack], np.int32).reshape(-1, 3)
     return MicroPacks(
@@ -30,7 +29,6 @@ def micropacks_of(ranks: Slices) -> MicroPacks:
 def plan_of(
     forward: Slices, backward: Slices, stages: list[list[int]], mesh: Mesh, splits_backward: bool = False
 ) -> StepPlan:
-    """Make a plan of slices and of the tasks of each stage of each rank."""
     passes = (*enumerate(forward), *enumerate(backward))
     rows = [(d, stop, rank) for rank, packs in passes for pack in packs for d, _, stop in pack]
     count = 1 + max((d for d, _, _ in rows), default=-1)
@@ -246,7 +244,6 @@ def parties_with(
 
 @st.composite
 def step_plans(draw: st.DrawFn, sharding: str | None = None) -> StepPlan:
-    """Small random plans that can run."""
     pp = draw(st.integers(1, 3))
     mesh = Mesh(
         dp=draw(st.sampled_from([1, 2, 3, 4])),

@@ -67,7 +67,6 @@ def joined(sequences: list[list[int]]) -> list[int]:
 
 
 def write_pair(prefix: Path, documents: list[list[list[int]]], kind: int = 8, modes: bool = False) -> None:
-    """Write documents, each of some sequences, as the format says."""
     dtype = np.dtype(KINDS[kind])
     sequences = [sequence for document in documents for sequence in document]
     sizes = [len(sequence) for sequence in sequences]
@@ -111,7 +110,6 @@ def random_store(folder, shards=4, documents=60, longest=30, seed=5):
 
 
 def loader_of(store, **changes):
-    """A loader with small packs."""
     usual = {
         "capacity": 32,
         "global_batch_size": 24,

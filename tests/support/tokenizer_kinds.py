@@ -37,7 +37,6 @@ def _marked(backend: Tokenizer, *marks: str, **flags: bool) -> Tokenizer:
 
 
 def byte_bpe(*marks: str, **settings: Any) -> Tokenizer:
-    """GPT-2's kind."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **settings})
     backend.decoder = decoders.ByteLevel()
@@ -97,7 +96,6 @@ def llama_bpe(*, metaspace: bool = False) -> Tokenizer:
 
 
 def wordpiece() -> Tokenizer:
-    """BERT's kind."""
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -114,7 +112,6 @@ def wordpiece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """T5's kind."""
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.NFKC()
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -126,7 +123,6 @@ def unigram() -> Tokenizer:
 
 
 def wordlevel() -> Tokenizer:
-    """Words as they are."""
     backend = Tokenizer(models.WordLevel(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=["<unk>", "<s>", "</s>"]))
@@ -154,7 +150,6 @@ def normalized() -> Tokenizer:
 
 
 def slow_gpt2(folder: Path) -> None:
-    """vocab.json and merges.txt."""
     spec = json.loads(byte_bpe("<|endoftext|>").to_str())["model"]
     (folder / "vocab.json").write_text(json.dumps(spec["vocab"]))
     (folder / "merges.txt").write_text(
@@ -163,7 +158,6 @@ def slow_gpt2(folder: Path) -> None:
 
 
 def slow_bert(folder: Path) -> None:
-    """vocab.txt."""
     vocab = json.loads(wordpiece().to_str())["model"]["vocab"]
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in sorted(vocab, key=vocab.get)))
 

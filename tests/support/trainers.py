@@ -21,7 +21,6 @@ CAPACITY = 32
 
 
 def tiny_llama(attention: str = "varlen", dtype: torch.dtype = torch.float32) -> Any:
-    """A Llama of two layers."""
     return hf_models.make(LlamaConfig(**{**hf_models.GROUPED, "vocab_size": VOCABULARY}), attention, dtype)
 
 
@@ -105,7 +104,6 @@ class CountingTrainer(Taking, PackedTrainer):
 
 
 def pieces(batch: Any) -> list[tuple[int, int, int]]:
-    """(document, start, tokens) of every piece of a batch."""
     columns = (batch.document_ids, batch.document_starts, batch.document_lengths)
     return list(zip(*(column.tolist() for column in columns)))
 
@@ -141,7 +139,6 @@ def losses_one_by_one(model: Any, batches: Any) -> list[torch.Tensor]:
 
 
 def gradients_of(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients by name."""
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -157,7 +154,6 @@ def furthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 
 def logged(trainer: Any) -> list[float]:
-    """The losses that a trainer logged, one a step."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -176,7 +172,6 @@ def pairs(number: int = PAIRS, seed: int = 0) -> Dataset:
 
 
 def trained(kind: Any, folder: Any, *, rows: Any = None, attention: str = "sdpa", **changes: Any) -> Any:
-    """Train; the trainer has the gradients of its steps."""
     ours = {name: changes.pop(name) for name in ("capacity", "eval_dataset") if name in changes}
     checkpoint = changes.pop("checkpoint", None)
     usual = {

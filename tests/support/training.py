@@ -91,7 +91,6 @@ class Notes:
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
-    """All steps, but for what they took."""
     lines = (output / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines]
 
@@ -316,7 +315,6 @@ def write_hardware(path: Path) -> str:
 
 
 def priced(hardware: str, **more: Any) -> dict[str, Any]:
-    """A plan by those rates."""
     return {"hardware": hardware, "least_rows": 8, **more}
 
 
@@ -359,6 +357,5 @@ def _loss_sum(logits: torch.Tensor, labels: Any) -> torch.Tensor:
 
 
 def same_weights(one: Path, other: Path) -> None:
-    """Require two trained models of the same bytes."""
     ours, theirs = (output / "model/model.safetensors" for output in (one, other))
     assert ours.read_bytes() == theirs.read_bytes()

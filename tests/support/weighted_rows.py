@@ -41,7 +41,6 @@ def write(path: Path, rows: Sequence[Messages]) -> Path:
 
 
 def read(data: Any, tokenizer: Any = None, **options: Any) -> list[Weighed]:
-    """Every document of a source, with what its tokens weigh."""
     source = open_source(data, tokenizer, **options)
     found: list[Weighed] = []
     for part in source.parts():

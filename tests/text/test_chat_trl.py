@@ -94,7 +94,6 @@ def _marks(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]])
 
 
 def _said(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
-    """Return the supervised texts."""
     runs: list[list[int]] = []
     for number, (id_, is_on) in enumerate(zip(ids, mask)):
         if is_on and (number == 0 or not mask[number - 1]):

@@ -48,7 +48,6 @@ def auto(folder: Path) -> Any:
 
 
 def run(code: str, *words: str) -> Any:
-    """Run a program that prints JSON."""
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -39,7 +39,6 @@ class Form:
     """Whether it must be read without transformers."""
 
     def write(self, folder: Path) -> Path:
-        """Make the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.backend is not None:
             self.backend().save(str(folder / "tokenizer.json"))

@@ -132,7 +132,6 @@ FAMILIES = {name: Family(name=name, **options) for name, options in _TABLE.items
 
 @functools.cache
 def template_names() -> set[str]:
-    """Return all templates that TRL ships."""
     folder = _folder()
     return {path.stem for path in folder.glob("*.jinja")} if folder else set()
 
@@ -195,7 +194,6 @@ def tokenizer_of(name: str) -> Any:
 
 
 def _strings(value: Any) -> list[str]:
-    """Return all texts in a value."""
     if isinstance(value, Chat):
         return _strings(value.messages)
     if isinstance(value, dict):
@@ -280,7 +278,6 @@ def contract(family: Family, found: Marked) -> Marked:
 
 
 def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join spans that touch."""
     whole: list[tuple[int, int]] = []
     for start, stop in spans:
         whole.append((whole.pop()[0], stop) if whole and whole[-1][1] == start else (start, stop))
@@ -309,7 +306,6 @@ def lost(name: str, source: str, chat: Chat, *, twin: bool, last_alone: bool = F
 
 
 def last_answer(chat: Chat) -> int:
-    """Return the number of the assistant's last message."""
     return max(n for n, message in enumerate(chat.messages) if message["role"] == "assistant")
 
 
@@ -356,7 +352,6 @@ class Expected:
 
     @property
     def said(self) -> list[str]:
-        """Return the supervised texts."""
         return [self.text[start:stop] for start, stop in self.spans]
 
 

@@ -29,8 +29,6 @@ rope_parameters = {rope_type = "default", rope_theta = 1e4}
 
 @pytest.fixture
 def config(tmp_path):
-    """Write a configuration, and read it with changes."""
-
     def read(text=SMALL, *changes):
         (tmp_path / "a.toml").write_text(text)
         return read_config(tmp_path / "a.toml", changes)

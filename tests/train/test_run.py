@@ -44,7 +44,6 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(store, tmp_path_factory):
-    """A run that nothing has disturbed."""
     output = tmp_path_factory.mktemp("whole") / "run"
     notes = Notes()
     summary = train(settings(store, output), notes)

@@ -83,14 +83,12 @@ def tiny_class(family: str, name: str, *, is_decoder: bool) -> Any:
 
 
 def batch_of(layout: Layout) -> tuple[list[Any], PackedBatch]:
-    """Return documents and their batch."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(3, VOCABULARY, length).astype(np.int32) for length in LENGTHS]
     return documents, vl.collate(documents, vl.pack(LENGTHS, capacity=14, method="next_fit"), layout=layout)
 
 
 def outputs_of(model: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the numbers that a call gives for each token, row or batch."""
     with torch.no_grad():
         found = model(**arguments)
     named = (
@@ -132,7 +130,6 @@ def furthest_from_alone(model: Any, layout: Layout = "rows") -> float:
 
 
 def runs_alone(model: Any) -> bool:
-    """Return whether a model takes a document by itself at all."""
     try:
         outputs_of(model, hf.plain_inputs(torch.arange(3, 8)[None], model))
     except Exception:

@@ -44,7 +44,6 @@ def trainer_for(folder: Any, store: Any, *, loader: Any = None, model: Any = Non
 
 
 def first_step(store: Any) -> list[Any]:
-    """The batches of the first step, all of it."""
     with packed_loader(arguments("nowhere"), store) as loader:
         return [next(loader) for _ in range(loader.micro_batches)]
 

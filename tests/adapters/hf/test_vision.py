@@ -174,7 +174,6 @@ def document(family: str, parts: list[Any], seed: int = 0) -> Document:
 
 
 def packed(documents: list[Document], layout: Layout, capacity: int = 64) -> PackedBatch:
-    """Return documents in rows, in input order."""
     packing = vl.pack([len(one.ids) for one in documents], capacity=capacity, method="next_fit")
     return vl.collate([one.ids for one in documents], packing, layout=layout)
 

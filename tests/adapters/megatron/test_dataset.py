@@ -24,7 +24,6 @@ TOKENIZER = SimpleNamespace(eos_id=EOS)
 
 
 def packed(first: int = 10, sizes: tuple[int, ...] = (4, 4)) -> dict[str, list[int]]:
-    """One row as files hold it."""
     ids = [token for size in sizes for token in [*range(first, first + size - 1), EOS]]
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
     return {"input_ids": ids, "loss_mask": [1] * len(ids), "seq_start_id": starts}

@@ -28,7 +28,6 @@ def store(tmp_path_factory):
 
 
 def loaders_of(store, rank=0, world=1, **changes):
-    """Train, valid and test as a provider of data sets returns them."""
     usual = {"seq_length": SEQ_LENGTH, "global_batch_size": GLOBAL, "worker": "thread"}
     return external_loaders(store, **{**usual, **changes}, dp_rank=rank, dp_world_size=world)
 

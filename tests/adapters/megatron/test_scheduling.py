@@ -30,7 +30,6 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=40)
 
 
 def work_of(lengths: list[int]) -> float:
-    """Return the work of samples, a·s + b·s²."""
     return sum(WORK[0] * length + WORK[1] * length**2 for length in lengths)
 
 
@@ -65,7 +64,6 @@ def makespan(packs: list[list[int]], lengths: list[int], ranks: int) -> float:
 
 
 def packs_of(found: Microbatches) -> Iterator[list[int]]:
-    """Yield the samples of each micro-batch, rank after rank."""
     for number in range(found.num_microbatches):
         for rank in range(found.dp_size):
             yield found.samples(number, rank).tolist()

@@ -26,7 +26,6 @@ def store(tmp_path_factory):
 
 
 def built(store, rank=0, world=1, rows=1, trainer=None, **changes):
-    """A loader as torchtitan's trainer builds it."""
     config = PackedDataLoader.Config(
         **{"source": str(store), "global_batch_size": GLOBAL, "worker": "thread", **changes}
     )

@@ -60,7 +60,6 @@ def content(batch):
 
 
 def rest(feed, state):
-    """All batches after a state, and the state after each."""
     made, states = [], [state]
     for one in feed.batches(state, new_arrays):
         made.append(content(one.batch))

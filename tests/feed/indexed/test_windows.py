@@ -32,7 +32,6 @@ from varlen.store.open import open_tokens
 
 
 def places_of(windows):
-    """Group and number of every window."""
     num_parts = windows.store.num_parts
     groups = range(windows.num_groups(num_parts))
     return [(group, n) for group in groups for n in range(windows.num_windows(group, num_parts))]

@@ -51,7 +51,6 @@ def bounds_of(stores):
 
 
 def lengths_of(path):
-    """Lengths of a store's documents."""
     store = open_store(path)
     return np.concatenate([np.diff(store.shard(number).offsets) for number in range(len(store.shards))])
 

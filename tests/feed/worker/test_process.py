@@ -33,7 +33,6 @@ def whole(store):
 
 
 def until(holds, seconds=20.0):
-    """Wait until something holds."""
     begun = time.monotonic()
     while not holds():
         assert time.monotonic() - begun < seconds, "waited in vain"
@@ -49,7 +48,6 @@ def is_there(pid):
 
 
 def pid_of(loader):
-    """The worker's process, once it is there."""
     until(lambda: loader._worker.pid is not None)
     return loader._worker.pid
 

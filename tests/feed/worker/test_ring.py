@@ -126,7 +126,6 @@ LENGTHS = st.lists(st.integers(1, 16), min_size=1, max_size=60)
 
 
 def same(one, other):
-    """Whether two batches are equal in every field, dtypes included."""
     for field in fields(one):
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, np.ndarray):

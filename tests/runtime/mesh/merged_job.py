@@ -49,7 +49,6 @@ def wrong(group, size):
 
 
 def main():
-    """Run both, and compare."""
     warnings.simplefilter("error")
     dist.init_process_group("gloo")
     rank, dp = dist.get_rank(), dist.get_world_size()

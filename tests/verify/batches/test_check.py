@@ -63,7 +63,6 @@ def positions_of(kind: str) -> list[int] | None:
 
 
 def owners(mask: str, positions: str) -> np.ndarray[Any, Any]:
-    """Return the document of every token of a row, -1 at padding."""
     tail = [-1] * PADDING if positions == "padded" or mask in ("padding", "padded segments") else []
     return np.array([i for i, length in enumerate(LENGTHS) for _ in range(length)] + tail)
 

@@ -66,7 +66,6 @@ RELEASE: list[tuple[list[list[int]], int, int, list[Any]]] = [
 
 
 def columns(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return labels, a loss mask and positions for rows of tokens."""
     numbers = torch.arange(tokens.numel()).reshape(tokens.shape)
     positions = torch.arange(tokens.shape[1]) + 10 * torch.arange(tokens.shape[0])[:, None]
     return numbers, (numbers % 3).float(), positions

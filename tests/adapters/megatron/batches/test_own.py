@@ -23,7 +23,6 @@ from varlen.errors import DocumentsError, SettingError
 
 
 def documents(lengths: list[int]) -> list[np.ndarray[Any, Any]]:
-    """Documents of different tokens."""
     starts = np.cumsum([1, *lengths])
     return [np.arange(start, start + length, dtype=np.int32) for start, length in zip(starts, lengths)]
 

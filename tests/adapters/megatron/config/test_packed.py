@@ -19,12 +19,10 @@ OLD_AND_NEW = pytest.mark.parametrize("dialect", ["0.4", "0.5", "0.6"])
 
 
 def kinds(cfg: Any, **settings: Any) -> set[str]:
-    """The kinds of a configuration's errors."""
     return {finding.kind for finding in check_config(cfg, **settings).errors}
 
 
 def only(cfg: Any, kind: str, **settings: Any) -> Any:
-    """The one finding of a kind."""
     (found,) = [finding for finding in check_config(cfg, **settings) if finding.kind == kind]
     return found
 

@@ -13,13 +13,11 @@ SPECS = "dataset.offline_packing_specs"
 
 
 def only(cfg: Any, kind: str, **settings: Any) -> Any:
-    """The one finding of a kind."""
     (found,) = [finding for finding in check_config(cfg, **settings) if finding.kind == kind]
     return found
 
 
 def kinds(cfg: Any, **settings: Any) -> set[str]:
-    """The kinds of all findings."""
     return set(check_config(cfg, **settings).kinds)
 
 

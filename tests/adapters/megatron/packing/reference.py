@@ -6,12 +6,10 @@ import numpy as np
 
 
 def seed_global(seed: int) -> None:
-    """Seed NumPy's global generator, from which the release's functions draw."""
     np.random.seed(seed)  # noqa: NPY002
 
 
 def draw_global() -> float:
-    """Draw the next number from it."""
     return float(np.random.random())  # noqa: NPY002
 
 

@@ -48,7 +48,6 @@ def store(tmp_path, monkeypatch):
 
 
 def documents_in(folder):
-    """Return tokens and mask of every document of a store, one by one."""
     store = open_store(folder)
     assert len(store.shards) > 1
     found = []
@@ -61,7 +60,6 @@ def documents_in(folder):
 
 
 def pieces_of(rows):
-    """Return tokens, mask and real positions of every piece of packed rows, row by row."""
     ends = (rows.begins + rows.stored_lengths).tolist()
     lengths = rows.seq_lengths.tolist()
     return [
