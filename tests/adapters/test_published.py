@@ -292,10 +292,7 @@ def examples(documents: list[list[int]], capacity: int, **settings: Any) -> list
     ("documents", "learned"),
     [
         ([[1, 2], [3, 4, 5]], [(0, 1, 2), (0, 3, 4), (1, 4, 5)]),
-        (
-            [[1, 10, 2], [1, 20, 21, 2]],
-            [(0, 1, 10), (1, 10, 2), (0, 1, 20), (1, 20, 21), (2, 21, 2)],
-        ),
+        ([[1, 10, 2], [1, 20, 21, 2]], [(0, 1, 10), (1, 10, 2), (0, 1, 20), (1, 20, 21), (2, 21, 2)]),
     ],
 )
 def test_positions_and_targets_are_those_of_torchtitan_s_packed_rows(
@@ -353,10 +350,7 @@ def test_answers_of_rollouts_carry_masks_and_values_of_a_token_into_their_packs(
     )
 
     learned = [[False] * 3 + [True, not is_masked, True], [False] * 2 + [not is_masked, True]]
-    assert (np.asarray(batch.labels) != -100).tolist() == [
-        learned[0] + [False] * 2,
-        learned[1] + [False] * 4,
-    ]
+    assert (np.asarray(batch.labels) != -100).tolist() == [learned[0] + [False] * 2, learned[1] + [False] * 4]
     assert np.asarray(batch.columns["rollout"]).tolist() == [[7] * 6 + [-1] * 2, [9] * 4 + [-1] * 4]
     assert np.asarray(batch.columns["logprob"])[1].tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, 0]
 

@@ -33,10 +33,7 @@ def test_token_weights_are_one_at_targets_and_zero_elsewhere() -> None:
     assert (
         batch.loss_weights().tolist()
         == batch.loss_weights("token").tolist()
-        == [
-            [0, 0, 1, 1, 0, 1, 1, 0],
-            [0, 1, 1, 1, 1, 1, 0, 0],
-        ]
+        == [[0, 0, 1, 1, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0, 0]]
     )
 
 

@@ -191,16 +191,7 @@ def test_the_page_shows_every_cell_and_what_was_missed() -> None:
 
 @pytest.mark.parametrize("name", SETS)
 def test_lengths_are_cut_at_the_capacity_and_the_loss_is_told(name: str) -> None:
-    cell = Cell(
-        lengths=name,
-        capacity=65_536,
-        documents=512,
-        model="llama-2-7b",
-        dp=4,
-        pp=4,
-        tp=4,
-        seed=1,
-    )
+    cell = Cell(lengths=name, capacity=65_536, documents=512, model="llama-2-7b", dp=4, pp=4, tp=4, seed=1)
     try:
         lengths, told = cell.drawn()
     except FileNotFoundError:

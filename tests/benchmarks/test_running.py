@@ -187,12 +187,7 @@ def test_targets_are_of_the_best_way_of_each_kind() -> None:
 
     found = longest.targets({"cells": cells})
 
-    assert found == {
-        "device_over_a": 8.1,
-        "device_met": True,
-        "host_over_b": 7.75,
-        "host_met": False,
-    }
+    assert found == {"device_over_a": 8.1, "device_met": True, "host_over_b": 7.75, "host_met": False}
 
 
 CPU = torch.device("cpu")

@@ -28,16 +28,7 @@ def test_verdicts_are_printed_and_nothing_written(tmp_path: Path) -> None:
 
 
 def test_everything_is_printed_as_json() -> None:
-    run = asked(
-        "verify",
-        "llama",
-        *QUICK,
-        "--no-calls",
-        "--no-gradients",
-        "--dtype",
-        "float64",
-        "--json",
-    )
+    run = asked("verify", "llama", *QUICK, "--no-calls", "--no-gradients", "--dtype", "float64", "--json")
 
     found = json.loads(run.stdout)
     assert run.returncode == 0
@@ -165,10 +156,7 @@ def test_everything_about_a_configuration_is_printed_as_json(config: Path) -> No
         (("verify",), "name a MODEL, such as llama, or a configuration with --megatron CONFIG"),
         (("verify", "--megatron", "none.yaml"), "none.yaml: there is no such file"),
         (("verify", "--megatron", "CFG", "--dialect", "1"), "'1' names no dialect of Megatron-Bridge"),
-        (
-            ("verify", "--megatron", "CFG", "--world-size", "0"),
-            "world_size must be a whole number from 1",
-        ),
+        (("verify", "--megatron", "CFG", "--world-size", "0"), "world_size must be a whole number from 1"),
     ],
 )
 def test_what_can_not_be_checked_is_one_sentence(

@@ -186,11 +186,7 @@ def test_a_message_that_its_author_switches_off_is_not_trained(flag):
         *asked({"role": "assistant", "content": "bad", **flag}),
         *asked({"role": "assistant", "content": "good"}),
     ]
-    for source in (
-        None,
-        HEAD + CONTENT + TAIL,
-        TAGGED,
-    ):
+    for source in (None, HEAD + CONTENT + TAIL, TAGGED):
         rendered = chat_template(source, end_marks=["<|im_end|>"]).render(messages)
 
         assert [text.removesuffix("<|im_end|>") for text in said(rendered)] == ["good"]
@@ -209,11 +205,7 @@ def test_a_row_of_which_all_turns_are_switched_off_is_refused():
 
 def test_the_last_turn_alone_is_trained_on_request():
     turns = [message for word in "abc" for message in asked({"role": "assistant", "content": word})]
-    for source in (
-        None,
-        HEAD + CONTENT + TAIL,
-        TAGGED,
-    ):
+    for source in (None, HEAD + CONTENT + TAIL, TAGGED):
         rendered = chat_template(source, end_marks=["<|im_end|>"]).render(turns, choice=Choice(last=True))
         completed = prompt_and_completion(
             turns[:1], turns[1:], chat_template(source, end_marks=["<|im_end|>"]), choice=Choice(last=True)
@@ -659,10 +651,7 @@ def test_an_instruction_without_an_output_is_nothing_to_train_on(present: list[s
     ("row", "words"),
     [
         ({"instruction": ["a", "b"], "output": "x"}, "`instruction` must be a string, found array"),
-        (
-            {"instruction": "a", "input": {"b": 1}, "output": "x"},
-            "`context` must be a string, found object",
-        ),
+        ({"instruction": "a", "input": {"b": 1}, "output": "x"}, "`context` must be a string, found object"),
         ({"instruction": "a", "output": 7}, "`output` must be a string, found number"),
         ({"instruction": "a", "output": ""}, "the output is empty, so there is nothing to train on"),
     ],

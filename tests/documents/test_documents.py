@@ -98,10 +98,7 @@ def test_what_is_supervised_in_chats_decodes_to_the_assistants_words_and_end_mar
     documents = encoded("messages", {"messages": CHATS})
 
     end = 259
-    assert supervised(documents) == [
-        [*b"hello", end],
-        [*"one 🦆".encode(), end, *b"two\nlines", end],
-    ]
+    assert supervised(documents) == [[*b"hello", end], [*"one 🦆".encode(), end, *b"two\nlines", end]]
     assert [ids.count(EOS) for ids in each(documents)] == [0, 0]
 
 

@@ -78,11 +78,7 @@ def test_the_trainer_s_example_has_the_loss_and_gradients_of_documents_alone(
     check_against(module.make_model(), batches, loss, gradients)
 
 
-WAYS = {
-    "packed": "400 documents in 68 rows",
-    "collator": "",
-    "loader": r"packs are 9\d\.\d % full",
-}
+WAYS = {"packed": "400 documents in 68 rows", "collator": "", "loader": r"packs are 9\d\.\d % full"}
 """Each way of the SFT example, and what it says beside its steps."""
 
 

@@ -138,12 +138,7 @@ def test_documents_are_indexed_once_into_the_cache_and_found_there(tmp_path):
     counts = []
     for cache in (tmp_path / "cache", str(tmp_path / "cache")):
         loader = vl.PackedLoader(
-            tmp_path / "data",
-            capacity=8,
-            global_batch_size=1,
-            mode="indexed",
-            worker="thread",
-            cache=cache,
+            tmp_path / "data", capacity=8, global_batch_size=1, mode="indexed", worker="thread", cache=cache
         )
         with loader:
             counts.append(sum(batch.num_tokens for batch in loader))

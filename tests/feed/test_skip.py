@@ -119,8 +119,7 @@ CUTS = [None, "fails", 0, 1234]
 
 
 @pytest.mark.parametrize(
-    ("cut", "worker"),
-    mostly([*((cut, "thread") for cut in CUTS), (1234, "process")], product(CUTS, WORKERS)),
+    ("cut", "worker"), mostly([*((cut, "thread") for cut in CUTS), (1234, "process")], product(CUTS, WORKERS))
 )
 def test_documents_of_a_shard_whose_tokens_are_gone_or_cut_are_masked(store, whole, tmp_path, cut, worker):
     places = numbered(store)

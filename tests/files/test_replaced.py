@@ -353,11 +353,7 @@ def web() -> Iterator[Callable[[bytes, dict[str, str]], str]]:
     [
         ({"ETag": 'W/"1"'}, {"ETag": 'W/"2"'}, "etag"),
         ({"ETag": '"1"'}, {"ETag": '"2"'}, "etag"),
-        (
-            {"Last-Modified": f"{DAY} 00:00:00 GMT"},
-            {"Last-Modified": f"{DAY} 00:00:01 GMT"},
-            "last-modified",
-        ),
+        ({"Last-Modified": f"{DAY} 00:00:00 GMT"}, {"Last-Modified": f"{DAY} 00:00:01 GMT"}, "last-modified"),
     ],
 )
 def test_a_web_server_that_heeds_no_condition_is_looked_at_before_each_block(web, before, after, what):

@@ -135,10 +135,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     ),
     (
         shape.kernels_have_references,
-        {
-            "src/varlen/batch/kernels_rows.py": KERNEL,
-            "tests/oracles/batch.py": KERNEL.replace("(a)", "(b)"),
-        },
+        {"src/varlen/batch/kernels_rows.py": KERNEL, "tests/oracles/batch.py": KERNEL.replace("(a)", "(b)")},
         "take different arguments",
     ),
     (

@@ -15,14 +15,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
-from tests.support.offline_packs import (
-    DyingTokenizer,
-    contents,
-    pack,
-    small_parts,
-    table_of,
-    write_texts,
-)
+from tests.support.offline_packs import DyingTokenizer, contents, pack, small_parts, table_of, write_texts
 from tests.support.rarely import mostly
 
 from varlen.documents.source import open_source

@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from varlen.cost.rates import (
-    FORWARD_HEAD,
-    FORWARD_LAYER,
-    INPUT_HEAD,
-    INPUT_LAYER,
-    WEIGHT_HEAD,
-    WEIGHT_LAYER,
-)
+from varlen.cost.rates import FORWARD_HEAD, FORWARD_LAYER, INPUT_HEAD, INPUT_LAYER, WEIGHT_HEAD, WEIGHT_LAYER
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

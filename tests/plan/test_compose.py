@@ -135,20 +135,10 @@ def test_composing_and_its_seconds_agree_with_their_references(
         assert all(np.array_equal(one, other) for one, other in zip(*pair, strict=True))
 
 
-@given(
-    st.data(),
-    *(st.integers(0, most) for most in (6, 8, 3, 3, 9)),
-    st.booleans(),
-)
+@given(st.data(), *(st.integers(0, most) for most in (6, 8, 3, 3, 9)), st.booleans())
 @settings(deadline=None)
 def test_arranging_agrees_with_its_reference(
-    data: st.DataObject,
-    num_cut: int,
-    num_plain: int,
-    heads: int,
-    tails: int,
-    num_whole: int,
-    in_step: bool,
+    data: st.DataObject, num_cut: int, num_plain: int, heads: int, tails: int, num_whole: int, in_step: bool
 ) -> None:
     num_packs = num_cut + num_plain + heads + tails
     if num_packs == 0:
@@ -346,13 +336,7 @@ def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place
     groups = grouped(lengths, np.array([4, 2, 1, 1, 1, 1, 1, 1], np.int32), 4, COSTS.rates)
     made = padded(
         [
-            composed(
-                documents,
-                12,
-                Grading(heads=2, smallest=0.3),
-                in_step=True,
-                budget=0.002,
-            )
+            composed(documents, 12, Grading(heads=2, smallest=0.3), in_step=True, budget=0.002)
             for documents in documents_of_ranks(groups, lengths, 4)
         ]
     )

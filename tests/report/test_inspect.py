@@ -64,11 +64,7 @@ def test_losses_of_every_row_are_what_its_words_say(lengths, capacity):
 
     tokens = sum(lengths)
     longer = [length for length in lengths if length > capacity]
-    lost = {
-        "split": 0,
-        "truncate": sum(length - capacity for length in longer),
-        "drop": sum(longer),
-    }
+    lost = {"split": 0, "truncate": sum(length - capacity for length in longer), "drop": sum(longer)}
     assert found.overlong_documents == len(longer)
     assert found.truncation_share == lost["truncate"] / tokens
     assert found.dropping_share == lost["drop"] / tokens

@@ -9,13 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.runtime.kernel_stand_ins import (
-    KERNELS,
-    SCALE,
-    aten_backward,
-    aten_forward,
-    whole,
-)
+from tests.runtime.kernel_stand_ins import KERNELS, SCALE, aten_backward, aten_forward, whole
 from tests.support.rarely import examples
 from tests.support.sliced import tiny
 

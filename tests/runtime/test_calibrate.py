@@ -219,13 +219,7 @@ class Pretended:
         return found, self.clock - began
 
 
-@given(
-    st.floats(-10, -5),
-    st.floats(-6, 0),
-    st.floats(-5, -1),
-    st.floats(-1, 2),
-    st.integers(0, 2**32 - 1),
-)
+@given(st.floats(-10, -5), st.floats(-6, 0), st.floats(-5, -1), st.floats(-1, 2), st.integers(0, 2**32 - 1))
 @examples(8)
 def test_no_calibration_is_over_its_budget_by_more_than_the_least(
     pair: float, row: float, call: float, budget: float, seed: int

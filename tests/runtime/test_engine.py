@@ -392,9 +392,7 @@ def test_what_is_added_after_an_engine_was_made_is_refused_too() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_adapters_within_layers_and_copies_of_the_ends_learn_as_in_the_uncut_model(
-    recompute: Any,
-) -> None:
+def test_adapters_within_layers_and_copies_of_the_ends_learn_as_in_the_uncut_model(recompute: Any) -> None:
     model = tiny("llama")
     head_is(ModulesToSaveWrapper)(model)
     embedding_is(ModulesToSaveWrapper)(model)

@@ -474,13 +474,7 @@ def test_a_mapped_arrow_file_that_is_replaced_or_rewritten_is_told(tmp_path):
     for in_place in (False, True):
         write_record_batches(path, 0)
         with vl.PackedLoader(
-            path,
-            capacity=512,
-            global_batch_size=2,
-            worker="thread",
-            window=64,
-            mode="indexed",
-            epochs=3,
+            path, capacity=512, global_batch_size=2, worker="thread", window=64, mode="indexed", epochs=3
         ) as loader:
             next(loader)
             if in_place:

@@ -87,12 +87,7 @@ _TABLE: dict[str, dict[str, Any]] = {
     "gemma4_v4": _GEMMA4,
     "gemma4_v5": _GEMMA4,
     "glm4moe": {"eos": "<|endoftext|>", "after": (), "stop": ("<|user|>", "<|observation|>")},
-    "gptoss": {
-        "eos": "<|return|>",
-        "thoughts": "thinking",
-        "before": ("<|start|>assistant",),
-        "after": (),
-    },
+    "gptoss": {"eos": "<|return|>", "thoughts": "thinking", "before": ("<|start|>assistant",), "after": ()},
     "idefics3": {"eos": "<|end_of_text|>", "takes_parts": True, "after": _UTTERANCE},
     "lfm2": _LFM,
     "lfm2_2_5": _LFM | {"thoughts": "thinking"},

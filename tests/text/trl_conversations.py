@@ -245,12 +245,7 @@ _SEVERAL_TURNS = (
     "blanks around",
     "words of templates",
 )
-_QWEN3_5 = (
-    *_SEVERAL_TURNS,
-    *_EARLIER_THOUGHTS,
-    "thoughts in the last turn",
-    "tools, calls in two turns",
-)
+_QWEN3_5 = (*_SEVERAL_TURNS, *_EARLIER_THOUGHTS, "thoughts in the last turn", "tools, calls in two turns")
 _GEMMA = ("two answers in a row", "tools, content and call", *_EARLIER_THOUGHTS)
 _PHI = (*_SEVERAL_TURNS, "two answers in a row")
 

@@ -344,10 +344,7 @@ def test_a_saved_folder_is_trained_on(whole, store, tmp_path):
 
 
 @given(
-    st.sampled_from(["constant", "cosine", "linear"]),
-    st.integers(0, 20),
-    st.integers(1, 50),
-    st.floats(0, 1),
+    st.sampled_from(["constant", "cosine", "linear"]), st.integers(0, 20), st.integers(1, 50), st.floats(0, 1)
 )
 def test_the_learning_rate_rises_to_its_highest_and_falls_to_its_lowest(schedule, warmup, after, lowest):
     made = OptimizerSettings(

@@ -269,7 +269,7 @@ def test_padding_outside_the_vocabulary_is_refused(pad_id: int) -> None:
 T5 = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
 QWEN3_NEXT = Qwen3NextConfig(
     **CONFIGS["llama"]().to_diff_dict()
-    | {"model_type": "qwen3_next", "num_experts": 4, "num_hidden_layers": 4},
+    | {"model_type": "qwen3_next", "num_experts": 4, "num_hidden_layers": 4}
 )
 
 

@@ -172,10 +172,7 @@ def test_other_tensors_are_refused() -> None:
         flat(0, return_tensors="np")
     with pytest.raises(SettingError, match="\"pt\", as in TRL; got 'np'"):
         flat(0)([{"input_ids": [1]}], return_tensors="np")
-    same(
-        flat(0)([{"input_ids": [1, 2]}], "pt"),
-        Theirs(0, padding_free=True)([{"input_ids": [1, 2]}], "pt"),
-    )
+    same(flat(0)([{"input_ids": [1, 2]}], "pt"), Theirs(0, padding_free=True)([{"input_ids": [1, 2]}], "pt"))
 
 
 @given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=4))

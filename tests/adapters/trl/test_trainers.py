@@ -34,7 +34,7 @@ from varlen.adapters.trl.trainer import PackedSFTTrainer
 
 pytestmark = [
     # TRL asks transformers for what transformers has renamed.
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 ]
 
 SETTINGS = {"bf16": False, "activation_checkpointing": False, "dataloader_pin_memory": False}

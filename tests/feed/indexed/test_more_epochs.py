@@ -37,12 +37,7 @@ def taken(loader):
 def test_a_store_goes_on_for_more_epochs_from_any_batch(tmp_path, lengths):
     """Also from within the last step, which holds fewer packs than one that more would follow."""
     data = write_texts(tmp_path / "a.jsonl", some_texts(lengths, 30))
-    named = {
-        "capacity": 64,
-        "global_batch_size": 8,
-        "micro_batch_size": 1,
-        "cache": tmp_path / "c",
-    }
+    named = {"capacity": 64, "global_batch_size": 8, "micro_batch_size": 1, "cache": tmp_path / "c"}
     with loader_of(data, 1, **named) as loader:
         first, states = taken(loader)
     once = covered(first)

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.hf_models import FAMILIES, LAYOUTS, PAIRS, SMALL, VOCABULARY, make, packed, tiny
-from transformers import (
-    FalconConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MambaConfig,
-    MixtralConfig,
-)
+from transformers import FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, MambaConfig, MixtralConfig
 
 import varlen as vl
 from varlen.adapters import hf

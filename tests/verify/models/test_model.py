@@ -328,10 +328,7 @@ def test_what_is_no_transformers_model_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    mostly(
-        ["falcon", "gpt2"],
-        ["llama", "falcon", "gpt_oss", "stablelm", "qwen3_next", "bamba", "gpt2"],
-    ),
+    mostly(["falcon", "gpt2"], ["llama", "falcon", "gpt_oss", "stablelm", "qwen3_next", "bamba", "gpt2"]),
 )
 def test_what_check_batch_says_of_every_call_is_what_a_run_finds(family: str) -> None:
     """All backends, layouts and calls: an error without a leak, or a leak without an error, would be a wrong word."""

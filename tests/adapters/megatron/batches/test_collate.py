@@ -112,11 +112,7 @@ def test_the_padding_of_a_row_is_never_one_long_sequence(multiple: int) -> None:
     stored = rows([[5] * 13])
 
     batch = collate_rows(
-        stored,
-        eos_id=EOS,
-        max_seq_length=600,
-        pad_to_max_length=True,
-        pad_seq_to_mult=multiple,
+        stored, eos_id=EOS, max_seq_length=600, pad_to_max_length=True, pad_seq_to_mult=multiple
     )
 
     ends = batch["cu_seqlens_q"][0]

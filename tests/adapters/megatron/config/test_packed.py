@@ -77,8 +77,7 @@ def test_in_batch_packing_of_four_rows_passes(dialect: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "cp", "fix"),
-    [(512, 2, None), (510, 2, "508 or 512"), (256, 3, "252 or 258")],
+    ("length", "cp", "fix"), [(512, 2, None), (510, 2, "508 or 512"), (256, 3, "252 or 258")]
 )
 def test_rows_are_multiples_of_twice_the_context_parallel_size(length: int, cp: int, fix: str | None) -> None:
     cfg = plain(GPT, model__seq_length=length, dataset__seq_length=length, model__context_parallel_size=cp)

@@ -326,11 +326,7 @@ TRAJS = rollout([1, 2, 3, 4, 5], [6, 7])
             DocumentsError,
             r"generation_masks has the shape \(2, 4\), but",
         ),
-        (
-            {"generation_masks": [torch.ones(5), torch.ones(4)]},
-            DocumentsError,
-            r"0 has \(5,\) and 1 \(4,\)",
-        ),
+        ({"generation_masks": [torch.ones(5), torch.ones(4)]}, DocumentsError, r"0 has \(5,\) and 1 \(4,\)"),
         ({"attention_mask": torch.ones(5)}, DocumentsError, r"attention_mask has the shape \(5,\)"),
         ({"attention_mask": TRAJS == 7}, DocumentsError, "row 1 of the batch is not right-padded"),
         ({"lengths": [5]}, LengthsError, "there are 2 trajectories, but 1 lengths"),
