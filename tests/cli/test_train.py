@@ -26,25 +26,14 @@ from tests.support.training import (
     write_toml,
 )
 
-from varlen.cli import app as app_module
 from varlen.cli.train import Lines, Live, live_parts, watching
 from varlen.train.metrics import StepMetrics
 from varlen.train.trainer import RunPlan
 
 
 @pytest.fixture
-def verb(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        code = 0
-        try:
-            app_module.app(["train", *map(str, arguments)])
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capfd.readouterr()
-
-    return call
+def run_train(verb):
+    return lambda *arguments: verb("train", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +41,25 @@ def store(tmp_path_factory):
     return write_store(tmp_path_factory.mktemp("store"))
 
 
-def test_the_example_is_written_and_trains(verb, store, tmp_path):
-    code, out, _ = verb("--init", "config.toml")
+def test_the_example_is_written_and_trains(run_train, store, tmp_path):
+    code, out, _ = run_train("--init", "config.toml")
     assert (code, out.splitlines()[-1].split("  ")[-1]) == (0, "varlen train config.toml")
-    assert verb("--init", "config.toml")[0] == 2
+    assert run_train("--init", "config.toml")[0] == 2
 
     quick = ["--set", f"data.source={store}", "--set", "run.steps=2", "--set", "data.worker=thread"]
-    code, out, said = verb("config.toml", *quick, "--json")
+    code, out, said = run_train("config.toml", *quick, "--json")
     summary = json.loads(out)
     assert (code, summary["steps"], summary["plan"]["parallel"]) == (0, 2, "fsdp")
     assert 'attention "varlen"; 2 steps\n' in said
     assert "step 2  loss " in said
     assert steps_of(tmp_path / "run") == ["step-00000002"]
 
-    code, out, said = verb("config.toml", *quick)
+    code, out, said = run_train("config.toml", *quick)
     assert (code, out.splitlines()[0]) == (
         0,
         "run/checkpoints/step-00000002 was finished already, 2 steps; raise run.steps to go on",
     )
-    code, out, said = verb(
+    code, out, said = run_train(
         "config.toml", *quick, "--set", "run.steps=3", "--set", "measure.exposed_data=true"
     )
     assert code == 0
@@ -78,26 +67,30 @@ def test_the_example_is_written_and_trains(verb, store, tmp_path):
     assert "going on after step 2\n" in said
 
     more = [*quick, "--set", "run.epochs=1", "--set", "run.steps=1000000", "--set", "run.output=short"]
-    code, out, said = verb("config.toml", *more)
+    code, out, said = run_train("config.toml", *more)
     steps = out.split()[0]
     assert (code, f"the data ended at step {steps} of 1,000,000; raise run.epochs to go on" in out) == (
         0,
         True,
     )
-    assert verb("config.toml", *more)[1].splitlines()[0].endswith(f"{steps} steps; raise run.epochs to go on")
+    assert (
+        run_train("config.toml", *more)[1]
+        .splitlines()[0]
+        .endswith(f"{steps} steps; raise run.epochs to go on")
+    )
 
 
-def test_a_run_by_plans_says_which_and_what_they_cost(verb, store, tmp_path):
+def test_a_run_by_plans_says_which_and_what_they_cost(run_train, store, tmp_path):
     hardware = write_hardware(tmp_path / "slow.json")
     write_toml(tmp_path / "a.toml", planned_table(store, tmp_path / "run", priced(hardware), run__steps=2))
 
-    code, out, said = verb("a.toml")
+    code, out, said = run_train("a.toml")
 
     assert code == 0, said
     words = 'in slices by plans: "micropack" on dp 1 x pp 1, recompute "auto", offload "auto", rates of slow; 2 steps'
     assert words in said
     assert re.search(r"\n  \d+\.\d\d % of the time waiting for plans, after the first one \(\d+\.\d s\)", out)
-    summary = json.loads(verb("a.toml", "--set", "run.steps=3", "--json")[1])
+    summary = json.loads(run_train("a.toml", "--set", "run.steps=3", "--json")[1])
     assert summary["plan"]["plans"].startswith('"micropack" on dp 1 x pp 1')
     assert summary["totals"]["first_plan_s"] > 0
 
@@ -116,10 +109,10 @@ def test_a_run_by_plans_says_which_and_what_they_cost(verb, store, tmp_path):
         ),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(verb, store, tmp_path, arguments, words):
+def test_bad_input_is_one_sentence_and_exit_code_2(run_train, store, tmp_path, arguments, words):
     write_toml(tmp_path / "a.toml", table(store, tmp_path / "run"))
 
-    code, out, said = verb(*arguments)
+    code, out, said = run_train(*arguments)
 
     assert (code, out) == (2, "")
     assert said.startswith("varlen: ")
@@ -128,14 +121,14 @@ def test_bad_input_is_one_sentence_and_exit_code_2(verb, store, tmp_path, argume
     assert not (tmp_path / "run").exists()
 
 
-def test_one_of_several_processes_says_which_it_is(verb, store, tmp_path, monkeypatch):
+def test_one_of_several_processes_says_which_it_is(run_train, store, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     write_toml(tmp_path / "a.toml", table(store, tmp_path / "run", run__parallel="none"))
 
-    assert verb("a.toml")[2].startswith('varlen: rank 1: run.parallel is "none"')
+    assert run_train("a.toml")[2].startswith('varlen: rank 1: run.parallel is "none"')
 
 
 def test_ctrl_c_saves_at_the_end_of_a_step_and_leaves_nothing_behind(store, tmp_path):
@@ -242,11 +235,11 @@ def test_only_a_terminal_gets_the_bar():
         assert isinstance(watcher, Lines)
 
 
-def test_two_calls_end_as_one_does(verb, store, tmp_path):
+def test_two_calls_end_as_one_does(run_train, store, tmp_path):
     for output, stops in (("whole", [6]), ("parts", [4, 6])):
         write_toml(tmp_path / "a.toml", table(store, tmp_path / output, optimizer__schedule="constant"))
         for steps in stops:
-            assert verb("a.toml", "--set", f"run.steps={steps}")[0] == 0
+            assert run_train("a.toml", "--set", f"run.steps={steps}")[0] == 0
 
     same_end(Path("whole"), Path("parts"))
 
@@ -265,14 +258,14 @@ def test_two_calls_end_as_one_does(verb, store, tmp_path):
 )
 @pytest.mark.parametrize("mode", ["indexed", "streaming"])
 def test_where_nothing_is_left_to_train_on_a_sentence_says_what_became_of_it(
-    verb, tmp_path, mode, rows, more, said
+    run_train, tmp_path, mode, rows, more, said
 ):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    verb("--init", "config.toml")
+    run_train("--init", "config.toml")
     settings = ["data.source=a.jsonl", "data.capacity=64", f"data.mode={mode}", "run.steps=2", more]
     given = [word for one in [*settings, f"data.cache={tmp_path / 'cache'}"] for word in ("--set", one)]
 
-    code, out, error = verb("config.toml", *given, "--set", "data.worker=thread")
+    code, out, error = run_train("config.toml", *given, "--set", "data.worker=thread")
 
     assert (code, out) == (2, "")
     assert re.search(f"^varlen: .*{said}", error.splitlines()[-1]), error

@@ -1,11 +1,11 @@
 """A planner beside a loader: the lengths of its steps, runs that go on, and ranks that are told."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.planning import until
 from tests.support.ranks import as_ranks
 from tests.support.stores import loader_of, random_store
 
@@ -27,13 +27,6 @@ def settings() -> dict[str, Any]:
     return {"cost": cost, "mesh": vl.Mesh(dp=2, pp=2, tp=4)}
 
 
-def until(planner: vl.Planner, step: int) -> None:
-    begun = time.monotonic()
-    while step not in planner._line.answers:
-        assert time.monotonic() - begun < 60, "waited in vain"
-        time.sleep(0.01)
-
-
 def test_a_run_that_goes_on_has_the_plans_that_its_steps_had(store: Path, settings: dict[str, Any]) -> None:
     fingerprints, quickly = [], []
     with loader_of(store) as loader, vl.Planner(loader.lengths, **settings) as planner:
@@ -45,7 +38,7 @@ def test_a_run_that_goes_on_has_the_plans_that_its_steps_had(store: Path, settin
                     planner._line.answers.pop(step, None)
                     planner._line.asked.pop(step, None)
             elif step:
-                until(planner, step)
+                until(lambda known=step: known in planner._line.answers, 60)
             plan = planner.take(step)
             check_plan(plan)
             fingerprints.append(plan_fingerprint(plan))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.support.megatron_rows import Row, packed_rows, plain, write_parquet
 
 from varlen.adapters.megatron import write_packed_parquet
-from varlen.cli import app as app_module
 from varlen.documents.pretokenized import ready_documents
 from varlen.documents.source import open_source
 from varlen.errors import SourceError
@@ -349,20 +348,6 @@ def test_a_row_without_tokens_is_no_document():
     columns = {"input_ids": [[], [1, 2]], "seq_start_id": [[], [0]]}
 
     assert ready_documents(columns, 2, None)[1].tolist() == [0, 2]
-
-
-@pytest.fixture
-def verb(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        try:
-            app_module.app(list(map(str, arguments)))
-        except SystemExit as ended:
-            code = ended.code
-        return (code, *capfd.readouterr())
-
-    return call
 
 
 def test_tokens_are_kept_once_and_packed_to_any_size(verb, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support import planner_jobs as plan_jobs
-from tests.support.planning import until
+from tests.support.planning import is_there, until
 
 from varlen.errors import PlanError, SettingError, StalledError, StateError
 from varlen.plan.planner import KEPT, Planner
@@ -25,14 +25,6 @@ STEPS = [[5, 7], [3], [9, 9, 9], [4, 1], [8]]
 
 def planner_of(lengths: Any = STEPS, **settings: Any) -> Planner:
     return Planner(lengths, function="tests.support.planner_jobs:one_by_one", **settings)
-
-
-def is_there(pid: int) -> bool:
-    """Whether a process runs; one that has ended and wasn't waited for doesn't."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def knows(planner: Planner, step: int) -> bool:

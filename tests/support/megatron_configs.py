@@ -3,6 +3,8 @@
 import copy
 from typing import Any
 
+from varlen.adapters.megatron import check_config
+
 SPECS = {"0.4": "packed_sequence_specs", "0.5": "packed_sequence_specs", "0.6": "offline_packing_specs"}
 
 
@@ -65,3 +67,8 @@ def changed(cfg: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
             here = here.setdefault(part, {})
         here[last] = value
     return copied
+
+
+def only(cfg: Any, kind: str, **settings: Any) -> Any:
+    (found,) = [finding for finding in check_config(cfg, **settings) if finding.kind == kind]
+    return found

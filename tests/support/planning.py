@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -29,3 +30,11 @@ def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() - begun < seconds, "waited in vain"
         time.sleep(0.01)
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; one that has ended and wasn't waited for doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

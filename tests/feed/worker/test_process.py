@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.planning import is_there, until
 from tests.support.stores import content, drained, loader_of, random_store
 
 from varlen.errors import StalledError, WorkerDiedError
@@ -30,21 +31,6 @@ def store(tmp_path_factory):
 def whole(store):
     with loader_of(store, micro_batch_size=1, epochs=8) as loader:
         return drained(loader)
-
-
-def until(holds, seconds=20.0):
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < seconds, "waited in vain"
-        time.sleep(0.01)
-
-
-def is_there(pid):
-    """Whether a process runs; one that has ended and wasn't waited for doesn't."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def pid_of(loader):

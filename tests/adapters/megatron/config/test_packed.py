@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.megatron_configs import changed, energon, in_batch, packed, plain
+from tests.support.megatron_configs import changed, energon, in_batch, only, packed, plain
 
 from varlen.adapters.megatron import check_config
 from varlen.adapters.megatron.config.report import Kind
@@ -20,11 +20,6 @@ OLD_AND_NEW = pytest.mark.parametrize("dialect", ["0.4", "0.5", "0.6"])
 
 def kinds(cfg: Any, **settings: Any) -> set[str]:
     return {finding.kind for finding in check_config(cfg, **settings).errors}
-
-
-def only(cfg: Any, kind: str, **settings: Any) -> Any:
-    (found,) = [finding for finding in check_config(cfg, **settings) if finding.kind == kind]
-    return found
 
 
 # The cases that release 0.4.2 selects for packed_sequence.

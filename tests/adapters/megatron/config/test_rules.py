@@ -5,16 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.megatron_configs import changed, in_batch, packed, plain
+from tests.support.megatron_configs import changed, in_batch, only, packed, plain
 
 from varlen.adapters.megatron import check_config
 
 SPECS = "dataset.offline_packing_specs"
-
-
-def only(cfg: Any, kind: str, **settings: Any) -> Any:
-    (found,) = [finding for finding in check_config(cfg, **settings) if finding.kind == kind]
-    return found
 
 
 def kinds(cfg: Any, **settings: Any) -> set[str]:
