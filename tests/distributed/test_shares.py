@@ -1,21 +1,19 @@
 """Loaders with plans: each rank is given the documents that it computes, and all of them train what one trains."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from distances import EXACT
-from ranks import ROOT, as_ranks
+from tests.support.distances import EXACT
+from tests.support.ranks import as_ranks
 
 from varlen.documents.source import open_source
 from varlen.offline.index import index_source
 
 LIBRARIES = "torch,transformers.models.llama.modeling_llama,varlen.runtime.engine,varlen.feed.loader,varlen.plan.api,numba"
-JOB = ROOT / "tests" / "share_job.py"
+JOB = Path(__file__).with_name("share_job.py")
 Found = list[dict[str, Any]]
 
 

@@ -1,7 +1,5 @@
 """One rank of jobs whose loaders have plans: `share_job.py OUT STORE ...`; writes down what it found."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from distances import furthest, whole_of
-from random_plans import random_plan
-from sliced import take_gradients, tiny
+from tests.support.distances import furthest, whole_of
+from tests.support.random_plans import random_plan
+from tests.support.sliced import take_gradients, tiny
 
 import varlen as vl
 from varlen.plan.check import check_plan as check_whole
