@@ -12,7 +12,10 @@ from tests.support.ranks import as_ranks
 from varlen.documents.source import open_source
 from varlen.offline.index import index_source
 
-LIBRARIES = "torch,transformers.models.llama.modeling_llama,varlen.runtime.engine,varlen.feed.loader,varlen.plan.api,numba"
+LIBRARIES = (
+    "torch,transformers.models.llama.modeling_llama,varlen.runtime.engine,"
+    "varlen.feed.loader,varlen.plan.api,numba"
+)
 JOB = Path(__file__).with_name("share_job.py")
 Found = list[dict[str, Any]]
 
