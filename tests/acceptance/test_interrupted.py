@@ -22,14 +22,14 @@ def outcomes(what: str, times: int, seed: int = 0) -> Counter[str]:
     return Counter(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_an_interrupt_within_kernels_arrives_as_such() -> None:
+def test_an_interrupt_within_kernels_arrives_as_such():
     assert outcomes("plan_step", 60) == {"KeyboardInterrupt": 60}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", ["plan_step", "pack", "collate", "simulate", "loader"])
 @pytest.mark.parametrize("seed", range(3))
-def test_hundreds_of_interrupts_arrive_as_such(what: str, seed: int) -> None:
+def test_hundreds_of_interrupts_arrive_as_such(what, seed):
     assert outcomes(what, 200, seed) == {"KeyboardInterrupt": 200}
 
 
@@ -70,12 +70,12 @@ class Stopped(Exception):
         ((KeyboardInterrupt(), SystemError("of another call")), KeyboardInterrupt),
     ],
 )
-def test_what_a_handler_raises_is_found_below_numbas_error(raised, kind) -> None:
+def test_what_a_handler_raises_is_found_below_numbas_error(raised, kind):
     with pytest.raises(kind):
         failing_with(*raised)()
 
 
-def test_a_fault_of_the_interpreter_itself_stays_one() -> None:
+def test_a_fault_of_the_interpreter_itself_stays_one():
     def broken() -> None:
         raise SystemError("bad")
 
@@ -101,7 +101,7 @@ print(vl.pack(lengths, 8192, "balanced").num_packs)
 
 
 @pytest.mark.parametrize("after_s", mostly([0.1, 0.3], [0.1, 0.3, *(0.04 * n for n in range(1, 40))]))
-def test_an_interrupt_of_the_first_call_leaves_the_next_ones_whole(after_s: float) -> None:
+def test_an_interrupt_of_the_first_call_leaves_the_next_ones_whole(after_s):
     command = [sys.executable, "-W", "ignore", "-c", FIRST, str(after_s)]
     done = subprocess.run(
         command,

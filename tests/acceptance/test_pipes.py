@@ -63,7 +63,7 @@ def _soon() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_fifo_is_a_sentence(door: str, tmp_path: Path) -> None:
+def test_a_fifo_is_a_sentence(door, tmp_path):
     path = tmp_path / "named"
     os.mkfifo(path)
 
@@ -72,7 +72,7 @@ def test_a_fifo_is_a_sentence(door: str, tmp_path: Path) -> None:
     assert isinstance(said.value, VarlenError) or door == "weights", "the thread keeps what it was raised"
 
 
-def test_what_a_folder_says_by_the_way_is_read_from_files_alone(tmp_path: Path) -> None:
+def test_what_a_folder_says_by_the_way_is_read_from_files_alone(tmp_path):
     os.mkfifo(tmp_path / "tokenizer_config.json")
     os.mkfifo(tmp_path / "chat_template.jinja")
     os.mkfifo(tmp_path / "lengths.npy")

@@ -82,9 +82,7 @@ def check(verb: Verb, paths: list[Path], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_real_file_is_inspected_and_packed_to_the_last_token(
-    name: str, data: Path, tmp_path: Path, verb: Verb
-) -> None:
+def test_every_real_file_is_inspected_and_packed_to_the_last_token(name, data, tmp_path, verb):
     check(verb, [data / name], tmp_path)
 
 
@@ -98,13 +96,11 @@ def test_every_real_file_is_inspected_and_packed_to_the_last_token(
     ],
     ids=["texts and chats", "chats", "tokens too", "tokens"],
 )
-def test_mixtures_of_real_files_are_inspected_and_packed_to_the_last_token(
-    names: list[str], data: Path, tmp_path: Path, verb: Verb
-) -> None:
+def test_mixtures_of_real_files_are_inspected_and_packed_to_the_last_token(names, data, tmp_path, verb):
     check(verb, [data / name for name in names], tmp_path)
 
 
-def test_no_real_file_is_left_out(data: Path) -> None:
+def test_no_real_file_is_left_out(data):
     found = [
         f"{folder}/{path.name}" for folder in ("text", "tokens") for path in sorted((data / folder).iterdir())
     ]

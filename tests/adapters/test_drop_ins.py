@@ -117,19 +117,19 @@ def _same(one: str, other: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.ours.removeprefix("varlen.adapters."))
-def test_arguments_defaults_and_methods_are_the_peers_but_where_the_table_says_why(pair: Pair) -> None:
+def test_arguments_defaults_and_methods_are_the_peers_but_where_the_table_says_why(pair):
     assert sorted(differences(pair)) == sorted(DEVIATIONS.get(pair.ours, {}))
 
 
 @pytest.mark.parametrize("ours", DEVIATIONS)
-def test_every_deviation_stands_with_its_reason_on_the_frameworks_page(ours: str) -> None:
+def test_every_deviation_stands_with_its_reason_on_the_frameworks_page(ours):
     page = " ".join(Path("docs/frameworks", PAGES[ours.split(".")[2]]).read_text(encoding="utf-8").split())
 
     for deviation, reason in DEVIATIONS[ours].items():
         assert reason in page, f"{ours}: {deviation}"
 
 
-def test_every_public_name_of_an_adapter_is_a_drop_in_or_known_to_be_our_own() -> None:
+def test_every_public_name_of_an_adapter_is_a_drop_in_or_known_to_be_our_own():
     paired = {pair.ours for pair in PAIRS}
     rooms = {".".join(ours.split(".")[:-1]) for ours in paired if not ours.endswith("__call__")}
     rooms = {room for room in rooms if hasattr(importlib.import_module(room), "__all__")}
@@ -146,7 +146,7 @@ CLASSES = [name for name, told in TOLD.items() if "attributes" in told]
 
 
 @pytest.mark.parametrize("ours", CLASSES, ids=lambda name: name.removeprefix("varlen.adapters."))
-def test_attributes_are_there_and_can_be_written_where_the_peers_can(ours: str, tmp_path: Path) -> None:
+def test_attributes_are_there_and_can_be_written_where_the_peers_can(ours, tmp_path):
     thing = made(ours, tmp_path)
     settable = set(TOLD[ours]["attributes"]) - set(COUNTED.get(ours.removeprefix("varlen.adapters."), ()))
 
@@ -167,7 +167,7 @@ COUNTED = {
 """Attributes that are counted from the packs, and not written."""
 
 
-def test_samplers_pack_by_what_is_written_after_they_were_made() -> None:
+def test_samplers_pack_by_what_is_written_after_they_were_made():
     from varlen.adapters.axolotl import MultipackBatchSampler
     from varlen.adapters.multipack import MultipackDistributedBatchSampler
 
@@ -182,7 +182,7 @@ def test_samplers_pack_by_what_is_written_after_they_were_made() -> None:
     assert (len(ax), len(multi)) == (2, 2)
 
 
-def test_megatrons_batches_are_made_by_what_is_written_after_the_data_set_was_made(tmp_path: Path) -> None:
+def test_megatrons_batches_are_made_by_what_is_written_after_the_data_set_was_made(tmp_path):
     from varlen.adapters.megatron import GPTSFTPackedParquetDataset
 
     path = row_file(tmp_path)
@@ -232,7 +232,7 @@ NOT_OURS = {"megatron.get_seqlen_list", "megatron.fill_packing_strategy"}
 
 
 @pytest.mark.parametrize("ours", sorted(set(RAISED) - NOT_OURS))
-def test_errors_are_of_the_peers_classes_and_of_ours(ours: str, tmp_path: Path) -> None:
+def test_errors_are_of_the_peers_classes_and_of_ours(ours, tmp_path):
     with pytest.raises(VarlenError) as raised:
         broken(ours, tmp_path)()
 
@@ -243,7 +243,7 @@ def test_errors_are_of_the_peers_classes_and_of_ours(ours: str, tmp_path: Path) 
     assert raised.value.__suppress_context__
 
 
-def test_an_error_of_more_classes_keeps_its_name_words_and_trace() -> None:
+def test_an_error_of_more_classes_keeps_its_name_words_and_trace():
     with pytest.raises(SourceError) as raised:
         raise SourceError("gone")
 

@@ -50,9 +50,7 @@ def minibatches(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @given(minibatches(), st.integers(0, 1_000))
-def test_a_minibatch_whose_samples_begin_without_a_target_is_instructlabs_own(
-    minibatch: list[dict[str, Any]], of_step: int
-) -> None:
+def test_a_minibatch_whose_samples_begin_without_a_target_is_instructlabs_own(minibatch, of_step):
     ours, expected = PaddingFreeCollator()(minibatch, of_step), theirs(minibatch, of_step)
 
     assert list(ours) == list(expected)
@@ -65,7 +63,7 @@ def test_a_minibatch_whose_samples_begin_without_a_target_is_instructlabs_own(
             assert ours[name] == value, name
 
 
-def test_a_first_token_is_a_target_of_the_sample_before_there_and_none_here() -> None:
+def test_a_first_token_is_a_target_of_the_sample_before_there_and_none_here():
     minibatch = [sample([1, 2, 3], [1, 2, 3]), sample([4], [4])]
 
     expected, ours = theirs(minibatch, 4), PaddingFreeCollator()(minibatch)
@@ -78,9 +76,7 @@ def test_a_first_token_is_a_target_of_the_sample_before_there_and_none_here() ->
 
 
 @given(minibatches())
-def test_without_counts_it_is_the_flattening_collator_of_fms_acceleration(
-    minibatch: list[dict[str, Any]],
-) -> None:
+def test_without_counts_it_is_the_flattening_collator_of_fms_acceleration(minibatch):
     ours = PaddingFreeCollator(return_counts=False, return_flash_attn_kwargs=True)(minibatch)
     flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True, columns=())(minibatch)
 
@@ -88,14 +84,14 @@ def test_without_counts_it_is_the_flattening_collator_of_fms_acceleration(
     assert all(torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(flat[name])) for name in flat)
 
 
-def test_counts_need_not_come_with_the_samples_nor_labels() -> None:
+def test_counts_need_not_come_with_the_samples_nor_labels():
     batch = PaddingFreeCollator(return_tensors="np")([{"input_ids": [1, 2, 3]}, {"input_ids": []}])
 
     assert batch["num_loss_counted_tokens"] == 2
     assert batch["num_samples"] == 1
 
 
-def test_labels_that_do_not_match_and_empty_minibatches_are_refused() -> None:
+def test_labels_that_do_not_match_and_empty_minibatches_are_refused():
     with pytest.raises(DocumentsError, match="labels: document 0 has 1 values for 2 tokens"):
         PaddingFreeCollator()([{"input_ids": [1, 2], "labels": [1]}])
     with pytest.raises(DocumentsError, match="a batch of no documents"):

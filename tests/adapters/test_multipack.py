@@ -24,8 +24,8 @@ def ranks_of(lengths: Any, ranks: int, **settings: Any) -> list[MultipackDistrib
 
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 2**64 - 1), st.integers(0, 5), st.integers(1, 5))
 def test_over_all_ranks_every_document_comes_once_in_packs_that_hold_it(
-    lengths: list[int], ranks: int, seed: int, epoch: int, balance_over: int
-) -> None:
+    lengths, ranks, seed, epoch, balance_over
+):
     samplers = ranks_of(np.array(lengths), ranks, seed=seed, fill="empty", balance_over=balance_over)
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -43,7 +43,7 @@ def test_over_all_ranks_every_document_comes_once_in_packs_that_hold_it(
 
 
 @given(LENGTHS, st.integers(1, 5))
-def test_no_batch_is_empty_by_default_and_what_comes_twice_is_counted(lengths: list[int], ranks: int) -> None:
+def test_no_batch_is_empty_by_default_and_what_comes_twice_is_counted(lengths, ranks):
     samplers = ranks_of(lengths, ranks)
 
     packs = [pack for sampler in samplers for pack in sampler]
@@ -53,7 +53,7 @@ def test_no_batch_is_empty_by_default_and_what_comes_twice_is_counted(lengths: l
     assert samplers[0].steps.repeated_documents < ranks
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_and_the_same_again() -> None:
+def test_epochs_and_seeds_have_orders_of_their_own_and_the_same_again():
     lengths = np.random.default_rng(7).integers(1, CAPACITY, 400)
 
     def epoch_of(seed: int, epoch: int) -> list[list[int]]:
@@ -66,7 +66,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_the_same_again() -> None:
     assert epoch_of(0, 1) != epoch_of(1, 0)  # theirs adds the two
 
 
-def test_efficiency_is_tokens_over_slots_of_all_ranks() -> None:
+def test_efficiency_is_tokens_over_slots_of_all_ranks():
     lengths = np.random.default_rng(7).integers(1, CAPACITY, 400)
     samplers = ranks_of(lengths, 4)
 
@@ -74,7 +74,7 @@ def test_efficiency_is_tokens_over_slots_of_all_ranks() -> None:
     assert isinstance(samplers[0], Sampler)
 
 
-def test_a_document_longer_than_a_pack_is_an_error_or_dropped_and_counted() -> None:
+def test_a_document_longer_than_a_pack_is_an_error_or_dropped_and_counted():
     with pytest.raises(OverlongDocumentError):
         len(MultipackDistributedBatchSampler(CAPACITY, [5, 30, 6]))
 
@@ -83,7 +83,7 @@ def test_a_document_longer_than_a_pack_is_an_error_or_dropped_and_counted() -> N
     assert sampler.steps.dropped_documents == 1
 
 
-def test_one_of_rank_and_number_of_replicas_is_not_enough() -> None:
+def test_one_of_rank_and_number_of_replicas_is_not_enough():
     with pytest.raises(SettingError, match="pass both"):
         MultipackDistributedBatchSampler(CAPACITY, [1], num_replicas=2)
     with pytest.raises(SettingError, match="rank"):

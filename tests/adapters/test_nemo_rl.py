@@ -3,7 +3,6 @@
 import enum
 import random
 import statistics
-from typing import Any
 
 import numpy as np
 import pytest
@@ -107,7 +106,7 @@ def work(lengths: list[int], numbers: list[int]) -> float:
 
 @given(LENGTHS | st.lists(st.integers(51, 66) | st.integers(10, 33), max_size=40))
 @example([51, 17, 18, 25, 30, 33])
-def test_bins_are_those_of_the_readable_references(lengths: list[int]) -> None:
+def test_bins_are_those_of_the_readable_references(lengths):
     falling = sorted(range(len(lengths)), key=lambda n: (lengths[n], n), reverse=True)
     shuffled = list(range(len(lengths)))
     random.Random(7).shuffle(shuffled)
@@ -122,9 +121,7 @@ def test_bins_are_those_of_the_readable_references(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(lengths=LENGTHS, least=st.integers(0, 12), multiple=st.integers(1, 5))
-def test_every_sequence_stands_once_in_as_many_bins_as_asked_for(
-    algorithm: PackingAlgorithm, lengths: list[int], least: int, multiple: int
-) -> None:
+def test_every_sequence_stands_once_in_as_many_bins_as_asked_for(algorithm, lengths, least, multiple):
     packer = get_packer(
         algorithm, CAPACITY, min_bin_count=least, bin_count_multiple=multiple, seed=1, allow_empty=True
     )
@@ -143,9 +140,7 @@ def test_every_sequence_stands_once_in_as_many_bins_as_asked_for(
 
 
 @given(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=40), st.data())
-def test_no_bin_is_heavier_than_where_sequences_are_taken_off_one_by_one(
-    lengths: list[int], data: st.DataObject
-) -> None:
+def test_no_bin_is_heavier_than_where_sequences_are_taken_off_one_by_one(lengths, data):
     natural = get_packer("first_fit_decreasing", CAPACITY).pack(lengths)
     goal = data.draw(st.integers(len(natural), len(lengths)))
     bins = get_packer("first_fit_decreasing", CAPACITY, min_bin_count=goal).pack(lengths)
@@ -158,7 +153,7 @@ def test_no_bin_is_heavier_than_where_sequences_are_taken_off_one_by_one(
     assert max(work(lengths, numbers) for numbers in even) <= sum(work(lengths, n) for n in natural)
 
 
-def test_more_bins_are_more_even_than_with_sequences_taken_off_one_by_one() -> None:
+def test_more_bins_are_more_even_than_with_sequences_taken_off_one_by_one():
     lengths = [100] * 4 + [5] * 80
     bins = get_packer("first_fit_decreasing", CAPACITY, bin_count_multiple=16).pack(lengths)
     theirs = popped(get_packer("first_fit_decreasing", CAPACITY).pack(lengths), 16)
@@ -172,7 +167,7 @@ def test_more_bins_are_more_even_than_with_sequences_taken_off_one_by_one() -> N
 @pytest.mark.parametrize(
     "lengths", [[50], [30] * 5, [100] * 3, [10, 50, 100, 20, 80, 30, 70, 40, 60, 90], SMALL, MEDIUM]
 )
-def test_ordinary_sequences_are_packed(algorithm: PackingAlgorithm, lengths: list[int]) -> None:
+def test_ordinary_sequences_are_packed(algorithm, lengths):
     bins = get_packer(algorithm, CAPACITY).pack(np.array(lengths))
 
     assert sorted(n for numbers in bins for n in numbers) == list(range(len(lengths)))
@@ -181,12 +176,12 @@ def test_ordinary_sequences_are_packed(algorithm: PackingAlgorithm, lengths: lis
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_no_sequences_make_no_bins(algorithm: PackingAlgorithm) -> None:
+def test_no_sequences_make_no_bins(algorithm):
     assert get_packer(algorithm, CAPACITY, bin_count_multiple=4).pack([]) == []
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_sequence_longer_than_a_bin_is_refused_by_name_or_stands_alone(algorithm: PackingAlgorithm) -> None:
+def test_a_sequence_longer_than_a_bin_is_refused_by_name_or_stands_alone(algorithm):
     lengths = [50, 150, 70, 30, 101]
 
     with pytest.raises(
@@ -202,7 +197,7 @@ def test_a_sequence_longer_than_a_bin_is_refused_by_name_or_stands_alone(algorit
     assert [0] in bins
 
 
-def test_too_few_sequences_for_the_bins_are_refused_or_leave_empty_ones() -> None:
+def test_too_few_sequences_for_the_bins_are_refused_or_leave_empty_ones():
     for settings in ({"min_bin_count": 3}, {"bin_count_multiple": 3}):
         with pytest.raises(DocumentsError, match="Cannot create 3 bins with only 2 sequences"):
             get_packer("concatenative", CAPACITY, **settings).pack([50, 50])
@@ -226,12 +221,12 @@ def test_too_few_sequences_for_the_bins_are_refused_or_leave_empty_ones() -> Non
         ({"work": (0, -1)}, "work must be two numbers of at least 0"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(SettingError, match=words):
         get_packer(**({"algorithm": "concatenative", "bin_capacity": CAPACITY} | settings))
 
 
-def test_sequences_without_tokens_are_refused() -> None:
+def test_sequences_without_tokens_are_refused():
     with pytest.raises(
         LengthsError, match=r"must be positive, but sequence 1 has no tokens \(1 of 3 have none"
     ):
@@ -240,7 +235,7 @@ def test_sequences_without_tokens_are_refused() -> None:
         get_packer("first_fit_decreasing", CAPACITY).pack([-2])
 
 
-def test_a_packer_is_found_by_nemo_rl_s_own_enumeration_and_has_its_settings() -> None:
+def test_a_packer_is_found_by_nemo_rl_s_own_enumeration_and_has_its_settings():
     theirs = enum.Enum("PackingAlgorithm", {"FIRST_FIT_SHUFFLE": "first_fit_shuffle"})
     packer = get_packer(theirs.FIRST_FIT_SHUFFLE, CAPACITY, min_bin_count=3, bin_count_multiple=2)
 
@@ -250,14 +245,14 @@ def test_a_packer_is_found_by_nemo_rl_s_own_enumeration_and_has_its_settings() -
     assert packer.get_aggregated_metrics() == {}
 
 
-def test_the_most_sequences_of_a_bin_are_kept() -> None:
+def test_the_most_sequences_of_a_bin_are_kept():
     packer = ConcatenativePacker(CAPACITY)
     packer.max_sequences_per_bin = 2
 
     assert packer.pack([10] * 5) == next_fit([10] * 5, most=2) == [[0, 1], [2, 3], [4]]
 
 
-def test_metrics_have_nemo_rl_s_names_and_values() -> None:
+def test_metrics_have_nemo_rl_s_names_and_values():
     lengths, bins = [60, 40, 50, 10], [[0, 1], [2], [3]]
     full = [1.0, 0.5, 0.1]
 
@@ -278,7 +273,7 @@ def test_metrics_have_nemo_rl_s_names_and_values() -> None:
     assert set(PackingMetrics().calculate_stats_only([], [], CAPACITY).values()) == {0}
 
 
-def test_metrics_of_several_packings_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_of_several_packings_add_up(capsys):
     packer = get_packer("concatenative", CAPACITY, collect_metrics=True)
     packer.pack([60, 40, 50, 10])
     packer.pack([100])

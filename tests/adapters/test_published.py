@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from varlen.adapters.hf import DataCollatorWithFlattening, model_inputs
 from varlen.types import Ledger, Packing
 
 
-def test_boundaries_and_masks_are_those_of_llama_factory_s_numbered_rows() -> None:
+def test_boundaries_and_masks_are_those_of_llama_factory_s_numbered_rows():
     numbered = np.array([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
     documents = [[7] * length for length in (2, 3, 1, 2, 3)]
     packing = vl.pack([2, 3, 1, 2, 3], 6, "best_fit", groups=[0, 0, 1, 1, 1])
@@ -37,21 +36,21 @@ def test_boundaries_and_masks_are_those_of_llama_factory_s_numbered_rows() -> No
     assert (mask[real] == allowed[real]).all()
 
 
-def test_documents_that_llm_foundry_packs_without_waste_are_packed_the_same() -> None:
+def test_documents_that_llm_foundry_packs_without_waste_are_packed_the_same():
     packing = vl.pack([1, 2, 4, 3], 5)
 
     assert sorted(packing.to_lists()) == [[0, 2], [1, 3]]
     assert packing.fill_ratio == 1.0
 
 
-def test_what_llm_foundry_leaves_over_has_a_pack_here() -> None:
+def test_what_llm_foundry_leaves_over_has_a_pack_here():
     packing = vl.pack([1, 2, 4, 4], 5)
 
     assert sorted(packing.to_lists()) == [[0, 2], [1], [3]]
     assert packing.ledger.packed == packing.ledger.tokens_in == 11
 
 
-def test_the_example_of_best_fit_that_olmo_core_tests_gives_the_same_packs() -> None:
+def test_the_example_of_best_fit_that_olmo_core_tests_gives_the_same_packs():
     lengths = [8, 6, 6, 4, 3]  # appendix B of arXiv 2404.10830, and two more behind it
 
     assert vl.pack(lengths, 8).to_lists() == [[0], [1], [2], [3, 4]]
@@ -99,8 +98,8 @@ MINIBATCHES: list[tuple[list[int], int, int, list[int]]] = [
 
 @pytest.mark.parametrize(("lengths", "most", "unpadded", "padded"), MINIBATCHES)
 def test_samples_of_a_step_are_divided_over_ranks_as_instructlab_s_packers_promise(
-    lengths: list[int], most: int, unpadded: int, padded: list[int]
-) -> None:
+    lengths, most, unpadded, padded
+):
     of_ranks = taken(lengths, most, len(padded))
 
     assert indices(itertools.chain.from_iterable(of_ranks)) == list(range(len(lengths)))
@@ -114,7 +113,7 @@ def test_samples_of_a_step_are_divided_over_ranks_as_instructlab_s_packers_promi
     assert taken(lengths, most, len(padded)) == of_ranks
 
 
-def test_work_of_ranks_is_as_even_as_instructlab_asks_and_samples_of_a_minibatch_are_limited() -> None:
+def test_work_of_ranks_is_as_even_as_instructlab_asks_and_samples_of_a_minibatch_are_limited():
     lengths = np.random.default_rng(0).integers(20, 200, 50).tolist()
     tokens = [sum(lengths[index] for index in indices(packs)) for packs in taken(lengths, 500, 4)]
     assert 1 - min(tokens) / max(tokens) < 0.5
@@ -123,7 +122,7 @@ def test_work_of_ranks_is_as_even_as_instructlab_asks_and_samples_of_a_minibatch
     assert [len(pack) for pack in packs] == [5] * 4
 
 
-def test_micro_batches_of_verl_s_ranks_stay_within_the_limit_and_are_as_many_on_each_and_put_back() -> None:
+def test_micro_batches_of_verl_s_ranks_stay_within_the_limit_and_are_as_many_on_each_and_put_back():
     limit = 300
     of_ranks = [np.random.default_rng(rank).integers(50, 91, 20 + 5 * rank).tolist() for rank in range(2)]
     fewest = 4
@@ -146,8 +145,8 @@ def test_micro_batches_of_verl_s_ranks_stay_within_the_limit_and_are_as_many_on_
     ("lengths", "limit", "fewest", "number"), [([6, 6, 6], 9, 1, 3), ([5] * 4, 20, 3, 3)]
 )
 def test_more_micro_batches_than_tokens_ask_for_come_where_the_limit_or_verl_s_fewest_needs_them(
-    lengths: list[int], limit: int, fewest: int, number: int
-) -> None:
+    lengths, limit, fewest, number
+):
     (packs,) = taken(lengths, limit, 1, batch_size=max(fewest, vl.pack(lengths, limit, "best_fit").num_packs))
 
     assert len(packs) == number
@@ -155,7 +154,7 @@ def test_more_micro_batches_than_tokens_ask_for_come_where_the_limit_or_verl_s_f
     assert all(sum(lengths[index] for index in pack) <= limit for pack in packs)
 
 
-def test_responses_of_a_group_share_a_micro_batch_as_verl_forces_them_to() -> None:
+def test_responses_of_a_group_share_a_micro_batch_as_verl_forces_them_to():
     lengths = [4, 3, 2, 2, 5, 1]
 
     packs = vl.pack(lengths, 11, groups=[0, 0, 1, 1, 2, 2]).to_lists()
@@ -167,8 +166,8 @@ def test_responses_of_a_group_share_a_micro_batch_as_verl_forces_them_to() -> No
 @pytest.mark.parametrize("width", [512, 4096])
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_the_grid_of_axolotl_s_own_test_has_every_index_once_in_rows_of_its_shape(
-    batch_size: int, width: int, sequential: bool
-) -> None:
+    batch_size, width, sequential
+):
     lengths = np.clip(np.random.default_rng(1).lognormal(5, 1, 300), 1, width).astype(int)
     rows = [{"input_ids": np.full(length, number)} for number, length in enumerate(lengths)]
     order = np.random.default_rng(2).permutation(300)
@@ -190,7 +189,7 @@ def test_the_grid_of_axolotl_s_own_test_has_every_index_once_in_rows_of_its_shap
         ].sum() - len(numbers)
 
 
-def test_what_is_left_over_waits_for_the_next_documents_and_in_a_checkpoint() -> None:
+def test_what_is_left_over_waits_for_the_next_documents_and_in_a_checkpoint():
     packer = vl.WindowPacker(capacity=5, window=4, min_fill=1.0, max_age=9)
     first = packer.add([1, 2, 4, 4])  # of the first documents llm-foundry packs 9 tokens, and 2 wait
 
@@ -211,7 +210,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])
-def test_documents_that_olmo_core_cuts_are_cut_so_and_masked_tokens_stay_masked(overlong: Any) -> None:
+def test_documents_that_olmo_core_cuts_are_cut_so_and_masked_tokens_stay_masked(overlong):
     documents = [document for file in FILES for document in file]
     masks = [[1] * len(document) for document in documents]
     masks[0][1] = masks[5][8] = 0
@@ -233,7 +232,7 @@ def test_documents_that_olmo_core_cuts_are_cut_so_and_masked_tokens_stay_masked(
     assert (batch.labels == 10).sum() == (overlong == "split")
 
 
-def test_files_that_olmo_core_packs_in_groups_are_packed_whole_in_no_more_rows() -> None:
+def test_files_that_olmo_core_packs_in_groups_are_packed_whole_in_no_more_rows():
     lengths = [4, 6, 6, 4, 3, 3, 8, 10, 3, 5]  # of four files, which in groups of two make 7 rows
 
     packing = vl.pack(lengths, 8, overlong="truncate")
@@ -243,7 +242,7 @@ def test_files_that_olmo_core_packs_in_groups_are_packed_whole_in_no_more_rows()
     assert indices(packing.to_lists()) == list(range(10))
 
 
-def test_a_plan_of_packs_that_is_kept_in_files_is_replayed_as_xtuner_replays_its_own(tmp_path: Path) -> None:
+def test_a_plan_of_packs_that_is_kept_in_files_is_replayed_as_xtuner_replays_its_own(tmp_path):
     samples = [list(range(begin, begin + 100)) for begin in range(0, 1000, 100)]
     # (sample, first token, one past the last), in packs of 2, 1 and 2: whole samples, and parts of others.
     plan = np.array([[7, 0, 100], [2, 0, 100], [4, 25, 75], [5, 90, 100], [9, 10, 30]])
@@ -295,19 +294,17 @@ def examples(documents: list[list[int]], capacity: int, **settings: Any) -> list
         ([[1, 10, 2], [1, 20, 21, 2]], [(0, 1, 10), (1, 10, 2), (0, 1, 20), (1, 20, 21), (2, 21, 2)]),
     ],
 )
-def test_positions_and_targets_are_those_of_torchtitan_s_packed_rows(
-    method: Any, documents: list[list[int]], learned: list[tuple[int, int, int]]
-) -> None:
+def test_positions_and_targets_are_those_of_torchtitan_s_packed_rows(method, documents, learned):
     assert examples(documents, 9, method=method) == [learned]
 
 
-def test_masked_prompts_stay_masked_in_a_pack_as_torchtitan_s_do() -> None:
+def test_masked_prompts_stay_masked_in_a_pack_as_torchtitan_s_do():
     chat, mask = [1, 10, 11, 20, 21, 2], [0, 0, 0, 1, 1, 1]
 
     assert examples([chat, chat], 12, loss_mask=[mask, mask]) == [[(2, 11, 20), (3, 20, 21), (4, 21, 2)] * 2]
 
 
-def test_a_document_cut_at_a_row_s_end_goes_on_at_position_0_and_lacks_one_target_of_torchtitan_s() -> None:
+def test_a_document_cut_at_a_row_s_end_goes_on_at_position_0_and_lacks_one_target_of_torchtitan_s():
     theirs = [[(n, n, n + 1) for n in range(5)], [(n, n + 5, n + 6) for n in range(4)]]
 
     ours = examples([list(range(10))], 5, method="wrapped")
@@ -318,7 +315,7 @@ def test_a_document_cut_at_a_row_s_end_goes_on_at_position_0_and_lacks_one_targe
     ]  # the token behind the cut is in the next row, and none predicts it
 
 
-def test_a_document_that_is_too_long_takes_nothing_with_it_that_waits() -> None:
+def test_a_document_that_is_too_long_takes_nothing_with_it_that_waits():
     for settings, packed, dropped in (({"overlong": "drop"}, [[0, 2]], 20), ({}, None, 0)):
         packer = vl.WindowPacker(capacity=9, window=8, method="first_fit", **settings)  # type: ignore[arg-type]
         packs = [packer.add([6]), packer.add([20]), packer.add([3]), packer.flush()]
@@ -333,7 +330,7 @@ def test_a_document_that_is_too_long_takes_nothing_with_it_that_waits() -> None:
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
-def test_answers_of_rollouts_carry_masks_and_values_of_a_token_into_their_packs(is_masked: bool) -> None:
+def test_answers_of_rollouts_carry_masks_and_values_of_a_token_into_their_packs(is_masked):
     queries, answers = [[1, 2, 3], [4, 5]], [[10, 11, 12], [20, 21]]
     masks = [[1, 0, 1], [0, 1]] if is_masked else [[1, 1, 1], [1, 1]]
     documents = [query + answer for query, answer in zip(queries, answers)]
@@ -355,7 +352,7 @@ def test_answers_of_rollouts_carry_masks_and_values_of_a_token_into_their_packs(
     assert np.asarray(batch.columns["logprob"])[1].tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, 0]
 
 
-def test_answers_are_packed_in_their_order_and_in_more_packs_where_so_many_are_asked_for() -> None:
+def test_answers_are_packed_in_their_order_and_in_more_packs_where_so_many_are_asked_for():
     lengths = [21, 15, 17]
 
     assert vl.pack(lengths, 40, "next_fit").to_lists() == [[0, 1], [2]]
@@ -380,7 +377,7 @@ def score_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return logits[:-1].log_softmax(-1).gather(1, ids[1:, None]).sum()
 
 
-def test_pairs_in_one_row_have_the_gradients_of_one_by_one_and_without_boundaries_others() -> None:
+def test_pairs_in_one_row_have_the_gradients_of_one_by_one_and_without_boundaries_others():
     model = tiny_llama("sdpa")
     documents = [torch.tensor(answer) for pair in PAIRS for answer in pair]
     packing = vl.pack([len(document) for document in documents], 22, groups=[0, 0, 1, 1, 2, 2])

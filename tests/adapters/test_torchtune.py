@@ -33,9 +33,7 @@ def documents_in(row: dict[str, torch.Tensor], width: int) -> list[list[int]]:
 @pytest.mark.parametrize("max_packs", [5, 200])
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("is_split", [False, True])
-def test_the_grid_of_torchtune_s_own_test_gives_what_it_expects(
-    size: int, max_packs: int, is_split: bool
-) -> None:
+def test_the_grid_of_torchtune_s_own_test_gives_what_it_expects(size, max_packs, is_split):
     width = 25
     samples = [{"tokens": [n] * size, "labels": [n] * size} for n in range(1000)]
 
@@ -57,7 +55,7 @@ def test_the_grid_of_torchtune_s_own_test_gives_what_it_expects(
     )
 
 
-def test_samples_that_are_cut_give_what_torchtune_s_own_test_expects() -> None:
+def test_samples_that_are_cut_give_what_torchtune_s_own_test_expects():
     # Where torchtune has -1 for the end of a text, which is refused as no id, there is 11.
     texts = [[0, 4, 2, 1, 7, 4, 11], [0, 1, 9, 5, 2, 6, 4, 3, 8, 11], [0, 4, 3, 4, 3, 2, 5, 7, 11]]
 
@@ -86,7 +84,7 @@ def test_samples_that_are_cut_give_what_torchtune_s_own_test_expects() -> None:
 
 
 @given(st.lists(st.integers(0, 12), max_size=25), st.integers(12, 20))
-def test_every_sample_stands_whole_in_one_row(lengths: list[int], width: int) -> None:
+def test_every_sample_stands_whole_in_one_row(lengths, width):
     samples = samples_of(lengths)
     packed = PackedDataset(samples, max_seq_len=width)
     rows = [packed[number] for number in range(len(packed))]
@@ -98,7 +96,7 @@ def test_every_sample_stands_whole_in_one_row(lengths: list[int], width: int) ->
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 12))
-def test_cut_samples_lie_end_to_end_and_lose_nothing(lengths: list[int], width: int) -> None:
+def test_cut_samples_lie_end_to_end_and_lose_nothing(lengths, width):
     packed = PackedDataset(samples_of(lengths), max_seq_len=width, split_across_pack=True)
     rows = [packed[number] for number in range(len(packed))]
 
@@ -110,9 +108,7 @@ def test_cut_samples_lie_end_to_end_and_lose_nothing(lengths: list[int], width: 
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=25), st.integers(12, 20), st.booleans())
-def test_labels_are_those_given_but_where_a_document_begins(
-    lengths: list[int], width: int, is_split: bool
-) -> None:
+def test_labels_are_those_given_but_where_a_document_begins(lengths, width, is_split):
     packed = PackedDataset(samples_of(lengths), max_seq_len=width, split_across_pack=is_split)
 
     for number in range(len(packed)):
@@ -124,7 +120,7 @@ def test_labels_are_those_given_but_where_a_document_begins(
         assert row["labels"].tolist() == expected.tolist()
 
 
-def test_the_loss_over_a_row_is_that_of_its_samples_one_by_one() -> None:
+def test_the_loss_over_a_row_is_that_of_its_samples_one_by_one():
     samples = [{"tokens": [3, 5, 7, 2], "labels": [3, 5, 7, 2]}, {"tokens": [4, 6, 1], "labels": [4, 6, 1]}]
     row = PackedDataset(samples, max_seq_len=8)[0]
     shifted = torch.cat([row["labels"][1:], torch.tensor([-100])])  # as torchtune's recipes do
@@ -134,7 +130,7 @@ def test_the_loss_over_a_row_is_that_of_its_samples_one_by_one() -> None:
     assert targets == [(3, 5), (5, 7), (7, 2), (4, 6), (6, 1)]
 
 
-def test_rows_are_fewer_than_by_filling_one_after_the_other() -> None:
+def test_rows_are_fewer_than_by_filling_one_after_the_other():
     lengths = np.random.default_rng(0).integers(1, 100, 500).tolist()
 
     packed = PackedDataset(samples_of(lengths), max_seq_len=128)
@@ -142,7 +138,7 @@ def test_rows_are_fewer_than_by_filling_one_after_the_other() -> None:
     assert len(packed) < vl.pack(lengths, 128, "next_fit").num_packs
 
 
-def test_the_token_of_padding_is_chosen_and_negative_numbers_count_from_the_end() -> None:
+def test_the_token_of_padding_is_chosen_and_negative_numbers_count_from_the_end():
     packed = PackedDataset(samples_of([3, 2]), max_seq_len=4, padding_idx=-8)
 
     assert packed[-1]["tokens"].tolist() == [4, 5, -8, -8]
@@ -153,9 +149,7 @@ def test_the_token_of_padding_is_chosen_and_negative_numbers_count_from_the_end(
             packed[number]
 
 
-def test_what_max_packs_leaves_out_is_logged_and_no_more_is_read_than_needed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_max_packs_leaves_out_is_logged_and_no_more_is_read_than_needed(caplog):
     read = []
 
     def reading() -> Any:
@@ -172,7 +166,7 @@ def test_what_max_packs_leaves_out_is_logged_and_no_more_is_read_than_needed(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_as_many_rows_hold_more_tokens_than_filled_one_after_the_other(seed: int) -> None:
+def test_as_many_rows_hold_more_tokens_than_filled_one_after_the_other(seed):
     lengths = np.random.default_rng(seed).integers(1, 100, 500).tolist()
     filled = vl.pack(lengths, 128, "next_fit")
 
@@ -182,13 +176,13 @@ def test_as_many_rows_hold_more_tokens_than_filled_one_after_the_other(seed: int
     assert held > filled.lengths[: filled.offsets[20]].sum()
 
 
-def test_the_fullest_rows_are_kept() -> None:
+def test_the_fullest_rows_are_kept():
     packed = PackedDataset(samples_of([7, 1, 8]), max_seq_len=9, max_packs=1)
 
     assert packed[0]["tokens"].tolist() == [8, *range(9, 17)]  # by first samples it would be the row of 7
 
 
-def test_where_all_fits_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_all_fits_nothing_is_logged(caplog):
     with caplog.at_level(logging.WARNING, "varlen"):
         assert len(PackedDataset(samples_of([4, 2]), max_seq_len=6, max_packs=1)) == 1
         assert len(PackedDataset(samples_of([]), max_seq_len=6)) == 0
@@ -212,18 +206,18 @@ def test_where_all_fits_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> N
         ([{"tokens": [[1], [2, 3]], "labels": [1]}], DocumentsError, "can't be read as numbers"),
     ],
 )
-def test_samples_that_can_t_be_packed_are_named(samples: Any, error: type[Exception], words: str) -> None:
+def test_samples_that_can_t_be_packed_are_named(samples, error, words):
     with pytest.raises(error, match=words):
         PackedDataset(samples, max_seq_len=4)
 
 
 @pytest.mark.parametrize("setting", [{"max_seq_len": 0}, {"max_seq_len": 4, "max_packs": 0}])
-def test_settings_out_of_range_are_refused(setting: dict[str, int]) -> None:
+def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(SettingError, match="must be a whole number from 1"):
         PackedDataset(samples_of([1]), **setting)
 
 
-def test_tensors_and_a_loader_s_workers_are_served() -> None:
+def test_tensors_and_a_loader_s_workers_are_served():
     samples = [{name: torch.tensor(values) for name, values in s.items()} for s in samples_of([3, 4, 2, 5])]
     packed = PackedDataset(samples, max_seq_len=7)
 

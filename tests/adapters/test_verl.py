@@ -85,17 +85,13 @@ RELEASE: list[tuple[list[int], int, bool, list[list[int]], list[list[int]]]] = [
 
 
 @pytest.mark.parametrize(("weights", "parts", "equal", "differenced", "dealt"), RELEASE)
-def test_they_return_what_the_release_returns(
-    weights: list[int], parts: int, equal: bool, differenced: list[list[int]], dealt: list[list[int]]
-) -> None:
+def test_they_return_what_the_release_returns(weights, parts, equal, differenced, dealt):
     assert karmarkar_karp(weights, parts, equal) == differenced
     assert greedy_partition(weights, parts, equal) == dealt
 
 
 @pytest.mark.parametrize(("weights", "parts", "equal", "differenced", "dealt"), RELEASE)
-def test_the_balanced_parts_are_no_heavier_than_the_release_s(
-    weights: list[int], parts: int, equal: bool, differenced: list[list[int]], dealt: list[list[int]]
-) -> None:
+def test_the_balanced_parts_are_no_heavier_than_the_release_s(weights, parts, equal, differenced, dealt):
     ours = get_seqlen_balanced_partitions(weights, parts, equal)
 
     assert max(sum(weights[i] for i in part) for part in ours) <= max(
@@ -105,9 +101,7 @@ def test_the_balanced_parts_are_no_heavier_than_the_release_s(
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=6, max_size=60), st.integers(1, 6), st.booleans())
-def test_every_sample_stands_in_one_part_and_numbers_rise(
-    weights: list[int], parts: int, equal: bool
-) -> None:
+def test_every_sample_stands_in_one_part_and_numbers_rise(weights, parts, equal):
     kept = weights[: len(weights) // parts * parts] if equal else weights
     for divide in (get_seqlen_balanced_partitions, karmarkar_karp, greedy_partition):
         found = divide(kept, parts, equal)
@@ -119,7 +113,7 @@ def test_every_sample_stands_in_one_part_and_numbers_rise(
         assert all(type(i) is int for part in found for i in part)
 
 
-def test_a_tensor_of_workloads_is_taken() -> None:
+def test_a_tensor_of_workloads_is_taken():
     lengths = torch.tensor([1000, 900, 200, 100])
 
     parts = get_seqlen_balanced_partitions(calculate_workload(lengths), k_partitions=2, equal_size=True)
@@ -128,14 +122,14 @@ def test_a_tensor_of_workloads_is_taken() -> None:
     assert calculate_workload(3) == 24576 * 3 + 9
 
 
-def test_samples_of_one_uid_stay_together() -> None:
+def test_samples_of_one_uid_stay_together():
     lengths = [10, 20, 500, 400, 30, 40, 300, 350]
     uids = ["a", "a", "b", "b", "c", "c", "d", "d"]
 
     assert get_group_balanced_partitions(lengths, uids, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_groups_that_come_apart_are_refused() -> None:
+def test_groups_that_come_apart_are_refused():
     with pytest.raises(SettingError, match=r"2 uids stand in 3 runs.*sort the samples by uid"):
         get_group_balanced_partitions([1, 2, 3], ["a", "b", "a"], 1)
     with pytest.raises(LengthsError, match="3 lengths and 2 uids"):
@@ -144,7 +138,7 @@ def test_groups_that_come_apart_are_refused() -> None:
         get_group_balanced_partitions([1, 2, 3], ["a", "b", "c"], 2)
 
 
-def test_the_log_says_how_even_parts_are() -> None:
+def test_the_log_says_how_even_parts_are():
     lengths = [8, 1, 7, 2, 6, 3]
 
     logged = log_seqlen_unbalance(lengths, [[0, 1, 5], [2, 3, 4]], "seqlen")
@@ -159,7 +153,7 @@ def test_the_log_says_how_even_parts_are() -> None:
     }
 
 
-def test_the_log_takes_samples_that_can_t_be_divided_evenly() -> None:
+def test_the_log_takes_samples_that_can_t_be_divided_evenly():
     logged = log_seqlen_unbalance([5, 5, 5, 5, 5], [[0, 1, 2], [3, 4]], "p")
 
     assert (logged["p/min"], logged["p/max"]) == (10, 15)  # verl: a third run of 5 tokens, and min 5
@@ -167,7 +161,7 @@ def test_the_log_takes_samples_that_can_t_be_divided_evenly() -> None:
         log_seqlen_unbalance([5], [], "p")
 
 
-def test_too_few_samples_are_refused() -> None:
+def test_too_few_samples_are_refused():
     with pytest.raises(SettingError, match="1 items can't fill 2 parts"):
         get_seqlen_balanced_partitions([1], 2, equal_size=False)
     with pytest.raises(SettingError, match="3 items can't be divided into 2 parts of equal size"):
@@ -192,9 +186,7 @@ def verl_parts(lengths: list[int], least: int, multiple: int) -> list[list[int]]
 
 
 @given(LENGTHS, st.integers(0, 6), st.integers(1, 3), st.booleans())
-def test_micro_batches_keep_to_the_limits_and_are_no_more_than_verl_s(
-    lengths: list[int], least: int, multiple: int, balance: bool
-) -> None:
+def test_micro_batches_keep_to_the_limits_and_are_no_more_than_verl_s(lengths, least, multiple, balance):
     theirs = verl_parts(lengths, least, multiple)
     settings: dict[str, Any] = {"min_num_micro_batch": least, "num_batches_divided_by": multiple}
     if theirs is None:
@@ -220,7 +212,7 @@ def test_micro_batches_keep_to_the_limits_and_are_no_more_than_verl_s(
         assert work[top:] == sorted(work[top:], reverse=True)
 
 
-def test_neighbours_of_a_group_stay_together() -> None:
+def test_neighbours_of_a_group_stay_together():
     found = micro_batch_partitions([10, 10, 30, 30, 5, 5], 64, force_group_size=2)
 
     assert sorted(found) == [[0, 1, 4, 5], [2, 3]]
@@ -257,7 +249,7 @@ def on_ranks(ranks: list[list[int]], **settings: Any) -> list[Any]:
     return results
 
 
-def test_all_ranks_get_as_many_micro_batches_or_all_an_error() -> None:
+def test_all_ranks_get_as_many_micro_batches_or_all_an_error():
     many, few = on_ranks([[60, 60, 60], [10, 10, 10, 10]])
     assert len(many) == len(few) == 3
 
@@ -267,7 +259,7 @@ def test_all_ranks_get_as_many_micro_batches_or_all_an_error() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "groups"), [([3, 0], 1), ([3, -1], 1), ([3], 2), ([2**31 - 1] * 2, 2)])
-def test_a_rank_with_lengths_that_are_wrong_leaves_no_other_waiting(wrong: list[int], groups: int) -> None:
+def test_a_rank_with_lengths_that_are_wrong_leaves_no_other_waiting(wrong, groups):
     good, bad = on_ranks([[10] * 4, wrong], force_group_size=groups)
 
     assert isinstance(bad, LengthsError)
@@ -284,8 +276,6 @@ def test_a_rank_with_lengths_that_are_wrong_leaves_no_other_waiting(wrong: list[
         ([3], {"num_batches_divided_by": 0}, SettingError, "num_batches_divided_by must be a whole number"),
     ],
 )
-def test_samples_that_can_t_be_divided_are_refused(
-    lengths: list[int], settings: dict[str, Any], error: type, words: str
-) -> None:
+def test_samples_that_can_t_be_divided_are_refused(lengths, settings, error, words):
     with pytest.raises(error, match=words):
         micro_batch_partitions(lengths, LIMIT, **settings)

@@ -1,13 +1,12 @@
 """`vl.collate` gives what a plain oracle gives, position by position, in both layouts."""
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.batch.batches import IGNORE, Case, cases, check_batch, expected, same_batch, tokens_like
+from tests.batch.batches import IGNORE, cases, check_batch, expected, same_batch, tokens_like
 from tests.support.packings import random_lengths
 
 import varlen as vl
@@ -18,12 +17,12 @@ OFTEN = settings(max_examples=3 * settings.default.max_examples)
 
 @OFTEN
 @given(cases())
-def test_every_field_is_that_of_the_oracle(case: Case) -> None:
+def test_every_field_is_that_of_the_oracle(case):
     check_batch(case.collate(), expected(case))
 
 
 @given(cases())
-def test_boundaries_cover_every_position_and_no_segment_joins_another_or_a_row(case: Case) -> None:
+def test_boundaries_cover_every_position_and_no_segment_joins_another_or_a_row(case):
     batch = case.collate()
     bounds = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
     owners = batch.segment_ids.reshape(-1)
@@ -53,7 +52,7 @@ def test_boundaries_cover_every_position_and_no_segment_joins_another_or_a_row(c
     ("length", "capacity", "parts"),
     [(5, 6, [1]), (5, 133, [128]), (5, 134, [128, 1]), (5, 400, [128, 128, 128, 11])],
 )
-def test_padding_stands_in_segments_of_at_most_128(length: int, capacity: int, parts: list[int]) -> None:
+def test_padding_stands_in_segments_of_at_most_128(length, capacity, parts):
     batch = vl.collate([list(range(length))], vl.pack([length], capacity))
 
     assert np.diff(batch.cu_seqlens).tolist() == [length, *parts]
@@ -63,28 +62,28 @@ def test_padding_stands_in_segments_of_at_most_128(length: int, capacity: int, p
     assert np.diff(flat.cu_seqlens).tolist() == [length, *parts]
 
 
-def test_padding_segments_are_multiples_of_the_slots() -> None:
+def test_padding_segments_are_multiples_of_the_slots():
     batch = vl.collate([[1, 2, 3]], vl.pack([3], 480, document_multiple_of=48))
 
     assert np.diff(batch.cu_seqlens_padded).tolist() == [48, 96, 96, 96, 96, 48]
     assert np.diff(batch.cu_seqlens).tolist() == [3, 96, 96, 96, 96, 48]
 
 
-def test_slots_that_need_no_rounding_have_one_set_of_boundaries() -> None:
+def test_slots_that_need_no_rounding_have_one_set_of_boundaries():
     batch = vl.collate([[1, 2], [3, 4]], vl.pack([2, 2], 8, document_multiple_of=2))
 
     assert batch.cu_seqlens_padded is None
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 8]
 
 
-def test_an_end_of_text_token_stays_a_target_where_it_is_the_padding_token_too() -> None:
+def test_an_end_of_text_token_stays_a_target_where_it_is_the_padding_token_too():
     batch = vl.collate([[5, 0, 0], [0, 7]], vl.pack([3, 2], 6), pad_id=0)
 
     assert batch.labels.tolist() == [[IGNORE, 0, 0, IGNORE, 7, IGNORE]]
     assert batch.num_targets == 3
 
 
-def test_a_piece_of_a_split_document_is_a_document_of_its_own() -> None:
+def test_a_piece_of_a_split_document_is_a_document_of_its_own():
     batch = vl.collate([list(range(10, 17))], vl.pack([7], 3, overlong="split"))
 
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 0]]
@@ -93,7 +92,7 @@ def test_a_piece_of_a_split_document_is_a_document_of_its_own() -> None:
     assert batch.document_starts.tolist() == [0, 3, 6]
 
 
-def test_shifted_labels_are_the_next_tokens_and_only_there_on_request() -> None:
+def test_shifted_labels_are_the_next_tokens_and_only_there_on_request():
     packing = vl.pack([3, 2], 6)
     batch = vl.collate([[1, 2, 3], [4, 5]], packing, shift_labels=True)
 
@@ -102,7 +101,7 @@ def test_shifted_labels_are_the_next_tokens_and_only_there_on_request() -> None:
     assert vl.collate([[1, 2, 3], [4, 5]], packing).shift_labels is None
 
 
-def test_the_same_pack_twice_is_two_rows_and_two_sets_of_segments() -> None:
+def test_the_same_pack_twice_is_two_rows_and_two_sets_of_segments():
     packing = vl.pack([3, 2, 4], 4, "next_fit")
     batch = vl.collate([[1, 2, 3], [4, 5], [6, 7, 8, 9]], packing, pack_ids=[2, 0, 2])
 
@@ -113,7 +112,7 @@ def test_the_same_pack_twice_is_two_rows_and_two_sets_of_segments() -> None:
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_no_packs_make_an_empty_batch(layout: str) -> None:
+def test_no_packs_make_an_empty_batch(layout):
     for lengths, packs in (([], None), ([0], None), ([3], [])):
         batch = vl.collate(tokens_like(lengths), vl.pack(lengths, 8), pack_ids=packs, layout=layout)
         assert batch.input_ids.shape == ((0, 8) if layout == "rows" else (1, 0))
@@ -122,7 +121,7 @@ def test_no_packs_make_an_empty_batch(layout: str) -> None:
         assert "0 tokens" in repr(batch)
 
 
-def test_what_a_batch_says_of_itself_is_what_it_holds() -> None:
+def test_what_a_batch_says_of_itself_is_what_it_holds():
     batch = vl.collate([[5, 6, 9], [4, 3]], vl.pack([3, 2], 6))
 
     assert (batch.num_rows, batch.num_segments, batch.num_tokens) == (1, 2, 5)
@@ -130,12 +129,12 @@ def test_what_a_batch_says_of_itself_is_what_it_holds() -> None:
     assert repr(batch) == "PackedBatch(rows [1, 6], 2 documents or pieces, 5 tokens, 83.33% full, 3 targets)"
 
 
-def test_the_largest_token_is_not_that_of_the_padding() -> None:
+def test_the_largest_token_is_not_that_of_the_padding():
     assert vl.collate([[5, 6]], vl.pack([2], 4), pad_id=99).max_token_id == 6
 
 
 @given(cases(layouts=("rows",)), st.data())
-def test_a_row_is_the_batch_of_that_pack_alone(case: Case, data: st.DataObject) -> None:
+def test_a_row_is_the_batch_of_that_pack_alone(case, data):
     batch = case.collate()
     if not batch.num_rows:
         return
@@ -145,7 +144,7 @@ def test_a_row_is_the_batch_of_that_pack_alone(case: Case, data: st.DataObject) 
     same_batch(batch.row(index), alone.replace(step_num_targets=batch.step_num_targets))
 
 
-def test_a_row_is_a_view_and_a_row_that_is_not_there_is_refused() -> None:
+def test_a_row_is_a_view_and_a_row_that_is_not_there_is_refused():
     batch = vl.collate([[1, 2, 3], [4, 5, 6]], vl.pack([3, 3], 4))
 
     assert np.shares_memory(batch.row(1).input_ids, batch.input_ids)
@@ -154,9 +153,7 @@ def test_a_row_is_a_view_and_a_row_that_is_not_there_is_refused() -> None:
             batch.row(index)
 
 
-def test_packs_without_a_target_are_named_in_the_batch_and_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_packs_without_a_target_are_named_in_the_batch_and_in_the_log(caplog):
     packing = vl.pack([3, 1, 2, 1], 3, "next_fit")
     with caplog.at_level(logging.WARNING, logger="varlen"):
         batch = vl.collate([[1, 2, 3], [4], [5, 6], [7]], packing, loss_mask=[[1, 1, 0], [1], [1, 0], [1]])
@@ -173,7 +170,7 @@ def test_packs_without_a_target_are_named_in_the_batch_and_in_the_log(
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_a_batch_of_thousands_of_documents_holds_each_token_where_the_packing_says(layout: str) -> None:
+def test_a_batch_of_thousands_of_documents_holds_each_token_where_the_packing_says(layout):
     lengths = random_lengths(1, 5000, 600)
     documents = tokens_like(lengths)
     packing = vl.pack(lengths, 512, overlong="split")
@@ -188,7 +185,7 @@ def test_a_batch_of_thousands_of_documents_holds_each_token_where_the_packing_sa
     assert batch.num_targets == sum(lengths) - packing.num_pieces
 
 
-def test_packs_of_a_window_are_collated_from_all_documents_so_far() -> None:
+def test_packs_of_a_window_are_collated_from_all_documents_so_far():
     lengths = random_lengths(2, 400, 60)
     documents = tokens_like(lengths)
     packer = vl.WindowPacker(capacity=50, window=64)
@@ -204,9 +201,7 @@ def test_packs_of_a_window_are_collated_from_all_documents_so_far() -> None:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
-def test_plain_python_gives_the_same_batch_as_the_kernels(
-    case: Case, plain_python: Callable[[bool], None]
-) -> None:
+def test_plain_python_gives_the_same_batch_as_the_kernels(case, plain_python):
     plain_python(False)
     compiled = case.collate()
     plain_python(True)
@@ -214,7 +209,7 @@ def test_plain_python_gives_the_same_batch_as_the_kernels(
     same_batch(case.collate(), compiled)
 
 
-def test_the_scale_of_a_loss_makes_the_step_a_mean_over_tokens() -> None:
+def test_the_scale_of_a_loss_makes_the_step_a_mean_over_tokens():
     batch = vl.collate([[1, 2, 3]], vl.pack([3], 4), step_num_targets=8, dp_world_size=4)
 
     assert batch.num_targets == 2
@@ -223,7 +218,7 @@ def test_the_scale_of_a_loss_makes_the_step_a_mean_over_tokens() -> None:
     assert vl.collate([[1, 2, 3]], vl.pack([3], 4)).loss_scale("sum") == 1 / 2
 
 
-def test_a_loss_without_targets_has_no_scale() -> None:
+def test_a_loss_without_targets_has_no_scale():
     batch = vl.collate([[1]], vl.pack([1], 4))
     with pytest.raises(SettingError, match="no target on any rank, so no loss scale exists; skip the step"):
         batch.loss_scale()

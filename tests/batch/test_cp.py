@@ -1,8 +1,5 @@
 """Context-parallel partitions: every position on one rank, and equal causal work on all."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -30,7 +27,7 @@ BOUNDS = st.tuples(st.integers(1, 5), st.lists(st.integers(1, 6), max_size=6), s
 
 
 @given(BOUNDS)
-def test_zigzag_puts_every_position_on_one_rank(case: tuple[int, list[int]]) -> None:
+def test_zigzag_puts_every_position_on_one_rank(case):
     world, bounds = case
     ranks = [zigzag_indices(np.array(bounds, np.int32), rank, world) for rank in range(world)]
 
@@ -43,7 +40,7 @@ def test_zigzag_puts_every_position_on_one_rank(case: tuple[int, list[int]]) -> 
 
 
 @given(BOUNDS)
-def test_zigzag_gives_every_rank_the_same_causal_work_in_every_segment(case: tuple[int, list[int]]) -> None:
+def test_zigzag_gives_every_rank_the_same_causal_work_in_every_segment(case):
     world, bounds = case
     for begin, end in zip(bounds[:-1], bounds[1:]):
         keys_seen = [
@@ -54,7 +51,7 @@ def test_zigzag_gives_every_rank_the_same_causal_work_in_every_segment(case: tup
 
 
 @given(BOUNDS)
-def test_contiguous_parts_follow_one_another(case: tuple[int, list[int]]) -> None:
+def test_contiguous_parts_follow_one_another(case):
     world, bounds = case
     parts = [contiguous_indices(bounds, rank, world).tolist() for rank in range(world)]
 
@@ -64,7 +61,7 @@ def test_contiguous_parts_follow_one_another(case: tuple[int, list[int]]) -> Non
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_slots_of_a_packing_for_context_parallelism_divide_evenly(layout: str, world: int) -> None:
+def test_slots_of_a_packing_for_context_parallelism_divide_evenly(layout, world):
     lengths = [5, 11, 3, 16, 1, 7]
     packing = vl.pack(lengths, 32, document_multiple_of=2 * world)
     batch = vl.collate(tokens_like(lengths), packing, layout=layout)
@@ -76,7 +73,7 @@ def test_slots_of_a_packing_for_context_parallelism_divide_evenly(layout: str, w
     assert sorted(np.concatenate(ranks).tolist()) == sorted(ids.tolist())
 
 
-def test_zigzag_worked_out_by_hand() -> None:
+def test_zigzag_worked_out_by_hand():
     assert zigzag_indices([0, 8, 12], 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
     assert zigzag_indices([0, 8, 12], 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
     assert zigzag_indices(torch.tensor([0, 4]), 1, 2).tolist() == [1, 2]
@@ -84,7 +81,7 @@ def test_zigzag_worked_out_by_hand() -> None:
     assert zigzag_indices([0, 3], 0, 1).tolist() == [0, 1, 2]
 
 
-def test_segments_that_do_not_divide_are_refused_with_the_multiple_that_does() -> None:
+def test_segments_that_do_not_divide_are_refused_with_the_multiple_that_does():
     words = r"segment 1 takes up 6 positions, .* \(2 of 3 segments\); pack with document_multiple_of=4"
     with pytest.raises(SettingError, match=words):
         zigzag_indices([0, 4, 10, 13], 0, 2)
@@ -98,7 +95,7 @@ def test_segments_that_do_not_divide_are_refused_with_the_multiple_that_does() -
 @pytest.mark.parametrize(
     ("rank", "world"), [(2, 2), (-1, 2), (0, 0), (0, -1), (0.5, 2), (0, 2.0), ("0", 2), (0, None)]
 )
-def test_a_rank_out_of_range_is_refused(function: Callable[..., Any], rank: Any, world: Any) -> None:
+def test_a_rank_out_of_range_is_refused(function, rank, world):
     words = f"cp_rank must be a whole number from 0 to cp_world_size - 1; got {rank!r} of {world!r}"
     with pytest.raises(SettingError, match=words):
         function([0, 8], rank, world)
@@ -116,6 +113,6 @@ def test_a_rank_out_of_range_is_refused(function: Callable[..., Any], rank: Any,
         ([0, 8, 4, 8, 0], r"segment 1 begins at 8 and ends at 4 \(2 of 4 segments\)"),
     ],
 )
-def test_boundaries_that_are_none_are_refused(function: Callable[..., Any], bounds: Any, words: str) -> None:
+def test_boundaries_that_are_none_are_refused(function, bounds, words):
     with pytest.raises(DocumentsError, match=words):
         function(bounds, 0, 2)

@@ -3,7 +3,6 @@
 import enum
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.batch.batches import Case, cases, same_batch, tokens_like
+from tests.batch.batches import cases, same_batch, tokens_like
 from tests.support.rarely import mostly
 
 import varlen as vl
@@ -111,7 +110,7 @@ COMPILED_ANEW = {"flat uint32", "flat int16", "flat uint64", "flat with offsets 
 
 @pytest.mark.parametrize("name", mostly(set(FORMS) - COMPILED_ANEW, FORMS))
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_documents_of_every_form_give_the_same_batch(name: str, layout: str) -> None:
+def test_documents_of_every_form_give_the_same_batch(name, layout):
     form, packing = FORMS[name], vl.pack(LENGTHS, 8)
     for pack_ids in (None, [2, 0], [1, 1], []):
         given_ = {"pack_ids": pack_ids, "layout": layout}
@@ -119,7 +118,7 @@ def test_documents_of_every_form_give_the_same_batch(name: str, layout: str) -> 
 
 
 @pytest.mark.parametrize("name", mostly(set(FORMS) - COMPILED_ANEW, FORMS))
-def test_labels_of_every_form_give_the_same_batch_beside_any_documents(name: str) -> None:
+def test_labels_of_every_form_give_the_same_batch_beside_any_documents(name):
     form, packing = FORMS[name], vl.pack(LENGTHS, 8)
     labels = tokens_like(LENGTHS, 30)
     wanted = vl.collate(DOCUMENTS, packing, labels=labels)
@@ -145,7 +144,7 @@ MASKS: dict[str, Form] = {
 
 
 @pytest.mark.parametrize("form", MASKS.values(), ids=MASKS)
-def test_masks_of_every_form_give_the_same_batch(form: Form) -> None:
+def test_masks_of_every_form_give_the_same_batch(form):
     packing = vl.pack(LENGTHS, 8)
     mask = [[token % 3 % 2 for token in part] for part in DOCUMENTS]
     wanted = vl.collate(DOCUMENTS, packing, loss_mask=mask)
@@ -166,7 +165,7 @@ def test_masks_of_every_form_give_the_same_batch(form: Form) -> None:
     ids=["array", "list", "tensor", "Arrow", "bytes"],
 )
 @pytest.mark.parametrize("form", [list, torch.tensor, pa.array], ids=["lists", "tensors", "Arrow"])
-def test_flat_values_share_the_offsets_of_flat_documents(values: Any, form: Callable[[Any], Any]) -> None:
+def test_flat_values_share_the_offsets_of_flat_documents(values, form):
     packing = vl.pack(LENGTHS, 8)
     documents = flat(np.int32)(DOCUMENTS)
     wanted = vl.collate(documents, packing, labels=(np.arange(25), documents[1]))
@@ -182,7 +181,7 @@ def test_flat_values_share_the_offsets_of_flat_documents(values: Any, form: Call
     "dtype",
     ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "float32", "int64", "uint64", "float64"],
 )
-def test_a_column_keeps_its_dtype_and_its_values(dtype: str) -> None:
+def test_a_column_keeps_its_dtype_and_its_values(dtype):
     packing = vl.pack(LENGTHS, 8)
     values = [np.array([token % 7 + 0.5 for token in part]).astype(dtype) for part in DOCUMENTS]
     pad = np.ones(1, dtype)[0]
@@ -195,7 +194,7 @@ def test_a_column_keeps_its_dtype_and_its_values(dtype: str) -> None:
     assert set(batch.columns["x"][~place].tolist()) == {pad.item()}
 
 
-def test_a_batch_of_nothing_has_columns_of_the_dtype_of_the_documents() -> None:
+def test_a_batch_of_nothing_has_columns_of_the_dtype_of_the_documents():
     packing = vl.pack([0, 2], 4)
     chunks = pa.chunked_array([pa.array([[]], pa.list_(pa.float64())), pa.array([[0.5, 1.5]])])
     for values in ([[], [0.5, 1.5]], [np.empty(0, np.float64), np.array([0.5, 1.5])], chunks):
@@ -205,7 +204,7 @@ def test_a_batch_of_nothing_has_columns_of_the_dtype_of_the_documents() -> None:
     assert whole.columns["x"].dtype == np.float64
 
 
-def test_special_floats_pass_through_a_column_bit_by_bit() -> None:
+def test_special_floats_pass_through_a_column_bit_by_bit():
     values = np.array([np.nan, np.inf, -0.0], np.float32)
     batch = vl.collate(
         [[1, 2, 3]], vl.pack([3], 4), columns={"x": [values]}, column_pads={"x": float("-inf")}
@@ -214,7 +213,7 @@ def test_special_floats_pass_through_a_column_bit_by_bit() -> None:
     assert batch.columns["x"].tobytes() == np.array([*values, -np.inf], np.float32).tobytes()
 
 
-def test_memory_mapped_tokens_are_read_where_they_lie(tmp_path: Path) -> None:
+def test_memory_mapped_tokens_are_read_where_they_lie(tmp_path):
     np.array([token for part in DOCUMENTS for token in part], np.uint16).tofile(tmp_path / "tokens")
     mapped = np.memmap(tmp_path / "tokens", np.uint16, mode="r")
     packing = vl.pack(LENGTHS, 8)
@@ -224,14 +223,14 @@ def test_memory_mapped_tokens_are_read_where_they_lie(tmp_path: Path) -> None:
     assert np.shares_memory(ragged.values, mapped)
 
 
-def test_arrow_tokens_are_read_where_they_lie() -> None:
+def test_arrow_tokens_are_read_where_they_lie():
     array = pa.array(DOCUMENTS, type=pa.list_(pa.int32()))
     for form in (array, pa.chunked_array([array]), array.slice(2)):
         ragged, _ = as_ragged(form, len(form), none_wanted, "documents")
         assert np.shares_memory(ragged.values, array.values.to_numpy())
 
 
-def test_of_a_list_and_of_chunks_only_the_documents_of_the_batch_are_converted() -> None:
+def test_of_a_list_and_of_chunks_only_the_documents_of_the_batch_are_converted():
     class Unreadable:
         def __len__(self) -> int:
             raise AssertionError("a document that no pack of this batch holds was read")
@@ -248,7 +247,7 @@ def test_of_a_list_and_of_chunks_only_the_documents_of_the_batch_are_converted()
 
 @settings(max_examples=2 * settings.default.max_examples)
 @given(cases(), st.sampled_from(["arrays", "flat int64", "Arrow list", "Arrow chunked", "junk around"]))
-def test_any_batch_is_the_same_from_lists_and_from_other_forms(case: Case, form: str) -> None:
+def test_any_batch_is_the_same_from_lists_and_from_other_forms(case, form):
     convert = FORMS[form]
     assume(case.documents or "Arrow" not in form)
     labels = None if case.labels is None else convert(case.labels)
@@ -279,7 +278,7 @@ class Word(enum.IntEnum):
         "an array among lists",
     ],
 )
-def test_lists_of_anything_that_is_a_whole_number_are_read(documents: Any, tokens: list[int]) -> None:
+def test_lists_of_anything_that_is_a_whole_number_are_read(documents, tokens):
     batch = vl.collate(documents, vl.pack([2, 1], 3))
 
     assert batch.input_ids.tolist() == [tokens]
@@ -290,7 +289,7 @@ class Tokens(list):  # type: ignore[type-arg]
     """A list by another name."""
 
 
-def test_subclasses_of_list_and_empty_lists_are_read() -> None:
+def test_subclasses_of_list_and_empty_lists_are_read():
     packing = vl.pack([2, 0, 1], 3)
 
     assert vl.collate([Tokens([1, 2]), [], Tokens([3])], packing).input_ids.tolist() == [[1, 2, 3]]
@@ -317,7 +316,7 @@ def test_subclasses_of_list_and_empty_lists_are_read() -> None:
         ([{"input_ids": [1, 2]}, [3]], "documents: entry 0 must have one dimension"),
     ],
 )
-def test_lists_of_anything_else_are_refused(documents: Any, words: str) -> None:
+def test_lists_of_anything_else_are_refused(documents, words):
     with pytest.raises(DocumentsError, match=words):
         vl.collate(documents, vl.pack([2, 1], 3))
 
@@ -332,9 +331,7 @@ def test_lists_of_anything_else_are_refused(documents: Any, words: str) -> None:
         ("lists", False),
     ],
 )
-def test_a_batch_that_needs_nothing_special_takes_one_kernel_call(
-    replace_kernel: Callable[..., None], form: str, is_plain: bool
-) -> None:
+def test_a_batch_that_needs_nothing_special_takes_one_kernel_call(replace_kernel, form, is_plain):
     calls, whole = [], kernels.plain_batch
 
     def watched(*arguments: Any) -> Any:
@@ -357,9 +354,7 @@ ANY_DOCUMENTS = st.lists(st.lists(st.integers(0, 50_000), min_size=1, max_size=3
 
 
 @given(ANY_DOCUMENTS, st.integers(1, 400), st.booleans(), st.sampled_from([list, np.array]))
-def test_a_row_is_the_flat_batch_that_collate_makes_of_one_pack(
-    documents: list[list[int]], multiple: int, labelled: bool, form: Any
-) -> None:
+def test_a_row_is_the_flat_batch_that_collate_makes_of_one_pack(documents, multiple, labelled, form):
     given_labels = [[token if token % 3 else -100 for token in document] for document in documents]
     labels = [form(values) for values in given_labels] if labelled else None
     lengths = [len(document) for document in documents]
@@ -383,9 +378,7 @@ def test_a_row_is_the_flat_batch_that_collate_makes_of_one_pack(
 
 
 @given(ANY_DOCUMENTS, st.data())
-def test_rows_of_several_documents_are_cut_at_their_lengths(
-    documents: list[list[int]], data: st.DataObject
-) -> None:
+def test_rows_of_several_documents_are_cut_at_their_lengths(documents, data):
     cut = data.draw(st.integers(0, len(documents)))
     rows = [list(itertools.chain(*part)) for part in (documents[:cut], documents[cut:])]
     lengths = [[len(document) for document in part] for part in (documents[:cut], documents[cut:])]
@@ -397,11 +390,11 @@ def test_rows_of_several_documents_are_cut_at_their_lengths(
     assert rowed.cu_seqlens.tolist() == whole.cu_seqlens.tolist()
 
 
-def test_documents_without_tokens_are_counted() -> None:
+def test_documents_without_tokens_are_counted():
     assert flatten([[], [1], [], [2]], keep=[[], [1], [], [0]]).empty_documents == 3
 
 
-def test_token_ids_that_int64_cannot_hold_are_refused() -> None:
+def test_token_ids_that_int64_cannot_hold_are_refused():
     with pytest.raises(DocumentsError, match="input_ids"):
         flatten([[2**64]])
     with pytest.raises(DocumentsError, match="input_ids"):
@@ -443,7 +436,7 @@ JOINED_FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", JOINED_FORMS)
 @given(documents=ANY_VALUES)
-def test_every_form_gives_the_same_values_and_sizes(form: str, documents: list[list[int]]) -> None:
+def test_every_form_gives_the_same_values_and_sizes(form, documents):
     joined = join(JOINED_FORMS[form](documents), "input_ids")
 
     values, sizes, is_fresh = as_whole(joined, "input_ids")
@@ -455,7 +448,7 @@ def test_every_form_gives_the_same_values_and_sizes(form: str, documents: list[l
 
 
 @pytest.mark.parametrize("form", JOINED_FORMS)
-def test_what_is_given_stays_as_it_is(form: str) -> None:
+def test_what_is_given_stays_as_it_is(form):
     documents = [[11, 12, 13], [21], [31, 32]]
     given_documents, given_labels = JOINED_FORMS[form](documents), JOINED_FORMS[form](documents)
 
@@ -481,7 +474,7 @@ def test_what_is_given_stays_as_it_is(form: str) -> None:
         (pa.array([1, 2]), "must be of a list type"),
     ],
 )
-def test_what_holds_no_documents_is_refused(documents: Any, message: str) -> None:
+def test_what_holds_no_documents_is_refused(documents, message):
     with pytest.raises(DocumentsError, match=message):
         join(documents, "input_ids")
 
@@ -497,19 +490,19 @@ def test_what_holds_no_documents_is_refused(documents: Any, message: str) -> Non
         [np.array([2**63], np.uint64)],
     ],
 )
-def test_token_ids_are_whole_numbers_in_every_document(documents: list[Any]) -> None:
+def test_token_ids_are_whole_numbers_in_every_document(documents):
     with pytest.raises(DocumentsError, match=r"whole numbers|outside of int64"):
         as_whole(join(documents, "input_ids"), "input_ids")
 
 
-def test_only_lists_of_ones_hold_ones_only() -> None:
+def test_only_lists_of_ones_hold_ones_only():
     assert holds_ones_only([[1, 1], [1]])
     assert not holds_ones_only([[1, 1], [0]])
     assert not holds_ones_only([[1, 1], np.ones(2)])
 
 
 @pytest.mark.parametrize("form", ["list", "chunked", "fixed size"])
-def test_an_arrow_array_is_looked_through_once_and_let_go(form: str) -> None:
+def test_an_arrow_array_is_looked_through_once_and_let_go(form):
     array = pa.array([[1, 2], [3, 4]])
     if form == "chunked":
         array = pa.chunked_array([array])
@@ -525,7 +518,7 @@ def test_an_arrow_array_is_looked_through_once_and_let_go(form: str) -> None:
     assert len(documents._FLAT) == before
 
 
-def test_another_array_in_the_place_of_a_known_one_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_array_in_the_place_of_a_known_one_is_read_anew(monkeypatch):
     known, other = pa.array([[1, 2]]), pa.array([[7, 8, 9]])
     documents.as_flat(known, "documents")
     monkeypatch.setitem(documents._FLAT, id(other), documents._FLAT[id(known)])
@@ -545,7 +538,7 @@ OTHERS = st.sampled_from([None, 1.5, "i", b"iiiii", 2**31, -(2**31) - 1, 2**70, 
 
 
 @given(st.lists(st.lists(VALUES, max_size=6), min_size=1, max_size=5))
-def test_lists_of_whole_numbers_are_read_as_they_are(lists: list[list[Any]]) -> None:
+def test_lists_of_whole_numbers_are_read_as_they_are(lists):
     offsets = np.zeros(len(lists) + 1, np.int64)
     read = read_int_lists(lists, offsets)
 
@@ -556,25 +549,23 @@ def test_lists_of_whole_numbers_are_read_as_they_are(lists: list[list[Any]]) -> 
 
 
 @given(st.lists(st.lists(VALUES, max_size=6), min_size=1, max_size=5), OTHERS, st.data())
-def test_lists_with_anything_else_in_them_are_left_to_numpy(
-    lists: list[list[Any]], other: Any, data: st.DataObject
-) -> None:
+def test_lists_with_anything_else_in_them_are_left_to_numpy(lists, other, data):
     part = data.draw(st.sampled_from(lists))
     part.insert(data.draw(st.integers(0, len(part))), other)
 
     assert read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
 
 
-def test_lists_of_booleans_stay_booleans() -> None:
+def test_lists_of_booleans_stay_booleans():
     assert read_int_lists([[1], [], [True, False]], np.zeros(4, np.int64)) is None
 
 
 @pytest.mark.parametrize("lists", [[[2**31]], [[1], [2**32 - 1, 2]], [[-5, 7], [2**31]], [[2**31, -5]]])
-def test_numbers_of_all_32_bits_do_not_turn_negative(lists: list[list[int]]) -> None:
+def test_numbers_of_all_32_bits_do_not_turn_negative(lists):
     assert read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
 
 
-def test_a_list_with_negative_numbers_stands_between_others_as_it_is() -> None:
+def test_a_list_with_negative_numbers_stands_between_others_as_it_is():
     offsets = np.zeros(4, np.int64)
 
     read = read_int_lists([[1, 2], [3, -100, -(2**31)], [2**31 - 1]], offsets)

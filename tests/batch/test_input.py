@@ -263,9 +263,7 @@ REFUSED: list[tuple[dict[str, Any], type[InputError], str]] = [
 @pytest.mark.parametrize(
     ("given", "error", "words"), REFUSED, ids=[f"{n} {w[:50]}" for n, (_, _, w) in enumerate(REFUSED)]
 )
-def test_input_that_can_not_be_is_refused_and_nothing_is_written(
-    given: dict[str, Any], error: type[InputError], words: str
-) -> None:
+def test_input_that_can_not_be_is_refused_and_nothing_is_written(given, error, words):
     out = given.get("out", buffers(**dict.fromkeys(given.get("columns", ()), np.int32)))
     before = {name: np.array(array) for name, array in out.items()}
 
@@ -277,9 +275,7 @@ def test_input_that_can_not_be_is_refused_and_nothing_is_written(
 
 @pytest.mark.parametrize("overlong", ["error", "drop", "truncate", "split"])
 @pytest.mark.parametrize("method", ["best_fit", "wrapped"])
-def test_labels_longer_than_their_documents_are_refused_under_every_policy(
-    method: Any, overlong: Any
-) -> None:
+def test_labels_longer_than_their_documents_are_refused_under_every_policy(method, overlong):
     packing = vl.pack([3, 9, 4], 9, method, overlong)
     documents = tokens_like([3, 9, 4])
     for place in range(3):
@@ -290,7 +286,7 @@ def test_labels_longer_than_their_documents_are_refused_under_every_policy(
             vl.collate(documents, packing, labels=labels)
 
 
-def test_documents_that_were_truncated_may_be_longer_and_none_shorter() -> None:
+def test_documents_that_were_truncated_may_be_longer_and_none_shorter():
     packing = vl.pack([9, 3], 6, overlong="truncate")
 
     assert vl.collate(tokens_like([9, 3]), packing).num_tokens == 9
@@ -300,7 +296,7 @@ def test_documents_that_were_truncated_may_be_longer_and_none_shorter() -> None:
         vl.collate(tokens_like([9, 2]), packing)
 
 
-def test_documents_that_were_packed_whole_may_not_be_longer() -> None:
+def test_documents_that_were_packed_whole_may_not_be_longer():
     packing = vl.pack([5, 3], 6)
 
     with pytest.raises(
@@ -309,21 +305,21 @@ def test_documents_that_were_packed_whole_may_not_be_longer() -> None:
         vl.collate(tokens_like([5, 4]), packing)
 
 
-def test_a_buffer_that_can_not_be_written_is_refused() -> None:
+def test_a_buffer_that_can_not_be_written_is_refused():
     out = buffers()
     out["labels"].flags.writeable = False
     with pytest.raises(OutputBufferError, match=r"out\['labels'\] must be C-contiguous and writable"):
         vl.collate(DOCUMENTS, PACKING, out=out)
 
 
-def test_buffers_that_share_memory_are_refused() -> None:
+def test_buffers_that_share_memory_are_refused():
     out = buffers()
     out["labels"] = out["input_ids"]
     with pytest.raises(OutputBufferError, match=r"out\['input_ids'\] and out\['labels'\] share memory"):
         vl.collate(DOCUMENTS, PACKING, out=out)
 
 
-def test_buffers_that_fit_are_filled_and_handed_back() -> None:
+def test_buffers_that_fit_are_filled_and_handed_back():
     columns = {"x": [[0.5] * 3, [1.5] * 2, [2.5] * 4]}
     fresh = vl.collate(DOCUMENTS, PACKING, columns=columns)
     out = {**buffers(x=np.float64), "another": np.zeros(3)}
@@ -341,7 +337,7 @@ def test_buffers_that_fit_are_filled_and_handed_back() -> None:
 
 
 @pytest.mark.parametrize("what", ["documents", "labels", "loss_mask", "columns"])
-def test_buffers_that_hold_what_is_read_are_refused(what: str) -> None:
+def test_buffers_that_hold_what_is_read_are_refused(what):
     offsets = np.array([0, 3, 5, 9])
     held = np.zeros(16, np.int32)
     held[:9] = FLAT
@@ -362,14 +358,12 @@ def test_buffers_that_hold_what_is_read_are_refused(what: str) -> None:
         ({"column_pads": 0}, SettingError, "column_pads must be a mapping from names to values, got int"),
     ],
 )
-def test_what_must_be_named_is_refused_without_names(
-    given: dict[str, Any], error: type[InputError], words: str
-) -> None:
+def test_what_must_be_named_is_refused_without_names(given, error, words):
     with pytest.raises(error, match=words):
         vl.collate(DOCUMENTS, PACKING, **given)
 
 
-def test_flat_buffers_have_one_row() -> None:
+def test_flat_buffers_have_one_row():
     out = buffers((1, 12))
     batch = vl.collate(DOCUMENTS, PACKING, layout="flat", pad_to_multiple_of=4, out=out)
 
@@ -377,7 +371,7 @@ def test_flat_buffers_have_one_row() -> None:
     assert batch.input_ids.tolist() == [[1, 2, 3, 6, 7, 8, 9, 4, 5, 0, 0, 0]]
 
 
-def test_more_positions_than_boundaries_can_count_are_refused_before_anything_is_made() -> None:
+def test_more_positions_than_boundaries_can_count_are_refused_before_anything_is_made():
     packing = vl.pack([1, 1], 2**30, "next_fit", max_documents=1)
     with pytest.raises(
         SettingError, match="2,147,483,648 positions in one batch are more than int32 boundaries"
@@ -409,7 +403,7 @@ FORMS: dict[str, Callable[[list[list[int]]], Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("beside", ["nothing", "labels", "loss_mask"])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_an_id_below_0_is_refused(form: str, beside: str, layout: Any) -> None:
+def test_an_id_below_0_is_refused(form, beside, layout):
     more = {
         "nothing": {},
         "labels": {"labels": WITH_NEGATIVE},
@@ -424,19 +418,19 @@ def test_an_id_below_0_is_refused(form: str, beside: str, layout: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("positions", [True, False])
-def test_a_flat_row_refuses_an_id_below_0(form: str, positions: bool) -> None:
+def test_a_flat_row_refuses_an_id_below_0(form, positions):
     with pytest.raises(DocumentsError, match="document 1 has the token id -7"):
         flatten(FORMS[form](WITH_NEGATIVE), positions=positions)
 
 
 @pytest.mark.parametrize("token", [-1, -100, -(2**31)])
-def test_every_id_below_0_is_one(token: int) -> None:
+def test_every_id_below_0_is_one(token):
     with pytest.raises(DocumentsError, match=f"token id {token};"):
         vl.collate([[token]], vl.pack([1], 4))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_labels_and_padding_may_be_below_0(form: str) -> None:
+def test_labels_and_padding_may_be_below_0(form):
     labels = [[-100, 2, 3], [-100, 5, -100], [8]]
 
     batch = vl.collate(FORMS[form]([[1, 2, 3], [4, 5, 7], [8]]), PACKED_NEGATIVE, labels=labels, pad_id=-1)
@@ -446,18 +440,18 @@ def test_labels_and_padding_may_be_below_0(form: str) -> None:
     assert batch.max_token_id == 8
 
 
-def test_documents_of_other_packs_are_not_asked() -> None:
+def test_documents_of_other_packs_are_not_asked():
     packing = vl.pack([3, 3, 1], 3, "next_fit")
 
     assert vl.collate(WITH_NEGATIVE, packing, pack_ids=[0]).input_ids.tolist() == [[1, 2, 3]]
 
 
-def test_a_packing_without_packs_says_so() -> None:
+def test_a_packing_without_packs_says_so():
     with pytest.raises(SettingError, match="pack id 0 is out of range: this packing has no packs"):
         vl.collate([], vl.pack([], 8), pack_ids=[0])
 
 
-def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
+def test_a_packing_made_by_hand_over_its_capacity_is_refused():
     right = vl.pack([5, 3], 8)
     wrong = Packing(
         document_ids=right.document_ids,
@@ -490,12 +484,8 @@ def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
     ],
 )
 def test_a_packing_made_by_hand_of_pieces_that_cannot_be_is_refused(
-    fields: dict[str, list[int]],
-    words: str,
-    documents: Any,
-    in_python: bool,
-    plain_python: Callable[[bool], None],
-) -> None:
+    fields, words, documents, in_python, plain_python
+):
     plain_python(in_python)
     right = vl.pack([3, 2], 4)
     values = {name: getattr(right, name) for name in ("document_ids", "starts", "stops", "offsets")}

@@ -26,9 +26,7 @@ def plan_of(case: Case) -> tuple[tuple[Any, ...], int, int]:
 
 
 @given(cases(), st.sampled_from([1, 4, 128]), st.booleans(), st.integers(-2, 2))
-def test_measure_and_lay_segments_equal_their_references(
-    case: Case, each: int, elsewhere: bool, missing: int
-) -> None:
+def test_measure_and_lay_segments_equal_their_references(case, each, elsewhere, missing):
     plan, multiple, together = plan_of(case)
     sizing = (*plan, multiple, together, each, case.packing.num_documents)
     measured = kernels.measure(*sizing)
@@ -50,9 +48,7 @@ def test_measure_and_lay_segments_equal_their_references(
 
 
 @given(cases(), st.sampled_from(DTYPES), st.integers(-1, 1), st.booleans(), st.data())
-def test_plain_batch_equals_its_reference(
-    case: Case, dtype: str, missing: int, too_narrow: bool, data: st.DataObject
-) -> None:
+def test_plain_batch_equals_its_reference(case, dtype, missing, too_narrow, data):
     plan, multiple, together = plan_of(case)
     width = max(plan[5] - too_narrow, 0)
     tokens = np.arange(sum(map(len, case.documents)) - missing).astype(dtype)
@@ -69,9 +65,7 @@ def test_plain_batch_equals_its_reference(
 
 
 @given(cases(), st.lists(st.integers(-3, 12), min_size=1, max_size=5), st.integers(0, 30))
-def test_measure_finds_the_first_pack_that_is_not_there_or_too_wide(
-    case: Case, pack_ids: list[int], width: int
-) -> None:
+def test_measure_finds_the_first_pack_that_is_not_there_or_too_wide(case, pack_ids, width):
     packing = case.packing
     multiple = packing.document_multiple_of
     arguments = (
@@ -106,14 +100,7 @@ def test_measure_finds_the_first_pack_that_is_not_there_or_too_wide(
     st.sampled_from([0, 1, 2]),
     st.sampled_from([np.int64, np.int32]),
 )
-def test_locate_equals_its_reference(
-    segments: list[tuple[int, int, int]],
-    offsets: list[int],
-    num_values: int,
-    capacity: int,
-    whole: int,
-    dtype: Any,
-) -> None:
+def test_locate_equals_its_reference(segments, offsets, num_values, capacity, whole, dtype):
     columns = [[segment[index] for segment in segments] for index in range(3)]
     documents, first, lengths = (np.array(c, t) for c, t in zip(columns, (np.int64, np.int32, np.int32)))
     results = []
@@ -129,7 +116,7 @@ def test_locate_equals_its_reference(
 @pytest.mark.parametrize(
     ("whole", "wrong"), [(0, []), (1, [1]), (2, [0, 1])], ids=["anywhere", "full or whole", "whole"]
 )
-def test_locate_lets_pieces_end_only_where_the_policy_cuts(whole: int, wrong: list[int]) -> None:
+def test_locate_lets_pieces_end_only_where_the_policy_cuts(whole, wrong):
     # Capacity 4; pieces of a document of 9: [0, 4) full, [4, 7) neither full nor the end, [5, 9) the end.
     first, lengths = np.array([0, 4, 5], np.int32), np.array([4, 3, 4], np.int32)
     for room in (kernels, reference):
@@ -165,7 +152,7 @@ def laid_out(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(laid_out(), st.integers(-1, 2**31 - 1), st.integers(1, 3))
-def test_assemble_equals_its_reference(row: dict[str, Any], pad_id: int, rows: int) -> None:
+def test_assemble_equals_its_reference(row, pad_id, rows):
     width = -(-row["width"] // rows)
     results = []
     for room in (kernels, reference):
@@ -176,7 +163,7 @@ def test_assemble_equals_its_reference(row: dict[str, Any], pad_id: int, rows: i
 
 
 @given(laid_out(), st.sampled_from(["none", "bool", "uint8", "float32"]), st.data())
-def test_mask_labels_equals_its_reference(row: dict[str, Any], kind: str, data: st.DataObject) -> None:
+def test_mask_labels_equals_its_reference(row, kind, data):
     count = row["values"].size
     mask = np.empty(0, np.uint8)
     if kind != "none":
@@ -201,7 +188,7 @@ def test_mask_labels_equals_its_reference(row: dict[str, Any], kind: str, data: 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @given(row=laid_out())
-def test_copy_column_equals_its_reference(size: int, row: dict[str, Any]) -> None:
+def test_copy_column_equals_its_reference(size, row):
     dtype = np.dtype(f"u{size}")
     values = row["values"].astype(np.int64).astype(dtype)
     pad = np.array([77], dtype)
@@ -214,12 +201,12 @@ def test_copy_column_equals_its_reference(size: int, row: dict[str, Any]) -> Non
 
 
 @given(laid_out())
-def test_value_range_equals_its_reference(row: dict[str, Any]) -> None:
+def test_value_range_equals_its_reference(row):
     arguments = (row["values"], row["sources"], row["lengths"])
     assert tuple(map(int, kernels.value_range(*arguments))) == reference.value_range(*arguments)
 
 
-def test_a_batch_of_many_rows_is_laid_out_the_same_by_both() -> None:
+def test_a_batch_of_many_rows_is_laid_out_the_same_by_both():
     lengths = [number % 37 + 1 for number in range(2000)]
     packing = vl.pack(lengths, 128, document_multiple_of=4)
     case = Case(documents=tokens_like(lengths), packing=packing)
@@ -236,9 +223,7 @@ def test_a_batch_of_many_rows_is_laid_out_the_same_by_both() -> None:
     st.sampled_from([np.int32, np.int64]),
     st.tuples(*[st.booleans()] * 4),
 )
-def test_fill_flat_row_equals_its_reference(
-    sizes: list[int], padding: int, each: int, dtype: type, switches: tuple[bool, bool, bool, bool]
-) -> None:
+def test_fill_flat_row_equals_its_reference(sizes, padding, each, dtype, switches):
     with_ids, with_labels, positions, owners = switches
     tokens = sum(sizes)
     width = tokens + padding

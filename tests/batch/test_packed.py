@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.batch.batches import Case, cases, same_batch, tokens_like
+from tests.batch.batches import cases, same_batch, tokens_like
 
 import varlen as vl
 from varlen.batch.packed import PackedBatch, on_host
@@ -44,7 +44,7 @@ def example(layout: str = "rows") -> PackedBatch:
 
 
 @given(cases())
-def test_tensors_hold_what_arrays_hold(case: Case) -> None:
+def test_tensors_hold_what_arrays_hold(case):
     batch = case.collate()
     tensors = batch.to_torch()
     for name in PackedBatch.__dataclass_fields__:
@@ -62,7 +62,7 @@ def test_tensors_hold_what_arrays_hold(case: Case) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_ids_and_labels_are_int64_and_boundaries_int32(device: str) -> None:
+def test_ids_and_labels_are_int64_and_boundaries_int32(device):
     batch = example().to_torch(device)
 
     assert {name: getattr(batch, name).dtype for name in WIDE} == dict.fromkeys(WIDE, torch.int64)
@@ -77,7 +77,7 @@ def test_ids_and_labels_are_int64_and_boundaries_int32(device: str) -> None:
     assert all(type(getattr(batch, name)) is type(getattr(example(), name)) for name in NUMBERS)
 
 
-def test_host_tensors_share_the_memory_of_arrays_of_their_dtype() -> None:
+def test_host_tensors_share_the_memory_of_arrays_of_their_dtype():
     batch = example()
     tensors = batch.to_torch()
     for name in (*INT32, *INT64):
@@ -87,7 +87,7 @@ def test_host_tensors_share_the_memory_of_arrays_of_their_dtype() -> None:
     assert again.input_ids.data_ptr() == tensors.input_ids.data_ptr()
 
 
-def test_arrays_that_can_not_be_written_are_copied() -> None:
+def test_arrays_that_can_not_be_written_are_copied():
     batch = example()
     batch.segment_ids.flags.writeable = False
     tensors = batch.to_torch()
@@ -97,7 +97,7 @@ def test_arrays_that_can_not_be_written_are_copied() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "float16", "int64", "float64"])
-def test_columns_of_every_dtype_become_tensors_of_it(dtype: str) -> None:
+def test_columns_of_every_dtype_become_tensors_of_it(dtype):
     batch = vl.collate([[1, 2, 3]], vl.pack([3], 4), columns={"x": [np.array([0, 1, 1], dtype)]}).to_torch()
 
     assert batch.columns["x"].dtype == getattr(torch, dtype)
@@ -106,7 +106,7 @@ def test_columns_of_every_dtype_become_tensors_of_it(dtype: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_whatever_a_batch_can_do_it_can_do_as_tensors_on_any_device(device: str, layout: str) -> None:
+def test_whatever_a_batch_can_do_it_can_do_as_tensors_on_any_device(device, layout):
     batch = example(layout)
     tensors = batch.to_torch(device)
 
@@ -130,7 +130,7 @@ def test_whatever_a_batch_can_do_it_can_do_as_tensors_on_any_device(device: str,
         same_batch(row.replace(**as_arrays, columns=columns), batch.row(index))
 
 
-def test_torch_is_not_loaded_before_a_tensor_is_asked_for() -> None:
+def test_torch_is_not_loaded_before_a_tensor_is_asked_for():
     script = (
         "import sys, varlen as vl; batch = vl.collate([[1, 2]], vl.pack([2], 4)); batch.dense_mask(); "
         "batch.loss_weights(); batch.row(0); assert 'torch' not in sys.modules; batch.to_torch(); "
@@ -139,7 +139,7 @@ def test_torch_is_not_loaded_before_a_tensor_is_asked_for() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_missing_torch_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_torch_is_named_with_the_way_to_install_it(monkeypatch):
     from varlen.errors import MissingExtraError
 
     batch = example()
@@ -184,7 +184,7 @@ def spelled_out(batch: PackedBatch, window: int | None) -> list[list[list[bool]]
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(cases(), WINDOWS)
-def test_the_dense_mask_is_what_boundaries_spell_out(case: Case, window: int | None) -> None:
+def test_the_dense_mask_is_what_boundaries_spell_out(case, window):
     batch = case.collate()
     mask = batch.dense_mask(window)
 
@@ -194,7 +194,7 @@ def test_the_dense_mask_is_what_boundaries_spell_out(case: Case, window: int | N
 
 
 @given(cases(), WINDOWS)
-def test_the_dense_mask_of_tensors_is_that_of_arrays(case: Case, window: int | None) -> None:
+def test_the_dense_mask_of_tensors_is_that_of_arrays(case, window):
     batch = case.collate()
     mask = batch.to_torch().dense_mask(window)
 
@@ -205,7 +205,7 @@ def test_the_dense_mask_of_tensors_is_that_of_arrays(case: Case, window: int | N
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(cases(), WINDOWS, st.booleans())
-def test_the_mask_function_is_the_dense_mask(case: Case, window: int | None, tensors: bool) -> None:
+def test_the_mask_function_is_the_dense_mask(case, window, tensors):
     batch = case.collate()
     rows, width = batch.input_ids.shape
     function = (batch.to_torch() if tensors else batch).mask_function(window)
@@ -243,7 +243,7 @@ def from_blocks(block_mask: Any, function: Any, rows: int, width: int) -> np.nda
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("window", [None, 1, 40, 150])
-def test_the_block_mask_lets_a_kernel_see_what_the_dense_mask_says(layout: str, window: int | None) -> None:
+def test_the_block_mask_lets_a_kernel_see_what_the_dense_mask_says(layout, window):
     batch = long_batch(layout)
     rows, width = batch.input_ids.shape
     blocks = batch.to_torch().block_mask(window)
@@ -259,7 +259,7 @@ def test_the_block_mask_lets_a_kernel_see_what_the_dense_mask_says(layout: str, 
     assert 0 < blocked.mean() < 1
 
 
-def test_flex_attention_gives_what_dense_attention_gives() -> None:
+def test_flex_attention_gives_what_dense_attention_gives():
     from torch.nn.attention.flex_attention import flex_attention
 
     batch = long_batch("rows").to_torch()
@@ -277,7 +277,7 @@ def test_flex_attention_gives_what_dense_attention_gives() -> None:
 
 
 @pytest.mark.parametrize("window", [0, -1, "2"])
-def test_a_window_below_one_is_refused_by_every_mask(window: int) -> None:
+def test_a_window_below_one_is_refused_by_every_mask(window):
     batch = vl.collate([[1, 2, 3]], vl.pack([3], 4))
     for make in (batch.dense_mask, batch.mask_function, batch.block_mask):
         with pytest.raises(

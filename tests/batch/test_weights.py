@@ -27,7 +27,7 @@ def weighted(batch: vl.PackedBatch, weights: np.ndarray) -> float:
     return float((np.nan_to_num(losses_of(batch)) * weights).sum(dtype=np.float64))
 
 
-def test_token_weights_are_one_at_targets_and_zero_elsewhere() -> None:
+def test_token_weights_are_one_at_targets_and_zero_elsewhere():
     batch = vl.collate(DOCUMENTS, PACKING, loss_mask=[[1, 0, 1, 1], [1, 1, 1], [1] * 6, [1, 0]])
 
     assert (
@@ -37,7 +37,7 @@ def test_token_weights_are_one_at_targets_and_zero_elsewhere() -> None:
     )
 
 
-def test_document_weights_share_one_among_the_targets_of_each_document() -> None:
+def test_document_weights_share_one_among_the_targets_of_each_document():
     weights = vl.collate(DOCUMENTS, PACKING).loss_weights("document")
     third, half, fifth = (np.float32(1) / np.float32(n) for n in (3, 2, 5))
 
@@ -48,7 +48,7 @@ def test_document_weights_share_one_among_the_targets_of_each_document() -> None
     ]
 
 
-def test_pair_weights_share_one_among_the_targets_of_each_group() -> None:
+def test_pair_weights_share_one_among_the_targets_of_each_group():
     weights = vl.collate(DOCUMENTS, PACKING).loss_weights("pair")
     fifth, sixth = np.float32(1) / np.float32(5), np.float32(1) / np.float32(6)
 
@@ -58,7 +58,7 @@ def test_pair_weights_share_one_among_the_targets_of_each_group() -> None:
     ]
 
 
-def test_longalign_weights_are_those_of_its_fourth_equation() -> None:
+def test_longalign_weights_are_those_of_its_fourth_equation():
     # K = 2 packs, M = 4 documents, N = 3, 2, 5 and 1 targets: K / (N M), arXiv:2401.18058.
     weights = vl.collate(DOCUMENTS, PACKING).loss_weights("longalign")
     expected = [[0, 2 / 12, 2 / 12, 2 / 12, 0, 2 / 8, 2 / 8, 0], [0, *[2 / 20] * 5, 0, 2 / 4]]
@@ -79,7 +79,7 @@ def document_means(case: Case, batch: vl.PackedBatch) -> list[float]:
 
 
 @given(cases())
-def test_with_longalign_the_mean_over_packs_is_the_mean_over_documents(case: Case) -> None:
+def test_with_longalign_the_mean_over_packs_is_the_mean_over_documents(case):
     batch = case.collate()
     means = document_means(case, batch)
     assume(means)
@@ -90,7 +90,7 @@ def test_with_longalign_the_mean_over_packs_is_the_mean_over_documents(case: Cas
 
 
 @given(cases())
-def test_every_weighting_is_zero_where_there_is_no_target_and_one_shape_with_labels(case: Case) -> None:
+def test_every_weighting_is_zero_where_there_is_no_target_and_one_shape_with_labels(case):
     batch = case.collate()
     for weighting in (
         "token",
@@ -105,7 +105,7 @@ def test_every_weighting_is_zero_where_there_is_no_target_and_one_shape_with_lab
 
 
 @given(cases())
-def test_every_document_or_group_weighs_one_in_all(case: Case) -> None:
+def test_every_document_or_group_weighs_one_in_all(case):
     batch = case.collate()
     owners = {"document": batch.document_ids, "pair": batch.document_groups}
     for weighting, ids in owners.items():
@@ -120,14 +120,14 @@ def test_every_document_or_group_weighs_one_in_all(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_weights_lie_where_rounded_slots_lie(layout: str) -> None:
+def test_weights_lie_where_rounded_slots_lie(layout):
     batch = vl.collate([[1, 2, 3], [4, 5]], vl.pack([3, 2], 8, document_multiple_of=4), layout=layout)
 
     assert batch.cu_seqlens_padded is not None
     assert batch.loss_weights("document").tolist() == [[0, 0.5, 0.5, 0, 0, 1, 0, 0]]
 
 
-def test_a_weighting_that_can_not_be_is_refused() -> None:
+def test_a_weighting_that_can_not_be_is_refused():
     batch = vl.collate(DOCUMENTS, vl.pack(LENGTHS, 8))
     with pytest.raises(
         SettingError, match="weighting must be one of token, document, pair, longalign; got 'mean'"
@@ -167,7 +167,7 @@ def by_token(documents: Any, weights: Any) -> dict[int, float]:
 
 
 @given(weighed(), st.sampled_from(["rows", "flat"]), st.sampled_from([1, 2, 4]))
-def test_every_target_keeps_its_weight(case: Any, layout: Any, multiple: int) -> None:
+def test_every_target_keeps_its_weight(case, layout, multiple):
     documents, weights = case
 
     batch = packed(documents, weights, layout=layout, pack={"document_multiple_of": multiple})
@@ -188,7 +188,7 @@ def test_every_target_keeps_its_weight(case: Any, layout: Any, multiple: int) ->
 
 
 @given(weighed())
-def test_weights_of_0_and_1_are_a_mask(case: Any) -> None:
+def test_weights_of_0_and_1_are_a_mask(case):
     documents, weights = case
     marks = [[float(weight > 0) for weight in own] for own in weights]
     batch = packed(documents, marks)
@@ -203,7 +203,7 @@ def test_weights_of_0_and_1_are_a_mask(case: Any) -> None:
 
 @given(weighed())
 @settings(max_examples=50)
-def test_documents_pairs_and_packs_count_the_same_whatever_their_tokens_weigh(case: Any) -> None:
+def test_documents_pairs_and_packs_count_the_same_whatever_their_tokens_weigh(case):
     documents, weights = case
     size = max(len(one) for one in documents)
     packing = vl.pack(
@@ -238,7 +238,7 @@ def test_documents_pairs_and_packs_count_the_same_whatever_their_tokens_weigh(ca
             assert found(weighting, tokens) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_weights_travel_with_rows_and_tensors_and_buffers() -> None:
+def test_weights_travel_with_rows_and_tensors_and_buffers():
     documents, weights = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[1, 0.5, 2], [1, 3], [1, 1, 0, 0.25]]
     packing = vl.pack([3, 2, 4], capacity=5)
     batch = vl.collate(documents, packing, target_weights=weights)
@@ -259,7 +259,7 @@ def test_weights_travel_with_rows_and_tensors_and_buffers() -> None:
     assert vl.collate(documents, packing, out=batch).target_weights is None
 
 
-def test_flat_weights_share_the_offsets_of_their_documents() -> None:
+def test_flat_weights_share_the_offsets_of_their_documents():
     tokens, offsets = np.arange(1, 10, dtype=np.int32), np.array([0, 3, 5, 9])
     weights = np.array([1, 0.5, 2, 1, 3, 1, 1, 0, 0.25])
     packing = vl.pack([3, 2, 4], capacity=5)
@@ -272,7 +272,7 @@ def test_flat_weights_share_the_offsets_of_their_documents() -> None:
     assert len({batch.target_weights.tobytes() for batch in batches}) == 1
 
 
-def test_a_mean_over_the_number_of_targets_is_refused() -> None:
+def test_a_mean_over_the_number_of_targets_is_refused():
     batch = packed([[1, 2]], [[1, 0.5]])
 
     with pytest.raises(SettingError, match=r"batch.target_weights.*batch.loss_weights\(\)"):
@@ -280,12 +280,12 @@ def test_a_mean_over_the_number_of_targets_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 1e39])
-def test_weights_that_are_none_are_refused(weight: float) -> None:
+def test_weights_that_are_none_are_refused(weight):
     with pytest.raises(DocumentsError, match=r"finite numbers from 0.*\(1 of the batch's"):
         packed([[1, 2]], [[1, weight]])
 
 
-def test_weights_of_the_wrong_form_are_refused() -> None:
+def test_weights_of_the_wrong_form_are_refused():
     with pytest.raises(DocumentsError, match="so small that float32"):
         packed([[1, 2]], [[1, 1e-60]])
     with pytest.raises(DocumentsError, match=r"target_weights: document 0 has 1 values for 2 tokens"):

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.plan import figures as figures_of
-from benchmarks.plan import run as benchmark
-from benchmarks.plan import table as page_of
-from benchmarks.plan.grid import CAPACITIES, MESHES, SETS, Cell, equal_rates, grid
-from benchmarks.plan.methods import ABLATION_CELLS, SETTINGS
+from benchmarks import plan as benchmark
+from benchmarks import plan_figures as figures_of
+from benchmarks import plan_runs
+from benchmarks import plan_table as page_of
+from benchmarks.plan_ablation import ABLATION_CELLS, SETTINGS
+from benchmarks.plan_grid import CAPACITIES, MESHES, SETS, Cell, equal_rates, grid
 
 
 def record(speedup: float = 3.0, *, ratio: float = 1.05, refused: str = "", **cell: Any) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def verdict(what: str, cells: list[dict[str, Any]], **parts: Any) -> figures_of.
     return next(found for found in figures_of.verdicts(result(cells, **parts)) if what in found.what)
 
 
-def test_each_set_capacity_and_mesh_has_as_many_cells() -> None:
+def test_each_set_capacity_and_mesh_has_as_many_cells():
     cells = grid(2)
     groups = Counter((cell.lengths, cell.capacity, cell.dp * cell.pp * cell.tp, cell.pp) for cell in cells)
 
@@ -69,7 +70,7 @@ def test_each_set_capacity_and_mesh_has_as_many_cells() -> None:
         assert max(counts.values()) - min(counts.values()) <= 4, field
 
 
-def test_cells_are_drawn_the_same_every_time_and_all_of_them_are_every_combination() -> None:
+def test_cells_are_drawn_the_same_every_time_and_all_of_them_are_every_combination():
     assert [cell.key for cell in grid(1)] == [cell.key for cell in grid(1)]
     every = grid(16)
     assert len({cell.key for cell in every}) == len(every)
@@ -77,20 +78,20 @@ def test_cells_are_drawn_the_same_every_time_and_all_of_them_are_every_combinati
     assert len(every) == 16 * len(SETS) * len(CAPACITIES) * len(MESHES) - 4 * len(SETS) * len(CAPACITIES)
 
 
-def test_heads_are_divided_by_tensor_parallel_ranks_in_every_cell() -> None:
+def test_heads_are_divided_by_tensor_parallel_ranks_in_every_cell():
     for cell in {cell.model + cell.mesh_text: cell for cell in grid(16)}.values():
         assert cell.cost().model.heads % cell.tp == 0, cell.key
         assert cell.mesh.num_gpus in (32, 64, 128, 256, 512, 1024), cell.key
 
 
-def test_keys_tell_cells_apart() -> None:
+def test_keys_tell_cells_apart():
     cells = [*grid(16), *equal_rates(), *ABLATION_CELLS]
 
     assert len({cell.key for cell in cells}) == len(set(cells))
     assert {name for cell in ABLATION_CELLS for name in SETTINGS if name in ("FLOPs", "calibrated")}
 
 
-def test_one_slow_cell_is_enough_to_miss_a_target_on_the_worst() -> None:
+def test_one_slow_cell_is_enough_to_miss_a_target_on_the_worst():
     good = [record() for _ in range(50)]
 
     assert verdict("over that of sliced", good).met is True
@@ -99,7 +100,7 @@ def test_one_slow_cell_is_enough_to_miss_a_target_on_the_worst() -> None:
     assert verdict("large enough cells, median", [*good, record(ratio=1.31)]).met is True
 
 
-def test_every_tuned_method_has_the_chunks_of_layers_that_suit_it() -> None:
+def test_every_tuned_method_has_the_chunks_of_layers_that_suit_it():
     cell = record(ratio=1.4)
     ours, theirs = cell["methods"]["micropack"], cell["methods"]["sliced"]
     faster = {**ours, "step_s": 0.9 * ours["step_s"], "ratio": 1.25}
@@ -121,7 +122,7 @@ def test_every_tuned_method_has_the_chunks_of_layers_that_suit_it() -> None:
     assert "| tuned | 1 | 1.25" in page_of.page(result([cell], interleaved=woven))
 
 
-def test_a_plan_over_the_limit_of_memory_misses() -> None:
+def test_a_plan_over_the_limit_of_memory_misses():
     over = record()
     over["methods"]["micropack"]["fits"] = False
 
@@ -129,7 +130,7 @@ def test_a_plan_over_the_limit_of_memory_misses() -> None:
     assert verdict("over the card's limit", [record(), over]).value == 1
 
 
-def test_medians_at_256k_are_taken_of_each_set_and_of_large_meshes() -> None:
+def test_medians_at_256k_are_taken_of_each_set_and_of_large_meshes():
     cells = [record(5.0), record(1.0, lengths="other"), record(1.0, capacity=65_536), record(1.0, dp=4)]
 
     assert verdict("256K, code_src", cells).value == 3.0  # of 5 and 1; 64K counts nowhere
@@ -137,14 +138,14 @@ def test_medians_at_256k_are_taken_of_each_set_and_of_large_meshes() -> None:
     assert verdict("packed, tuned, 256K", cells).cells == 2
 
 
-def test_a_method_that_does_not_fit_is_left_out_and_counted() -> None:
+def test_a_method_that_does_not_fit_is_left_out_and_counted():
     cells = [record(), record(refused="as_run")]
 
     assert verdict("over that of packed, as users run it", cells).cells == 1
     assert "| packed, as users run it | 3.15 (3.15 to 3.15) |" in page_of.page(result(cells))
 
 
-def test_simulating_has_a_least_speed_and_says_where_it_was_not_timed() -> None:
+def test_simulating_has_a_least_speed_and_says_where_it_was_not_timed():
     fast, slow = [0.1, 0.2, 0.1], [0.5, 0.6, 0.9]
     engine = [{"key": "8192 on 64x16", "tasks": 500_000, "engine_s": fast, "seconds": slow}]
 
@@ -154,7 +155,7 @@ def test_simulating_has_a_least_speed_and_says_where_it_was_not_timed() -> None:
     assert verdict("vl.simulate", []).met is None
 
 
-def test_planning_times_have_limits() -> None:
+def test_planning_times_have_limits():
     quick, slow = (
         [{"seconds": [0.05, 0.2, 0.06], "recompute": "none"}],
         [{"seconds": [0.3, 0.1, 0.12], "recompute": "full"}],
@@ -174,11 +175,11 @@ def test_planning_times_have_limits() -> None:
     )
 
 
-def test_nothing_measured_is_no_target_met() -> None:
+def test_nothing_measured_is_no_target_met():
     assert [found.met for found in figures_of.verdicts(result([]))].count(True) == 0
 
 
-def test_the_page_shows_every_cell_and_what_was_missed() -> None:
+def test_the_page_shows_every_cell_and_what_was_missed():
     cells = [record(), record(0.5, dp=8), record(2.0, pp=8)]
     plans = {"everything": {"step_s": 1.0}, "slicing": {"step_s": 1.5}}
     page = page_of.page(result(cells, ablation=[{"setting": "calibrated", "plans": plans}]))
@@ -190,7 +191,7 @@ def test_the_page_shows_every_cell_and_what_was_missed() -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_lengths_are_cut_at_the_capacity_and_the_loss_is_told(name: str) -> None:
+def test_lengths_are_cut_at_the_capacity_and_the_loss_is_told(name):
     cell = Cell(lengths=name, capacity=65_536, documents=512, model="llama-2-7b", dp=4, pp=4, tp=4, seed=1)
     try:
         lengths, told = cell.drawn()
@@ -202,14 +203,14 @@ def test_lengths_are_cut_at_the_capacity_and_the_loss_is_told(name: str) -> None
     assert (told["truncated_documents"] == 0) == (told["truncated_share"] == 0)
 
 
-def test_each_part_says_on_which_days_and_commits_it_was_run() -> None:
+def test_each_part_says_on_which_days_and_commits_it_was_run():
     told = result([record()], times=[])
     told["parts"]["grid"].pop("runs", None)
     first = told | {"date": "2026-01-02", "versions": {"commit": "aaa"}}
     later = told | {"date": "2026-01-03", "versions": {"commit": "bbb"}}
     for run in (first, first, later):
-        figures_of.note_run(told["parts"]["grid"], run)
-    figures_of.note_run(told["parts"]["grid"], later, ("sliced", "micropack"))
+        plan_runs.note_run(told["parts"]["grid"], run)
+    plan_runs.note_run(told["parts"]["grid"], later, ("sliced", "micropack"))
 
     page = page_of.page(told)
 
@@ -219,7 +220,7 @@ def test_each_part_says_on_which_days_and_commits_it_was_run() -> None:
     assert "| times | not kept | not kept | not kept | 0.0 | not kept to not kept | 0 |" in page
 
 
-def test_a_record_that_is_kept_notes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_kept_notes_its_run(tmp_path, monkeypatch):
     told = result([])
     told["parts"] = {}
     monkeypatch.setattr(benchmark, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
@@ -231,7 +232,7 @@ def test_a_record_that_is_kept_notes_its_run(tmp_path: Path, monkeypatch: pytest
     assert found["parts"]["engine"]["runs"] == [{"date": "2026-01-01", "commit": "abc", "cpu": "a processor"}]
 
 
-def test_exact_solvers_are_shown_with_the_date_the_commit_and_the_command() -> None:
+def test_exact_solvers_are_shown_with_the_date_the_commit_and_the_command():
     def step(name: str, gained: float, proven: bool) -> dict[str, Any]:
         answer = {"over_bound": 0.001, "gained": gained, "proven": proven, "seconds": 2.0}
         return {"step": name, "assign": {"over_bound": 0.001, "seconds": 0.0}, "highs": answer}
@@ -248,14 +249,14 @@ def test_exact_solvers_are_shown_with_the_date_the_commit_and_the_command() -> N
 
     assert "| even | 2 | 0.1000 | 0.0200 | 1 | 2.00 | - | - | - |" in page
     assert "2026-02-02, commit ccc, another: HiGHS 1.2 (at most 1,200 nodes), on one thread" in page
-    assert "`python -m benchmarks.plan.exact` measures them anew (4 s here" in page
+    assert "`python -m benchmarks.plan_exact` measures them anew (4 s here" in page
     assert "## Exact solvers" not in page_of.page(result([record()]))
 
 
-def test_what_exact_solvers_brought_is_kept_and_of_a_clean_commit() -> None:
-    kept = figures_of.load_exact()
+def test_what_exact_solvers_brought_is_kept_and_of_a_clean_commit():
+    kept = plan_runs.load_exact()
 
     assert kept is not None
     assert len(kept["steps"]) == 21
     assert not kept["versions"]["commit"].endswith("+")
-    assert figures_of.load_exact(Path("gone.json")) is None
+    assert plan_runs.load_exact(Path("gone.json")) is None

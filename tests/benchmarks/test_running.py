@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ def planned() -> list[steps.Step]:
     return steps.steps("some", LENGTHS, COST, pipelines.MESH)
 
 
-def test_every_way_plans_the_same_documents_and_can_be_run(planned: list[steps.Step]) -> None:
+def test_every_way_plans_the_same_documents_and_can_be_run(planned):
     for step in planned:
         check_plan(step.plan)
         assert step.plan.lengths.tolist() == LENGTHS.tolist()
@@ -41,9 +40,7 @@ def test_every_way_plans_the_same_documents_and_can_be_run(planned: list[steps.S
     assert asymmetric.backward.num_micropacks > asymmetric.forward.num_micropacks
 
 
-def test_processes_in_timed_waits_take_at_least_what_their_busiest_stage_waits(
-    planned: list[steps.Step], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_in_timed_waits_take_at_least_what_their_busiest_stage_waits(planned, monkeypatch):
     monkeypatch.setattr(waits, "STEP_S", 0.5)
 
     rows = waits.compared([planned[0], planned[2]], COST, rounds=1)
@@ -56,7 +53,7 @@ def test_processes_in_timed_waits_take_at_least_what_their_busiest_stage_waits(
         assert row["tasks"] == len(step.plan.tasks)
 
 
-def test_waits_are_as_long_as_tasks_and_rows_as_many() -> None:
+def test_waits_are_as_long_as_tasks_and_rows_as_many():
     plan = vl.plan_step(LENGTHS, cost=COST, mesh=pipelines.MESH, method="packed", capacity=2048)
     seconds = waits.durations(plan, COST)
     chunk = waits.chunk_of(plan, 0, 1, seconds, 2.0, 8)
@@ -70,7 +67,7 @@ def test_waits_are_as_long_as_tasks_and_rows_as_many() -> None:
     assert first.backward(key, None) is None
 
 
-def test_predictions_are_compared_with_what_the_last_rank_took(planned: list[steps.Step]) -> None:
+def test_predictions_are_compared_with_what_the_last_rank_took(planned):
     hardware = vl.Hardware.named("h100")
     first, second = planned[:2]
     spans = [[[0.0, 2.0], [10.0, 12.5]], [[0.0, 1.0], [0.0, 1.0]]]
@@ -88,7 +85,7 @@ def test_predictions_are_compared_with_what_the_last_rank_took(planned: list[ste
     assert found["met"] is (found["mape"] <= found["limit"])
 
 
-def test_a_long_document_is_planned_on_one_rank_and_on_both() -> None:
+def test_a_long_document_is_planned_on_one_rank_and_on_both():
     known = vl.Hardware.named("h100")
     slow = replace(  # as a core is: launches and messages take next to nothing beside the work
         known,
@@ -107,9 +104,7 @@ def test_a_long_document_is_planned_on_one_rank_and_on_both() -> None:
         assert took[2] < 0.9 * took[1] <= 0.9 * took[0] * (1 + 1e-9)
 
 
-def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(tmp_path, monkeypatch):
     monkeypatch.setattr(running_page, "RESULTS", tmp_path)
     (tmp_path / "run").mkdir()
     made = {"versions": {"commit": "abc", "torch": "2"}, "load": [0, 1]}
@@ -134,7 +129,7 @@ def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(
     assert "2026-01-01" not in page
 
 
-def test_the_longest_document_is_within_the_budget_and_one_percent_of_it() -> None:
+def test_the_longest_document_is_within_the_budget_and_one_percent_of_it():
     for fixed, per_token, guess in ((0, 7, 10), (5_000, 3, 10), (5_000, 3, 400_000), (90_000, 1, 1)):
         found, peak = longest.longest(lambda n, a=fixed, b=per_token: a + b * n, 100_000, guess)
 
@@ -142,7 +137,7 @@ def test_the_longest_document_is_within_the_budget_and_one_percent_of_it() -> No
         assert 99_000 <= peak <= 100_000
 
 
-def test_the_longest_document_by_formula_is_what_the_simulator_lets_pass() -> None:
+def test_the_longest_document_by_formula_is_what_the_simulator_lets_pass():
     shape = longest.SHAPES["GQA"]
     for way in longest.WAYS:
         tokens = longest.tokens_of(shape, way)
@@ -162,7 +157,7 @@ def test_the_longest_document_by_formula_is_what_the_simulator_lets_pass() -> No
         assert peak == pytest.approx(longest.CARD_BYTES, rel=0.04)
 
 
-def test_bytes_do_not_depend_on_whether_attention_is_computed() -> None:
+def test_bytes_do_not_depend_on_whether_attention_is_computed():
     sizes = {**longest.MODELS["GQA"], "num_hidden_layers": 3}
     model = longest.llama(sizes, torch.device("cpu"))
     way = longest.WAYS[-1]
@@ -181,7 +176,7 @@ def test_bytes_do_not_depend_on_whether_attention_is_computed() -> None:
     assert left_out == computed
 
 
-def test_targets_are_of_the_best_way_of_each_kind() -> None:
+def test_targets_are_of_the_best_way_of_each_kind():
     names = [way.name for way in longest.WAYS]
     cells = longest.cells_of(dict(zip(names, (10, 40, 70, 81, 300, 310))))
 
@@ -194,7 +189,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.soak
-def test_families_are_verified_with_every_attention() -> None:
+def test_families_are_verified_with_every_attention():
     found = list(isolation.isolation("cpu", ["llama", "no such family"], [torch.float32]))
 
     assert [row["attention"] for row in found[:-1:2]] == [
@@ -210,20 +205,20 @@ def test_families_are_verified_with_every_attention() -> None:
     assert "no such family" in found[-1]["reason"]
 
 
-def test_the_families_are_ones_that_transformers_has() -> None:
+def test_the_families_are_ones_that_transformers_has():
     from varlen.verify.models.tiny_models import families
 
     assert set(isolation.FAMILIES) <= set(families())
 
 
-def test_attention_is_timed_over_rows_keys_and_heads() -> None:
+def test_attention_is_timed_over_rows_keys_and_heads():
     found = attention.rates(CPU, rows=(8, 32), keys=(16, 64), heads=((4, 2),), dtype=torch.float32)
 
     assert [(row["rows"], row["keys"]) for row in found] == [(8, 16), (8, 64), (32, 64)]
     assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in found)
 
 
-def test_slices_are_timed_beside_the_unsliced_step() -> None:
+def test_slices_are_timed_beside_the_unsliced_step():
     found = slices.overhead(CPU, sizes=TINY, tokens=256, slice_tokens=(64, 128))
 
     assert [row["slice_tokens"] for row in found["slices"]] == [64, 128]
@@ -233,7 +228,7 @@ def test_slices_are_timed_beside_the_unsliced_step() -> None:
     assert found["unsliced_peak_bytes"] > peaks[1]
 
 
-def test_the_unsliced_step_has_the_engines_gradients() -> None:
+def test_the_unsliced_step_has_the_engines_gradients():
     model, batch = llama(TINY, CPU, torch.float64), one_document(TINY, 100)
     slices.checkpointed(model, batch, CPU)
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
@@ -246,7 +241,7 @@ def test_the_unsliced_step_has_the_engines_gradients() -> None:
         torch.testing.assert_close(parameter.grad, right, rtol=1e-10, atol=1e-12)
 
 
-def test_the_longest_document_is_found_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_document_is_found_by_doubling(monkeypatch):
     def full(model: Any, batch: Any, device: torch.device) -> None:
         if batch.num_tokens > 64:
             raise torch.OutOfMemoryError("full")
@@ -258,14 +253,14 @@ def test_the_longest_document_is_found_by_doubling(monkeypatch: pytest.MonkeyPat
     assert [row["ended_by"] for row in found] == ["the most tried", "memory", "the most tried"]
 
 
-def test_padded_and_packed_steps_train_the_same_documents() -> None:
+def test_padded_and_packed_steps_train_the_same_documents():
     found = training.steps(CPU, sizes=TINY, count=12, capacity=256, dtype=torch.float32)
 
     assert found["padded_tokens"] > found["tokens"] > 0
     assert found["ratio"] == pytest.approx(found["padded_sdpa_s"] / found["packed_varlen_s"])
 
 
-def test_gradients_of_slices_are_measured_beside_float64() -> None:
+def test_gradients_of_slices_are_measured_beside_float64():
     found = list(gradients.gradients(CPU, families=["llama"], dtypes=[torch.float32, torch.bfloat16]))
 
     assert [row["kernels"] for row in found] == ["auto", "auto", "sdpa", "varlen", "flash_attn", "flex"]
@@ -274,7 +269,7 @@ def test_gradients_of_slices_are_measured_beside_float64() -> None:
     assert found[2]["used"] == ["rectangles"]
 
 
-def test_steps_are_measured_beside_the_simulator() -> None:
+def test_steps_are_measured_beside_the_simulator():
     first, *steps = engine.ways(
         CPU, sizes=TINY, tokens=256, slice_tokens=64, dtype=torch.float32, budget_s=1, rounds=1
     )
@@ -286,16 +281,14 @@ def test_steps_are_measured_beside_the_simulator() -> None:
         assert min(row[of] for of in ("seconds", "simulated_s", "peak_bytes", "simulated_peak_bytes")) > 0
 
 
-def test_kernels_of_a_step_are_counted() -> None:
+def test_kernels_of_a_step_are_counted():
     found = engine.kernels(CPU, sizes=TINY, tokens=256, slice_tokens=64, dtype=torch.float32)
 
     assert [row["documents"] for row in found] == ["one long", "short"]
     assert all(row["seconds"] > 0 for row in found)
 
 
-def test_a_part_that_fails_is_told_and_the_others_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch):
     def broken(_: torch.device) -> None:
         raise RuntimeError("no kernel")
 
@@ -308,9 +301,7 @@ def test_a_part_that_fails_is_told_and_the_others_run(
     assert "in broken" in found["log"]
 
 
-def test_parts_run_in_processes_that_are_stopped_at_their_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_run_in_processes_that_are_stopped_at_their_limit(tmp_path, monkeypatch):
     monkeypatch.setitem(PARTS, "attention", replace(PARTS["attention"], limit_s=0.1))
 
     result = run(["attention", "transfer"], tmp_path / "gpu.json", "cpu")

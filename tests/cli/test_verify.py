@@ -16,7 +16,7 @@ from varlen.errors import SettingError
 QUICK = ("--backend", "eager", "--layout", "rows")
 
 
-def test_verdicts_are_printed_and_nothing_written(tmp_path: Path) -> None:
+def test_verdicts_are_printed_and_nothing_written(tmp_path):
     run = asked("verify", "llama", *QUICK, cwd=tmp_path)
 
     assert run.returncode == 0, run.stderr
@@ -27,7 +27,7 @@ def test_verdicts_are_printed_and_nothing_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_everything_is_printed_as_json() -> None:
+def test_everything_is_printed_as_json():
     run = asked("verify", "llama", *QUICK, "--no-calls", "--no-gradients", "--dtype", "float64", "--json")
 
     found = json.loads(run.stdout)
@@ -36,7 +36,7 @@ def test_everything_is_printed_as_json() -> None:
     assert found["cells"][0]["gradients"] is None
 
 
-def test_a_page_is_written_with_the_attention_drawn(tmp_path: Path) -> None:
+def test_a_page_is_written_with_the_attention_drawn(tmp_path):
     run = asked("verify", "falcon", *QUICK, "-o", tmp_path / "report.html")
 
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -48,35 +48,35 @@ def test_a_page_is_written_with_the_attention_drawn(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
-def test_a_family_that_nobody_has_is_one_sentence() -> None:
+def test_a_family_that_nobody_has_is_one_sentence():
     run = asked("verify", "lama")
 
     assert run.returncode == 2
     assert "did you mean llama" in one_sentence(run)
 
 
-def test_a_backend_that_there_is_not_is_one_sentence() -> None:
+def test_a_backend_that_there_is_not_is_one_sentence():
     run = asked("verify", "llama", "--backend", "paged")
 
     assert run.returncode == 2
     assert "backends must be one or more of eager, sdpa" in one_sentence(run)
 
 
-def test_a_dtype_that_there_is_not_is_one_sentence() -> None:
+def test_a_dtype_that_there_is_not_is_one_sentence():
     run = asked("verify", "llama", "--dtype", "int8")
 
     assert run.returncode == 2
     assert "--dtype must be one of float64, float32, bfloat16, float16" in one_sentence(run)
 
 
-def test_a_page_in_a_folder_that_there_is_not_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_a_page_in_a_folder_that_there_is_not_is_refused_before_anything_runs(tmp_path):
     run = asked("verify", "llama", "-o", tmp_path / "none" / "report.html")
 
     assert run.returncode == 2
     assert "doesn't exist" in one_sentence(run)
 
 
-def test_the_help_has_an_example() -> None:
+def test_the_help_has_an_example():
     run = varlen("verify", "--help")
 
     assert run.returncode == 0
@@ -99,7 +99,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "cfg.yaml"
 
 
-def test_an_error_is_printed_with_the_value_that_works_and_ends_with_2(config: Path) -> None:
+def test_an_error_is_printed_with_the_value_that_works_and_ends_with_2(config):
     run = varlen("verify", "--megatron", config, "--dialect", "0.7")
 
     assert run.returncode == 2
@@ -117,7 +117,7 @@ def test_an_error_is_printed_with_the_value_that_works_and_ends_with_2(config: P
     ]
 
 
-def test_a_sound_configuration_ends_with_0(config: Path) -> None:
+def test_a_sound_configuration_ends_with_0(config):
     config.write_text(YAML.replace("510", "512"), encoding="utf-8")
     run = asked("verify", "--megatron", config, "--dialect", "0.7", "--world-size", "16")
 
@@ -125,7 +125,7 @@ def test_a_sound_configuration_ends_with_0(config: Path) -> None:
     assert run.stdout == f"nothing found in {config}; Megatron-Bridge 0.7, offline packing to 1,024\n"
 
 
-def test_processes_are_taken_into_account(config: Path) -> None:
+def test_processes_are_taken_into_account(config):
     config.write_text(YAML.replace("510", "512"), encoding="utf-8")
     run = asked("verify", "--megatron", config, "--world-size", "24")
 
@@ -134,7 +134,7 @@ def test_processes_are_taken_into_account(config: Path) -> None:
     assert "must:  a multiple of train.micro_batch_size · data-parallel size = 1·12 = 12" in run.stdout
 
 
-def test_everything_about_a_configuration_is_printed_as_json(config: Path) -> None:
+def test_everything_about_a_configuration_is_printed_as_json(config):
     run = asked("verify", "--megatron", config, "--json")
 
     found = json.loads(run.stdout)
@@ -159,19 +159,17 @@ def test_everything_about_a_configuration_is_printed_as_json(config: Path) -> No
         (("verify", "--megatron", "CFG", "--world-size", "0"), "world_size must be a whole number from 1"),
     ],
 )
-def test_what_can_not_be_checked_is_one_sentence(
-    arguments: tuple[str, ...], words: str, config: Path
-) -> None:
+def test_what_can_not_be_checked_is_one_sentence(arguments, words, config):
     run = asked(*(str(config) if argument == "CFG" else argument for argument in arguments))
 
     assert words in one_sentence(run)
 
 
-def test_the_help_has_an_example_of_a_configuration() -> None:
+def test_the_help_has_an_example_of_a_configuration():
     assert "varlen verify --megatron run_config.yaml" in varlen("verify", "--help").stdout
 
 
-def test_a_terminal_gets_lines_of_its_width_with_every_word_of_the_report(config: Path) -> None:
+def test_a_terminal_gets_lines_of_its_width_with_every_word_of_the_report(config):
     report = check_config(config)
     stream = io.StringIO()
     print_report(report, Console(file=stream, width=60, highlight=False))
@@ -185,7 +183,7 @@ def test_a_terminal_gets_lines_of_its_width_with_every_word_of_the_report(config
     assert lines[-2:] == ["  model.seq_length=512", "  dataset.seq_length=512"]
 
 
-def test_a_report_raises_its_errors_and_nothing_else() -> None:
+def test_a_report_raises_its_errors_and_nothing_else():
     check_config(packed()).raise_for_errors()
     with pytest.raises(
         SettingError, match=r"^1 error, 0 warnings found in the configuration; Megatron-Bridge 0\.6"
@@ -193,7 +191,7 @@ def test_a_report_raises_its_errors_and_nothing_else() -> None:
         check_config(packed(train__micro_batch_size=4)).raise_for_errors()
 
 
-def test_a_report_goes_through_json_whatever_it_changes() -> None:
+def test_a_report_goes_through_json_whatever_it_changes():
     cfg = packed(
         dataset__offline_packing_specs=None,
         model__hierarchical_context_parallel_sizes=[3],

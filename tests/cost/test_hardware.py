@@ -66,7 +66,7 @@ def _rate(table: RateTable, rows: int, keys: int) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_named_hardware_says_where_its_figures_come_from(name: str) -> None:
+def test_named_hardware_says_where_its_figures_come_from(name):
     hardware = Hardware.named(name.upper())
 
     assert hardware.name == name
@@ -80,7 +80,7 @@ def test_named_hardware_says_where_its_figures_come_from(name: str) -> None:
 
 
 @pytest.mark.parametrize(("slice_shape", "published"), DISTCA.items())
-def test_rates_saturate_as_published_slices_do(slice_shape: tuple[int, int], published: int) -> None:
+def test_rates_saturate_as_published_slices_do(slice_shape, published):
     """FlashAttention 2 runs at half of FlashAttention 3's best rate."""
     ours = forward_tflops(Hardware.named("h100"), *slice_shape) * 360 / 720
 
@@ -88,9 +88,7 @@ def test_rates_saturate_as_published_slices_do(slice_shape: tuple[int, int], pub
 
 
 @pytest.mark.parametrize(("rows", "published"), MAGI.items())
-def test_rates_stand_between_one_document_and_many_as_the_source_says(
-    rows: int, published: tuple[int, int]
-) -> None:
+def test_rates_stand_between_one_document_and_many_as_the_source_says(rows, published):
     hardware = Hardware.named("h100")
     alone, packed = forward_tflops(hardware, rows, rows), forward_tflops(hardware, rows, rows // 4)
 
@@ -101,34 +99,34 @@ def test_rates_stand_between_one_document_and_many_as_the_source_says(
 
 
 @pytest.mark.parametrize(("keys", "published"), DAO.items())
-def test_the_a100_has_published_rates_of_both_passes(keys: int, published: int) -> None:
+def test_the_a100_has_published_rates_of_both_passes(keys, published):
     forward, backward = (_rate(table, 16_384, keys) for table in Hardware.named("a100").attention)
 
     assert 7 / (2 / forward + 5 / backward) == pytest.approx(published, rel=0.06)
 
 
-def test_the_h200_is_an_h100_with_more_memory() -> None:
+def test_the_h200_is_an_h100_with_more_memory():
     h100, h200 = Hardware.named("h100"), Hardware.named("h200")
 
     assert h200.memory_bytes == 141e9
     assert (h200.attention[0].tflops == h100.attention[0].tflops).all()
 
 
-def test_the_b200_is_scaled_and_says_that_nobody_measured_it() -> None:
+def test_the_b200_is_scaled_and_says_that_nobody_measured_it():
     h100, b200 = Hardware.named("h100"), Hardware.named("b200")
 
     assert b200.source.startswith("NOT MEASURED")
     np.testing.assert_allclose(b200.attention[1].tflops / h100.attention[1].tflops, 2250 / 989)
 
 
-def test_unknown_hardware_is_answered_with_the_nearest() -> None:
+def test_unknown_hardware_is_answered_with_the_nearest():
     with pytest.raises(SettingError, match=r"no hardware is called 'h1000'; nearest: h100"):
         Hardware.named("h1000")
     with pytest.raises(SettingError, match="nearest: a100, b200, h100, h200"):
         Hardware.named("tpu")
 
 
-def test_a_table_with_holes_is_refused_by_its_cells() -> None:
+def test_a_table_with_holes_is_refused_by_its_cells():
     cells = np.ones((3, 4))
     cells[1, 2], cells[2, 0], cells[0, 0] = np.nan, 0.0, -3.0
 
@@ -150,7 +148,7 @@ def test_a_table_with_holes_is_refused_by_its_cells() -> None:
         ([[1, 2]], [1, 2], (2, 2), r"must have 1 dimensions; got shape \(1, 2\)"),
     ],
 )
-def test_a_table_off_its_grid_is_refused(rows: Any, keys: Any, shape: tuple[int, int], words: str) -> None:
+def test_a_table_off_its_grid_is_refused(rows, keys, shape, words):
     with pytest.raises(SettingError, match=words):
         RateTable(query_rows=rows, key_lengths=keys, tflops=np.ones(shape))
 
@@ -163,18 +161,18 @@ def test_a_table_off_its_grid_is_refused(rows: Any, keys: Any, shape: tuple[int,
         ({"heads_exponent": float("nan")}, "heads_exponent=nan"),
     ],
 )
-def test_hardware_out_of_range_is_refused(changes: dict[str, float], words: str) -> None:
+def test_hardware_out_of_range_is_refused(changes, words):
     with pytest.raises(SettingError, match=words):
         dataclasses.replace(Hardware.named("h100"), **changes)
 
 
-def test_a_link_without_bandwidth_is_refused() -> None:
+def test_a_link_without_bandwidth_is_refused():
     with pytest.raises(SettingError, match="bytes_per_s must be a number above 0"):
         Link(latency_s=0, bytes_per_s=0)
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan"), None, "fast", True])
-def test_what_is_no_finite_number_is_refused(wrong: Any) -> None:
+def test_what_is_no_finite_number_is_refused(wrong):
     known = Hardware.named("h100")
     for name in ("memory_bytes", "peak_tflops", "gpus_per_node", "launch_s", "heads_exponent"):
         with pytest.raises(SettingError, match=f"hardware {name}="):
@@ -184,7 +182,7 @@ def test_what_is_no_finite_number_is_refused(wrong: Any) -> None:
             dataclasses.replace(known.intra, **{name: wrong})
 
 
-def test_tables_stay_read_only_through_pickling() -> None:
+def test_tables_stay_read_only_through_pickling():
     hardware = pickle.loads(pickle.dumps(Hardware.named("h100")))
 
     for array in (hardware.attention[0].tflops, hardware.gemm.rows):
@@ -196,7 +194,7 @@ def cost_of(hardware: Hardware) -> CostModel:
     return CostModel(model=ModelShape.named("llama-3-8b"), hardware=hardware)
 
 
-def test_a_machine_comes_back_from_its_file_to_the_last_digit(tmp_path: Path) -> None:
+def test_a_machine_comes_back_from_its_file_to_the_last_digit(tmp_path):
     table = RateTable(query_rows=[1, 3], key_lengths=[7], tflops=[[0.1], [1 / 3]])  # type: ignore[arg-type]
     curve = RateCurve(rows=np.array([5.0]), tflops=np.array([2 / 7]))
     for hardware in (
@@ -214,13 +212,13 @@ def test_a_machine_comes_back_from_its_file_to_the_last_digit(tmp_path: Path) ->
         assert again.held_out_errors == hardware.held_out_errors
 
 
-def test_a_file_without_held_out_errors_is_read_and_says_nothing_of_them(tmp_path: Path) -> None:
+def test_a_file_without_held_out_errors_is_read_and_says_nothing_of_them(tmp_path):
     again = load_hardware(broken(tmp_path / "machine.json", {"held_out_errors": None}))
 
     assert (again.held_out_errors, again.held_out) == (None, "")
 
 
-def test_a_fingerprint_sees_every_figure() -> None:
+def test_a_fingerprint_sees_every_figure():
     cost = cost_of(Hardware.named("h100"))
     others = [
         cost.replace(recompute="full"),
@@ -279,12 +277,12 @@ def broken(path: Path, changes: dict[str, Any]) -> Path:
         ({"memory_bytes": "much"}, "hardware memory_bytes='much'; it must be a number above 0"),
     ],
 )
-def test_a_file_that_is_no_machine_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_a_file_that_is_no_machine_is_refused(tmp_path, changes, words):
     with pytest.raises(SettingError, match=words):
         load_hardware(broken(tmp_path / "machine.json", changes))
 
 
-def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_missing_file_says_how_to_make_one(tmp_path):
     with pytest.raises(SettingError, match=r"No such file.*measure it by varlen plan --calibrate"):
         load_hardware(tmp_path / "none.json")
     (tmp_path / "list.json").write_text("[1]")
@@ -292,7 +290,7 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
         load_hardware(tmp_path / "list.json")
 
 
-def test_forward_and_backward_on_different_grids_are_joined() -> None:
+def test_forward_and_backward_on_different_grids_are_joined():
     h100 = Hardware.named("h100")
     forward, backward = h100.attention
     sparse = RateTable(
@@ -355,7 +353,7 @@ def error_of(table: RateTable, rate: Rate) -> FloatArray:
 
 @pytest.mark.parametrize("rate", [true_tflops, backward_tflops])
 @pytest.mark.parametrize("share", [1.0, 0.2])
-def test_a_saturating_rate_is_recovered_exactly_from_few_points_too(rate: Rate, share: float) -> None:
+def test_a_saturating_rate_is_recovered_exactly_from_few_points_too(rate, share):
     samples = measured(rate)
     kept = np.random.default_rng(0).random(samples.rows.size) < share
     kept[[0, -1]] = True
@@ -370,20 +368,20 @@ def test_a_saturating_rate_is_recovered_exactly_from_few_points_too(rate: Rate, 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_of_five_percent_leaves_rates_within_one_on_average(seed: int) -> None:
+def test_noise_of_five_percent_leaves_rates_within_one_on_average(seed):
     errors = error_of(fit_table(measured(true_tflops, noise=0.05, seed=seed)), true_tflops)
 
     assert errors.mean() < 0.01
     assert errors.max() < 0.05
 
 
-def test_single_repeats_that_went_wrong_do_not_count() -> None:
+def test_single_repeats_that_went_wrong_do_not_count():
     errors = error_of(fit_table(measured(true_tflops, outliers=0.05)), true_tflops)
 
     assert errors.mean() < 0.01
 
 
-def test_a_machine_that_saturates_otherwise_is_followed() -> None:
+def test_a_machine_that_saturates_otherwise_is_followed():
     table = fit_table(measured(stepped_tflops))
 
     rows, keys = (grid.ravel() for grid in np.meshgrid([512.0, 1024.0, 8192.0], [16_384.0, 65_536.0]))
@@ -414,7 +412,7 @@ class RateTableReader:
         return flops * 1e-12 / priced[:, FORWARD_LAYER]
 
 
-def test_a_curve_is_recovered() -> None:
+def test_a_curve_is_recovered():
     exact, noisy = fit_curve(products(600, 512)), fit_curve(products(600, 512, noise=0.05))
 
     true = 600 * exact.rows / (exact.rows + 512)
@@ -422,13 +420,13 @@ def test_a_curve_is_recovered() -> None:
     assert np.abs(noisy.tflops / true - 1).mean() < 0.025
 
 
-def test_a_single_point_is_a_flat_rate() -> None:
+def test_a_single_point_is_a_flat_rate():
     table = fit_table(Samples(rows=[512], keys=[1024], flops=[1e12], seconds=[0.25]))  # type: ignore[arg-type]
 
     assert table.tflops.tolist() == [[pytest.approx(4.0)]]
 
 
-def test_launch_time_is_what_layers_take_beyond_their_kernels() -> None:
+def test_launch_time_is_what_layers_take_beyond_their_kernels():
     predicted = np.linspace(1e-4, 1e-2, 21)
     late = predicted + 30e-6
     late[3] += 1.0
@@ -437,7 +435,7 @@ def test_launch_time_is_what_layers_take_beyond_their_kernels() -> None:
     assert fit_launch_s(predicted - 1e-5, predicted) == 0.0
 
 
-def test_repeats_become_their_median() -> None:
+def test_repeats_become_their_median():
     one, noise = median_of_repeats(
         Samples(
             rows=np.array([2.0, 1.0, 2.0, 2.0]),
@@ -453,7 +451,7 @@ def test_repeats_become_their_median() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.1])
-def test_noise_is_told_from_repeats(spread: float) -> None:
+def test_noise_is_told_from_repeats(spread):
     _, noise = median_of_repeats(measured(true_tflops, noise=spread))
 
     # Of five repeats a median has about pi / 2 / 5 of their variance.
@@ -461,7 +459,7 @@ def test_noise_is_told_from_repeats(spread: float) -> None:
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=4, max_size=4), st.integers(5, 30), st.integers(0, 1000))
-def test_no_weight_is_negative_and_none_fits_better(weights: list[float], count: int, seed: int) -> None:
+def test_no_weight_is_negative_and_none_fits_better(weights, count, seed):
     random = np.random.default_rng(seed)
     parts = random.random((4, count)) / (np.array(weights)[:, None])
 
@@ -474,7 +472,7 @@ def test_no_weight_is_negative_and_none_fits_better(weights: list[float], count:
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8))
-def test_more_rows_never_take_less_time_and_sound_rates_stay(per_flop: list[float]) -> None:
+def test_more_rows_never_take_less_time_and_sound_rates_stay(per_flop):
     rows = np.exp2(np.arange(len(per_flop)))
 
     raised = _never_less(rows, np.array(per_flop))
@@ -486,7 +484,7 @@ def test_more_rows_never_take_less_time_and_sound_rates_stay(per_flop: list[floa
 
 @given(st.integers(0, 50))
 @settings(max_examples=10)
-def test_a_calibrated_machine_predicts_what_it_did_not_measure(seed: int) -> None:
+def test_a_calibrated_machine_predicts_what_it_did_not_measure(seed):
     """Held-out slices, of rows and keys off the grid, through the cost model's own prices."""
     machine = calibrated(
         Hardware.named("h100"),
@@ -524,7 +522,7 @@ def _backward(seed: int) -> Samples:
     )
 
 
-def test_a_calibrated_machine_is_kept_as_a_file(tmp_path: object) -> None:
+def test_a_calibrated_machine_is_kept_as_a_file(tmp_path):
     machine = calibrated(
         Hardware.named("h100"),
         attention=(measured(true_tflops), measured(backward_tflops)),
@@ -551,13 +549,13 @@ def test_a_calibrated_machine_is_kept_as_a_file(tmp_path: object) -> None:
         ({"flops": [1, float("inf"), 1]}, "flops of sample 1 is inf"),
     ],
 )
-def test_samples_that_were_not_measured_are_refused(changes: dict[str, list[float]], words: str) -> None:
+def test_samples_that_were_not_measured_are_refused(changes, words):
     sound = {"rows": [1, 2, 3], "keys": [1, 2, 3], "flops": [1, 2, 3], "seconds": [1, 2, 3]}
 
     with pytest.raises(SettingError, match=words):
         Samples(**(sound | changes))  # type: ignore[arg-type]
 
 
-def test_matrix_products_with_keys_are_refused() -> None:
+def test_matrix_products_with_keys_are_refused():
     with pytest.raises(SettingError, match="samples of 9 key lengths were given"):
         fit_curve(measured(true_tflops))

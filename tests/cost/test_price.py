@@ -81,7 +81,7 @@ def seconds(priced: np.ndarray) -> float:
 
 @given(packs(), costs())
 @settings(max_examples=150)
-def test_prices_equal_their_reference(given_packs: Packs, given_cost: tuple[CostModel, Mesh]) -> None:
+def test_prices_equal_their_reference(given_packs, given_cost):
     cost, mesh = given_cost
     for best in (False, True):
         rates = cost.rates(mesh, best=best)
@@ -99,9 +99,7 @@ def test_prices_equal_their_reference(given_packs: Packs, given_cost: tuple[Cost
     st.integers(1, 400_000),
     costs(),
 )
-def test_seconds_of_a_slice_equal_their_reference(
-    start: int, length: int, num_ranks: int, rows: int, given_cost: tuple[CostModel, Mesh]
-) -> None:
+def test_seconds_of_a_slice_equal_their_reference(start, length, num_ranks, rows, given_cost):
     cost, mesh = given_cost
     rates = cost.rates(mesh)
 
@@ -112,7 +110,7 @@ def test_seconds_of_a_slice_equal_their_reference(
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([0, 1, 2, 7, 100, 301]))
-def test_pairs_equal_those_counted_one_by_one(start: int, length: int, window: int) -> None:
+def test_pairs_equal_those_counted_one_by_one(start, length, window):
     stop = start + length
     counted = sum(min(query + 1, window) if window else query + 1 for query in range(start, stop))
 
@@ -121,7 +119,7 @@ def test_pairs_equal_those_counted_one_by_one(start: int, length: int, window: i
 
 
 @given(packs(), st.sampled_from(SHAPES))
-def test_slices_add_up_to_their_micropack_but_for_what_is_paid_once(given_packs: Packs, name: str) -> None:
+def test_slices_add_up_to_their_micropack_but_for_what_is_paid_once(given_packs, name):
     cost = CostModel(model=ModelShape.named(name), hardware=H100, recompute="full")
     rates = cost.rates(Mesh(dp=16, pp=4, tp=8))._replace(launch_s=0.0, link_latency_s=np.zeros(2))
     offsets, starts, stops, ranks = given_packs
@@ -141,9 +139,7 @@ def test_slices_add_up_to_their_micropack_but_for_what_is_paid_once(given_packs:
 
 
 @given(st.integers(0, 500_000), st.integers(1, 100_000), st.integers(1, 5_000), costs())
-def test_more_rows_of_a_document_never_cost_less(
-    start: int, length: int, more: int, given_cost: tuple[CostModel, Mesh]
-) -> None:
+def test_more_rows_of_a_document_never_cost_less(start, length, more, given_cost):
     cost, mesh = given_cost
     rates = cost.rates(mesh)
     # Under the first row of a table a slice takes as long as that row, and later keys are read a little faster.
@@ -158,7 +154,7 @@ def test_more_rows_of_a_document_never_cost_less(
 
 
 @given(packs(), costs())
-def test_the_best_rates_are_never_slower(given_packs: Packs, given_cost: tuple[CostModel, Mesh]) -> None:
+def test_the_best_rates_are_never_slower(given_packs, given_cost):
     cost, mesh = given_cost
 
     usual = kernels.price(*given_packs, cost.rates(mesh))
@@ -167,7 +163,7 @@ def test_the_best_rates_are_never_slower(given_packs: Packs, given_cost: tuple[C
     assert (best <= usual * (1 + 1e-12)).all()
 
 
-def test_a_saturating_rate_is_met_between_grid_points_too() -> None:
+def test_a_saturating_rate_is_met_between_grid_points_too():
     rates = COST.rates(Mesh())
     attention = rates._replace(linear_flops=0.0, launch_s=0.0)
     for rows, stop in ((700, 9_001), (3_000, 3_000), (150_000, 700_000)):
@@ -182,7 +178,7 @@ def test_a_saturating_rate_is_met_between_grid_points_too() -> None:
         assert priced[INPUT_LAYER] == pytest.approx(backward, rel=1e-9)
 
 
-def test_matrix_products_take_what_their_curve_says_and_three_times_that_in_all() -> None:
+def test_matrix_products_take_what_their_curve_says_and_three_times_that_in_all():
     rates = COST.rates(Mesh())._replace(attention_flops=0.0, launch_s=0.0)
     rows = 3_000
 
@@ -196,14 +192,14 @@ def test_matrix_products_take_what_their_curve_says_and_three_times_that_in_all(
     assert priced[ROWS] == rows
 
 
-def test_fewer_rows_than_measured_take_as_long_as_those() -> None:
+def test_fewer_rows_than_measured_take_as_long_as_those():
     rates = COST.rates(Mesh())._replace(attention_flops=0.0, launch_s=0.0)
 
     assert one(0, 3, rates)[FORWARD_LAYER] == pytest.approx(one(0, 128, rates)[FORWARD_LAYER])
     assert one(0, 129, rates)[FORWARD_LAYER] > one(0, 128, rates)[FORWARD_LAYER]
 
 
-def test_a_launch_is_paid_once_a_layer_and_pass() -> None:
+def test_a_launch_is_paid_once_a_layer_and_pass():
     with_launch, without = COST.rates(Mesh()), COST.rates(Mesh())._replace(launch_s=0.0)
 
     apart = one(0, 4096, with_launch) - one(0, 4096, without)
@@ -214,7 +210,7 @@ def test_a_launch_is_paid_once_a_layer_and_pass() -> None:
     assert twice[INPUT_LAYER] == pytest.approx(60e-6)
 
 
-def test_equal_rates_keep_the_ratios_of_papers() -> None:
+def test_equal_rates_keep_the_ratios_of_papers():
     rates = COST.replace(mode="flops").rates(Mesh())
     attention, linear = rates._replace(linear_flops=0.0), rates._replace(attention_flops=0.0)
 
@@ -226,7 +222,7 @@ def test_equal_rates_keep_the_ratios_of_papers() -> None:
         )
 
 
-def test_equal_rates_price_flops_alone() -> None:
+def test_equal_rates_price_flops_alone():
     """Attention and matrix products have a rate each; at one and the same, seconds are FLOPs."""
     rates = COST.replace(mode="flops").rates(Mesh())
     rates = rates._replace(forward_s=np.full((1, 1), 1e-15), backward_s=np.full((1, 1), 1e-15))
@@ -240,7 +236,7 @@ def test_equal_rates_price_flops_alone() -> None:
     assert rest == pytest.approx(backward * 1e-15)
 
 
-def test_full_recomputation_adds_one_forward_pass_to_the_backward_and_nothing_else() -> None:
+def test_full_recomputation_adds_one_forward_pass_to_the_backward_and_nothing_else():
     none, full = (COST.replace(recompute=way).rates(Mesh(tp=4)) for way in ("none", "full"))  # type: ignore[arg-type]
 
     before, after = one(8_192, 16_384, none), one(8_192, 16_384, full)
@@ -250,7 +246,7 @@ def test_full_recomputation_adds_one_forward_pass_to_the_backward_and_nothing_el
     assert (after[others] == before[others]).all()
 
 
-def test_selective_recomputation_takes_a_few_percent_at_most() -> None:
+def test_selective_recomputation_takes_a_few_percent_at_most():
     none, some = (COST.replace(recompute=way).rates(Mesh(tp=4)) for way in ("none", "selective"))  # type: ignore[arg-type]
 
     ratio = one(0, 8_192, some)[INPUT_LAYER] / one(0, 8_192, none)[INPUT_LAYER]
@@ -258,7 +254,7 @@ def test_selective_recomputation_takes_a_few_percent_at_most() -> None:
     assert 1 < ratio < 1.06
 
 
-def test_the_best_rate_is_found_where_many_rows_run_slower() -> None:
+def test_the_best_rate_is_found_where_many_rows_run_slower():
     forward, backward = H100.attention
     tflops = forward.tflops.copy()
     tflops[-1] /= 2
@@ -269,7 +265,7 @@ def test_the_best_rate_is_found_where_many_rows_run_slower() -> None:
     assert rates.forward_s.tolist() == [(1e-12 / forward.tflops[-2]).tolist()]
 
 
-def test_tensor_parallel_collectives_count_by_rows() -> None:
+def test_tensor_parallel_collectives_count_by_rows():
     rates = COST.rates(Mesh(tp=8))
 
     apart = one(0, 8_192, rates) - one(0, 8_192, rates._replace(collective_s=0.0))
@@ -282,7 +278,7 @@ def test_tensor_parallel_collectives_count_by_rows() -> None:
     assert COST.replace(tp_overlap=0.75).rates(Mesh(tp=8)).collective_s == rates.collective_s / 4
 
 
-def test_offload_counts_only_where_it_takes_longer_than_computing() -> None:
+def test_offload_counts_only_where_it_takes_longer_than_computing():
     near, far = COST.rates(Mesh(tp=1)), COST.replace(offload="kv").rates(Mesh(tp=1))
 
     # 8K rows compute for milliseconds; fetching the keys of 8K earlier tokens takes 0.6 ms.
@@ -293,7 +289,7 @@ def test_offload_counts_only_where_it_takes_longer_than_computing() -> None:
     assert late[INPUT_LAYER] == pytest.approx(3 * 1_000_000 * 4_096 / 54e9)
 
 
-def test_few_heads_fill_a_gpu_less_where_the_hardware_says_so() -> None:
+def test_few_heads_fill_a_gpu_less_where_the_hardware_says_so():
     hardware = dataclasses.replace(H100, heads_exponent=1.0, measured_heads=64)
     usual = COST.rates(Mesh(tp=8))._replace(linear_flops=0.0, launch_s=0.0, collective_s=0.0)
     cost = COST.replace(hardware=hardware)
@@ -305,7 +301,7 @@ def test_few_heads_fill_a_gpu_less_where_the_hardware_says_so() -> None:
     assert ratio == pytest.approx((1 + 650 / 1_024) / (1 + 650 / 16_384))
 
 
-def test_without_kernels_prices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_prices_are_the_same(monkeypatch):
     rates = COST.rates(Mesh(dp=4, tp=2))
     columns: list[Any] = [np.array(x, np.int32) for x in ([0, 2, 2], [0, 10], [5_000, 900], [1, 2])]
     compiled = kernels.price(*columns, rates)
@@ -320,7 +316,7 @@ OPEN = COST.replace(exchange_overlap=0.0)
 """Nothing hides the exchange of shared documents."""
 
 
-def test_ranks_that_share_a_slice_take_a_share_of_it_and_an_exchange() -> None:
+def test_ranks_that_share_a_slice_take_a_share_of_it_and_an_exchange():
     rates = OPEN.rates(Mesh(dp=8, tp=2))
     quiet = rates._replace(link_latency_s=np.zeros(2), link_s_per_byte=np.zeros(2), launch_s=0.0)
 
@@ -334,14 +330,14 @@ def test_ranks_that_share_a_slice_take_a_share_of_it_and_an_exchange() -> None:
     assert exchange == pytest.approx(10e-6 + 65_536 * 4 * 256 * 2 * 0.75 / 360e9)
 
 
-def test_context_parallel_gpus_count_like_merged_ranks() -> None:
+def test_context_parallel_gpus_count_like_merged_ranks():
     merged = one(4_096, 20_480, COST.rates(Mesh(dp=8, tp=2)), num_ranks=4)
     parallel = one(4_096, 20_480, COST.rates(Mesh(dp=2, cp=4, tp=2)))
 
     np.testing.assert_allclose(merged, parallel, rtol=1e-12)
 
 
-def test_an_exchange_between_nodes_takes_the_network() -> None:
+def test_an_exchange_between_nodes_takes_the_network():
     rates = OPEN.rates(Mesh(dp=16, tp=2))
     quiet = rates._replace(link_latency_s=np.zeros(2), link_s_per_byte=np.zeros(2))
 
@@ -355,7 +351,7 @@ def test_an_exchange_between_nodes_takes_the_network() -> None:
     assert exchange[WEIGHT_LAYER] == 0
 
 
-def test_a_late_slice_sends_its_queries_where_that_is_less_than_all_keys() -> None:
+def test_a_late_slice_sends_its_queries_where_that_is_less_than_all_keys():
     rates = OPEN.rates(Mesh(dp=8, tp=1))._replace(link_latency_s=np.zeros(2))
     quiet = rates._replace(link_s_per_byte=np.zeros(2))
 
@@ -368,7 +364,7 @@ def test_a_late_slice_sends_its_queries_where_that_is_less_than_all_keys() -> No
 
 
 @pytest.mark.parametrize(("recompute", "back"), [("none", 3), ("full", 4)])
-def test_the_engines_layers_gather_every_key_however_few_rows_see_them(recompute: Any, back: int) -> None:
+def test_the_engines_layers_gather_every_key_however_few_rows_see_them(recompute, back):
     cost = OPEN.replace(kernels="eager", recompute=recompute)
     rates = cost.rates(Mesh(dp=8, tp=1))._replace(link_latency_s=np.zeros(2))
     quiet = rates._replace(link_s_per_byte=np.zeros(2))
@@ -384,7 +380,7 @@ def test_the_engines_layers_gather_every_key_however_few_rows_see_them(recompute
     assert late[INPUT_LAYER] == pytest.approx(back - 1, rel=0.1)
 
 
-def test_an_exchange_hides_behind_attention() -> None:
+def test_an_exchange_hides_behind_attention():
     mesh = Mesh(dp=16, tp=1)
     rates = OPEN.rates(mesh)._replace(link_latency_s=np.zeros(2), launch_s=0.0, linear_flops=0.0)
     quiet = rates._replace(link_s_per_byte=np.zeros(2))
@@ -400,7 +396,7 @@ def test_an_exchange_hides_behind_attention() -> None:
         assert half[FORWARD_LAYER] == pytest.approx(least)
 
 
-def test_recomputing_some_layers_takes_their_share_between_selective_and_full() -> None:
+def test_recomputing_some_layers_takes_their_share_between_selective_and_full():
     rates = [
         COST.replace(recompute=way, recompute_share=share).rates(Mesh(tp=4))  # type: ignore[arg-type]
         for way, share in (("selective", 1.0), ("full", 0.25), ("full", 1.0))
@@ -412,7 +408,7 @@ def test_recomputing_some_layers_takes_their_share_between_selective_and_full() 
     assert some == pytest.approx(0.75 * none + 0.25 * whole)
 
 
-def test_layers_that_memory_counts_as_recomputed_take_their_time() -> None:
+def test_layers_that_memory_counts_as_recomputed_take_their_time():
     """A chunk of one layer recomputes it whole, however small the share."""
     mesh = Mesh(pp=8, virtual_stages=4)
     whole, some = (COST.replace(recompute="full", recompute_share=share) for share in (1.0, 0.01))
@@ -423,7 +419,7 @@ def test_layers_that_memory_counts_as_recomputed_take_their_time() -> None:
 
 
 @pytest.mark.parametrize(("share", "layers"), [(0.1, 1), (1 / 9, 1), (0.25, 3), (0.5, 5), (1.0, 9)])
-def test_a_share_of_a_chunks_layers_rounded_up_recomputes_fully(share: float, layers: int) -> None:
+def test_a_share_of_a_chunks_layers_rounded_up_recomputes_fully(share, layers):
     some, none = (
         COST.replace(recompute=way, recompute_share=part).memory(Mesh(pp=4))
         for way, part in (("full", share), ("selective", 1.0))
@@ -454,7 +450,7 @@ def work_of(given_documents: Documents, rows: float = 8_192.0) -> np.ndarray:
 
 
 @given(documents(), st.integers(1, 100_000))
-def test_seconds_of_documents_equal_their_reference(given_documents: Documents, rows: int) -> None:
+def test_seconds_of_documents_equal_their_reference(given_documents, rows):
     lengths, ranks, part = given_documents
     lengths = np.append(lengths, 0).astype(np.int32)
     ranks = np.append(ranks, 1).astype(np.int32)
@@ -472,9 +468,7 @@ def test_seconds_of_documents_equal_their_reference(given_documents: Documents, 
 @given(
     documents(), st.sampled_from([0.3, 1.0, 7.0]), st.sampled_from([512, 2_048]), st.sampled_from([1, 128])
 )
-def test_cuts_equal_their_reference(
-    given_documents: Documents, finer: float, least_rows: int, multiple: int
-) -> None:
+def test_cuts_equal_their_reference(given_documents, finer, least_rows, multiple):
     lengths, ranks, part = given_documents
     work = work_of(given_documents)
     columns = (
@@ -495,9 +489,7 @@ def test_cuts_equal_their_reference(
 
 
 @given(documents(), st.sampled_from([1.0, 5.0, 40.0]), st.sampled_from([512, 2_048]))
-def test_cuts_cover_every_document_once_in_slices_of_enough_rows(
-    given_documents: Documents, finer: float, least_rows: int
-) -> None:
+def test_cuts_cover_every_document_once_in_slices_of_enough_rows(given_documents, finer, least_rows):
     lengths, ranks, part = given_documents
     work = work_of(given_documents)
 
@@ -516,7 +508,7 @@ def test_cuts_cover_every_document_once_in_slices_of_enough_rows(
 
 
 @pytest.mark.parametrize("parts", [2, 5, 8])
-def test_cuts_are_those_of_the_closed_form_where_rates_are_equal(parts: int) -> None:
+def test_cuts_are_those_of_the_closed_form_where_rates_are_equal(parts):
     """b_i = (-c2 + sqrt(c2² + 2·c1·W·i / k)) / c1, at c1·x + c2 seconds for the token after x others."""
     rates = COST.replace(mode="flops").rates(Mesh())
     length = 262_144
@@ -533,7 +525,7 @@ def test_cuts_are_those_of_the_closed_form_where_rates_are_equal(parts: int) -> 
     assert stops.tolist() == pytest.approx(ends, abs=2)
 
 
-def test_slices_of_a_long_document_cost_alike_at_calibrated_rates() -> None:
+def test_slices_of_a_long_document_cost_alike_at_calibrated_rates():
     lengths, one = np.array([262_144], np.int32), np.ones(1, np.int32)
     work = reference.document_seconds(lengths, one, 8_192.0, 1.0, RATES)
 

@@ -2,7 +2,6 @@
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -65,12 +64,12 @@ ABOUT = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_named_shape_has_the_published_parameters(name: str) -> None:
+def test_a_named_shape_has_the_published_parameters(name):
     assert ModelShape.named(name).num_parameters == COUNTS[name]
 
 
 @pytest.mark.parametrize("name", ABOUT)
-def test_a_named_shape_has_about_the_published_parameters(name: str) -> None:
+def test_a_named_shape_has_about_the_published_parameters(name):
     shape = ModelShape.named(name)
 
     # Biases and norms of queries and keys are not counted.
@@ -79,14 +78,14 @@ def test_a_named_shape_has_about_the_published_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_name_is_a_shape_of_any_number_of_positions(name: str) -> None:
+def test_every_name_is_a_shape_of_any_number_of_positions(name):
     shape = ModelShape.named(name.upper().replace("-", "_"))
 
     assert shape.name == name
     assert shape.max_positions is None
 
 
-def test_a_token_of_llama_3_8b_keeps_128_kib_of_keys_and_values() -> None:
+def test_a_token_of_llama_3_8b_keeps_128_kib_of_keys_and_values():
     assert ModelShape.named("llama-3-8b").kv_bytes_per_token_layer * 32 == 128 * 1024
     assert ModelShape.named("llama-2-13b").kv_bytes_per_token_layer * 40 == 800 * 1024
     # DeepSeek-V3 keeps a latent of 512 and a rotated key of 64.
@@ -96,20 +95,20 @@ def test_a_token_of_llama_3_8b_keeps_128_kib_of_keys_and_values() -> None:
 @pytest.mark.parametrize(
     ("name", "thousands"), [("llama-3-8b", 53), ("llama-2-13b", 62), ("llama-3-70b", 104), ("qwen2.5-7b", 65)]
 )
-def test_attention_costs_what_matrix_products_do_at_a_known_length(name: str, thousands: int) -> None:
+def test_attention_costs_what_matrix_products_do_at_a_known_length(name, thousands):
     """4·Hq·d·L²/2 = 2·P·L at L = P / (Hq·d)."""
     shape = ModelShape.named(name)
 
     assert round(shape.linear_parameters_per_layer / (shape.heads * shape.head_dim) / 1000) == thousands
 
 
-def test_a_gpt_layer_has_twelve_squares() -> None:
+def test_a_gpt_layer_has_twelve_squares():
     shape = ModelShape.named("gpt-7b")
 
     assert shape.linear_parameters_per_layer == 12 * 4096**2
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(SettingError, match=r"no model is called 'lama-3-8b'; nearest: llama-3-8b"):
         ModelShape.named("lama-3-8b")
     with pytest.raises(
@@ -133,14 +132,14 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         ({"ffn": 0}, "ffn is 0, but 4 layers are dense"),
     ],
 )
-def test_a_shape_that_contradicts_itself_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_shape_that_contradicts_itself_is_refused(changes, words):
     sound = {"hidden": 64, "layers": 4, "heads": 4, "vocab": 100, "ffn": 128}
 
     with pytest.raises(SettingError, match=words):
         ModelShape(**(sound | changes))
 
 
-def test_transformers_defaults_are_read() -> None:
+def test_transformers_defaults_are_read():
     llama = ModelShape.from_config(LlamaConfig(num_key_value_heads=8, tie_word_embeddings=True))
 
     assert (llama.hidden, llama.ffn, llama.layers, llama.vocab) == (4096, 11008, 32, 32000)
@@ -150,7 +149,7 @@ def test_transformers_defaults_are_read() -> None:
     assert ModelShape.from_config(LlamaConfig(), name="mine").name == "mine"
 
 
-def test_latent_attention_and_experts_are_read() -> None:
+def test_latent_attention_and_experts_are_read():
     read = ModelShape.from_config(DeepseekV3Config())
 
     assert read.num_parameters == ModelShape.named("deepseek-v3").num_parameters
@@ -159,14 +158,14 @@ def test_latent_attention_and_experts_are_read() -> None:
     assert read.dense_layers == 3
 
 
-def test_a_saved_configuration_is_read_as_the_object_is() -> None:
+def test_a_saved_configuration_is_read_as_the_object_is():
     config = Qwen3MoeConfig()
 
     assert ModelShape.from_config(config.to_dict()) == ModelShape.from_config(config)
     assert ModelShape.from_config(config).experts == 128
 
 
-def test_windows_are_counted_layer_by_layer() -> None:
+def test_windows_are_counted_layer_by_layer():
     oss = ModelShape.from_config(GptOssConfig())
     mistral = ModelShape.from_config(MistralConfig())
     raw = {"hidden_size": 64, "num_hidden_layers": 26, "num_attention_heads": 4, "vocab_size": 9}
@@ -182,7 +181,7 @@ def test_windows_are_counted_layer_by_layer() -> None:
     assert ModelShape.from_config(qwen | {"use_sliding_window": True}).windowed_layers == 6
 
 
-def test_a_family_without_a_gate_has_two_matrices() -> None:
+def test_a_family_without_a_gate_has_two_matrices():
     gpt2 = ModelShape.from_config(GPT2Config())
 
     assert not gpt2.gated
@@ -190,7 +189,7 @@ def test_a_family_without_a_gate_has_two_matrices() -> None:
     assert gpt2.num_parameters == pytest.approx(124_439_808 - 1024 * 768, rel=2e-3)
 
 
-def test_the_text_part_of_several_modalities_is_read() -> None:
+def test_the_text_part_of_several_modalities_is_read():
     text = LlamaConfig(num_hidden_layers=7)
     plain = {"model_type": "chimera", "text_config": text.to_dict()}
 
@@ -213,12 +212,12 @@ def test_the_text_part_of_several_modalities_is_read() -> None:
         ),
     ],
 )
-def test_a_configuration_without_a_decoder_is_refused(config: Any, words: str) -> None:
+def test_a_configuration_without_a_decoder_is_refused(config, words):
     with pytest.raises(SettingError, match=words):
         ModelShape.from_config(config)
 
 
-def test_a_mesh_that_divides_no_heads_is_answered_with_those_that_do() -> None:
+def test_a_mesh_that_divides_no_heads_is_answered_with_those_that_do():
     with pytest.raises(
         SettingError,
         match=r"tp=3 doesn't divide 32 query heads and 8 key heads; tp may be 1, 2, 4, 8, 16, 32",
@@ -229,14 +228,14 @@ def test_a_mesh_that_divides_no_heads_is_answered_with_those_that_do() -> None:
     check_mesh(ModelShape.named("llama-3-8b"), Mesh(tp=16, pp=32))
 
 
-def test_more_chunks_than_layers_are_refused() -> None:
+def test_more_chunks_than_layers_are_refused():
     with pytest.raises(
         SettingError, match=r"32 layers can't fill pp=16 x virtual_stages=4 = 64 chunks; .* at most 32"
     ):
         check_mesh(ModelShape.named("llama-3-8b"), Mesh(pp=16, virtual_stages=4))
 
 
-def test_documents_over_the_positions_are_named() -> None:
+def test_documents_over_the_positions_are_named():
     shape = ModelShape.from_config(LlamaConfig())
     lengths = np.array([5, 2048, 2049, 9000], np.int32)
 
@@ -248,7 +247,7 @@ def test_documents_over_the_positions_are_named() -> None:
     check_positions(ModelShape.named("llama-3-8b"), np.array([10**9], np.int32))
 
 
-def test_a_known_shape_takes_any_length_and_says_what_its_checkpoint_has() -> None:
+def test_a_known_shape_takes_any_length_and_says_what_its_checkpoint_has():
     published = {
         "llama-2-7b": 4096, "llama-3-8b": 8192, "llama-3.1-8b": 131_072, "mistral-7b": 32_768, "gpt-7b": None,
     }  # fmt: skip
@@ -260,12 +259,12 @@ def test_a_known_shape_takes_any_length_and_says_what_its_checkpoint_has() -> No
     assert ModelShape.from_config(LlamaConfig()).published_positions is None
 
 
-def test_every_known_shape_but_those_of_papers_has_positions() -> None:
+def test_every_known_shape_but_those_of_papers_has_positions():
     assert set(SHAPES) - set(POSITIONS) == {name for name in SHAPES if name.startswith("gpt-")}
     assert set(POSITIONS) <= set(SHAPES)
 
 
-def test_llama_3_and_its_successor_are_one_shape() -> None:
+def test_llama_3_and_its_successor_are_one_shape():
     for size in ("8b", "70b", "405b"):
         assert SHAPES[f"llama-3-{size}"] == SHAPES[f"llama-3.1-{size}"]
 
@@ -288,7 +287,7 @@ def counted(shape: ModelShape, start: int, stop: int) -> tuple[float, float]:
 
 
 @given(st.integers(0, 40), st.integers(1, 40))
-def test_slices_have_the_flops_that_counting_gives(start: int, length: int) -> None:
+def test_slices_have_the_flops_that_counting_gives(start, length):
     attention, rest = counted(TINY, start, start + length)
 
     forward, backward = slice_flops(TINY, [start], [start + length])[0]
@@ -298,7 +297,7 @@ def test_slices_have_the_flops_that_counting_gives(start: int, length: int) -> N
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 60))
-def test_slices_of_a_document_have_its_pairs(lengths: list[int], window: int) -> None:
+def test_slices_of_a_document_have_its_pairs(lengths, window):
     ends = np.cumsum(lengths, dtype=np.float64)
     starts = np.append(0.0, ends[:-1])
 
@@ -307,7 +306,7 @@ def test_slices_of_a_document_have_its_pairs(lengths: list[int], window: int) ->
     assert parts.sum() == pairs_of(np.zeros(1), ends[-1:], window)[0]
 
 
-def test_a_step_counts_the_model_apart_from_the_hardware() -> None:
+def test_a_step_counts_the_model_apart_from_the_hardware():
     lengths = [7, 30]
     each = [counted(TINY, 0, length) for length in lengths]
     attention, rest = (sum(part) for part in zip(*each))
@@ -321,7 +320,7 @@ def test_a_step_counts_the_model_apart_from_the_hardware() -> None:
     assert full.hardware == 4.5 * attention + 4 * rest - head
 
 
-def test_experts_count_those_that_a_token_visits() -> None:
+def test_experts_count_those_that_a_token_visits():
     dense = ModelShape(hidden=8, layers=2, heads=2, vocab=11, ffn=32)
     sparse = ModelShape(
         hidden=8, layers=2, heads=2, vocab=11, experts=16, experts_per_token=2, expert_ffn=12, shared_ffn=8
@@ -334,7 +333,7 @@ def test_experts_count_those_that_a_token_visits() -> None:
     assert sparse.num_parameters - dense.num_parameters == 2 * (14 * 3 * 8 * 12 + 8 * 16)
 
 
-def test_latent_attention_counts_both_dimensions() -> None:
+def test_latent_attention_counts_both_dimensions():
     shape = ModelShape.named("deepseek-v3")
 
     late, early = slice_flops(shape, [4096], [4097])[0, 0], slice_flops(shape, [0], [1])[0, 0]
@@ -342,7 +341,7 @@ def test_latent_attention_counts_both_dimensions() -> None:
     assert late - early == pytest.approx(61 * 4096 * 2 * 128 * (192 + 128))
 
 
-def test_the_published_rule_of_six_flops_a_parameter_holds_for_short_documents() -> None:
+def test_the_published_rule_of_six_flops_a_parameter_holds_for_short_documents():
     shape = ModelShape.named("llama-3-8b")
 
     per_token = step_flops(shape, [128]).model / 128
@@ -353,7 +352,7 @@ def test_the_published_rule_of_six_flops_a_parameter_holds_for_short_documents()
 @pytest.mark.parametrize(
     ("column", "cuts"), [(0, [78_465, 119_589, 151_458]), (1, [80_874, 121_618, 153_088])]
 )
-def test_published_cuts_of_a_document_into_eight_have_equal_flops(column: int, cuts: list[int]) -> None:
+def test_published_cuts_of_a_document_into_eight_have_equal_flops(column, cuts):
     """256K tokens through the layers of Llama-3-8B; the head is apart."""
     shape = ModelShape.named("llama-3-8b")
     head = 2 * shape.head_parameters * (1 + column)
@@ -364,7 +363,7 @@ def test_published_cuts_of_a_document_into_eight_have_equal_flops(column: int, c
         assert first / whole == pytest.approx(number / 8, rel=3e-5)
 
 
-def test_mfu_is_the_share_of_the_peak() -> None:
+def test_mfu_is_the_share_of_the_peak():
     cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"), recompute="full")
     flops = cost.flops([8192] * 64)
 
@@ -381,14 +380,14 @@ LLAMA = ModelShape.named("llama-3-8b")
 COST = CostModel(model=LLAMA, hardware=H100)
 
 
-def test_a_token_of_llama_3_8b_leaves_139_kb_in_a_layer() -> None:
+def test_a_token_of_llama_3_8b_leaves_139_kb_in_a_layer():
     assert activation_bytes(LLAMA) == 12 * 4096 + 4 * 8 * 128 + 6 * 14336 + 4 * 32 == 139_392
     assert round(activation_bytes(LLAMA) * 32 / 1e6, 2) == 4.46
     # Megatron's estimate for the same layer, h·(18 + 4f/h), counts no attention apart.
     assert activation_bytes(LLAMA) == pytest.approx(4096 * 18 + 4 * 14336, rel=0.07)
 
 
-def test_everything_held_is_what_a_layer_leaves_times_layers() -> None:
+def test_everything_held_is_what_a_layer_leaves_times_layers():
     memory = COST.memory(Mesh(pp=4))
 
     layers = COST.stages(Mesh(pp=4)).layers
@@ -397,7 +396,7 @@ def test_everything_held_is_what_a_layer_leaves_times_layers() -> None:
     assert memory.held_bytes[3] == 139_392 * layers[3] + 4 * 4096
 
 
-def test_full_recomputation_holds_a_layers_input_and_its_keys_and_values() -> None:
+def test_full_recomputation_holds_a_layers_input_and_its_keys_and_values():
     memory = COST.replace(recompute="full").memory(Mesh(pp=4))
 
     layers = COST.stages(Mesh(pp=4)).layers
@@ -407,7 +406,7 @@ def test_full_recomputation_holds_a_layers_input_and_its_keys_and_values() -> No
     assert begins == 139_392 + 6 * 14336 + 4 * 4096
 
 
-def test_selective_recomputation_drops_norm_outputs_and_the_product() -> None:
+def test_selective_recomputation_drops_norm_outputs_and_the_product():
     none, some = COST.memory(Mesh(pp=4)), COST.replace(recompute="selective").memory(Mesh(pp=4))
 
     layers = COST.stages(Mesh(pp=4)).layers
@@ -415,7 +414,7 @@ def test_selective_recomputation_drops_norm_outputs_and_the_product() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_offload_leaves_keys_and_values_of_two_layers_and_of_what_runs(recompute: str) -> None:
+def test_offload_leaves_keys_and_values_of_two_layers_and_of_what_runs(recompute):
     cost = COST.replace(recompute=recompute)
     near, far = cost.memory(Mesh(pp=4)), cost.replace(offload="kv").memory(Mesh(pp=4))
 
@@ -432,7 +431,7 @@ def test_offload_leaves_keys_and_values_of_two_layers_and_of_what_runs(recompute
     assert thin.rates(plain).host_s_per_token == 0 < thin.rates(Mesh(pp=4)).host_s_per_token
 
 
-def test_weight_gradients_apart_keep_what_goes_into_products_and_comes_back() -> None:
+def test_weight_gradients_apart_keep_what_goes_into_products_and_comes_back():
     kept = COST.memory(Mesh(pp=32)).kept_for_weight_bytes[0]
 
     # Both norms' outputs, attention's output, the product; gradients of both outputs, queries, keys and values,
@@ -440,7 +439,7 @@ def test_weight_gradients_apart_keep_what_goes_into_products_and_comes_back() ->
     assert kept == 4 * 4096 + 2 * 4096 + 2 * 14336 + 4 * 4096 + 2 * 4096 + 4 * 8 * 128 + 4 * 14336
 
 
-def test_tensor_parallel_gpus_divide_rows_but_copy_heads_that_are_too_few() -> None:
+def test_tensor_parallel_gpus_divide_rows_but_copy_heads_that_are_too_few():
     whole = COST.memory(Mesh(pp=4))
     eighth, sixteenth = COST.memory(Mesh(pp=4, tp=8)), COST.memory(Mesh(pp=4, tp=16))
 
@@ -451,7 +450,7 @@ def test_tensor_parallel_gpus_divide_rows_but_copy_heads_that_are_too_few() -> N
     assert sixteenth.gradient_bytes.tolist() == eighth.gradient_bytes.tolist()
 
 
-def test_latent_attention_holds_latents_for_later_slices() -> None:
+def test_latent_attention_holds_latents_for_later_slices():
     cost = CostModel(model=ModelShape.named("deepseek-v3"), hardware=H100, recompute="full")
 
     assert cost.memory(Mesh()).held_bytes[0] == 61 * (2 * 7168 + 2 * 576) + 4 * 7168
@@ -460,12 +459,12 @@ def test_latent_attention_holds_latents_for_later_slices() -> None:
 @pytest.mark.parametrize(
     ("sharding", "expected"), [("none", 18.0), ("optimizer", 6 + 12 / 8), ("parameters", 18 / 8)]
 )
-def test_a_parameter_has_the_bytes_of_its_sharding(sharding: str, expected: float) -> None:
+def test_a_parameter_has_the_bytes_of_its_sharding(sharding, expected):
     assert bytes_per_parameter(Mesh(dp=4, cp=2, sharding=sharding)) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
-def test_states_add_up_to_the_model(virtual_stages: int) -> None:
+def test_states_add_up_to_the_model(virtual_stages):
     mesh = Mesh(dp=2, pp=4, virtual_stages=virtual_stages, sharding="none")
 
     states = COST.memory(mesh).state_bytes
@@ -473,13 +472,13 @@ def test_states_add_up_to_the_model(virtual_stages: int) -> None:
     assert states.sum() == 18 * LLAMA.num_parameters + LOGIT_ROWS * LOGIT_BYTES * LLAMA.vocab
 
 
-def test_tensor_parallel_gpus_divide_states() -> None:
+def test_tensor_parallel_gpus_divide_states():
     whole, eighth = (COST.memory(Mesh(pp=2, tp=tp)).state_bytes for tp in (1, 8))
 
     assert (8 * eighth).tolist() == whole.tolist()
 
 
-def test_sharded_parameters_keep_one_gathered_layer() -> None:
+def test_sharded_parameters_keep_one_gathered_layer():
     mesh = Mesh(dp=8, pp=2, sharding="parameters")
 
     states = COST.memory(mesh).state_bytes
@@ -488,7 +487,7 @@ def test_sharded_parameters_keep_one_gathered_layer() -> None:
     assert states.sum() == own + 2 * 4 * LLAMA.parameters_per_layer
 
 
-def test_a_tied_matrix_stands_at_both_ends_of_a_pipeline_and_once_without() -> None:
+def test_a_tied_matrix_stands_at_both_ends_of_a_pipeline_and_once_without():
     cost = CostModel(model=ModelShape.named("gpt-7b"), hardware=H100)
     logits = LOGIT_ROWS * LOGIT_BYTES * 50304
 
@@ -499,12 +498,12 @@ def test_a_tied_matrix_stands_at_both_ends_of_a_pipeline_and_once_without() -> N
     assert two == one + 18 * cost.model.head_parameters
 
 
-def test_the_limit_is_a_share_of_the_card() -> None:
+def test_the_limit_is_a_share_of_the_card():
     assert COST.memory(Mesh()).limit_bytes == 0.92 * 80e9
     assert COST.replace(memory_fraction=0.5).memory(Mesh()).limit_bytes == 40e9
 
 
-def test_arrays_of_stages_and_memory_are_read_only() -> None:
+def test_arrays_of_stages_and_memory_are_read_only():
     with pytest.raises(ValueError, match="read-only"):
         COST.memory(Mesh()).held_bytes[0] = 1
     with pytest.raises(ValueError, match="read-only"):
@@ -512,7 +511,7 @@ def test_arrays_of_stages_and_memory_are_read_only() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 4_000))
-def test_no_other_cut_has_a_lighter_heaviest_stage(layers: int, pp: int, vocab: int) -> None:
+def test_no_other_cut_has_a_lighter_heaviest_stage(layers, pp, vocab):
     layers = max(layers, pp)
     shape = ModelShape(hidden=16, layers=layers, heads=2, ffn=32, vocab=vocab + 1)
     head = shape.head_parameters / shape.linear_parameters_per_layer
@@ -527,13 +526,13 @@ def test_no_other_cut_has_a_lighter_heaviest_stage(layers: int, pp: int, vocab: 
     assert heaviest(ours) <= min(heaviest(cut) for cut in others if sum(cut) == layers) + 1e-9
 
 
-def test_llama_3_8b_moves_two_layers_off_the_stage_with_the_head() -> None:
+def test_llama_3_8b_moves_two_layers_off_the_stage_with_the_head():
     assert stages_of(LLAMA, Mesh(pp=4)).layers.tolist() == [8, 9, 9, 6]
     assert stages_of(LLAMA, Mesh(pp=4)).has_head.tolist() == [False, False, False, True]
     assert stages_of(LLAMA, Mesh(pp=4)).has_embedding.tolist() == [True, False, False, False]
 
 
-def test_chunks_of_interleaved_stages_share_their_stages_layers() -> None:
+def test_chunks_of_interleaved_stages_share_their_stages_layers():
     stages = stages_of(LLAMA, Mesh(pp=4, virtual_stages=2))
 
     assert stages.layers.sum() == 32
@@ -541,14 +540,14 @@ def test_chunks_of_interleaved_stages_share_their_stages_layers() -> None:
     assert stages.layers.tolist() == [4, 5, 5, 3, 4, 4, 4, 3]
 
 
-def test_a_boundary_sends_a_part_of_each_row_over_the_slowest_link() -> None:
+def test_a_boundary_sends_a_part_of_each_row_over_the_slowest_link():
     near, far = COST.send_s(Mesh(pp=2, tp=4)), COST.send_s(Mesh(dp=2, pp=2, tp=4))
 
     assert near == (10e-6, pytest.approx(2 * 4096 / 4 / 360e9))
     assert far == (20e-6, pytest.approx(2 * 4096 / 4 / 50e9))
 
 
-def test_gradients_travel_as_their_sharding_says() -> None:
+def test_gradients_travel_as_their_sharding_says():
     whole, optimizer, parameters = (
         COST.gradient_sync_s(Mesh(dp=8, sharding=sharding))
         for sharding in ("none", "optimizer", "parameters")
@@ -561,7 +560,7 @@ def test_gradients_travel_as_their_sharding_says() -> None:
     assert COST.gradient_sync_s(Mesh()).tolist() == [0]
 
 
-def test_parameters_are_gathered_for_every_micropack_where_they_are_sharded() -> None:
+def test_parameters_are_gathered_for_every_micropack_where_they_are_sharded():
     gathered = COST.gather_s(Mesh(dp=4, pp=2, tp=2, sharding="parameters"))
     parameters = COST.memory(Mesh(pp=2, sharding="none"))
 
@@ -570,7 +569,7 @@ def test_parameters_are_gathered_for_every_micropack_where_they_are_sharded() ->
     assert gathered[0] == pytest.approx(2 * first / 2 * 3 / 4 / 360e9 + 2 * 10e-6)
 
 
-def test_gpus_of_several_nodes_synchronize_over_the_network() -> None:
+def test_gpus_of_several_nodes_synchronize_over_the_network():
     near, far = COST.gradient_sync_s(Mesh(dp=8)), COST.gradient_sync_s(Mesh(dp=8, tp=2))
 
     # Half the parameters each, at 50 GB/s.
@@ -595,18 +594,18 @@ def test_gpus_of_several_nodes_synchronize_over_the_network() -> None:
         ({"memory_fraction": 0}, "memory_fraction=0; it must be above 0 and at most 1"),
     ],
 )
-def test_settings_out_of_range_are_refused(changes: dict[str, object], words: str) -> None:
+def test_settings_out_of_range_are_refused(changes, words):
     with pytest.raises(SettingError, match=words):
         COST.replace(**changes)
 
 
 @pytest.mark.parametrize("ask", ["rates", "stages", "memory", "send_s", "gradient_sync_s", "gather_s"])
-def test_a_mesh_that_does_not_divide_the_model_is_refused_whatever_is_asked(ask: str) -> None:
+def test_a_mesh_that_does_not_divide_the_model_is_refused_whatever_is_asked(ask):
     with pytest.raises(SettingError, match="tp=3 doesn't divide 32 query heads"):
         getattr(COST, ask)(Mesh(tp=3))
 
 
-def test_eager_layers_leave_their_norms_in_float32_and_the_gate_twice() -> None:
+def test_eager_layers_leave_their_norms_in_float32_and_the_gate_twice():
     eager = COST.replace(kernels="eager")
     fused, memory = COST.memory(Mesh()), eager.memory(Mesh())
 
@@ -624,6 +623,6 @@ def test_eager_layers_leave_their_norms_in_float32_and_the_gate_twice() -> None:
     assert eager.fingerprint != COST.fingerprint
 
 
-def test_unknown_kernels_are_refused() -> None:
+def test_unknown_kernels_are_refused():
     with pytest.raises(SettingError, match="cost kernels='slow'; there are fused, eager"):
         COST.replace(kernels="slow")

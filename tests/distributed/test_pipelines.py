@@ -64,7 +64,7 @@ def assert_exact(found: list[dict[str, Any]]) -> None:
         assert one["targets"] == 0
 
 
-def test_random_plans_train_what_one_process_trains(two: Found, four: Found) -> None:
+def test_random_plans_train_what_one_process_trains(two, four):
     found = both("random", two, four)
 
     assert_exact(found)
@@ -72,7 +72,7 @@ def test_random_plans_train_what_one_process_trains(two: Found, four: Found) -> 
     assert {(2, 1, 1), (1, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2)} <= meshes
 
 
-def test_stages_add_up_to_the_names_of_the_whole_model(four: Found) -> None:
+def test_stages_add_up_to_the_names_of_the_whole_model(four):
     for every in zip(*(rank["random"] for rank in four)):
         names = {name for one in every for name in one["names"]}
 
@@ -80,14 +80,14 @@ def test_stages_add_up_to_the_names_of_the_whole_model(four: Found) -> None:
         assert all(len(one["names"]) < len(names) for one in every)
 
 
-def test_plans_of_the_planner_train_what_one_process_trains(four: Found) -> None:
+def test_plans_of_the_planner_train_what_one_process_trains(four):
     found = both("planned", four)
 
     assert_exact(found)
     assert {0 in one["counts"] for one in found} == {True, False}  # a replica without a document
 
 
-def test_shards_train_what_one_process_trains(two: Found, four: Found) -> None:
+def test_shards_train_what_one_process_trains(two, four):
     found = both("sharded", two, four)
 
     assert_exact(found)
@@ -97,7 +97,7 @@ def test_shards_train_what_one_process_trains(two: Found, four: Found) -> None:
     assert whole == {(0, 1, 0), (2, 2, 2), (4, 4, 4)}  # a unit's alone, or a stage's all through the step
 
 
-def test_shards_that_share_documents_train_what_one_process_trains(two: Found, four: Found) -> None:
+def test_shards_that_share_documents_train_what_one_process_trains(two, four):
     found = both("shared", two, four)
 
     assert_exact(found)
@@ -105,9 +105,7 @@ def test_shards_that_share_documents_train_what_one_process_trains(two: Found, f
     assert {one["splits"] for one in found} == {True, False}
 
 
-def test_frozen_weights_among_shards_stay_and_the_others_train_as_in_one_process(
-    two: Found, four: Found
-) -> None:
+def test_frozen_weights_among_shards_stay_and_the_others_train_as_in_one_process(two, four):
     found = both("frozen", two, four)
 
     assert_exact(found)
@@ -115,14 +113,14 @@ def test_frozen_weights_among_shards_stay_and_the_others_train_as_in_one_process
     assert all(one["kept"] for one in found)
 
 
-def test_parameters_that_groups_of_two_hold_are_summed_over_all_four(four: Found) -> None:
+def test_parameters_that_groups_of_two_hold_are_summed_over_all_four(four):
     found = both("hybrid", four)
 
     assert_exact(found)
     assert all(abs(one["held"] - 0.5) < 0.01 for one in found)
 
 
-def test_a_weight_of_both_ends_that_shards_took_from_one_is_refused(two: Found) -> None:
+def test_a_weight_of_both_ends_that_shards_took_from_one_is_refused(two):
     said = {one for rank in two for one in rank["apart"]}
 
     assert len(said) == 1
@@ -131,35 +129,35 @@ def test_a_weight_of_both_ends_that_shards_took_from_one_is_refused(two: Found) 
     )
 
 
-def test_a_model_in_eval_mode_has_its_gradients_in_a_pipeline_too(two: Found, four: Found) -> None:
+def test_a_model_in_eval_mode_has_its_gradients_in_a_pipeline_too(two, four):
     found = both("evaluating", two, four)
 
     assert_exact(found)
     assert not any(one["training"] for one in found)
 
 
-def test_replicas_that_ddp_holds_are_summed_once(two: Found) -> None:
+def test_replicas_that_ddp_holds_are_summed_once(two):
     assert_exact(both("ddp", two))
 
 
-def test_batches_of_a_step_add_up_and_other_stages_may_be_on_meta(two: Found, four: Found) -> None:
+def test_batches_of_a_step_add_up_and_other_stages_may_be_on_meta(two, four):
     for one in both("parts", two, four):
         assert one["gradients"] <= EXACT
 
 
-def test_half_precision_goes_between_stages_and_gradients_stay_wide(two: Found, four: Found) -> None:
+def test_half_precision_goes_between_stages_and_gradients_stay_wide(two, four):
     for one in both("half", two, four):
         assert 1e-4 < one["half"] < 0.03
         assert one["dtypes"] == ["torch.float32"]
 
 
-def test_neighbours_of_a_stage_have_groups_of_their_own(four: Found) -> None:
+def test_neighbours_of_a_stage_have_groups_of_their_own(four):
     found = [one["ranks"] for one in both("neighbours", four)]
 
     assert found == [[[0, 1, 2, 3], [0, 1]]] * 2 + [[[0, 1, 2, 3], [2, 3]]] * 2
 
 
-def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
+def test_ranks_that_mean_different_things_all_say_so(four):
     odd = r"stage 1 of pipeline 0 \(rank 2\)"
     said = [rank["refused"][0] for rank in four]
 
@@ -206,9 +204,7 @@ def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
         ("stuck, sharded", "stage 0 of pipeline 1 (rank 1) is gone (killed, stuck, or out of memory)"),
     ],
 )
-def test_whoever_is_left_names_the_stage_that_is_gone(
-    struck: dict[str, dict[str, Any]], how: str, words: str
-) -> None:
+def test_whoever_is_left_names_the_stage_that_is_gone(struck, how, words):
     for rank in (0, 2, 3):
         one = struck[f"{how} {rank}"]
 
@@ -218,7 +214,7 @@ def test_whoever_is_left_names_the_stage_that_is_gone(
         assert one["seconds"] < 15
 
 
-def test_a_gradient_that_is_no_number_is_infinitely_far() -> None:
+def test_a_gradient_that_is_no_number_is_infinitely_far():
     wanted = {"a": torch.ones(2), "b": torch.ones(2)}
     broken = wanted | {"b": torch.full((2,), torch.nan)}
     seen = Distances()
@@ -228,14 +224,14 @@ def test_a_gradient_that_is_no_number_is_infinitely_far() -> None:
     assert furthest(wanted, wanted) == seen.norm == 0
 
 
-def test_an_error_of_a_task_says_which_task_it_was(struck: dict[str, dict[str, Any]]) -> None:
+def test_an_error_of_a_task_says_which_task_it_was(struck):
     said = struck["fails 1"]["said"]
 
     assert said.startswith("ValueError: a wrong number")
     assert "in stage 1 of pipeline 0, forward, MicroPack 2, layers 2-3" in said
 
 
-def test_a_stage_without_memory_says_to_all_what_would_fit(struck: dict[str, dict[str, Any]]) -> None:
+def test_a_stage_without_memory_says_to_all_what_would_fit(struck):
     own = struck["full 1"]["said"]
 
     assert own.startswith(

@@ -27,7 +27,7 @@ def settings() -> dict[str, Any]:
     return {"cost": cost, "mesh": vl.Mesh(dp=2, pp=2, tp=4)}
 
 
-def test_a_run_that_goes_on_has_the_plans_that_its_steps_had(store: Path, settings: dict[str, Any]) -> None:
+def test_a_run_that_goes_on_has_the_plans_that_its_steps_had(store, settings):
     fingerprints, quickly = [], []
     with loader_of(store) as loader, vl.Planner(loader.lengths, **settings) as planner:
         for step in range(5):
@@ -58,9 +58,7 @@ def test_a_run_that_goes_on_has_the_plans_that_its_steps_had(store: Path, settin
                 assert sorted(plan.lengths.tolist()) == sorted(next(loader).document_lengths.tolist())
 
 
-def test_ranks_run_the_plan_that_the_first_made_of_the_documents_that_all_get(
-    store: Path, tmp_path: Path
-) -> None:
+def test_ranks_run_the_plan_that_the_first_made_of_the_documents_that_all_get(store, tmp_path):
     as_ranks(HERE / "planner_job.py", store, 4, tmp_path, libraries="torch")
 
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

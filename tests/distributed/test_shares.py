@@ -56,7 +56,7 @@ def two(stores: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return run_job(tmp_path_factory.mktemp("two"), 2, stores)
 
 
-def test_shares_train_what_one_process_trains(two: Found) -> None:
+def test_shares_train_what_one_process_trains(two):
     for rank in two:
         for one in rank["trained"]:
             assert max(one["loss"], one["gradients"], one["documents"]) <= EXACT, one
@@ -69,14 +69,12 @@ def four(stores: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return run_job(tmp_path_factory.mktemp("four"), 4, stores)
 
 
-def test_shares_of_stages_train_what_one_process_trains(four: Found) -> None:
+def test_shares_of_stages_train_what_one_process_trains(four):
     test_shares_train_what_one_process_trains(four)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_one_rank_plans_and_all_run_its_plans_whatever_happens(
-    world: int, request: pytest.FixtureRequest
-) -> None:
+def test_one_rank_plans_and_all_run_its_plans_whatever_happens(world, request):
     found = request.getfixturevalue({2: "two", 4: "four"}[world])
 
     plans = [[step and step[2] for step in rank["steps"]] for rank in found]
@@ -89,7 +87,7 @@ def test_one_rank_plans_and_all_run_its_plans_whatever_happens(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_plan_of_other_ranks_is_refused_by_all_at_once(world: int, request: pytest.FixtureRequest) -> None:
+def test_a_plan_of_other_ranks_is_refused_by_all_at_once(world, request):
     for rank in request.getfixturevalue({2: "two", 4: "four"}[world]):
         kind, said, seconds = rank["wrong"]
         assert kind == "PlanError"

@@ -60,7 +60,7 @@ def alone(out: Path, folder: Path, loss_weighting: Any = "token", **changes: Any
     return CountingTrainer(model=tiny_llama(), args=args, train_loader=loader, loss_weighting=loss_weighting)
 
 
-def test_two_ranks_take_every_document_once_before_and_after_a_checkpoint(job: Path) -> None:
+def test_two_ranks_take_every_document_once_before_and_after_a_checkpoint(job):
     begun, resumed = taken_by(job, "begun"), taken_by(job, "resumed")
     steps = begun[0]["steps"]
 
@@ -76,7 +76,7 @@ def test_two_ranks_take_every_document_once_before_and_after_a_checkpoint(job: P
         assert [entry for entry in begun[rank]["taken"] if entry[0] == 3] == resumed[rank]["taken"][:4]
 
 
-def test_two_ranks_have_the_losses_and_weights_of_one(job: Path, tmp_path: Path) -> None:
+def test_two_ranks_have_the_losses_and_weights_of_one(job, tmp_path):
     single = alone(job, tmp_path)
     single.train()
 
@@ -86,9 +86,7 @@ def test_two_ranks_have_the_losses_and_weights_of_one(job: Path, tmp_path: Path)
         assert torch.allclose(weight, single.model.state_dict()[name], atol=1e-5), name
 
 
-def test_two_ranks_have_the_losses_and_weights_of_one_where_documents_weigh_the_same(
-    job: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_have_the_losses_and_weights_of_one_where_documents_weigh_the_same(job, tmp_path):
     single = alone(job, tmp_path, "document", max_steps=2)
     single.train()
 
@@ -98,7 +96,7 @@ def test_two_ranks_have_the_losses_and_weights_of_one_where_documents_weigh_the_
         assert torch.allclose(weight, single.model.state_dict()[name], atol=1e-5), name
 
 
-def test_one_rank_goes_on_where_two_were(job: Path, tmp_path: Path) -> None:
+def test_one_rank_goes_on_where_two_were(job, tmp_path):
     single = alone(job, tmp_path)
     single.train(resume_from_checkpoint=str(job / "run" / "checkpoint-3"))
 
@@ -110,9 +108,7 @@ def test_one_rank_goes_on_where_two_were(job: Path, tmp_path: Path) -> None:
     )
 
 
-def test_two_ranks_with_packs_of_pairs_take_each_once_and_have_the_loss_of_one(
-    job: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_with_packs_of_pairs_take_each_once_and_have_the_loss_of_one(job, tmp_path):
     from tests.support.trainers import trained
     from trl import DPOTrainer
 
@@ -138,7 +134,7 @@ class Bare(IterableDataset[PackedBatch]):
         return iter(self.loader)
 
 
-def test_a_loader_that_accelerate_prepares_loses_half_of_its_documents(job: Path) -> None:
+def test_a_loader_that_accelerate_prepares_loses_half_of_its_documents(job):
     args = arguments("nowhere", num_train_epochs=1, per_device_train_batch_size=3)
     took: Counter[tuple[int, ...]] = Counter()
     for rank in (0, 1):

@@ -51,17 +51,17 @@ def has_help(verb: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "README.md"])
-def test_every_block_of_the_page_prints_what_the_page_says(name: str) -> None:
+def test_every_block_of_the_page_prints_what_the_page_says(name):
     assert pages.differences(PAGES[name]) == []
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_link_of_the_page_leads_somewhere(name: str) -> None:
+def test_every_link_of_the_page_leads_somewhere(name):
     assert dead_links(PAGES[name]) == []
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_command_of_the_page_is_one_that_exists(name: str, root: Path) -> None:
+def test_every_command_of_the_page_is_one_that_exists(name, root):
     targets = set(re.findall(r"^([a-z]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for block in pages.blocks(PAGES[name].read_text(encoding="utf-8")):
         for line in block.code.splitlines() if block.language == "bash" else ():
@@ -77,14 +77,14 @@ def test_every_command_of_the_page_is_one_that_exists(name: str, root: Path) -> 
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_test_that_the_page_names_is_there(name: str, root: Path) -> None:
+def test_every_test_that_the_page_names_is_there(name, root):
     text = PAGES[name].read_text(encoding="utf-8")
     for file, test in re.findall(r"`(?:tests/)?([\w/]*test_\w+\.py)(?:::(\w+))?`", text):
         code = (root / "tests" / file).read_text(encoding="utf-8")
         assert not test or f"def {test}(" in code, (file, test)
 
 
-def test_every_page_is_reached_from_readme() -> None:
+def test_every_page_is_reached_from_readme():
     reached, waiting = set(), [pages.ROOT / "README.md"]
     while waiting:
         page = waiting.pop().resolve()
@@ -99,13 +99,13 @@ def test_every_page_is_reached_from_readme() -> None:
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)
-def test_the_picture_is_drawn_from_what_varlen_computes_now(name: str) -> None:
+def test_the_picture_is_drawn_from_what_varlen_computes_now(name):
     drawn = (draw.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
 
     assert drawn == draw.PICTURES[name]().svg(), "run `make pages`"
 
 
-def test_every_picture_is_drawn_by_a_program_and_shown_on_a_page() -> None:
+def test_every_picture_is_drawn_by_a_program_and_shown_on_a_page():
     shown = {
         (page.parent / target).resolve()
         for page in PAGES.values()
@@ -141,7 +141,7 @@ Words between, so this is no output.
 """
 
 
-def test_a_page_that_prints_something_else_is_found(tmp_path: Path) -> None:
+def test_a_page_that_prints_something_else_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
 
@@ -150,7 +150,7 @@ def test_a_page_that_prints_something_else_is_found(tmp_path: Path) -> None:
     assert difference == "page.md:14: printed\n2\nbut the page says\n"
 
 
-def test_a_page_is_written_anew_with_what_it_prints(tmp_path: Path) -> None:
+def test_a_page_is_written_anew_with_what_it_prints(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE.replace("```text\n1", "```text\n7"))
 
@@ -160,7 +160,7 @@ def test_a_page_is_written_anew_with_what_it_prints(tmp_path: Path) -> None:
     assert page.read_text() == PAGE.replace("print(a + 1)\n```\n", "print(a + 1)\n```\n\n```text\n2\n```\n")
 
 
-def test_a_block_that_raises_is_found_and_ends_its_page(tmp_path: Path) -> None:
+def test_a_block_that_raises_is_found_and_ends_its_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE.replace("a = 1", "a = 1 / 0"))
 
@@ -173,7 +173,7 @@ def test_a_block_that_raises_is_found_and_ends_its_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["[a](missing.md)", "[a](#missing)", "[a](page.md#missing)", "![a](a.svg)"])
-def test_a_link_that_leads_nowhere_is_found(link: str, tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_is_found(link, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"# Here\n\n[a](#here) [b](page.md#here) {link}\n")
 
@@ -208,9 +208,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills a group of processes")
-def test_four_commands_lead_from_files_to_a_run_that_is_killed_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_commands_lead_from_files_to_a_run_that_is_killed_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.delenv("VARLEN_JIT", raising=False)  # as readers have it: little work waits for no compiler
     (tmp_path / "data").mkdir()
     write_texts(tmp_path / "data" / "a.jsonl", count=400)
@@ -246,11 +244,11 @@ def test_four_commands_lead_from_files_to_a_run_that_is_killed_and_goes_on(
     assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 
-def test_every_block_of_readme_prints_what_readme_says(root: Path) -> None:
+def test_every_block_of_readme_prints_what_readme_says(root):
     assert pages.differences(root / "README.md") == []
 
 
-def test_the_first_python_of_readme_shows_its_output_on_the_first_screen(root: Path) -> None:
+def test_the_first_python_of_readme_shows_its_output_on_the_first_screen(root):
     text = (root / "README.md").read_text(encoding="utf-8")
     first = next(block for block in pages.blocks(text) if block.language == "python")
     output = pages.blocks(text)[pages.blocks(text).index(first) + 1]

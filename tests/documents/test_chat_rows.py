@@ -550,7 +550,7 @@ def trained_text(tokens: Any) -> str:
     return bytes(token for token in tokens.tolist() if token < 256).decode()
 
 
-def test_an_instruction_is_what_a_user_asks_and_its_output_alone_is_trained(tmp_path: Path) -> None:
+def test_an_instruction_is_what_a_user_asks_and_its_output_alone_is_trained(tmp_path):
     chat = [
         {"role": "user", "content": "Sum up.\n\nA long text."},
         {"role": "assistant", "content": "Short."},
@@ -565,7 +565,7 @@ def test_an_instruction_is_what_a_user_asks_and_its_output_alone_is_trained(tmp_
 
 
 @pytest.mark.parametrize("nothing", [{}, {"input": ""}, {"input": None}])
-def test_an_instruction_about_nothing_is_asked_alone(tmp_path: Path, nothing: dict[str, Any]) -> None:
+def test_an_instruction_about_nothing_is_asked_alone(tmp_path, nothing):
     ((text, _),) = documents(written(tmp_path, {"instruction": "Hi.", "output": "Hello.", **nothing}))
 
     assert "Hi." in text
@@ -582,13 +582,13 @@ def test_an_instruction_about_nothing_is_asked_alone(tmp_path: Path, nothing: di
         ("input", "output"),
     ],
 )
-def test_instructions_and_outputs_have_other_usual_names(tmp_path: Path, asks: str, answers: str) -> None:
+def test_instructions_and_outputs_have_other_usual_names(tmp_path, asks, answers):
     same = documents(written(tmp_path, {"instruction": "Q?", "output": "A."}))
 
     assert documents(written(tmp_path, {asks: "Q?", answers: "A.", "category": "else"})) == same
 
 
-def test_what_dolly_calls_the_context_follows_the_instruction(tmp_path: Path) -> None:
+def test_what_dolly_calls_the_context_follows_the_instruction(tmp_path):
     row = {"instruction": "Who?", "context": "It was written in 1948.", "response": "Orwell."}
 
     assert list(read_texts(written(tmp_path, row))) == [
@@ -596,7 +596,7 @@ def test_what_dolly_calls_the_context_follows_the_instruction(tmp_path: Path) ->
     ]
 
 
-def test_what_the_system_says_goes_before_an_instruction(tmp_path: Path) -> None:
+def test_what_the_system_says_goes_before_an_instruction(tmp_path):
     row = {"system": "Be terse.", "question": "Q?", "response": "A."}
     ((text, trained),) = documents(written(tmp_path, row))
 
@@ -604,7 +604,7 @@ def test_what_the_system_says_goes_before_an_instruction(tmp_path: Path) -> None
     assert "terse" not in trained
 
 
-def test_rows_may_have_an_input_where_the_first_has_none(tmp_path: Path) -> None:
+def test_rows_may_have_an_input_where_the_first_has_none(tmp_path):
     rows = [{"instruction": "a", "output": "x"}, {"instruction": "b", "input": "about", "output": "y"}]
 
     assert list(read_texts(written(tmp_path, *rows))) == [
@@ -613,7 +613,7 @@ def test_rows_may_have_an_input_where_the_first_has_none(tmp_path: Path) -> None
     ]
 
 
-def test_a_table_of_instructions_is_read_as_its_rows_are(tmp_path: Path) -> None:
+def test_a_table_of_instructions_is_read_as_its_rows_are(tmp_path):
     rows = [
         {"instruction": "a", "input": None, "output": "x"},
         {"instruction": "b", "input": "c", "output": "y"},
@@ -637,12 +637,12 @@ def test_a_table_of_instructions_is_read_as_its_rows_are(tmp_path: Path) -> None
         (["input_ids", "instruction", "output"], "tokens"),
     ],
 )
-def test_the_columns_that_say_most_are_taken(present: list[str], kind: str) -> None:
+def test_the_columns_that_say_most_are_taken(present, kind):
     assert find_columns(present, {}, "a.jsonl").kind == kind
 
 
 @pytest.mark.parametrize("present", [["foo", "bar"], ["instruction", "category"], ["output"]])
-def test_an_instruction_without_an_output_is_nothing_to_train_on(present: list[str]) -> None:
+def test_an_instruction_without_an_output_is_nothing_to_train_on(present):
     with pytest.raises(SourceError, match="`instruction` and `output`, or `input_ids`, found"):
         find_columns(present, {}, "a.jsonl")
 
@@ -656,7 +656,7 @@ def test_an_instruction_without_an_output_is_nothing_to_train_on(present: list[s
         ({"instruction": "a", "output": ""}, "the output is empty, so there is nothing to train on"),
     ],
 )
-def test_a_row_that_is_no_text_is_named(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+def test_a_row_that_is_no_text_is_named(tmp_path, row, words):
     path = written(tmp_path, {"instruction": "a", "output": "x"}, row)
 
     with pytest.raises(SourceError, match=f"rows.jsonl.*2.*{words}"):
@@ -665,7 +665,7 @@ def test_a_row_that_is_no_text_is_named(tmp_path: Path, row: dict[str, Any], wor
         list(read_texts(path))
 
 
-def test_two_columns_that_may_be_the_context_are_to_be_named(tmp_path: Path) -> None:
+def test_two_columns_that_may_be_the_context_are_to_be_named(tmp_path):
     row = {"instruction": "a", "context": "b", "input": "c", "output": "x"}
     path = written(tmp_path, row)
 
@@ -677,7 +677,7 @@ def test_two_columns_that_may_be_the_context_are_to_be_named(tmp_path: Path) -> 
     assert "a\n\nb" in documents(path, columns={"context": "context"})[0][0]
 
 
-def test_a_context_under_another_name_than_the_first_row_s_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_context_under_another_name_than_the_first_row_s_is_not_passed_over(tmp_path):
     rows = [
         {"instruction": "a", "context": "b", "output": "x"},
         {"instruction": "a", "input": "c", "output": "x"},
@@ -689,9 +689,7 @@ def test_a_context_under_another_name_than_the_first_row_s_is_not_passed_over(tm
         documents(written(tmp_path, *reversed(rows)))
 
 
-def test_an_instruction_under_a_name_that_goes_before_the_first_row_s_is_not_passed_over(
-    tmp_path: Path,
-) -> None:
+def test_an_instruction_under_a_name_that_goes_before_the_first_row_s_is_not_passed_over(tmp_path):
     rows = [{"input": "a", "output": "x"}, {"instruction": "Sum up.", "input": "a", "output": "x"}]
     path = written(tmp_path, *rows)
 

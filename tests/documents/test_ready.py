@@ -201,9 +201,7 @@ def write(path: Path, rows: list[ReadyRow]) -> Path:
 
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=4), max_size=5), st.integers(0, 3), st.integers(0, 3))
-def test_documents_begin_where_positions_do_and_padding_is_none_of_them(
-    rows: list[list[int]], left: int, right: int
-) -> None:
+def test_documents_begin_where_positions_do_and_padding_is_none_of_them(rows, left, right):
     ids, positions, mask = [], [], []
     for lengths in rows:
         inside = [place for length in lengths for place in range(length)]
@@ -221,16 +219,14 @@ def test_documents_begin_where_positions_do_and_padding_is_none_of_them(
 
 
 @pytest.mark.parametrize(("positions", "said"), [([7, 8], "7 at token 0"), ([0, 2], "2 at token 1")])
-def test_positions_that_tell_no_beginning_are_refused(
-    tmp_path: Path, positions: list[int], said: str
-) -> None:
+def test_positions_that_tell_no_beginning_are_refused(tmp_path, positions, said):
     path = write(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "position_ids": positions}])
 
     with pytest.raises(SourceError, match=rf"line 1 has the position {said} .*give `seq_lengths` instead"):
         documents(path)
 
 
-def test_lengths_go_before_positions(tmp_path: Path) -> None:
+def test_lengths_go_before_positions(tmp_path):
     row = {"input_ids": [1, 2, 3], "seq_lengths": [1, 2], "position_ids": [5, 5, 5]}
 
     assert documents(write(tmp_path / "a.jsonl", [row])) == [[1], [2, 3]]
@@ -240,7 +236,7 @@ CHAT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_a_system_column_is_the_first_message_of_the_rows_that_have_one(tmp_path: Path, name: str) -> None:
+def test_a_system_column_is_the_first_message_of_the_rows_that_have_one(tmp_path, name):
     rows: list[ReadyRow] = [{"conversations": CHAT}, {"conversations": CHAT, "system": "Be brief."}]
     path = tmp_path / name
     if name.endswith("jsonl"):
@@ -253,7 +249,7 @@ def test_a_system_column_is_the_first_message_of_the_rows_that_have_one(tmp_path
     assert texts == ["user\nhi\nassistant\nho\n", "system\nBe brief.\nuser\nhi\nassistant\nho\n"]
 
 
-def test_a_system_column_may_repeat_the_first_message_but_not_contradict_it(tmp_path: Path) -> None:
+def test_a_system_column_may_repeat_the_first_message_but_not_contradict_it(tmp_path):
     chat = [{"role": "system", "content": "x"}, *({"role": r, "content": "y"} for r in ("user", "assistant"))]
     same = documents(write(tmp_path / "a.jsonl", [{"messages": chat, "system": "x"}]))
 
@@ -264,7 +260,7 @@ def test_a_system_column_may_repeat_the_first_message_but_not_contradict_it(tmp_
         documents(write(tmp_path / "d.jsonl", [{"messages": chat[1:], "system": 5}]))
 
 
-def test_a_vocabulary_that_leaves_other_records_out_is_another_source(tmp_path: Path) -> None:
+def test_a_vocabulary_that_leaves_other_records_out_is_another_source(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [7]}])
 
     marks = {open_source(path, vocab_size=size, on_error="skip").fingerprint for size in (None, 5, 8)}

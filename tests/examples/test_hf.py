@@ -50,9 +50,7 @@ def check_against(model: Any, batches: list[Any], loss: list[float], gradients: 
     assert furthest(gradients, gradients_of(model, alone)) < 5e-5
 
 
-def test_the_trainer_s_example_runs_and_goes_on_to_the_same_end(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_trainer_s_example_runs_and_goes_on_to_the_same_end(root, tmp_path, capsys):
     whole = run(root, "transformers_trainer", tmp_path / "run")
     for step in (44, 40, 35, 30, 25):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
@@ -65,9 +63,7 @@ def test_the_trainer_s_example_runs_and_goes_on_to_the_same_end(
     assert whole.splitlines()[-1] == resumed.splitlines()[-1]
 
 
-def test_the_trainer_s_example_has_the_loss_and_gradients_of_documents_alone(
-    root: Path, tmp_path: Path
-) -> None:
+def test_the_trainer_s_example_has_the_loss_and_gradients_of_documents_alone(root, tmp_path):
     module = example(root, "transformers_trainer")
     trainer = module.make_trainer(tmp_path)
     with trainer.train_loader as loader:
@@ -83,7 +79,7 @@ WAYS = {"packed": "400 documents in 68 rows", "collator": "", "loader": r"packs 
 
 
 @pytest.mark.parametrize("way", mostly(["loader"], WAYS))
-def test_the_sft_example_runs_each_way(way: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sft_example_runs_each_way(way, root, capsys):
     example(root, "trl_sft").main(way)
     told = capsys.readouterr().out
 
@@ -92,9 +88,7 @@ def test_the_sft_example_runs_each_way(way: str, root: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("way", ["packed", "collator", "loader"])
-def test_the_sft_example_has_the_loss_and_gradients_of_documents_alone(
-    way: str, root: Path, tmp_path: Path
-) -> None:
+def test_the_sft_example_has_the_loss_and_gradients_of_documents_alone(way, root, tmp_path):
     module = example(root, "trl_sft")
     trainer = module.make_trainer(way, str(tmp_path))
     took: list[Any] = []
@@ -130,9 +124,7 @@ def documents_in(batch: Any) -> list[list[int]]:
     return [ids[first:last].tolist() for first, last in bounds if owned[first] >= 0]
 
 
-def test_the_dpo_example_runs_and_counts_what_padding_would_take(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dpo_example_runs_and_counts_what_padding_would_take(root, tmp_path, capsys):
     example(root, "trl_dpo").main(str(tmp_path))
     told = capsys.readouterr().out
 
@@ -141,7 +133,7 @@ def test_the_dpo_example_runs_and_counts_what_padding_would_take(
     assert "take 13,947 tokens in the models; padded, the same batches take\n31,300." in said
 
 
-def test_the_dpo_example_has_trl_s_loss_and_gradients(root: Path, tmp_path: Path) -> None:
+def test_the_dpo_example_has_trl_s_loss_and_gradients(root, tmp_path):
     from trl import DPOTrainer
 
     module = example(root, "trl_dpo")

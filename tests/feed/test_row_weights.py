@@ -63,7 +63,7 @@ IN_PROCESSES = [("streaming", "process", "flat"), ("packed, cached", "process", 
     ("road", "worker", "layout"),
     mostly([one for one in CELLS if one[1] == "thread" or one in IN_PROCESSES], CELLS),
 )
-def test_every_document_comes_with_its_weights(road: str, worker: str, layout: str, data: Path) -> None:
+def test_every_document_comes_with_its_weights(road, worker, layout, data):
     name, changes = ROADS[road]
 
     with loader_of(data / name, worker=worker, layout=layout, cache=data / "cache", **changes) as loader:
@@ -72,7 +72,7 @@ def test_every_document_comes_with_its_weights(road: str, worker: str, layout: s
 
 
 @pytest.mark.parametrize("road", ["streaming", "store"])
-def test_pieces_of_documents_keep_their_own_weights(road: str, data: Path) -> None:
+def test_pieces_of_documents_keep_their_own_weights(road, data):
     name, changes = ROADS[road]
     wanted = [one for one in WANTED.elements() if len(one[0]) > 32]
     found = 0
@@ -88,7 +88,7 @@ def test_pieces_of_documents_keep_their_own_weights(road: str, data: Path) -> No
 
 
 @pytest.mark.parametrize("road", ["streaming", "cached", "store", "packed"])
-def test_a_resumed_loader_gives_the_same_bytes(road: str, data: Path) -> None:
+def test_a_resumed_loader_gives_the_same_bytes(road, data):
     name, changes = ROADS[road]
     settings_ = {
         **changes,
@@ -121,7 +121,7 @@ def test_a_resumed_loader_gives_the_same_bytes(road: str, data: Path) -> None:
             assert [content(batch) for batch in loader] == batches[at:]
 
 
-def test_weights_that_are_never_0_survive_a_resume(tmp_path: Path) -> None:
+def test_weights_that_are_never_0_survive_a_resume(tmp_path):
     """A state takes documents all of whose tokens are trained on for such whose labels needn't be read."""
     rows = [{"input_ids": list(range(n, n + 9)), "loss_weights": [0.5] * 9} for n in range(400)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -139,7 +139,7 @@ def test_weights_that_are_never_0_survive_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_ranks_of_a_stream_share_all_weights(world: int, data: Path) -> None:
+def test_the_ranks_of_a_stream_share_all_weights(world, data):
     found: Counter[Weighed] = Counter()
     for rank in range(world):
         with loader_of(data / "a.jsonl", **ON, mode="streaming", dp_rank=rank, dp_world_size=world) as loader:
@@ -148,7 +148,7 @@ def test_the_ranks_of_a_stream_share_all_weights(world: int, data: Path) -> None
     assert found == WANTED
 
 
-def test_sources_of_a_mixture_may_weigh_or_not(data: Path, tmp_path: Path) -> None:
+def test_sources_of_a_mixture_may_weigh_or_not(data, tmp_path):
     write(tmp_path / "b.jsonl", chats(20, 7, weights=(0, 1)))
     (tmp_path / "c.jsonl").write_text(
         "".join(json.dumps({"text": f"text {n} " * 5}) + "\n" for n in range(20))
@@ -168,7 +168,7 @@ def test_sources_of_a_mixture_may_weigh_or_not(data: Path, tmp_path: Path) -> No
     assert all(weights == (0.0, *[1.0] * (len(tokens) - 1)) for tokens, weights in texts.items())
 
 
-def test_a_mixture_without_weights_says_so(tmp_path: Path) -> None:
+def test_a_mixture_without_weights_says_so(tmp_path):
     write(tmp_path / "b.jsonl", chats(20, 7, weights=(0, 1)))
     mixture = vl.Mixture({"a": tmp_path / "b.jsonl"}, weights={"a": 1})
 
@@ -176,7 +176,7 @@ def test_a_mixture_without_weights_says_so(tmp_path: Path) -> None:
         assert not loader.has_weights
 
 
-def test_without_the_option_nothing_weighs(data: Path, tmp_path: Path) -> None:
+def test_without_the_option_nothing_weighs(data, tmp_path):
     write(tmp_path / "a.jsonl", chats(20, weights=(0, 1)))
 
     with loader_of(tmp_path / "a.jsonl", mode="streaming") as loader:
@@ -195,7 +195,7 @@ def plain(row: list[dict[str, Any]]) -> bool:
     return all(message.get("weight", 1) in (0, 1) for message in row)
 
 
-def test_a_store_without_weights_is_given_none_by_the_option(tmp_path: Path) -> None:
+def test_a_store_without_weights_is_given_none_by_the_option(tmp_path):
     write(tmp_path / "a.jsonl", chats(20, weights=(0, 1)))
     index_source(open_source(tmp_path / "a.jsonl"), tmp_path / "store")
 
@@ -203,7 +203,7 @@ def test_a_store_without_weights_is_given_none_by_the_option(tmp_path: Path) -> 
         loader_of(tmp_path / "store", **ON)
 
 
-def test_a_piece_that_cannot_be_read_is_masked_among_weights(data: Path, tmp_path: Path) -> None:
+def test_a_piece_that_cannot_be_read_is_masked_among_weights(data, tmp_path):
     import shutil
 
     shutil.copytree(data / "store", tmp_path / "store")
@@ -220,7 +220,7 @@ def test_a_piece_that_cannot_be_read_is_masked_among_weights(data: Path, tmp_pat
     assert len(read) + skipped == len(WANTED)
 
 
-def test_the_option_is_a_part_of_what_a_stream_s_state_belongs_to(data: Path, tmp_path: Path) -> None:
+def test_the_option_is_a_part_of_what_a_stream_s_state_belongs_to(data, tmp_path):
     write(tmp_path / "a.jsonl", chats(20, weights=(0, 1)))
     with loader_of(tmp_path / "a.jsonl", mode="streaming") as loader:
         next(loader)
@@ -235,7 +235,7 @@ def test_the_option_is_a_part_of_what_a_stream_s_state_belongs_to(data: Path, tm
 
 @given(st.integers(0, 99), st.sampled_from([64, 200, 900]), st.booleans())
 @settings(max_examples=10, deadline=None)
-def test_the_sum_of_all_weights_is_that_of_the_rows(seed: int, capacity: int, shuffle: bool) -> None:
+def test_the_sum_of_all_weights_is_that_of_the_rows(seed, capacity, shuffle):
     rows = chats(12, seed)
     total = sum(sum(weights[1:]) for _, weights in expected(rows))
 

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -383,7 +382,7 @@ rows_of_numbers = st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=6
 
 
 @given(rows_of_numbers, st.sampled_from(_INTEGERS))
-def test_a_list_column_holds_the_rows_between_its_offsets(rows: list[list[int]], dtype: str) -> None:
+def test_a_list_column_holds_the_rows_between_its_offsets(rows, dtype):
     """Every dtype of whole numbers, and rows and columns without values."""
     offsets = np.cumsum([0, *map(len, rows)])
     column = list_column(np.array([number for row in rows for number in row], dtype=dtype), offsets)
@@ -393,7 +392,7 @@ def test_a_list_column_holds_the_rows_between_its_offsets(rows: list[list[int]],
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=11), max_size=6))
-def test_booleans_are_a_bit_each_in_arrow_and_keep_their_places(rows: list[list[bool]]) -> None:
+def test_booleans_are_a_bit_each_in_arrow_and_keep_their_places(rows):
     """NumPy gives each a byte."""
     values = np.array([flag for row in rows for flag in row], dtype=bool)
     column = list_column(values, np.cumsum([0, *map(len, rows)]))
@@ -402,16 +401,14 @@ def test_booleans_are_a_bit_each_in_arrow_and_keep_their_places(rows: list[list[
     assert column.to_pylist() == rows
 
 
-def test_a_list_column_takes_other_strides_and_byte_orders() -> None:
+def test_a_list_column_takes_other_strides_and_byte_orders():
     """Neither is a buffer that Arrow could take as it lies."""
     values = np.arange(12, dtype=">i4")[::3]
     assert list_column(values, np.array([0, 1, 4])).to_pylist() == [[0], [3, 6, 9]]
 
 
 @given(rows_of_numbers, st.sampled_from(_INTEGERS), st.booleans(), st.data())
-def test_flat_values_are_those_of_the_slice(
-    rows: list[list[int]], dtype: str, large: bool, data: st.DataObject
-) -> None:
+def test_flat_values_are_those_of_the_slice(rows, dtype, large, data):
     """Rows before and after a slice leave no trace in its values or offsets."""
     kind = (pa.large_list if large else pa.list_)(getattr(pa, dtype)())
     start = data.draw(st.integers(0, len(rows)))
@@ -426,14 +423,14 @@ def test_flat_values_are_those_of_the_slice(
 
 
 @pytest.mark.parametrize("rows", [[[1], None], [[1], [None]]])
-def test_nulls_have_no_flat_values(rows: list[list[int | None] | None]) -> None:
+def test_nulls_have_no_flat_values(rows):
     """A null has no number: what stands in its place in the buffer is not one."""
     assert flat_values(pa.array(rows, type=pa.list_(pa.int32()))) is None
     assert flat_values(pa.array(rows, type=pa.list_(pa.int32())).slice(0, 0)) is not None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="pandas is not installed")
-def test_packing_tokens_imports_no_pandas(tmp_path: Path) -> None:
+def test_packing_tokens_imports_no_pandas(tmp_path):
     """Importing it takes longer than packing a small set."""
     program = """
 import sys

@@ -117,7 +117,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_kernel_is_kept_beside_its_source_and_found_again(machine: Machine) -> None:
+def test_a_kernel_is_kept_beside_its_source_and_found_again(machine):
     first = machine.run()
     second = machine.run()
 
@@ -125,7 +125,7 @@ def test_a_kernel_is_kept_beside_its_source_and_found_again(machine: Machine) ->
     assert Path(str(first["path"])) == machine.source / "__pycache__"
 
 
-def test_a_kernel_of_a_read_only_package_is_kept_in_the_users_cache_folder(machine: Machine) -> None:
+def test_a_kernel_of_a_read_only_package_is_kept_in_the_users_cache_folder(machine):
     machine.make_source_read_only()
 
     first = machine.run()
@@ -135,7 +135,7 @@ def test_a_kernel_of_a_read_only_package_is_kept_in_the_users_cache_folder(machi
     assert machine.home in Path(str(first["path"])).parents
 
 
-def test_a_kernel_of_a_read_only_package_follows_xdg_cache_home(machine: Machine) -> None:
+def test_a_kernel_of_a_read_only_package_follows_xdg_cache_home(machine):
     machine.make_source_read_only()
     machine.make_home_read_only()
     elsewhere = machine.folder / "elsewhere"
@@ -148,7 +148,7 @@ def test_a_kernel_of_a_read_only_package_follows_xdg_cache_home(machine: Machine
 
 
 @pytest.mark.parametrize("variable", mostly(["XDG_CACHE_HOME"], ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"]))
-def test_a_named_cache_folder_that_cannot_be_written_is_no_error(machine: Machine, variable: str) -> None:
+def test_a_named_cache_folder_that_cannot_be_written_is_no_error(machine, variable):
     machine.make_source_read_only()
     machine.make_home_read_only()
 
@@ -159,9 +159,7 @@ def test_a_named_cache_folder_that_cannot_be_written_is_no_error(machine: Machin
     assert machine.temporary in Path(str(report["path"])).parents
 
 
-def test_a_kernel_is_kept_among_temporary_files_where_neither_package_nor_home_can_be_written(
-    machine: Machine,
-) -> None:
+def test_a_kernel_is_kept_among_temporary_files_where_neither_package_nor_home_can_be_written(machine):
     machine.make_source_read_only()
     machine.make_home_read_only()
 
@@ -184,14 +182,14 @@ kernel.report()
 """
 
 
-def test_a_kernel_runs_where_no_folder_can_be_written(machine: Machine) -> None:
+def test_a_kernel_runs_where_no_folder_can_be_written(machine):
     report = machine.run(NOWHERE)
 
     assert report["messages"] == ["no folder can hold compiled kernels; add is compiled once a process"]
     assert machine.kept() == []
 
 
-def test_no_folder_called_tilde_appears_for_a_user_without_a_home(machine: Machine) -> None:
+def test_no_folder_called_tilde_appears_for_a_user_without_a_home(machine):
     machine.make_source_read_only()
     nobody = "import os.path; os.path.expanduser = lambda path: path; "
 
@@ -200,7 +198,7 @@ def test_no_folder_called_tilde_appears_for_a_user_without_a_home(machine: Machi
     assert list(machine.work.iterdir()) == []
 
 
-def test_a_full_disk_costs_a_log_line_and_not_the_call(machine: Machine) -> None:
+def test_a_full_disk_costs_a_log_line_and_not_the_call(machine):
     report = machine.run(DISK_FULL)
 
     assert len(report["messages"]) == 1
@@ -211,7 +209,7 @@ def test_a_full_disk_costs_a_log_line_and_not_the_call(machine: Machine) -> None
 @pytest.mark.parametrize(
     ("length", "kind"), mostly([(0, ".nbi"), (40, ".nbc")], product((0, 40), (".nbi", ".nbc")))
 )
-def test_a_cache_file_cut_short_is_written_anew(machine: Machine, kind: str, length: int) -> None:
+def test_a_cache_file_cut_short_is_written_anew(machine, kind, length):
     machine.run()
     (damaged,) = (path for path in machine.kept() if path.suffix == kind)
     damaged.write_bytes(damaged.read_bytes()[:length])
@@ -223,7 +221,7 @@ def test_a_cache_file_cut_short_is_written_anew(machine: Machine, kind: str, len
     assert (after["hits"], healed["hits"], healed["messages"]) == (0, 1, [])
 
 
-def test_a_damaged_cache_on_a_full_disk_is_left_aside(machine: Machine) -> None:
+def test_a_damaged_cache_on_a_full_disk_is_left_aside(machine):
     machine.run()
     for path in machine.kept():
         path.write_bytes(b"")
@@ -234,7 +232,7 @@ def test_a_damaged_cache_on_a_full_disk_is_left_aside(machine: Machine) -> None:
     assert report["hits"] == 0
 
 
-def test_a_changed_kernel_is_compiled_anew(machine: Machine) -> None:
+def test_a_changed_kernel_is_compiled_anew(machine):
     machine.run()
     (machine.source / "kernel.py").write_text(KERNEL.replace("a + b", "b + a"))
 
@@ -243,7 +241,7 @@ def test_a_changed_kernel_is_compiled_anew(machine: Machine) -> None:
     assert report["hits"] == 0
 
 
-def test_kernels_run_in_python_where_numba_is_told_to(machine: Machine) -> None:
+def test_kernels_run_in_python_where_numba_is_told_to(machine):
     report = machine.run(NUMBA_DISABLE_JIT="1")
 
     assert report["path"] is None
@@ -261,7 +259,7 @@ print(json.dumps({"total": 5, "packs": packing.to_lists(), "ids": batch.input_id
 """
 
 
-def test_switched_off_kernels_give_the_same_arrays_and_never_load_numba(machine: Machine) -> None:
+def test_switched_off_kernels_give_the_same_arrays_and_never_load_numba(machine):
     compiled = machine.run(REFERENCES)
     references = machine.run(REFERENCES, VARLEN_JIT="0")
 
@@ -282,7 +280,7 @@ print(json.dumps({"total": 5, "few": few, "many": many}))
 """
 
 
-def test_small_work_waits_for_no_compiler_until_there_is_much_of_it(machine: Machine) -> None:
+def test_small_work_waits_for_no_compiler_until_there_is_much_of_it(machine):
     report = machine.run(SMALL_AND_LARGE, VARLEN_JIT=None)
 
     assert report["few"][:2] == report["many"][:2]
@@ -306,9 +304,7 @@ class Compiled(Exception):
         ("vl.pack([3] * 20_000, 64, groups=[i // 2 for i in range(20_000)])", False),
     ],
 )
-def test_work_is_sized_by_what_is_packed_and_not_by_what_is_given(
-    monkeypatch: pytest.MonkeyPatch, call: str, compiles: bool
-) -> None:
+def test_work_is_sized_by_what_is_packed_and_not_by_what_is_given(monkeypatch, call, compiles):
     called = jit._Kernel.__call__
 
     def only_in_python(kernel: Any, *arguments: Any) -> Any:
@@ -333,7 +329,7 @@ def place(mode: int, user: int = ME, group: int = ME) -> os.stat_result:
     return os.stat_result((mode, 1, 1, 1, user, group, 0, 0, 0, 0))
 
 
-def test_a_place_is_private_if_its_owner_is_trusted_and_nobody_else_may_write_or_replace() -> None:
+def test_a_place_is_private_if_its_owner_is_trusted_and_nobody_else_may_write_or_replace():
     for user, group, mode, has_acl, is_above in product(
         (ME, OTHER, ROOT), (ME, 100), range(0o2000), (False, True), (False, True)
     ):
@@ -360,7 +356,7 @@ def test_a_place_is_private_if_its_owner_is_trusted_and_nobody_else_may_write_or
         (("ann", "ann"), [], [("bob", 8, 7)], None),
     ],
 )
-def test_a_group_is_private_if_named_as_its_only_member(monkeypatch, names, members, others, found) -> None:
+def test_a_group_is_private_if_named_as_its_only_member(monkeypatch, names, members, others, found):
     import grp
     import pwd
     from types import SimpleNamespace as Entry
@@ -374,12 +370,12 @@ def test_a_group_is_private_if_named_as_its_only_member(monkeypatch, names, memb
     assert kernel_cache._private_group(5) == found
 
 
-def test_a_user_without_an_entry_has_no_private_group(monkeypatch) -> None:
+def test_a_user_without_an_entry_has_no_private_group(monkeypatch):
     assert kernel_cache._private_group(2**31 - 77) is None
 
 
 @pytest.mark.parametrize("level", mostly(["folder", "file"], ["folder", "above", "file"]))
-def test_a_planted_kernel_is_not_run(machine: Machine, level: str) -> None:
+def test_a_planted_kernel_is_not_run(machine, level):
     first = machine.run()
     folder = Path(str(first["path"]))
     planted = next(path for path in machine.kept() if path.suffix == ".nbi")
@@ -400,7 +396,7 @@ def test_a_planted_kernel_is_not_run(machine: Machine, level: str) -> None:
 
 
 @pytest.mark.parametrize("variable", mostly(["NUMBA_CACHE_DIR"], ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"]))
-def test_a_named_folder_that_others_can_write_is_not_used(machine: Machine, variable: str) -> None:
+def test_a_named_folder_that_others_can_write_is_not_used(machine, variable):
     named = machine.folder / "named"
     named.mkdir()
     named.chmod(0o777)
@@ -415,7 +411,7 @@ def test_a_named_folder_that_others_can_write_is_not_used(machine: Machine, vari
     assert not [path for path in machine.kept() if named in path.parents]
 
 
-def test_where_all_usual_folders_are_open_there_is_still_a_private_one(machine: Machine) -> None:
+def test_where_all_usual_folders_are_open_there_is_still_a_private_one(machine):
     for folder in (machine.source, machine.home):
         folder.chmod(0o777)
     machine.temporary.chmod(0o1777)
@@ -429,7 +425,7 @@ def test_where_all_usual_folders_are_open_there_is_still_a_private_one(machine: 
     assert folder in Path(str(report["path"])).parents
 
 
-def test_where_no_folder_lasts_there_is_one_for_the_process_which_goes_with_it(machine: Machine) -> None:
+def test_where_no_folder_lasts_there_is_one_for_the_process_which_goes_with_it(machine):
     machine.folder.chmod(0o777)
     try:
         report = machine.run()
@@ -441,7 +437,7 @@ def test_where_no_folder_lasts_there_is_one_for_the_process_which_goes_with_it(m
     assert not Path(str(report["path"])).exists()
 
 
-def test_a_configuration_of_the_current_folder_names_no_cache(machine: Machine) -> None:
+def test_a_configuration_of_the_current_folder_names_no_cache(machine):
     planted = machine.work / "planted"
     planted.mkdir()
     (machine.work / ".numba_config.yaml").write_text(
@@ -454,7 +450,7 @@ def test_a_configuration_of_the_current_folder_names_no_cache(machine: Machine) 
     assert list(planted.iterdir()) == []
 
 
-def test_a_link_is_followed_to_what_it_names(tmp_path, monkeypatch) -> None:
+def test_a_link_is_followed_to_what_it_names(tmp_path, monkeypatch):
     real, link, source = tmp_path / "real", tmp_path / "link", tmp_path / "kernel.py"
     real.mkdir()
     link.symlink_to(real)
@@ -465,7 +461,7 @@ def test_a_link_is_followed_to_what_it_names(tmp_path, monkeypatch) -> None:
     assert real not in folder_for(str(source)).parents
 
 
-def test_a_reader_other_than_the_owner_does_not_trust(monkeypatch, tmp_path) -> None:
+def test_a_reader_other_than_the_owner_does_not_trust(monkeypatch, tmp_path):
     stranger = replace(kernel_cache.reader(), user=4711)
     tmp_path.chmod(0o700)
     if os.geteuid() == 0:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +75,7 @@ def loader_of(texts: Path, **settings: Any) -> vl.PackedLoader:
 
 
 @pytest.mark.parametrize("how", SEVERAL)
-def test_one_of_several_must_be_given_its_ranks_and_may_say_that_it_reads_alone(
-    how: str, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_several_must_be_given_its_ranks_and_may_say_that_it_reads_alone(how, texts, monkeypatch):
     set_all(monkeypatch, SEVERAL[how])
     launch = launched()
     assert launch is not None
@@ -97,7 +94,7 @@ def test_one_of_several_must_be_given_its_ranks_and_may_say_that_it_reads_alone(
 
 
 @pytest.mark.parametrize("how", ALONE)
-def test_a_process_alone_reads_without_ranks(how: str, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_reads_without_ranks(how, texts, monkeypatch):
     set_all(monkeypatch, ALONE[how])
 
     assert launched() is None
@@ -107,9 +104,7 @@ def test_a_process_alone_reads_without_ranks(how: str, texts: Path, monkeypatch:
 
 @pytest.mark.parametrize("how", ["any launcher", "srun"])
 @pytest.mark.parametrize("verb", ["pack", "index"])
-def test_verbs_that_write_a_folder_are_refused_in_each_of_several_processes(
-    how: str, verb: str, texts: Path, tmp_path: Path
-) -> None:
+def test_verbs_that_write_a_folder_are_refused_in_each_of_several_processes(how, verb, texts, tmp_path):
     command = [sys.executable, "-m", "varlen", verb, str(texts), "-o", str(tmp_path / "out")]
     ended = subprocess.run(
         command, env=os.environ | SEVERAL[how], capture_output=True, text=True, check=False
@@ -121,7 +116,7 @@ def test_verbs_that_write_a_folder_are_refused_in_each_of_several_processes(
 
 
 @pytest.mark.parametrize("arguments", [["inspect", "{}", "--capacity", "512"], ["pack", "--help"]])
-def test_verbs_that_only_look_are_never_refused(arguments: list[str], texts: Path) -> None:
+def test_verbs_that_only_look_are_never_refused(arguments, texts):
     command = [sys.executable, "-m", "varlen", *(one.format(texts) for one in arguments)]
     ended = subprocess.run(
         command, env=os.environ | SEVERAL["srun"], capture_output=True, text=True, check=False
@@ -142,9 +137,7 @@ def test_verbs_that_only_look_are_never_refused(arguments: list[str], texts: Pat
         {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "a"},
     ],
 )
-def test_variables_by_which_processes_cannot_find_each_other_are_a_sentence(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_by_which_processes_cannot_find_each_other_are_a_sentence(variables, monkeypatch):
     from varlen.train.parallel import joined
     from varlen.train.settings import RunSettings
 
@@ -160,7 +153,7 @@ def test_variables_by_which_processes_cannot_find_each_other_are_a_sentence(
 
 
 @pytest.mark.parametrize("how", [how for how in ALONE if "torchrun" not in how])
-def test_training_alone_needs_no_others(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_alone_needs_no_others(how, monkeypatch):
     from varlen.train.parallel import joined
     from varlen.train.settings import RunSettings
 
@@ -169,9 +162,7 @@ def test_training_alone_needs_no_others(how: str, monkeypatch: pytest.MonkeyPatc
         assert ranks.world_size == 1
 
 
-def test_training_in_tasks_that_torchrun_did_not_start_is_refused(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., tuple[Any, str, str]]
-) -> None:
+def test_training_in_tasks_that_torchrun_did_not_start_is_refused(texts, tmp_path, monkeypatch, verb):
     set_all(monkeypatch, SEVERAL["srun"])
     (tmp_path / "c.toml").write_text(
         f'[data]\nsource = "{texts}"\ncapacity = 64\nglobal_batch_size = 2\n[model]\ntype = "llama"\n'
@@ -218,7 +209,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_processes_of_a_group_that_no_launcher_started_are_known(texts: Path, tmp_path: Path) -> None:
+def test_the_processes_of_a_group_that_no_launcher_started_are_known(texts, tmp_path):
     (tmp_path / "job.py").write_text(_GROUP_JOB)
 
     ended = subprocess.run(
@@ -249,9 +240,7 @@ def dataset_of(make: Any) -> Any:
 
 @pytest.mark.parametrize("ranks", [{}, {"dp_rank": 0, "dp_world_size": 2}], ids=["none", "of the job"])
 @pytest.mark.parametrize("is_carried", [False, True])
-def test_the_workers_of_a_data_loader_are_refused(
-    ranks: dict[str, int], is_carried: bool, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_workers_of_a_data_loader_are_refused(ranks, is_carried, texts, monkeypatch):
     from torch.utils.data import DataLoader, _utils
 
     # Each worker that has failed is waited for as long when its DataLoader goes.
@@ -273,9 +262,7 @@ def test_the_workers_of_a_data_loader_are_refused(
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "indexed"}], ids=["streaming", "indexed"])
-def test_a_data_loader_around_a_loader_and_a_batch_as_keywords_say_what_to_write(
-    settings: dict[str, str], texts: Path, tmp_path: Path
-) -> None:
+def test_a_data_loader_around_a_loader_and_a_batch_as_keywords_say_what_to_write(settings, texts, tmp_path):
     from torch.utils.data import DataLoader
 
     with loader_of(texts, cache=tmp_path / "cache", **settings) as loader:
@@ -286,9 +273,7 @@ def test_a_data_loader_around_a_loader_and_a_batch_as_keywords_say_what_to_write
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_fork_is_told_at_once_and_takes_nothing_from_the_process_that_it_came_from(
-    worker: str, texts: Path
-) -> None:
+def test_a_fork_is_told_at_once_and_takes_nothing_from_the_process_that_it_came_from(worker, texts):
     with loader_of(texts, worker=worker) as loader, loader_of(texts) as other:
         wanted = [batch.input_ids.copy() for batch in other]
         first = next(loader)

@@ -50,7 +50,7 @@ def raised(hidden: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("library", mostly(["torch", "trl"], NEEDED))
-def test_what_needs_a_hidden_library_says_so_with_the_command_everywhere(library: str) -> None:
+def test_what_needs_a_hidden_library_says_so_with_the_command_everywhere(library):
     found = raised(library)
 
     assert set(NEEDED[library]) <= set(found)
@@ -60,14 +60,14 @@ def test_what_needs_a_hidden_library_says_so_with_the_command_everywhere(library
         assert COMMANDS.get(library, "pip install") in words, name
 
 
-def test_a_module_that_is_missing_in_varlen_itself_is_no_missing_library() -> None:
+def test_a_module_that_is_missing_in_varlen_itself_is_no_missing_library():
     with pytest.raises(ModuleNotFoundError) as raised:
         importlib.import_module("varlen.nowhere")
 
     assert library_in(raised.value) == ""
 
 
-def test_the_library_is_found_behind_what_others_say_of_it() -> None:
+def test_the_library_is_found_behind_what_others_say_of_it():
     outer = ModuleNotFoundError("Could not import module 'Trainer'")
     outer.__cause__ = ModuleNotFoundError("No module named 'peft.tuners'", name="peft.tuners")
 

@@ -70,9 +70,7 @@ JSON = {
         *(pytest.param(parse_json, text, id=f"JSON {name}") for name, text in JSON.items()),
     ],
 )
-def test_what_stands_for_too_much_is_refused_in_time(
-    parse: Callable[[Any], Any], text: Any, tmp_path, monkeypatch
-) -> None:
+def test_what_stands_for_too_much_is_refused_in_time(parse, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     begun = time.process_time()
 
@@ -83,7 +81,7 @@ def test_what_stands_for_too_much_is_refused_in_time(
     assert not (tmp_path / "RUN").exists()
 
 
-def test_what_is_usual_is_read() -> None:
+def test_what_is_usual_is_read():
     assert parse_yaml("a: &a {x: 1, y: [1, 2]}\nb: {<<: *a, z: 1.5e-3}\nc: *a\nd: 2026-11-26\ne: 0x10") == {
         "a": {"x": 1, "y": [1, 2]},
         "b": {"x": 1, "y": [1, 2], "z": 0.0015},
@@ -112,7 +110,7 @@ LOADER: dict[str, Any] = {"capacity": 64, "global_batch_size": 1, "worker": "thr
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_says_it_in_a_sentence(door: str, tmp_path: Path) -> None:
+def test_every_door_says_it_in_a_sentence(door, tmp_path):
     open_it, texts, file = DOORS[door]
     (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
     for name, text in texts.items():
@@ -138,7 +136,7 @@ OWN = {
 }
 
 
-def test_parsers_are_called_by_one_file_or_where_deep_nesting_is_answered_for() -> None:
+def test_parsers_are_called_by_one_file_or_where_deep_nesting_is_answered_for():
     root = Path(vl.__file__).parents[2]
     found = []
     for path in sorted((root / "src").rglob("*.py")):

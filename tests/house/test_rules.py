@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.planted import BROKEN, SOUND, Rule
+from tests.house.planted import BROKEN, SOUND
 
 RULES = list(dict.fromkeys(rule for rule, _, _ in BROKEN))
 
@@ -19,21 +19,19 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_rule_holds_in_this_checkout(rule: Rule, root: Path) -> None:
+def test_the_rule_holds_in_this_checkout(rule, root):
     assert rule(root) == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_rule_lets_sound_code_pass(rule: Rule, tmp_path: Path) -> None:
+def test_the_rule_lets_sound_code_pass(rule, tmp_path):
     write(tmp_path, SOUND)
 
     assert rule(tmp_path) == []
 
 
 @pytest.mark.parametrize(("rule", "files", "words"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_rule_finds_a_planted_violation(
-    rule: Rule, files: dict[str, str], words: str, tmp_path: Path
-) -> None:
+def test_the_rule_finds_a_planted_violation(rule, files, words, tmp_path):
     write(tmp_path, SOUND | files)
 
     found = rule(tmp_path)
@@ -79,7 +77,7 @@ PUBLIC_NAMES = [
 ]
 
 
-def test_the_public_names_are_pinned() -> None:
+def test_the_public_names_are_pinned():
     import varlen
 
     assert sorted(varlen.__all__) == PUBLIC_NAMES
@@ -87,13 +85,13 @@ def test_the_public_names_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC_NAMES)
-def test_every_public_name_can_be_imported(name: str) -> None:
+def test_every_public_name_can_be_imported(name):
     import varlen
 
     assert getattr(varlen, name).__name__ == name
 
 
-def test_a_verb_is_never_hidden_by_its_room() -> None:
+def test_a_verb_is_never_hidden_by_its_room():
     script = (
         "import varlen.pack.api, varlen as vl; from varlen.pack import api; assert callable(vl.pack), vl.pack"
     )
@@ -102,7 +100,7 @@ def test_a_verb_is_never_hidden_by_its_room() -> None:
     assert callable(importlib.import_module("varlen").verify)
 
 
-def test_importing_varlen_loads_no_library() -> None:
+def test_importing_varlen_loads_no_library():
     script = "import sys; before = set(sys.modules); import varlen; print(*sorted(set(sys.modules) - before))"
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
 
@@ -112,7 +110,7 @@ def test_importing_varlen_loads_no_library() -> None:
     assert foreign == set()
 
 
-def test_windows_is_refused_in_a_sentence() -> None:
+def test_windows_is_refused_in_a_sentence():
     script = "import sys; sys.platform = 'win32'; import varlen"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
@@ -120,7 +118,7 @@ def test_windows_is_refused_in_a_sentence() -> None:
     assert "PlatformError: varlen runs on Linux and macOS, not on Windows itself" in run.stderr
 
 
-def test_the_tree_of_errors_is_drawn_whole() -> None:
+def test_the_tree_of_errors_is_drawn_whole():
     from varlen import errors
 
     named = [name for name, value in vars(errors).items() if isinstance(value, type)]

@@ -197,7 +197,7 @@ def stored(store: Any) -> list[Any]:
     return found
 
 
-def test_a_store_holds_weights_and_counts_labels(tmp_path: Path) -> None:
+def test_a_store_holds_weights_and_counts_labels(tmp_path):
     rows = chats(40)
     write(tmp_path / "a.jsonl", rows)
 
@@ -216,7 +216,7 @@ def test_a_store_holds_weights_and_counts_labels(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / "00000-0000" / "loss_mask.bin").exists()
 
 
-def test_pieces_of_shards_with_masks_weights_and_neither_are_read_together(tmp_path: Path) -> None:
+def test_pieces_of_shards_with_masks_weights_and_neither_are_read_together(tmp_path):
     files = {
         "0.jsonl": chats(3, 1, weights=(1,)),
         "1.jsonl": chats(9, 2, weights=(0, 1)),
@@ -246,7 +246,7 @@ def test_pieces_of_shards_with_masks_weights_and_neither_are_read_together(tmp_p
         assert marks.tolist() == [w for (_, weights), a in zip(held, starts) for w in weights[a:]]
 
 
-def test_a_store_without_other_weights_is_what_it_was_to_the_byte(tmp_path: Path) -> None:
+def test_a_store_without_other_weights_is_what_it_was_to_the_byte(tmp_path):
     write(tmp_path / "a.jsonl", chats(20, weights=(0, 1)))
 
     index_source(open_source(tmp_path / "a.jsonl"), tmp_path / "off")
@@ -262,7 +262,7 @@ def test_a_store_without_other_weights_is_what_it_was_to_the_byte(tmp_path: Path
     assert "has_weights" not in json.dumps(off)
 
 
-def test_a_reader_that_knows_no_weights_refuses_a_store_with_some(tmp_path: Path) -> None:
+def test_a_reader_that_knows_no_weights_refuses_a_store_with_some(tmp_path):
     write(tmp_path / "a.jsonl", chats(20))
     index_source(open_source(tmp_path / "a.jsonl", **ON), tmp_path / "store")
 
@@ -274,7 +274,7 @@ def test_a_reader_that_knows_no_weights_refuses_a_store_with_some(tmp_path: Path
         stored(open_store(tmp_path / "store"))
 
 
-def test_the_option_makes_another_store_and_off_it_makes_the_same(tmp_path: Path) -> None:
+def test_the_option_makes_another_store_and_off_it_makes_the_same(tmp_path):
     write(tmp_path / "a.jsonl", chats(6, weights=(0, 1)))
     usual, off, on = (
         open_source(tmp_path / "a.jsonl", **s).fingerprint for s in ({}, {"row_weights": False}, ON)
@@ -285,7 +285,7 @@ def test_the_option_makes_another_store_and_off_it_makes_the_same(tmp_path: Path
 
 @pytest.mark.parametrize("format_", ["parquet", "arrow"])
 @pytest.mark.parametrize("overlong", ["split", "truncate"])
-def test_a_packed_set_holds_weights_that_are_read_again(format_: Any, overlong: Any, tmp_path: Path) -> None:
+def test_a_packed_set_holds_weights_that_are_read_again(format_, overlong, tmp_path):
     rows = chats(40)
     write(tmp_path / "a.jsonl", rows)
     source = open_source(tmp_path / "a.jsonl", **ON)
@@ -303,7 +303,7 @@ def test_a_packed_set_holds_weights_that_are_read_again(format_: Any, overlong: 
         pack_source(open_source(tmp_path / "a.jsonl"), made.folder, settings_)
 
 
-def test_a_packed_set_with_weights_is_a_data_set_like_any_other(tmp_path: Path) -> None:
+def test_a_packed_set_with_weights_is_a_data_set_like_any_other(tmp_path):
     from datasets import load_dataset
 
     rows = chats(30)

@@ -17,7 +17,6 @@ from tests.support.packings import (
     METHODS,
     POLICIES,
     WHOLE,
-    Case,
     arrays_of,
     cases,
     check_complete,
@@ -33,16 +32,14 @@ from tests.support.packings import (
 import varlen as vl
 from varlen.errors import InputError, LengthsError, OverlongDocumentError, SettingError
 from varlen.pack import kernels
-from varlen.types import Ledger, Method, Overlong
+from varlen.types import Ledger, Method
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("overlong", POLICIES)
 @settings(max_examples=settings.default.max_examples // 4)
 @given(data=st.data())
-def test_every_token_stands_in_one_pack_and_no_pack_is_over_its_limits(
-    method: Method, overlong: Overlong, data: st.DataObject
-) -> None:
+def test_every_token_stands_in_one_pack_and_no_pack_is_over_its_limits(method, overlong, data):
     case = data.draw(cases((method,), (overlong,)))
     packing = vl.pack(case.lengths, **case.settings())
     packs = packs_of(packing)
@@ -55,7 +52,7 @@ def test_every_token_stands_in_one_pack_and_no_pack_is_over_its_limits(
 
 
 @given(cases())
-def test_the_ledger_equals_a_count_made_elsewhere(case: Case) -> None:
+def test_the_ledger_equals_a_count_made_elsewhere(case):
     packing = vl.pack(case.lengths, **case.settings())
     pieces: dict[int, int] = defaultdict(int)
     packed = 0
@@ -84,7 +81,7 @@ def test_the_ledger_equals_a_count_made_elsewhere(case: Case) -> None:
 
 
 @given(cases())
-def test_what_a_packing_says_of_itself_is_what_its_arrays_hold(case: Case) -> None:
+def test_what_a_packing_says_of_itself_is_what_its_arrays_hold(case):
     packing = vl.pack(case.lengths, **case.settings())
     packs = packs_of(packing)
     sizes = [stop - start for pack in packs for _, start, stop in pack]
@@ -110,7 +107,7 @@ def test_what_a_packing_says_of_itself_is_what_its_arrays_hold(case: Case) -> No
 
 
 @given(cases())
-def test_the_same_input_gives_the_same_bytes_whatever_form_it_has(case: Case) -> None:
+def test_the_same_input_gives_the_same_bytes_whatever_form_it_has(case):
     first = vl.pack(case.lengths, **case.settings())
     given = np.array(case.lengths, np.int32)
 
@@ -123,7 +120,7 @@ def test_the_same_input_gives_the_same_bytes_whatever_form_it_has(case: Case) ->
 
 
 @given(cases(), st.integers(0, 2**64 - 1))
-def test_a_seed_permutes_packs_and_changes_nothing_else(case: Case, seed: int) -> None:
+def test_a_seed_permutes_packs_and_changes_nothing_else(case, seed):
     given = case.settings()
     plain = packs_of(vl.pack(case.lengths, **{**given, "seed": None}))
     seeded = packs_of(vl.pack(case.lengths, **{**given, "seed": seed}))
@@ -131,7 +128,7 @@ def test_a_seed_permutes_packs_and_changes_nothing_else(case: Case, seed: int) -
     assert sorted(seeded) == plain
 
 
-def test_seeds_give_different_orders_and_every_pack_a_chance_to_be_first() -> None:
+def test_seeds_give_different_orders_and_every_pack_a_chance_to_be_first():
     orders = {tuple(pack[0] for pack in vl.pack([5] * 6, 8, seed=seed).to_lists()) for seed in range(40)}
 
     assert len(orders) > 30
@@ -139,7 +136,7 @@ def test_seeds_give_different_orders_and_every_pack_a_chance_to_be_first() -> No
 
 
 @given(cases(methods=WHOLE, policies=("error", "drop")))
-def test_documents_of_a_group_share_a_pack(case: Case) -> None:
+def test_documents_of_a_group_share_a_pack(case):
     assume(case.groups is not None)
     packing = vl.pack(case.lengths, **case.settings())
     homes: dict[int, set[int]] = defaultdict(set)
@@ -157,9 +154,7 @@ def test_documents_of_a_group_share_a_pack(case: Case) -> None:
     st.integers(1, 30),
     st.integers(1, 30),
 )
-def test_documents_of_one_length_stay_in_input_order(
-    method: Method, capacity: int, length: int, count: int
-) -> None:
+def test_documents_of_one_length_stay_in_input_order(method, capacity, length, count):
     packs = packs_of(vl.pack([min(length, capacity)] * count, capacity, method))
     flat = [piece for pack in packs for piece in pack]
 
@@ -168,7 +163,7 @@ def test_documents_of_one_length_stay_in_input_order(
 
 @pytest.mark.parametrize("method", ["first_fit_decreasing", "best_fit_decreasing", "balanced"])
 @given(order=st.permutations([6] * 9 + [4] * 9))
-def test_of_equal_lengths_the_first_given_is_placed_first(method: Method, order: list[int]) -> None:
+def test_of_equal_lengths_the_first_given_is_placed_first(method, order):
     sixes = [document for document, length in enumerate(order) if length == 6]
     fours = [document for document, length in enumerate(order) if length == 4]
 
@@ -176,7 +171,7 @@ def test_of_equal_lengths_the_first_given_is_placed_first(method: Method, order:
 
 
 @given(cases(methods=("next_fit",)))
-def test_next_fit_keeps_all_documents_in_input_order(case: Case) -> None:
+def test_next_fit_keeps_all_documents_in_input_order(case):
     assume(case.groups is None)
     flat = [
         piece
@@ -188,7 +183,7 @@ def test_next_fit_keeps_all_documents_in_input_order(case: Case) -> None:
 
 
 @given(cases(methods=("wrapped",)))
-def test_wrapped_leaves_no_pack_but_the_last_with_space(case: Case) -> None:
+def test_wrapped_leaves_no_pack_but_the_last_with_space(case):
     packs = packs_of(vl.pack(case.lengths, **{**case.settings(), "seed": None}))
     for pack in packs[:-1]:
         used = sum(rounded(stop - start, case.multiple) for _, start, stop in pack)
@@ -209,7 +204,7 @@ def pieces_of_full_packs(seed: int, packs: int, capacity: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_method_opens_more_packs_than_has_been_proved_of_it(seed: int) -> None:
+def test_no_method_opens_more_packs_than_has_been_proved_of_it(seed):
     optimum = 300
     lengths = pieces_of_full_packs(seed, optimum, 100)
     packs = {method: vl.pack(lengths, 100, method).num_packs for method in METHODS}
@@ -225,7 +220,7 @@ def test_no_method_opens_more_packs_than_has_been_proved_of_it(seed: int) -> Non
 
 @pytest.mark.parametrize("shape", ["tail", "even", "few"])
 @pytest.mark.parametrize("capacity", [64, 1000])
-def test_methods_that_search_open_no_more_packs_than_next_fit(shape: str, capacity: int) -> None:
+def test_methods_that_search_open_no_more_packs_than_next_fit(shape, capacity):
     lengths = random_lengths(1, 3000, capacity, shape)
     packs = {method: vl.pack(lengths, capacity, method).num_packs for method in WHOLE}
 
@@ -247,18 +242,18 @@ GOLDEN: list[tuple[Method, list[list[int]]]] = [
 
 
 @pytest.mark.parametrize(("method", "packs"), GOLDEN, ids=[method for method, _ in GOLDEN])
-def test_packs_worked_out_by_hand(method: Method, packs: list[list[int]]) -> None:
+def test_packs_worked_out_by_hand(method, packs):
     assert vl.pack([6, 5, 4, 3, 2, 7], capacity=10, method=method).to_lists() == packs
 
 
-def test_best_fit_takes_the_fullest_pack_that_fits_where_first_fit_takes_the_first() -> None:
+def test_best_fit_takes_the_fullest_pack_that_fits_where_first_fit_takes_the_first():
     lengths = [4, 7, 3]
 
     assert vl.pack(lengths, 10, "first_fit").to_lists() == [[0, 2], [1]]
     assert vl.pack(lengths, 10, "best_fit").to_lists() == [[0], [1, 2]]
 
 
-def test_balanced_weighs_work_where_best_fit_decreasing_weighs_tokens() -> None:
+def test_balanced_weighs_work_where_best_fit_decreasing_weighs_tokens():
     lengths = [8, 4, 4, 4, 4]
 
     assert vl.pack(lengths, 12, "best_fit_decreasing").to_lists() == [[0, 1], [2, 3, 4]]
@@ -268,7 +263,7 @@ def test_balanced_weighs_work_where_best_fit_decreasing_weighs_tokens() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("overlong", POLICIES)
-def test_nothing_packs_into_no_packs(method: Method, overlong: Overlong) -> None:
+def test_nothing_packs_into_no_packs(method, overlong):
     for lengths in ([], [0], [0, 0, 0]):
         packing = vl.pack(lengths, 4, method, overlong)
         assert packing.to_lists() == []
@@ -280,13 +275,13 @@ def test_nothing_packs_into_no_packs(method: Method, overlong: Overlong) -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_document_alone_and_packs_of_one_token(method: Method) -> None:
+def test_one_document_alone_and_packs_of_one_token(method):
     assert packs_of(vl.pack([3], 3, method)) == [[(0, 0, 3)]]
     assert packs_of(vl.pack([1, 1], 1, method)) == [[(0, 0, 1)], [(1, 0, 1)]]
     assert packs_of(vl.pack([2], 1, method, "split")) == [[(0, 0, 1)], [(0, 1, 2)]]
 
 
-def test_overlong_documents_worked_out_by_hand() -> None:
+def test_overlong_documents_worked_out_by_hand():
     lengths = [3, 14, 5]
 
     assert packs_of(vl.pack(lengths, 6, overlong="split")) == [
@@ -305,7 +300,7 @@ def test_overlong_documents_worked_out_by_hand() -> None:
     ]
 
 
-def test_slots_are_rounded_up_and_packs_hold_fewer_documents_for_it() -> None:
+def test_slots_are_rounded_up_and_packs_hold_fewer_documents_for_it():
     packing = vl.pack([5, 2, 6, 3], capacity=8, document_multiple_of=4)
 
     assert packing.to_lists() == [[0], [1, 3], [2]]
@@ -313,7 +308,7 @@ def test_slots_are_rounded_up_and_packs_hold_fewer_documents_for_it() -> None:
     assert packing.lengths.tolist() == [5, 2, 3, 6]
 
 
-def test_a_packing_can_not_be_written() -> None:
+def test_a_packing_can_not_be_written():
     packing = vl.pack([3, 2], 8, groups=[0, 0])
 
     for array in (*arrays_of(packing), packing.groups):
@@ -323,7 +318,7 @@ def test_a_packing_can_not_be_written() -> None:
         packing.capacity = 9  # type: ignore[misc]
 
 
-def test_groups_given_by_the_caller_stay_the_callers() -> None:
+def test_groups_given_by_the_caller_stay_the_callers():
     groups = np.array([0, 0])
     packing = vl.pack([3, 2], 8, groups=groups)
     groups[0] = 5
@@ -332,19 +327,19 @@ def test_groups_given_by_the_caller_stay_the_callers() -> None:
     assert packing.groups.tolist() == [0, 0]
 
 
-def test_a_group_counts_as_all_its_documents_against_max_documents() -> None:
+def test_a_group_counts_as_all_its_documents_against_max_documents():
     packing = vl.pack([1] * 6, 10, groups=[0, 0, 0, 1, 1, 1], max_documents=3)
 
     assert packing.to_lists() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_packing_says_what_it_holds() -> None:
+def test_a_packing_says_what_it_holds():
     assert repr(vl.pack([5, 9], 8, overlong="drop")) == (
         "Packing(2 documents in 1 packs of 8 tokens, 62.50% full, 3 tokens of padding, 9 tokens cut or dropped)"
     )
 
 
-def test_balanced_has_room_for_all_packs_that_it_opens(replace_kernel: Callable[..., None]) -> None:
+def test_balanced_has_room_for_all_packs_that_it_opens(replace_kernel):
     # Heavy documents are spread over all packs first; then no pack has space for a light but long group.
     many, capacity = 342, 1000
     lengths = [400] * (2 * many) + [61] * (10 * many)
@@ -367,7 +362,7 @@ def test_balanced_has_room_for_all_packs_that_it_opens(replace_kernel: Callable[
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_capacity_of_many_millions_takes_no_memory_of_that_size(method: Method, grouped: bool) -> None:
+def test_a_capacity_of_many_millions_takes_no_memory_of_that_size(method, grouped):
     capacity, most = 2**25, 3 if grouped else None
     lengths = [capacity // 2 + 1, capacity // 2 - 1, capacity // 3, 5] * 2
     groups = list(range(len(lengths))) if grouped and method != "wrapped" else None
@@ -417,9 +412,7 @@ TAKES_LENGTHS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("function", TAKES_LENGTHS.values(), ids=TAKES_LENGTHS)
 @pytest.mark.parametrize(("lengths", "words"), LENGTHS, ids=[str(number) for number in range(len(LENGTHS))])
-def test_lengths_that_can_not_be_are_refused_by_name(
-    function: Callable[[Any], Any], lengths: Any, words: str
-) -> None:
+def test_lengths_that_can_not_be_are_refused_by_name(function, lengths, words):
     with pytest.raises(LengthsError, match=words) as caught:
         function(lengths)
     assert isinstance(caught.value, ValueError)
@@ -454,7 +447,7 @@ def test_lengths_that_can_not_be_are_refused_by_name(
         "mixed",
     ],
 )
-def test_lengths_come_in_many_forms(lengths: Any) -> None:
+def test_lengths_come_in_many_forms(lengths):
     assert vl.pack(lengths, capacity=8).to_lists() == [[0, 3], [1, 2]]
     assert vl.lower_bound(lengths, capacity=8) == 2
 
@@ -501,14 +494,14 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "words"), SETTINGS, ids=[words[:60] for _, words in SETTINGS])
-def test_settings_out_of_range_are_refused_with_the_way_out(settings: dict[str, Any], words: str) -> None:
+def test_settings_out_of_range_are_refused_with_the_way_out(settings, words):
     with pytest.raises(SettingError, match=words) as caught:
         vl.pack([5, 6], **{"capacity": 8, **settings})
     assert isinstance(caught.value, InputError)
     assert isinstance(caught.value, ValueError)
 
 
-def test_documents_that_do_not_fit_are_refused_with_the_way_out() -> None:
+def test_documents_that_do_not_fit_are_refused_with_the_way_out():
     words = (
         r"document 1 has 9 tokens but capacity is 8 \(2 of 4 documents are too long\); "
         r'pass overlong="split", "truncate" or "drop", or raise capacity'
@@ -517,7 +510,7 @@ def test_documents_that_do_not_fit_are_refused_with_the_way_out() -> None:
         vl.pack([3, 9, 8, 12], capacity=8)
 
 
-def test_groups_that_do_not_fit_are_refused_with_the_limit_that_they_break() -> None:
+def test_groups_that_do_not_fit_are_refused_with_the_limit_that_they_break():
     with pytest.raises(OverlongDocumentError) as caught:
         vl.pack([5, 2, 4, 1], capacity=8, groups=[7, 3, 7, 3])
     assert str(caught.value) == (
@@ -531,12 +524,12 @@ def test_groups_that_do_not_fit_are_refused_with_the_limit_that_they_break() -> 
 @pytest.mark.parametrize(
     "groups", [[0], [0, 1, 2], [0.5, 1.0], [[0], [1]], [[0], [1, 2]], 3, ["a", "b"], [True, False]]
 )
-def test_groups_that_are_not_one_whole_number_a_document_are_refused(groups: Any) -> None:
+def test_groups_that_are_not_one_whole_number_a_document_are_refused(groups):
     with pytest.raises(LengthsError, match=r"groups must be one whole number a document, \[2\]"):
         vl.pack([5, 2], capacity=8, groups=groups)
 
 
-def test_more_pieces_than_a_call_takes_are_refused_before_they_are_cut() -> None:
+def test_more_pieces_than_a_call_takes_are_refused_before_they_are_cut():
     for method in ("best_fit_decreasing", "wrapped"):
         with pytest.raises(
             LengthsError, match=r"pieces, and 2,147,483,647 pieces are the most of one call; raise"
@@ -545,7 +538,7 @@ def test_more_pieces_than_a_call_takes_are_refused_before_they_are_cut() -> None
 
 
 @pytest.mark.parametrize("method", ["best_fit_decreasing", "best_fit", "first_fit", "next_fit", "balanced"])
-def test_a_capacity_far_above_the_documents_costs_no_memory(method: Any) -> None:
+def test_a_capacity_far_above_the_documents_costs_no_memory(method):
     packing = vl.pack([5, 2, 6], capacity=2**31 - 1, method=method)
 
     assert packing.to_lists() == [[0, 1, 2]]
@@ -553,7 +546,7 @@ def test_a_capacity_far_above_the_documents_costs_no_memory(method: Any) -> None
     assert vl.pack([5, 2, 6], 2**31 - 1, method, max_documents=2).num_packs == 2
 
 
-def test_the_longest_document_that_an_int32_holds_can_be_packed() -> None:
+def test_the_longest_document_that_an_int32_holds_can_be_packed():
     packing = vl.pack([2**31 - 1, 1], capacity=2**30, method="wrapped")
 
     assert packing.lengths.tolist() == [2**30, 2**30 - 1, 1]
@@ -572,12 +565,12 @@ def test_the_longest_document_that_an_int32_holds_can_be_packed() -> None:
         ),
     ],
 )
-def test_a_bound_refuses_what_packing_refuses(arguments: dict[str, Any], error: type, words: str) -> None:
+def test_a_bound_refuses_what_packing_refuses(arguments, error, words):
     with pytest.raises(error, match=words):
         vl.lower_bound([5, 6], **{"capacity": 8, **arguments})
 
 
-def test_a_bound_refuses_the_longest_document_also_where_slots_are_rounded_up() -> None:
+def test_a_bound_refuses_the_longest_document_also_where_slots_are_rounded_up():
     with pytest.raises(
         OverlongDocumentError, match="document 1 has 2,147,483,647 tokens but capacity is 2,048"
     ):

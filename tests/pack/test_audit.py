@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.oracles import pack as reference
-from tests.support.packings import Case, cases, same_packing
+from tests.support.packings import cases, same_packing
 
 import varlen as vl
 from varlen.errors import LedgerError, VarlenError
@@ -51,9 +51,7 @@ def ignore_max_documents(slots: Any, sizes: Any, capacity: int, max_documents: i
         (ignore_max_documents, "0 of 5 packs hold more than 8 tokens, 1 more than 2 pieces"),
     ],
 )
-def test_a_method_that_breaks_a_limit_or_forgets_a_document_raises(
-    fault: Any, words: str, replace_kernel: Replace
-) -> None:
+def test_a_method_that_breaks_a_limit_or_forgets_a_document_raises(fault, words, replace_kernel):
     replace_kernel(kernels, "next_fit", fault)
     with pytest.raises(LedgerError, match=words) as caught:
         vl.pack([1, 2, 3, 3, 8, 7, 5], capacity=8, method="next_fit", max_documents=2)
@@ -90,13 +88,13 @@ def move_a_boundary(words: Any, *rest: Any) -> None:
 @pytest.mark.parametrize(
     "fault", [repeat_a_piece, swap_two_lengths, swap_two_pieces, cut_a_length, move_a_boundary]
 )
-def test_packs_laid_out_wrongly_raise(fault: Any, replace_kernel: Replace) -> None:
+def test_packs_laid_out_wrongly_raise(fault, replace_kernel):
     replace_kernel(kernels_arrange, "order_batches", fault)
     with pytest.raises(LedgerError, match="This is a bug in varlen"):
         vl.pack(LENGTHS, capacity=8)
 
 
-def test_a_repeated_piece_is_counted_in_tokens(replace_kernel: Replace) -> None:
+def test_a_repeated_piece_is_counted_in_tokens(replace_kernel):
     replace_kernel(kernels_arrange, "order_batches", repeat_a_piece)
     with pytest.raises(LedgerError, match="5 tokens stand twice"):
         vl.pack([5, 3, 6, 2], capacity=8)
@@ -104,7 +102,7 @@ def test_a_repeated_piece_is_counted_in_tokens(replace_kernel: Replace) -> None:
 
 @pytest.mark.parametrize("array", [4, 5, 6])  # documents, starts, stops
 @pytest.mark.parametrize("step", [-1, 1])
-def test_a_document_cut_wrongly_raises(array: int, step: int, replace_kernel: Replace) -> None:
+def test_a_document_cut_wrongly_raises(array, step, replace_kernel):
     def wrapped(*arguments: Any) -> Any:
         result = reference.wrapped(*arguments)
         if len(arguments[array]):
@@ -116,7 +114,7 @@ def test_a_document_cut_wrongly_raises(array: int, step: int, replace_kernel: Re
         vl.pack(LENGTHS, capacity=18, method="wrapped")
 
 
-def test_a_piece_that_slides_within_its_document_raises(replace_kernel: Replace) -> None:
+def test_a_piece_that_slides_within_its_document_raises(replace_kernel):
     def wrapped(*arguments: Any) -> Any:
         result = reference.wrapped(*arguments)
         for array in arguments[5:7]:
@@ -128,7 +126,7 @@ def test_a_piece_that_slides_within_its_document_raises(replace_kernel: Replace)
         vl.pack([9], capacity=4, method="wrapped")
 
 
-def test_split_pieces_are_held_against_their_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_pieces_are_held_against_their_documents(monkeypatch):
     seen = []
 
     def watched(documents: Any, starts: Any, lengths: Any, wholes: Any) -> None:
@@ -152,9 +150,7 @@ def test_split_pieces_are_held_against_their_documents(monkeypatch: pytest.Monke
     st.integers(-3, 3),
 )
 @example([1], 1, 0, "documents", -1)
-def test_misplaced_pieces_are_counted_as_the_reference_counts_them(
-    wholes: list[int], part: int, place: int, what: str, change: int
-) -> None:
+def test_misplaced_pieces_are_counted_as_the_reference_counts_them(wholes, part, place, what, change):
     cuts = [(d, at, min(part, n - at)) for d, n in enumerate(wholes) for at in range(0, n, part)]
     arrays = {
         "documents": np.array([d for d, _, _ in cuts], np.int64),
@@ -171,7 +167,7 @@ def test_misplaced_pieces_are_counted_as_the_reference_counts_them(
     assert (ours == 0) == (not changed)
 
 
-def test_an_auditor_that_miscounts_does_not_go_unseen(replace_kernel: Replace) -> None:
+def test_an_auditor_that_miscounts_does_not_go_unseen(replace_kernel):
     def audit(*arguments: Any) -> tuple[int, int, int]:
         tokens, overfull, total = reference.audit(*arguments)
         return tokens - 1, overfull, total
@@ -181,7 +177,7 @@ def test_an_auditor_that_miscounts_does_not_go_unseen(replace_kernel: Replace) -
         vl.pack(LENGTHS, capacity=8)
 
 
-def test_a_ledger_that_does_not_balance_says_by_how_much() -> None:
+def test_a_ledger_that_does_not_balance_says_by_how_much():
     with pytest.raises(
         LedgerError, match=r"9 tokens in, but 5 packed .* 1 truncated .* 1 dropped, .*: 2 unaccounted"
     ):
@@ -194,9 +190,7 @@ def test_a_ledger_that_does_not_balance_says_by_how_much() -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
-def test_plain_python_gives_the_same_bytes_as_the_kernels(
-    case: Case, plain_python: Callable[[bool], None]
-) -> None:
+def test_plain_python_gives_the_same_bytes_as_the_kernels(case, plain_python):
     plain_python(False)
     compiled = vl.pack(case.lengths, **case.settings())
     bound = vl.lower_bound(compiled.slot_lengths, case.capacity)

@@ -59,7 +59,7 @@ def most_packs(search: Search) -> int:
 
 
 @given(searches(), st.integers(0, 5))
-def test_descending_equals_its_reference_and_keeps_ties_in_order(search: Search, more: int) -> None:
+def test_descending_equals_its_reference_and_keeps_ties_in_order(search, more):
     slots = search[1]
     largest = int(slots.max(initial=0)) + more
     ours, theirs = np.full(slots.size, -7, np.int32), np.full(slots.size, -7, np.int32)
@@ -73,7 +73,7 @@ def test_descending_equals_its_reference_and_keeps_ties_in_order(search: Search,
 
 
 @given(searches())
-def test_next_fit_equals_its_reference(search: Search) -> None:
+def test_next_fit_equals_its_reference(search):
     _, slots, sizes, capacity, max_documents = search
     arguments = (slots, sizes, capacity, max_documents)
     ours = run_search(kernels.next_fit, *arguments, items=slots.size)
@@ -84,7 +84,7 @@ def test_next_fit_equals_its_reference(search: Search) -> None:
 @example((int32([0, 1, 2]), int32([0, 0, 0]), int32([1, 1, 1]), 1, 1))
 @example((int32([]), int32([]), int32([]), 1, 1))
 @example((int32([0]), int32([4096]), int32([1]), 4096, UNLIMITED))
-def test_best_fit_equals_its_reference(search: Search) -> None:
+def test_best_fit_equals_its_reference(search):
     items = search[1].size
     assert run_search(kernels.best_fit, *search, items=items) == run_search(
         reference.best_fit, *search, items=items
@@ -92,13 +92,13 @@ def test_best_fit_equals_its_reference(search: Search) -> None:
 
 
 @given(searches())
-def test_first_fit_equals_its_reference(search: Search) -> None:
+def test_first_fit_equals_its_reference(search):
     arguments = (*search, most_packs(search))
     ours = run_search(kernels.first_fit, *arguments, items=search[1].size)
     assert ours == run_search(reference.first_fit, *arguments, items=search[1].size)
 
 
-def test_best_fit_passes_by_no_packs_that_are_too_crowded_for_any_item() -> None:
+def test_best_fit_passes_by_no_packs_that_are_too_crowded_for_any_item():
     # Pairs, three to a pack: of at most seven documents, a place stays free in every pack. A search that looked
     # at each of those would take a hundred times as long as one without.
     lengths, pairs = np.tile([5, 9, 7, 8], 50_000), np.arange(200_000) // 2
@@ -114,7 +114,7 @@ def test_best_fit_passes_by_no_packs_that_are_too_crowded_for_any_item() -> None
 
 @given(searches())
 @example((int32([]), int32([]), int32([]), 1, UNLIMITED))
-def test_best_fit_decreasing_equals_its_reference(search: Search) -> None:
+def test_best_fit_decreasing_equals_its_reference(search):
     _, slots, _, capacity, max_documents = search
     arguments = (slots, capacity, max_documents)
     ours = run_search(kernels.best_fit_decreasing, *arguments, items=slots.size)
@@ -122,7 +122,7 @@ def test_best_fit_decreasing_equals_its_reference(search: Search) -> None:
 
 
 @given(searches())
-def test_the_reference_of_best_fit_decreasing_is_best_fit_item_by_item(search: Search) -> None:
+def test_the_reference_of_best_fit_decreasing_is_best_fit_item_by_item(search):
     _, slots, _, capacity, max_documents = search
     order = np.empty(slots.size, np.int32)
     reference.descending(slots, capacity, order)
@@ -132,7 +132,7 @@ def test_the_reference_of_best_fit_decreasing_is_best_fit_item_by_item(search: S
 
 
 @given(searches(), st.integers(0, 9), st.sampled_from(["length", "squares", "few"]))
-def test_balanced_equals_its_reference(search: Search, packs: int, shape: str) -> None:
+def test_balanced_equals_its_reference(search, packs, shape):
     order, slots, sizes, capacity, max_documents = search
     work = {"length": slots, "squares": slots.astype(float) ** 2 + 0.1, "few": slots % 3}[shape].astype(
         np.float64
@@ -144,7 +144,7 @@ def test_balanced_equals_its_reference(search: Search, packs: int, shape: str) -
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_searches_equal_their_references_where_ties_and_full_packs_abound(seed: int) -> None:
+def test_searches_equal_their_references_where_ties_and_full_packs_abound(seed):
     # Few distinct slots, sizes and amounts of work: the lightest or first pack often has no space or no place left.
     draw = random.Random(seed)
     count, capacity, max_documents = 150, 12, draw.choice([3, 5, UNLIMITED])
@@ -165,7 +165,7 @@ def test_searches_equal_their_references_where_ties_and_full_packs_abound(seed: 
 
 @pytest.mark.parametrize("max_documents", [UNLIMITED, 2])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_first_fit_searches_all_levels_of_its_tree(max_documents: int, seed: int) -> None:
+def test_first_fit_searches_all_levels_of_its_tree(max_documents, seed):
     # More than 64 * 64 packs make a third level; the count here is a plain numpy search.
     capacity, count = 1000, 9_000
     slots = int32(random_lengths(seed, count, capacity, "even"))
@@ -193,8 +193,8 @@ def test_first_fit_searches_all_levels_of_its_tree(max_documents: int, seed: int
 )
 @pytest.mark.parametrize("max_documents", [UNLIMITED, 9])
 def test_best_fit_decreasing_is_best_fit_in_descending_order_for_many_documents(
-    capacity: int, shape: str, max_documents: int
-) -> None:
+    capacity, shape, max_documents
+):
     slots = int32(random_lengths(3, 20_000, capacity, shape))
     order = np.empty(slots.size, np.int32)
     kernels.descending(slots, capacity, order)
@@ -204,9 +204,7 @@ def test_best_fit_decreasing_is_best_fit_in_descending_order_for_many_documents(
     assert ours == run_search(kernels.best_fit, order, slots, ones, capacity, max_documents, items=slots.size)
 
 
-def test_best_fit_decreasing_plans_again_where_the_table_of_runs_was_too_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_best_fit_decreasing_plans_again_where_the_table_of_runs_was_too_short(monkeypatch):
     slots = int32(random_lengths(5, 500, 97))
     enough = run_search(kernels.best_fit_decreasing, slots, 97, 7, items=slots.size)
     plan, rows_seen = kernels._plan_equal_lengths, []
@@ -228,7 +226,7 @@ def test_best_fit_decreasing_plans_again_where_the_table_of_runs_was_too_short(
 
 @pytest.mark.parametrize("rows", range(0, 60, 3))
 @pytest.mark.parametrize("short", ["runs", "clusters"])
-def test_a_plan_never_writes_past_tables_that_are_too_short(rows: int, short: str) -> None:
+def test_a_plan_never_writes_past_tables_that_are_too_short(rows, short):
     slots, capacity = int32(random_lengths(6, 200, 97)), 97
     counts = np.bincount(slots, minlength=capacity + 1)
     tables = {"runs": np.full((300, 3), -9, np.int32), "clusters": np.full((300, 4), -9, np.int32)}
@@ -257,16 +255,14 @@ def wrap_with(
     st.integers(1, 9),
     st.sampled_from([1, 2, 3, UNLIMITED]),
 )
-def test_wrapped_equals_its_reference(
-    lengths: list[int], multiple: int, times: int, max_documents: int
-) -> None:
+def test_wrapped_equals_its_reference(lengths, multiple, times, max_documents):
     settings = (multiple * times, max_documents, multiple)
     ours = wrap_with(kernels_arrange.wrapped, int32(lengths), *settings)
     assert ours == wrap_with(reference.wrapped, int32(lengths), *settings)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 50))
-def test_permutation_equals_its_reference(seed: int, size: int) -> None:
+def test_permutation_equals_its_reference(seed, size):
     ours, theirs = np.empty(size, np.int64), np.empty(size, np.int64)
     kernels_arrange.permutation(np.uint64(seed), ours)
     reference.permutation(np.uint64(seed), theirs)
@@ -275,7 +271,7 @@ def test_permutation_equals_its_reference(seed: int, size: int) -> None:
     assert sorted(ours.tolist()) == list(range(size))
 
 
-def test_permutation_gives_the_same_numbers_on_every_machine_and_version() -> None:
+def test_permutation_gives_the_same_numbers_on_every_machine_and_version():
     # SplitMix64 from state 0 begins 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 (Vigna's reference code).
     states = np.array([0x9E3779B97F4A7C15, 2 * 0x9E3779B97F4A7C15 % 2**64], np.uint64)
     numbers = reference._scramble(states).tolist()
@@ -301,9 +297,7 @@ def assignments(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 @given(assignments(), st.randoms(use_true_random=False))
-def test_rank_packs_and_renumber_equal_their_references(
-    assignment: tuple[np.ndarray, np.ndarray, int], random: Any
-) -> None:
+def test_rank_packs_and_renumber_equal_their_references(assignment, random):
     pack_of, _, num_packs = assignment
     numbers = list(range(num_packs))
     random.shuffle(numbers)
@@ -343,9 +337,7 @@ def sorted_with(
 
 
 @given(assignments(), st.integers(1, 5))
-def test_the_kernels_that_sort_pieces_by_pack_equal_their_references(
-    assignment: tuple[np.ndarray, np.ndarray, int], shift: int
-) -> None:
+def test_the_kernels_that_sort_pieces_by_pack_equal_their_references(assignment, shift):
     pack_of, lengths, _ = assignment
     ours = sorted_with(kernels_arrange, *assignment, shift)
 
@@ -356,9 +348,7 @@ def test_the_kernels_that_sort_pieces_by_pack_equal_their_references(
 
 
 @given(assignments(), st.sampled_from([1, 2, 8]), st.integers(1, 20))
-def test_audit_and_checksum_equal_their_references(
-    assignment: tuple[np.ndarray, np.ndarray, int], multiple: int, capacity: int
-) -> None:
+def test_audit_and_checksum_equal_their_references(assignment, multiple, capacity):
     pieces, offsets, lengths = (np.array(part) for part in sorted_with(reference, *assignment, 3)[4:])
     pieces, offsets, lengths = pieces.astype(np.int64), offsets.astype(np.int64), lengths.astype(np.int32)
     ours = kernels_arrange.audit(pieces, lengths, offsets, capacity, multiple)
@@ -391,14 +381,14 @@ def run(room: Any, filling: Filling) -> tuple[int, list[int]]:
 
 
 @given(fillings())
-def test_fill_equals_its_reference(filling: Filling) -> None:
+def test_fill_equals_its_reference(filling):
     assert run(kernels_arrange, filling) == run(reference_fill, filling)
 
 
 @pytest.mark.parametrize("shape", ["tail", "even", "few"])
 @pytest.mark.parametrize("capacity", [600, 5000, 300_000])
 @pytest.mark.parametrize("from_first", [False, True])
-def test_fill_equals_its_reference_for_many_items(shape: str, capacity: int, from_first: bool) -> None:
+def test_fill_equals_its_reference_for_many_items(shape, capacity, from_first):
     slots = int32(random_lengths(4, 1500, min(capacity, 9000), shape))
     order = np.argsort(-slots if from_first else slots * 0, kind="stable").astype(np.int32)
     filling = (order, slots, capacity, int(0.995 * capacity), UNLIMITED, from_first)
@@ -410,7 +400,7 @@ def test_fill_equals_its_reference_for_many_items(shape: str, capacity: int, fro
 @example(
     (int32([0]), int32([31, 1]), 63, 31, 1, False)
 )  # alone it fills a pack, and with another there are too many
-def test_packs_hold_enough_and_not_too_much_and_what_is_left_fills_no_pack_alone(filling: Filling) -> None:
+def test_packs_hold_enough_and_not_too_much_and_what_is_left_fills_no_pack_alone(filling):
     order, slots, capacity, least, most, _ = filling
     num_packs, packs = run(reference_fill, filling)
     pack_of = int32(packs)
@@ -424,7 +414,7 @@ def test_packs_hold_enough_and_not_too_much_and_what_is_left_fills_no_pack_alone
     assert not any(packs[item] < 0 and 0 < least <= slots[item] for item in order.tolist())
 
 
-def test_a_pack_is_filled_by_those_that_leave_no_space() -> None:
+def test_a_pack_is_filled_by_those_that_leave_no_space():
     # 60 around which, 25 + 15 that fit; 30 comes first and leaves 10.
     slots = int32([60, 30, 25, 15, 70])
     assert fill(int32([0]), slots, 100, 0.9, UNLIMITED)[0].tolist() == [0, -1, 0, 0, -1]
@@ -434,7 +424,7 @@ def test_a_pack_is_filled_by_those_that_leave_no_space() -> None:
     assert fill(int32([1]), around, 100, 1.0, UNLIMITED, from_first=True)[0].tolist() == [0, 0, -1]
 
 
-def test_of_many_that_fit_only_the_last_are_chosen() -> None:
+def test_of_many_that_fit_only_the_last_are_chosen():
     # Ten of 9 and one of 5 fit, and leave 5: nine of 9 and one of 19 leave nothing, and the first three stay.
     packs = fill(int32([0]), int32([9] * 10 + [5, 19]), 100, 1.0, UNLIMITED)[0].tolist()
 
@@ -442,7 +432,7 @@ def test_of_many_that_fit_only_the_last_are_chosen() -> None:
     assert (packs[:3], packs[10:]) == ([0, 0, 0], [-1, 0])
 
 
-def test_where_nothing_fills_packs_it_is_soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_fills_packs_it_is_soon_given_up(monkeypatch):
     tried: list[int] = []
     filling = reference_fill._filling
     monkeypatch.setattr(reference_fill, "_filling", lambda *a: tried.append(1) or filling(*a))

@@ -5,7 +5,6 @@ import itertools
 import math
 import statistics
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def correlation(packs: list[list[int]]) -> float:
 
 
 @given(st.lists(st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=5), max_size=8))
-def test_the_correlation_is_that_of_the_textbook(packs: list[list[int]]) -> None:
+def test_the_correlation_is_that_of_the_textbook(packs):
     expected = correlation_of(packs)
     # The denominator can pass through 0, where no two ways of counting agree to many digits.
     assume(abs(expected) < 1e3)
@@ -49,21 +48,21 @@ def test_the_correlation_is_that_of_the_textbook(packs: list[list[int]]) -> None
     assert correlation(packs) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_packs_of_one_length_each_are_fully_correlated() -> None:
+def test_packs_of_one_length_each_are_fully_correlated():
     assert correlation([[3, 3, 3], [90, 90], [7, 7, 7, 7]]) == pytest.approx(1.0)
 
 
-def test_packs_that_mix_long_and_short_on_purpose_are_below_zero() -> None:
+def test_packs_that_mix_long_and_short_on_purpose_are_below_zero():
     assert correlation([[3, 90], [90, 3], [3, 90]]) == pytest.approx(-1.0)
 
 
 @pytest.mark.parametrize("packs", [[], [[5]], [[5, 5], [5, 5]], [[1], [2], [3]], [[1, 2, 3]]])
-def test_an_undefined_correlation_is_zero(packs: list[list[int]]) -> None:
+def test_an_undefined_correlation_is_zero(packs):
     assert correlation(packs) == 0.0
 
 
 @pytest.mark.parametrize("shape", ["even", "tail"])
-def test_random_packs_lie_within_a_few_spreads_of_random_and_sorted_packs_do_not(shape: str) -> None:
+def test_random_packs_lie_within_a_few_spreads_of_random_and_sorted_packs_do_not(shape):
     lengths = random_lengths(4, 6000, 100, shape)
     random = vl.score(vl.pack(lengths, 1000, "next_fit"))
     ordered = vl.score(vl.pack(sorted(lengths), 1000, "next_fit"))
@@ -73,7 +72,7 @@ def test_random_packs_lie_within_a_few_spreads_of_random_and_sorted_packs_do_not
     assert ordered.distance_from_random > 0.9
 
 
-def test_best_fit_in_input_order_stays_nearer_to_random_than_sorting_does() -> None:
+def test_best_fit_in_input_order_stays_nearer_to_random_than_sorting_does():
     lengths = random_lengths(5, 6000, 100, "even")
     distance = {
         method: abs(vl.score(vl.pack(lengths, 1000, method)).distance_from_random)
@@ -83,7 +82,7 @@ def test_best_fit_in_input_order_stays_nearer_to_random_than_sorting_does() -> N
     assert distance["best_fit"] < distance["best_fit_decreasing"] / 5
 
 
-def test_figures_worked_out_by_hand() -> None:
+def test_figures_worked_out_by_hand():
     score = vl.score(vl.pack([6, 5, 3, 2, 20], 8, overlong="drop"), work=(1, 1))
 
     # [6, 2] and [5, 3]: work 6 + 36 + 2 + 4 = 48 and 5 + 25 + 3 + 9 = 42
@@ -99,7 +98,7 @@ def test_figures_worked_out_by_hand() -> None:
 
 
 @given(cases())
-def test_the_bound_of_a_score_is_never_above_its_packs(case: object) -> None:
+def test_the_bound_of_a_score_is_never_above_its_packs(case):
     packing = vl.pack(case.lengths, **case.settings())
     score = vl.score(packing)
 
@@ -110,7 +109,7 @@ def test_the_bound_of_a_score_is_never_above_its_packs(case: object) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_score_of_nothing_and_of_one_pack_is_defined(method: object) -> None:
+def test_a_score_of_nothing_and_of_one_pack_is_defined(method):
     for lengths in ([], [0], [5]):
         score = vl.score(vl.pack(lengths, 8, method))
         assert isinstance(score, Score)
@@ -119,7 +118,7 @@ def test_a_score_of_nothing_and_of_one_pack_is_defined(method: object) -> None:
         assert "work, max / mean" in str(score)
 
 
-def test_slots_that_are_rounded_up_do_not_change_what_random_means() -> None:
+def test_slots_that_are_rounded_up_do_not_change_what_random_means():
     # With slots of 64, lengths of 1 to 64 take the same space: any order of them is as random as any other.
     lengths = random_lengths(6, 4000, 64, "even")
     score = vl.score(vl.pack(lengths, 640, "next_fit", document_multiple_of=64))
@@ -128,14 +127,14 @@ def test_slots_that_are_rounded_up_do_not_change_what_random_means() -> None:
     assert abs(score.distance_from_random) < 5 * score.random_spread
 
 
-def test_a_score_is_the_same_every_time() -> None:
+def test_a_score_is_the_same_every_time():
     packing = vl.pack(random_lengths(7, 500, 100), 500)
 
     assert vl.score(packing) == vl.score(packing)
 
 
 @pytest.mark.parametrize("work", [(0, 0), (-1, 1), (1,), "ab", None])
-def test_work_that_can_not_be_is_refused_by_a_score(work: object) -> None:
+def test_work_that_can_not_be_is_refused_by_a_score(work):
     with pytest.raises(SettingError, match="work must be two numbers"):
         vl.score(vl.pack([3, 4], 8), work=work)
 
@@ -149,7 +148,7 @@ def test_work_that_can_not_be_is_refused_by_a_score(work: object) -> None:
         ({"capacity": 7}, r"pack 0 is over capacity \(2 of 2 are\)"),
     ],
 )
-def test_a_packing_made_by_hand_that_can_not_be_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_packing_made_by_hand_that_can_not_be_is_refused(changes, words):
     packing = vl.pack([6, 2, 5, 3], 8)
     arrays = {name: value if name == "capacity" else np.array(value) for name, value in changes.items()}
 
@@ -204,9 +203,7 @@ SMALL = st.integers(1, 12).flatmap(
 
 
 @given(SMALL, st.sampled_from([None, 1, 2, 3]), st.sampled_from([1, 1, 2, 3]))
-def test_the_bound_never_exceeds_the_fewest_packs_there_can_be(
-    case: tuple[int, list[int]], max_documents: int | None, multiple: int
-) -> None:
+def test_the_bound_never_exceeds_the_fewest_packs_there_can_be(case, max_documents, multiple):
     capacity, lengths = case
     slots = [rounded(length, multiple) for length in lengths]
     fewest = fewest_packs(slots, capacity * multiple, max_documents or len(lengths) + 1)
@@ -218,23 +215,21 @@ def test_the_bound_never_exceeds_the_fewest_packs_there_can_be(
 
 
 @given(SMALL)
-def test_the_bound_is_the_larger_of_l1_and_l2(case: tuple[int, list[int]]) -> None:
+def test_the_bound_is_the_larger_of_l1_and_l2(case):
     capacity, lengths = case
     assert vl.lower_bound(lengths, capacity) == max(l1(lengths, capacity), l2(lengths, capacity))
 
 
 @pytest.mark.parametrize("capacity", [99, 100])
 @pytest.mark.parametrize("shape", ["tail", "even", "few"])
-def test_the_bound_is_the_larger_of_l1_and_l2_for_many_documents(capacity: int, shape: str) -> None:
+def test_the_bound_is_the_larger_of_l1_and_l2_for_many_documents(capacity, shape):
     for seed in range(5):
         lengths = random_lengths(seed, 400, capacity, shape)
         assert vl.lower_bound(lengths, capacity) == max(l1(lengths, capacity), l2(lengths, capacity))
 
 
 @given(SMALL, st.integers(0, 12))
-def test_one_document_more_never_lowers_the_bound_and_adds_one_pack_at_most(
-    case: tuple[int, list[int]], length: int
-) -> None:
+def test_one_document_more_never_lowers_the_bound_and_adds_one_pack_at_most(case, length):
     capacity, lengths = case
     before = vl.lower_bound(lengths, capacity)
 
@@ -242,7 +237,7 @@ def test_one_document_more_never_lowers_the_bound_and_adds_one_pack_at_most(
 
 
 @given(SMALL)
-def test_a_larger_capacity_never_raises_the_bound(case: tuple[int, list[int]]) -> None:
+def test_a_larger_capacity_never_raises_the_bound(case):
     capacity, lengths = case
     bounds = [vl.lower_bound(lengths, larger) for larger in range(capacity, capacity + 6)]
 
@@ -263,24 +258,24 @@ def test_a_larger_capacity_never_raises_the_bound(case: tuple[int, list[int]]) -
         ([70, 60, 50, 33, 33, 33, 11, 7, 3], 100, 4),  # at 33: 70 and 60 alone, 149 tokens less 40 of space
     ],
 )
-def test_bounds_worked_out_by_hand(lengths: list[int], capacity: int, bound: int) -> None:
+def test_bounds_worked_out_by_hand(lengths, capacity, bound):
     assert vl.lower_bound(lengths, capacity) == bound
 
 
-def test_max_documents_and_rounded_slots_raise_the_bound() -> None:
+def test_max_documents_and_rounded_slots_raise_the_bound():
     assert vl.lower_bound([1] * 10, 100, max_documents=3) == 4
     assert vl.lower_bound([1] * 10, 16, document_multiple_of=8) == 5
     assert vl.lower_bound([1] * 10, 16) == 1
 
 
-def test_no_method_goes_below_the_bound() -> None:
+def test_no_method_goes_below_the_bound():
     for shape, capacity in itertools.product(("tail", "even", "few"), (64, 1000)):
         lengths = random_lengths(2, 800, capacity, shape)
         bound = vl.lower_bound(lengths, capacity)
         assert all(vl.pack(lengths, capacity, method).num_packs >= bound for method in WHOLE)
 
 
-def test_tokens_beyond_an_int32_are_counted() -> None:
+def test_tokens_beyond_an_int32_are_counted():
     lengths = np.full(5000, 2**20, np.int32)
 
     assert vl.lower_bound(lengths, 2**20) == 5000

@@ -1,7 +1,5 @@
 """Packs of an epoch as steps: every document once, as many batches on every rank, their work side by side."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,9 +31,7 @@ def documents_of(steps: Steps) -> list[list[int]]:
 
 
 @given(LENGTHS, SETTINGS)
-def test_every_document_stands_in_one_pack_and_every_pack_in_one_batch(
-    lengths: list[int], settings: dict[str, Any]
-) -> None:
+def test_every_document_stands_in_one_pack_and_every_pack_in_one_batch(lengths, settings):
     steps = steps_of(lengths, CAPACITY, **settings)
 
     packs = documents_of(steps)
@@ -54,9 +50,7 @@ def test_every_document_stands_in_one_pack_and_every_pack_in_one_batch(
 
 
 @given(LENGTHS, SETTINGS)
-def test_a_batch_is_empty_or_repeats_only_where_documents_are_fewer_than_batches(
-    lengths: list[int], settings: dict[str, Any]
-) -> None:
+def test_a_batch_is_empty_or_repeats_only_where_documents_are_fewer_than_batches(lengths, settings):
     steps = steps_of(lengths, CAPACITY, **settings)
 
     num_steps, ranks, each = steps.packs.shape
@@ -75,9 +69,7 @@ def test_a_batch_is_empty_or_repeats_only_where_documents_are_fewer_than_batches
 
 
 @given(LENGTHS, SETTINGS)
-def test_a_last_step_is_dropped_only_where_documents_are_too_few_for_it_and_is_counted(
-    lengths: list[int], settings: dict[str, Any]
-) -> None:
+def test_a_last_step_is_dropped_only_where_documents_are_too_few_for_it_and_is_counted(lengths, settings):
     steps = steps_of(lengths, CAPACITY, **settings, drop_last=True)
 
     taken = [number for pack in documents_of(steps) for number in pack]
@@ -94,9 +86,7 @@ def test_a_last_step_is_dropped_only_where_documents_are_too_few_for_it_and_is_c
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3))
-def test_in_order_documents_come_step_after_step_and_rank_after_rank(
-    lengths: list[int], ranks: int, each: int
-) -> None:
+def test_in_order_documents_come_step_after_step_and_rank_after_rank(lengths, ranks, each):
     steps = steps_of(
         lengths, CAPACITY, method="next_fit", in_order=True, ranks=ranks, packs_per_batch=each, fill="empty"
     )
@@ -106,16 +96,14 @@ def test_in_order_documents_come_step_after_step_and_rank_after_rank(
 
 
 @given(LENGTHS, SETTINGS)
-def test_the_same_lengths_and_settings_give_the_same_steps(
-    lengths: list[int], settings: dict[str, Any]
-) -> None:
+def test_the_same_lengths_and_settings_give_the_same_steps(lengths, settings):
     first, second = (steps_of(np.array(lengths, np.int64), CAPACITY, **settings) for _ in range(2))
 
     assert documents_of(first) == documents_of(second)
     assert first.packs.tolist() == second.packs.tolist()
 
 
-def test_packs_of_a_step_are_about_equal_work_where_several_steps_are_balanced_together() -> None:
+def test_packs_of_a_step_are_about_equal_work_where_several_steps_are_balanced_together():
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.2, 20_000), 1, 32_768).astype(int)
 
     def imbalance(balance_over: int, packs_per_batch: int = 1) -> float:
@@ -136,7 +124,7 @@ def test_packs_of_a_step_are_about_equal_work_where_several_steps_are_balanced_t
     assert imbalance(1, packs_per_batch=4) < imbalance(1)
 
 
-def test_steps_in_a_window_come_in_random_order_and_another_at_every_seed() -> None:
+def test_steps_in_a_window_come_in_random_order_and_another_at_every_seed():
     lengths = np.random.default_rng(0).integers(1, 500, 4_000)
 
     def works(seed: int) -> list[float]:
@@ -149,7 +137,7 @@ def test_steps_in_a_window_come_in_random_order_and_another_at_every_seed() -> N
     assert sorted(works(1)) == sorted(works(2))
 
 
-def test_overlong_documents_are_refused_or_counted() -> None:
+def test_overlong_documents_are_refused_or_counted():
     with pytest.raises(OverlongDocumentError, match="document 1 has 30 tokens"):
         steps_of([5, 30, 6], CAPACITY)
 
@@ -162,6 +150,6 @@ def test_overlong_documents_are_refused_or_counted() -> None:
     "settings",
     [{"overlong": "split"}, {"fill": "none"}, {"ranks": 0}, {"packs_per_batch": 0}, {"balance_over": 0}],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(SettingError, match=next(iter(settings))):
         steps_of([1, 2], CAPACITY, **settings)

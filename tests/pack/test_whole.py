@@ -109,7 +109,7 @@ def at_random(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_windows_of_real_lengths_are_full_wherever_they_can_be(data: Path, name: str) -> None:
+def test_windows_of_real_lengths_are_full_wherever_they_can_be(data, name):
     seen = 0
     for capacity, lengths in windows_of(data, name):
         num_packs, tokens = packed(lengths, capacity)[1], lengths.sum(dtype=np.int64)
@@ -124,7 +124,7 @@ def test_windows_of_real_lengths_are_full_wherever_they_can_be(data: Path, name:
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if name != "pub_distca_wlbllm"])
-def test_lengths_in_packs_of_real_windows_are_no_more_alike_than_at_random(data: Path, name: str) -> None:
+def test_lengths_in_packs_of_real_windows_are_no_more_alike_than_at_random(data, name):
     # Left out is a set with two or three documents a pack, each of which must be chosen for packs to be full.
     for capacity, lengths in windows_of(data, name):
         if lengths.size <= 20_000:
@@ -132,7 +132,7 @@ def test_lengths_in_packs_of_real_windows_are_no_more_alike_than_at_random(data:
             assert correlation(lengths, packed(lengths, capacity)[0]) <= random.max() + 3 * random.std()
 
 
-def test_sorted_packs_would_be_seen(data: Path) -> None:
+def test_sorted_packs_would_be_seen(data):
     for capacity, lengths in windows_of(data, "gsm8k_train")[:2]:
         by_length = vl.pack(lengths, capacity)
         random = at_random(lengths, capacity)
@@ -157,9 +157,7 @@ def test_every_piece_stands_in_a_pack_that_holds_it(lengths, capacity, method, m
     assert num_packs >= vl.lower_bound(lengths, capacity * multiple, most, multiple)
 
 
-def test_where_a_way_takes_too_many_packs_others_are_tried_and_the_fewest_are_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_a_way_takes_too_many_packs_others_are_tried_and_the_fewest_are_taken(monkeypatch):
     tried, placed = [], whole_module._placed
 
     def counted(*arguments):
@@ -177,14 +175,14 @@ def test_where_a_way_takes_too_many_packs_others_are_tried_and_the_fewest_are_ta
     assert len(tried) == 1
 
 
-def test_packs_that_are_full_by_their_pieces_are_not_filled_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_that_are_full_by_their_pieces_are_not_filled_in_vain(monkeypatch):
     monkeypatch.setattr(whole_module, "fill", None)  # would raise
     num_packs = whole(np.full(1000, 5, np.int32), 1000, "best_fit", 4, 1)[1]
 
     assert num_packs == 250
 
 
-def test_no_set_is_left_out(data: Path) -> None:
+def test_no_set_is_left_out(data):
     with_lengths = [
         path.stem for path in (data / "lengths").glob("*.npz") if "lengths" in np.load(path).files
     ]
@@ -193,7 +191,7 @@ def test_no_set_is_left_out(data: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_windows_take_at_most_a_thousandth_and_one_pack_a_window_more(name: str, data: Path) -> None:
+def test_windows_take_at_most_a_thousandth_and_one_pack_a_window_more(name, data):
     lengths = read(data, name, most=100_000)
     for capacity in CAPACITIES:
         check_windows(lengths, capacity)
@@ -201,9 +199,7 @@ def test_windows_take_at_most_a_thousandth_and_one_pack_a_window_more(name: str,
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SETS)
-def test_windows_take_at_most_a_thousandth_more_over_whole_sets_and_little_above_in_any_order(
-    name: str, data: Path
-) -> None:
+def test_windows_take_at_most_a_thousandth_more_over_whole_sets_and_little_above_in_any_order(name, data):
     # In a random order `sgd_dialogues` and the long documents of `pub_distca_prolong`, both at 2,048, came out up to
     # 0.15 % above: few short documents to fill up with, and a first pass that takes packs 99.5 % full as they are
     # since chasing the rest would sort documents by length.
@@ -215,7 +211,7 @@ def test_windows_take_at_most_a_thousandth_more_over_whole_sets_and_little_above
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_balanced_is_never_worse_than_best_fit_decreasing(name: str, data: Path) -> None:
+def test_balanced_is_never_worse_than_best_fit_decreasing(name, data):
     lengths = read(data, name, most=20_000)
     for capacity in (2048, 8192, 32_768, 131_072):
         fullest = vl.pack(lengths, capacity, overlong="split")
@@ -225,7 +221,7 @@ def test_balanced_is_never_worse_than_best_fit_decreasing(name: str, data: Path)
             assert vl.score(balanced).work_imbalance <= vl.score(fullest).work_imbalance + 1e-9
 
 
-def test_balanced_evens_out_work_where_the_longest_document_allows(data: Path) -> None:
+def test_balanced_evens_out_work_where_the_longest_document_allows(data):
     for name in ("t0_train_mixture", "gsm8k_train", "math5000", "sgd_dialogues"):
         lengths = read(data, name)
         fullest = vl.score(vl.pack(lengths, 32_768))
@@ -235,7 +231,7 @@ def test_balanced_evens_out_work_where_the_longest_document_allows(data: Path) -
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_best_fit_decreasing_is_full_to_the_bound_of_its_pieces(name: str, data: Path) -> None:
+def test_best_fit_decreasing_is_full_to_the_bound_of_its_pieces(name, data):
     lengths = read(data, name, most=100_000)
     for capacity in (2048, 8192):
         packing = vl.pack(lengths, capacity, overlong="split")

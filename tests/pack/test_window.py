@@ -80,9 +80,7 @@ def kept(lengths: list[int], chosen: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("overlong", POLICIES)
 @settings(max_examples=settings.default.max_examples // 5)
 @given(data=st.data())
-def test_every_token_goes_out_once_whatever_the_settings(
-    method: Method, overlong: Overlong, data: st.DataObject
-) -> None:
+def test_every_token_goes_out_once_whatever_the_settings(method, overlong, data):
     lengths, chosen = data.draw(streams((method,), (overlong,)))
     packer = vl.WindowPacker(**chosen)
     packs = run(packer, lengths, data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3)))
@@ -110,7 +108,7 @@ def test_every_token_goes_out_once_whatever_the_settings(
 
 
 @given(streams(), st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
-def test_packs_do_not_depend_on_how_lengths_are_divided_among_calls(stream: Stream, sizes: list[int]) -> None:
+def test_packs_do_not_depend_on_how_lengths_are_divided_among_calls(stream, sizes):
     lengths, chosen = stream
     at_once = run(vl.WindowPacker(**chosen), lengths, [len(lengths) or 1])
 
@@ -120,7 +118,7 @@ def test_packs_do_not_depend_on_how_lengths_are_divided_among_calls(stream: Stre
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(streams(), st.integers(1, 9))
-def test_a_packer_restored_from_any_step_goes_on_exactly(stream: Stream, size: int) -> None:
+def test_a_packer_restored_from_any_step_goes_on_exactly(stream, size):
     lengths, chosen = stream
     packer = vl.WindowPacker(**chosen)
     states, packings = [json.dumps(packer.state_dict())], []
@@ -141,7 +139,7 @@ def test_a_packer_restored_from_any_step_goes_on_exactly(stream: Stream, size: i
 
 
 @given(streams(), st.integers(1, 9))
-def test_the_ledger_of_each_call_speaks_of_that_call_and_they_add_up(stream: Stream, size: int) -> None:
+def test_the_ledger_of_each_call_speaks_of_that_call_and_they_add_up(stream, size):
     lengths, chosen = stream
     packer = vl.WindowPacker(**chosen)
     ledgers = []
@@ -160,7 +158,7 @@ def test_the_ledger_of_each_call_speaks_of_that_call_and_they_add_up(stream: Str
 
 
 @given(streams(methods=("wrapped", "next_fit")), st.integers(1, 9))
-def test_methods_with_one_open_pack_give_the_packs_of_the_whole_stream(stream: Stream, size: int) -> None:
+def test_methods_with_one_open_pack_give_the_packs_of_the_whole_stream(stream, size):
     lengths, chosen = stream
     whole = {name: chosen[name] for name in ("capacity", "method", "overlong", "max_documents")}
     packing = vl.pack(lengths, **whole, document_multiple_of=chosen["document_multiple_of"])
@@ -171,7 +169,7 @@ def test_methods_with_one_open_pack_give_the_packs_of_the_whole_stream(stream: S
 
 
 @given(streams(methods=("best_fit", "first_fit", "best_fit_decreasing", "balanced")))
-def test_memory_stays_within_a_window_and_what_one_call_brings(stream: Stream) -> None:
+def test_memory_stays_within_a_window_and_what_one_call_brings(stream):
     lengths, chosen = stream
     packer = vl.WindowPacker(**chosen)
     for length in lengths:
@@ -188,7 +186,7 @@ def test_memory_stays_within_a_window_and_what_one_call_brings(stream: Stream) -
 @given(
     streams(methods=("best_fit", "first_fit_decreasing", "balanced"), policies=("error", "truncate", "drop"))
 )
-def test_no_document_waits_longer_than_max_age_windows(stream: Stream) -> None:
+def test_no_document_waits_longer_than_max_age_windows(stream):
     lengths, chosen = stream
     packer = vl.WindowPacker(**chosen)
     windows, came = 0, {}
@@ -201,7 +199,7 @@ def test_no_document_waits_longer_than_max_age_windows(stream: Stream) -> None:
         assert all(windows - came[waiting] <= chosen["max_age"] for waiting in state["waiting"]["records"])
 
 
-def test_a_piece_nobody_wants_goes_out_after_max_age_windows() -> None:
+def test_a_piece_nobody_wants_goes_out_after_max_age_windows():
     # Documents of 8 fill packs of 8; the 5 fits nothing that comes and must not wait for ever.
     for max_age in (0, 1, 3):
         packer = vl.WindowPacker(capacity=8, window=4, max_age=max_age)
@@ -210,7 +208,7 @@ def test_a_piece_nobody_wants_goes_out_after_max_age_windows() -> None:
         assert windows == [max_age]
 
 
-def test_packs_that_are_full_enough_go_out_at_once_and_others_wait() -> None:
+def test_packs_that_are_full_enough_go_out_at_once_and_others_wait():
     packer = vl.WindowPacker(capacity=10, window=4, min_fill=0.9)
 
     assert packer.add([6, 3, 5, 1]).to_lists() == [[0, 1, 3]]
@@ -219,7 +217,7 @@ def test_packs_that_are_full_enough_go_out_at_once_and_others_wait() -> None:
     assert packer.flush().to_lists() == []
 
 
-def test_the_packs_of_a_window_stand_in_the_order_of_their_first_document() -> None:
+def test_the_packs_of_a_window_stand_in_the_order_of_their_first_document():
     lengths = random_lengths(8, 5000, 1000, "even")
     packer = vl.WindowPacker(capacity=1000, window=500)
     for part in portions(lengths, [250]):
@@ -227,9 +225,7 @@ def test_the_packs_of_a_window_stand_in_the_order_of_their_first_document() -> N
         assert first == sorted(first)
 
 
-def test_a_stream_of_tiny_documents_is_not_packed_anew_for_each_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_of_tiny_documents_is_not_packed_anew_for_each_of_them(monkeypatch):
     from varlen.pack import passes
 
     calls, pack = [], passes.pack
@@ -246,7 +242,7 @@ def test_a_stream_of_tiny_documents_is_not_packed_anew_for_each_of_them(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_packer_flushed_twice_and_used_again_goes_on_counting(method: Method) -> None:
+def test_a_packer_flushed_twice_and_used_again_goes_on_counting(method):
     packer = vl.WindowPacker(capacity=8, window=4, method=method)
     assert packs_of(packer.flush()) == []
     packer.add([3])
@@ -257,14 +253,14 @@ def test_a_packer_flushed_twice_and_used_again_goes_on_counting(method: Method) 
     assert (packer.ledger.packed, packer.ledger.empty_documents) == (7, 1)
 
 
-def test_arrays_of_a_window_are_those_of_a_packing() -> None:
+def test_arrays_of_a_window_are_those_of_a_packing():
     packing = vl.WindowPacker(capacity=8, window=2).add([5, 3, 8])
 
     assert [array.dtype for array in arrays_of(packing)] == [np.int64, np.int32, np.int32, np.int64]
     assert all(not array.flags.writeable for array in arrays_of(packing))
 
 
-def test_lengths_that_are_refused_leave_the_packer_as_it_was() -> None:
+def test_lengths_that_are_refused_leave_the_packer_as_it_was():
     packer = vl.WindowPacker(capacity=8, window=4, overlong="error")
     packer.add([5, 2])
     before = packer.state_dict()
@@ -292,12 +288,12 @@ def test_lengths_that_are_refused_leave_the_packer_as_it_was() -> None:
         ({"max_age": -1}, "max_age must be a whole number from 0"),
     ],
 )
-def test_settings_of_a_packer_out_of_range_are_refused(changed: dict[str, Any], words: str) -> None:
+def test_settings_of_a_packer_out_of_range_are_refused(changed, words):
     with pytest.raises(SettingError, match=words):
         vl.WindowPacker(**{"capacity": 8, **changed})
 
 
-def test_state_holds_numbers_of_waiting_pieces_and_no_more() -> None:
+def test_state_holds_numbers_of_waiting_pieces_and_no_more():
     packer = vl.WindowPacker(capacity=1000, window=100)
     packer.add(random_lengths(9, 20_000, 1000))
     state = packer.state_dict()
@@ -320,7 +316,7 @@ def test_state_holds_numbers_of_waiting_pieces_and_no_more() -> None:
         ("max_age", 1),
     ],
 )
-def test_a_state_of_other_settings_is_refused_by_their_name(name: str, value: Any) -> None:
+def test_a_state_of_other_settings_is_refused_by_their_name(name, value):
     state = vl.WindowPacker(**{"capacity": 8, "window": 4, name: value}).state_dict()
     packer = vl.WindowPacker(capacity=8, window=4)
     with pytest.raises(StateError, match=f"other settings: {name} {value!r}, here ") as caught:
@@ -373,7 +369,7 @@ def _spoil(path: str, value: Any) -> Any:
         ("ledger", KeyError, "no state of a WindowPacker"),
     ],
 )
-def test_a_state_that_was_cut_or_changed_is_refused(path: str, value: Any, words: str) -> None:
+def test_a_state_that_was_cut_or_changed_is_refused(path, value, words):
     packer = vl.WindowPacker(capacity=8, window=4)
     packer.add([5, 2, 7, 3, 4])
     state = json.loads(json.dumps(packer.state_dict()))
@@ -389,12 +385,12 @@ def test_a_state_that_was_cut_or_changed_is_refused(path: str, value: Any, words
 
 
 @pytest.mark.parametrize("state", [None, 5, [], {}, "state"])
-def test_what_is_no_state_is_refused(state: Any) -> None:
+def test_what_is_no_state_is_refused(state):
     with pytest.raises(StateError, match="no state of a WindowPacker"):
         vl.WindowPacker(capacity=8).load_state_dict(state)
 
 
-def test_tokens_that_vanish_while_they_wait_raise() -> None:
+def test_tokens_that_vanish_while_they_wait_raise():
     packer = vl.WindowPacker(capacity=8, window=4)
     packer.add([5, 2])
     packer._waiting = packer._waiting.take(slice(0, 1))
@@ -405,7 +401,7 @@ def test_tokens_that_vanish_while_they_wait_raise() -> None:
         packer.flush()
 
 
-def test_waiting_pieces_of_one_document_that_overlap_are_refused() -> None:
+def test_waiting_pieces_of_one_document_that_overlap_are_refused():
     packer = vl.WindowPacker(capacity=8, window=8)
     packer.add([20])
     state = packer.state_dict()
@@ -416,7 +412,7 @@ def test_waiting_pieces_of_one_document_that_overlap_are_refused() -> None:
         vl.WindowPacker(capacity=8, window=8).load_state_dict(state)
 
 
-def test_a_stream_goes_on_after_more_tokens_and_records_than_32_bits_count() -> None:
+def test_a_stream_goes_on_after_more_tokens_and_records_than_32_bits_count():
     packer = vl.WindowPacker(capacity=2**30, window=2, method="next_fit")
     packer.add([2**30] * 5 + [7])
     state = json.loads(json.dumps(packer.state_dict()))

@@ -16,7 +16,7 @@ from tests.oracles import plan_assign as reference
 from tests.support.rarely import examples
 
 from varlen import jit
-from varlen.errors import InputError, LengthsError, MissingExtraError, PlanError, SettingError
+from varlen.errors import LengthsError, MissingExtraError, PlanError, SettingError
 from varlen.plan import kernels_assign as kernels
 from varlen.plan.assign import ENOUGH, assign, improve_exactly, lightest_possible
 
@@ -62,7 +62,7 @@ def heavy_tailed(random: np.random.Generator, count: int) -> npt.NDArray[np.floa
     return lengths * random.choice([4096.0, 16_384.0, 65_536.0]) + lengths**2
 
 
-def test_the_oracle_itself_is_right_on_what_can_be_listed() -> None:
+def test_the_oracle_itself_is_right_on_what_can_be_listed():
     random = np.random.default_rng(5)
     for num_groups in (2, 3, 4):
         work = random.integers(1, 100, 7).astype(np.float64)
@@ -70,7 +70,7 @@ def test_the_oracle_itself_is_right_on_what_can_be_listed() -> None:
         assert least_possible(work, num_groups) == min(heaviest(work, way, num_groups) for way in ways)
 
 
-def test_on_a_thousand_small_steps_the_heaviest_group_is_within_a_hundredth_of_the_proven_optimum() -> None:
+def test_on_a_thousand_small_steps_the_heaviest_group_is_within_a_hundredth_of_the_proven_optimum():
     random = np.random.default_rng(7)
     ratios = []
     for _ in range(1000):
@@ -89,9 +89,7 @@ def test_on_a_thousand_small_steps_the_heaviest_group_is_within_a_hundredth_of_t
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 4), st.randoms())
 @examples(25)
-def test_few_documents_reach_the_optimum_beside_loads_and_within_limits(
-    tokens: list[int], num_groups: int, random: object
-) -> None:
+def test_few_documents_reach_the_optimum_beside_loads_and_within_limits(tokens, num_groups, random):
     work = [length * length + 40 * length for length in tokens]
     loads = [random.choice([0, 0, 500, 3000]) for _ in range(num_groups)]  # type: ignore[attr-defined]
     limit = max(sum(tokens) // num_groups + 12, max(tokens))
@@ -111,9 +109,7 @@ def test_few_documents_reach_the_optimum_beside_loads_and_within_limits(
 
 
 @given(st.lists(st.floats(0, 1e15), max_size=30), st.integers(1, 9), st.integers(1, 10_000))
-def test_every_document_has_a_group_and_again_the_same(
-    work: list[float], num_groups: int, steps: int
-) -> None:
+def test_every_document_has_a_group_and_again_the_same(work, num_groups, steps):
     group_of = assign(work, num_groups, steps=steps)
 
     assert group_of.shape == (len(work),)
@@ -125,7 +121,7 @@ def test_every_document_has_a_group_and_again_the_same(
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=12), st.lists(st.floats(0, 1e6), min_size=1, max_size=5))
-def test_the_bound_is_never_over_what_is_reached(work: list[float], loads: list[float]) -> None:
+def test_the_bound_is_never_over_what_is_reached(work, loads):
     group_of = assign(work, len(loads), loads=loads)
 
     floor = lightest_possible(np.array(work), np.array(loads))
@@ -135,7 +131,7 @@ def test_the_bound_is_never_over_what_is_reached(work: list[float], loads: list[
 
 
 @pytest.mark.parametrize(("count", "num_groups"), [(512, 4), (8192, 64), (60, 20), (33, 16)])
-def test_many_documents_are_even_to_a_thousandth_of_the_bound(count: int, num_groups: int) -> None:
+def test_many_documents_are_even_to_a_thousandth_of_the_bound(count, num_groups):
     random = np.random.default_rng(count)
     work = heavy_tailed(random, count)
 
@@ -144,7 +140,7 @@ def test_many_documents_are_even_to_a_thousandth_of_the_bound(count: int, num_gr
     assert reached <= 1.001 * lightest_possible(work, np.zeros(num_groups))
 
 
-def test_dividing_three_groups_anew_lightens_what_no_exchange_does() -> None:
+def test_dividing_three_groups_anew_lightens_what_no_exchange_does():
     random = np.random.default_rng(3)
     over = []
     for _ in range(20):
@@ -157,19 +153,19 @@ def test_dividing_three_groups_anew_lightens_what_no_exchange_does() -> None:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=3, max_size=3))
-def test_equal_shares_beside_unequal_loads_are_found(loads: list[int]) -> None:
+def test_equal_shares_beside_unequal_loads_are_found(loads):
     work = np.array([1000, 2000, 3000]) - loads
 
     assert sorted((np.bincount(assign(work, 3, loads=loads), work, 3) + loads).tolist())[-1] <= 3000
 
 
-def test_a_group_that_has_work_before_gets_less() -> None:
+def test_a_group_that_has_work_before_gets_less():
     group_of = assign([4.0, 4.0, 4.0, 4.0], 3, loads=[8.0, 0.0, 0.0])
 
     assert np.bincount(group_of, minlength=3).tolist() == [0, 2, 2]
 
 
-def test_memory_moves_documents_where_work_alone_would_not() -> None:
+def test_memory_moves_documents_where_work_alone_would_not():
     work, tokens = [9.0, 1.0, 1.0, 1.0], [10, 10, 10, 10]
 
     assert np.bincount(assign(work, 2)).tolist() == [1, 3]
@@ -177,7 +173,7 @@ def test_memory_moves_documents_where_work_alone_would_not() -> None:
     assert np.bincount(assign(work, 2, tokens=tokens, token_limit=[10, 30])).tolist() == [1, 3]
 
 
-def test_a_tight_fit_is_found_though_dealing_by_work_misses_it() -> None:
+def test_a_tight_fit_is_found_though_dealing_by_work_misses_it():
     tokens = [6, 6, 4, 4, 4]
 
     group_of = assign([1.0, 9.0, 1.0, 1.0, 1.0], 2, tokens=tokens, token_limit=12)
@@ -251,14 +247,12 @@ def test_a_tight_fit_is_found_though_dealing_by_work_misses_it() -> None:
         ),
     ],
 )
-def test_what_can_t_be_assigned_is_refused_in_a_sentence(
-    arguments: dict[str, object], error: type[InputError], words: str
-) -> None:
+def test_what_can_t_be_assigned_is_refused_in_a_sentence(arguments, error, words):
     with pytest.raises(error, match=words):
         assign(**arguments)  # type: ignore[arg-type]
 
 
-def test_the_limit_that_the_message_offers_does() -> None:
+def test_the_limit_that_the_message_offers_does():
     tokens = [50, 50, 50]
     with pytest.raises(PlanError, match="with 25 more tokens a group they fit"):
         assign([1.0, 1.0, 1.0], 2, tokens=tokens, token_limit=75)
@@ -266,7 +260,7 @@ def test_the_limit_that_the_message_offers_does() -> None:
     assign([1.0, 1.0, 1.0], 2, tokens=tokens, token_limit=100)
 
 
-def test_without_documents_there_is_nothing_to_assign() -> None:
+def test_without_documents_there_is_nothing_to_assign():
     assert assign([], 4).tolist() == []
     assert assign([3.0], 4, tokens=[7], token_limit=7).tolist() == [0]
 
@@ -308,7 +302,7 @@ def dealt(step: Step) -> npt.NDArray[np.int32] | None:
 
 
 @given(steps_of_work())
-def test_dealing_equals_its_reference(step: Step) -> None:
+def test_dealing_equals_its_reference(step):
     compiled, readable = np.empty(step.work.size, np.int32), np.empty(step.work.size, np.int32)
 
     left_over = kernels.deal(*step, compiled)
@@ -320,9 +314,7 @@ def test_dealing_equals_its_reference(step: Step) -> None:
 
 @settings(max_examples=400)
 @given(steps_of_work(), st.integers(0, 3000), st.integers(1, 4), st.sampled_from([0.0, 0.0, 0.3, 0.5]))
-def test_lightening_equals_its_reference_wherever_it_stops(
-    step: Step, steps: int, near: int, share: float
-) -> None:
+def test_lightening_equals_its_reference_wherever_it_stops(step, steps, near, share):
     compiled, readable = dealt(step), dealt(step)
     if compiled is None or readable is None:
         return
@@ -342,9 +334,7 @@ def test_lightening_equals_its_reference_wherever_it_stops(
     st.booleans(),
     st.sampled_from([0.0, 0.0, 0.3, 0.5]),
 )
-def test_searching_equals_its_reference_wherever_it_stops(
-    step: Step, nodes: int, knows_a_way: bool, share: float
-) -> None:
+def test_searching_equals_its_reference_wherever_it_stops(step, nodes, knows_a_way, share):
     start = dealt(step) if knows_a_way else np.full(step.work.size, -1, np.int32)
     if start is None:
         return
@@ -367,9 +357,7 @@ def test_searching_equals_its_reference_wherever_it_stops(
     st.integers(1, 60),
     st.sampled_from([0.0, 0.0, 0.3, 0.5]),
 )
-def test_regrouping_equals_its_reference_wherever_it_stops(
-    step: Step, steps: int, most: int, nodes: int, share: float
-) -> None:
+def test_regrouping_equals_its_reference_wherever_it_stops(step, steps, most, nodes, share):
     compiled, readable = dealt(step), dealt(step)
     if compiled is None or readable is None:
         return
@@ -393,7 +381,7 @@ def keeps_to_limits_and_is_no_heavier(step: Step, group_of: npt.NDArray[np.int32
     assert heaviest(group_of) <= heaviest(before) * (1 + 1e-12)
 
 
-def test_without_kernels_the_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_the_groups_are_the_same(monkeypatch):
     random = np.random.default_rng(3)
     tokens = random.integers(1, 100, 40)
     settings = {"tokens": tokens, "token_limit": int(tokens.sum()) // 8 + 40, "steps": 20_000}
@@ -411,7 +399,7 @@ needs_solver = pytest.mark.skipif(
 
 
 @needs_solver
-def test_a_bad_assignment_becomes_the_best_there_is_and_is_proven() -> None:
+def test_a_bad_assignment_becomes_the_best_there_is_and_is_proven():
     work = [8.0, 7.0, 6.0, 5.0, 4.0]
 
     found = improve_exactly(work, np.array([0, 0, 0, 1, 1], np.int32), 2)
@@ -424,7 +412,7 @@ def test_a_bad_assignment_becomes_the_best_there_is_and_is_proven() -> None:
 
 @needs_solver
 @pytest.mark.parametrize("seed", range(6))
-def test_it_never_does_worse_keeps_to_limits_and_its_bound_holds(seed: int) -> None:
+def test_it_never_does_worse_keeps_to_limits_and_its_bound_holds(seed):
     random = np.random.default_rng(seed)
     tokens = random.integers(10, 100, 14)
     work = tokens.astype(np.float64) ** 2
@@ -446,7 +434,7 @@ def test_it_never_does_worse_keeps_to_limits_and_its_bound_holds(seed: int) -> N
 
 
 @needs_solver
-def test_of_many_documents_those_of_the_heaviest_and_the_lightest_groups_are_rearranged() -> None:
+def test_of_many_documents_those_of_the_heaviest_and_the_lightest_groups_are_rearranged():
     random = np.random.default_rng(3)
     work = random.lognormal(0, 0.5, 1500)
     start = (np.arange(1500) % 6).astype(np.int32)
@@ -459,7 +447,7 @@ def test_of_many_documents_those_of_the_heaviest_and_the_lightest_groups_are_rea
 
 
 @needs_solver
-def test_what_is_best_already_takes_no_solving() -> None:
+def test_what_is_best_already_takes_no_solving():
     found = improve_exactly([9.0, 1.0, 2.0], np.array([0, 1, 1], np.int32), 2)
 
     assert (found.nodes, found.is_optimal, found.bound) == (0, True, 9.0)
@@ -484,15 +472,13 @@ def test_what_is_best_already_takes_no_solving() -> None:
         ),
     ],
 )
-def test_what_can_t_be_improved_is_refused_in_a_sentence(
-    arguments: dict[str, Any], error: type[InputError], words: str
-) -> None:
+def test_what_can_t_be_improved_is_refused_in_a_sentence(arguments, error, words):
     with pytest.raises(error, match=words):
         improve_exactly(**({"work": [1.0, 2.0], "group_of": np.array([0, 1]), "num_groups": 2} | arguments))
 
 
 @needs_solver
-def test_the_solver_prints_nothing() -> None:
+def test_the_solver_prints_nothing():
     # In a process of its own: what it would print comes once a process.
     script = (
         "import numpy as np\n"
@@ -506,7 +492,7 @@ def test_the_solver_prints_nothing() -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-def test_without_the_solver_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_solver_its_installation_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "highspy", None)
 
     with pytest.raises(MissingExtraError, match=r'pip install "varlen\[plan\]"'):

@@ -12,7 +12,6 @@ from varlen.plan import kernels_groups
 from varlen.plan.baselines.dynamic_cp import by_need, by_speed, divisions, dynamic_cp_candidates, seated
 from varlen.plan.baselines.packed import (
     ORDERS,
-    Order,
     balanced_candidates,
     by_differencing,
     capacities,
@@ -89,7 +88,7 @@ Step = tuple[np.ndarray, np.ndarray, Mesh]
 
 @settings(max_examples=20)
 @given(steps(), st.integers(500, 20_000))
-def test_shared_documents_stand_on_each_of_their_ranks_in_one_order(step: Step, capacity: int) -> None:
+def test_shared_documents_stand_on_each_of_their_ranks_in_one_order(step, capacity):
     lengths, work, mesh = step
 
     labels = []
@@ -100,7 +99,7 @@ def test_shared_documents_stand_on_each_of_their_ranks_in_one_order(step: Step, 
     assert len(labels) == len(set(labels))
 
 
-def test_a_long_document_is_shared_by_as_few_ranks_as_hold_it() -> None:
+def test_a_long_document_is_shared_by_as_few_ranks_as_hold_it():
     lengths = np.array([8000, 3000, 900, 0], np.int32)
     work = np.repeat(lengths.astype(np.float64)[:, None], 4, axis=1) / 2.0 ** np.arange(4)
 
@@ -113,7 +112,7 @@ def test_a_long_document_is_shared_by_as_few_ranks_as_hold_it() -> None:
     assert batches[group_of[1]] == batches[group_of[2]] == 1
 
 
-def test_ranks_that_are_left_over_share_the_slowest() -> None:
+def test_ranks_that_are_left_over_share_the_slowest():
     lengths = np.array([1000, 100], np.int32)
     work = np.repeat(lengths.astype(np.float64)[:, None], 3, axis=1) / 2.0 ** np.arange(3)
 
@@ -122,7 +121,7 @@ def test_ranks_that_are_left_over_share_the_slowest() -> None:
     assert levels[group_of].tolist() == [1, 1]
 
 
-def test_a_micro_batch_is_about_as_fast_as_all_ranks_together() -> None:
+def test_a_micro_batch_is_about_as_fast_as_all_ranks_together():
     random = np.random.default_rng(0)
     lengths = np.minimum(random.lognormal(7, 1.5, 400), 100_000).astype(np.int32) + 1
     own = 1e-6 * lengths + 1e-10 * lengths.astype(np.float64) ** 2
@@ -138,9 +137,7 @@ def test_a_micro_batch_is_about_as_fast_as_all_ranks_together() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=50), st.integers(1, 10))
-def test_divisions_hold_every_document_once_and_leave_no_micro_batch_empty(
-    lengths: list[int], count: int
-) -> None:
+def test_divisions_hold_every_document_once_and_leave_no_micro_batch_empty(lengths, count):
     values = np.array(lengths, np.int32)
     count = min(count, np.count_nonzero(values))
     if not count:
@@ -156,7 +153,7 @@ def test_divisions_hold_every_document_once_and_leave_no_micro_batch_empty(
     assert batch_of.max() == count - 1
 
 
-def test_groups_are_seated_on_the_ranks_with_the_least_work_so_far() -> None:
+def test_groups_are_seated_on_the_ranks_with_the_least_work_so_far():
     loads = np.array([5.0, 1.0, 3.0, 2.0])
     levels = np.array([1, 0, 0, 1], np.int32)
     batches = np.array([0, 0, 0, 1], np.int32)
@@ -164,7 +161,7 @@ def test_groups_are_seated_on_the_ranks_with_the_least_work_so_far() -> None:
     assert seated(loads, levels, batches, 4).tolist() == [0, 3, 2, 2]
 
 
-def test_what_a_rank_cannot_hold_is_never_left_to_fewer_ranks() -> None:
+def test_what_a_rank_cannot_hold_is_never_left_to_fewer_ranks():
     lengths = np.full(3, 3000, np.int32)  # four ranks each: two side by side on eight, and one alone
     work = np.repeat(lengths.astype(np.float64)[:, None], 4, axis=1) / 2.0 ** np.arange(4)
 
@@ -188,9 +185,7 @@ def documents(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, int]:
 
 
 @given(documents(), st.integers(1, 12))
-def test_filling_by_workload_equals_its_reference(
-    drawn: tuple[np.ndarray, np.ndarray, int, int], num_packs: int
-) -> None:
+def test_filling_by_workload_equals_its_reference(drawn, num_packs):
     lengths, work, _, limit = drawn
     order = np.argsort(-lengths, kind="stable").astype(np.int32)
     compiled, readable = (np.full(lengths.size, -1, np.int32) for _ in range(2))
@@ -203,7 +198,7 @@ def test_filling_by_workload_equals_its_reference(
 
 
 @given(documents())
-def test_sharing_equals_its_reference(drawn: tuple[np.ndarray, np.ndarray, int, int]) -> None:
+def test_sharing_equals_its_reference(drawn):
     lengths, work, dp, limit = drawn
     order = np.argsort(-work[:, 0], kind="stable").astype(np.int32)
     found = []
@@ -216,7 +211,7 @@ def test_sharing_equals_its_reference(drawn: tuple[np.ndarray, np.ndarray, int, 
     assert (2 ** levels[:count]).sum() <= dp
 
 
-def test_sharing_adds_up_as_its_reference_does() -> None:
+def test_sharing_adds_up_as_its_reference_does():
     """Beside one long document it gains nothing to share the others, unless sums are rounded otherwise."""
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -234,9 +229,7 @@ def test_sharing_adds_up_as_its_reference_does() -> None:
 
 
 @given(documents(), st.integers(1, 200))
-def test_filling_by_need_equals_its_reference(
-    drawn: tuple[np.ndarray, np.ndarray, int, int], target: int
-) -> None:
+def test_filling_by_need_equals_its_reference(drawn, target):
     lengths, work, dp, limit = drawn
     least = (lengths % work.shape[1]).astype(np.int32)
     order = np.lexsort((-work[:, 0], -least)).astype(np.int32)
@@ -275,7 +268,7 @@ def _sizes(dp: int, count: int, num_levels: int) -> list[tuple[int, ...]]:
     return [levels for levels in every if sum(2**level for level in levels) <= dp]
 
 
-def test_sharing_is_within_a_tenth_of_the_best_there_is_on_average() -> None:
+def test_sharing_is_within_a_tenth_of_the_best_there_is_on_average():
     random = np.random.default_rng(0)
     ratios = []
     for _ in range(60):
@@ -293,7 +286,7 @@ def test_sharing_is_within_a_tenth_of_the_best_there_is_on_average() -> None:
     assert max(ratios) < 1.5, max(ratios)
 
 
-def test_a_document_over_every_limit_is_shared_all_the_same() -> None:
+def test_a_document_over_every_limit_is_shared_all_the_same():
     group_of, levels = np.full(1, -1, np.int32), np.zeros(4, np.int32)
     work = np.array([[8.0, 4.0, 2.0]])
 
@@ -308,7 +301,7 @@ PACKS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), max_size=40)
 
 
 @given(PACKS, st.sampled_from(ORDERS))
-def test_every_pack_stands_once_within_its_group(packs: list[tuple[int, int]], order: Order) -> None:
+def test_every_pack_stands_once_within_its_group(packs, order):
     work = np.array([pack[0] for pack in packs], np.float64)
     group_of = np.array([pack[1] for pack in packs], np.int32)
 
@@ -328,7 +321,7 @@ def test_every_pack_stands_once_within_its_group(packs: list[tuple[int, int]], o
         ("long_ends", [5, 3, 1, 2, 4]),
     ],
 )
-def test_heavy_packs_stand_where_the_order_says(order: Order, expected: list[float]) -> None:
+def test_heavy_packs_stand_where_the_order_says(order, expected):
     work = np.array([4.0, 1, 5, 2, 3, 9, 8])
     group_of = np.array([0, 0, 0, 0, 0, 1, 1], np.int32)
 
@@ -338,7 +331,7 @@ def test_heavy_packs_stand_where_the_order_says(order: Order, expected: list[flo
     assert sorted(found[5:].tolist()) == [8, 9]
 
 
-def test_random_is_the_same_every_time_and_no_other_order() -> None:
+def test_random_is_the_same_every_time_and_no_other_order():
     work, group_of = np.arange(50.0), np.zeros(50, np.int32)
 
     found = ordered(work, group_of, "random")
@@ -348,13 +341,13 @@ def test_random_is_the_same_every_time_and_no_other_order() -> None:
 
 
 @given(steps(), st.integers(500, 6000))
-def test_packs_as_users_run_them_hold_every_document(step: Step, capacity: int) -> None:
+def test_packs_as_users_run_them_hold_every_document(step, capacity):
     lengths, _, mesh = step
 
     check(packed(lengths, mesh, capacity), lengths, mesh)
 
 
-def test_packs_are_dealt_in_turn() -> None:
+def test_packs_are_dealt_in_turn():
     candidate = packed(np.array([8, 8, 8, 5, 3], np.int32), Mesh(dp=3), 8)
 
     assert candidate.forward.counts.tolist() == [2, 1, 1]
@@ -363,7 +356,7 @@ def test_packs_are_dealt_in_turn() -> None:
     assert candidate.label == "capacity 8, round robin"
 
 
-def test_where_parameters_are_sharded_empty_micropacks_even_the_counts_out() -> None:
+def test_where_parameters_are_sharded_empty_micropacks_even_the_counts_out():
     candidate = packed(np.array([8, 8, 8, 5, 3], np.int32), Mesh(dp=3, sharding="parameters"), 8)
 
     assert candidate.forward.counts.tolist() == [2, 2, 2]
@@ -372,7 +365,7 @@ def test_where_parameters_are_sharded_empty_micropacks_even_the_counts_out() -> 
 
 @settings(max_examples=30)
 @given(steps(), st.integers(500, 20_000))
-def test_tuned_packs_hold_every_document(step: Step, capacity: int) -> None:
+def test_tuned_packs_hold_every_document(step, capacity):
     lengths, work, mesh = step
 
     for candidate in packed_candidates(lengths, work[:, 0], mesh, capacity):
@@ -381,7 +374,7 @@ def test_tuned_packs_hold_every_document(step: Step, capacity: int) -> None:
 
 @settings(max_examples=20)
 @given(steps())
-def test_balanced_micro_batches_hold_every_document(step: Step) -> None:
+def test_balanced_micro_batches_hold_every_document(step):
     lengths, work, mesh = step
 
     for candidate in balanced_candidates(lengths, work[:, 0], mesh):
@@ -389,28 +382,28 @@ def test_balanced_micro_batches_hold_every_document(step: Step) -> None:
         assert candidate.forward.counts.max() <= max(lengths.size, 1)
 
 
-def test_what_is_longer_than_a_smaller_capacity_is_a_pack_of_its_own() -> None:
+def test_what_is_longer_than_a_smaller_capacity_is_a_pack_of_its_own():
     pack_of, num_packs = packs_of(np.array([9, 2, 20, 0, 6], np.int32), 8)
 
     assert pack_of.tolist() == [1, 0, 2, -1, 0]
     assert num_packs == 3
 
 
-def test_capacities_are_halved_down_to_what_kernels_need() -> None:
+def test_capacities_are_halved_down_to_what_kernels_need():
     assert capacities(65_536) == [65_536, 32_768, 16_384, 8_192, 4_096, 2_048]
     assert capacities(3_000) == [3_000, 1_500]
     assert capacities(100) == [100]
 
 
 @given(st.lists(st.integers(1, 100), min_size=9, max_size=60), st.integers(2, 8))
-def test_equal_numbers_of_packs_are_nearly_equal(work: list[int], dp: int) -> None:
+def test_equal_numbers_of_packs_are_nearly_equal(work, dp):
     ranks = equal_counts(np.array(work, np.float64), dp)
 
     counts = np.bincount(ranks, minlength=dp)
     assert counts.max() == -(-len(work) // dp)
 
 
-def test_tuning_finds_even_ranks_and_short_packs_where_packs_are_uneven() -> None:
+def test_tuning_finds_even_ranks_and_short_packs_where_packs_are_uneven():
     lengths = np.array([4096, 4096, *[64] * 128], np.int32)
     work = lengths.astype(np.float64) ** 2
     mesh = Mesh(dp=2)
@@ -426,7 +419,7 @@ def test_tuning_finds_even_ranks_and_short_packs_where_packs_are_uneven() -> Non
     assert len(labels) == len(set(labels))
 
 
-def test_counts_of_micro_batches_follow_stages_and_tokens() -> None:
+def test_counts_of_micro_batches_follow_stages_and_tokens():
     mesh = Mesh(dp=2, pp=4)
 
     tokens = np.full(1000, 1000, np.int32)
@@ -436,7 +429,7 @@ def test_counts_of_micro_batches_follow_stages_and_tokens() -> None:
     assert micro_batch_counts(np.full(3, 10**6, np.int32), mesh) == (3,)
 
 
-def test_differencing_leaves_no_rank_more_than_the_longest_document() -> None:
+def test_differencing_leaves_no_rank_more_than_the_longest_document():
     work = np.array([10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0])
 
     pack_of, ranks = by_differencing(work, 4, 2)
@@ -448,7 +441,7 @@ def test_differencing_leaves_no_rank_more_than_the_longest_document() -> None:
 
 
 @given(steps())
-def test_filling_by_workload_keeps_within_twice_the_even_share_of_tokens(step: Step) -> None:
+def test_filling_by_workload_keeps_within_twice_the_even_share_of_tokens(step):
     lengths, work, mesh = step
     lengths = lengths[lengths > 0]
     if not lengths.size:
@@ -461,7 +454,7 @@ def test_filling_by_workload_keeps_within_twice_the_even_share_of_tokens(step: S
             assert tokens.max() <= max(2 * share, longest)
 
 
-def test_short_documents_spill_over_from_a_micro_batch_that_is_full_of_tokens() -> None:
+def test_short_documents_spill_over_from_a_micro_batch_that_is_full_of_tokens():
     lengths = np.array([1000] * 3 + [10] * 1000, np.int32)
     work = lengths.astype(np.float64) ** 2  # all the short ones together are a tenth of a long one
 

@@ -1,6 +1,5 @@
 """A plan that keeps every rule passes, one that breaks a rule is found, and a plan is the same to its last bit."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from random import Random
 from typing import Any, get_args
@@ -95,7 +94,7 @@ def shared_plan(**changes: Any) -> StepPlan:
 
 
 @given(st.integers(0, 10**9))
-def test_a_plan_that_keeps_every_rule_passes(seed: int) -> None:
+def test_a_plan_that_keeps_every_rule_passes(seed):
     plan = random_plan(seed)
 
     check_plan(plan)
@@ -105,9 +104,7 @@ def test_a_plan_that_keeps_every_rule_passes(seed: int) -> None:
 
 @settings(max_examples=4 * settings().max_examples)
 @given(st.integers(0, 10**9), st.sampled_from(ARRAYS), st.integers(0, 10**9))
-def test_a_single_entry_changed_is_found_unless_the_plan_still_keeps_every_rule(
-    seed: int, name: str, dice: int
-) -> None:
+def test_a_single_entry_changed_is_found_unless_the_plan_still_keeps_every_rule(seed, name, dice):
     plan, random = random_plan(seed, most_documents=5), Random(dice)
     array = array_of(plan, name).copy()
     if not array.size:
@@ -132,7 +129,7 @@ def test_a_single_entry_changed_is_found_unless_the_plan_still_keeps_every_rule(
 
 @settings(max_examples=2 * settings().max_examples)
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
-def test_tasks_in_another_order_are_found_unless_they_can_be_run(seed: int, dice: int) -> None:
+def test_tasks_in_another_order_are_found_unless_they_can_be_run(seed, dice):
     plan, random = random_plan(seed, most_documents=6), Random(dice)
     places = np.flatnonzero(np.diff(plan.task_offsets) > 1).tolist()
     if not places:
@@ -152,7 +149,7 @@ def test_tasks_in_another_order_are_found_unless_they_can_be_run(seed: int, dice
 
 
 @given(st.integers(0, 10**9))
-def test_every_token_but_the_last_of_each_document_is_a_target_however_it_is_cut(seed: int) -> None:
+def test_every_token_but_the_last_of_each_document_is_a_target_however_it_is_cut(seed):
     plan = random_plan(seed)
     wanted = [max(length - 1, 0) for length in plan.lengths.tolist()]
 
@@ -160,7 +157,7 @@ def test_every_token_but_the_last_of_each_document_is_a_target_however_it_is_cut
     assert targets_per_document(plan, "backward").tolist() == wanted
 
 
-def test_a_shared_document_passes_where_its_ranks_agree() -> None:
+def test_a_shared_document_passes_where_its_ranks_agree():
     check_plan(shared_plan())
     assert keeps_every_rule(shared_plan())
 
@@ -268,13 +265,13 @@ def test_a_shared_document_passes_where_its_ranks_agree() -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_plan_is_said_in_a_sentence(plan: StepPlan, words: str) -> None:
+def test_what_is_wrong_with_a_plan_is_said_in_a_sentence(plan, words):
     with pytest.raises(PlanError, match=words):
         check_plan(plan)
 
 
 @pytest.mark.parametrize(("first", "num"), [(0, 3), (1, 2), (2, 4), (4, 4), (-1, 1)])
-def test_a_document_stands_on_an_aligned_power_of_two_of_ranks(first: int, num: int) -> None:
+def test_a_document_stands_on_an_aligned_power_of_two_of_ranks(first, num):
     ranks = [[[(0, 0, 8)]] if first <= rank < first + num else [[]] for rank in range(6)]
     plan = StepPlan(
         lengths=np.array([8], np.int32),
@@ -301,12 +298,12 @@ def test_a_document_stands_on_an_aligned_power_of_two_of_ranks(first: int, num: 
         ({"recompute_share": 0.5}, "recompute='full', recompute_share=0.5"),
     ],
 )
-def test_passes_cut_apart_are_found_where_layers_keep_activations(kept: dict[str, Any], said: str) -> None:
+def test_passes_cut_apart_are_found_where_layers_keep_activations(kept, said):
     with pytest.raises(PlanError, match=rf"stands in one pass alone \(3 do\); .* {said}"):
         check_plan(shared_plan(**kept))
 
 
-def test_a_micropack_over_the_capacity_is_found_and_a_shared_slice_counts_by_its_part() -> None:
+def test_a_micropack_over_the_capacity_is_found_and_a_shared_slice_counts_by_its_part():
     check_plan(shared_plan(), capacity=5)
     with pytest.raises(
         PlanError, match=r"forward MicroPack 1 on rank 0 holds 5 tokens, over the capacity of 4 \(1 of 5"
@@ -314,7 +311,7 @@ def test_a_micropack_over_the_capacity_is_found_and_a_shared_slice_counts_by_its
         check_plan(shared_plan(), capacity=4)
 
 
-def test_a_peak_over_the_card_s_memory_is_found() -> None:
+def test_a_peak_over_the_card_s_memory_is_found():
     cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"))
     plan = shared_plan(mesh=Mesh(dp=2, tp=8))
     limit = cost.memory(plan.mesh).limit_bytes
@@ -337,7 +334,7 @@ def test_a_peak_over_the_card_s_memory_is_found() -> None:
 
 @settings(max_examples=settings().max_examples // 2)
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
-def test_the_simulator_runs_what_passes_and_no_other(seed: int, dice: int) -> None:
+def test_the_simulator_runs_what_passes_and_no_other(seed, dice):
     cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"))
     plan, random = random_plan(seed), Random(dice)
     if not plan.num_tokens:
@@ -358,7 +355,7 @@ def test_the_simulator_runs_what_passes_and_no_other(seed: int, dice: int) -> No
         simulate(shuffled, cost)
 
 
-def test_the_codes_of_tasks_are_those_of_the_plan() -> None:
+def test_the_codes_of_tasks_are_those_of_the_plan():
     assert (FORWARD, BACKWARD, WEIGHT) == (0, 1, 2)
 
 
@@ -381,9 +378,7 @@ def step_of(seed: int, method: PlanMethod) -> tuple[np.ndarray, vl.CostModel, vl
 
 
 @pytest.mark.parametrize("method", get_args(PlanMethod))
-def test_a_plan_and_its_seconds_are_the_same_without_kernels(
-    method: PlanMethod, plain_python: Callable[[bool], None]
-) -> None:
+def test_a_plan_and_its_seconds_are_the_same_without_kernels(method, plain_python):
     for seed in range(5) if IS_SOAK else (0, 3):
         lengths, cost, mesh = step_of(seed, method)
         found = []
@@ -399,9 +394,7 @@ def test_a_plan_and_its_seconds_are_the_same_without_kernels(
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("cp", [1, 3])
 @pytest.mark.parametrize("sharding", get_args(Sharding))
-def test_a_rank_has_the_same_to_do_as_the_planner_and_as_a_plan_say(
-    sharding: Sharding, cp: int, splits: bool
-) -> None:
+def test_a_rank_has_the_same_to_do_as_the_planner_and_as_a_plan_say(sharding, cp, splits):
     mesh = vl.Mesh(dp=3, pp=4, cp=cp, tp=4, sharding=sharding)
     cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
     lengths = np.exp(np.random.default_rng(cp).uniform(3, 11, 90)).astype(np.int32)
@@ -429,7 +422,7 @@ def test_a_rank_has_the_same_to_do_as_the_planner_and_as_a_plan_say(
     st.lists(st.floats(0.01, 1), min_size=1, max_size=9, unique=True),
     st.integers(0, 2**32 - 1),
 )
-def test_rates_are_interpolated_as_by_numpy(at: list[float], grid: list[float], seed: int) -> None:
+def test_rates_are_interpolated_as_by_numpy(at, grid, seed):
     points, values = np.sort(grid), np.random.default_rng(seed).random(len(grid))
     where = np.concatenate([at, points])
 

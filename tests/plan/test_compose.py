@@ -78,7 +78,7 @@ def _block_of(
     st.lists(st.floats(0, 9, width=16), min_size=1, max_size=8),
 )
 @settings(deadline=None)
-def test_filling_agrees_with_its_reference(work: list[float], loads: list[float]) -> None:
+def test_filling_agrees_with_its_reference(work, loads):
     answers = []
     for home in (kernels_compose, reference_compose):
         filled = np.array(loads, float)
@@ -94,14 +94,8 @@ def test_filling_agrees_with_its_reference(work: list[float], loads: list[float]
 )
 @settings(deadline=None)
 def test_composing_and_its_seconds_agree_with_their_references(
-    drawn: list[tuple[int, int]],
-    count: int,
-    part: float,
-    graded: bool,
-    in_step: bool,
-    by_work: bool,
-    mixes: bool,
-) -> None:
+    drawn, count, part, graded, in_step, by_work, mixes
+):
     documents = rank_of([length for length, _ in drawn], [ranks for _, ranks in drawn])
     given, ends = documents.table, np.array([2, 1] if graded else [0, 0])
     own, chained = (
@@ -137,9 +131,7 @@ def test_composing_and_its_seconds_agree_with_their_references(
 
 @given(st.data(), *(st.integers(0, most) for most in (6, 8, 3, 3, 9)), st.booleans())
 @settings(deadline=None)
-def test_arranging_agrees_with_its_reference(
-    data: st.DataObject, num_cut: int, num_plain: int, heads: int, tails: int, num_whole: int, in_step: bool
-) -> None:
+def test_arranging_agrees_with_its_reference(data, num_cut, num_plain, heads, tails, num_whole, in_step):
     num_packs = num_cut + num_plain + heads + tails
     if num_packs == 0:
         num_whole = 0
@@ -161,9 +153,7 @@ def test_arranging_agrees_with_its_reference(
 
 @given(lengths_of_a_rank, st.integers(1, 20), st.floats(0.3, 3.0), st.integers(1, 3))
 @settings(deadline=None, max_examples=60)
-def test_what_a_backward_waits_for_agrees_with_its_reference(
-    lengths: list[int], count: int, factor: float, cp: int
-) -> None:
+def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, factor, cp):
     ahead = composed(rank_of(lengths), count)
     back = recut(ahead, factor, least_rows=1024, rates=COSTS.rates)
     back = back.extended(back.num_micropacks + 2)
@@ -211,8 +201,8 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(
 )
 @settings(deadline=None, max_examples=80)
 def test_every_token_stands_in_one_slice_of_the_forward_and_of_a_backward_composed_apart(
-    lengths: list[int], count: int, steps: int, tails: int, smallest: float, in_step: bool
-) -> None:
+    lengths, count, steps, tails, smallest, in_step
+):
     ahead = composed(
         rank_of(lengths), count, Grading(heads=steps, tails=tails, smallest=smallest), in_step=in_step
     )
@@ -229,9 +219,7 @@ def test_every_token_stands_in_one_slice_of_the_forward_and_of_a_backward_compos
 
 @given(lengths_of_a_rank, st.integers(1, 40))
 @settings(deadline=None, max_examples=80)
-def test_slices_of_a_long_document_follow_each_other_and_hold_enough_rows(
-    lengths: list[int], count: int
-) -> None:
+def test_slices_of_a_long_document_follow_each_other_and_hold_enough_rows(lengths, count):
     made = composed(rank_of(lengths), count)
     packs = np.repeat(np.arange(made.num_micropacks), np.diff(made.slice_offsets))
     starts, stops, _, ids, _ = made.slices
@@ -243,7 +231,7 @@ def test_slices_of_a_long_document_follow_each_other_and_hold_enough_rows(
             assert (stops - starts)[mine].min() >= 2048
 
 
-def test_slices_of_a_long_document_cost_equally() -> None:
+def test_slices_of_a_long_document_cost_equally():
     made = composed(rank_of([100_000]), 8)
     prices = priced(COSTS, made.slice_offsets, made.slices)
     seconds = prices[:, [0, 2, 4]].sum(axis=1)
@@ -252,7 +240,7 @@ def test_slices_of_a_long_document_cost_equally() -> None:
     assert seconds.max() / seconds.min() < 1.2
 
 
-def test_micropacks_of_short_documents_cost_equally() -> None:
+def test_micropacks_of_short_documents_cost_equally():
     rng = np.random.default_rng(0)
     made = composed(rank_of(rng.integers(20, 3000, 400).tolist()), 24)
     seconds = priced(COSTS, made.slice_offsets, made.slices)[:, [0, 2, 4]].sum(axis=1)
@@ -261,7 +249,7 @@ def test_micropacks_of_short_documents_cost_equally() -> None:
     assert seconds.max() / seconds.min() < 1.02
 
 
-def test_without_an_order_chains_stand_as_their_documents_do() -> None:
+def test_without_an_order_chains_stand_as_their_documents_do():
     lengths = [500, 30_000, 700, 60_000, 900, 40_000, 80]
     for by_work, expected in ((True, [3, 5, 1]), (False, [1, 3, 5])):
         made = composed(rank_of(lengths), 12, by_work=by_work)
@@ -271,7 +259,7 @@ def test_without_an_order_chains_stand_as_their_documents_do() -> None:
         assert sorted(set(made.slices[3].tolist())) == list(range(7))
 
 
-def test_grades_rise_at_the_start_and_fall_at_the_end() -> None:
+def test_grades_rise_at_the_start_and_fall_at_the_end():
     rng = np.random.default_rng(0)
     made = composed(
         rank_of(rng.integers(20, 3000, 800).tolist()),
@@ -286,7 +274,7 @@ def test_grades_rise_at_the_start_and_fall_at_the_end() -> None:
     assert rows[0] < 0.5 * rows[12]
 
 
-def test_small_micropacks_stand_at_the_end_that_they_are_wanted_at() -> None:
+def test_small_micropacks_stand_at_the_end_that_they_are_wanted_at():
     documents = rank_of(np.random.default_rng(0).integers(20, 3000, 800).tolist())
     for heads, tails in ((5, 0), (0, 5), (3, 6)):
         made = composed(documents, 24, Grading(heads=heads, tails=tails, smallest=0.2), least_rows=256)
@@ -296,7 +284,7 @@ def test_small_micropacks_stand_at_the_end_that_they_are_wanted_at() -> None:
         assert (rows < 0.9 * whole).tolist() == [place < heads or place >= 24 - tails for place in range(24)]
 
 
-def test_documents_of_a_rank_alone_fill_what_shared_slices_leave() -> None:
+def test_documents_of_a_rank_alone_fill_what_shared_slices_leave():
     documents = rank_of([60_000, *[1500] * 20], [4, *[1] * 20])
     budget = 0.5 * float(documents.work.sum()) / 8
     for mixes in (True, False):
@@ -309,7 +297,7 @@ def test_documents_of_a_rank_alone_fill_what_shared_slices_leave() -> None:
         assert beside.any() == mixes
 
 
-def test_short_documents_that_the_same_ranks_share_stand_in_one_micropack() -> None:
+def test_short_documents_that_the_same_ranks_share_stand_in_one_micropack():
     documents = rank_of([60_000, *[3000] * 24, *[500] * 9], [4, *[4] * 24, *[1] * 9])
     budget = float(documents.work.sum()) / 10
     made = composed(documents, 10, budget=budget, in_step=True)
@@ -321,7 +309,7 @@ def test_short_documents_that_the_same_ranks_share_stand_in_one_micropack() -> N
     assert np.unique(packs[short]).size == int(np.ceil(needed)) < 24
 
 
-def test_a_backward_runs_chains_in_order_and_each_from_its_end() -> None:
+def test_a_backward_runs_chains_in_order_and_each_from_its_end():
     composition = Composition(
         slice_offsets=np.arange(6, dtype=np.int32),
         slices=np.zeros((5, 5), np.int32),
@@ -331,7 +319,7 @@ def test_a_backward_runs_chains_in_order_and_each_from_its_end() -> None:
     assert composition.backward_order.tolist() == [0, 3, 2, 1, 4]
 
 
-def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place() -> None:
+def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place():
     lengths = np.array([90_000, 70_000, 3000, 2000, 1500, 9000, 800, 100], np.int32)
     groups = grouped(lengths, np.array([4, 2, 1, 1, 1, 1, 1, 1], np.int32), 4, COSTS.rates)
     made = padded(
@@ -355,7 +343,7 @@ def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place
         assert all(place == places[0] for place in places)
 
 
-def test_what_goes_into_layers_goes_in_the_pieces_of_forward_slices() -> None:
+def test_what_goes_into_layers_goes_in_the_pieces_of_forward_slices():
     ahead = composed(rank_of([50_000, 800, 900]), 8)
     back = recut(ahead, 1.5, least_rows=1024, rates=COSTS.rates)
     pieces = ahead.slices[[0, 1, 3]].T.tolist()
@@ -375,7 +363,7 @@ def test_what_goes_into_layers_goes_in_the_pieces_of_forward_slices() -> None:
     assert sorted(counts[OWN].tolist()) != sorted(wanted)
 
 
-def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack() -> None:
+def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack():
     ranks = padded(
         [composed(rank_of([50_000, 800, 900]), 8), composed(rank_of([20_000, 9000, 4000], first_id=3), 8)]
     )
@@ -395,9 +383,7 @@ def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack() -> None:
 
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=30), st.integers(0, 4), st.floats(0.1, 1.5))
 @settings(deadline=None, max_examples=60)
-def test_groups_are_aligned_powers_of_two_and_blocks_hold_them_whole(
-    lengths: list[int], levels: int, threshold: float
-) -> None:
+def test_groups_are_aligned_powers_of_two_and_blocks_hold_them_whole(lengths, levels, threshold):
     held, dp = np.array(lengths, np.int32), 2**levels
     sizes = merged_sizes(held, dp, COSTS.rates, threshold=threshold, most_ranks=8, most_rows=30_000)
     groups = grouped(held, sizes, dp, COSTS.rates)
@@ -416,7 +402,7 @@ def test_groups_are_aligned_powers_of_two_and_blocks_hold_them_whole(
     assert groups.loads(dp).sum() == pytest.approx((groups.work * sizes)[used].sum())
 
 
-def test_a_document_that_costs_more_than_a_rank_is_shared_by_as_few_ranks_as_are_enough() -> None:
+def test_a_document_that_costs_more_than_a_rank_is_shared_by_as_few_ranks_as_are_enough():
     lengths = np.append(np.full(60, 2000), [120_000]).astype(np.int32)
     alone = seconds_of(lengths, np.ones(61, np.int32), 8192.0, COSTS.rates)
 
@@ -429,7 +415,7 @@ def test_a_document_that_costs_more_than_a_rank_is_shared_by_as_few_ranks_as_are
     assert seconds_of(lengths, sizes // 2 + (sizes == 1), 8192.0, COSTS.rates)[60] > 0.9 * share
 
 
-def test_loads_count_every_rank_that_shares_a_document() -> None:
+def test_loads_count_every_rank_that_shares_a_document():
     groups = Groups(
         first_ranks=np.array([0, 2, -1, 3], np.int32),
         num_ranks=np.array([2, 2, 1, 1], np.int32),

@@ -35,9 +35,7 @@ def one_by_one(
 
 
 @given(STEPS, LINES, st.integers(1, 5), st.integers(1, 6))
-def test_nothing_is_lost_and_no_document_waits_too_long(
-    steps: list[list[int]], thresholds: list[int], count: int, most_steps: int
-) -> None:
+def test_nothing_is_lost_and_no_document_waits_too_long(steps, thresholds, count, most_steps):
     lengths, offsets = flat(steps)
 
     ids, new_offsets = vl.delay_outliers(
@@ -55,9 +53,7 @@ def test_nothing_is_lost_and_no_document_waits_too_long(
 
 
 @given(STEPS, LINES, st.integers(1, 5))
-def test_documents_of_a_line_come_in_the_order_in_which_they_were_drawn(
-    steps: list[list[int]], thresholds: list[int], count: int
-) -> None:
+def test_documents_of_a_line_come_in_the_order_in_which_they_were_drawn(steps, thresholds, count):
     lengths, offsets = flat([[*step, 0] for step in steps])  # a step that would be empty takes the newest
 
     ids, _ = vl.delay_outliers(lengths, offsets, thresholds=thresholds, count=count)
@@ -68,7 +64,7 @@ def test_documents_of_a_line_come_in_the_order_in_which_they_were_drawn(
 
 
 @given(STEPS, st.integers(1, 5))
-def test_a_line_never_holds_as_many_as_there_are_micro_batches(steps: list[list[int]], count: int) -> None:
+def test_a_line_never_holds_as_many_as_there_are_micro_batches(steps, count):
     _, behind = one_by_one(steps, vl.Waiting(), thresholds=[40, 80], count=count, most_steps=1000)
 
     for waiting in behind:
@@ -78,8 +74,8 @@ def test_a_line_never_holds_as_many_as_there_are_micro_batches(steps: list[list[
 
 @given(STEPS, LINES, st.integers(1, 5), st.integers(1, 6), st.data())
 def test_a_run_goes_on_from_a_saved_state_as_if_it_had_not_stopped(
-    steps: list[list[int]], thresholds: list[int], count: int, most_steps: int, data: st.DataObject
-) -> None:
+    steps, thresholds, count, most_steps, data
+):
     settings: dict[str, Any] = {"thresholds": thresholds, "count": count, "most_steps": most_steps}
     stop = data.draw(st.integers(1, len(steps)))
     whole, behind = one_by_one(steps, vl.Waiting(), **settings)
@@ -96,7 +92,7 @@ def test_a_run_goes_on_from_a_saved_state_as_if_it_had_not_stopped(
     assert ids.tolist() == [d for step in whole for d in step] + behind[-1].document_ids.tolist()
 
 
-def test_long_documents_are_trained_together() -> None:
+def test_long_documents_are_trained_together():
     lengths = [90, 1, 1, 95, 1, 1, 50, 1]
 
     ids, offsets = vl.delay_outliers(lengths, [0, 3, 6, 8], thresholds=[80], count=2)
@@ -105,7 +101,7 @@ def test_long_documents_are_trained_together() -> None:
     assert offsets.tolist() == [0, 2, 6, 8]
 
 
-def test_whoever_has_waited_long_enough_goes_alone() -> None:
+def test_whoever_has_waited_long_enough_goes_alone():
     settings: dict[str, Any] = {"thresholds": [80], "count": 2, "most_steps": 2}
 
     ids, _, waiting = vl.delay_step([7, 8], [90, 1], vl.Waiting(), **settings)
@@ -118,7 +114,7 @@ def test_whoever_has_waited_long_enough_goes_alone() -> None:
     assert (last.tolist(), lengths.tolist(), none.lengths.size) == ([7], [90], 0)
 
 
-def test_a_step_of_long_documents_alone_is_not_left_empty() -> None:
+def test_a_step_of_long_documents_alone_is_not_left_empty():
     settings: dict[str, Any] = {"thresholds": [80], "count": 4}
     _, _, waiting = vl.delay_step([1, 2], [90, 5], vl.Waiting(), **settings)
 
@@ -128,7 +124,7 @@ def test_a_step_of_long_documents_alone_is_not_left_empty() -> None:
     assert waiting.document_ids.tolist() == [1]
 
 
-def test_a_document_that_waits_may_be_drawn_again_in_the_next_epoch() -> None:
+def test_a_document_that_waits_may_be_drawn_again_in_the_next_epoch():
     settings: dict[str, Any] = {"thresholds": [80], "count": 2}
     _, _, waiting = vl.delay_step([5, 6], [90, 1], vl.Waiting(), **settings)
 
@@ -138,7 +134,7 @@ def test_a_document_that_waits_may_be_drawn_again_in_the_next_epoch() -> None:
 
 
 @pytest.mark.soak
-def test_whole_documents_gain_more_from_waiting_than_slices_do() -> None:
+def test_whole_documents_gain_more_from_waiting_than_slices_do():
     lengths = np.random.default_rng(7).lognormal(7.5, 1.6, 4 * 48).clip(32, 131_072).astype(np.int32)
     drawn = np.arange(lengths.size), np.arange(5) * 48
     waited = vl.delay_outliers(lengths, drawn[1], thresholds=[32_768], count=8)
@@ -178,9 +174,7 @@ def test_whole_documents_gain_more_from_waiting_than_slices_do() -> None:
         ({"step_offsets": [0.0, 2.0]}, LengthsError, "rise from 0 to 2"),
     ],
 )
-def test_lines_that_make_no_sense_are_refused(
-    changed: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_lines_that_make_no_sense_are_refused(changed, error, words):
     given: dict[str, Any] = {"step_offsets": [0, 2], "thresholds": [40], "count": 2} | changed
 
     with pytest.raises(error, match=words):
@@ -188,12 +182,12 @@ def test_lines_that_make_no_sense_are_refused(
 
 
 @pytest.mark.parametrize("ids", [[1], [[1, 2]], [1.0, 2.0], [1, 2**63], [1, 2**70]])
-def test_documents_without_a_length_are_refused(ids: Any) -> None:
+def test_documents_without_a_length_are_refused(ids):
     with pytest.raises(LengthsError, match=r"must be 2 whole numbers below 2\^63, one a length; got"):
         vl.delay_step(ids, [5, 6], vl.Waiting(), thresholds=[40], count=2)
 
 
-def test_a_state_is_not_taken_for_who_waits() -> None:
+def test_a_state_is_not_taken_for_who_waits():
     state: Any = vl.Waiting().state_dict()
 
     with pytest.raises(SettingError, match=r"waiting is a dict; .* or vl\.Waiting\.from_state\(state\)"):
@@ -214,7 +208,7 @@ def test_a_state_is_not_taken_for_who_waits() -> None:
         {"lengths": "ab"},
     ],
 )
-def test_a_state_that_was_changed_is_refused(changed: dict[str, Any]) -> None:
+def test_a_state_that_was_changed_is_refused(changed):
     good = {"version": 1, "document_ids": [1, 2], "lengths": [50, 60], "steps": [0, 1]}
     assert vl.Waiting.from_state(good).state_dict() == good
 

@@ -29,8 +29,8 @@ def short_ones(count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("count", [5_000, 100_000])
 def test_each_of_many_documents_is_weighed_dealt_and_priced_a_bounded_number_of_times(
-    count: int, replace_kernel: Callable[[Any, str, Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    count, replace_kernel, monkeypatch
+):
     looks: dict[str, float] = defaultdict(float)
 
     def counted(
@@ -65,9 +65,7 @@ def test_each_of_many_documents_is_weighed_dealt_and_priced_a_bounded_number_of_
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5)), max_size=30))
-def test_ranks_hold_what_is_theirs_shared_documents_first_and_then_by_work(
-    documents: list[tuple[int, int, int]],
-) -> None:
+def test_ranks_hold_what_is_theirs_shared_documents_first_and_then_by_work(documents):
     num_ranks = np.array([2**level for level, _, _ in documents], np.int32)
     blocks = np.array([block for _, block, _ in documents], np.int32)
     lengths = np.array([length for _, _, length in documents], np.int32)
@@ -87,7 +85,7 @@ def test_ranks_hold_what_is_theirs_shared_documents_first_and_then_by_work(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sigma", [1.0, 2.0])
-def test_a_million_documents_are_planned(sigma: float) -> None:
+def test_a_million_documents_are_planned(sigma):
     lengths = np.random.default_rng(0).lognormal(np.log(600) - sigma**2 / 2, sigma, 1_000_000)
     mesh = vl.Mesh(dp=64, pp=4, tp=8)
 
@@ -98,7 +96,7 @@ def test_a_million_documents_are_planned(sigma: float) -> None:
 
 
 @pytest.mark.parametrize("method", ["balanced", "dynamic_cp"])
-def test_micro_batches_of_many_documents_are_as_many_as_can_be_filled_in_time(method: str) -> None:
+def test_micro_batches_of_many_documents_are_as_many_as_can_be_filled_in_time(method):
     steps = {"balanced": packed._MOST_STEPS, "dynamic_cp": dynamic_cp.MOST_STEPS}[method]
     mesh = vl.Mesh(dp=4, pp=4, tp=4)
 
@@ -112,7 +110,7 @@ def test_micro_batches_of_many_documents_are_as_many_as_can_be_filled_in_time(me
 @pytest.mark.soak
 @pytest.mark.parametrize("method", ["packed", "balanced", "sliced", "dynamic_cp", "micropack"])
 @pytest.mark.parametrize("mesh", [vl.Mesh(dp=4, pp=4, tp=4), vl.Mesh(dp=16, pp=4, tp=8)], ids=str)
-def test_a_step_of_100_000_documents_is_planned_by_every_method(method: Any, mesh: vl.Mesh) -> None:
+def test_a_step_of_100_000_documents_is_planned_by_every_method(method, mesh):
     begun = time.process_time()
 
     plan = vl.plan_step(short_ones(100_000), cost=COST, mesh=mesh, method=method)

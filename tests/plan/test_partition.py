@@ -46,7 +46,7 @@ def least_possible(weights: list[int], num_parts: int, is_equal: bool) -> int:
 
 
 @given(divisions(), st.booleans())
-def test_differencing_equals_its_reference(division: tuple[list[int], int, bool], whole: bool) -> None:
+def test_differencing_equals_its_reference(division, whole):
     weights, num_parts, is_equal = division
     values = np.array(weights) if whole else np.array(weights) * 0.1  # tenths round as they add up
     compiled, readable = np.empty(values.size, np.int32), np.empty(values.size, np.int32)
@@ -58,9 +58,7 @@ def test_differencing_equals_its_reference(division: tuple[list[int], int, bool]
 
 
 @given(divisions(), st.booleans(), st.randoms(use_true_random=False))
-def test_dealing_equals_its_reference(
-    division: tuple[list[int], int, bool], whole: bool, random: object
-) -> None:
+def test_dealing_equals_its_reference(division, whole, random):
     weights, num_parts, is_equal = division
     values = np.array(weights) if whole else np.array(weights) * 0.1  # tenths round as they add up
     order = np.array(random.sample(range(values.size), values.size), np.int32)  # type: ignore[attr-defined]
@@ -73,9 +71,7 @@ def test_dealing_equals_its_reference(
 
 
 @given(divisions(), st.integers(0, 400), st.booleans(), st.randoms(use_true_random=False))
-def test_improving_equals_its_reference_wherever_it_stops(
-    division: tuple[list[int], int, bool], steps: int, whole: bool, random: object
-) -> None:
+def test_improving_equals_its_reference_wherever_it_stops(division, steps, whole, random):
     weights, num_parts, is_equal = division
     values = np.array(weights) if whole else np.array(weights) * 0.1  # tenths round as they add up
     order = np.argsort(-values, kind="stable").astype(np.int32)
@@ -93,9 +89,7 @@ def test_improving_equals_its_reference_wherever_it_stops(
 
 
 @given(divisions(), st.sampled_from(["best", "karmarkar_karp"]))
-def test_no_part_is_empty_and_sizes_are_equal_where_asked(
-    division: tuple[list[int], int, bool], method: str
-) -> None:
+def test_no_part_is_empty_and_sizes_are_equal_where_asked(division, method):
     weights, num_parts, is_equal = division
 
     part_of = partition(weights, num_parts, is_equal=is_equal, method=method)  # type: ignore[arg-type]
@@ -108,9 +102,7 @@ def test_no_part_is_empty_and_sizes_are_equal_where_asked(
 
 
 @given(divisions())
-def test_the_heaviest_part_is_never_heavier_than_by_differencing(
-    division: tuple[list[int], int, bool],
-) -> None:
+def test_the_heaviest_part_is_never_heavier_than_by_differencing(division):
     weights, num_parts, is_equal = division
 
     ours = partition(weights, num_parts, is_equal=is_equal)
@@ -120,9 +112,7 @@ def test_the_heaviest_part_is_never_heavier_than_by_differencing(
 
 
 @given(divisions(most=8, largest_parts=3))
-def test_the_heaviest_part_is_within_the_bound_of_the_best_there_is(
-    division: tuple[list[int], int, bool],
-) -> None:
+def test_the_heaviest_part_is_within_the_bound_of_the_best_there_is(division):
     weights, num_parts, is_equal = division
     least = least_possible(weights, num_parts, is_equal)
 
@@ -131,7 +121,7 @@ def test_the_heaviest_part_is_within_the_bound_of_the_best_there_is(
     assert least <= most <= (2 if is_equal else 4 / 3) * least
 
 
-def test_over_random_weights_the_best_there_is_is_found_nearly_always() -> None:
+def test_over_random_weights_the_best_there_is_is_found_nearly_always():
     random = np.random.default_rng(0)
     found = 0
     for trial in range(60):
@@ -146,9 +136,7 @@ def test_over_random_weights_the_best_there_is_is_found_nearly_always() -> None:
 
 
 @given(divisions(), st.randoms(use_true_random=False))
-def test_parts_stand_in_the_order_of_their_first_items(
-    division: tuple[list[int], int, bool], random: object
-) -> None:
+def test_parts_stand_in_the_order_of_their_first_items(division, random):
     weights, num_parts, is_equal = division
 
     part_of = partition(weights, num_parts, is_equal=is_equal)
@@ -159,21 +147,21 @@ def test_parts_stand_in_the_order_of_their_first_items(
     assert part_of.tolist() == partition(weights, num_parts, is_equal=is_equal).tolist()
 
 
-def test_differencing_divides_the_example_of_its_literature() -> None:
+def test_differencing_divides_the_example_of_its_literature():
     part_of = partition([8, 7, 6, 5, 4], 2, method="karmarkar_karp")
 
     # 8 - 7 = 1, 6 - 5 = 1, 4 - 1 = 3, 3 - 1 = 2: the parts differ by 2, as those of the method do.
     assert sorted(loads_of([8, 7, 6, 5, 4], part_of, 2).tolist()) == [14, 16]
 
 
-def test_improving_finds_what_differencing_misses() -> None:
+def test_improving_finds_what_differencing_misses():
     part_of = partition([8, 7, 6, 5, 4], 2)
 
     assert loads_of([8, 7, 6, 5, 4], part_of, 2).tolist() == [15, 15]
 
 
 @pytest.mark.parametrize("is_equal", [False, True])
-def test_a_rollout_of_many_lengths_is_even_to_a_thousandth(is_equal: bool) -> None:
+def test_a_rollout_of_many_lengths_is_even_to_a_thousandth(is_equal):
     lengths = np.random.default_rng(1).lognormal(6.5, 1.0, 4096).astype(np.int64) + 1
 
     part_of = partition(lengths, 64, is_equal=is_equal)
@@ -182,7 +170,7 @@ def test_a_rollout_of_many_lengths_is_even_to_a_thousandth(is_equal: bool) -> No
     assert loads.max() / loads.mean() < 1.001
 
 
-def test_many_items_in_many_parts_are_divided() -> None:
+def test_many_items_in_many_parts_are_divided():
     weights = np.random.default_rng(2).lognormal(6, 1.2, 100_000).astype(np.int64).clip(1, 32_768)
 
     part_of = partition(weights, 1024)
@@ -215,19 +203,17 @@ def test_many_items_in_many_parts_are_divided() -> None:
         ([1, 2], True, False, SettingError, "at least 1, got True"),
     ],
 )
-def test_what_can_t_be_divided_is_refused_in_a_sentence(
-    weights: list[float], num_parts: int, is_equal: bool, error: type[Exception], words: str
-) -> None:
+def test_what_can_t_be_divided_is_refused_in_a_sentence(weights, num_parts, is_equal, error, words):
     with pytest.raises(error, match=words):
         partition(weights, num_parts, is_equal=is_equal)
 
 
-def test_an_unknown_method_is_refused() -> None:
+def test_an_unknown_method_is_refused():
     with pytest.raises(SettingError, match="best, karmarkar_karp, greedy; got 'magic'"):
         partition([1, 2], 2, method="magic")  # type: ignore[arg-type]
 
 
-def test_without_kernels_the_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_the_parts_are_the_same(monkeypatch):
     weights = np.random.default_rng(3).integers(1, 10_000, 200)
     compiled = [partition(weights, 8, is_equal=equal).tolist() for equal in (False, True)]
     monkeypatch.setattr(jit, "_is_enabled", False)
@@ -241,7 +227,7 @@ CAPACITY = 64
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=30)
 
 
-def test_the_heaviest_pack_is_cut_first_and_into_even_halves() -> None:
+def test_the_heaviest_pack_is_cut_first_and_into_even_halves():
     work = np.array([5.0, 4.0, 5.0, 4.0, 3.0, 3.0])
     pack_of = np.array([0, 1, 0, 1, 2, 2], np.int32)
 
@@ -252,9 +238,7 @@ def test_the_heaviest_pack_is_cut_first_and_into_even_halves() -> None:
 
 
 @given(LENGTHS, st.integers(1, 4), st.data())
-def test_as_many_packs_as_asked_for_hold_every_document(
-    lengths: list[int], most: int, data: st.DataObject
-) -> None:
+def test_as_many_packs_as_asked_for_hold_every_document(lengths, most, data):
     sizes = np.array(lengths, np.int32)
     work = 10.0 * sizes + sizes.astype(np.float64) ** 2
     fullest, fewest = packed(sizes, CAPACITY, most)
@@ -270,7 +254,7 @@ def test_as_many_packs_as_asked_for_hold_every_document(
     assert heaviest <= np.bincount(fullest, weights=work).max() * (1 + 1e-12)
 
 
-def test_packs_that_can_t_be_made_are_refused() -> None:
+def test_packs_that_can_t_be_made_are_refused():
     lengths = np.array([5, 5, 5], np.int32)
 
     with pytest.raises(SettingError, match="3 documents can't fill 4 packs"):

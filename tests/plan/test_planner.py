@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def pid_of(planner: Planner) -> int:
     return planner._line.process.pid  # type: ignore[union-attr]
 
 
-def test_a_step_has_the_plan_that_was_made_ahead_in_another_process() -> None:
+def test_a_step_has_the_plan_that_was_made_ahead_in_another_process():
     with planner_of() as planner:
         for step, lengths in enumerate(STEPS):
             until(lambda step=step: knows(planner, step))
@@ -47,7 +46,7 @@ def test_a_step_has_the_plan_that_was_made_ahead_in_another_process() -> None:
             assert plan.answered_by == f"one by one in process {pid_of(planner)}"
 
 
-def test_a_step_never_waits_and_says_that_the_quick_answer_was_taken(tmp_path: Path) -> None:
+def test_a_step_never_waits_and_says_that_the_quick_answer_was_taken(tmp_path):
     with planner_of(gate=str(tmp_path / "gate"), gated=9) as planner:
         planner.take(0)
         planner.take(1)
@@ -62,7 +61,7 @@ def test_a_step_never_waits_and_says_that_the_quick_answer_was_taken(tmp_path: P
         assert planner.take(3).method == "micropack"
 
 
-def test_the_first_step_waits_for_its_plan_and_loads_what_quick_answers_need() -> None:
+def test_the_first_step_waits_for_its_plan_and_loads_what_quick_answers_need():
     plan_jobs.CALLED.clear()
     with planner_of() as planner:
         assert planner.take(0).method == "micropack"
@@ -77,7 +76,7 @@ def test_the_first_step_waits_for_its_plan_and_loads_what_quick_answers_need() -
         assert planner.take(3).method == "micropack"
 
 
-def test_each_step_s_lengths_are_asked_for_once() -> None:
+def test_each_step_s_lengths_are_asked_for_once():
     asked: list[int] = []
     with planner_of(lambda step: asked.append(step) or [step + 1], ahead=3) as planner:
         for step in range(20):
@@ -86,16 +85,14 @@ def test_each_step_s_lengths_are_asked_for_once() -> None:
     assert asked == list(range(23))
 
 
-def test_a_first_step_whose_plan_hangs_is_answered_quickly_after_the_deadline(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_first_step_whose_plan_hangs_is_answered_quickly_after_the_deadline(caplog):
     with caplog.at_level(logging.WARNING), planner_of([[13], [2]], faults="hangs", deadline_s=0.2) as planner:
         assert planner.take(0).method == "sliced"
 
     assert "the plan of step 0 didn't come within 0.2 s" in caplog.text
 
 
-def test_a_worker_that_says_nothing_any_more_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_says_nothing_any_more_is_replaced(caplog):
     with caplog.at_level(logging.WARNING), planner_of([[2], [13], [3], [4], [5]], faults="hangs") as planner:
         planner.take(0)
         hanging = pid_of(planner)
@@ -112,7 +109,7 @@ def test_a_worker_that_says_nothing_any_more_is_replaced(caplog: pytest.LogCaptu
     assert "said nothing for 0.2 s; it is ended" in caplog.text
 
 
-def test_steps_that_were_passed_meanwhile_are_not_planned(tmp_path: Path) -> None:
+def test_steps_that_were_passed_meanwhile_are_not_planned(tmp_path):
     with planner_of(lambda step: [step + 1], gate=str(tmp_path / "gate"), gated=4) as planner:
         for step in range(3):
             until(lambda step=step: knows(planner, step))
@@ -127,7 +124,7 @@ def test_steps_that_were_passed_meanwhile_are_not_planned(tmp_path: Path) -> Non
     assert {40, 41} >= set(told) - {None}
 
 
-def test_a_replayed_plan_that_does_not_come_is_an_error_after_the_deadline(tmp_path: Path) -> None:
+def test_a_replayed_plan_that_does_not_come_is_an_error_after_the_deadline(tmp_path):
     (tmp_path / "gate").touch()
     with planner_of(gate=str(tmp_path / "gate")) as planner:
         planner.take(0)
@@ -139,7 +136,7 @@ def test_a_replayed_plan_that_does_not_come_is_an_error_after_the_deadline(tmp_p
             again.take(0)
 
 
-def test_where_no_quick_plan_holds_a_step_it_waits_for_the_other(tmp_path: Path) -> None:
+def test_where_no_quick_plan_holds_a_step_it_waits_for_the_other(tmp_path):
     gate = tmp_path / "gate"
     settings = {"gate": str(gate), "gated": 13, "quick": {"faults": "fails", "gate": ""}}
     with planner_of([[2], [13], [3]], **settings) as planner:
@@ -150,12 +147,12 @@ def test_where_no_quick_plan_holds_a_step_it_waits_for_the_other(tmp_path: Path)
         assert planner.state_dict()["choices"]["1"][0] == "planned"
 
 
-def test_settings_that_the_planning_function_refuses_are_said_by_the_first_step() -> None:
+def test_settings_that_the_planning_function_refuses_are_said_by_the_first_step():
     with planner_of(unknown=1) as planner, pytest.raises(TypeError, match="unknown"):
         planner.take(0)
 
 
-def test_no_more_steps_are_planned_than_asked_for_and_none_behind_the_last() -> None:
+def test_no_more_steps_are_planned_than_asked_for_and_none_behind_the_last():
     asked: list[int] = []
 
     def lengths(step: int) -> list[int] | None:
@@ -175,7 +172,7 @@ def test_no_more_steps_are_planned_than_asked_for_and_none_behind_the_last() -> 
             planner.take(5)
 
 
-def test_steps_run_again_have_the_plans_that_they_had(tmp_path: Path) -> None:
+def test_steps_run_again_have_the_plans_that_they_had(tmp_path):
     gate = tmp_path / "gate"
     with planner_of(gate=str(gate), gated=3) as planner:
         first = [planner.take(0), planner.take(1)]
@@ -196,7 +193,7 @@ def test_steps_run_again_have_the_plans_that_they_had(tmp_path: Path) -> None:
     assert later == state
 
 
-def test_the_state_keeps_the_last_steps_alone() -> None:
+def test_the_state_keeps_the_last_steps_alone():
     with planner_of(lambda step: [step + 1]) as planner:
         for step in range(KEPT + 10):
             planner.take(step)
@@ -206,7 +203,7 @@ def test_the_state_keeps_the_last_steps_alone() -> None:
     assert list(choices) == [str(step) for step in range(10, KEPT + 10)]
 
 
-def test_a_step_whose_data_changed_is_refused() -> None:
+def test_a_step_whose_data_changed_is_refused():
     with planner_of() as planner:
         planner.take(0)
         state = planner.state_dict()
@@ -229,7 +226,7 @@ def test_a_step_whose_data_changed_is_refused() -> None:
         ({"choices": {"1": ["slow", "x"]}}, r"step 1 was answered 'slow' \(1 steps are so\)"),
     ],
 )
-def test_another_planner_s_state_is_refused(change: dict[str, Any], words: str) -> None:
+def test_another_planner_s_state_is_refused(change, words):
     with planner_of() as planner:
         with pytest.raises(StateError, match=words):
             planner.load_state_dict(planner.state_dict() | change)
@@ -237,7 +234,7 @@ def test_another_planner_s_state_is_refused(change: dict[str, Any], words: str) 
             planner.load_state_dict(None)  # type: ignore[arg-type]
 
 
-def test_a_killed_worker_is_replaced_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_worker_is_replaced_and_told_of_once(caplog):
     with caplog.at_level(logging.WARNING), planner_of() as planner:
         for step in range(3):
             until(lambda step=step: knows(planner, step))
@@ -254,9 +251,7 @@ def test_a_killed_worker_is_replaced_and_told_of_once(caplog: pytest.LogCaptureF
     ]
 
 
-def test_a_worker_that_dies_of_a_step_again_and_again_leaves_the_quick_answer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_worker_that_dies_of_a_step_again_and_again_leaves_the_quick_answer(caplog):
     with caplog.at_level(logging.WARNING), planner_of([[13], [13]], faults="dies") as planner:
         until(lambda: not planner._line.is_alive)
 
@@ -269,7 +264,7 @@ def test_a_worker_that_dies_of_a_step_again_and_again_leaves_the_quick_answer(
     ("faults", "words"),
     [("fails", "^no plan holds thirteen$"), ("breaks", "planning failed with KeyError: 'thirteen'")],
 )
-def test_a_step_that_no_plan_holds_is_said_where_it_is_taken(faults: str, words: str) -> None:
+def test_a_step_that_no_plan_holds_is_said_where_it_is_taken(faults, words):
     with planner_of([[13], [2]], faults=faults) as planner:
         until(lambda: knows(planner, 1))
 
@@ -278,7 +273,7 @@ def test_a_step_that_no_plan_holds_is_said_where_it_is_taken(faults: str, words:
         assert planner.take(1).method == "micropack"
 
 
-def test_closed_or_forgotten_it_leaves_no_process_behind() -> None:
+def test_closed_or_forgotten_it_leaves_no_process_behind():
     closed, forgotten = planner_of(), planner_of()
     pids = [pid_of(closed), pid_of(forgotten)]
 
@@ -304,6 +299,6 @@ def test_closed_or_forgotten_it_leaves_no_process_behind() -> None:
         ({"gate": object()}, r"a builtins.object can't be handed to the process that plans"),
     ],
 )
-def test_what_can_t_plan_is_refused_in_a_sentence(settings: dict[str, Any], words: str) -> None:
+def test_what_can_t_plan_is_refused_in_a_sentence(settings, words):
     with pytest.raises(SettingError, match=words):
         Planner(STEPS, **({"function": "tests.support.planner_jobs:one_by_one"} | settings))

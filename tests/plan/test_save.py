@@ -5,7 +5,6 @@ import threading
 import tracemalloc
 import zlib
 from dataclasses import fields, replace
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -57,7 +56,7 @@ def packed(said: object, arrays: bytes = b"", size: int | None = None, version: 
 
 
 @given(st.integers(0, 10**9))
-def test_a_plan_comes_back_as_it_was(seed: int) -> None:
+def test_a_plan_comes_back_as_it_was(seed):
     plan = replace(
         random_plan(seed), answered_by="micropack: graded, „größer“", recompute="full", offload="kv"
     )
@@ -81,7 +80,7 @@ def plain(content: bytes | bytearray) -> tuple[bytes, bytes] | None:
 
 @examples(120, 300)
 @given(st.integers(0, 30), st.integers(0, 10**9))
-def test_damaged_bytes_are_refused_in_a_sentence(seed: int, dice: int) -> None:
+def test_damaged_bytes_are_refused_in_a_sentence(seed, dice):
     content, random = bytearray(plan_to_bytes(random_plan(seed))), Random(dice)
     whole = bytes(content)
     for _ in range(random.randint(1, 3)):
@@ -133,12 +132,12 @@ def test_damaged_bytes_are_refused_in_a_sentence(seed: int, dice: int) -> None:
         (packed({}) + b"tail", "hold other than"),
     ],
 )
-def test_bytes_of_something_else_are_refused_in_a_sentence(content: bytes, words: str) -> None:
+def test_bytes_of_something_else_are_refused_in_a_sentence(content, words):
     with pytest.raises(PlanError, match=words):
         plan_from_bytes(content)
 
 
-def test_a_plan_with_settings_that_no_plan_has_is_refused() -> None:
+def test_a_plan_with_settings_that_no_plan_has_is_refused():
     content = plan_to_bytes(random_plan(1))
     head = zlib.decompress(content[len(_MAGIC) + _FRONT.size :])
     size = int.from_bytes(head[:4], "little")
@@ -149,7 +148,7 @@ def test_a_plan_with_settings_that_no_plan_has_is_refused() -> None:
             plan_from_bytes(packed(wrong, head[4 + size :]))
 
 
-def test_bytes_that_unpack_to_far_more_take_no_memory() -> None:
+def test_bytes_that_unpack_to_far_more_take_no_memory():
     bomb = _MAGIC + _FRONT.pack(1, bytes(32), 1000) + zlib.compress(bytes(10**8), 9)
     tracemalloc.start()
     with pytest.raises(PlanError, match="hold other than the 1,000 bytes"):
@@ -160,7 +159,7 @@ def test_bytes_that_unpack_to_far_more_take_no_memory() -> None:
     assert peak < 10**6
 
 
-def test_a_plan_of_a_thousand_documents_on_a_thousand_stages_takes_less_than_100_kilobytes() -> None:
+def test_a_plan_of_a_thousand_documents_on_a_thousand_stages_takes_less_than_100_kilobytes():
     plan = large_plan()
     check_plan(plan)
 
@@ -171,13 +170,13 @@ def test_a_plan_of_a_thousand_documents_on_a_thousand_stages_takes_less_than_100
     assert same(plan, plan_from_bytes(content))
 
 
-def test_the_fingerprint_is_the_same_on_every_machine() -> None:
+def test_the_fingerprint_is_the_same_on_every_machine():
     assert (
         plan_fingerprint(random_plan(2)) == "d72c5a966bf4b048617a0c47e731cc4b8e8f3a9ec7d78d6d070cd9535fb87eff"
     )
 
 
-def test_the_fingerprint_tells_apart_what_is_run_and_not_what_people_read() -> None:
+def test_the_fingerprint_tells_apart_what_is_run_and_not_what_people_read():
     plan = random_plan(4, mesh=Mesh(dp=2, pp=2))
     prints = {plan_fingerprint(plan)}
     for change in (
@@ -195,14 +194,14 @@ def test_the_fingerprint_tells_apart_what_is_run_and_not_what_people_read() -> N
     assert plan_fingerprint(replace(plan, answered_by="someone")) == plan_fingerprint(plan)
 
 
-def test_a_plan_with_broken_arrays_is_refused_before_it_is_written() -> None:
+def test_a_plan_with_broken_arrays_is_refused_before_it_is_written():
     plan = random_plan(4)
 
     with pytest.raises(PlanError, match="lengths is int64"):
         plan_to_bytes(replace(plan, lengths=plan.lengths.astype(np.int64)))
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     plan, path = random_plan(3), tmp_path / "plans" / "step-3.plan"
     save_plan(plan, path)
     assert same(load_plan(path), plan)
@@ -214,7 +213,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [found.name for found in path.parent.iterdir()] == ["step-3.plan"]
 
 
-def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path):
     (tmp_path / "notes.txt").write_text("no plan")
 
     with pytest.raises(PlanError, match=r"notes\.txt: these bytes are no plan of varlen"):
@@ -225,7 +224,7 @@ def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path) -> None:
         save_plan(random_plan(3), tmp_path / "notes.txt" / "step.plan")
 
 
-def test_a_plan_reaches_the_other_ranks_through_the_job_s_store(tmp_path: Path) -> None:
+def test_a_plan_reaches_the_other_ranks_through_the_job_s_store(tmp_path):
     from torch.distributed import HashStore
 
     store, plan, found = HashStore(), random_plan(5), []
@@ -240,7 +239,7 @@ def test_a_plan_reaches_the_other_ranks_through_the_job_s_store(tmp_path: Path) 
     assert store.num_keys() == 1
 
 
-def test_a_store_where_no_plan_comes_is_told_of() -> None:
+def test_a_store_where_no_plan_comes_is_told_of():
     from datetime import timedelta
 
     from torch.distributed import HashStore
@@ -263,7 +262,7 @@ class _Mapping:
         return vars(self)[key]  # type: ignore[no-any-return]
 
 
-def test_settings_come_out_as_they_were() -> None:
+def test_settings_come_out_as_they_were():
     settings = {
         "mesh": Mesh(dp=4, pp=2),
         "few": (1, 2.5, None, True),
@@ -274,7 +273,7 @@ def test_settings_come_out_as_they_were() -> None:
     assert from_json(to_json(settings)) == settings
 
 
-def test_arrays_keep_their_dtypes_and_shapes() -> None:
+def test_arrays_keep_their_dtypes_and_shapes():
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
 
     back = from_json(to_json({"rates": array}))["rates"]
@@ -283,11 +282,11 @@ def test_arrays_keep_their_dtypes_and_shapes() -> None:
     assert back.tolist() == array.tolist()
 
 
-def test_equal_settings_are_equal_text() -> None:
+def test_equal_settings_are_equal_text():
     assert to_json(Mesh(dp=2)) == to_json(Mesh(dp=2)) != to_json(Mesh(dp=3))
 
 
-def test_a_cost_model_comes_out_with_the_same_figures() -> None:
+def test_a_cost_model_comes_out_with_the_same_figures():
     from varlen.cost.hardware import Hardware
     from varlen.cost.model import CostModel
     from varlen.cost.shape import ModelShape
@@ -297,5 +296,5 @@ def test_a_cost_model_comes_out_with_the_same_figures() -> None:
     assert from_json(to_json(cost)).fingerprint == cost.fingerprint
 
 
-def test_a_function_is_found_by_its_name() -> None:
+def test_a_function_is_found_by_its_name():
     assert named("varlen.plan.assign:assign") is assign

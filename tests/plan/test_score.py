@@ -1,7 +1,6 @@
 """The lower bound is what is written out by hand here, and scores of candidates are what the simulator says."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
 from varlen.plan.bound import lower_bound
 from varlen.plan.score import best_plan, score, unordered
-from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import dispatch, loads_s, pipelines_of
 from varlen.simulate.durations import durations, stage_costs
@@ -50,7 +48,7 @@ def filling_s(rows: int, mesh: vl.Mesh) -> np.ndarray:
     return np.cumsum(np.append(0.0, each))
 
 
-def test_a_short_document_takes_its_own_work() -> None:
+def test_a_short_document_takes_its_own_work():
     mesh = vl.Mesh()
 
     found = lower_bound(np.array([0, 700], np.int32), COST, mesh)
@@ -61,7 +59,7 @@ def test_a_short_document_takes_its_own_work() -> None:
     assert found.seconds == pytest.approx(expected, rel=EXACT)
 
 
-def test_a_giant_is_done_by_its_own_ranks_behind_a_pipeline_that_fills() -> None:
+def test_a_giant_is_done_by_its_own_ranks_behind_a_pipeline_that_fills():
     mesh, rows = vl.Mesh(dp=4, pp=4), 2048
     lengths = np.array([90_000, 500, 700], np.int32)
 
@@ -74,7 +72,7 @@ def test_a_giant_is_done_by_its_own_ranks_behind_a_pipeline_that_fills() -> None
     assert found.seconds == pytest.approx(chain_s + sync_s, rel=EXACT)
 
 
-def test_many_documents_are_shared_evenly_by_all_ranks_behind_a_pipeline_that_fills() -> None:
+def test_many_documents_are_shared_evenly_by_all_ranks_behind_a_pipeline_that_fills():
     mesh, rows = vl.Mesh(dp=2, pp=4), 512
     lengths = np.array([3000, 2500, 900] * 30, np.int32)
 
@@ -93,7 +91,7 @@ LLAMA_7B = vl.CostModel(
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2, 4])
-def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stages: int) -> None:
+def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stages):
     mesh = vl.Mesh(dp=8, pp=2, tp=8, virtual_stages=virtual_stages)
     lengths = np.array([9000, 3000, 8000, 200, 5000, 7000, 60, 4000, 4500, 900, 8100], np.int32)
     plan = unordered(packed(lengths, mesh, 9088), lengths, LLAMA_7B, mesh, "packed")
@@ -122,7 +120,7 @@ def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stage
 
 
 @pytest.mark.parametrize("candidates_of", [packed_candidates, dynamic_cp_candidates])
-def test_candidates_that_are_left_out_were_slower(candidates_of: Callable[..., Iterator[Candidate]]) -> None:
+def test_candidates_that_are_left_out_were_slower(candidates_of):
     mesh = vl.Mesh(dp=4, pp=2, tp=8)
     for seed in range(5 if IS_SOAK else 2):
         lengths = np.exp(np.random.default_rng(seed).uniform(4, 10, 40)).astype(np.int32)

@@ -31,9 +31,7 @@ from varlen.simulate.durations import stage_costs
     st.sampled_from(["none", "optimizer", "parameters"]),
 )
 @settings(max_examples=settings().max_examples // 4, deadline=None)
-def test_every_plan_of_every_method_keeps_the_rules(
-    lengths: list[int], dp_pp: tuple[int, int], method: Any, sharding: Any
-) -> None:
+def test_every_plan_of_every_method_keeps_the_rules(lengths, dp_pp, method, sharding):
     mesh = vl.Mesh(dp=dp_pp[0], pp=dp_pp[1], tp=4, sharding=sharding)
     cost = cost_of()
 
@@ -50,7 +48,7 @@ def test_every_plan_of_every_method_keeps_the_rules(
 
 @given(st.integers(0, 10_000), st.sampled_from([(2, 2), (4, 4), (8, 2), (2, 8)]), st.booleans())
 @settings(max_examples=settings().max_examples // 4, deadline=None)
-def test_no_plan_is_faster_than_the_bound(seed: int, dp_pp: tuple[int, int], merges: bool) -> None:
+def test_no_plan_is_faster_than_the_bound(seed, dp_pp, merges):
     lengths = long_tailed(60, 80_000, seed)
     mesh, cost = vl.Mesh(dp=dp_pp[0], pp=dp_pp[1], tp=4), cost_of()
 
@@ -60,7 +58,7 @@ def test_no_plan_is_faster_than_the_bound(seed: int, dp_pp: tuple[int, int], mer
 
 
 @pytest.mark.parametrize("method", ["dynamic_cp", "micropack"])
-def test_the_bound_counts_as_many_ranks_as_may_share_a_document(method: Any) -> None:
+def test_the_bound_counts_as_many_ranks_as_may_share_a_document(method):
     mesh, cost = vl.Mesh(dp=16, cp=2, tp=8), cost_of(recompute="none", mode="flops", offload="kv")
 
     plan = vl.plan_step([1_000_000], cost=cost, mesh=mesh, method=method)
@@ -71,7 +69,7 @@ def test_the_bound_counts_as_many_ranks_as_may_share_a_document(method: Any) -> 
 
 @pytest.mark.parametrize("mode", ["calibrated", "flops"])
 @pytest.mark.parametrize("splits", [False, True])
-def test_the_planner_scores_what_the_simulator_measures(mode: Any, splits: bool) -> None:
+def test_the_planner_scores_what_the_simulator_measures(mode, splits):
     mesh, cost = vl.Mesh(dp=4, pp=4, tp=4), cost_of(mode=mode)
     search = vl.Search(merges=False, splits_backward=splits)
 
@@ -83,7 +81,7 @@ def test_the_planner_scores_what_the_simulator_measures(mode: Any, splits: bool)
     assert vl.simulate(plan, cost).makespan_s == pytest.approx(found.best.makespan_s + sync, rel=0.02)
 
 
-def test_ranks_that_share_documents_take_no_longer_than_planned() -> None:
+def test_ranks_that_share_documents_take_no_longer_than_planned():
     lengths = np.append(long_tailed(200, 20_000), [200_000, 150_000]).astype(np.int32)
     mesh, cost = vl.Mesh(dp=8, pp=4, tp=4), cost_of()
 
@@ -96,7 +94,7 @@ def test_ranks_that_share_documents_take_no_longer_than_planned() -> None:
     assert vl.simulate(plan, cost).makespan_s <= (found.best.makespan_s + sync) * 1.001
 
 
-def test_equal_arguments_give_equal_plans() -> None:
+def test_equal_arguments_give_equal_plans():
     mesh, cost = vl.Mesh(dp=4, pp=2, tp=4), cost_of()
 
     plans = {plan_to_bytes(vl.plan_step(long_tailed(300, 90_000), cost=cost, mesh=mesh)) for _ in range(3)}
@@ -104,7 +102,7 @@ def test_equal_arguments_give_equal_plans() -> None:
     assert len(plans) == 1
 
 
-def test_each_switch_of_the_search_is_one_idea_and_changes_the_plan_as_it_says() -> None:
+def test_each_switch_of_the_search_is_one_idea_and_changes_the_plan_as_it_says():
     lengths = np.append(long_tailed(100, 20_000), [150_000]).astype(np.int32)
     mesh, cost = vl.Mesh(dp=4, pp=4, tp=4), cost_of()
 
@@ -122,7 +120,7 @@ def test_each_switch_of_the_search_is_one_idea_and_changes_the_plan_as_it_says()
     assert slices[0] == slices[1]
 
 
-def test_micropacks_are_never_slower_than_slices_and_slices_than_packs() -> None:
+def test_micropacks_are_never_slower_than_slices_and_slices_than_packs():
     mesh, cost = vl.Mesh(dp=4, pp=4, tp=4), cost_of()
     for seed in range(2 if IS_SOAK else 1):
         lengths = long_tailed(256, 100_000, seed)
@@ -134,7 +132,7 @@ def test_micropacks_are_never_slower_than_slices_and_slices_than_packs() -> None
         assert took["sliced"] <= took["packed"], took
 
 
-def test_packs_as_users_run_them_are_best_fit_decreasing_round_robin() -> None:
+def test_packs_as_users_run_them_are_best_fit_decreasing_round_robin():
     lengths = long_tailed(100, 8_000)
     mesh, cost = vl.Mesh(dp=2, pp=2, tp=4), cost_of()
 
@@ -149,7 +147,7 @@ def test_packs_as_users_run_them_are_best_fit_decreasing_round_robin() -> None:
     assert found == [*packs[0::2], *packs[1::2]]
 
 
-def test_documents_are_kept_whole_beside_one_that_is_cut_into_slices_of_enough_rows() -> None:
+def test_documents_are_kept_whole_beside_one_that_is_cut_into_slices_of_enough_rows():
     lengths = np.append(np.full(64, 900), [120_000]).astype(np.int32)
     mesh, cost = vl.Mesh(dp=1, pp=4, tp=4), cost_of()
 
@@ -161,7 +159,7 @@ def test_documents_are_kept_whole_beside_one_that_is_cut_into_slices_of_enough_r
     assert (plan.forward.stops[:-1][rows[:-1] > 2048] % 128 == 0).mean() > 0.5
 
 
-def test_memory_that_is_short_is_repaired_by_more_recomputation_and_said() -> None:
+def test_memory_that_is_short_is_repaired_by_more_recomputation_and_said():
     lengths = np.array([160_000, 3000, 4000], np.int32)
     mesh = vl.Mesh(dp=1, pp=4, tp=2)
     cost = cost_of(recompute="none")
@@ -174,7 +172,7 @@ def test_memory_that_is_short_is_repaired_by_more_recomputation_and_said() -> No
         vl.plan_step(lengths, cost=cost, mesh=mesh, search=vl.Search(repairs=False))
 
 
-def test_where_memory_wants_half_the_layers_recomputed_only_they_are() -> None:
+def test_where_memory_wants_half_the_layers_recomputed_only_they_are():
     mesh, lengths = vl.Mesh(dp=2, pp=4, tp=4), long_tailed(96, 60_000)
     whole = cost_of("llama-2-70b", memory_fraction=0.8)
     whole = whole.replace(model=replace(whole.model, max_positions=None))
@@ -190,13 +188,13 @@ def test_where_memory_wants_half_the_layers_recomputed_only_they_are() -> None:
 
 
 @pytest.mark.parametrize(("pp", "shares"), [(32, [1.0]), (16, [0.5, 1.0]), (4, [0.25, 0.5, 1.0])])
-def test_shares_that_recompute_the_same_layers_are_tried_once(pp: int, shares: list[float]) -> None:
+def test_shares_that_recompute_the_same_layers_are_tried_once(pp, shares):
     tried = [cost for cost in repairs(cost_of(recompute="none"), vl.Mesh(pp=pp)) if cost.recompute == "full"]
 
     assert [cost.recompute_share for cost in tried if cost.offload == "none"] == shares
 
 
-def test_few_rows_are_planned_in_as_few_micropacks_as_are_fast() -> None:
+def test_few_rows_are_planned_in_as_few_micropacks_as_are_fast():
     mesh, cost = vl.Mesh(tp=4), cost_of(recompute="none")
     took = {
         method: vl.simulate(vl.plan_step([4096] * 5, cost=cost, mesh=mesh, method=method), cost).makespan_s
@@ -207,7 +205,7 @@ def test_few_rows_are_planned_in_as_few_micropacks_as_are_fast() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_packs_alone_are_tuned_only_if_asked_to_be(method: Any) -> None:
+def test_packs_alone_are_tuned_only_if_asked_to_be(method):
     asked: dict[str, Any] = {"cost": cost_of(), "mesh": vl.Mesh(dp=2, pp=4, tp=4), "method": method}
     lengths = long_tailed(48, 30_000)
 
@@ -224,7 +222,7 @@ def test_packs_alone_are_tuned_only_if_asked_to_be(method: Any) -> None:
         ([40, 3000, 700], vl.Mesh(dp=4, pp=4, cp=2, tp=2)),
     ],
 )
-def test_no_plan_of_few_rows_a_gpu_is_faster_than_the_bound(lengths: list[int], mesh: vl.Mesh) -> None:
+def test_no_plan_of_few_rows_a_gpu_is_faster_than_the_bound(lengths, mesh):
     cost = cost_of(mode="flops", recompute="none")
     cost = cost.replace(model=replace(cost.model, max_positions=None))
     plan = vl.plan_step(lengths, cost=cost, mesh=mesh)
@@ -232,7 +230,7 @@ def test_no_plan_of_few_rows_a_gpu_is_faster_than_the_bound(lengths: list[int], 
     assert vl.simulate(plan, cost).makespan_s >= lower_bound(plan.lengths, cost, mesh).seconds
 
 
-def test_no_more_ranks_share_a_document_than_may_where_parameters_are_sharded() -> None:
+def test_no_more_ranks_share_a_document_than_may_where_parameters_are_sharded():
     mesh, roomy = vl.Mesh(dp=8, sharding="parameters"), replace(vl.Hardware.named("h100"), memory_bytes=2e12)
     cost = cost_of(hardware=roomy)
     cost = cost.replace(model=replace(cost.model, max_positions=None))
@@ -257,16 +255,14 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "words"), BAD)
-def test_bad_input_is_refused_in_a_sentence(
-    change: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_bad_input_is_refused_in_a_sentence(change, error, words):
     arguments: dict[str, Any] = {"lengths": [100, 20], "cost": cost_of(), "mesh": vl.Mesh(tp=4)} | change
 
     with pytest.raises(error, match=words):
         vl.plan_step(arguments.pop("lengths"), **arguments)
 
 
-def test_more_ranks_than_documents_leave_ranks_idle() -> None:
+def test_more_ranks_than_documents_leave_ranks_idle():
     mesh, cost = vl.Mesh(dp=8, pp=2, tp=4), cost_of()
     for method in METHODS:
         plan = vl.plan_step([700, 30], cost=cost, mesh=mesh, method=method)
@@ -276,7 +272,7 @@ def test_more_ranks_than_documents_leave_ranks_idle() -> None:
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_interleaved_stages_are_planned_too(virtual: int) -> None:
+def test_interleaved_stages_are_planned_too(virtual):
     mesh, cost = vl.Mesh(dp=2, pp=4, tp=4, virtual_stages=virtual), cost_of()
 
     for method in METHODS:
@@ -302,12 +298,12 @@ BAD_SEARCH: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "words"), BAD_SEARCH)
-def test_a_search_that_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_a_search_that_cannot_be_is_refused(settings, words):
     with pytest.raises(SettingError, match=words):
         vl.Search(**settings)
 
 
-def test_one_size_is_enough() -> None:
+def test_one_size_is_enough():
     assert vl.Search(micropacks_per_stage=(4,), most_merged_ranks=1).least_rows == 2048
 
 
@@ -343,9 +339,7 @@ def number(pattern: str, text: str) -> int:
 
 
 @pytest.mark.parametrize(("method", "mesh", "longest", "ranks"), mostly([*CASES[:2], *CASES[3:]], CASES))
-def test_a_document_of_the_length_that_would_fit_does_and_a_longer_one_does_not(
-    method: Any, mesh: vl.Mesh, longest: int, ranks: int
-) -> None:
+def test_a_document_of_the_length_that_would_fit_does_and_a_longer_one_does_not(method, mesh, longest, ranks):
     asked: dict[str, Any] = {"cost": long_cost(), "mesh": mesh, "method": method}
 
     said = refused([*SHORT, longest, longest - 1], **asked)
@@ -359,7 +353,7 @@ def test_a_document_of_the_length_that_would_fit_does_and_a_longer_one_does_not(
     assert vl.plan_step([*SHORT, longest], **(asked | {"mesh": wider})).num_documents == len(SHORT) + 1
 
 
-def test_without_merging_a_document_has_one_rank() -> None:
+def test_without_merging_a_document_has_one_rank():
     search = vl.Search(merges=False, repairs=False)
     asked: dict[str, Any] = {"cost": long_cost(), "mesh": vl.Mesh(dp=4, pp=2, tp=8), "search": search}
 
@@ -372,7 +366,7 @@ def test_without_merging_a_document_has_one_rank() -> None:
     refused([fits + 1], **asked)
 
 
-def test_documents_that_fit_alone_and_not_beside_each_other_are_said_to() -> None:
+def test_documents_that_fit_alone_and_not_beside_each_other_are_said_to():
     lengths = np.full(8, 700_000, np.int32)
     asked: dict[str, Any] = {"cost": long_cost(), "mesh": vl.Mesh(pp=4, tp=4), "method": "packed"}
 
@@ -388,9 +382,7 @@ def test_documents_that_fit_alone_and_not_beside_each_other_are_said_to() -> Non
 @pytest.mark.parametrize(
     ("model", "dp", "tp"), [("llama-2-70b", 1, 2), ("llama-2-70b", 16, 1), ("llama-2-7b", 2, 1)]
 )
-def test_states_that_do_not_fit_are_said_to_with_the_least_mesh_and_sharding_that_hold_them(
-    model: str, dp: int, tp: int
-) -> None:
+def test_states_that_do_not_fit_are_said_to_with_the_least_mesh_and_sharding_that_hold_them(model, dp, tp):
     cost, mesh = cost_of(model), vl.Mesh(dp=dp, tp=tp)
 
     def holds(on: vl.Mesh) -> bool:
@@ -414,7 +406,7 @@ def test_states_that_do_not_fit_are_said_to_with_the_least_mesh_and_sharding_tha
 
 @pytest.mark.parametrize("kernels", ["fused", "eager"])
 @pytest.mark.parametrize("kv_heads", [1, 8])
-def test_a_document_that_some_plan_holds_is_never_left_out_unseen(kernels: Any, kv_heads: int) -> None:
+def test_a_document_that_some_plan_holds_is_never_left_out_unseen(kernels, kv_heads):
     length, cost = 131_072, long_cost(kernels=kernels, recompute="full")
     cost = cost.replace(model=replace(cost.model, kv_heads=kv_heads))
     peaks = []

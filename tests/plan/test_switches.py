@@ -35,7 +35,7 @@ ROOMY = vl.Hardware(
 )
 
 
-def test_a_document_over_a_rank_s_share_of_work_is_shared_however_much_memory_there_is() -> None:
+def test_a_document_over_a_rank_s_share_of_work_is_shared_however_much_memory_there_is():
     cost, mesh = cost_of("llama-3-8b", hardware=ROOMY, recompute="none"), vl.Mesh(dp=4, tp=8)
     lengths = np.array([8000, *[200] * 20], np.int32)
 
@@ -48,7 +48,7 @@ def test_a_document_over_a_rank_s_share_of_work_is_shared_however_much_memory_th
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_small_micropacks_fill_a_deep_pipeline_faster(recompute: Any) -> None:
+def test_small_micropacks_fill_a_deep_pipeline_faster(recompute):
     cost, mesh = cost_of(recompute=recompute), vl.Mesh(pp=8, tp=8)
     lengths = long_tailed(150, 8000)
 
@@ -60,9 +60,7 @@ def test_small_micropacks_fill_a_deep_pipeline_faster(recompute: Any) -> None:
     assert vl.simulate(plan, cost).makespan_s < 0.975 * even_s
 
 
-def test_the_way_to_share_that_a_quick_look_likes_best_is_not_always_the_best(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_way_to_share_that_a_quick_look_likes_best_is_not_always_the_best(monkeypatch):
     cost = cost_of()
     steps = [(long_tailed(60, 80_000, seed), vl.Mesh(dp=4, pp=4, tp=4)) for seed in range(8)]
 
@@ -88,7 +86,7 @@ def counted(lengths: Any, cost: vl.CostModel, mesh: vl.Mesh, method: Any) -> dic
 
 
 @pytest.mark.parametrize("method", ["balanced", "dynamic_cp"])
-def test_peers_have_as_many_micro_batches_as_is_best_for_them(method: Any) -> None:
+def test_peers_have_as_many_micro_batches_as_is_best_for_them(method):
     cost, mesh = cost_of(recompute="none"), vl.Mesh(dp=2, pp=2, tp=8)
     lengths = long_tailed(600, 20_000)
 
@@ -101,7 +99,7 @@ def test_peers_have_as_many_micro_batches_as_is_best_for_them(method: Any) -> No
 
 
 @pytest.mark.soak
-def test_peers_are_given_small_micro_batches_where_memory_wants_them() -> None:
+def test_peers_are_given_small_micro_batches_where_memory_wants_them():
     cost, mesh = cost_of("llama-3-8b", recompute="none"), vl.Mesh(dp=8)
     lengths = np.full(2000, 2000, np.int32)
 
@@ -123,14 +121,14 @@ def took(lengths: Any, cost: vl.CostModel, mesh: vl.Mesh, **settings: Any) -> fl
     [(vl.Mesh(tp=8), 16), (vl.Mesh(dp=2, pp=4), 16), (vl.Mesh(dp=8), 8)],
     ids=["tp8", "dp2pp4", "dp8"],
 )
-def test_no_number_of_tokens_is_planned_slower_than_plain_packs(mesh: vl.Mesh, millions: int) -> None:
+def test_no_number_of_tokens_is_planned_slower_than_plain_packs(mesh, millions):
     cost = cost_of("llama-3-8b", recompute="none")
     lengths = np.full(millions * 500, 2000, np.int32)
 
     assert took(lengths, cost, mesh) <= TOLERANCE * took(lengths, cost, mesh, method="packed", capacity=8192)
 
 
-def test_more_tokens_are_cut_into_more_micropacks_and_not_into_more_recomputation() -> None:
+def test_more_tokens_are_cut_into_more_micropacks_and_not_into_more_recomputation():
     cost, mesh = cost_of("llama-3-8b", recompute="none"), vl.Mesh(tp=8)
     few, many = np.full(1_000, 2000, np.int32), np.full(16_000, 2000, np.int32)
 
@@ -141,7 +139,7 @@ def test_more_tokens_are_cut_into_more_micropacks_and_not_into_more_recomputatio
     check_plan(plans[1], cost)
 
 
-def test_sizes_that_are_given_are_all_that_is_tried() -> None:
+def test_sizes_that_are_given_are_all_that_is_tried():
     cost, mesh, lengths = cost_of(), vl.Mesh(pp=2, tp=8), np.full(400, 2000, np.int32)
 
     plan = vl.plan_step(
@@ -160,9 +158,7 @@ def test_sizes_that_are_given_are_all_that_is_tried() -> None:
         (vl.Mesh(dp=3, pp=2, tp=4), 0.1259, 1740),
     ],
 )
-def test_where_memory_holds_hardly_more_than_a_document_plain_packs_are_not_faster(
-    mesh: vl.Mesh, fraction: float, length: int
-) -> None:
+def test_where_memory_holds_hardly_more_than_a_document_plain_packs_are_not_faster(mesh, fraction, length):
     cost = cost_of(recompute="none", memory_fraction=fraction)
     cost = cost.replace(model=replace(cost.model, max_positions=None))
     lengths = np.full(200, length, np.int32)
@@ -170,7 +166,7 @@ def test_where_memory_holds_hardly_more_than_a_document_plain_packs_are_not_fast
     assert took(lengths, cost, mesh) <= TOLERANCE * took(lengths, cost, mesh, method="packed")
 
 
-def test_what_others_plan_is_not_refused() -> None:
+def test_what_others_plan_is_not_refused():
     rng = np.random.default_rng(3)
     planned = refused = 0
     for number in range(3):
@@ -196,7 +192,7 @@ def test_what_others_plan_is_not_refused() -> None:
     assert refused
 
 
-def test_a_quick_look_is_deterministic_and_shares_documents_as_a_close_one_does() -> None:
+def test_a_quick_look_is_deterministic_and_shares_documents_as_a_close_one_does():
     cost = cost_of(recompute="none").replace(memory_fraction=0.92)
     cost = cost.replace(model=replace(cost.model, max_positions=None))
     mesh, lengths = vl.Mesh(dp=8, pp=2, tp=8), np.append(long_tailed(200, 8000), 250_000).astype(np.int32)
@@ -229,7 +225,7 @@ def nodes_used(first_ranks: np.ndarray, num_ranks: np.ndarray, mesh: vl.Mesh) ->
     st.sampled_from(MESHES),
     st.lists(st.tuples(st.integers(1, 200_000), st.integers(0, 5)), min_size=1, max_size=40),
 )
-def test_no_group_touches_more_nodes_than_it_needs(mesh: vl.Mesh, documents: list[tuple[int, int]]) -> None:
+def test_no_group_touches_more_nodes_than_it_needs(mesh, documents):
     assume(mesh.dp * mesh.cp * mesh.tp % NODE == 0)  # else stages begin within a node
     lengths = np.array([length for length, _ in documents], np.int32)
     sizes = np.array([2**level for _, level in documents], np.int32)
@@ -246,7 +242,7 @@ def test_no_group_touches_more_nodes_than_it_needs(mesh: vl.Mesh, documents: lis
 @pytest.mark.parametrize("mesh", [vl.Mesh(dp=16, pp=2, tp=2), vl.Mesh(dp=8, pp=1, cp=2, tp=2)])
 @examples(1, 3)
 @given(seed=st.integers(0, 1000))
-def test_plans_share_within_nodes(method: Any, mesh: vl.Mesh, seed: int) -> None:
+def test_plans_share_within_nodes(method, mesh, seed):
     lengths = np.append(
         np.random.default_rng(seed).integers(100, 8000, 40), [120_000, 60_000, 60_000, 30_000]
     )
@@ -258,7 +254,7 @@ def test_plans_share_within_nodes(method: Any, mesh: vl.Mesh, seed: int) -> None
     assert (touched == enough).all()
 
 
-def test_a_document_is_shared_beyond_its_node_only_where_that_pays() -> None:
+def test_a_document_is_shared_beyond_its_node_only_where_that_pays():
     mesh, cost = vl.Mesh(dp=32, tp=2), cost_of()
     lengths = np.array([4_000, 12_000, 24_000, 60_000, 200_000, 1_000_000], np.int32)
 
@@ -306,9 +302,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mesh", "lengths", "cost"), CASES)
-def test_deep_pipelines_with_a_long_document_are_faster_with_both_passes_apart(
-    mesh: vl.Mesh, lengths: np.ndarray, cost: vl.CostModel
-) -> None:
+def test_deep_pipelines_with_a_long_document_are_faster_with_both_passes_apart(mesh, lengths, cost):
     apart = vl.plan_step(lengths, cost=cost, mesh=mesh)
     alike = vl.plan_step(lengths, cost=cost, mesh=mesh, search=ALIKE)
 
@@ -319,7 +313,7 @@ def test_deep_pipelines_with_a_long_document_are_faster_with_both_passes_apart(
     assert vl.simulate(apart, cost).makespan_s < LEAST_GAIN * vl.simulate(alike, cost).makespan_s
 
 
-def test_activations_that_are_kept_stay_with_the_slices_that_made_them() -> None:
+def test_activations_that_are_kept_stay_with_the_slices_that_made_them():
     mesh, lengths, cost = CASES[0]
     for kept in ({"recompute": "none"}, {"recompute": "selective"}, {"recompute_share": 0.5}):
         plan = vl.plan_step(lengths, cost=cost.replace(**kept), mesh=mesh, search=vl.Search(repairs=False))
@@ -342,7 +336,7 @@ def fastest_recut(answer: Answer) -> float:
     )
 
 
-def test_what_gains_less_than_a_hundredth_is_left_and_what_gains_more_is_taken() -> None:
+def test_what_gains_less_than_a_hundredth_is_left_and_what_gains_more_is_taken():
     seen: Counter[str] = Counter()
     for seed in range(24):
         dice = np.random.default_rng(seed)
@@ -371,7 +365,7 @@ def test_what_gains_less_than_a_hundredth_is_left_and_what_gains_more_is_taken()
     assert min(seen[outcome] for outcome in ("taken", "too little", "nothing")) >= 3
 
 
-def test_only_the_slowest_ranks_are_composed_anew() -> None:
+def test_only_the_slowest_ranks_are_composed_anew():
     def answer_of(documents: int) -> Answer:
         mesh, lengths = vl.Mesh(dp=2, pp=16, tp=8), np.full(documents, 30_000, np.int32)
         found = micropack(lengths, few_heads(recompute="full"), mesh, replace(ALIKE, merges=False))

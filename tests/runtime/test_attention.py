@@ -110,13 +110,7 @@ def packed_slices(
     st.sampled_from([(8, 8), (8, 5), (4, 8)]),
 )
 @settings(max_examples=60)
-def test_slices_attend_as_the_uncut_document(
-    case: tuple[list[int], list[list[tuple[int, int, int]]], tuple[int, int], int | None],
-    seed: int,
-    cap: float | None,
-    has_sinks: bool,
-    dims: tuple[int, int],
-) -> None:
+def test_slices_attend_as_the_uncut_document(case, seed, cap, has_sinks, dims):
     lengths, steps, heads, window = case
     given = [document(length, heads, seed + d, dims) for d, length in enumerate(lengths)]
     gradients = [document(length, heads, seed + 50 + d, dims[1:] * 2)[0] for d, length in enumerate(lengths)]
@@ -134,7 +128,7 @@ def test_slices_attend_as_the_uncut_document(
 
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 3, 700, 1100])
-def test_slices_longer_than_a_block_are_exact(window: int | None, cap: float | None) -> None:
+def test_slices_longer_than_a_block_are_exact(window, cap):
     given, gradient = document(1500, (2, 1), 0), document(1500, (2, 1), 1)[0]
     cuts = [(0, 0, 3), (0, 3, 600), (0, 600, 1400), (0, 1400, 1500)]
 
@@ -146,9 +140,7 @@ def test_slices_longer_than_a_block_are_exact(window: int | None, cap: float | N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (600, None), (None, 1.5)])
-def test_half_precision_slices_are_as_near_to_float64_as_the_uncut_kernel(
-    dtype: torch.dtype, window: int | None, cap: float | None
-) -> None:
+def test_half_precision_slices_are_as_near_to_float64_as_the_uncut_kernel(dtype, window, cap):
     half = [x.to(dtype) for x in document(1400, (2, 1), 0)]
     gradient = document(1400, (2, 1), 1)[0].to(dtype)
     true, _ = reference([x.double() for x in half], gradient.double(), window, cap)
@@ -166,7 +158,7 @@ def test_half_precision_slices_are_as_near_to_float64_as_the_uncut_kernel(
 
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([(1, 1), (4, 2)]), st.integers(0, 9))
 @settings(max_examples=40)
-def test_forming_scores_equals_the_kernel(rows: int, keys: int, heads: tuple[int, int], seed: int) -> None:
+def test_forming_scores_equals_the_kernel(rows, keys, heads, seed):
     query, (_, key, value) = document(rows, heads, seed)[0], document(keys, heads, seed + 1)
     gradient, everything = document(rows, heads, seed + 2)[0], torch.ones(rows, keys, dtype=torch.bool)
 
@@ -179,7 +171,7 @@ def test_forming_scores_equals_the_kernel(rows: int, keys: int, heads: tuple[int
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_a_row_that_sees_nothing_weighs_nothing_when_merged() -> None:
+def test_a_row_that_sees_nothing_weighs_nothing_when_merged():
     query, key, value = document(3, (2, 1), 0)
     blind = torch.tensor([[False] * 3, [True] * 3, [True] * 3])
 
@@ -193,7 +185,7 @@ def test_a_row_that_sees_nothing_weighs_nothing_when_merged() -> None:
     torch.testing.assert_close(lse[:, :, 0], seen[1][:, :, 0])
 
 
-def test_a_slice_is_two_rectangles_and_its_windows_are_blocks() -> None:
+def test_a_slice_is_two_rectangles_and_its_windows_are_blocks():
     assert [tuple(tile) for tile in tiles_of(0, 9, Rule(1.0))] == [(0, 9, 0, 9, "causal")]
     assert [tile.sight for tile in tiles_of(4, 9, Rule(1.0, 9))] == ["causal", "all"]
     assert [tuple(tile) for tile in tiles_of(1000, 2000, Rule(1.0, 100))] == [
@@ -218,9 +210,7 @@ def test_a_slice_is_two_rectangles_and_its_windows_are_blocks() -> None:
 
 @given(st.integers(0, 1500), st.integers(1, 1200), st.integers(1, 1400), st.booleans())
 @settings(max_examples=40)
-def test_rectangles_cover_what_rows_see_once_and_form_scores_of_blocks_alone(
-    start: int, rows: int, window: int, capped: bool
-) -> None:
+def test_rectangles_cover_what_rows_see_once_and_form_scores_of_blocks_alone(start, rows, window, capped):
     rule = Rule(1.0, window, 2.0 if capped else None)
     row, key = torch.arange(start, start + rows)[:, None], torch.arange(start + rows)
     times = torch.zeros(rows, start + rows, dtype=torch.int32)
@@ -247,7 +237,7 @@ def test_rectangles_cover_what_rows_see_once_and_form_scores_of_blocks_alone(
         ({"indices": torch.ones(1)}, "passes indices"),
     ],
 )
-def test_what_slices_do_not_compute_is_refused(arguments: dict[str, object], words: str) -> None:
+def test_what_slices_do_not_compute_is_refused(arguments, words):
     layer = SimpleNamespace(layer_idx=0)
     given: dict[str, object] = {"attention_mask": None, "slices": [], **arguments}
     with pytest.raises(ModelError, match=words):
@@ -255,7 +245,7 @@ def test_what_slices_do_not_compute_is_refused(arguments: dict[str, object], wor
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the half-precision kernel needs a CUDA device")
-def test_on_cuda_slices_in_half_precision_are_near_the_uncut_document() -> None:
+def test_on_cuda_slices_in_half_precision_are_near_the_uncut_document():
     exact, gradient = document(300, (4, 2), 0), document(300, (4, 2), 1)[0]
     half = [x.bfloat16().cuda() for x in exact]
     cuts = [[(0, 0, 130)], [(0, 130, 131)], [(0, 131, 300)]]
@@ -273,9 +263,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", KERNELS)
 @given(case=packed_slices(), seed=st.integers(0, 99), with_sinks=st.booleans())
 @examples(10, 25)
-def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(
-    name: str, case: Any, seed: int, with_sinks: bool
-) -> None:
+def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(name, case, seed, with_sinks):
     lengths, steps, heads, window = case
     cap = 1.5 if name != "varlen" and seed % 2 else None
     sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64) if with_sinks else None
@@ -294,7 +282,7 @@ def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(
         torch.testing.assert_close(by_sinks, sum(x for _, x in wanted), rtol=0, atol=1e-11)
 
 
-def test_short_documents_are_one_call_and_slices_with_earlier_tokens_one_each() -> None:
+def test_short_documents_are_one_call_and_slices_with_earlier_tokens_one_each():
     calls: list[Lengths] = []
 
     class Counting(ByScores):
@@ -321,7 +309,7 @@ def test_short_documents_are_one_call_and_slices_with_earlier_tokens_one_each() 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_small_case_tells_right_from_wrong(name: str, window: int | None) -> None:
+def test_the_small_case_tells_right_from_wrong(name, window):
     rule, heads = Rule(0.4, window), (4, 2, 8)
 
     def wrong(change: Callable[[Qkv, Lengths, Rule], tuple[Qkv, Lengths, Rule]]) -> float:
@@ -346,7 +334,7 @@ def test_the_small_case_tells_right_from_wrong(name: str, window: int | None) ->
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_of_this_torch_masks_as_it_is_told() -> None:
+def test_flex_attention_of_this_torch_masks_as_it_is_told():
     from torch.nn.attention.flex_attention import flex_attention
 
     lengths, rule = Lengths((4, 9), (11, 9)), Rule(0.4, 5, 2.0)
@@ -359,7 +347,7 @@ def test_flex_attention_of_this_torch_masks_as_it_is_told() -> None:
         torch.testing.assert_close(ours, known, rtol=0, atol=1e-5)
 
 
-def test_rows_see_their_document_up_to_themselves_from_the_bottom_right() -> None:
+def test_rows_see_their_document_up_to_themselves_from_the_bottom_right():
     assert seen_by(Lengths((2, 1), (3, 1)), None, CPU).int().tolist() == [
         [1, 1, 0, 0],
         [1, 1, 1, 0],
@@ -368,7 +356,7 @@ def test_rows_see_their_document_up_to_themselves_from_the_bottom_right() -> Non
     assert seen_by(Lengths((2,), (4,)), 2, CPU).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
 
 
-def test_arguments_of_this_torch_are_those_of_the_stand_in() -> None:
+def test_arguments_of_this_torch_are_those_of_the_stand_in():
     for kernel, stand_in in (
         (torch.ops.aten._flash_attention_forward, aten_forward),
         (torch.ops.aten._flash_attention_backward, aten_backward),
@@ -381,7 +369,7 @@ def test_arguments_of_this_torch_are_those_of_the_stand_in() -> None:
         assert theirs[: stand_in.__code__.co_argcount] == list(ours[: stand_in.__code__.co_argcount])
 
 
-def test_kernels_that_cannot_are_refused_by_name_and_auto_finds_one_that_can() -> None:
+def test_kernels_that_cannot_are_refused_by_name_and_auto_finds_one_that_can():
     query, key, value = document(4, (2, 1), 0)
 
     assert chosen(query, key, value, Rule(1.0), "auto") is None
@@ -394,7 +382,7 @@ def test_kernels_that_cannot_are_refused_by_name_and_auto_finds_one_that_can() -
         DecoderParts.of(None, "fast")  # type: ignore[arg-type]
 
 
-def test_what_a_kernel_cannot_take_is_said_before_it_is_called() -> None:
+def test_what_a_kernel_cannot_take_is_said_before_it_is_called():
     cuda, half = torch.device("cuda"), torch.bfloat16
 
     assert "4 and 8 wide" in choice._tried("varlen", cuda, half, (2, 1, 4, 8), False, False)[1]
@@ -408,7 +396,7 @@ def test_what_a_kernel_cannot_take_is_said_before_it_is_called() -> None:
 @pytest.mark.parametrize("name", ["varlen", "flex"])
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("capped", [False, True])
-def test_on_cuda_a_kernel_agrees_with_scores(name: str, windowed: bool, capped: bool) -> None:
+def test_on_cuda_a_kernel_agrees_with_scores(name, windowed, capped):
     if capped and name == "varlen":
         pytest.skip("it knows no soft cap")
     cuda, half, heads = torch.device("cuda"), torch.bfloat16, (4, 2, 64)
@@ -419,7 +407,7 @@ def test_on_cuda_a_kernel_agrees_with_scores(name: str, windowed: bool, capped: 
         assert choice.error_of(kernel, lengths, heads, rule, cuda, half) < 0.05, lengths
 
 
-def test_an_engine_is_told_which_kernels_and_stops_where_they_cannot() -> None:
+def test_an_engine_is_told_which_kernels_and_stops_where_they_cannot():
     model, batch = tiny("llama"), vl.collate([np.arange(9)], vl.pack([9], capacity=16))
 
     with pytest.raises(SettingError, match="kernels='fast'"):

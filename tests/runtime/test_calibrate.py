@@ -56,7 +56,7 @@ def ideal_round(on: Bench) -> np.ndarray:
     return seconds
 
 
-def test_a_machine_of_constant_rates_is_found_and_predicted_exactly() -> None:
+def test_a_machine_of_constant_rates_is_found_and_predicted_exactly():
     on = bench()
     for factor in (1.0, 1.0, 3.0, 1.0, 2.0):  # two rounds were disturbed
         on.rounds.append(factor * ideal_round(on))
@@ -73,7 +73,7 @@ def test_a_machine_of_constant_rates_is_found_and_predicted_exactly() -> None:
     assert found.hardware.gemm_backward.tflops == pytest.approx(FAST / 1.1e12)
 
 
-def test_what_is_held_out_is_none_of_what_was_fitted() -> None:
+def test_what_is_held_out_is_none_of_what_was_fitted():
     on = bench()
     shapes = [(probe.kind, probe.rows, probe.keys) for probe in on.probes]
     held = set(shapes[-on.num_held :])
@@ -83,7 +83,7 @@ def test_what_is_held_out_is_none_of_what_was_fitted() -> None:
     assert {kind for kind, _, _ in held} == {"attention", "layer"}
 
 
-def test_an_error_of_prediction_is_reported_and_not_hidden() -> None:
+def test_an_error_of_prediction_is_reported_and_not_hidden():
     on = bench()
     seconds = ideal_round(on)
     seconds[-on.num_held :] *= 1.25
@@ -96,7 +96,7 @@ def test_an_error_of_prediction_is_reported_and_not_hidden() -> None:
     assert found.table()[0]["what"] == "attention forward"
 
 
-def test_this_machine_is_measured_within_a_budget_and_its_plans_can_be_priced() -> None:
+def test_this_machine_is_measured_within_a_budget_and_its_plans_can_be_priced():
     shares: list[float] = []
 
     found = calibrate(SHAPE, device="cpu", budget_s=0.1, progress=shares.append)
@@ -113,7 +113,7 @@ def test_this_machine_is_measured_within_a_budget_and_its_plans_can_be_priced() 
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(3, 10), (10, 10), (30, 10)])
-def test_attention_probes_count_the_pairs_they_compute(rows: int, keys: int) -> None:
+def test_attention_probes_count_the_pairs_they_compute(rows, keys):
     probe = attention_probe(SHAPE, rows, keys, CPU, torch.float32)
     seen = torch.ones(keys, keys).tril()[-min(rows, keys) :].sum().item() * max(1, rows // keys)
 
@@ -123,7 +123,7 @@ def test_attention_probes_count_the_pairs_they_compute(rows: int, keys: int) -> 
     assert (run_once(probe, CPU) > 0).all(), "a probe runs again, though a first slice releases its cache"
 
 
-def test_a_layer_without_attention_runs_all_its_matrices_both_ways() -> None:
+def test_a_layer_without_attention_runs_all_its_matrices_both_ways():
     parts = parts_of(SHAPE, CPU, torch.float32)
     probe = layer_probe(parts, 6)
 
@@ -133,7 +133,7 @@ def test_a_layer_without_attention_runs_all_its_matrices_both_ways() -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in parts.layers[0].parameters())
 
 
-def test_disturbed_rounds_do_not_count_and_probes_take_turns() -> None:
+def test_disturbed_rounds_do_not_count_and_probes_take_turns():
     assert quiet(np.array([5.0, 1.0, 9.0, 2.0, 7.0])) == 2.0
     order: list[int] = []
     probes = [attention_probe(SHAPE, rows, 8, CPU, torch.float32) for rows in (2, 3)]
@@ -155,7 +155,7 @@ def test_disturbed_rounds_do_not_count_and_probes_take_turns() -> None:
     assert order == [2, 3, 3, 2]
 
 
-def test_a_budget_or_a_layer_that_cannot_be_is_refused() -> None:
+def test_a_budget_or_a_layer_that_cannot_be_is_refused():
     with pytest.raises(SettingError, match="budget_s=0; it must be above 0 seconds"):
         calibrate(SHAPE, budget_s=0)
     wide = ModelShape(name="wide", hidden=2**20, layers=1, heads=2**13, ffn=2**22, vocab=8)
@@ -221,9 +221,7 @@ class Pretended:
 
 @given(st.floats(-10, -5), st.floats(-6, 0), st.floats(-5, -1), st.floats(-1, 2), st.integers(0, 2**32 - 1))
 @examples(8)
-def test_no_calibration_is_over_its_budget_by_more_than_the_least(
-    pair: float, row: float, call: float, budget: float, seed: int
-) -> None:
+def test_no_calibration_is_over_its_budget_by_more_than_the_least(pair, row, call, budget, seed):
     on = Pretended(pair_s=10**pair, row_s=10**row, call_s=10**call)
     unrest = np.random.default_rng(seed).uniform(1.0, 1.2, 97)
     on.unrest = lambda turn: float(unrest[turn % 97])
@@ -234,7 +232,7 @@ def test_no_calibration_is_over_its_budget_by_more_than_the_least(
     assert set(on.ran) >= LEAST
 
 
-def test_a_budget_that_holds_more_than_the_least_is_used_and_kept() -> None:
+def test_a_budget_that_holds_more_than_the_least_is_used_and_kept():
     for budget_s in (20.0, 60.0, 200.0):
         on = Pretended(
             row_s=0.02
@@ -245,7 +243,7 @@ def test_a_budget_that_holds_more_than_the_least_is_used_and_kept() -> None:
         assert 0.8 * budget_s <= taken <= budget_s
 
 
-def test_where_the_least_takes_longer_the_seconds_are_said_before_they_are_spent() -> None:
+def test_where_the_least_takes_longer_the_seconds_are_said_before_they_are_spent():
     on, said = Pretended(row_s=0.02), []
 
     found, taken = on.calibrated(3.0, on_least=lambda seconds: said.append((seconds, on.clock)))
@@ -259,7 +257,7 @@ def test_where_the_least_takes_longer_the_seconds_are_said_before_they_are_spent
     assert np.isfinite([found.mape_attention, found.mape_gemm]).all()
 
 
-def test_a_budget_that_holds_the_least_says_nothing() -> None:
+def test_a_budget_that_holds_the_least_says_nothing():
     said: list[float] = []
 
     Pretended(row_s=0.02).calibrated(20.0, on_least=said.append)
@@ -267,7 +265,7 @@ def test_a_budget_that_holds_the_least_says_nothing() -> None:
     assert said == []
 
 
-def test_shapes_are_added_only_where_all_of_them_can_be_run_several_times() -> None:
+def test_shapes_are_added_only_where_all_of_them_can_be_run_several_times():
     on = Pretended()
 
     found, _ = on.calibrated(20.0)
@@ -279,9 +277,7 @@ def test_shapes_are_added_only_where_all_of_them_can_be_run_several_times() -> N
 
 
 @pytest.mark.parametrize(("faster", "budget_s"), [(100, 20.0), (1, 2000.0)])
-def test_a_faster_machine_or_more_seconds_measure_longer_documents_and_more_rows(
-    faster: float, budget_s: float
-) -> None:
+def test_a_faster_machine_or_more_seconds_measure_longer_documents_and_more_rows(faster, budget_s):
     slow, fast = Pretended(pair_s=1e-6, row_s=1e-2), Pretended(pair_s=1e-6 / faster, row_s=1e-2 / faster)
 
     for on, seconds in ((slow, 20.0), (fast, budget_s)):
@@ -292,7 +288,7 @@ def test_a_faster_machine_or_more_seconds_measure_longer_documents_and_more_rows
         assert reach[0] < reach[1]
 
 
-def test_levels_only_add_and_hold_out_nothing_that_is_fitted() -> None:
+def test_levels_only_add_and_hold_out_nothing_that_is_fitted():
     for levels in (attention_levels(), layer_levels()):
         held = {case for _, apart in levels for case in apart}
         known = {case for fitted, _ in levels for case in fitted}
@@ -302,7 +298,7 @@ def test_levels_only_add_and_hold_out_nothing_that_is_fitted() -> None:
         assert works[1:] == sorted(works[1:])
 
 
-def test_held_out_shapes_lie_within_what_is_fitted() -> None:
+def test_held_out_shapes_lie_within_what_is_fitted():
     for levels in (attention_levels(), layer_levels()):
         fitted: list[Case] = []
         for known, held in levels:
@@ -312,7 +308,7 @@ def test_held_out_shapes_lie_within_what_is_fitted() -> None:
                 assert min(one.rows for one in fitted) <= case.rows <= max(one.rows for one in fitted)
 
 
-def test_progress_rises_to_all_of_it() -> None:
+def test_progress_rises_to_all_of_it():
     shares: list[float] = []
 
     Pretended(row_s=0.02).calibrated(20.0, progress=shares.append)

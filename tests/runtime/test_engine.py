@@ -66,9 +66,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     st.sampled_from(["rows", "flat"]),
 )
 @examples(10, 25)
-def test_a_step_is_that_of_the_uncut_model(
-    lengths: list[int], slice_tokens: int, recompute: Any, layout: Any
-) -> None:
+def test_a_step_is_that_of_the_uncut_model(lengths, slice_tokens, recompute, layout):
     model, documents = tiny("llama"), documents_of(lengths)
     mask = [np.random.default_rng(len(x)).random(len(x)) < 0.7 for x in documents]
     for one in mask:
@@ -87,7 +85,7 @@ def test_a_step_is_that_of_the_uncut_model(
 
 
 @pytest.mark.parametrize("weighting", ["document", "longalign"])
-def test_documents_may_weigh_alike(weighting: Any) -> None:
+def test_documents_may_weigh_alike(weighting):
     model = tiny("qwen3", head_dim=8)
     batch = batch_of(documents_of([50, 9, 31, 4]))
     loss, wanted, _ = one_by_one(model, batch, weighting)
@@ -99,7 +97,7 @@ def test_documents_may_weigh_alike(weighting: Any) -> None:
         assert (gradient - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
 
 
-def test_batches_of_a_step_add_up() -> None:
+def test_batches_of_a_step_add_up():
     model, documents = tiny("llama"), documents_of([40, 9, 31, 60])
     whole = batch_of(documents)
     _, wanted, _ = one_by_one(model, whole)
@@ -114,7 +112,7 @@ def test_batches_of_a_step_add_up() -> None:
     assert_same(take_gradients(model), wanted)
 
 
-def test_a_plan_of_the_batch_is_run_and_the_attention_is_what_it_was() -> None:
+def test_a_plan_of_the_batch_is_run_and_the_attention_is_what_it_was():
     model, batch = tiny("llama", num_hidden_layers=4), batch_of(documents_of([50, 9, 31, 4]))
     _, wanted, _ = one_by_one(model, batch)
     cost = vl.CostModel(model=vl.ModelShape.from_config(model.config), hardware=vl.Hardware.named("h100"))
@@ -131,7 +129,7 @@ def test_a_plan_of_the_batch_is_run_and_the_attention_is_what_it_was() -> None:
 
 
 @given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 99), st.sampled_from(["none", "full"]))
-def test_plans_of_one_gpu_are_plans(lengths: list[int], slice_tokens: int, recompute: Any) -> None:
+def test_plans_of_one_gpu_are_plans(lengths, slice_tokens, recompute):
     plan = one_gpu_plan(np.array(lengths, np.int32), slice_tokens, recompute=recompute)
 
     check_plan(plan)
@@ -142,7 +140,7 @@ def test_plans_of_one_gpu_are_plans(lengths: list[int], slice_tokens: int, recom
         assert max(rows, default=0) <= slice_tokens
 
 
-def test_a_plan_of_other_documents_is_refused() -> None:
+def test_a_plan_of_other_documents_is_refused():
     engine, batch = vl.SliceEngine(tiny("llama"), 16), batch_of(documents_of([20, 9]))
 
     with pytest.raises(PlanError, match="of 3 documents and the batch holds 2"):
@@ -165,9 +163,7 @@ def test_a_plan_of_other_documents_is_refused() -> None:
         ([[(0, 0, 20)], [(2, 0, 9)]], None, {}, r"document_ids\[1\] is 2"),
     ],
 )
-def test_a_plan_that_leaves_something_out_is_refused_before_anything_runs(
-    forward: Any, backward: Any, changes: dict[str, Any], words: str
-) -> None:
+def test_a_plan_that_leaves_something_out_is_refused_before_anything_runs(forward, backward, changes, words):
     model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
     plan = plan_of_slices([20, 9], forward, backward, recompute="full", **changes)
 
@@ -179,7 +175,7 @@ def test_a_plan_that_leaves_something_out_is_refused_before_anything_runs(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_plan_of_more_chunks_than_layers_is_refused() -> None:
+def test_a_plan_of_more_chunks_than_layers_is_refused():
     batch, deep = batch_of(documents_of([20, 9])), tiny("llama", num_hidden_layers=4)
     cost = vl.CostModel(model=vl.ModelShape.from_config(deep.config), hardware=vl.Hardware.named("h100"))
     plan = vl.plan_step(batch.document_lengths, cost=cost, mesh=vl.Mesh(pp=4))
@@ -188,7 +184,7 @@ def test_a_plan_of_more_chunks_than_layers_is_refused() -> None:
         vl.SliceEngine(tiny("llama")).step(batch, plan)
 
 
-def test_batches_that_teach_nothing_or_a_first_token_are_refused() -> None:
+def test_batches_that_teach_nothing_or_a_first_token_are_refused():
     engine, documents = vl.SliceEngine(tiny("llama"), 16), documents_of([20, 9])
 
     with pytest.raises(DocumentsError, match="none of 29 tokens has a label"):
@@ -200,7 +196,7 @@ def test_batches_that_teach_nothing_or_a_first_token_are_refused() -> None:
         engine.step(replace(wrong, labels=labels, num_targets=wrong.num_targets + 1))
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_settings_that_make_no_sense_are_refused():
     model = tiny("llama")
     for tokens in (0, -3, True, 2.5, 2**31):
         with pytest.raises(SettingError, match=r"^slice_tokens must be a whole number (from|of at least) 1"):
@@ -214,7 +210,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
-def test_a_step_where_gradients_are_off_is_refused(off: Any, seat: dict[str, Any]) -> None:
+def test_a_step_where_gradients_are_off_is_refused(off, seat):
     engine, batch = vl.SliceEngine(tiny("llama"), 16, **seat), batch_of(documents_of([20, 9]))
 
     with off(), pytest.raises(SettingError, match=r"gradients, and they are off \(torch\.no_grad"):
@@ -222,7 +218,7 @@ def test_a_step_where_gradients_are_off_is_refused(off: Any, seat: dict[str, Any
 
 
 @pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
-def test_what_is_no_packed_batch_and_no_plan_is_refused(seat: dict[str, Any]) -> None:
+def test_what_is_no_packed_batch_and_no_plan_is_refused(seat):
     model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
     calls: list[tuple[Any, Any, str]] = [
         ({"input_ids": torch.zeros(1, 4)}, None, "a batch of type dict; engine.step takes a PackedBatch"),
@@ -234,7 +230,7 @@ def test_what_is_no_packed_batch_and_no_plan_is_refused(seat: dict[str, Any]) ->
             vl.SliceEngine(model, 16, **seat).step(no_batch, plan)
 
 
-def test_what_has_no_config_is_no_model() -> None:
+def test_what_has_no_config_is_no_model():
     for model in (None, torch.nn.Linear(2, 2)):
         with pytest.raises(ModelError, match=f"slices don't run {type(model).__name__} models"):
             vl.SliceEngine(model)
@@ -251,7 +247,7 @@ def test_what_has_no_config_is_no_model() -> None:
         ([3, 5, 4], [-100, 5, 61], "has label 61, and the model knows 0 to 60 (1 token is so)"),
     ],
 )
-def test_ids_that_the_model_does_not_know_are_named(ids: list[int], labels: Any, said: str) -> None:
+def test_ids_that_the_model_does_not_know_are_named(ids, labels, said):
     documents = [np.array([1, 2], np.int32), np.array(ids, np.int32)]
     given = {} if labels is None else {"labels": [np.array([-100, 2]), np.array(labels)]}
     batch = vl.collate(documents, vl.pack([2, 3], capacity=8), **given)
@@ -260,7 +256,7 @@ def test_ids_that_the_model_does_not_know_are_named(ids: list[int], labels: Any,
         vl.SliceEngine(tiny("llama")).step(batch)
 
 
-def test_negative_ids_that_collate_did_not_see_are_named() -> None:
+def test_negative_ids_that_collate_did_not_see_are_named():
     batch = vl.collate(
         [np.array([1, 2], np.int32), np.array([3, 60, 4], np.int32)], vl.pack([2, 3], capacity=8)
     )
@@ -370,7 +366,7 @@ WAYS_TO_BE_PASSED_BY: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("way", WAYS_TO_BE_PASSED_BY)
-def test_what_a_step_would_pass_by_is_refused_before_anything_changes(way: str) -> None:
+def test_what_a_step_would_pass_by_is_refused_before_anything_changes(way):
     change, words = WAYS_TO_BE_PASSED_BY[way]
     model = tiny("llama")
     before = model.config._attn_implementation
@@ -382,7 +378,7 @@ def test_what_a_step_would_pass_by_is_refused_before_anything_changes(way: str) 
     assert model.config._attn_implementation == before
 
 
-def test_what_is_added_after_an_engine_was_made_is_refused_too() -> None:
+def test_what_is_added_after_an_engine_was_made_is_refused_too():
     model, batch = tiny("llama"), batch_of(documents_of(LENGTHS))
     engine = vl.SliceEngine(model, 8)
     model.lm_head = LowRank(model.lm_head)
@@ -392,7 +388,7 @@ def test_what_is_added_after_an_engine_was_made_is_refused_too() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_adapters_within_layers_and_copies_of_the_ends_learn_as_in_the_uncut_model(recompute: Any) -> None:
+def test_adapters_within_layers_and_copies_of_the_ends_learn_as_in_the_uncut_model(recompute):
     model = tiny("llama")
     head_is(ModulesToSaveWrapper)(model)
     embedding_is(ModulesToSaveWrapper)(model)
@@ -413,7 +409,7 @@ def test_adapters_within_layers_and_copies_of_the_ends_learn_as_in_the_uncut_mod
         assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm(), name
 
 
-def test_what_does_not_learn_and_hooks_that_are_run_are_no_reason_to_refuse() -> None:
+def test_what_does_not_learn_and_hooks_that_are_run_are_no_reason_to_refuse():
     model, batch = tiny("llama"), batch_of(documents_of(LENGTHS))
     model.prompt = nn.Embedding(3, 32).requires_grad_(False)
     seen: list[int] = []

@@ -79,7 +79,7 @@ BACKWARD: list[list[Slice]] = [[(3, 0, 4), (1, 3, 7), (0, 17, 30)], [(2, 0, 1), 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name: str) -> None:
+def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name):
     with Wide():
         model = family(name)
         assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD)) < 1e-12
@@ -90,14 +90,14 @@ def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name: str) -> N
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "deepseek_v3"])
 @given(case=plans())
 @examples(3, 6)
-def test_any_cut_of_either_pass_gives_a_family_the_same_gradients(name: str, case: Any) -> None:
+def test_any_cut_of_either_pass_gives_a_family_the_same_gradients(name, case):
     with Wide():
         assert off(family(name), *case) < 1e-12
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3", "cohere", "gpt_neox", "olmo2"])
-def test_embeddings_may_be_those_of_the_head_or_not(name: str, tied: bool) -> None:
+def test_embeddings_may_be_those_of_the_head_or_not(name, tied):
     with Wide():
         model = family(name, tie_word_embeddings=tied)
         assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
@@ -106,9 +106,7 @@ def test_embeddings_may_be_those_of_the_head_or_not(name: str, tied: bool) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_oss", "gpt_neox", "qwen3_moe"])
-def test_gradients_in_fewer_bits_are_as_near_to_float64_as_those_of_the_uncut_model(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_gradients_in_fewer_bits_are_as_near_to_float64_as_those_of_the_uncut_model(name, dtype):
     lengths, tokens = [90, 38], tokens_of([90, 38])
     plan = one_gpu_plan(lengths, [[(0, 0, 50)], [(0, 50, 90), (1, 0, 38)]], recompute="full")
     # Each expert is chosen always: in few bits a cut may choose another, and nothing is to compare.
@@ -130,7 +128,7 @@ def test_gradients_in_fewer_bits_are_as_near_to_float64_as_those_of_the_uncut_mo
     assert ours < 1.5 * theirs + torch.finfo(dtype).eps / 4
 
 
-def test_positions_by_the_length_of_a_text_are_those_of_the_whole_document() -> None:
+def test_positions_by_the_length_of_a_text_are_those_of_the_whole_document():
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -149,7 +147,7 @@ def test_positions_by_the_length_of_a_text_are_those_of_the_whole_document() -> 
         assert off(model, [30, 7], plan) < 1e-12
 
 
-def test_logits_are_multiplied_and_then_capped_in_both_passes() -> None:
+def test_logits_are_multiplied_and_then_capped_in_both_passes():
     parts = replace(DecoderParts.of(family("llama")), logits=Logits(factor=0.3, cap=0.9))
     made = torch.Generator().manual_seed(2)
     hidden = torch.randn(1, 5, 32, dtype=torch.float64, generator=made).requires_grad_()
@@ -168,7 +166,7 @@ def test_logits_are_multiplied_and_then_capped_in_both_passes() -> None:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("gemma2", HEAD_ROWS // 2), ("granite", HEAD_ROWS)])
-def test_few_logits_are_there_at_once_whatever_becomes_of_them(name: str, rows: int) -> None:
+def test_few_logits_are_there_at_once_whatever_becomes_of_them(name, rows):
     model, length, vocabulary = family(name, torch.float32, vocab_size=2048), 3 * HEAD_ROWS, 2048
     model.train(False)
     parts = DecoderParts.of(model)
@@ -183,7 +181,7 @@ def test_few_logits_are_there_at_once_whatever_becomes_of_them(name: str, rows: 
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, *OWN_ATTENTION, "unheard_of"])
-def test_other_families_are_refused_by_name_and_told_why(name: str) -> None:
+def test_other_families_are_refused_by_name_and_told_why(name):
     model = SimpleNamespace(config=SimpleNamespace(model_type=name))
     reason = {
         True: "hand a state on from token to token",
@@ -199,7 +197,7 @@ def test_other_families_are_refused_by_name_and_told_why(name: str) -> None:
         DecoderParts.of(model)
 
 
-def test_a_recurrent_model_is_refused_before_anything_of_it_changes() -> None:
+def test_a_recurrent_model_is_refused_before_anything_of_it_changes():
     model = tiny("mamba", state_size=4)
     with pytest.raises(
         ModelError, match="slices don't run mamba models: some of their layers hand a state on"
@@ -228,9 +226,7 @@ def test_a_recurrent_model_is_refused_before_anything_of_it_changes() -> None:
         ("gpt_oss", {"output_router_logits": True}, "set output_router_logits=False"),
     ],
 )
-def test_what_training_adds_at_random_or_over_a_batch_is_refused_and_evaluation_runs(
-    name: str, setting: dict[str, Any], words: str
-) -> None:
+def test_what_training_adds_at_random_or_over_a_batch_is_refused_and_evaluation_runs(name, setting, words):
     model, plan = tiny(name, **{**SETTINGS.get(name, {}), **setting}), one_gpu_plan([8], [[(0, 0, 8)]])
 
     with pytest.raises(ModelError, match=words):
@@ -239,7 +235,7 @@ def test_what_training_adds_at_random_or_over_a_batch_is_refused_and_evaluation_
     run_step(model.eval(), tokens_of([8]), plan)
 
 
-def test_settings_under_which_slices_would_learn_something_else_are_refused() -> None:
+def test_settings_under_which_slices_would_learn_something_else_are_refused():
     plan = one_gpu_plan([8], [[(0, 0, 8)]])
     both_ways = family("gemma3_text", use_bidirectional_attention=True)
     with pytest.raises(ModelError, match="this gemma3_text model attends to later tokens"):
@@ -249,7 +245,7 @@ def test_settings_under_which_slices_would_learn_something_else_are_refused() ->
         run_step(moving, tokens_of([8]), plan)
 
 
-def test_a_balancing_loss_of_weight_0_is_no_loss() -> None:
+def test_a_balancing_loss_of_weight_0_is_no_loss():
     with Wide():
         model = family("mixtral", output_router_logits=True, router_aux_loss_coef=0.0)
         assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD)) < 1e-12
@@ -316,7 +312,7 @@ def plans_of(recompute: Any) -> list[StepPlan]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_slices_round_as_the_uncut_model_does(recompute: Any) -> None:
+def test_slices_round_as_the_uncut_model_does(recompute):
     check(tiny("llama", torch.float32, num_hidden_layers=3), *plans_of(recompute))
 
 
@@ -329,20 +325,18 @@ def test_slices_round_as_the_uncut_model_does(recompute: Any) -> None:
         ("phi3", {}),
     ],
 )
-def test_windows_biases_and_tied_weights_round_so_too(name: str, settings: dict[str, Any]) -> None:
+def test_windows_biases_and_tied_weights_round_so_too(name, settings):
     check(family(name, torch.float32, **settings), plans_of("full")[-1])
 
 
-def test_rows_that_wait_elsewhere_round_so_too() -> None:
+def test_rows_that_wait_elsewhere_round_so_too():
     plan = replace(plans_of("full")[-1], offload="kv")
 
     check(tiny("llama", torch.float32, num_hidden_layers=4), plan, saved="stage")
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_what_is_cast_without_a_graph_is_kept_where_it_does_no_harm(
-    monkeypatch: pytest.MonkeyPatch, keeps: bool
-) -> None:
+def test_what_is_cast_without_a_graph_is_kept_where_it_does_no_harm(monkeypatch, keeps):
     model, seen = tiny("llama", torch.float32), set()
     monkeypatch.setattr(casting, "_casts_keep_graphs", lambda: keeps)
     model.model.layers[0].register_forward_pre_hook(
@@ -354,7 +348,7 @@ def test_what_is_cast_without_a_graph_is_kept_where_it_does_no_harm(
     assert seen == {(True, True), (False, keeps)}
 
 
-def test_backward_passes_run_without_it() -> None:
+def test_backward_passes_run_without_it():
     model, seen = tiny("llama", torch.float32), {}
     for name, parameter in model.named_parameters():
         if ".layers." in name or ".norm." in name:  # the ends' gradients come without hooks
@@ -369,7 +363,7 @@ def test_backward_passes_run_without_it() -> None:
 
 
 @pytest.mark.parametrize("rule", [Rule(0.3), Rule(0.3, window=3), Rule(0.3, cap=2.0)])
-def test_attention_takes_its_dtype_and_rounds_nowhere_else(rule: Rule) -> None:
+def test_attention_takes_its_dtype_and_rounds_nowhere_else(rule):
     made = torch.Generator().manual_seed(0)
     given = [torch.randn(1, 2, 12, 8, generator=made, requires_grad=True) for _ in range(3)]
     layer = torch.nn.Identity()
@@ -387,7 +381,7 @@ def test_attention_takes_its_dtype_and_rounds_nowhere_else(rule: Rule) -> None:
         assert torch.equal(one, other)
 
 
-def test_float64_stays_exact_under_autocast() -> None:
+def test_float64_stays_exact_under_autocast():
     model, plan = tiny("llama"), plans_of("full")[-1]
 
     _, found = sliced(model, plan)
@@ -395,7 +389,7 @@ def test_float64_stays_exact_under_autocast() -> None:
     assert largest(distances_of(found, whole(model, None)[1]).values()) < 1e-12
 
 
-def test_the_engine_trains_under_autocast() -> None:
+def test_the_engine_trains_under_autocast():
     model = tiny("llama", torch.float32)
     documents = [x.int().numpy() for x in torch.split(tokens_of(CAST_LENGTHS), CAST_LENGTHS)]
     batch = vl.collate(documents, vl.pack(CAST_LENGTHS, capacity=64))

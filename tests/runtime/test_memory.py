@@ -64,7 +64,7 @@ class CopiedBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_bytes_copied_are_linear_in_a_document_however_many_slices_it_has(recompute: Any) -> None:
+def test_bytes_copied_are_linear_in_a_document_however_many_slices_it_has(recompute):
     model, length = tiny("llama", torch.float32), 256
     copied = []
     for count in (8, 64):
@@ -79,9 +79,7 @@ def test_bytes_copied_are_linear_in_a_document_however_many_slices_it_has(recomp
 
 
 @given(st.integers(2, 400), st.data())
-def test_a_cache_gives_back_what_is_free_but_for_a_sixteenth_in_15_copies_at_most(
-    length: int, data: st.DataObject
-) -> None:
+def test_a_cache_gives_back_what_is_free_but_for_a_sixteenth_in_15_copies_at_most(length, data):
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(1, length - 1), max_size=60))})
     cache, rows = DocumentCache(length), torch.arange(length, dtype=torch.float32).expand(1, 2, 3, -1).mT
     for start, stop in pairwise(cuts):
@@ -100,7 +98,7 @@ def test_a_cache_gives_back_what_is_free_but_for_a_sixteenth_in_15_copies_at_mos
     assert copies.total <= 15 * 4 * length * 2 * 3 * 4
 
 
-def test_a_document_given_back_token_by_token_is_copied_15_times_at_most() -> None:
+def test_a_document_given_back_token_by_token_is_copied_15_times_at_most():
     cache, length = DocumentCache(1000), 1000
     rows = torch.zeros(1, 2, length, 3)
     cache.write(0, 0, rows, rows)
@@ -112,9 +110,7 @@ def test_a_document_given_back_token_by_token_is_copied_15_times_at_most() -> No
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.lists(st.integers(1, 9), max_size=20))
-def test_kept_rows_come_back_from_the_end_whatever_pieces_they_came_in(
-    pieces: list[int], wanted: list[int]
-) -> None:
+def test_kept_rows_come_back_from_the_end_whatever_pieces_they_came_in(pieces, wanted):
     rows, kept, left = torch.arange(sum(pieces))[:, None], KeptRows(), sum(pieces)
     for piece in rows.split(pieces):
         kept.add(piece)
@@ -155,9 +151,7 @@ CELLS = [(family, *one) for family in ("llama", "qwen3_moe", "phi3", "mistral") 
     ("family", "recompute", "share", "saved", "offload"),
     mostly([one for one in CELLS if one[0] == "llama" or one[1:] in (PLACES[2], PLACES[6])], CELLS),
 )
-def test_gradients_are_exact_wherever_bytes_are(
-    family: str, recompute: Any, share: float, saved: Any, offload: Any
-) -> None:
+def test_gradients_are_exact_wherever_bytes_are(family, recompute, share, saved, offload):
     settings_of = {
         "qwen3_moe": {
             "num_experts": 4,
@@ -182,7 +176,7 @@ def test_gradients_are_exact_wherever_bytes_are(
         assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm(), name
 
 
-def test_selective_graphs_leave_out_norm_outputs_and_the_product() -> None:
+def test_selective_graphs_leave_out_norm_outputs_and_the_product():
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
     model, length = tiny("llama", torch.bfloat16, **sizes), 256
     held = []
@@ -207,7 +201,7 @@ WIDE = {
     ("saved", "offload"),
     mostly([("layers", "none"), ("stage", "kv")], product(("layers", "stage"), ("none", "kv"))),
 )
-def test_peaks_of_long_documents_are_what_the_cost_model_says(saved: Any, offload: Any) -> None:
+def test_peaks_of_long_documents_are_what_the_cost_model_says(saved, offload):
     model, length = tiny("llama", torch.bfloat16, **WIDE), 2048
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -224,7 +218,7 @@ def test_peaks_of_long_documents_are_what_the_cost_model_says(saved: Any, offloa
     assert meter.host_peak == pytest.approx(length * (per_token + inputs_far), rel=0.03)
 
 
-def test_bytes_in_host_memory_are_counted_apart() -> None:
+def test_bytes_in_host_memory_are_counted_apart():
     with TrackedBytes() as meter:
         with in_host_memory():
             far = torch.zeros(1000)
@@ -234,7 +228,7 @@ def test_bytes_in_host_memory_are_counted_apart() -> None:
         assert (meter.live, meter.host_live, meter.host_peak) == (0, 0, 4000)
 
 
-def test_a_short_chunk_has_nothing_to_offload() -> None:
+def test_a_short_chunk_has_nothing_to_offload():
     model, length = tiny("llama", torch.float32), 64
     plan = one_gpu_plan(np.array([length], np.int32), 16, offload="kv")
     with bytes_meter(torch.device("cpu")) as meter:
@@ -243,7 +237,7 @@ def test_a_short_chunk_has_nothing_to_offload() -> None:
     assert meter.host_peak == 0
 
 
-def test_gradients_of_earlier_keys_come_some_at_a_time_and_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_earlier_keys_come_some_at_a_time_and_are_exact(monkeypatch):
     monkeypatch.setattr(tiles, "BACKWARD_KEYS", 5)
     model, tokens = tiny("llama"), tokens_of([40])
     loss, wanted = uncut(model, tokens, [40])
@@ -289,7 +283,7 @@ def refuses_more_rows_than(model: Any, most: int) -> None:
     model.model.layers[1].register_forward_pre_hook(look)
 
 
-def test_a_task_without_memory_is_named_with_its_documents_and_the_rows_that_run() -> None:
+def test_a_task_without_memory_is_named_with_its_documents_and_the_rows_that_run():
     model = tiny("llama")
     refuses_more_rows_than(model, 9)
     plan = plan_of_slices([30, 5], [[(0, 0, 8)], [(0, 8, 18), (1, 0, 5)], [(0, 18, 30)]])
@@ -337,7 +331,7 @@ def advised(model: Any, limit: int, recompute: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
-def test_slices_as_short_as_is_said_come_to_a_step_that_runs(share: float) -> None:
+def test_slices_as_short_as_is_said_come_to_a_step_that_runs(share):
     model = tiny("llama", torch.float32)
     rows = advised(model, int(share * peak_of(model, "full")), "full")
 
@@ -346,7 +340,7 @@ def test_slices_as_short_as_is_said_come_to_a_step_that_runs(share: float) -> No
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_step_that_is_tried_again_has_the_gradients_of_one_step(recompute: Any) -> None:
+def test_a_step_that_is_tried_again_has_the_gradients_of_one_step(recompute):
     model = tiny("llama", torch.float32)
     limit = int(0.9 * peak_of(model, recompute))
     take_gradients(model)
@@ -362,7 +356,7 @@ def test_a_step_that_is_tried_again_has_the_gradients_of_one_step(recompute: Any
         assert torch.equal(gradient, wanted[name]), name
 
 
-def test_where_gradients_were_there_before_the_error_says_that_they_have_a_part_now() -> None:
+def test_where_gradients_were_there_before_the_error_says_that_they_have_a_part_now():
     model = tiny("llama", torch.float32)
     run_step(model, tokens_of([LENGTH]), one_slice(32, "full"))
 
@@ -372,7 +366,7 @@ def test_where_gradients_were_there_before_the_error_says_that_they_have_a_part_
     assert any("call optimizer.zero_grad" in note for note in found.value.__notes__)
 
 
-def test_where_held_rows_alone_are_too_many_no_slice_is_said_to_fit() -> None:
+def test_where_held_rows_alone_are_too_many_no_slice_is_said_to_fit():
     model = tiny("llama", torch.float32)
 
     assert advised(model, peak_of(model, "none") // 4, "none")[-1] == 0
@@ -383,9 +377,7 @@ def test_where_held_rows_alone_are_too_many_no_slice_is_said_to_fit() -> None:
     st.lists(st.tuples(st.integers(1, 9999), st.integers(0, 10**6)), max_size=5),
     st.integers(0, 10**9),
 )
-def test_rows_that_fit_are_fewer_and_take_what_is_there_at_most(
-    rows: int, took: list[tuple[int, int]], room: int
-) -> None:
+def test_rows_that_fit_are_fewer_and_take_what_is_there_at_most(rows, took, room):
     ran = [Took(rows=count, bytes=size) for count, size in took]
     fits = rows_that_fit(rows, ran, room)
 
@@ -398,7 +390,7 @@ def test_rows_that_fit_are_fewer_and_take_what_is_there_at_most(
         assert fits == rows // 2
 
 
-def test_memory_that_nobody_has_is_known_by_what_python_and_torch_say() -> None:
+def test_memory_that_nobody_has_is_known_by_what_python_and_torch_say():
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(
@@ -469,9 +461,7 @@ def pipelined(schedule: Any, count: int, slices: int, rows: int, mesh: Mesh, **s
 
 @EACH_WAY
 @pytest.mark.parametrize(("name", "lengths", "slice_tokens"), mostly([ON_ONE[1]], ON_ONE))
-def test_a_stage_holds_what_is_predicted(
-    name: str, recompute: Any, saved: Any, offload: Any, lengths: tuple[int, ...], slice_tokens: int
-) -> None:
+def test_a_stage_holds_what_is_predicted(name, recompute, saved, offload, lengths, slice_tokens):
     held = np.array(lengths, np.int32)
     check(name, one_gpu_plan(held, slice_tokens, recompute=recompute, offload=offload), saved)
 
@@ -481,9 +471,7 @@ def test_a_stage_holds_what_is_predicted(
 @pytest.mark.parametrize(
     ("count", "slices", "rows"), [(5, 5, 100), pytest.param(3, 1, 250, marks=pytest.mark.soak)]
 )
-def test_two_stages_hold_what_is_predicted(
-    name: str, recompute: Any, saved: Any, offload: Any, count: int, slices: int, rows: int
-) -> None:
+def test_two_stages_hold_what_is_predicted(name, recompute, saved, offload, count, slices, rows):
     schedule = sliced(2, count, slices)
     plan = pipelined(schedule, count, slices, rows, Mesh(pp=2), recompute=recompute, offload=offload)
     check(name, plan, saved)
@@ -491,15 +479,13 @@ def test_two_stages_hold_what_is_predicted(
 
 @HEADS
 @MOST_AND_LEAST
-def test_documents_that_begin_while_others_end_hold_what_is_predicted(
-    name: str, recompute: Any, saved: Any, offload: Any
-) -> None:
+def test_documents_that_begin_while_others_end_hold_what_is_predicted(name, recompute, saved, offload):
     plan = pipelined(sliced(2, 9, 3), 9, 3, 120, Mesh(pp=2), recompute=recompute, offload=offload)
     check(name, plan, saved)
 
 
 @MOST_AND_LEAST
-def test_chunks_in_turn_hold_what_is_predicted(recompute: Any, saved: Any, offload: Any) -> None:
+def test_chunks_in_turn_hold_what_is_predicted(recompute, saved, offload):
     mesh = Mesh(pp=2, virtual_stages=2)
     plan = pipelined(interleaved(2, 2, 4), 4, 1, 200, mesh, recompute=recompute, offload=offload)
     check("GQA", plan, saved)
@@ -507,9 +493,7 @@ def test_chunks_in_turn_hold_what_is_predicted(recompute: Any, saved: Any, offlo
 
 @HEADS
 @MOST_AND_LEAST
-def test_weight_gradients_apart_hold_what_is_predicted(
-    name: str, recompute: Any, saved: Any, offload: Any
-) -> None:
+def test_weight_gradients_apart_hold_what_is_predicted(name, recompute, saved, offload):
     settings = {"recompute": recompute, "offload": offload, "splits_backward": True}
     check(name, pipelined(zero_bubble(2, 3), 3, 1, 300, Mesh(pp=2), **settings), saved)
 
@@ -517,9 +501,7 @@ def test_weight_gradients_apart_hold_what_is_predicted(
 @HEADS
 @MOST_AND_LEAST
 @pytest.mark.parametrize(("ranks", "count"), [(2, 5), pytest.param(4, 2, marks=pytest.mark.soak)])
-def test_ranks_that_share_a_document_hold_what_is_predicted(
-    name: str, recompute: Any, saved: Any, offload: Any, ranks: int, count: int
-) -> None:
+def test_ranks_that_share_a_document_hold_what_is_predicted(name, recompute, saved, offload, ranks, count):
     cuts: list[list[Slice]] = [[(0, *each)] for each in pairwise(range(0, 1601, 1600 // count))]
     plan = plan_of([1600], [(0, ranks)], [cuts] * ranks, [cuts[::-1]] * ranks, recompute=recompute)
     check(name, replace(plan, offload=offload), saved)
@@ -528,9 +510,7 @@ def test_ranks_that_share_a_document_hold_what_is_predicted(
 @HEADS
 @pytest.mark.parametrize("offload", mostly(["kv"], ["none", "kv"]))
 @pytest.mark.parametrize("share", mostly([0.5], [0.2, 0.5, 0.8]))
-def test_layers_some_of_which_are_computed_again_hold_what_is_predicted(
-    name: str, offload: Any, share: float
-) -> None:
+def test_layers_some_of_which_are_computed_again_hold_what_is_predicted(name, offload, share):
     plan = one_gpu_plan(np.array([1000], np.int32), 125, recompute="full", offload=offload)
     check(name, replace(plan, recompute_share=share), "layers", 0.005)
 
@@ -551,9 +531,7 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
 @pytest.mark.parametrize(("ranks", "stages"), mostly([(2, 1)], [(1, 1), (2, 1), (1, 2)]))
 @pytest.mark.parametrize("weights", mostly(["apart and late"], ["at once", "apart", "apart and late"]))
 @pytest.mark.parametrize("seed", mostly([6], range(20)))  # it misses nothing of what is counted
-def test_any_cuts_of_both_passes_hold_what_is_predicted(
-    seed: int, weights: str, ranks: int, stages: int
-) -> None:
+def test_any_cuts_of_both_passes_hold_what_is_predicted(seed, weights, ranks, stages):
     random = Random(seed)
     lengths = [random.choice([600, 1200, 1800]) for _ in range(random.randrange(1, 4))]
     passes = by_dice(random, lengths), by_dice(random, lengths)[::-1]
@@ -574,7 +552,7 @@ def test_any_cuts_of_both_passes_hold_what_is_predicted(
 
 
 @pytest.mark.parametrize("name", mostly(["GQA"], MODELS))
-def test_cuts_of_the_backward_pass_alone_hold_what_is_predicted(name: str) -> None:
+def test_cuts_of_the_backward_pass_alone_hold_what_is_predicted(name):
     forward: list[list[Slice]] = [[(0, 0, 500)], [(0, 500, 700), (1, 0, 300)], [(0, 700, 1000)]]
     backward: list[list[Slice]] = [[(0, 850, 1000)], [(0, 300, 850)], [(0, 0, 300), (1, 0, 300)]]
     plan = plan_of([1000, 300], [(0, 1), (0, 1)], [forward], [backward], recompute="full")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from benchmarks.plan.accuracy import LENGTHS, TARGET_BYTES, Case, cases, predicted_bytes
+from benchmarks.plan_accuracy import LENGTHS, TARGET_BYTES, cases, predicted_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rarely import examples
@@ -68,7 +68,7 @@ def check(model: Any, lengths: list[int], plan: Any) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", MODELS)
-def test_a_sliced_step_has_the_gradients_of_the_uncut_model(family: str, recompute: Recomputed) -> None:
+def test_a_sliced_step_has_the_gradients_of_the_uncut_model(family, recompute):
     forward: list[list[Slice]] = [[(0, 0, 13)], [(0, 13, 21), (1, 0, 7)], [(0, 21, 30), (2, 0, 1), (3, 0, 4)]]
 
     check(
@@ -80,15 +80,13 @@ def test_a_sliced_step_has_the_gradients_of_the_uncut_model(family: str, recompu
 
 @given(plans())
 @examples(15, 40)
-def test_any_cut_of_either_pass_gives_the_same_gradients(case: tuple[list[int], Any]) -> None:
+def test_any_cut_of_either_pass_gives_the_same_gradients(case):
     check(tiny("llama"), *case)
 
 
 @pytest.mark.parametrize("settings", [{}, {"splits_backward": True}])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_slices_of_a_document_in_one_micropack_stand_in_the_order_of_each_pass(
-    recompute: Any, settings: dict[str, Any]
-) -> None:
+def test_slices_of_a_document_in_one_micropack_stand_in_the_order_of_each_pass(recompute, settings):
     forward: list[list[Slice]] = [[(0, 0, 6), (1, 0, 5), (0, 6, 13)], [(1, 5, 7), (0, 13, 14), (0, 14, 30)]]
     backward: list[list[Slice]] = [[(0, 14, 30), (1, 5, 7), (0, 13, 14)], [(0, 6, 13), (0, 0, 6), (1, 0, 5)]]
     if recompute == "full":
@@ -103,7 +101,7 @@ def test_slices_of_a_document_in_one_micropack_stand_in_the_order_of_each_pass(
         check(tiny(family, **MODELS[family]), [30, 7], plan)
 
 
-def test_tasks_run_in_the_order_of_the_plan() -> None:
+def test_tasks_run_in_the_order_of_the_plan():
     forward: list[list[Slice]] = [[(0, 0, 5)], [(1, 0, 5)], [(1, 5, 9)]]
     backward = [[(0, 0, 5)], [(1, 5, 9)], [(1, 0, 5)]]
     plan = one_gpu_plan([5, 9], forward, backward, tasks=[0, 0, 1, 0, 1, 1])
@@ -116,7 +114,7 @@ def test_tasks_run_in_the_order_of_the_plan() -> None:
     assert not run.places[0].live_bytes.any()
 
 
-def test_labels_say_what_is_learned_and_an_empty_micropack_runs() -> None:
+def test_labels_say_what_is_learned_and_an_empty_micropack_runs():
     model, tokens = tiny("llama"), tokens_of([6])
     labels = torch.full((6,), -100)
     labels[3] = 5
@@ -131,12 +129,12 @@ def test_labels_say_what_is_learned_and_an_empty_micropack_runs() -> None:
     assert run.loss == pytest.approx(wanted.item(), rel=1e-12)
 
 
-def test_the_head_runs_in_chunks_that_change_nothing() -> None:
+def test_the_head_runs_in_chunks_that_change_nothing():
     length = HEAD_ROWS + 30
     check(tiny("llama", num_hidden_layers=1), [length], one_gpu_plan([length], [[(0, 0, length)]]))
 
 
-def test_gradients_are_added_to_those_already_there() -> None:
+def test_gradients_are_added_to_those_already_there():
     model, tokens, plan = tiny("llama"), tokens_of([9]), one_gpu_plan([9], [[(0, 0, 4)], [(0, 4, 9)]])
     run_step(model, tokens, plan)
     once = {name: gradient.clone() for name, gradient in take_gradients(model).items()}
@@ -148,7 +146,7 @@ def test_gradients_are_added_to_those_already_there() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_every_byte_of_a_step_is_given_back(recompute: Recomputed) -> None:
+def test_every_byte_of_a_step_is_given_back(recompute):
     model, tokens = tiny("llama", torch.float32), tokens_of([64, 30])
     plan = one_gpu_plan([64, 30], [[(0, 0, 40)], [(0, 40, 64), (1, 0, 30)]], recompute=recompute)
     run_step(model, tokens, plan)
@@ -163,7 +161,7 @@ def test_every_byte_of_a_step_is_given_back(recompute: Recomputed) -> None:
     assert left < 2000  # losses, labels and positions
 
 
-def test_recomputation_keeps_layer_inputs_keys_and_values_alone() -> None:
+def test_recomputation_keeps_layer_inputs_keys_and_values_alone():
     model, tokens = tiny("llama", torch.float32), tokens_of([256])
     plan = one_gpu_plan([256], [[(0, 0, 256)]], recompute="full")
     with bytes_meter(tokens.device) as meter:
@@ -172,7 +170,7 @@ def test_recomputation_keeps_layer_inputs_keys_and_values_alone() -> None:
     assert run.places[0].live_bytes[0] == pytest.approx(256 * 2 * (32 + 2 * 2 * 8) * 4, rel=0.1)
 
 
-def test_tracked_bytes_follow_storages_and_not_views() -> None:
+def test_tracked_bytes_follow_storages_and_not_views():
     with TrackedBytes() as meter:
         one = torch.zeros(1000)
         view = one[10:]
@@ -197,7 +195,7 @@ def test_tracked_bytes_follow_storages_and_not_views() -> None:
         ),
     ],
 )
-def test_a_plan_that_one_process_cannot_run_is_refused(plan: Any, words: str) -> None:
+def test_a_plan_that_one_process_cannot_run_is_refused(plan, words):
     with pytest.raises(PlanError, match=words):
         run_step(tiny("llama"), tokens_of([8]), plan)
 
@@ -232,16 +230,14 @@ def test_a_plan_that_one_process_cannot_run_is_refused(plan: Any, words: str) ->
         ([[(0, 0, 4)], [(0, 4, 8)]], None, [0, 1, 0, 1], "backward slice 4-8 .* is out of turn"),
     ],
 )
-def test_slices_out_of_turn_are_refused_and_never_run_wrong(
-    forward: Any, backward: Any, tasks: Any, words: str
-) -> None:
+def test_slices_out_of_turn_are_refused_and_never_run_wrong(forward, backward, tasks, words):
     plan = one_gpu_plan([8], forward, backward, tasks=tasks, recompute="full")
     with pytest.raises(PlanError, match=words):
         run_step(tiny("llama"), tokens_of([8]), plan)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_peak_memory_is_what_the_cost_model_says(case: Case) -> None:
+def test_peak_memory_is_what_the_cost_model_says(case):
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 2}
     model, tokens = tiny("llama", torch.bfloat16, head_dim=16, **sizes), tokens_of(LENGTHS)
     for parameter in model.parameters():
@@ -255,7 +251,7 @@ def test_peak_memory_is_what_the_cost_model_says(case: Case) -> None:
     assert measured == pytest.approx(predicted, rel=0.02)
 
 
-def test_tokens_that_do_not_match_the_plan_are_refused() -> None:
+def test_tokens_that_do_not_match_the_plan_are_refused():
     plan = one_gpu_plan([8], [[(0, 0, 8)]])
     with pytest.raises(DocumentsError, match=r"shapes \[\(7,\)\]; the plan has 8 tokens"):
         run_step(tiny("llama"), tokens_of([7]), plan)
@@ -263,14 +259,14 @@ def test_tokens_that_do_not_match_the_plan_are_refused() -> None:
         run_step(tiny("llama"), tokens_of([8]), plan, labels=torch.full((8,), -100))
 
 
-def test_a_model_outside_slices_is_told_which_attention_to_choose() -> None:
+def test_a_model_outside_slices_is_told_which_attention_to_choose():
     model = tiny("llama")
     run_step(model, tokens_of([8]), one_gpu_plan([8], [[(0, 0, 8)]]))
     with pytest.raises(ModelError, match=r'set_attn_implementation\("sdpa"\)'):
         model(input_ids=tokens_of([8])[None], use_cache=False)
 
 
-def test_plans_of_tests_are_whole() -> None:
+def test_plans_of_tests_are_whole():
     plan = one_gpu_plan([5], [[(0, 0, 2)], [(0, 2, 5)]])
     assert plan.backward.starts.tolist() == [2, 0]
     assert np.array_equal(plan.task_offsets, [0, 4])
@@ -304,7 +300,7 @@ def placed_cases(draw: st.DrawFn) -> tuple[list[int], vl.Mesh, dict[str, Any]]:
 
 @given(placed_cases())
 @examples(12, 60)
-def test_every_rank_and_stage_does_its_part(case: tuple[list[int], vl.Mesh, dict[str, Any]]) -> None:
+def test_every_rank_and_stage_does_its_part(case):
     lengths, mesh, chosen = case
     model = tiny("llama", num_hidden_layers=7)
     plan = planned(model, lengths, mesh, **chosen)
@@ -322,7 +318,7 @@ def test_every_rank_and_stage_does_its_part(case: tuple[list[int], vl.Mesh, dict
         assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm(), name
 
 
-def test_stages_that_wait_for_each_other_are_told() -> None:
+def test_stages_that_wait_for_each_other_are_told():
     mesh = vl.Mesh(pp=2)
     plan = one_gpu_plan([4, 4], [[(0, 0, 4)], [(1, 0, 4)]], mesh=mesh)
     order = [FORWARD, BACKWARD, FORWARD, BACKWARD]
@@ -343,9 +339,7 @@ APART = Search(merges=False, repairs=False, least_rows=4)
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", MODELS)
-def test_a_step_with_weight_gradients_apart_has_the_gradients_of_the_uncut_model(
-    family: str, recompute: Any
-) -> None:
+def test_a_step_with_weight_gradients_apart_has_the_gradients_of_the_uncut_model(family, recompute):
     forward = [[(0, 0, 13)], [(0, 13, 21), (1, 0, 7)], [(0, 21, 30)]]
     tasks = [FORWARD, FORWARD, FORWARD, BACKWARD, BACKWARD, WEIGHT, BACKWARD, WEIGHT, WEIGHT]
     plan = one_gpu_plan([30, 7], forward, recompute=recompute, tasks=tasks, splits_backward=True)
@@ -361,7 +355,7 @@ def test_a_step_with_weight_gradients_apart_has_the_gradients_of_the_uncut_model
 
 @given(placed_cases())
 @examples(15, 30)
-def test_every_rank_and_stage_of_a_zero_bubble_plan_does_its_part(case: tuple[Any, vl.Mesh, Any]) -> None:
+def test_every_rank_and_stage_of_a_zero_bubble_plan_does_its_part(case):
     lengths, mesh, chosen = case
     model = tiny("llama", num_hidden_layers=7)
     plan = planned(model, lengths, mesh, search=APART, **chosen)
@@ -373,12 +367,12 @@ def test_every_rank_and_stage_of_a_zero_bubble_plan_does_its_part(case: tuple[An
     assert_equal(take_gradients(model), wanted)
 
 
-def test_the_planner_makes_such_plans() -> None:
+def test_the_planner_makes_such_plans():
     lengths = np.random.default_rng(0).integers(1, 60, 12).tolist()
     assert planned(tiny("llama"), lengths, vl.Mesh(pp=2), search=APART).splits_backward
 
 
-def test_weights_have_no_gradient_before_their_task_and_norms_do() -> None:
+def test_weights_have_no_gradient_before_their_task_and_norms_do():
     model, tokens = tiny("llama"), tokens_of([9])
     plan = one_gpu_plan([9], [[(0, 0, 9)]], tasks=[FORWARD, BACKWARD], splits_backward=True)
 
@@ -389,7 +383,7 @@ def test_weights_have_no_gradient_before_their_task_and_norms_do() -> None:
     assert layer.input_layernorm.weight.grad is not None
 
 
-def test_what_waits_is_kept_until_its_task_and_no_longer() -> None:
+def test_what_waits_is_kept_until_its_task_and_no_longer():
     model, tokens = tiny("llama", torch.float32), tokens_of([200])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -408,7 +402,7 @@ def test_what_waits_is_kept_until_its_task_and_no_longer() -> None:
 
 
 @given(st.integers(1, 9), st.booleans(), st.booleans())
-def test_a_linear_layer_gives_what_it_gives_without(rows: int, has_bias: bool, is_frozen: bool) -> None:
+def test_a_linear_layer_gives_what_it_gives_without(rows, has_bias, is_frozen):
     torch.manual_seed(rows)
     layer, later = torch.nn.Linear(5, 3, bias=has_bias).double(), DeferredWeightGrads()
     layer.weight.requires_grad_(not is_frozen)
@@ -431,7 +425,7 @@ def test_a_linear_layer_gives_what_it_gives_without(rows: int, has_bias: bool, i
             torch.testing.assert_close(found, right, rtol=1e-13, atol=1e-13)
 
 
-def test_without_gradients_a_linear_layer_is_left_alone() -> None:
+def test_without_gradients_a_linear_layer_is_left_alone():
     layer, later = torch.nn.Linear(5, 3), DeferredWeightGrads()
     with later, torch.no_grad():
         assert torch.equal(

@@ -18,7 +18,7 @@ def trips(*arguments: object) -> str:
     return done.stdout
 
 
-def test_a_trip_holds_the_files_whose_functions_run_and_no_other(tmp_path: Path) -> None:
+def test_a_trip_holds_the_files_whose_functions_run_and_no_other(tmp_path):
     output = trips("pack", "--json", tmp_path / "found.json")
     files = json.loads((tmp_path / "found.json").read_text())["pack"]
 
@@ -29,7 +29,7 @@ def test_a_trip_holds_the_files_whose_functions_run_and_no_other(tmp_path: Path)
     assert " 1.00 of " in trips("pack", "--against", tmp_path / "found.json")
 
 
-def test_a_checkout_is_compared_with_itself_in_pairs(tmp_path: Path) -> None:
+def test_a_checkout_is_compared_with_itself_in_pairs(tmp_path):
     row = pairs.compare("first_import", pairs.HERE, tmp_path, pairs=2)
 
     assert len(row["here"]) == len(row["other"]) == 2
@@ -37,7 +37,7 @@ def test_a_checkout_is_compared_with_itself_in_pairs(tmp_path: Path) -> None:
     assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1]
 
 
-def test_there_are_fifteen_benchmarks_and_unknown_ones_are_refused() -> None:
+def test_there_are_fifteen_benchmarks_and_unknown_ones_are_refused():
     assert len(pairs.BENCHMARKS) == 15
     command = [sys.executable, "-m", "benchmarks.pairs", str(ROOT), "lode_store"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -46,5 +46,5 @@ def test_there_are_fifteen_benchmarks_and_unknown_ones_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["pack_without_jit", "collate_lists", "simulate"])
-def test_a_benchmark_reports_its_least_time(name: str, tmp_path: Path) -> None:
+def test_a_benchmark_reports_its_least_time(name, tmp_path):
     assert 0 < pairs.run_one(name, tmp_path) < 60

@@ -76,7 +76,7 @@ def clone(root: Path) -> Iterator[Clone]:
         yield Clone(Path(folder), root)
 
 
-def test_no_python_at_all_is_one_sentence(clone: Clone) -> None:
+def test_no_python_at_all_is_one_sentence(clone):
     run = clone.run("scripts/setup", ".venv")
 
     assert run.returncode == 1
@@ -85,7 +85,7 @@ def test_no_python_at_all_is_one_sentence(clone: Clone) -> None:
     assert run.stderr.count("\n") == 1
 
 
-def test_an_older_python_is_named_with_its_version(clone: Clone) -> None:
+def test_an_older_python_is_named_with_its_version(clone):
     clone.add_python("python3", "3.9")
 
     run = clone.run("scripts/setup", ".venv")
@@ -94,7 +94,7 @@ def test_an_older_python_is_named_with_its_version(clone: Clone) -> None:
     assert "python3 is 3.9;" in run.stderr
 
 
-def test_a_python_without_venv_is_named_with_the_package_that_brings_it(clone: Clone) -> None:
+def test_a_python_without_venv_is_named_with_the_package_that_brings_it(clone):
     clone.add_python("python3", "3.12", modules=False)
 
     run = clone.run("scripts/setup", ".venv")
@@ -103,7 +103,7 @@ def test_a_python_without_venv_is_named_with_the_package_that_brings_it(clone: C
     assert "apt install python3.12-venv" in run.stderr
 
 
-def test_the_first_python_that_will_do_is_taken(clone: Clone) -> None:
+def test_the_first_python_that_will_do_is_taken(clone):
     clone.add_python("python3", "3.9")
     clone.add_python("python3.13", "3.13", modules=False)
     clone.add_python("python3.12", "3.12")
@@ -114,7 +114,7 @@ def test_the_first_python_that_will_do_is_taken(clone: Clone) -> None:
     assert f"{clone.bin}/python3.12 makes an environment" in run.stdout
 
 
-def test_the_python_that_is_named_is_the_only_one_asked(clone: Clone) -> None:
+def test_the_python_that_is_named_is_the_only_one_asked(clone):
     clone.add_python("python3", "3.12")
     clone.add_python("other", "3.9")
 
@@ -124,7 +124,7 @@ def test_the_python_that_is_named_is_the_only_one_asked(clone: Clone) -> None:
     assert "other is 3.9;" in run.stderr
 
 
-def test_axolotl_is_installed_without_the_versions_that_it_pins(clone: Clone) -> None:
+def test_axolotl_is_installed_without_the_versions_that_it_pins(clone):
     """An environment whose Python only writes down what it is asked for."""
     clone.add_python("python3", "3.12")
     python = clone.home / "venv" / "bin" / "python"
@@ -145,7 +145,7 @@ def test_axolotl_is_installed_without_the_versions_that_it_pins(clone: Clone) ->
     assert clone.run("scripts/setup", "--ready", str(clone.home / "venv")).returncode == 0
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(clone: Clone) -> None:
+def test_a_folder_with_something_else_in_it_is_left_alone(clone):
     clone.add_python("python3", "3.12")
     (clone.home / "letter.txt").write_text("dear")
 
@@ -156,12 +156,12 @@ def test_a_folder_with_something_else_in_it_is_left_alone(clone: Clone) -> None:
     assert (clone.home / "letter.txt").read_text() == "dear"
 
 
-def test_a_clone_that_can_be_written_keeps_everything_in_itself(clone: Clone) -> None:
+def test_a_clone_that_can_be_written_keeps_everything_in_itself(clone):
     assert clone.run("scripts/where", "venv").stdout == ".venv\n"
     assert clone.run("scripts/where", "scratch").stdout == ".\n"
 
 
-def test_a_read_only_clone_keeps_its_environment_in_the_users_cache_folder(clone: Clone) -> None:
+def test_a_read_only_clone_keeps_its_environment_in_the_users_cache_folder(clone):
     clone.give_home_away()
 
     venv = clone.run("scripts/where", "venv", as_reader=True)
@@ -171,7 +171,7 @@ def test_a_read_only_clone_keeps_its_environment_in_the_users_cache_folder(clone
     assert venv.stdout == scratch.stdout.replace("\n", "/venv\n")
 
 
-def test_two_read_only_clones_keep_apart(clone: Clone, root: Path) -> None:
+def test_two_read_only_clones_keep_apart(clone, root):
     with tempfile.TemporaryDirectory() as folder:
         other = Clone(Path(folder), root)
         other.home = clone.home
@@ -183,7 +183,7 @@ def test_two_read_only_clones_keep_apart(clone: Clone, root: Path) -> None:
     assert len(places) == 2
 
 
-def test_a_read_only_clone_of_a_user_without_a_home_uses_a_private_temporary_folder(clone: Clone) -> None:
+def test_a_read_only_clone_of_a_user_without_a_home_uses_a_private_temporary_folder(clone):
     clone.checkout.chmod(0o555)
     clone.home.chmod(0o555)
     temporary = clone.checkout.parent / "tmp"
@@ -197,7 +197,7 @@ def test_a_read_only_clone_of_a_user_without_a_home_uses_a_private_temporary_fol
     assert private.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_temporary_folder_that_someone_else_made_is_refused(clone: Clone) -> None:
+def test_a_temporary_folder_that_someone_else_made_is_refused(clone):
     clone.checkout.chmod(0o555)
     clone.home.chmod(0o555)
     user = NOBODY if os.geteuid() == 0 else os.geteuid()

@@ -49,9 +49,7 @@ def pipeline(
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_kernel_and_reference_choose_the_same_tasks(
-    data: st.DataObject, stages: int, virtual: int, count: int, splits: bool, forward_first: bool
-) -> None:
+def test_kernel_and_reference_choose_the_same_tasks(data, stages, virtual, count, splits, forward_first):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     chunks = stages * virtual
     lasts = np.minimum(np.arange(count) + rng.integers(0, 3, count), count - 1)
@@ -91,14 +89,14 @@ def test_kernel_and_reference_choose_the_same_tasks(
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
 @pytest.mark.parametrize("count", [1, 3, 8, 20])
 @pytest.mark.parametrize(("forward", "backward"), [(1.0, 1.0), (1.0, 2.0), (3.0, 8.0)])
-def test_equal_costs_take_what_1f1b_takes(stages: int, count: int, forward: float, backward: float) -> None:
+def test_equal_costs_take_what_1f1b_takes(stages, count, forward, backward):
     made = dispatch(pipeline(stages, np.full(count, forward), np.full(count, backward)))
 
     assert made.makespan_s == (count + stages - 1) * (forward + backward)
 
 
 @pytest.mark.parametrize("stages", [2, 4, 6])
-def test_equal_costs_split_take_what_zb_h1_takes(stages: int) -> None:
+def test_equal_costs_split_take_what_zb_h1_takes(stages):
     for count in range(stages, 3 * stages):
         ones = np.ones(count)
         made = dispatch(pipeline(stages, ones, ones, ones))
@@ -106,21 +104,21 @@ def test_equal_costs_split_take_what_zb_h1_takes(stages: int) -> None:
         assert made.makespan_s == 3 * count + stages - 1
 
 
-def test_a_backward_waits_for_the_end_of_its_documents() -> None:
+def test_a_backward_waits_for_the_end_of_its_documents():
     made = dispatch(pipeline(1, [1.0, 1.0, 1.0], [1.0, 1.0, 1.0], after=np.array([2, 2, 2], np.int32)))
 
     assert made.codes[0].tolist() == [0, 0, 0, 1, 1, 1]
     assert made.peaks_bytes[0] == 3
 
 
-def test_an_empty_backward_waits_for_no_forward() -> None:
+def test_an_empty_backward_waits_for_no_forward():
     made = dispatch(pipeline(1, [5.0, 5.0], [0.0, 1.0], after=np.array([-1, 0], np.int32)))
 
     assert made.makespan_s == 11
     assert made.codes[0].tolist() == [1, 0, 1, 0]
 
 
-def test_memory_holds_forwards_back_and_then_stops_them() -> None:
+def test_memory_holds_forwards_back_and_then_stops_them():
     free = dispatch(pipeline(2, np.ones(6), np.full(6, 2.0)))
     held = dispatch(pipeline(2, np.ones(6), np.full(6, 2.0), limits=np.array([1.0, 1.0])))
     none = dispatch(pipeline(2, np.ones(6), np.full(6, 2.0), limits=np.array([0.5, 1.0])))
@@ -131,7 +129,7 @@ def test_memory_holds_forwards_back_and_then_stops_them() -> None:
     assert none.makespan_s == math.inf
 
 
-def test_two_chunks_on_a_stage_shorten_the_filling() -> None:
+def test_two_chunks_on_a_stage_shorten_the_filling():
     plain = dispatch(pipeline(4, np.full(8, 2.0), np.full(8, 4.0)))
     woven = dispatch(pipeline(4, np.full(8, 1.0), np.full(8, 2.0), chunks=8))
 
@@ -139,7 +137,7 @@ def test_two_chunks_on_a_stage_shorten_the_filling() -> None:
     assert (8 * 2 + 3) * 3 <= woven.makespan_s < plain.makespan_s
 
 
-def test_forward_first_runs_all_forwards_that_memory_holds_before_a_backward() -> None:
+def test_forward_first_runs_all_forwards_that_memory_holds_before_a_backward():
     for limit, expected in ((1e9, "FFFFBBBB"), (3.0, "FFFBFBBB")):
         made = dispatch(pipeline(1, np.ones(4), np.ones(4), limits=np.array([limit])), forward_first=True)
 
@@ -147,7 +145,7 @@ def test_forward_first_runs_all_forwards_that_memory_holds_before_a_backward() -
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_what_takes_no_longer_than_asked_is_the_same_and_what_takes_longer_is_given_up(splits: bool) -> None:
+def test_what_takes_no_longer_than_asked_is_the_same_and_what_takes_longer_is_given_up(splits):
     rng = np.random.default_rng(5)
     made = pipeline(
         3, rng.random(9), 2 * rng.random(9), rng.random(9) if splits else None, limits=np.full(3, 4.0)
@@ -165,9 +163,7 @@ def test_what_takes_no_longer_than_asked_is_the_same_and_what_takes_longer_is_gi
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.integers(1, 6))
 @examples(20)
-def test_a_dispatched_order_is_simulated_as_it_was_made(
-    seed: int, pp: int, virtual: int, splits: bool, num_documents: int
-) -> None:
+def test_a_dispatched_order_is_simulated_as_it_was_made(seed, pp, virtual, splits, num_documents):
     random = np.random.default_rng(seed)
     mesh = Mesh(pp=pp, virtual_stages=virtual if pp > 1 else 1)
     plan = random_plan(seed, mesh, splits, num_documents)

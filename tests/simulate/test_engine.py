@@ -56,7 +56,7 @@ def graphs(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
 
 
 @given(graphs())
-def test_the_engine_equals_its_reference_on_any_graph(graph: tuple[np.ndarray, ...]) -> None:
+def test_the_engine_equals_its_reference_on_any_graph(graph):
     count = len(graph[2])
     ran, results = [], []
     for engine in (kernels.run_tasks, reference.run_tasks):
@@ -69,7 +69,7 @@ def test_the_engine_equals_its_reference_on_any_graph(graph: tuple[np.ndarray, .
         np.testing.assert_array_equal(compiled, readable)
 
 
-def test_some_random_graphs_run_and_some_do_not() -> None:
+def test_some_random_graphs_run_and_some_do_not():
     ended = set()
 
     @given(graphs())
@@ -83,9 +83,7 @@ def test_some_random_graphs_run_and_some_do_not() -> None:
 
 
 @given(priced_plans(), st.booleans(), st.booleans())
-def test_every_plan_runs_as_the_rules_say(
-    priced: tuple[StepPlan, Durations], overlap: bool, contention: bool
-) -> None:
+def test_every_plan_runs_as_the_rules_say(priced, overlap, contention):
     plan, seconds = priced
 
     timeline = run_plan(plan, seconds, memory_of(plan), overlap=overlap, contention=contention)
@@ -104,7 +102,7 @@ def test_every_plan_runs_as_the_rules_say(
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 5))
-def test_memory_adds_up_as_its_reference_does(seed: int, num_stages: int) -> None:
+def test_memory_adds_up_as_its_reference_does(seed, num_stages):
     random = np.random.default_rng(seed)
     offsets = np.cumsum([0, *random.integers(0, 5, num_stages)]).astype(np.int32)
     count = int(offsets[-1])
@@ -296,7 +294,7 @@ def check_events(timeline: Timeline, events: list[Event]) -> None:
 
 
 @given(priced_plans())
-def test_every_timeline_becomes_a_trace(tmp_path_factory: Any, priced: tuple[StepPlan, Durations]) -> None:
+def test_every_timeline_becomes_a_trace(tmp_path_factory, priced):
     plan, seconds = priced
     timeline = run_plan(plan, seconds, memory_of(plan))
 
@@ -304,7 +302,7 @@ def test_every_timeline_becomes_a_trace(tmp_path_factory: Any, priced: tuple[Ste
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_tasks_stand_at_their_rank_stage_and_time(tmp_path: Path, name: str) -> None:
+def test_tasks_stand_at_their_rank_stage_and_time(tmp_path, name):
     plan = equal_plan(one_f_one_b(2, 2), 2, Mesh(dp=2, pp=2))
     memory = memory_of(plan, held_bytes=1e9)
     timeline = run_plan(plan, durations_of(plan, 0.001, 0.002, send_forward=0.5), memory)
@@ -330,7 +328,7 @@ def test_tasks_stand_at_their_rank_stage_and_time(tmp_path: Path, name: str) -> 
     assert max(event["args"]["GB"] for event in counters) == 2.0
 
 
-def test_arrows_lead_from_each_chunk_to_the_next(tmp_path: Path) -> None:
+def test_arrows_lead_from_each_chunk_to_the_next(tmp_path):
     plan = equal_plan(interleaved(2, 2, 2), 2, Mesh(pp=2, virtual_stages=2))
     timeline = run_plan(plan, durations_of(plan, 1.0, 1.0), memory_of(plan))
 

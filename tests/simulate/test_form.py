@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def part_of(micropacks: MicroPacks) -> MicroPacks:
         ),
     ],
 )
-def test_what_is_out_of_range_is_refused(change: Any, said: str) -> None:
+def test_what_is_out_of_range_is_refused(change, said):
     plan = planned()
     vl.simulate(plan, COST)
 
@@ -88,7 +87,7 @@ def test_what_is_out_of_range_is_refused(change: Any, said: str) -> None:
 @pytest.mark.parametrize(
     "given", [lambda: (None, COST), lambda: (planned(), None), lambda: (planned(), "h100")]
 )
-def test_something_else_than_a_plan_and_a_cost_model_is_refused(given: Any) -> None:
+def test_something_else_than_a_plan_and_a_cost_model_is_refused(given):
     plan, cost = given()
 
     with pytest.raises(SettingError, match=r"give what vl\.plan_step returned, and a vl\.CostModel"):
@@ -96,18 +95,18 @@ def test_something_else_than_a_plan_and_a_cost_model_is_refused(given: Any) -> N
 
 
 @pytest.mark.parametrize("given", [{"cost": None, "mesh": MESH}, {"cost": COST, "mesh": (2, 2)}])
-def test_planning_needs_a_cost_model_and_a_mesh(given: Any) -> None:
+def test_planning_needs_a_cost_model_and_a_mesh(given):
     with pytest.raises(SettingError, match=r"give a vl\.CostModel and a vl\.Mesh"):
         vl.plan_step([10, 20], **given)
 
 
-def test_a_mesh_of_more_gpus_than_there_are_is_refused() -> None:
+def test_a_mesh_of_more_gpus_than_there_are_is_refused():
     assert vl.Mesh(dp=2**17, tp=8).num_gpus == 2**20
     with pytest.raises(SettingError, match=r"a mesh of 8,000,000,000 GPUs .* a plan is of 1,048,576 at most"):
         vl.Mesh(dp=10**9, tp=8)
 
 
-def test_a_mesh_that_has_no_work_for_its_ranks_is_refused_at_once() -> None:
+def test_a_mesh_that_has_no_work_for_its_ranks_is_refused_at_once():
     lengths = np.full(100, 2000)
 
     assert (
@@ -122,13 +121,13 @@ def test_a_mesh_that_has_no_work_for_its_ranks_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("given", [{"model": None}, {"hardware": "h100"}])
-def test_a_cost_model_needs_a_shape_and_hardware(given: Any) -> None:
+def test_a_cost_model_needs_a_shape_and_hardware(given):
     with pytest.raises(SettingError, match=r"give a vl\.ModelShape and a vl\.Hardware"):
         COST.replace(**given)
 
 
 @pytest.mark.parametrize("given", ["fast", [[1, 2], [3]], [None, "x", 1, 1]])
-def test_a_slowdown_of_something_else_than_numbers_is_refused(given: Any) -> None:
+def test_a_slowdown_of_something_else_than_numbers_is_refused(given):
     with pytest.raises(SettingError, match="slowdown is no array of numbers"):
         vl.simulate(planned(), COST, slowdown=given)
 
@@ -137,7 +136,7 @@ def run(plan: StepPlan) -> Timeline:
     return run_plan(plan, durations_of(plan, 1.0, 1.0), memory_of(plan))
 
 
-def test_a_backward_before_its_forward_is_a_circle_of_one() -> None:
+def test_a_backward_before_its_forward_is_a_circle_of_one():
     packs: Slices = [[[(0, 0, 4)], [(0, 4, 8)]]]
     backward: Slices = [[[(0, 4, 8)], [(0, 0, 4)]]]
     plan = plan_of(packs, backward, [[0, 0, 1, 1], [0, 1, 0, 1]], Mesh(pp=2))
@@ -152,7 +151,7 @@ def test_a_backward_before_its_forward_is_a_circle_of_one() -> None:
     assert "A backward MicroPack must come after every forward MicroPack" in str(caught.value)
 
 
-def test_weight_gradients_before_their_inputs_are_a_circle() -> None:
+def test_weight_gradients_before_their_inputs_are_a_circle():
     packs: Slices = [[[(0, 0, 4)]]]
     plan = plan_of(packs, packs, [[0, 2, 1]], Mesh(), splits_backward=True)
 
@@ -162,7 +161,7 @@ def test_weight_gradients_before_their_inputs_are_a_circle() -> None:
         run(plan)
 
 
-def test_a_circle_through_two_stages_names_both() -> None:
+def test_a_circle_through_two_stages_names_both():
     packs: Slices = [[[(0, 0, 4)], [(1, 0, 4)]]]
     # Stage 0 wants a gradient before it sends the second MicroPack; stage 1 wants that first.
     plan = plan_of(packs, packs, [[0, 1, 0, 1], [0, 0, 1, 1]], Mesh(pp=2))
@@ -182,7 +181,7 @@ def test_a_circle_through_two_stages_names_both() -> None:
     assert "of 12 tasks can't run" in message
 
 
-def test_a_circle_across_merged_ranks_says_who_was_to_start_together() -> None:
+def test_a_circle_across_merged_ranks_says_who_was_to_start_together():
     one, other = [(0, 0, 8)], [(1, 0, 8)]
     packs = [[one, other], [other, one]]
     plan = plan_of(packs, [[one, other], [one, other]], [[0, 0, 1, 1]] * 2, Mesh(dp=2))
@@ -199,7 +198,7 @@ def test_a_circle_across_merged_ranks_says_who_was_to_start_together() -> None:
     )
 
 
-def test_two_micropacks_of_one_rank_cannot_start_together() -> None:
+def test_two_micropacks_of_one_rank_cannot_start_together():
     whole, halves = [(0, 0, 8)], [[(0, 0, 8), (1, 0, 4)], [(1, 4, 8)]]
     packs = [[whole, [(1, 0, 4)], [(1, 4, 8)]], [*halves, []]]
     same_rank = [packs[0], [[(0, 0, 8)], [(1, 0, 4), (1, 4, 8)], []]]
@@ -211,7 +210,7 @@ def test_two_micropacks_of_one_rank_cannot_start_together() -> None:
         run(plan)
 
 
-def test_ranks_in_different_orders_are_found_where_parameters_are_sharded() -> None:
+def test_ranks_in_different_orders_are_found_where_parameters_are_sharded():
     packs: Slices = [[[(0, 0, 4)], [(1, 0, 4)]], [[(2, 0, 4)], [(3, 0, 4)]]]
     plan = plan_of(packs, packs, [[0, 0, 1, 1], [0, 1, 0, 1]], Mesh(dp=2, sharding="parameters"))
 
@@ -219,7 +218,7 @@ def test_ranks_in_different_orders_are_found_where_parameters_are_sharded() -> N
         run(plan)
 
 
-def test_chunks_are_named_where_a_stage_has_several() -> None:
+def test_chunks_are_named_where_a_stage_has_several():
     packs: Slices = [[[(0, 0, 4)]]]
     plan = plan_of(packs, packs, [[3, 0, 4, 1], [0, 3, 4, 1]], Mesh(pp=2, virtual_stages=2))
 
@@ -230,7 +229,7 @@ def test_chunks_are_named_where_a_stage_has_several() -> None:
 
 
 @given(step_plans(), st.integers(0, 2**32 - 1))
-def test_a_shuffled_order_runs_or_is_explained(plan: StepPlan, seed: int) -> None:
+def test_a_shuffled_order_runs_or_is_explained(plan, seed):
     random = np.random.default_rng(seed)
     tasks = plan.tasks.copy()
     for first, last in zip(plan.task_offsets, plan.task_offsets[1:]):
@@ -276,14 +275,14 @@ def is_circle(message: str) -> bool:
         ),
     ],
 )
-def test_a_plan_that_leaves_something_out_is_refused(changes: dict[str, object], words: str) -> None:
+def test_a_plan_that_leaves_something_out_is_refused(changes, words):
     plan = equal_plan(one_f_one_b(2, 2), 2, Mesh(pp=2))
 
     with pytest.raises(PlanError, match=words):
         run(dataclasses.replace(plan, **changes))
 
 
-def test_a_backward_without_its_forward_is_refused() -> None:
+def test_a_backward_without_its_forward_is_refused():
     plan = plan_of([[[(0, 0, 4)]]], [[[(0, 0, 4), (1, 0, 2)]]], [[0, 1]], Mesh())
 
     with pytest.raises(
@@ -294,7 +293,7 @@ def test_a_backward_without_its_forward_is_refused() -> None:
         run(plan)
 
 
-def test_unequal_counts_are_refused_where_parameters_are_sharded() -> None:
+def test_unequal_counts_are_refused_where_parameters_are_sharded():
     packs: Slices = [[[(0, 0, 4)], [(1, 0, 4)]], [[(2, 0, 4)]]]
     plan = plan_of(packs, packs, [[0, 0, 1, 1], [0, 1]], Mesh(dp=2, sharding="parameters"))
 

@@ -28,23 +28,21 @@ def run_1f1b(pp: int, count: int, forward: float, backward: float, dp: int = 1) 
 
 
 @given(st.integers(1, 6), st.integers(1, 12), SECONDS, SECONDS, st.integers(1, 2))
-def test_1f1b_takes_exactly_what_its_closed_form_says(
-    pp: int, count: int, forward: float, backward: float, dp: int
-) -> None:
+def test_1f1b_takes_exactly_what_its_closed_form_says(pp, count, forward, backward, dp):
     timeline = run_1f1b(pp, count, forward, backward, dp)
 
     assert timeline.makespan_s == (count + pp - 1) * (forward + backward)
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
-def test_1f1b_holds_as_many_micropacks_as_stages_follow(pp: int, count: int) -> None:
+def test_1f1b_holds_as_many_micropacks_as_stages_follow(pp, count):
     timeline = run_1f1b(pp, count, 1.0, 2.0)
 
     assert timeline.peaks_bytes.tolist() == [[min(count, pp - stage) for stage in range(pp)]]
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
-def test_the_bubble_is_that_of_filling_and_draining(pp: int, count: int) -> None:
+def test_the_bubble_is_that_of_filling_and_draining(pp, count):
     timeline = run_1f1b(pp, count, 1.0, 2.0, dp=2)
 
     expected = (pp - 1) / (count + pp - 1)
@@ -55,9 +53,7 @@ def test_the_bubble_is_that_of_filling_and_draining(pp: int, count: int) -> None
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 4), SECONDS, SECONDS)
-def test_interleaving_divides_the_bubble_by_the_chunks(
-    pp: int, virtual: int, rounds: int, forward: float, backward: float
-) -> None:
+def test_interleaving_divides_the_bubble_by_the_chunks(pp, virtual, rounds, forward, backward):
     count = pp * rounds
     plan = equal_plan(interleaved(pp, virtual, count), count, Mesh(pp=pp, virtual_stages=virtual))
 
@@ -67,7 +63,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(
 
 
 @given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 4))
-def test_interleaving_holds_more_chunks_than_1f1b(pp: int, virtual: int, rounds: int) -> None:
+def test_interleaving_holds_more_chunks_than_1f1b(pp, virtual, rounds):
     count = pp * rounds
     plan = equal_plan(interleaved(pp, virtual, count), count, Mesh(pp=pp, virtual_stages=virtual))
 
@@ -78,9 +74,7 @@ def test_interleaving_holds_more_chunks_than_1f1b(pp: int, virtual: int, rounds:
 
 
 @given(st.integers(1, 6), st.integers(0, 8), SECONDS, SECONDS, SECONDS)
-def test_zero_bubble_leaves_exactly_the_bubble_of_its_paper(
-    pp: int, more: int, forward: float, inputs: float, weights: float
-) -> None:
+def test_zero_bubble_leaves_exactly_the_bubble_of_its_paper(pp, more, forward, inputs, weights):
     count = pp + more
     weights = min(weights, inputs, forward)
     plan = equal_plan(zero_bubble(pp, count), count, Mesh(pp=pp), splits_backward=True)
@@ -92,7 +86,7 @@ def test_zero_bubble_leaves_exactly_the_bubble_of_its_paper(
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
-def test_zero_bubble_holds_no_more_micropacks_than_1f1b_on_its_first_stage(pp: int, count: int) -> None:
+def test_zero_bubble_holds_no_more_micropacks_than_1f1b_on_its_first_stage(pp, count):
     plan = equal_plan(zero_bubble(pp, count), count, Mesh(pp=pp), splits_backward=True)
 
     kept = memory_of(plan, kept_for_weight_bytes=1.0)
@@ -102,7 +96,7 @@ def test_zero_bubble_holds_no_more_micropacks_than_1f1b_on_its_first_stage(pp: i
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
-def test_slices_hold_one_document_and_what_the_pipeline_needs(pp: int, slices: int, documents: int) -> None:
+def test_slices_hold_one_document_and_what_the_pipeline_needs(pp, slices, documents):
     count = slices * documents
     plan = equal_plan(sliced(pp, count, slices), count, Mesh(pp=pp), slices=slices)
 
@@ -111,7 +105,7 @@ def test_slices_hold_one_document_and_what_the_pipeline_needs(pp: int, slices: i
     assert timeline.peaks_bytes.tolist() == [[min(count, pp - stage + slices - 1) for stage in range(pp)]]
 
 
-def test_a_document_in_slices_waits_for_its_end() -> None:
+def test_a_document_in_slices_waits_for_its_end():
     plan = equal_plan(sliced(1, 4, 4), 4, Mesh(), slices=4)
 
     timeline = run_plan(plan, durations_of(plan, 1.0, 2.0), memory_of(plan))
@@ -130,14 +124,12 @@ def test_a_document_in_slices_waits_for_its_end() -> None:
         (sliced, (4, 10, 3), r"10 MicroPacks can't go in rounds of 3 slices a document; make it 9 or 12"),
     ],
 )
-def test_an_impossible_schedule_is_refused_with_a_way_out(
-    schedule: object, arguments: tuple[object, ...], words: str
-) -> None:
+def test_an_impossible_schedule_is_refused_with_a_way_out(schedule, arguments, words):
     with pytest.raises(SettingError, match=words):
         schedule(*arguments)  # type: ignore[operator]
 
 
-def test_no_micropacks_make_an_empty_step() -> None:
+def test_no_micropacks_make_an_empty_step():
     plan = equal_plan(one_f_one_b(3, 0), 0, Mesh(dp=2, pp=3))
 
     timeline = run_plan(plan, durations_of(plan, 1.0, 1.0), memory_of(plan, state_bytes=5.0))
@@ -153,14 +145,14 @@ def test_no_micropacks_make_an_empty_step() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 9))
-def test_even_work_is_not_amplified(dp: int, count: int) -> None:
+def test_even_work_is_not_amplified(dp, count):
     found = amplify(np.full((dp, count), 8.0), np.full((dp, count), 16.0), stages=(1, 2, 4))
 
     assert found.slowdown.tolist() == [1.0, 1.0, 1.0]
     assert found.bubble_ratio == pytest.approx([(pp - 1) / (count + pp - 1) for pp in (1, 2, 4)])
 
 
-def test_one_outlier_costs_more_the_longer_the_pipeline() -> None:
+def test_one_outlier_costs_more_the_longer_the_pipeline():
     work = np.ones((4, 16))
     work[0, 3] = 8.0
 
@@ -173,7 +165,7 @@ def test_one_outlier_costs_more_the_longer_the_pipeline() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 6))
-def test_alone_data_parallelism_takes_what_its_busiest_rank_takes(seed: int, dp: int, count: int) -> None:
+def test_alone_data_parallelism_takes_what_its_busiest_rank_takes(seed, dp, count):
     random = np.random.default_rng(seed)
     ahead, back = random.integers(0, 9, (2, dp, count))
 
@@ -199,7 +191,7 @@ def test_alone_data_parallelism_takes_what_its_busiest_rank_takes(seed: int, dp:
         ),
     ],
 )
-def test_work_of_the_wrong_shape_is_refused(forward: object, backward: object, words: str) -> None:
+def test_work_of_the_wrong_shape_is_refused(forward, backward, words):
     with pytest.raises(SettingError, match=words):
         amplify(forward, backward)  # type: ignore[arg-type]
 
@@ -218,7 +210,7 @@ def in_blocks(plan: StepPlan, rows: int = 512) -> StepPlan:
 
 
 @given(step_plans())
-def test_every_chunk_takes_its_layers_and_the_last_the_head(plan: StepPlan) -> None:
+def test_every_chunk_takes_its_layers_and_the_last_the_head(plan):
     plan = in_blocks(plan)
 
     found = durations(plan, COST)
@@ -240,7 +232,7 @@ def test_every_chunk_takes_its_layers_and_the_last_the_head(plan: StepPlan) -> N
 
 
 @given(step_plans())
-def test_of_eager_layers_the_head_runs_in_backward_tasks_alone(plan: StepPlan) -> None:
+def test_of_eager_layers_the_head_runs_in_backward_tasks_alone(plan):
     plan = in_blocks(plan)
     # The same MicroPacks in both passes, so that what moves from one to the other is as much.
     plan = dataclasses.replace(plan, backward=plan.forward)
@@ -261,7 +253,7 @@ def test_of_eager_layers_the_head_runs_in_backward_tasks_alone(plan: StepPlan) -
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_a_split_backward_takes_as_long_as_a_whole_one(seed: int) -> None:
+def test_a_split_backward_takes_as_long_as_a_whole_one(seed):
     split = in_blocks(random_plan(seed, Mesh(dp=2, pp=2), True, 4))
 
     parts = durations(split, COST)
@@ -273,7 +265,7 @@ def test_a_split_backward_takes_as_long_as_a_whole_one(seed: int) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "parameters"])
-def test_gathers_come_with_sharded_parameters_and_the_sync_without(sharding: str) -> None:
+def test_gathers_come_with_sharded_parameters_and_the_sync_without(sharding):
     mesh = Mesh(dp=2, pp=2, sharding=sharding)  # type: ignore[arg-type]
 
     found = durations(in_blocks(random_plan(0, mesh, False, 4)), COST)
@@ -283,7 +275,7 @@ def test_gathers_come_with_sharded_parameters_and_the_sync_without(sharding: str
 
 
 @given(step_plans(), st.booleans(), st.booleans())
-def test_real_costs_stay_above_work_and_chain(plan: StepPlan, overlap: bool, contention: bool) -> None:
+def test_real_costs_stay_above_work_and_chain(plan, overlap, contention):
     plan = in_blocks(plan)
     seconds = durations(plan, COST)
 
@@ -300,7 +292,7 @@ def test_real_costs_stay_above_work_and_chain(plan: StepPlan, overlap: bool, con
     assert timeline.memory_limit_bytes == COST.limit_bytes
 
 
-def test_the_recomputation_of_the_plan_is_what_is_simulated() -> None:
+def test_the_recomputation_of_the_plan_is_what_is_simulated():
     plan = in_blocks(random_plan(1, Mesh(pp=2), False, 4))
 
     kept = simulate(plan, COST.replace(recompute="full"))

@@ -26,7 +26,7 @@ def run(priced: Priced, **settings: Any) -> Timeline:
 
 
 @given(priced_plans(), st.booleans(), st.booleans())
-def test_the_critical_path_adds_up_to_the_makespan(priced: Priced, overlap: bool, contention: bool) -> None:
+def test_the_critical_path_adds_up_to_the_makespan(priced, overlap, contention):
     timeline = run(priced, overlap=overlap, contention=contention)
 
     path = timeline.critical_path
@@ -38,7 +38,7 @@ def test_the_critical_path_adds_up_to_the_makespan(priced: Priced, overlap: bool
 
 
 @given(priced_plans(), st.booleans(), st.booleans())
-def test_no_step_is_faster_than_its_work(priced: Priced, overlap: bool, contention: bool) -> None:
+def test_no_step_is_faster_than_its_work(priced, overlap, contention):
     plan, seconds = priced
 
     timeline = run(priced, overlap=overlap, contention=contention)
@@ -50,7 +50,7 @@ def test_no_step_is_faster_than_its_work(priced: Priced, overlap: bool, contenti
 
 
 @given(priced_plans(), st.booleans(), st.booleans())
-def test_no_step_is_faster_than_its_longest_chain(priced: Priced, overlap: bool, contention: bool) -> None:
+def test_no_step_is_faster_than_its_longest_chain(priced, overlap, contention):
     plan, seconds = priced
 
     timeline = run(priced, overlap=overlap, contention=contention)
@@ -64,9 +64,7 @@ def test_no_step_is_faster_than_its_longest_chain(priced: Priced, overlap: bool,
 
 
 @given(priced_plans(), st.booleans(), st.booleans())
-def test_no_step_is_faster_than_filling_and_draining_allow(
-    priced: Priced, overlap: bool, contention: bool
-) -> None:
+def test_no_step_is_faster_than_filling_and_draining_allow(priced, overlap, contention):
     plan, seconds = priced
 
     timeline = run(priced, overlap=overlap, contention=contention)
@@ -83,9 +81,7 @@ def test_no_step_is_faster_than_filling_and_draining_allow(
 
 
 @given(priced_plans(), st.booleans(), st.booleans(), st.data())
-def test_a_slower_gpu_makes_nothing_earlier(
-    priced: Priced, overlap: bool, contention: bool, data: st.DataObject
-) -> None:
+def test_a_slower_gpu_makes_nothing_earlier(priced, overlap, contention, data):
     places = priced[0].mesh.dp * priced[0].mesh.pp
     slowdown = data.draw(st.lists(st.sampled_from([1.0, 2.0, 10.0]), min_size=places, max_size=places))
 
@@ -98,7 +94,7 @@ def test_a_slower_gpu_makes_nothing_earlier(
 
 
 @given(priced_plans())
-def test_overlap_never_costs_time_and_contention_never_gains_it(priced: Priced) -> None:
+def test_overlap_never_costs_time_and_contention_never_gains_it(priced):
     times = {
         (overlap, contention): run(priced, overlap=overlap, contention=contention).makespan_s
         for overlap in (True, False)
@@ -108,7 +104,7 @@ def test_overlap_never_costs_time_and_contention_never_gains_it(priced: Priced) 
     assert times[True, False] <= times[True, True] <= times[False, True] == times[False, False]
 
 
-def test_a_straggler_delays_everyone_at_the_gradient_sync() -> None:
+def test_a_straggler_delays_everyone_at_the_gradient_sync():
     plan = equal_plan(one_f_one_b(2, 4), 4, Mesh(dp=2, pp=2))
     seconds = durations_of(plan, 1.0, 2.0, sync=3.0)
 
@@ -121,7 +117,7 @@ def test_a_straggler_delays_everyone_at_the_gradient_sync() -> None:
     assert timeline.ranks[timeline.critical_path].tolist()[:-1] == [1] * (len(timeline.critical_path) - 1)
 
 
-def test_messages_of_a_link_wait_for_each_other_unless_contention_is_off() -> None:
+def test_messages_of_a_link_wait_for_each_other_unless_contention_is_off():
     plan = equal_plan(one_f_one_b(2, 2), 2, Mesh(pp=2))
     seconds = durations_of(plan, [[1.0, 1.0], [0.0, 0.0]], 0.0, send_forward=5.0, latency_s=0.5)
 
@@ -134,7 +130,7 @@ def test_messages_of_a_link_wait_for_each_other_unless_contention_is_off() -> No
     assert arrivals(overlap=False) == [6.5, 12.5]
 
 
-def test_two_stages_with_several_chunks_send_both_ways_over_one_link() -> None:
+def test_two_stages_with_several_chunks_send_both_ways_over_one_link():
     packs = [[[(0, 0, 1)], [(1, 0, 1)]]]
     stages = [[0, 0, 3, 4, 1, 3, 4, 1], [0, 3, 4, 0, 1, 3, 4, 1]]
     plan = plan_of(packs, packs, stages, Mesh(pp=2, virtual_stages=2))
@@ -148,7 +144,7 @@ def test_two_stages_with_several_chunks_send_both_ways_over_one_link() -> None:
     assert timeline.starts_s[sends].tolist() == [12, 35, 45, 57, 81, 103]
 
 
-def test_ranks_that_share_a_document_start_together_and_end_together() -> None:
+def test_ranks_that_share_a_document_start_together_and_end_together():
     shared = [[(0, 0, 8)]]
     stages = [[FORWARD, FORWARD, BACKWARD, BACKWARD], [FORWARD, BACKWARD]]
     plan = plan_of([[[(1, 0, 4)], *shared], shared], [[*shared, [(1, 0, 4)]], shared], stages, Mesh(dp=2))
@@ -162,7 +158,7 @@ def test_ranks_that_share_a_document_start_together_and_end_together() -> None:
     assert timeline.peaks_bytes.tolist() == [[8.0], [4.0]]  # each holds half of the shared document
 
 
-def test_sharded_parameters_make_ranks_run_in_step() -> None:
+def test_sharded_parameters_make_ranks_run_in_step():
     packs = [[[(0, 0, 1)], [(1, 0, 1)]], [[(2, 0, 1)], []]]
     order = [FORWARD, BACKWARD, FORWARD, BACKWARD]
     plan = plan_of(packs, packs, [order, order], Mesh(dp=2, sharding="parameters"))
@@ -180,7 +176,7 @@ def test_sharded_parameters_make_ranks_run_in_step() -> None:
     assert exposed.makespan_s == 26
 
 
-def test_a_split_backward_gathers_for_inputs_and_scatters_for_weights() -> None:
+def test_a_split_backward_gathers_for_inputs_and_scatters_for_weights():
     packs = [[[(0, 0, 1)]]]
     plan = plan_of(packs, packs, [[0, 1, 2]], Mesh(sharding="parameters"), splits_backward=True)
 
@@ -190,7 +186,7 @@ def test_a_split_backward_gathers_for_inputs_and_scatters_for_weights() -> None:
 
 
 @given(step_plans(), st.integers(0, 2**32 - 1))
-def test_memory_returns_to_where_it_began(plan: StepPlan, seed: int) -> None:
+def test_memory_returns_to_where_it_began(plan, seed):
     random = np.random.default_rng(seed)
     names = ("held_bytes", "gradient_bytes", "passing_bytes", "kept_for_weight_bytes", "state_bytes")
     memory = memory_of(plan, **{name: float(random.integers(0, 9)) for name in names})
@@ -207,7 +203,7 @@ def test_memory_returns_to_where_it_began(plan: StepPlan, seed: int) -> None:
         assert (np.diff(timeline.memory_times_s[first:last]) >= 0).all()
 
 
-def test_memory_counts_what_the_backward_adds_and_gives_back() -> None:
+def test_memory_counts_what_the_backward_adds_and_gives_back():
     forward = [[[(0, 0, 10)], [(0, 10, 16)]]]
     backward = [[[(0, 12, 16)], [(0, 4, 12)], [(0, 0, 4)]]]
     plan = plan_of(forward, backward, [[0, 0, 1, 1, 1]], Mesh())
@@ -223,7 +219,7 @@ def test_memory_counts_what_the_backward_adds_and_gives_back() -> None:
     assert timeline.peak_bytes == 1731
 
 
-def test_gpus_that_share_a_document_share_its_bytes() -> None:
+def test_gpus_that_share_a_document_share_its_bytes():
     forward, backward = [[(0, 0, 16)]], [[(0, 8, 16)], [(0, 0, 8)]]
     plan = plan_of([forward] * 2, [backward] * 2, [[0, 1, 1]] * 2, Mesh(dp=2, cp=2))
     memory = memory_of(plan, held_bytes=100.0, gradient_bytes=10.0)
@@ -234,7 +230,7 @@ def test_gpus_that_share_a_document_share_its_bytes() -> None:
     assert timeline.memory_bytes.tolist() == [0, 400, 400, 420, 220, 220, 0] * 2
 
 
-def test_weight_gradients_keep_their_part_until_they_are_done() -> None:
+def test_weight_gradients_keep_their_part_until_they_are_done():
     packs = [[[(0, 0, 2)]]]
     plan = plan_of(packs, packs, [[0, 1, 2]], Mesh(), splits_backward=True)
     memory = memory_of(plan, held_bytes=10.0, kept_for_weight_bytes=3.0, passing_bytes=1.0)
@@ -251,14 +247,14 @@ def test_weight_gradients_keep_their_part_until_they_are_done() -> None:
         ([1.0, -1.0, np.nan, 1.0], r"slowdown -1.0 of stage 1 is negative or not finite \(2 of 4 are\)"),
     ],
 )
-def test_a_slowdown_of_the_wrong_shape_is_refused(slowdown: list[float], words: str) -> None:
+def test_a_slowdown_of_the_wrong_shape_is_refused(slowdown, words):
     plan = equal_plan(one_f_one_b(2, 2), 2, Mesh(dp=2, pp=2))
 
     with pytest.raises(SettingError, match=words):
         run_plan(plan, durations_of(plan, 1.0, 1.0), memory_of(plan), slowdown=slowdown)
 
 
-def test_a_timeline_is_read_only_also_behind_a_pickle() -> None:
+def test_a_timeline_is_read_only_also_behind_a_pickle():
     plan = equal_plan(one_f_one_b(2, 2), 2, Mesh(pp=2))
     timeline = run_plan(plan, durations_of(plan, 1.0, 1.0), memory_of(plan))
 
@@ -287,9 +283,7 @@ def by_moments(timeline: Timeline) -> np.ndarray:
 
 
 @given(priced_plans(), st.booleans())
-def test_exposed_is_what_collectives_take_while_nothing_is_computed(
-    priced: tuple[StepPlan, Durations], overlap: bool
-) -> None:
+def test_exposed_is_what_collectives_take_while_nothing_is_computed(priced, overlap):
     plan, seconds = priced
 
     timeline = run_plan(plan, seconds, memory_of(plan), overlap=overlap)
@@ -298,9 +292,7 @@ def test_exposed_is_what_collectives_take_while_nothing_is_computed(
 
 
 @given(priced_plans(), st.booleans())
-def test_computing_exposed_communication_and_bubble_make_up_the_step(
-    priced: tuple[StepPlan, Durations], overlap: bool
-) -> None:
+def test_computing_exposed_communication_and_bubble_make_up_the_step(priced, overlap):
     plan, seconds = priced
 
     timeline = run_plan(plan, seconds, memory_of(plan), overlap=overlap)
@@ -314,7 +306,7 @@ def test_computing_exposed_communication_and_bubble_make_up_the_step(
         assert shares == pytest.approx(1.0)
 
 
-def test_the_gradient_sync_is_no_bubble_and_waiting_for_it_is() -> None:
+def test_the_gradient_sync_is_no_bubble_and_waiting_for_it_is():
     plan = equal_plan(one_f_one_b(1, 4), 4, Mesh(dp=2))
     seconds = durations_of(plan, 1.0, 2.0, sync=3.0)
 
@@ -328,7 +320,7 @@ def test_the_gradient_sync_is_no_bubble_and_waiting_for_it_is() -> None:
     assert slowed.bubble_ratios[:, 0] * slowed.makespan_s == pytest.approx([12.0, 0.0])
 
 
-def test_a_pipeline_of_equal_work_keeps_the_bubble_of_its_closed_form_beside_a_sync() -> None:
+def test_a_pipeline_of_equal_work_keeps_the_bubble_of_its_closed_form_beside_a_sync():
     plan = equal_plan(one_f_one_b(4, 8), 8, Mesh(dp=2, pp=4))
 
     timeline = run_plan(plan, durations_of(plan, 1.0, 2.0, sync=3.0), memory_of(plan))
@@ -339,7 +331,7 @@ def test_a_pipeline_of_equal_work_keeps_the_bubble_of_its_closed_form_beside_a_s
     assert timeline.bubble_ratios * timeline.makespan_s == pytest.approx(9.0)
 
 
-def test_a_gather_is_exposed_only_by_what_computing_does_not_hide() -> None:
+def test_a_gather_is_exposed_only_by_what_computing_does_not_hide():
     packs = [[[(0, 0, 1)], [(1, 0, 1)]]]
     order = [FORWARD, BACKWARD, FORWARD, BACKWARD]
     plan = plan_of(packs, packs, [order], Mesh(sharding="parameters"))

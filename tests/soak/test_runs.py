@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ from varlen.plan.check import check_plan
 ROUNDING = 1e-4
 
 
-def test_a_hundred_million_lengths_are_packed_to_the_bound() -> None:
+def test_a_hundred_million_lengths_are_packed_to_the_bound():
     rng = np.random.default_rng(0)
     parts = [rng.lognormal(6.0, 1.0, 10_000_000).clip(1, 8192).astype(np.int32) for _ in range(10)]
     lengths = np.concatenate(parts)
@@ -40,7 +39,7 @@ def test_a_hundred_million_lengths_are_packed_to_the_bound() -> None:
     assert packing.num_packs <= vl.lower_bound(lengths, capacity=8192) * 1.0001
 
 
-def test_the_whole_demo_trains_padded_and_flattened_to_the_same_loss(tmp_path: Path) -> None:
+def test_the_whole_demo_trains_padded_and_flattened_to_the_same_loss(tmp_path):
     command = [sys.executable, "-m", "varlen", "demo", "--json", "--output", str(tmp_path / "report.html")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
 
@@ -87,7 +86,7 @@ def resident_bytes(process: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is counted by Linux alone")
-def test_a_file_of_20_gb_is_packed_in_1_gb_of_memory(tmp_path: Path) -> None:
+def test_a_file_of_20_gb_is_packed_in_1_gb_of_memory(tmp_path):
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip(f"takes {DISK_BYTES / 1e9:.0f} GB of disk, the file's and its tokens', which aren't free")
     rows = chunk()
@@ -170,9 +169,7 @@ SEEDS = 4
 
 @pytest.mark.parametrize("dp_pp", [(4, 4), (8, 2), (2, 8), (8, 8)])
 @pytest.mark.parametrize("mode", ["calibrated", "flops"])
-def test_micropacks_are_slower_than_no_other_method_on_any_of_many_steps(
-    dp_pp: tuple[int, int], mode: Any
-) -> None:
+def test_micropacks_are_slower_than_no_other_method_on_any_of_many_steps(dp_pp, mode):
     mesh, cost = vl.Mesh(dp=dp_pp[0], pp=dp_pp[1], tp=4), cost_of(mode=mode)
     for seed in range(SEEDS):
         lengths = long_tailed(64 * mesh.dp, 100_000, seed)
@@ -184,7 +181,7 @@ def test_micropacks_are_slower_than_no_other_method_on_any_of_many_steps(
         assert took["micropack"] <= min(took.values()) * 1.02, (seed, took)
 
 
-def test_a_million_tasks_a_second_are_simulated() -> None:
+def test_a_million_tasks_a_second_are_simulated():
     plan, took = large_plan(), []
     plain = cost_of()
     cost = plain.replace(model=dataclasses.replace(plain.model, max_positions=None))
@@ -198,7 +195,7 @@ def test_a_million_tasks_a_second_are_simulated() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_planner_killed_at_random_moments_answers_every_step_and_leaves_nothing() -> None:
+def test_a_planner_killed_at_random_moments_answers_every_step_and_leaves_nothing():
     dice, threads = random.Random(0), threading.active_count()
     kills, ahead, struck = set(dice.sample(range(STEPS - 1), KILLS)), 4, False
     open_before = len(list(Path("/proc/self/fd").iterdir()))
@@ -226,7 +223,7 @@ AT_ONCE = 125
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_random_plans_come_to_an_end_with_exact_gradients(tmp_path: Path, ranks: int) -> None:
+def test_random_plans_come_to_an_end_with_exact_gradients(tmp_path, ranks):
     seen = 0
     for first in range(0, PLANS // 2, AT_ONCE):
         as_ranks(JOB, "random", tmp_path, first, first + AT_ONCE, ranks=ranks, libraries=LIBRARIES)

@@ -163,8 +163,8 @@ def test_a_damaged_store_is_an_error_that_names_its_folder(tmp_path, name, conte
 
 @pytest.mark.parametrize("failures", [1, 3, 1000])
 def test_a_header_that_python_fails_to_parse_beside_another_thread_is_parsed_again(
-    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    failures, tmp_path, monkeypatch
+):
     write_store(tmp_path, [[[([1, 2], None), ([3], None)]]])
     load, left = np.load, [failures]
 

@@ -243,7 +243,7 @@ def outcome(template: ChatTemplate, messages: Any, tools: Any) -> Any:
 @pytest.mark.parametrize("name", mostly([name for name in OFTEN if name in SHIPPED], SHIPPED))
 @given(chats())
 @examples(8, 20)
-def test_what_is_filled_in_is_what_a_second_rendering_finds(name: str, chat: Any) -> None:
+def test_what_is_filled_in_is_what_a_second_rendering_finds(name, chat):
     messages, tools = chat
     filled, twice = template_of(name), template_of(name)
 
@@ -261,7 +261,7 @@ def test_what_is_filled_in_is_what_a_second_rendering_finds(name: str, chat: Any
 
 
 @pytest.mark.skipif(not SHIPPED, reason="trl, which brings the templates, is not installed")
-def test_json_arguments_and_tools_need_no_second_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_arguments_and_tools_need_no_second_rendering(monkeypatch):
     template, renders = template_of("qwen3"), []
     call = {
         "function": {"name": "f", "arguments": {"city": "Köln", "days": [1, 2.5, None], "at": {"k": " v "}}}
@@ -368,7 +368,7 @@ def cut(rendered: list[Rendered], tokenizer: FastTokenizer) -> tuple[list[list[i
     st.lists(st.lists(st.tuples(PIECE, PIECE, st.booleans()), min_size=1, max_size=4), min_size=1, max_size=3)
 )
 @examples(30, 80)
-def test_texts_whose_parts_are_encoded_at_once_are_those_that_are_cut(kind: str, rows: Any) -> None:
+def test_texts_whose_parts_are_encoded_at_once_are_those_that_are_cut(kind, rows):
     tokenizer, rendered = small_tokenizer(kind), []
     for turns in rows:
         text, spans = "", []
@@ -390,7 +390,7 @@ def test_texts_whose_parts_are_encoded_at_once_are_those_that_are_cut(kind: str,
     assert [part.tolist() for part in np.split(mask, offsets[1:-1])] == masks
 
 
-def test_only_what_is_surely_split_at_divides() -> None:
+def test_only_what_is_surely_split_at_divides():
     found = {kind: dividing_id(small_tokenizer(kind), END) is not None for kind in KINDS}
 
     assert found == {kind: kind in ("plain", "lower", "prefix space") for kind in KINDS}

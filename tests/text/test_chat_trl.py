@@ -103,7 +103,7 @@ def _said(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
     return [tokenizer.decode(run) for run in runs]
 
 
-def test_every_template_of_trl_is_here() -> None:
+def test_every_template_of_trl_is_here():
     names = {name for name in template_names() if not name.endswith("_training")}
     assert names == set(FAMILIES)
     assert len([name for name in FAMILIES if twin_name(name) not in (None, name)]) >= 31
@@ -111,7 +111,7 @@ def test_every_template_of_trl_is_here() -> None:
 
 
 @pytest.mark.parametrize("family", _TWINS)
-def test_the_oracle_is_the_mask_that_transformers_gives(family: str) -> None:
+def test_the_oracle_is_the_mask_that_transformers_gives(family):
     tokenizer, source = tokenizer_of(family), source_of(twin_name(family) or "")
     chat = native(CHATS["three turns"], FAMILIES[family], twin=True)
     got = tokenizer.apply_chat_template(
@@ -127,7 +127,7 @@ def test_the_oracle_is_the_mask_that_transformers_gives(family: str) -> None:
 
 @pytest.mark.parametrize("conversation", CHATS)
 @pytest.mark.parametrize("family", _ORIGINALS)
-def test_the_original_trains_what_the_twin_marks(family: str, conversation: str) -> None:
+def test_the_original_trains_what_the_twin_marks(family, conversation):
     chat = CHATS[conversation]
     _compare(family, source_of(family), chat, of_original(family, chat))
 
@@ -137,13 +137,13 @@ _OFTEN = ("three turns", "tools, parallel calls", "system, two turns", "same ans
 
 @pytest.mark.parametrize("conversation", mostly(_OFTEN, CHATS))
 @pytest.mark.parametrize("family", _TWINS)
-def test_a_twin_without_its_marks_trains_what_they_mark(family: str, conversation: str) -> None:
+def test_a_twin_without_its_marks_trains_what_they_mark(family, conversation):
     chat = CHATS[conversation]
     _compare(family, hidden_twin(family), chat, of_twin(family, chat))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_which_chats_a_template_rewrites(family: str) -> None:
+def test_which_chats_a_template_rewrites(family):
     usable = [c for c in CHATS if not of_original(family, CHATS[c]).refused]
     assert {c for c in usable if not preserves(family, CHATS[c])} == set(REWRITES.get(family, ()))
     if family in KEPT_BY_THE_TWIN:
@@ -161,7 +161,7 @@ _TURNS = [
 
 
 @pytest.mark.parametrize(("family", "conversation", "number"), _TURNS)
-def test_each_turn_as_the_last_where_a_template_rewrites(family: str, conversation: str, number: int) -> None:
+def test_each_turn_as_the_last_where_a_template_rewrites(family, conversation, number):
     chat = CHATS[conversation].up_to(number + 1)
     _compare(family, source_of(family), chat, of_last_turn(family, chat), "last")
 
@@ -175,7 +175,7 @@ _TOLD = [
 
 
 @pytest.mark.parametrize(("family", "name"), _TOLD)
-def test_turns_that_begin_or_end_in_odd_ways(family: str, name: str) -> None:
+def test_turns_that_begin_or_end_in_odd_ways(family, name):
     if family in _ORIGINALS:
         _compare(family, source_of(family), TURNS[name], of_original(family, TURNS[name]))
     if family in _TWINS:
@@ -198,7 +198,7 @@ _MARKED = [
 
 
 @pytest.mark.parametrize(("family", "twin"), _MARKED)
-def test_single_turns_are_parts_of_what_is_trained_of_all(family: str, twin: bool) -> None:
+def test_single_turns_are_parts_of_what_is_trained_of_all(family, twin):
     template = _template(family, source_of((twin_name(family) if twin else family) or ""))
     for conversation in _SINGLE:
         chat = CHATS[conversation]

@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import json
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ OFTEN = [one for one in CELLS if one[1] == "ChatML" or (one[0] == "bytes of GPT-
 
 
 @pytest.mark.parametrize(("kind", "template", "supervise"), mostly(OFTEN, CELLS))
-def test_a_turn_weighs_what_its_author_says(kind: str, template: str, supervise: Any) -> None:
+def test_a_turn_weighs_what_its_author_says(kind, template, supervise):
     make, eos = TOKENIZERS[kind]
     options = {"chat_template": TEMPLATES[template], "eos": eos, "supervise": supervise}
     rows = [row for row in chats(24) if supervise != "last" or row[-1].get("weight") != 0]
@@ -96,7 +95,7 @@ def test_a_turn_weighs_what_its_author_says(kind: str, template: str, supervise:
 
 @given(st.lists(st.floats(0, 2**20, width=32), min_size=1, max_size=4), st.data())
 @settings(max_examples=30)
-def test_any_weight_that_float32_holds_is_kept(weights: list[float], data: Any) -> None:
+def test_any_weight_that_float32_holds_is_kept(weights, data):
     if not any(weights):
         weights = [*weights, 0.5]
     row = [
@@ -113,7 +112,7 @@ def test_any_weight_that_float32_holds_is_kept(weights: list[float], data: Any) 
 
 @pytest.mark.parametrize("key", ["weight", "loss", "loss_mask", "loss_weight", "loss_scale"])
 @pytest.mark.parametrize("value", [0.5, "0.5", " 5e-1 ", decimal.Decimal("0.5"), np.float32(0.5)])
-def test_a_weight_has_many_spellings(key: str, value: Any) -> None:
+def test_a_weight_has_many_spellings(key, value):
     row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: value}]
 
     assert as_chat(row, weighs=True).weights == {1: 0.5}
@@ -123,7 +122,7 @@ BAD = [-1, -0.5, float("nan"), float("inf"), 1e39, 1e-50, 10**400, "half", "1_0"
 
 
 @pytest.mark.parametrize("value", BAD, ids=repr)
-def test_what_can_be_no_weight_is_refused(value: Any) -> None:
+def test_what_can_be_no_weight_is_refused(value):
     row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": value}]
 
     with pytest.raises(
@@ -136,7 +135,7 @@ def test_what_can_be_no_weight_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["train", "training", "trainable", "masked"])
-def test_a_switch_is_no_weight(key: str) -> None:
+def test_a_switch_is_no_weight(key):
     row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: 0.5}]
 
     for on in (True, False):
@@ -144,14 +143,14 @@ def test_a_switch_is_no_weight(key: str) -> None:
             read([{"messages": row}], row_weights=on)
 
 
-def test_without_the_option_a_weight_is_refused_and_the_way_out_is_named() -> None:
+def test_without_the_option_a_weight_is_refused_and_the_way_out_is_named():
     row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 2.0}]
 
     with pytest.raises(SourceError, match=r"the weight 2.0; .*\(row_weights=True, --row-weights\)"):
         read([{"messages": row}])
 
 
-def test_flags_of_one_message_go_together() -> None:
+def test_flags_of_one_message_go_together():
     def one(**flags: Any) -> Any:
         return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **flags}]
 
@@ -163,7 +162,7 @@ def test_flags_of_one_message_go_together() -> None:
         read([{"messages": one(weight=0.5, train=False)}], **ON)
 
 
-def test_two_messages_that_are_one_turn_have_one_weight() -> None:
+def test_two_messages_that_are_one_turn_have_one_weight():
     said = {"from": "gpt", "value": "Let me see."}
     call = {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {}})}
     rows = [
@@ -174,7 +173,7 @@ def test_two_messages_that_are_one_turn_have_one_weight() -> None:
         read(rows, chat_template=HEAD + "{{ m.content }}{{ m.tool_calls }}" + TAIL)
 
 
-def test_what_is_not_trained_weighs_nothing_whatever_it_says() -> None:
+def test_what_is_not_trained_weighs_nothing_whatever_it_says():
     row = chats(1)[0]
     weighed = [{**message, "weight": 3} if message["role"] == "user" else message for message in row]
 
@@ -183,7 +182,7 @@ def test_what_is_not_trained_weighs_nothing_whatever_it_says() -> None:
         read([{"messages": weighed}], supervise="all", **ON)
 
 
-def test_all_but_the_assistant_switched_off_is_the_assistant_alone() -> None:
+def test_all_but_the_assistant_switched_off_is_the_assistant_alone():
     rows = chats(12)
     off = [
         [{**m, "weight": m.get("weight", 1) if m["role"] == "assistant" else 0} for m in row] for row in rows
@@ -198,7 +197,7 @@ def test_all_but_the_assistant_switched_off_is_the_assistant_alone() -> None:
 
 
 @pytest.mark.parametrize("form", ["prompt", "instruction", "parquet"])
-def test_weights_are_read_in_every_form_of_chats(form: str, tmp_path: Path) -> None:
+def test_weights_are_read_in_every_form_of_chats(form, tmp_path):
     rows = [row for row in chats(12) if row[-1].get("weight") != 0]
     data: Any = [{"messages": row} for row in rows]
     if form == "prompt":
@@ -232,7 +231,7 @@ def tokens_of(values: Any, *, kind: Any = None, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64(), "json"], ids=str)
-def test_ready_tokens_weigh_what_their_column_says(kind: Any, tmp_path: Path) -> None:
+def test_ready_tokens_weigh_what_their_column_says(kind, tmp_path):
     values = [[0.5, 2.0, 0.0], [1.0], [], [1.0, 1.0, 1.0, 0.25]]
     data: Any = tokens_of(values, kind=None if kind == "json" else kind)
     if kind == "json":
@@ -242,7 +241,7 @@ def test_ready_tokens_weigh_what_their_column_says(kind: Any, tmp_path: Path) ->
     assert [weights for _, weights in read(data, **ON)] == list(map(tuple, values))
 
 
-def test_labels_masks_and_padding_go_before_weights() -> None:
+def test_labels_masks_and_padding_go_before_weights():
     values = [[0.5, 2.0, 0.5, 3.0, 1.0]]
     table = tokens_of(
         values,
@@ -256,14 +255,14 @@ def test_labels_masks_and_padding_go_before_weights() -> None:
 
 
 @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), 1e39, 1e-50])
-def test_what_can_be_no_weight_of_a_token_is_refused(value: float, tmp_path: Path) -> None:
+def test_what_can_be_no_weight_of_a_token_is_refused(value, tmp_path):
     table = tokens_of([[1.0, 1.0], [1.0, value]], kind=pa.float64())
 
     with pytest.raises(SourceError, match=r"row 2 holds .* at token 1 of `loss_weights` \(a weight is"):
         read(table, **ON)
 
 
-def test_a_column_of_weights_is_refused_aloud_without_the_option_unless_it_is_a_mask() -> None:
+def test_a_column_of_weights_is_refused_aloud_without_the_option_unless_it_is_a_mask():
     with pytest.raises(
         SourceError, match=r"row 2 holds 0.5 at token 0 of `loss_weights`; only 0 and 1.*row_weights"
     ):
@@ -271,7 +270,7 @@ def test_a_column_of_weights_is_refused_aloud_without_the_option_unless_it_is_a_
     assert [weights for _, weights in read(tokens_of([[1.0, 0.0], [1.0, 1.0]]))] == [(1.0, 0.0), (1.0, 1.0)]
 
 
-def test_weights_of_the_wrong_form_are_refused() -> None:
+def test_weights_of_the_wrong_form_are_refused():
     with pytest.raises(SourceError, match="has 2 `input_ids` but 1 `loss_weights`"):
         read([{"input_ids": [1, 2], "loss_weights": [0.5]}], **ON)
     with pytest.raises(SourceError, match="must be numbers"):
@@ -294,7 +293,7 @@ def template_of(name: str, source: str) -> ChatTemplate:
 )
 @pytest.mark.parametrize("which", ["original", "twin"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_turns_of_every_template_of_trl_weigh_apart(name: str, which: str) -> None:
+def test_turns_of_every_template_of_trl_weigh_apart(name, which):
     twin = twin_name(name)
     if which == "twin" and twin is None:
         pytest.skip("TRL has no twin of it")

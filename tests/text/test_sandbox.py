@@ -290,7 +290,7 @@ def run_with(source: str) -> str:
 
 
 @pytest.mark.parametrize("name", mostly(OFTEN, ATTACKS))
-def test_no_template_takes_a_gigabyte_or_never_ends(name: str) -> None:
+def test_no_template_takes_a_gigabyte_or_never_ends(name):
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, begun = megabytes("VmRSS"), time.process_time()
 
@@ -307,7 +307,7 @@ def test_no_template_takes_a_gigabyte_or_never_ends(name: str) -> None:
     assert time.process_time() - begun < 20
 
 
-def test_what_is_asked_for_and_the_limit_are_said() -> None:
+def test_what_is_asked_for_and_the_limit_are_said():
     with pytest.raises(
         SourceError, match=r"'replace' asks for a text of 1e\+12 characters; 134,217,728 bytes at most"
     ):
@@ -318,7 +318,7 @@ def test_what_is_asked_for_and_the_limit_are_said() -> None:
         run_with(ENDLESS)
 
 
-def test_a_template_is_stopped_in_every_thread_and_others_go_on() -> None:
+def test_a_template_is_stopped_in_every_thread_and_others_go_on():
     program, said, texts = compile_template(ENDLESS, {}), [], []
     quick = compile_template("{% for m in messages %}{{ m.content }}{% endfor %}", {})
 
@@ -337,7 +337,7 @@ def test_a_template_is_stopped_in_every_thread_and_others_go_on() -> None:
     assert set(texts) == {"HiYes"}
 
 
-def test_a_template_that_never_ends_is_not_tried_for_ever() -> None:
+def test_a_template_that_never_ends_is_not_tried_for_ever():
     program = compile_template(ENDLESS, {})
     for _ in range(jinja_watch._MOST_OVERDUE):
         with pytest.raises(SourceError, match="was stopped"):
@@ -350,7 +350,7 @@ def test_a_template_that_never_ends_is_not_tried_for_ever() -> None:
     assert time.process_time() - begun < 0.5
 
 
-def test_a_template_whose_every_run_is_slow_is_not_run_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_whose_every_run_is_slow_is_not_run_for_a_minute(monkeypatch):
     monkeypatch.setattr(jinja_watch, "_SLOW_S", 0.02)
     monkeypatch.setattr(jinja_watch, "_MOST_SLOW_S", 0.2)
 
@@ -370,7 +370,7 @@ def test_a_template_whose_every_run_is_slow_is_not_run_for_a_minute(monkeypatch:
         jinja_watch.watched("sometimes slow", computes, 0.0 if number % 20 else 0.04)
 
 
-def test_an_exception_that_comes_too_late_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_that_comes_too_late_goes_nowhere(monkeypatch):
     """A program that ends as it is stopped: what was raised in its thread is taken back."""
     ident = threading.get_ident()
 
@@ -389,7 +389,7 @@ def test_an_exception_that_comes_too_late_goes_nowhere(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "ж", "😀"])
-def test_long_documents_pass(monkeypatch: pytest.MonkeyPatch, letter: str) -> None:
+def test_long_documents_pass(monkeypatch, letter):
     monkeypatch.setattr(jinja_watch, "LONGEST_S", 30.0)
     long = [{"role": role, "content": f"{letter * 999}\n" * 1000} for role in ("user", "assistant") * 5]
     source = (
@@ -404,7 +404,7 @@ def test_long_documents_pass(monkeypatch: pytest.MonkeyPatch, letter: str) -> No
     assert text.count(letter) >= 3 * 10 * 999_000
 
 
-def test_usual_values_of_every_kind_are_what_jinja_makes_of_them() -> None:
+def test_usual_values_of_every_kind_are_what_jinja_makes_of_them():
     source = (
         "{{ [[1, 2], [3]] | sum(start=[]) }}{{ [1, 2.5] | sum }}{{ [{'a': 2}] | sum('a') }}{{ ((1,), (2,)) | sum(start=()) }}"
         "{{ 'a' ~ 1 ~ none ~ [2] ~ 'b' ~ 3 }}{{ 1 + 2 + 3 }}{{ [1] + [2] + ['a' + 'b'] }}{{ ('a', 'b') + ('c',) }}{{ [1] * 3 }}"
@@ -421,12 +421,12 @@ def test_usual_values_of_every_kind_are_what_jinja_makes_of_them() -> None:
     assert run_with(source) == plain.from_string(source).render(messages=ODD_TALK)
 
 
-def test_a_template_of_megabytes_is_refused() -> None:
+def test_a_template_of_megabytes_is_refused():
     with pytest.raises(SettingError, match=r"the chat template has 1,048,577 characters; 1,048,576 at most"):
         compile_template("a" * (2**20 + 1), {})
 
 
-def test_limits_are_asked_at_the_edge() -> None:
+def test_limits_are_asked_at_the_edge():
     assert jinja_limits.within("a" * 5000) == "a" * 5000
     with pytest.raises(jinja_limits.TooLongError, match="makes a text of"):
         jinja_limits.within("a" * jinja_limits.LARGEST_TEXT)

@@ -89,9 +89,7 @@ def loader_for_trainer(args: Any, store: Path, **changes: Any) -> vl.PackedLoade
 
 @pytest.mark.parametrize("weighting", ["token", "document"])
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
-def test_a_trainers_step_is_that_of_the_weighted_loss(
-    attention: str, weighting: Any, store: Path, tmp_path: Path
-) -> None:
+def test_a_trainers_step_is_that_of_the_weighted_loss(attention, weighting, store, tmp_path):
     recorder = Recorder()
     changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 1}
     args = arguments(tmp_path, **changes)
@@ -111,7 +109,7 @@ def test_a_trainers_step_is_that_of_the_weighted_loss(
     assert furthest(recorder.gradients[0], gradients_of(model, loss)) < 5e-5
 
 
-def test_a_loss_of_anothers_is_refused_beside_weights(store: Path, tmp_path: Path) -> None:
+def test_a_loss_of_anothers_is_refused_beside_weights(store, tmp_path):
     args = arguments(tmp_path, gradient_accumulation_steps=3, label_smoothing_factor=0.1)
 
     with pytest.raises(
@@ -120,7 +118,7 @@ def test_a_loss_of_anothers_is_refused_beside_weights(store: Path, tmp_path: Pat
         PackedTrainer(model=long_llama(), args=args, train_loader=loader_for_trainer(args, store))
 
 
-def test_a_models_own_loss_is_given_no_labels_that_weigh(store: Path) -> None:
+def test_a_models_own_loss_is_given_no_labels_that_weigh(store):
     with loader_for_trainer(arguments("nowhere"), store) as loader:
         batch = next(batch for batch in loader if batch.target_weights is not None)
 
@@ -157,7 +155,7 @@ def run(store: Any, output: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("micro_batch_size", mostly([3], [1, 3, 6]))
-def test_the_loss_of_varlen_train_is_weighted(micro_batch_size: int, store: Path, tmp_path: Path) -> None:
+def test_the_loss_of_varlen_train_is_weighted(micro_batch_size, store, tmp_path):
     notes = run(store, tmp_path / "run", data__micro_batch_size=micro_batch_size)
     settings = {
         "capacity": CAPACITY,
@@ -185,7 +183,7 @@ def first_model(store: Path, folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager").train()
 
 
-def test_documents_and_the_store_of_them_are_trained_alike(store: Path, tmp_path: Path) -> None:
+def test_documents_and_the_store_of_them_are_trained_alike(store, tmp_path):
     rows = store.parent / "a.jsonl"
     of_store = run(store, tmp_path / "a")
     of_rows = run(
@@ -198,7 +196,7 @@ def test_documents_and_the_store_of_them_are_trained_alike(store: Path, tmp_path
 
 
 @pytest.mark.parametrize("parallel", mostly(["fsdp"], ["ddp", "fsdp"]))
-def test_ranks_divide_by_the_weights_of_all(parallel: str, store: Path, tmp_path: Path) -> None:
+def test_ranks_divide_by_the_weights_of_all(parallel, store, tmp_path):
     alone = run(store, tmp_path / "one", data__micro_batch_size=1)
     made = run_table(store, tmp_path / "two", data__micro_batch_size=1, run__parallel=parallel)
 
@@ -212,7 +210,7 @@ def test_ranks_divide_by_the_weights_of_all(parallel: str, store: Path, tmp_path
         assert other["grad_norm"] == pytest.approx(one.grad_norm, rel=1e-4)
 
 
-def test_a_planned_run_trains_the_weighted_loss(store: Path, tmp_path: Path) -> None:
+def test_a_planned_run_trains_the_weighted_loss(store, tmp_path):
     alone = run(store, tmp_path / "one")
     made = run_table(store, tmp_path / "two") | {"plan": {"slice_tokens": 24}}
     notes = Notes()
@@ -224,7 +222,7 @@ def test_a_planned_run_trains_the_weighted_loss(store: Path, tmp_path: Path) -> 
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
 
 
-def test_losses_in_blocks_are_those_of_all_logits() -> None:
+def test_losses_in_blocks_are_those_of_all_logits():
     torch.manual_seed(0)
     logits = torch.randn(2, BLOCK, 5, requires_grad=True)
     labels, weights = torch.randint(0, 5, (2, BLOCK)), torch.rand(2, BLOCK)
@@ -242,7 +240,7 @@ def test_losses_in_blocks_are_those_of_all_logits() -> None:
 
 
 @pytest.mark.parametrize("weighting", ["token", "document"])
-def test_a_step_in_slices_is_that_of_the_weighted_loss(weighting: Any) -> None:
+def test_a_step_in_slices_is_that_of_the_weighted_loss(weighting):
     draw = np.random.default_rng(0)
     lengths = [50, 9, 31, 4, 77]
     documents = [draw.integers(0, 61, n).tolist() for n in lengths]
@@ -269,7 +267,7 @@ def test_a_step_in_slices_is_that_of_the_weighted_loss(weighting: Any) -> None:
 # A loop of one's own, as docs/batches.md has it.
 
 
-def test_the_documented_loop_trains_the_weighted_loss(store: Path) -> None:
+def test_the_documented_loop_trains_the_weighted_loss(store):
     model = long_llama("sdpa").train()
     make = lambda: vl.PackedLoader(  # noqa: E731
         str(store),
@@ -302,7 +300,7 @@ def weighed_batch() -> vl.PackedBatch:
     return vl.collate([[5, 6, 7], [8, 9]], vl.pack([3, 2], capacity=8), target_weights=[[1, 0.5, 2], [1, 3]])
 
 
-def test_torchtitan_is_given_no_weights(store: Path) -> None:
+def test_torchtitan_is_given_no_weights(store):
     with pytest.raises(SettingError, match="torchtitan's loss knows none"):
         PackedDataLoader(
             PackedDataLoader.Config(source=str(store)),
@@ -315,7 +313,7 @@ def test_torchtitan_is_given_no_weights(store: Path) -> None:
         trainer_batch(weighed_batch())
 
 
-def test_a_batch_of_megatrons_holds_weights_in_its_loss_mask() -> None:
+def test_a_batch_of_megatrons_holds_weights_in_its_loss_mask():
     batch = megatron_batch(weighed_batch())
 
     assert batch["loss_mask"].tolist() == [[0.5, 2.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
@@ -327,7 +325,7 @@ def test_a_batch_of_megatrons_holds_weights_in_its_loss_mask() -> None:
         megatron_batch(given, weights="advantages")
 
 
-def test_megatrons_loader_and_files_take_no_weights(store: Path, tmp_path: Path) -> None:
+def test_megatrons_loader_and_files_take_no_weights(store, tmp_path):
     with (
         vl.PackedLoader(
             str(store), capacity=CAPACITY, global_batch_size=2, micro_batch_size=1, worker="thread"
@@ -345,9 +343,7 @@ def test_megatrons_loader_and_files_take_no_weights(store: Path, tmp_path: Path)
 # The command line.
 
 
-def test_every_verb_that_reads_rows_takes_their_weights(
-    store: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_every_verb_that_reads_rows_takes_their_weights(store, tmp_path, monkeypatch):
     from varlen.cli.app import app
 
     monkeypatch.chdir(tmp_path)

@@ -139,7 +139,7 @@ OFTEN = [
 
 
 @pytest.mark.parametrize(("door", "way"), mostly(OFTEN, [(door, way) for door in DOORS for way in WAYS]))
-def test_a_script_beside_which_nothing_is_planted_runs_nothing_of_the_current_folder(here, door, way) -> None:
+def test_a_script_beside_which_nothing_is_planted_runs_nothing_of_the_current_folder(here, door, way):
     here.plant()
     flags, variables = WAYS[way]
 
@@ -149,7 +149,7 @@ def test_a_script_beside_which_nothing_is_planted_runs_nothing_of_the_current_fo
 
 
 @pytest.mark.parametrize("door", mostly(["loader"], DOORS))
-def test_a_notebook_which_takes_in_its_folder_late_has_children_that_do_so_too(here, door) -> None:
+def test_a_notebook_which_takes_in_its_folder_late_has_children_that_do_so_too(here, door):
     here.plant()
 
     said = here.run("-c", AS_A_NOTEBOOK + DOORS[door].format(tokenizer="'bytes'"))
@@ -157,7 +157,7 @@ def test_a_notebook_which_takes_in_its_folder_late_has_children_that_do_so_too(h
     assert "sum 160" in said
 
 
-def test_the_installed_command_runs_nothing_of_the_current_folder(here) -> None:
+def test_the_installed_command_runs_nothing_of_the_current_folder(here):
     here.plant()
     command = here.script("import sys\nfrom varlen.cli import main\nsys.exit(main())\n")
 
@@ -166,7 +166,7 @@ def test_the_installed_command_runs_nothing_of_the_current_folder(here) -> None:
     assert "40 documents" in said
 
 
-def test_a_tokenizer_beside_the_script_is_found_by_every_child(here) -> None:
+def test_a_tokenizer_beside_the_script_is_found_by_every_child(here):
     code = LOADER.format(tokenizer="letters.Letters(), append_eos=False")
 
     for command in (
@@ -177,7 +177,7 @@ def test_a_tokenizer_beside_the_script_is_found_by_every_child(here) -> None:
 
 
 @pytest.mark.parametrize("how", mostly(["-m"], ["-c", "-m"]))
-def test_a_tokenizer_in_the_current_folder_is_found_where_the_parent_finds_it(here, how) -> None:
+def test_a_tokenizer_in_the_current_folder_is_found_where_the_parent_finds_it(here, how):
     for name in ("letters", "beside"):
         (here.planted / f"{name}.py").write_text((here.scripts / f"{name}.py").read_text())
     code = "import letters" + LOADER.format(tokenizer="letters.Letters(), append_eos=False")
@@ -186,7 +186,7 @@ def test_a_tokenizer_in_the_current_folder_is_found_where_the_parent_finds_it(he
     assert "sum 160" in here.run(*(["-c", code] if how == "-c" else ["-m", "job"]))
 
 
-def test_a_child_has_the_path_and_the_variables_of_its_parent_exactly(here) -> None:
+def test_a_child_has_the_path_and_the_variables_of_its_parent_exactly(here):
     code = """
 import os, sys
 from varlen.offline.crew import Crew
@@ -205,7 +205,7 @@ if __name__ == "__main__":
     assert "same" in here.run(here.script(code), PYTHONPATH=f"{SOURCES}::../nothing")
 
 
-def test_varlen_that_is_found_only_in_the_current_folder_works(here) -> None:
+def test_varlen_that_is_found_only_in_the_current_folder_works(here):
     code = LOADER.format(tokenizer="'bytes'").replace("../t.jsonl", str(here.root / "t.jsonl"))
     hidden = (
         f"import os, sys; os.chdir({SOURCES!r}); sys.path[:] = [p for p in sys.path if p != {SOURCES!r}]\n"

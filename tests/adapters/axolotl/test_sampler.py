@@ -27,8 +27,8 @@ def sampler(lengths: Any, **settings: Any) -> MultipackBatchSampler:
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.booleans(), st.randoms())
 def test_over_all_ranks_every_document_comes_once_in_packs_that_hold_it(
-    lengths: list[int], ranks: int, batch_size: int, bin_size: int, sequential: bool, random: Any
-) -> None:
+    lengths, ranks, batch_size, bin_size, sequential, random
+):
     order = random.sample(range(len(lengths)), len(lengths))
     settings = {
         "sampler": order,
@@ -57,9 +57,7 @@ def test_over_all_ranks_every_document_comes_once_in_packs_that_hold_it(
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_no_batch_is_empty_by_default_and_what_comes_twice_is_counted(
-    lengths: list[int], ranks: int, batch_size: int, drop_last: bool
-) -> None:
+def test_no_batch_is_empty_by_default_and_what_comes_twice_is_counted(lengths, ranks, batch_size, drop_last):
     one = sampler(lengths, batch_size=batch_size, num_replicas=ranks, drop_last=drop_last)
 
     batches = list(one)
@@ -76,9 +74,7 @@ def test_no_batch_is_empty_by_default_and_what_comes_twice_is_counted(
 
 
 @given(LENGTHS, st.integers(1, 3), st.randoms())
-def test_sequential_packs_keep_the_order_of_the_sampler(
-    lengths: list[int], batch_size: int, random: Any
-) -> None:
+def test_sequential_packs_keep_the_order_of_the_sampler(lengths, batch_size, random):
     order = random.sample(range(len(lengths)), len(lengths))
 
     batches = list(sampler(lengths, sampler=order, batch_size=batch_size, sequential=True))
@@ -87,7 +83,7 @@ def test_sequential_packs_keep_the_order_of_the_sampler(
 
 
 @given(LENGTHS)
-def test_sequential_packs_of_one_rank_are_axolotls_own(lengths: list[int]) -> None:
+def test_sequential_packs_of_one_rank_are_axolotls_own(lengths):
     theirs: list[list[int]] = []  # `allocate_sequentially` in other words; it takes no heed of bin_size
     space = 0
     for index, length in enumerate(lengths):
@@ -100,7 +96,7 @@ def test_sequential_packs_of_one_rank_are_axolotls_own(lengths: list[int]) -> No
     assert list(sampler(lengths, sequential=True, bin_size=0)) == [[pack] for pack in theirs]
 
 
-def test_an_epoch_is_another_order_where_the_sampler_gives_one_and_the_same_again_at_its_number() -> None:
+def test_an_epoch_is_another_order_where_the_sampler_gives_one_and_the_same_again_at_its_number():
     class Shuffled:
         epoch = 0
 
@@ -124,7 +120,7 @@ def test_an_epoch_is_another_order_where_the_sampler_gives_one_and_the_same_agai
     assert epochs[0] == epochs[2] != epochs[1]
 
 
-def test_a_random_sampler_is_asked_once_an_epoch_so_that_len_and_batches_agree() -> None:
+def test_a_random_sampler_is_asked_once_an_epoch_so_that_len_and_batches_agree():
     lengths = np.random.default_rng(7).integers(1, CAPACITY, 300)
     one = sampler(lengths, sampler=RandomSampler(range(300), generator=torch.Generator().manual_seed(1)))
 
@@ -136,7 +132,7 @@ def test_a_random_sampler_is_asked_once_an_epoch_so_that_len_and_batches_agree()
     assert len(one) == len(list(one))
 
 
-def test_packs_are_random_samples_of_the_documents_not_sorted_by_length() -> None:
+def test_packs_are_random_samples_of_the_documents_not_sorted_by_length():
     lengths = np.tile([3, 12], 200)
     order = np.random.default_rng(0).permutation(400)
 
@@ -146,9 +142,7 @@ def test_packs_are_random_samples_of_the_documents_not_sorted_by_length() -> Non
     assert len(set(kinds)) > 2
 
 
-def test_a_document_longer_than_a_pack_is_an_error_or_dropped_and_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_document_longer_than_a_pack_is_an_error_or_dropped_and_counted(caplog):
     with pytest.raises(OverlongDocumentError, match="document 1 has 30 tokens"):
         len(sampler([5, 30, 6]))
 
@@ -159,7 +153,7 @@ def test_a_document_longer_than_a_pack_is_an_error_or_dropped_and_counted(
     assert (one.steps.dropped_documents, one.steps.dropped_tokens) == (1, 30)
 
 
-def test_fewer_documents_than_ranks_are_said_and_chosen_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_documents_than_ranks_are_said_and_chosen_for(caplog):
     with caplog.at_level(logging.WARNING):
         assert list(sampler([5, 3], num_replicas=4)) == [[[0]], [[1]], [[1]], [[1]]]
     assert "2 given twice, 0 batches empty" in caplog.text
@@ -169,7 +163,7 @@ def test_fewer_documents_than_ranks_are_said_and_chosen_for(caplog: pytest.LogCa
     assert (len(dropped), list(dropped), dropped.steps.dropped_documents) == (0, [], 2)
 
 
-def test_efficiency_is_tokens_over_slots_of_the_packs_that_come() -> None:
+def test_efficiency_is_tokens_over_slots_of_the_packs_that_come():
     lengths = np.random.default_rng(7).integers(1, CAPACITY, 300)
     one = sampler(lengths, num_replicas=3)
 
@@ -179,7 +173,7 @@ def test_efficiency_is_tokens_over_slots_of_the_packs_that_come() -> None:
     assert one.generate_batches() == list(one)
 
 
-def test_all_arguments_of_axolotl_are_taken_by_place_and_by_name() -> None:
+def test_all_arguments_of_axolotl_are_taken_by_place_and_by_name():
     lengths = [5, 3, 4]
     by_place = MultipackBatchSampler(
         SequentialSampler(lengths), 1, CAPACITY, lengths, 200, 0.9, True, 4, False, 100_000, 2, True, "spawn"
@@ -197,7 +191,7 @@ def test_all_arguments_of_axolotl_are_taken_by_place_and_by_name() -> None:
     assert list(by_place) == list(by_name) == [[[0, 1, 2]]]
 
 
-def test_flat_batches_feed_a_loader_and_a_flattening_collator() -> None:
+def test_flat_batches_feed_a_loader_and_a_flattening_collator():
     from varlen.adapters.hf import DataCollatorWithFlattening
 
     lengths = [5, 3, 20, 7, 9]
@@ -210,7 +204,7 @@ def test_flat_batches_feed_a_loader_and_a_flattening_collator() -> None:
     assert all(batch["input_ids"].shape[1] <= CAPACITY for batch in batches)
 
 
-def test_the_sampler_can_be_pickled() -> None:
+def test_the_sampler_can_be_pickled():
     one = sampler([5, 3, 20, 7, 9], num_replicas=2)
 
     assert list(pickle.loads(pickle.dumps(one))) == list(one)
@@ -225,19 +219,17 @@ def test_the_sampler_can_be_pickled() -> None:
         ({"overlong": "split"}, "overlong"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(SettingError, match=message):
         list(sampler([1, 2], **settings))
 
 
-def test_indices_without_a_length_are_refused() -> None:
+def test_indices_without_a_length_are_refused():
     with pytest.raises(LengthsError, match=r"index 3, and there are 2 lengths \(1 of 3 indices"):
         list(sampler([1, 2], sampler=[0, 1, 3]))
 
 
-def test_in_a_job_of_several_processes_the_number_of_replicas_must_be_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_in_a_job_of_several_processes_the_number_of_replicas_must_be_known(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
 
     with pytest.raises(SettingError, match="one of 4 processes by WORLD_SIZE"):

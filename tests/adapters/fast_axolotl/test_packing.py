@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::varlen.adapters.fast_axolotl.Le
 SEQUENCES = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11, 12]]
 
 
-def test_the_first_example_of_the_documentation_gives_what_it_prints() -> None:
+def test_the_first_example_of_the_documentation_gives_what_it_prints():
     packed = pack_sequences([torch.tensor(part) for part in SEQUENCES], max_length=8, pad_token_id=0)
 
     assert packed.dtype == torch.int64
     assert packed.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 11, 12, 0]]
 
 
-def test_the_second_example_of_the_documentation_unpacks_into_three_columns() -> None:
+def test_the_second_example_of_the_documentation_unpacks_into_three_columns():
     packed = concatenate_and_pack(
         [[1, 2, 3], [4, 5, 6, 7]],
         [[-100, 2, 3], [-100, -100, 6, 7]],
@@ -87,16 +85,14 @@ RELEASE = [
 
 
 @pytest.mark.parametrize(("sequences", "width", "ids", "mask"), RELEASE)
-def test_with_an_eos_it_returns_what_the_release_returns(
-    sequences: list[list[int]], width: int, ids: list[list[int]], mask: list[list[int]]
-) -> None:
+def test_with_an_eos_it_returns_what_the_release_returns(sequences, width, ids, mask):
     packed = pack_sequences(sequences, max_length=width, pad_token_id=0, eos_token_id=99)
 
     labels = [[i if m else -100 for i, m in zip(*row)] for row in zip(ids, mask)]
     assert packed == {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def test_concatenating_returns_what_the_release_returns() -> None:
+def test_concatenating_returns_what_the_release_returns():
     ids = [[1, 2, 3], [4, 5, 6, 7], [], [8, 9]]
     packed = concatenate_and_pack(ids, ids, [[1] * len(part) for part in ids], 8, 0)
 
@@ -116,7 +112,7 @@ def next_fit(sequences: list[list[int]], width: int) -> list[list[list[int]]]:
 
 
 @given(st.lists(st.lists(st.integers(1, 99), max_size=7), max_size=12), st.integers(7, 20))
-def test_boundaries_cut_the_rows_into_the_sequences(sequences: list[list[int]], width: int) -> None:
+def test_boundaries_cut_the_rows_into_the_sequences(sequences, width):
     rows, boundaries = pack_sequences(sequences, width, 0, return_boundaries=True)
     expected = next_fit(sequences, width)
     found = [[row[begin:end] for begin, end in spans] for row, spans in zip(rows, boundaries)]
@@ -128,7 +124,7 @@ def test_boundaries_cut_the_rows_into_the_sequences(sequences: list[list[int]], 
 
 
 @given(st.lists(st.lists(st.integers(1, 99), max_size=7), max_size=12), st.integers(9, 20))
-def test_boundaries_with_an_eos_end_after_it(sequences: list[list[int]], width: int) -> None:
+def test_boundaries_with_an_eos_end_after_it(sequences, width):
     packed, boundaries = pack_sequences(sequences, width, 0, 100, return_boundaries=True)
     found = [row[begin:end] for row, spans in zip(packed["input_ids"], boundaries) for begin, end in spans]
 
@@ -137,7 +133,7 @@ def test_boundaries_with_an_eos_end_after_it(sequences: list[list[int]], width: 
 
 @pytest.mark.parametrize("eos", [None, 99])
 @pytest.mark.parametrize(("overlong", "kept"), [("truncate", [[1, 2, 3, 4], [7]]), ("drop", [[7]])])
-def test_what_is_too_long_follows_the_policy(eos: int | None, overlong: Any, kept: list[list[int]]) -> None:
+def test_what_is_too_long_follows_the_policy(eos, overlong, kept):
     width = 4 if eos is None else 6
     long = [[1, 2, 3, 4, 5], [7]]
 
@@ -147,7 +143,7 @@ def test_what_is_too_long_follows_the_policy(eos: int | None, overlong: Any, kep
 
 
 @pytest.mark.parametrize(("overlong", "ids"), [("truncate", [[1, 2], [7, 0]]), ("drop", [[7, 0]])])
-def test_labels_and_masks_are_cut_with_their_sequences(overlong: Any, ids: list[list[int]]) -> None:
+def test_labels_and_masks_are_cut_with_their_sequences(overlong, ids):
     long = [[1, 2, 3], [7]]
     packed = concatenate_and_pack(long, long, [[1, 1, 1], [1]], 2, 0, 0, overlong=overlong)
 
@@ -158,7 +154,7 @@ def test_labels_and_masks_are_cut_with_their_sequences(overlong: Any, ids: list[
 
 
 @pytest.mark.parametrize("overlong", ["error", "truncate"])
-def test_labels_of_another_length_than_their_sequence_are_refused(overlong: Any) -> None:
+def test_labels_of_another_length_than_their_sequence_are_refused(overlong):
     with pytest.raises(DocumentsError, match="document 0 has 2 values for 3 tokens"):
         concatenate_and_pack([[1, 2, 3]], [[1, 2]], [[1, 1, 1]], 8, 0, overlong=overlong)
 
@@ -177,19 +173,19 @@ def test_labels_of_another_length_than_their_sequence_are_refused(overlong: Any)
         ),
     ],
 )
-def test_settings_that_can_not_be_are_refused(call: Callable[[], Any], words: str) -> None:
+def test_settings_that_can_not_be_are_refused(call, words):
     with pytest.raises(SettingError, match=words):
         call()
 
 
-def test_tokens_that_are_no_sequences_are_refused() -> None:
+def test_tokens_that_are_no_sequences_are_refused():
     with pytest.raises(DocumentsError, match=r"sequence 0 is a int \(3 of 3 are no sequences\); pass a list"):
         pack_sequences([1, 2, 3], 8, 0)
     with pytest.raises(DocumentsError, match="sequence 0 is a Tensor"):
         pack_sequences(torch.tensor([1, 2]), 8, 0)
 
 
-def test_rows_come_in_the_form_of_the_sequences() -> None:
+def test_rows_come_in_the_form_of_the_sequences():
     arrays = pack_sequences([np.array([1, 2], np.int16)], 3, 0)
     tensors = pack_sequences([torch.tensor([1, 2], dtype=torch.int32)], 3, 0)
 
@@ -197,9 +193,7 @@ def test_rows_come_in_the_form_of_the_sequences() -> None:
     assert (tensors.dtype, tensors.tolist()) == (torch.int32, [[1, 2, 0]])
 
 
-def test_rows_without_boundaries_are_warned_of_and_rows_with_them_are_not(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_rows_without_boundaries_are_warned_of_and_rows_with_them_are_not(recwarn):
     pack_sequences([[1]], 2, 0, return_boundaries=True)
     assert not recwarn
     with pytest.warns(LeakWarning, match="carry no boundaries"):
@@ -208,7 +202,7 @@ def test_rows_without_boundaries_are_warned_of_and_rows_with_them_are_not(
         concatenate_and_pack([[1]], [[1]], [[1]], 2, 0)
 
 
-def test_the_training_loop_of_the_documentation_runs_and_so_does_the_way_out() -> None:
+def test_the_training_loop_of_the_documentation_runs_and_so_does_the_way_out():
     config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_attention_heads=2)
     config.num_hidden_layers, config.pad_token_id = 1, 0
     model, max_length, batch_size = LlamaForCausalLM(config), 8, 1
@@ -236,7 +230,7 @@ def test_the_training_loop_of_the_documentation_runs_and_so_does_the_way_out() -
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32])
-def test_labels_and_padding_that_unsigned_ids_can_not_hold_are_not_wrapped_around(kind: Any) -> None:
+def test_labels_and_padding_that_unsigned_ids_can_not_hold_are_not_wrapped_around(kind):
     ids, labels, masks = [np.array([1, 2, 3], kind)], [np.array([-100, 2, 3])], [np.array([1, 1, 1])]
 
     columns = concatenate_and_pack(ids, labels, masks, 5, 0)
@@ -247,7 +241,7 @@ def test_labels_and_padding_that_unsigned_ids_can_not_hold_are_not_wrapped_aroun
     assert rows.tolist() == [[1, 2, 3, -1, -1]]
 
 
-def test_labels_of_tensors_of_bytes_are_not_wrapped_around() -> None:
+def test_labels_of_tensors_of_bytes_are_not_wrapped_around():
     ids = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
 
     columns = concatenate_and_pack(
@@ -258,7 +252,7 @@ def test_labels_of_tensors_of_bytes_are_not_wrapped_around() -> None:
     assert columns.labels.tolist() == [[-100, 2, 3, -100, -100]]
 
 
-def test_packed_columns_are_a_mapping_in_every_use_but_iteration_and_unpacking() -> None:
+def test_packed_columns_are_a_mapping_in_every_use_but_iteration_and_unpacking():
     packed = concatenate_and_pack(
         [[1, 2]], [[1, 2]], [[1, 1]], max_length=4, pad_token_id=0, label_pad_id=-100
     )
@@ -275,7 +269,7 @@ def test_packed_columns_are_a_mapping_in_every_use_but_iteration_and_unpacking()
     assert packed[1:] == tuple(columns.values())[1:]
 
 
-def test_packed_columns_stay_what_they_are_where_libraries_copy_and_move_them() -> None:
+def test_packed_columns_stay_what_they_are_where_libraries_copy_and_move_them():
     ids = [torch.tensor([1, 2]), torch.tensor([3])]
     packed = concatenate_and_pack(ids, ids, [torch.ones_like(one) for one in ids], 4, 0)
 

@@ -43,7 +43,7 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.arrow"])
 @pytest.mark.parametrize("as_released", [False, True])
-def test_batches_hold_the_columns_of_consecutive_rows(tmp_path: Path, name: str, as_released: bool) -> None:
+def test_batches_hold_the_columns_of_consecutive_rows(tmp_path, name, as_released):
     path = write(tmp_path, name)
 
     if as_released:
@@ -54,7 +54,7 @@ def test_batches_hold_the_columns_of_consecutive_rows(tmp_path: Path, name: str,
     assert batches == [columns(ROWS[:3]), columns(ROWS[3:6]), columns(ROWS[6:])]
 
 
-def test_csv_values_are_text_and_a_line_of_text_is_a_row(tmp_path: Path) -> None:
+def test_csv_values_are_text_and_a_line_of_text_is_a_row(tmp_path):
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text", "n"], ["a, b", 1], ["c\nd", 2]])
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
@@ -65,13 +65,13 @@ def test_csv_values_are_text_and_a_line_of_text_is_a_row(tmp_path: Path) -> None
     assert list(streaming_dataset_reader(tmp_path / "a.txt", "text")) == [{"text": ["one", "two"]}]
 
 
-def test_the_type_goes_before_the_name(tmp_path: Path) -> None:
+def test_the_type_goes_before_the_name(tmp_path):
     path = write(tmp_path, "a.jsonl").rename(tmp_path / "a.data")
 
     assert list(streaming_dataset_reader(path, "jsonl")) == [columns(ROWS)]
 
 
-def test_the_streaming_loop_of_the_documentation_runs_and_warns_of_what_leaks(tmp_path: Path) -> None:
+def test_the_streaming_loop_of_the_documentation_runs_and_warns_of_what_leaks(tmp_path):
     path = write(tmp_path, "a.jsonl")
 
     def create_packed_batches(data_path: Path, max_length: int, batch_size: int) -> Any:
@@ -92,7 +92,7 @@ def test_the_streaming_loop_of_the_documentation_runs_and_warns_of_what_leaks(tm
     ]
 
 
-def test_a_bad_row_is_an_error_or_left_out_and_told(tmp_path: Path) -> None:
+def test_a_bad_row_is_an_error_or_left_out_and_told(tmp_path):
     path = write(tmp_path, "a.jsonl")
     with path.open("a") as file:
         file.write('{"input_ids": [9]}\nno json\n')
@@ -105,7 +105,7 @@ def test_a_bad_row_is_an_error_or_left_out_and_told(tmp_path: Path) -> None:
         assert list(streaming_dataset_reader(path, on_error="skip")) == [columns(ROWS)]
 
 
-def test_files_of_other_columns_begin_a_new_batch(tmp_path: Path) -> None:
+def test_files_of_other_columns_begin_a_new_batch(tmp_path):
     write(tmp_path, "a.jsonl")
     (tmp_path / "b.jsonl").write_text('{"other": 1}\n')
 
@@ -120,9 +120,7 @@ def test_files_of_other_columns_begin_a_new_batch(tmp_path: Path) -> None:
         ({"on_error": "ignore"}, "on_error"),
     ],
 )
-def test_settings_out_of_range_are_refused_before_anything_is_read(
-    tmp_path: Path, settings: dict[str, Any], said: str
-) -> None:
+def test_settings_out_of_range_are_refused_before_anything_is_read(tmp_path, settings, said):
     with pytest.raises(SettingError, match=said):
         streaming_dataset_reader(write(tmp_path, "a.jsonl"), **settings)
     with pytest.raises(SourceError, match="does not exist"):

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import peft
 import pytest
@@ -27,9 +26,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store_in(tmp_path_factory.mktemp("documents"))
 
 
-def test_processes_that_accelerate_does_not_know_of_are_refused(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_accelerate_does_not_know_of_are_refused(store, tmp_path, monkeypatch):
     args = arguments(tmp_path)
     assert args.world_size == 1  # accelerate has looked before, as it would on CPUs that nobody told it of
     with packed_loader(args, store) as loader:
@@ -43,7 +40,7 @@ def test_processes_that_accelerate_does_not_know_of_are_refused(
         assert PackedTrainer(model=tiny_llama(), args=args, train_loader=loader).train_loader is loader
 
 
-def test_data_that_nothing_would_be_read_of_is_refused(store: Path, tmp_path: Path) -> None:
+def test_data_that_nothing_would_be_read_of_is_refused(store, tmp_path):
     args, rows = arguments(tmp_path), [{"input_ids": [1, 2], "labels": [1, 2]}]
     with packed_loader(args, store) as loader:
         for given, named in (((None, rows), {}), ((), {"train_dataset": rows})):
@@ -56,7 +53,7 @@ def test_data_that_nothing_would_be_read_of_is_refused(store: Path, tmp_path: Pa
                 PackedTrainer(tiny_llama(), args, train_loader=loader, eval_dataset=data)
 
 
-def test_a_trainer_without_a_loader_is_told_what_to_pass(tmp_path: Path) -> None:
+def test_a_trainer_without_a_loader_is_told_what_to_pass(tmp_path):
     rows = [{"input_ids": [1, 2], "labels": [1, 2]}]
     with pytest.raises(SettingError, match=r"PackedTrainer trains on train_loader, .*loader_for\(args, data"):
         PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=rows)
@@ -81,13 +78,8 @@ def test_a_trainer_without_a_loader_is_told_what_to_pass(tmp_path: Path) -> None
     ],
 )
 def test_settings_of_several_ranks_that_contradict_the_loader_are_refused(
-    rank: int,
-    world: int,
-    changes: dict[str, Any],
-    fault: str | None,
-    store: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    rank, world, changes, fault, store, monkeypatch
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = {"average_tokens_across_devices": True, "n_gpu": 1, "auto_find_batch_size": False}
     said |= {"gradient_accumulation_steps": 1, "max_steps": 3, "num_train_epochs": 1}
@@ -109,7 +101,7 @@ def test_settings_of_several_ranks_that_contradict_the_loader_are_refused(
             check_settings(trainer)
 
 
-def test_soft_prompts_which_stand_before_a_row_are_refused(store: Path, tmp_path: Path) -> None:
+def test_soft_prompts_which_stand_before_a_row_are_refused(store, tmp_path):
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(tiny_llama(), prompt)
     for given in (model, torch.compile(model, backend="eager")):
@@ -121,18 +113,14 @@ def test_soft_prompts_which_stand_before_a_row_are_refused(store: Path, tmp_path
         PackedTrainer(model, arguments(tmp_path), train_loader=loader)
 
 
-def test_a_transformers_that_would_divide_a_loss_once_more_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transformers_that_would_divide_a_loss_once_more_is_refused(tmp_path, monkeypatch):
     monkeypatch.delattr(Trainer, "loss_is_scaled_for_ga")  # as before 5.19
 
     with pytest.raises(SettingError, match="a step of pairs is several batches, and this transformers would"):
         trained(PackedDPOTrainer, tmp_path, attention="varlen", gradient_accumulation_steps=2)
 
 
-def test_smoothed_labels_are_refused_where_transformers_takes_means_of_batches(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smoothed_labels_are_refused_where_transformers_takes_means_of_batches(store, tmp_path, monkeypatch):
     args = arguments(tmp_path, label_smoothing_factor=0.1)
     with packed_loader(args, store) as loader:
         PackedTrainer(tiny_llama(), args, train_loader=loader)
@@ -141,7 +129,7 @@ def test_smoothed_labels_are_refused_where_transformers_takes_means_of_batches(
             PackedTrainer(tiny_llama(), args, train_loader=loader)
 
 
-def test_a_head_without_a_loss_of_the_next_token_is_refused_by_the_trainer() -> None:
+def test_a_head_without_a_loss_of_the_next_token_is_refused_by_the_trainer():
     config = LlamaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     check_head(SimpleNamespace(model=LlamaForCausalLM(config)))
 

@@ -32,9 +32,9 @@ from varlen.errors import ModelError
     block=st.sampled_from([1, 3, 512]),
 )
 def test_outputs_and_gradients_are_those_of_the_definition(
-    lengths: list[int], heads: tuple[int, int], window: Any, softcap: Any, with_sinks: bool, scale: Any,
-    value_dim: int, block: int,
-) -> None:  # fmt: skip
+    lengths, heads, window, softcap, with_sinks, scale,
+    value_dim, block
+):  # fmt: skip
     q, k, v = tensors(sum(lengths), *heads, value_dim, seed=len(lengths))
     sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64, requires_grad=True) if with_sinks else None
     rules = LayerRules(scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -56,7 +56,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_documents_longer_than_a_block_are_exact(window: int | None) -> None:
+def test_documents_longer_than_a_block_are_exact(window):
     lengths = [300, 5, 129]
     q, k, v = (x.detach() for x in tensors(sum(lengths), 2, 1, 4, seed=0))
     ends, rules = ends_of(lengths), LayerRules(window=window)
@@ -65,7 +65,7 @@ def test_documents_longer_than_a_block_are_exact(window: int | None) -> None:
     assert torch.allclose(ours, by_definition(q, k, v, ends, rules), rtol=0, atol=1e-12)
 
 
-def test_a_document_does_not_feel_even_infinities_in_another() -> None:
+def test_a_document_does_not_feel_even_infinities_in_another():
     q, k, v = (x.detach() for x in tensors(9, 2, 1, 4, seed=0))
     clean = per_document.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
     for x in (q, k, v):
@@ -76,7 +76,7 @@ def test_a_document_does_not_feel_even_infinities_in_another() -> None:
     assert bool(dirty[:4].isnan().all())
 
 
-def test_dropout_leaves_out_weights_in_training_and_none_in_evaluation() -> None:
+def test_dropout_leaves_out_weights_in_training_and_none_in_evaluation():
     model = make(LlamaConfig(**GROUPED, attention_dropout=0.5), NAME)
     arguments = hf.model_inputs(packed(), model)
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def test_dropout_leaves_out_weights_in_training_and_none_in_evaluation() -> None
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_dropout_keeps_the_mean(softcap: float | None) -> None:
+def test_dropout_keeps_the_mean(softcap):
     q, k, _ = (x.detach() for x in tensors(8, 1, 1, 4, seed=0))
     rules, ones = LayerRules(dropout=0.4, softcap=softcap), torch.ones(8, 1, 4, dtype=torch.float64)
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_dropout_keeps_the_mean(softcap: float | None) -> None:
     assert float(runs.std()) > 0.3
 
 
-def test_attention_sinks_are_those_of_the_model_that_has_them() -> None:
+def test_attention_sinks_are_those_of_the_model_that_has_them():
     config = GptOssConfig(
         **GROUPED, sliding_window=6, num_local_experts=2, num_experts_per_tok=1,
         layer_types=["sliding_attention", "full_attention"],
@@ -120,7 +120,7 @@ def test_attention_sinks_are_those_of_the_model_that_has_them() -> None:
     assert packed_loss(models[1], packed()).item() != pytest.approx(losses[1], rel=1e-4)
 
 
-def test_half_precision_is_taken() -> None:
+def test_half_precision_is_taken():
     model = tiny("llama", NAME, torch.bfloat16)
 
     assert packed_loss(model, packed()).item() == pytest.approx(
@@ -128,7 +128,7 @@ def test_half_precision_is_taken() -> None:
     )
 
 
-def test_logits_at_padding_are_finite() -> None:
+def test_logits_at_padding_are_finite():
     model, batch = tiny("llama", NAME), packed()
 
     assert (batch.segment_ids < 0).any()
@@ -136,7 +136,7 @@ def test_logits_at_padding_are_finite() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-def test_gradient_checkpointing_computes_the_same() -> None:
+def test_gradient_checkpointing_computes_the_same():
     model = tiny("llama", NAME).train()
     plain = packed_loss(model, packed())
     plain_gradients = torch.autograd.grad(plain, list(model.parameters()))
@@ -146,19 +146,19 @@ def test_gradient_checkpointing_computes_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain_gradients, again))
 
 
-def test_registering_twice_changes_nothing() -> None:
+def test_registering_twice_changes_nothing():
     assert hf.register() == hf.register() == NAME
     assert AttentionInterface._global_mapping[NAME] is varlen_attention
 
 
-def test_use_varlen_attention_sets_it_and_returns_the_model() -> None:
+def test_use_varlen_attention_sets_it_and_returns_the_model():
     model = tiny("llama", "sdpa")
 
     assert hf.use_varlen_attention(model) is model
     assert hf.implementation(model) == NAME
 
 
-def test_use_varlen_attention_refuses_a_model_with_an_attention_of_its_own() -> None:
+def test_use_varlen_attention_refuses_a_model_with_an_attention_of_its_own():
     model = make(
         FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4), "eager"
     )
@@ -171,12 +171,12 @@ def tokens(rows: int = 2, width: int = 8) -> torch.Tensor:
     return torch.arange(rows * width).view(rows, width) + 1
 
 
-def test_a_call_without_boundaries_is_refused() -> None:
+def test_a_call_without_boundaries_is_refused():
     with pytest.raises(ModelError, match=r"without boundaries.*pass model_inputs\(batch, model\)"):
         tiny("llama", NAME)(input_ids=tokens(), use_cache=False)
 
 
-def test_padded_input_with_a_mask_is_refused_and_all_ones_is_not() -> None:
+def test_padded_input_with_a_mask_is_refused_and_all_ones_is_not():
     model, mask = tiny("llama", NAME), torch.ones(2, 8, dtype=torch.int64)
     arguments = hf.plain_inputs(tokens(), model)
     assert model(**arguments, attention_mask=mask).logits.shape == (2, 8, 97)
@@ -186,7 +186,7 @@ def test_padded_input_with_a_mask_is_refused_and_all_ones_is_not() -> None:
         model(**arguments, attention_mask=mask)
 
 
-def test_arguments_made_for_another_attention_are_refused() -> None:
+def test_arguments_made_for_another_attention_are_refused():
     model = tiny("llama", "sdpa")
     arguments = hf.model_inputs(packed(), model)
     hf.use_varlen_attention(model)
@@ -195,7 +195,7 @@ def test_arguments_made_for_another_attention_are_refused() -> None:
         model(**arguments)
 
 
-def test_a_cache_with_earlier_tokens_is_refused() -> None:
+def test_a_cache_with_earlier_tokens_is_refused():
     model = tiny("llama", NAME)
     arguments = hf.plain_inputs(tokens(1), model) | {"use_cache": True}
     cache = model(**arguments).past_key_values
@@ -204,12 +204,12 @@ def test_a_cache_with_earlier_tokens_is_refused() -> None:
         model(**arguments, past_key_values=cache)
 
 
-def test_generating_text_is_refused_with_the_way_out() -> None:
+def test_generating_text_is_refused_with_the_way_out():
     with pytest.raises(ModelError, match=r'to generate text.*set_attn_implementation\("sdpa"\)'):
         tiny("llama", NAME).generate(tokens(1), max_new_tokens=2, do_sample=False)
 
 
-def test_boundaries_that_leave_tokens_out_are_refused() -> None:
+def test_boundaries_that_leave_tokens_out_are_refused():
     model = tiny("llama", NAME)
     arguments = hf.plain_inputs(tokens(), model)
     arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_q"][:-1]
@@ -227,7 +227,7 @@ def test_boundaries_that_leave_tokens_out_are_refused() -> None:
     ],
     ids=["bidirectional", "bias", "window untold"],
 )
-def test_patterns_that_it_is_not_told_or_does_not_compute_are_refused(change: Any, words: str) -> None:
+def test_patterns_that_it_is_not_told_or_does_not_compute_are_refused(change, words):
     kind = "sliding_attention" if "sliding" in change else "full_attention"
 
     class Layer(torch.nn.Module):
@@ -240,7 +240,7 @@ def test_patterns_that_it_is_not_told_or_does_not_compute_are_refused(change: An
         varlen_attention(Layer(), heads, heads, heads, None, cu_seq_lens_q=torch.tensor([0, 4]), **arguments)
 
 
-def test_chunked_attention_is_refused_since_chunks_reach_only_masks() -> None:
+def test_chunked_attention_is_refused_since_chunks_reach_only_masks():
     config = Llama4TextConfig(
         **GROUPED, attention_chunk_size=8, intermediate_size_mlp=64, num_local_experts=2,
         interleave_moe_layer_step=2,
@@ -254,7 +254,7 @@ def test_chunked_attention_is_refused_since_chunks_reach_only_masks() -> None:
     assert packed_loss(model, packed()).item() == pytest.approx(loss_one_by_one(model).item(), rel=1e-5)
 
 
-def test_what_is_no_transformers_model_is_refused_in_a_sentence() -> None:
+def test_what_is_no_transformers_model_is_refused_in_a_sentence():
     with pytest.raises(ModelError, match="Linear has no transformers config"):
         hf.use_varlen_attention(torch.nn.Linear(2, 2))
 
@@ -331,9 +331,7 @@ def fake_flash_attn(
 
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("name", ["torch", "flash_attn"])
-def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(
-    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(name, window, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", fake_aten_forward)
     package = types.SimpleNamespace(flash_attn_varlen_func=fake_flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
@@ -359,9 +357,7 @@ def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(
         (torch.bfloat16, LayerRules(sinks=torch.zeros(2)), True, None),
     ],
 )
-def test_a_fused_kernel_is_chosen_only_for_what_it_computes(
-    dtype: torch.dtype, rules: LayerRules, flash: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_kernel_is_chosen_only_for_what_it_computes(dtype, rules, flash, expected, monkeypatch):
     monkeypatch.setattr(per_document.importlib.util, "find_spec", lambda name: object() if flash else None)
     query = torch.zeros(3, 2, 8, dtype=dtype)
 
@@ -369,13 +365,13 @@ def test_a_fused_kernel_is_chosen_only_for_what_it_computes(
     assert (kernel.__name__ if kernel else None) == expected
 
 
-def test_heads_that_no_fused_kernel_takes_are_left_to_the_loop() -> None:
+def test_heads_that_no_fused_kernel_takes_are_left_to_the_loop():
     for width, value_width in ((12, 12), (264, 264), (16, 8)):
         query, value = (torch.zeros(3, 2, each, dtype=torch.bfloat16) for each in (width, value_width))
         assert per_document.fused_kernel(query, value, LayerRules()) is None
 
 
-def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:
+def test_the_kernel_of_this_torch_takes_what_it_is_given():
     theirs = {each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments}
 
     assert set(inspect.signature(fake_aten_forward).parameters) <= theirs
@@ -383,7 +379,7 @@ def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels run on CUDA")
 @pytest.mark.parametrize("rules", [LayerRules(), LayerRules(scale=0.3), LayerRules(window=5)])
-def test_on_cuda_the_fused_kernel_agrees_with_the_loop_in_both_passes(rules: LayerRules) -> None:
+def test_on_cuda_the_fused_kernel_agrees_with_the_loop_in_both_passes(rules):
     ends, longest = torch.tensor(ends_of(list(LENGTHS)), dtype=torch.int32).cuda(), max(LENGTHS)
     made = torch.Generator().manual_seed(0)
     query, key, value, gradient = (

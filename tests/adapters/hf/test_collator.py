@@ -70,22 +70,18 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @given(features(), SETTINGS)
-def test_the_batch_is_transformers_own_value_for_value(
-    batch: list[dict[str, Any]], settings: dict[str, Any]
-) -> None:
+def test_the_batch_is_transformers_own_value_for_value(batch, settings):
     same(DataCollatorWithFlattening(**settings)(batch), Theirs(**settings)(batch))
 
 
 @given(features(), st.sampled_from(["pt", "np"]), st.sampled_from([-100, 5]))
-def test_a_call_may_ask_for_other_tensors_and_another_separator(
-    batch: list[dict[str, Any]], form: str, separator: int
-) -> None:
+def test_a_call_may_ask_for_other_tensors_and_another_separator(batch, form, separator):
     ours = DataCollatorWithFlattening("np", return_seq_idx=True)(batch, form, separator)
 
     same(ours, Theirs("np", return_seq_idx=True)(batch, form, separator))
 
 
-def test_an_empty_document_takes_up_a_label_there_and_nothing_here() -> None:
+def test_an_empty_document_takes_up_a_label_there_and_nothing_here():
     batch = [{"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3]}]
     settings = {"return_flash_attn_kwargs": True, "return_seq_idx": True, "return_tensors": "np"}
 
@@ -99,7 +95,7 @@ def test_an_empty_document_takes_up_a_label_there_and_nothing_here() -> None:
     assert ours["seq_idx"].tolist() == [[0, 0, 1]]
 
 
-def test_labels_of_some_features_only_are_lost_there_and_refused_here() -> None:
+def test_labels_of_some_features_only_are_lost_there_and_refused_here():
     batch = [{"input_ids": [1, 2]}, {"input_ids": [3, 4], "labels": [-100, -100]}]
 
     assert Theirs(return_tensors="np")(batch)["labels"].tolist() == [
@@ -111,7 +107,7 @@ def test_labels_of_some_features_only_are_lost_there_and_refused_here() -> None:
         DataCollatorWithFlattening()(batch[::-1])
 
 
-def test_labels_of_another_length_pass_there_and_are_refused_here() -> None:
+def test_labels_of_another_length_pass_there_and_are_refused_here():
     batch = [{"input_ids": [1, 2, 3], "labels": [1, 2]}, {"input_ids": [3], "labels": [3, 4]}]
 
     assert Theirs(return_tensors="np")(batch)["labels"].tolist() == [[-100, 2, -100, 4]]
@@ -119,7 +115,7 @@ def test_labels_of_another_length_pass_there_and_are_refused_here() -> None:
         DataCollatorWithFlattening()(batch)
 
 
-def test_padding_under_an_attention_mask_is_trained_on_there_and_left_out_here() -> None:
+def test_padding_under_an_attention_mask_is_trained_on_there_and_left_out_here():
     batch = [
         {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]},
         {"input_ids": [7, 8, 9, 0], "attention_mask": [1, 1, 1, 0]},
@@ -137,9 +133,7 @@ def test_padding_under_an_attention_mask_is_trained_on_there_and_left_out_here()
 
 
 @given(features(), st.data())
-def test_a_mask_leaves_tokens_out_with_all_that_is_theirs(
-    batch: list[dict[str, Any]], data: st.DataObject
-) -> None:
+def test_a_mask_leaves_tokens_out_with_all_that_is_theirs(batch, data):
     masks = [[data.draw(st.integers(0, 1)) for _ in feature["input_ids"]] for feature in batch]
     masks[0][0] = 1
     weighed = [
@@ -155,7 +149,7 @@ def test_a_mask_leaves_tokens_out_with_all_that_is_theirs(
     same(DataCollatorWithFlattening(**settings)(weighed), DataCollatorWithFlattening(**settings)(cut))
 
 
-def test_other_columns_are_lost_there_and_travel_along_here() -> None:
+def test_other_columns_are_lost_there_and_travel_along_here():
     batch = [
         {
             "input_ids": [1, 2],
@@ -179,7 +173,7 @@ def test_other_columns_are_lost_there_and_travel_along_here() -> None:
     assert "types" not in DataCollatorWithFlattening(columns=("advantages",))(batch)
 
 
-def test_a_named_column_that_cannot_travel_along_is_refused() -> None:
+def test_a_named_column_that_cannot_travel_along_is_refused():
     batch = [{"input_ids": [1, 2], "a": [1.0, 2.0], "text": "ab"}, {"input_ids": [3, 4], "a": [1.0]}]
 
     with pytest.raises(DocumentsError, match="a: document 1 has 1 values for 2 tokens"):
@@ -192,7 +186,7 @@ def test_a_named_column_that_cannot_travel_along_is_refused() -> None:
         DataCollatorWithFlattening(columns=("text",))([{"input_ids": [1], "text": ["a"]}])
 
 
-def test_a_batch_without_tokens_is_an_error_that_says_so() -> None:
+def test_a_batch_without_tokens_is_an_error_that_says_so():
     with pytest.raises(IndexError):
         Theirs()([])
     with pytest.raises(DocumentsError, match="a batch of no documents"):
@@ -213,7 +207,7 @@ def test_a_batch_without_tokens_is_an_error_that_says_so() -> None:
         ([1, 2], "a feature is a mapping .* a list"),
     ],
 )
-def test_what_holds_no_token_ids_is_refused_with_a_sentence(feature: Any, message: str) -> None:
+def test_what_holds_no_token_ids_is_refused_with_a_sentence(feature, message):
     first = {"input_ids": np.array([1])} if isinstance(feature, dict) else {"input_ids": [1]}
 
     with pytest.raises(DocumentsError, match=message):
@@ -221,9 +215,7 @@ def test_what_holds_no_token_ids_is_refused_with_a_sentence(feature: Any, messag
 
 
 @given(features(), st.integers(1, 300), st.sampled_from([0, 2]))
-def test_padding_stands_in_segments_of_its_own(
-    batch: list[dict[str, Any]], multiple: int, start: int
-) -> None:
+def test_padding_stands_in_segments_of_its_own(batch, multiple, start):
     settings: Any = {
         "return_flash_attn_kwargs": True,
         "return_seq_idx": True,
@@ -253,9 +245,7 @@ def test_padding_stands_in_segments_of_its_own(
 
 
 @given(features(), st.integers(1, 20))
-def test_both_of_transformers_detectors_find_our_documents_in_the_positions(
-    batch: list[dict[str, Any]], multiple: int
-) -> None:
+def test_both_of_transformers_detectors_find_our_documents_in_the_positions(batch, multiple):
     collate = DataCollatorWithFlattening(
         return_flash_attn_kwargs=True, return_seq_idx=True, pad_to_multiple_of=multiple
     )
@@ -273,7 +263,7 @@ def test_both_of_transformers_detectors_find_our_documents_in_the_positions(
     assert ends[: documents + 1].tolist() == row["cu_seq_lens_q"][: documents + 1].tolist()
 
 
-def test_shifted_labels_hold_at_each_position_the_target_that_follows() -> None:
+def test_shifted_labels_hold_at_each_position_the_target_that_follows():
     collate = DataCollatorWithFlattening(shift_labels=True, pad_to_multiple_of=4)
 
     batch = collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
@@ -282,7 +272,7 @@ def test_shifted_labels_hold_at_each_position_the_target_that_follows() -> None:
     assert batch["shift_labels"].tolist() == [[2, 3, -100, 5, -100, -100, -100, -100]]
 
 
-def test_settings_out_of_range_are_refused_when_the_collator_is_made() -> None:
+def test_settings_out_of_range_are_refused_when_the_collator_is_made():
     with pytest.raises(SettingError, match=r'"pt" .* or "np"'):
         DataCollatorWithFlattening("tf")
     with pytest.raises(SettingError, match="pad_to_multiple_of"):
@@ -291,7 +281,7 @@ def test_settings_out_of_range_are_refused_when_the_collator_is_made() -> None:
         DataCollatorWithFlattening()([{"input_ids": [1]}], return_tensors="jax")
 
 
-def test_the_collator_reaches_a_loaders_workers_by_pickle() -> None:
+def test_the_collator_reaches_a_loaders_workers_by_pickle():
     import pickle
 
     collate = pickle.loads(pickle.dumps(DataCollatorWithFlattening(return_seq_idx=True)))
@@ -300,7 +290,7 @@ def test_the_collator_reaches_a_loaders_workers_by_pickle() -> None:
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-def test_rows_of_a_data_set_are_taken_as_a_table_as_a_mapping_and_one_by_one(labelled: bool) -> None:
+def test_rows_of_a_data_set_are_taken_as_a_table_as_a_mapping_and_one_by_one(labelled):
     lengths = [3, 1, 4, 2, 2]
     rows = [
         {
@@ -328,7 +318,7 @@ def test_rows_of_a_data_set_are_taken_as_a_table_as_a_mapping_and_one_by_one(lab
     assert equally_long["input_ids"].tolist() == [[30, 31, 40, 41]]
 
 
-def test_a_loader_gives_the_collator_tables_of_arrow() -> None:
+def test_a_loader_gives_the_collator_tables_of_arrow():
     data = Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5, 6]]}).with_format("arrow")
     batches = BatchSampler(SequentialSampler(data), 2, drop_last=False)
 
@@ -339,7 +329,7 @@ def test_a_loader_gives_the_collator_tables_of_arrow() -> None:
     assert [batch["input_ids"].tolist() for batch in loader] == [[[1, 2, 3]], [[4, 5, 6]]]
 
 
-def test_an_empty_table_is_refused() -> None:
+def test_an_empty_table_is_refused():
     with pytest.raises(DocumentsError, match="a batch of no documents"):
         DataCollatorWithFlattening()({"input_ids": []})
     with pytest.raises(DocumentsError, match=r"features need 'input_ids'.* 'text'"):

@@ -169,9 +169,7 @@ KERNELS = "causal_conv1d"
 
 
 @pytest.mark.parametrize(("kind", "family", "name", "is_decoder"), mostly(OFTEN, ALL))
-def test_what_passes_agrees_with_each_document_alone(
-    kind: str, family: str, name: str, is_decoder: bool
-) -> None:
+def test_what_passes_agrees_with_each_document_alone(kind, family, name, is_decoder):
     try:
         model = tiny_class(family, name, is_decoder=is_decoder)
     except ModelError as error:
@@ -285,7 +283,7 @@ def made(kind: Any) -> Any:
 @pytest.mark.parametrize(
     "kind", [TokenWise, RewardForSequenceClassification, Whole, LlamaForTokenClassification]
 )
-def test_heads_that_act_on_each_token_alone_pass_whatever_their_name(kind: Any, layout: Any) -> None:
+def test_heads_that_act_on_each_token_alone_pass_whatever_their_name(kind, layout):
     assert furthest_from_alone(made(kind), layout) < TOLERANCE
 
 
@@ -300,7 +298,7 @@ def test_heads_that_act_on_each_token_alone_pass_whatever_their_name(kind: Any, 
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_heads_that_mix_tokens_are_refused_whatever_their_name(kind: Any, words: str) -> None:
+def test_heads_that_mix_tokens_are_refused_whatever_their_name(kind, words):
     with pytest.raises(ModelError, match=words):
         hf.model_inputs(batch_of("rows")[1], made(kind))
 
@@ -314,7 +312,7 @@ def test_heads_that_mix_tokens_are_refused_whatever_their_name(kind: Any, words:
     ],
     ids=["recurrent", "softmax over tokens", "by token"],
 )
-def test_a_head_that_was_put_in_the_place_of_another_is_looked_at(module: Any, words: str | None) -> None:
+def test_a_head_that_was_put_in_the_place_of_another_is_looked_at(module, words):
     model = made(LlamaForCausalLM)
     model.lm_head = module.to(torch.float64)
 
@@ -347,7 +345,7 @@ class Causal(ByToken):
 
 
 @pytest.mark.parametrize("adapter", [ByToken(), nn.Conv1d(32, 32, 1), nn.BatchNorm1d(32), ByRow(), Causal()])
-def test_modules_put_into_layers_are_looked_at(adapter: Any) -> None:
+def test_modules_put_into_layers_are_looked_at(adapter):
     model = made(LlamaForCausalLM)
     layer = model.model.layers[0]
     layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj, adapter.to(torch.float64))
@@ -376,7 +374,7 @@ class LeakingLayer(OwnLayer):
 
 
 @pytest.mark.parametrize(("kind", "is_apart"), [(OwnLayer, True), (LeakingLayer, False)])
-def test_unknown_code_is_refused_until_verify_has_found_documents_apart(kind: Any, is_apart: bool) -> None:
+def test_unknown_code_is_refused_until_verify_has_found_documents_apart(kind, is_apart):
     model = made(LlamaForCausalLM)
     model.model.layers[0].__class__ = kind
     batch = batch_of("rows")[1]
@@ -396,7 +394,7 @@ def test_unknown_code_is_refused_until_verify_has_found_documents_apart(kind: An
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_peft_ddp_and_compiled_models_are_judged_by_what_they_wrap(tmp_path: Any) -> None:
+def test_peft_ddp_and_compiled_models_are_judged_by_what_they_wrap(tmp_path):
     batch = batch_of("rows")[1]
     good = [made(LlamaForCausalLM), made(LlamaForTokenClassification)]
     pooling = tiny_class("llama", "LlamaForSequenceClassification", is_decoder=False)
@@ -425,7 +423,7 @@ def test_peft_ddp_and_compiled_models_are_judged_by_what_they_wrap(tmp_path: Any
         assert furthest_from_alone(model.eval()) < TOLERANCE
 
 
-def test_a_look_leaves_the_model_as_it_was() -> None:
+def test_a_look_leaves_the_model_as_it_was():
     model = made(TokenWise).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
@@ -438,7 +436,7 @@ def test_a_look_leaves_the_model_as_it_was() -> None:
     assert outputs_of(model, {"input_ids": torch.arange(3, 6)[None]})
 
 
-def test_labels_go_to_losses_of_the_next_token_alone() -> None:
+def test_labels_go_to_losses_of_the_next_token_alone():
     batch = batch_of("rows")[1]
 
     assert "labels" in hf.model_inputs(batch, made(LlamaForCausalLM))
@@ -490,12 +488,12 @@ class ByChance(BesideOthers):
 
 
 @pytest.mark.parametrize("kind", [ByWidth, ByPlace, FarBack, InTraining, Statistics])
-def test_heads_that_depend_on_the_rest_of_a_row_are_refused(kind: Any) -> None:
+def test_heads_that_depend_on_the_rest_of_a_row_are_refused(kind):
     with pytest.raises(ModelError, match=rf"mixes the tokens of a row in its head \({kind.__name__}\)"):
         hf.model_inputs(batch_of("rows")[1], made(kind))
 
 
-def test_a_head_with_dropout_passes() -> None:
+def test_a_head_with_dropout_passes():
     assert furthest_from_alone(made(ByChance)) < TOLERANCE
 
 
@@ -573,13 +571,13 @@ OF_ONES_OWN = {
 
 
 @pytest.mark.parametrize("name", OF_ONES_OWN)
-def test_code_that_was_put_on_modules_is_unknown(name: str) -> None:
+def test_code_that_was_put_on_modules_is_unknown(name):
     with pytest.raises(ModelError, match=r"code of its own \(.*vl\.verify\(model\)"):
         hf.model_inputs(batch_of("rows")[1], OF_ONES_OWN[name]())
 
 
 @pytest.mark.parametrize("put", ["forward", "_apply_gate"])
-def test_code_that_was_put_on_a_librarys_class_is_unknown(put: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_was_put_on_a_librarys_class_is_unknown(put, monkeypatch):
     kind = modeling_mixtral.MixtralExperts if put == "_apply_gate" else modeling_llama.LlamaMLP
     before = getattr(kind, put)
     monkeypatch.setattr(kind, put, lambda self, *given: before(self, *given).cumsum(-2))
@@ -590,7 +588,7 @@ def test_code_that_was_put_on_a_librarys_class_is_unknown(put: str, monkeypatch:
         hf.model_inputs(batch_of("rows")[1], model)
 
 
-def test_a_part_of_a_librarys_class_that_is_replaced_in_a_subclass_is_unknown() -> None:
+def test_a_part_of_a_librarys_class_that_is_replaced_in_a_subclass_is_unknown():
     class Gated(modeling_mixtral.MixtralExperts):  # type: ignore[misc]
         def _apply_gate(self, *given: Any) -> Any:
             return super()._apply_gate(*given).cumsum(0)
@@ -631,7 +629,7 @@ def of_accelerate() -> Any:
 @pytest.mark.parametrize(
     "make", [watched, of_accelerate, lambda: made(WithHelpers), lambda: with_embedding(Scaled)]
 )
-def test_what_changes_no_answer_of_a_token_passes(make: Any) -> None:
+def test_what_changes_no_answer_of_a_token_passes(make):
     assert furthest_from_alone(make()) < TOLERANCE
 
 
@@ -643,9 +641,7 @@ def test_what_changes_no_answer_of_a_token_passes(make: Any) -> None:
         ("LlamaForSequenceClassification", "pools"),
     ],
 )
-def test_fully_sharded_models_are_judged_as_what_they_were(
-    name: str, words: str | None, tmp_path: Any
-) -> None:
+def test_fully_sharded_models_are_judged_as_what_they_were(name, words, tmp_path):
     model = tiny_class("llama", name, is_decoder=False)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

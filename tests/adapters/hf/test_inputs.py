@@ -75,9 +75,7 @@ def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "attention"), PAIRS)
-def test_loss_and_every_gradient_are_those_of_documents_one_by_one(
-    family: str, attention: str, layout: Any, all_in_float64: None
-) -> None:
+def test_loss_and_every_gradient_are_those_of_documents_one_by_one(family, attention, layout, all_in_float64):
     model, plain = tiny(family, attention), tiny(family, "eager")
     ours, theirs = packed_loss(model, packed(layout)), loss_one_by_one(plain)
 
@@ -88,9 +86,7 @@ def test_loss_and_every_gradient_are_those_of_documents_one_by_one(
 @COMPILES
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])  # has none
-def test_flex_attention_gives_the_loss_of_documents_one_by_one(
-    family: str, layout: Any, all_in_float64: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_attention_gives_the_loss_of_documents_one_by_one(family, layout, all_in_float64, monkeypatch):
     # Compiling takes seconds and a compiler, and on CPU there is no backward to compile for. The switch
     # silences a warning that eager FlexAttention is slow.
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -102,7 +98,7 @@ def test_flex_attention_gives_the_loss_of_documents_one_by_one(
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_the_models_own_loss_is_the_mean_over_the_batchs_targets(attention: str) -> None:
+def test_the_models_own_loss_is_the_mean_over_the_batchs_targets(attention):
     model, batch = tiny("llama", attention), packed()
 
     loss = model(**hf.model_inputs(batch, model)).loss
@@ -110,7 +106,7 @@ def test_the_models_own_loss_is_the_mean_over_the_batchs_targets(attention: str)
     assert loss.item() == pytest.approx(loss_one_by_one(model).item() / batch.num_targets, rel=1e-6)
 
 
-def test_ready_shifted_labels_give_the_same_loss() -> None:
+def test_ready_shifted_labels_give_the_same_loss():
     model = tiny("llama", "sdpa")
     arguments = hf.model_inputs(packed(shift_labels=True), model)
 
@@ -119,7 +115,7 @@ def test_ready_shifted_labels_give_the_same_loss() -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_slots_rounded_up_keep_documents_apart_too(attention: str) -> None:
+def test_slots_rounded_up_keep_documents_apart_too(attention):
     import numpy as np
     from tests.support.hf_models import documents
 
@@ -135,7 +131,7 @@ def test_slots_rounded_up_keep_documents_apart_too(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_numpy_arrays_and_tensors_give_the_same_arguments(attention: str) -> None:
+def test_numpy_arrays_and_tensors_give_the_same_arguments(attention):
     model, batch = tiny("llama", attention), packed()
     ours, theirs = hf.model_inputs(batch, model), hf.model_inputs(batch.to_torch(), model)
 
@@ -152,7 +148,7 @@ def test_numpy_arrays_and_tensors_give_the_same_arguments(attention: str) -> Non
         ("varlen", {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}),
     ],
 )
-def test_arguments_are_exactly_those_that_the_attention_reads(attention: str, more: set[str]) -> None:
+def test_arguments_are_exactly_those_that_the_attention_reads(attention, more):
     arguments = hf.model_inputs(packed(), tiny("llama", attention))
 
     assert arguments.keys() == {"input_ids", "position_ids", "labels", "use_cache"} | more
@@ -161,7 +157,7 @@ def test_arguments_are_exactly_those_that_the_attention_reads(attention: str, mo
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn3"])
-def test_flash_attention_is_told_boundaries_over_the_flattened_rows(name: str) -> None:
+def test_flash_attention_is_told_boundaries_over_the_flattened_rows(name):
     model, batch = tiny("llama", "sdpa"), packed()
     # The kernels need a GPU; the arguments don't.
     model.config._attn_implementation_internal = name
@@ -175,7 +171,7 @@ def test_flash_attention_is_told_boundaries_over_the_flattened_rows(name: str) -
     assert type(arguments["max_length_q"]) is int
 
 
-def test_the_longest_segment_covers_padding_longer_than_any_document() -> None:
+def test_the_longest_segment_covers_padding_longer_than_any_document():
     batch = packed(lengths=(3, 2))
 
     arguments = hf.model_inputs(batch, tiny("llama", "varlen"))
@@ -184,7 +180,7 @@ def test_the_longest_segment_covers_padding_longer_than_any_document() -> None:
     assert arguments["max_length_q"] == int(arguments["cu_seq_lens_q"].diff().max()) == 21
 
 
-def test_layers_of_several_kinds_get_a_mask_each() -> None:
+def test_layers_of_several_kinds_get_a_mask_each():
     batch = packed()
     masks = hf.model_inputs(batch, tiny("gemma2", "eager"))["attention_mask"]
 
@@ -195,7 +191,7 @@ def test_layers_of_several_kinds_get_a_mask_each() -> None:
         )
 
 
-def test_a_window_that_the_model_never_uses_is_not_applied() -> None:
+def test_a_window_that_the_model_never_uses_is_not_applied():
     config = MoshiConfig(**SMALL, num_key_value_heads=2, sliding_window=WINDOW, audio_vocab_size=32)
     model = make(config, "sdpa")
 
@@ -205,7 +201,7 @@ def test_a_window_that_the_model_never_uses_is_not_applied() -> None:
 
 
 @COMPILES
-def test_wrapped_models_are_looked_into() -> None:
+def test_wrapped_models_are_looked_into():
     class Wrapper(torch.nn.Module):
         def __init__(self, module: torch.nn.Module) -> None:
             super().__init__()
@@ -218,7 +214,7 @@ def test_wrapped_models_are_looked_into() -> None:
     assert "attention_mask" in hf.model_inputs(packed(), wrapped)
 
 
-def test_a_document_longer_than_the_models_positions_is_refused() -> None:
+def test_a_document_longer_than_the_models_positions_is_refused():
     model = make(LlamaConfig(**SMALL | {"max_position_embeddings": 16}), "sdpa")
 
     with pytest.raises(
@@ -227,7 +223,7 @@ def test_a_document_longer_than_the_models_positions_is_refused() -> None:
         hf.model_inputs(packed(), model)
 
 
-def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused():
     batch = packed()
     model = make(LlamaConfig(**SMALL | {"vocab_size": batch.max_token_id}), "sdpa")
 
@@ -238,7 +234,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_negative_token_ids_are_refused(as_tensors: bool) -> None:
+def test_negative_token_ids_are_refused(as_tensors):
     batch = vl.collate([[3, 50, 4]], vl.pack([3], capacity=4))
     batch = replace(batch, input_ids=np.where(batch.input_ids == 50, -200, batch.input_ids))
 
@@ -246,14 +242,14 @@ def test_negative_token_ids_are_refused(as_tensors: bool) -> None:
         hf.model_inputs(batch.to_torch() if as_tensors else batch, tiny("llama", "sdpa"))
 
 
-def test_what_is_no_batch_is_refused() -> None:
+def test_what_is_no_batch_is_refused():
     with pytest.raises(
         DocumentsError, match=r"takes a PackedBatch, as vl\.collate returns it, .* given dict"
     ):
         hf.model_inputs({"input_ids": torch.zeros(1, 4)}, tiny("llama", "sdpa"))  # type: ignore[arg-type]
 
 
-def test_the_largest_id_and_the_longest_document_that_fit_are_taken() -> None:
+def test_the_largest_id_and_the_longest_document_that_fit_are_taken():
     batch = packed()
     config = LlamaConfig(**SMALL | {"vocab_size": batch.max_token_id + 1, "max_position_embeddings": 20})
 
@@ -261,7 +257,7 @@ def test_the_largest_id_and_the_longest_document_that_fit_are_taken() -> None:
 
 
 @pytest.mark.parametrize("pad_id", [-1, VOCABULARY])
-def test_padding_outside_the_vocabulary_is_refused(pad_id: int) -> None:
+def test_padding_outside_the_vocabulary_is_refused(pad_id):
     with pytest.raises(ModelError, match=rf"padding is token id {pad_id}.*pad_id=0"):
         hf.model_inputs(packed(pad_id=pad_id), tiny("llama", "sdpa"))
 
@@ -300,12 +296,12 @@ QWEN3_NEXT = Qwen3NextConfig(
         "no model",
     ],
 )
-def test_a_model_whose_documents_no_argument_keeps_apart_is_refused(model: Any, words: str) -> None:
+def test_a_model_whose_documents_no_argument_keeps_apart_is_refused(model, words):
     with pytest.raises(ModelError, match=words):
         hf.model_inputs(packed(), model())
 
 
-def test_an_attention_that_varlen_does_not_know_is_refused_with_those_that_it_knows() -> None:
+def test_an_attention_that_varlen_does_not_know_is_refused_with_those_that_it_knows():
     model = tiny("llama", "sdpa")
     model.config._attn_implementation_internal = "paged|eager"
 
@@ -313,7 +309,7 @@ def test_an_attention_that_varlen_does_not_know_is_refused_with_those_that_it_kn
         hf.model_inputs(packed(), model)
 
 
-def test_a_model_with_experts_takes_packed_documents() -> None:
+def test_a_model_with_experts_takes_packed_documents():
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, sliding_window=WINDOW)
     model = make(config, "sdpa")
     model.set_experts_implementation("eager")  # the grouped product takes no float64
@@ -322,7 +318,7 @@ def test_a_model_with_experts_takes_packed_documents() -> None:
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-10)
 
 
-def test_without_boundaries_the_loss_is_another() -> None:
+def test_without_boundaries_the_loss_is_another():
     model, batch = tiny("llama", "sdpa"), packed()
     arguments = hf.inputs_without_boundaries(batch, model)
     labels = arguments.pop("labels")
@@ -333,7 +329,7 @@ def test_without_boundaries_the_loss_is_another() -> None:
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
-def test_a_missing_library_is_named_with_the_command_that_installs_it(missing: str) -> None:
+def test_a_missing_library_is_named_with_the_command_that_installs_it(missing):
     program = f"import sys; sys.modules[{missing!r}] = None\nfrom varlen.adapters import hf"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
@@ -403,9 +399,7 @@ def arguments_unchecked(batch: Any, model: Any, monkeypatch: pytest.MonkeyPatch)
         return hf.model_inputs(batch, model)
 
 
-def test_longrope_takes_the_frequencies_of_the_longest_document_and_is_refused_where_they_differ(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_longrope_takes_the_frequencies_of_the_longest_document_and_is_refused_where_they_differ(monkeypatch):
     model = longrope()
     documents, batch = batch_of(5, 20)
 
@@ -415,14 +409,14 @@ def test_longrope_takes_the_frequencies_of_the_longest_document_and_is_refused_w
 
 
 @pytest.mark.parametrize("lengths", [(5, 8), (9, 20)])
-def test_longrope_takes_documents_of_one_side(lengths: tuple[int, ...]) -> None:
+def test_longrope_takes_documents_of_one_side(lengths):
     model = longrope()
     documents, batch = batch_of(*lengths)
 
     assert furthest_logit(model, documents, hf.model_inputs(batch, model)) < 1e-6
 
 
-def test_the_way_out_of_longrope_gives_all_documents_what_they_have_alone() -> None:
+def test_the_way_out_of_longrope_gives_all_documents_what_they_have_alone():
     model = longrope()
     documents, batch = batch_of(5, 20, 1)
 
@@ -431,9 +425,7 @@ def test_the_way_out_of_longrope_gives_all_documents_what_they_have_alone() -> N
     assert furthest_logit(model, documents, hf.model_inputs(batch, model)) < 1e-6
 
 
-def test_llama_4_scales_by_the_place_in_the_row_and_is_refused_where_that_differs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_llama_4_scales_by_the_place_in_the_row_and_is_refused_where_that_differs(monkeypatch):
     model = llama4()
     documents, batch = batch_of(5, 6)
 
@@ -450,7 +442,7 @@ def test_llama_4_scales_by_the_place_in_the_row_and_is_refused_where_that_differ
     assert furthest_logit(wide, documents, hf.model_inputs(batch, wide)) < 1e-5
 
 
-def test_scales_that_go_by_positions_stay_right() -> None:
+def test_scales_that_go_by_positions_stay_right():
     rope = {
         "rope_type": "default",
         "rope_theta": 1e4,
@@ -487,7 +479,7 @@ BY_VARLEN = ("qwen4_exp_text", "bamba", "qwen3_next")
     ("family", "layout", "attention"),
     mostly([one for one in CELLS if one[2] == "sdpa" or one[0] in BY_VARLEN], CELLS),
 )
-def test_told_boundaries_keep_documents_apart(family: str, layout: Any, attention: str) -> None:
+def test_told_boundaries_keep_documents_apart(family, layout, attention):
     model = tiny_model(family)
     hf.register()
     model.set_attn_implementation(attention)
@@ -503,7 +495,7 @@ def test_told_boundaries_keep_documents_apart(family: str, layout: Any, attentio
 
 
 @pytest.mark.parametrize("family", IN_ONE_ROW)
-def test_loss_and_gradients_are_those_of_documents_one_by_one(family: str) -> None:
+def test_loss_and_gradients_are_those_of_documents_one_by_one(family):
     model, batch = tiny_model(family, attention="sdpa"), packed_as("flat")
     with recurrence(model):
         arguments = hf.model_inputs(batch, model)
@@ -527,7 +519,7 @@ def test_loss_and_gradients_are_those_of_documents_one_by_one(family: str) -> No
     ("family", "missing"),
     [*((family, "seq_idx") for family in IN_ONE_ROW), *((f, "cu_seq_lens_q") for f in sorted(BY_ENDS_TOO))],
 )
-def test_each_argument_is_needed(family: str, missing: str) -> None:
+def test_each_argument_is_needed(family, missing):
     def without(batch: PackedBatch, model: Any) -> dict[str, Any]:
         return {name: value for name, value in hf.model_inputs(batch, model).items() if name != missing}
 
@@ -538,7 +530,7 @@ def test_each_argument_is_needed(family: str, missing: str) -> None:
     assert report.verdict == "leaks", str(report)
 
 
-def test_without_the_kernels_transformers_refuses_in_a_sentence() -> None:
+def test_without_the_kernels_transformers_refuses_in_a_sentence():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = check_isolation(tiny_model("bamba"), packed_as("flat"))
@@ -549,20 +541,20 @@ def test_without_the_kernels_transformers_refuses_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("family", ["jamba", "kimi_linear", "mamba", "mamba2", "zamba", "minimax", "rwkv"])
-def test_recurrent_families_that_take_no_boundaries_are_refused(family: str) -> None:
+def test_recurrent_families_that_take_no_boundaries_are_refused(family):
     with pytest.raises(ModelError, match=r"layers of kind|recurrent state"):
         hf.model_inputs(packed_as("flat"), tiny_model(family))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa"])
-def test_tokens_are_selected_within_their_document(family: str, attention: str) -> None:
+def test_tokens_are_selected_within_their_document(family, attention):
     report = check_isolation(tiny_model(family, attention=attention), packed_as("rows"))
 
     assert report.verdict == "isolated", str(report)
 
 
-def test_segments_are_numbered_in_each_row_padding_included() -> None:
+def test_segments_are_numbered_in_each_row_padding_included():
     ends = torch.tensor([0, 2, 3, 5, 9, 10], dtype=torch.int32)
 
     found = segment_arguments("bamba", ends, 2, 5)["seq_idx"]
@@ -574,7 +566,7 @@ def test_segments_are_numbered_in_each_row_padding_included() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "varlen"])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_positions_begin_behind_that_of_padding_where_it_has_one(attention: str, layout: Any) -> None:
+def test_positions_begin_behind_that_of_padding_where_it_has_one(attention, layout):
     config = RobertaConfig(**SMALL | {"pad_token_id": 1}, is_decoder=True)
     model, batch = make(config, attention, torch.float32), packed_as(layout)
 
@@ -584,7 +576,7 @@ def test_positions_begin_behind_that_of_padding_where_it_has_one(attention: str,
     assert int(hf.model_inputs(batch, model)["position_ids"].min()) == 2
 
 
-def test_positions_that_padding_takes_up_are_not_there_for_documents() -> None:
+def test_positions_that_padding_takes_up_are_not_there_for_documents():
     config = RobertaConfig(**SMALL | {"pad_token_id": 1, "max_position_embeddings": 31}, is_decoder=True)
 
     with pytest.raises(ModelError, match=r"longest document has 30 tokens, but .* has 29 positions"):

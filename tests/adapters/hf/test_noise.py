@@ -1,6 +1,5 @@
 """NEFTune's noise is the document's: as much as it has alone, whatever shares its row."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def noise_in(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return (noisy - module.eval()(ids)).detach()
 
 
-def test_the_share_of_a_token_is_that_of_its_document_in_both_layouts() -> None:
+def test_the_share_of_a_token_is_that_of_its_document_in_both_layouts():
     lengths = (3, 1, 5, 2)
     for layout in ("rows", "flat"):
         batch = vl.collate(documents(lengths), vl.pack(lengths, 6, "next_fit"), layout=layout)  # type: ignore[arg-type]
@@ -36,7 +35,7 @@ def test_the_share_of_a_token_is_that_of_its_document_in_both_layouts() -> None:
         assert not found[segments < 0].any()
 
 
-def test_a_document_alone_has_transformers_noise_and_no_less_in_a_row() -> None:
+def test_a_document_alone_has_transformers_noise_and_no_less_in_a_row():
     theirs, ours = torch.nn.Embedding(97, WIDTH), torch.nn.Embedding(97, WIDTH)
     ours.weight = theirs.weight
     for module, hook in ((theirs, neftune_post_forward_hook), (ours, _add_noise)):
@@ -78,7 +77,7 @@ class Seen:
         self.scales.append(getattr(module, "varlen_neftune_shares", None))
 
 
-def test_a_trainer_with_a_loader_gives_every_step_the_noise_of_its_documents(tmp_path: Path) -> None:
+def test_a_trainer_with_a_loader_gives_every_step_the_noise_of_its_documents(tmp_path):
     model = tiny_llama()
     args = arguments(tmp_path, neftune_noise_alpha=ALPHA, max_steps=2)
     with packed_loader(args, store_in(tmp_path)) as loader:
@@ -98,7 +97,7 @@ def test_a_trainer_with_a_loader_gives_every_step_the_noise_of_its_documents(tmp
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_dpo_has_the_noise_of_each_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dpo_has_the_noise_of_each_answer(tmp_path, monkeypatch):
     scales: list[torch.Tensor] = []
 
     def recorded(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:

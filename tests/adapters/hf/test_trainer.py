@@ -52,9 +52,7 @@ def first_step(store: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
-def test_loss_and_gradients_of_a_step_are_those_of_its_documents_one_by_one(
-    attention: str, store: Path, tmp_path: Path
-) -> None:
+def test_loss_and_gradients_of_a_step_are_those_of_its_documents_one_by_one(attention, store, tmp_path):
     recorder = Recorder()
     trainer = trainer_for(tmp_path, store, model=tiny_llama(attention), max_steps=1, callbacks=[recorder])
     trainer.train()
@@ -66,7 +64,7 @@ def test_loss_and_gradients_of_a_step_are_those_of_its_documents_one_by_one(
     assert furthest(recorder.gradients[0], gradients_of(model, alone)) < 2e-5
 
 
-def test_the_number_of_items_is_what_the_trainer_itself_would_count(store: Path, tmp_path: Path) -> None:
+def test_the_number_of_items_is_what_the_trainer_itself_would_count(store, tmp_path):
     trainer = trainer_for(tmp_path, store)
     found = iter(trainer.get_train_dataloader())
 
@@ -78,9 +76,7 @@ def test_the_number_of_items_is_what_the_trainer_itself_would_count(store: Path,
 
 
 @pytest.mark.parametrize("weighting", ["document", "longalign"])
-def test_documents_can_count_the_same_whatever_their_length(
-    weighting: Any, store: Path, tmp_path: Path
-) -> None:
+def test_documents_can_count_the_same_whatever_their_length(weighting, store, tmp_path):
     recorder = Recorder()
     trainer = trainer_for(tmp_path, store, max_steps=1, loss_weighting=weighting, callbacks=[recorder])
     trainer.train()
@@ -113,7 +109,7 @@ class WithoutLossArguments(torch.nn.Module):
         return self.inner(input_ids=input_ids, position_ids=position_ids, labels=labels, **rest)
 
 
-def test_a_model_that_is_told_no_number_of_items_has_the_same_loss(store: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_told_no_number_of_items_has_the_same_loss(store, tmp_path):
     usual = trainer_for(tmp_path / "a", store, max_steps=2)
     usual.train()
     other = trainer_for(tmp_path / "b", store, max_steps=2, model=WithoutLossArguments())
@@ -127,8 +123,8 @@ def test_a_model_that_is_told_no_number_of_items_has_the_same_loss(store: Path, 
 
 @pytest.mark.parametrize(("packs", "steps"), [(6, 6), (5, 7)])  # two epochs of as many steps, and not
 def test_every_document_comes_once_an_epoch_and_the_learning_rate_ends_with_the_data(
-    packs: int, steps: int, store: Path, tmp_path: Path
-) -> None:
+    packs, steps, store, tmp_path
+):
     changes = {"per_device_train_batch_size": packs, "include_num_input_tokens_seen": "non_padding"}
     loader = packed_loader(arguments(tmp_path, **changes), store)
     trainer = trainer_for(tmp_path, store, loader=loader, **changes)
@@ -142,9 +138,7 @@ def test_every_document_comes_once_an_epoch_and_the_learning_rate_ends_with_the_
     assert trainer.state.num_input_tokens_seen == trainer.train_loader.stats().tokens
 
 
-def test_from_every_checkpoint_the_rest_is_the_same_and_nothing_is_drawn_again(
-    store: Path, tmp_path: Path
-) -> None:
+def test_from_every_checkpoint_the_rest_is_the_same_and_nothing_is_drawn_again(store, tmp_path):
     whole = trainer_for(tmp_path, store, save_strategy="steps", save_steps=1)
     whole.train()
     steps = whole.state.global_step
@@ -160,7 +154,7 @@ def test_from_every_checkpoint_the_rest_is_the_same_and_nothing_is_drawn_again(
             assert torch.equal(ours, theirs), step
 
 
-def test_true_goes_on_from_the_newest_checkpoint_in_the_same_process_too(store: Path, tmp_path: Path) -> None:
+def test_true_goes_on_from_the_newest_checkpoint_in_the_same_process_too(store, tmp_path):
     trainer = trainer_for(tmp_path, store, save_strategy="steps", save_steps=2, callbacks=[StopAt(3)])
     trainer.train()
     assert trainer.train_loader.step == 3
@@ -174,7 +168,7 @@ def test_true_goes_on_from_the_newest_checkpoint_in_the_same_process_too(store: 
     assert trainer.state.global_step == trainer.state.max_steps
 
 
-def test_callbacks_that_are_restored_keep_the_place(store: Path, tmp_path: Path) -> None:
+def test_callbacks_that_are_restored_keep_the_place(store, tmp_path):
     first = trainer_for(tmp_path, store, save_strategy="steps", save_steps=2)
     first.train()
 
@@ -204,7 +198,7 @@ class SavesInAStep(TrainerCallback):
         self.places.append((state.global_step, place.state()["attributes"]["place"]["step"]))
 
 
-def test_a_checkpoint_saved_within_a_step_begins_with_that_step(store: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_saved_within_a_step_begins_with_that_step(store, tmp_path):
     saver = SavesInAStep()
     saver.trainer = trainer_for(tmp_path, store, max_steps=4, callbacks=[saver])
     saver.trainer.train()
@@ -212,7 +206,7 @@ def test_a_checkpoint_saved_within_a_step_begins_with_that_step(store: Path, tmp
     assert saver.places == [(step, step) for step in range(4)]
 
 
-def test_fewer_steps_than_there_are_end_the_run_sooner(store: Path, tmp_path: Path) -> None:
+def test_fewer_steps_than_there_are_end_the_run_sooner(store, tmp_path):
     for changes, share in (({"max_steps": 3}, None), ({"num_train_epochs": 0.5}, 0.25)):
         trainer = trainer_for(tmp_path, store, loader=packed_loader(arguments(tmp_path), store), **changes)
         trainer.train()
@@ -222,7 +216,7 @@ def test_fewer_steps_than_there_are_end_the_run_sooner(store: Path, tmp_path: Pa
         assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}
 
 
-def test_a_stream_needs_max_steps_and_ends_where_it_is_over(tmp_path: Path) -> None:
+def test_a_stream_needs_max_steps_and_ends_where_it_is_over(tmp_path):
     (tmp_path / "texts.txt").write_text("".join(f"{n} words and more\n" for n in range(80)))
     usual = {"capacity": 64, "tokenizer": "bytes", "text_cut": "line"}
 
@@ -246,7 +240,7 @@ def test_a_stream_needs_max_steps_and_ends_where_it_is_over(tmp_path: Path) -> N
     assert resumed.taken == [entry for entry in whole.taken if entry[0] >= 4]
 
 
-def test_evaluation_is_the_trainer_s_own(store: Path, tmp_path: Path) -> None:
+def test_evaluation_is_the_trainer_s_own(store, tmp_path):
     from varlen.adapters.hf import DataCollatorWithFlattening
 
     rows = [{"input_ids": list(range(n, n + 9)), "labels": list(range(n, n + 9))} for n in range(8)]
@@ -286,9 +280,7 @@ def test_evaluation_is_the_trainer_s_own(store: Path, tmp_path: Path) -> None:
         ({"max_steps": 1000}, {"epochs": 2}, "max_steps=1,000, but the loader has"),
     ],
 )
-def test_settings_that_contradict_the_loader_s_are_refused(
-    changes: Any, settings: Any, words: str, store: Path, tmp_path: Path
-) -> None:
+def test_settings_that_contradict_the_loader_s_are_refused(changes, settings, words, store, tmp_path):
     args = arguments(tmp_path, **changes)
     with pytest.raises(SettingError, match=words):
         trainer_for(tmp_path, store, loader=packed_loader(args, store, **settings), **changes).train()
@@ -305,14 +297,12 @@ def test_settings_that_contradict_the_loader_s_are_refused(
         ({"loader": "store"}, "must be a PackedLoader, got str"),
     ],
 )
-def test_losses_and_loaders_that_can_t_be_are_refused(
-    changes: Any, words: str, store: Path, tmp_path: Path
-) -> None:
+def test_losses_and_loaders_that_can_t_be_are_refused(changes, words, store, tmp_path):
     with pytest.raises(SettingError, match=words):
         trainer_for(tmp_path, store, **changes)
 
 
-def test_a_loader_within_a_step_or_at_its_end_is_refused(store: Path, tmp_path: Path) -> None:
+def test_a_loader_within_a_step_or_at_its_end_is_refused(store, tmp_path):
     trainer = trainer_for(tmp_path, store)
     next(trainer.train_loader)
     with pytest.raises(StateError, match=r"given 1 of 4 batches of step 0.*seek\(0\)"):
@@ -325,9 +315,7 @@ def test_a_loader_within_a_step_or_at_its_end_is_refused(store: Path, tmp_path: 
         trainer.train()
 
 
-def test_a_checkpoint_of_another_trainer_is_refused_unless_the_place_is_said(
-    store: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_trainer_is_refused_unless_the_place_is_said(store, tmp_path):
     first = trainer_for(tmp_path, store, save_strategy="steps", save_steps=2, callbacks=[StopAt(2)])
     first.train()
     saved = tmp_path / "checkpoint-2" / "trainer_state.json"
@@ -354,7 +342,7 @@ def _nth_batch(store: Any, number: int) -> Any:
         return [next(loader) for _ in range(number + 1)][-1]
 
 
-def test_a_checkpoint_of_other_data_is_refused(store: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_data_is_refused(store, tmp_path):
     first = trainer_for(tmp_path, store, save_strategy="steps", save_steps=2, callbacks=[StopAt(2)])
     first.train()
     args = arguments(tmp_path)
@@ -367,7 +355,7 @@ def test_a_checkpoint_of_other_data_is_refused(store: Path, tmp_path: Path) -> N
     trainer_for(tmp_path, store, loader=moved).train(resume_from_checkpoint=True)
 
 
-def test_the_arguments_say_the_loader_s_settings(store: Path, tmp_path: Path) -> None:
+def test_the_arguments_say_the_loader_s_settings(store, tmp_path):
     args = arguments(tmp_path, num_train_epochs=1.5, data_seed=7)
     with (
         packed_loader(args, store) as loader,

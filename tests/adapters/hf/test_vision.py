@@ -232,9 +232,7 @@ def of_family(family: str) -> list[list[Document]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_document_computes_what_it_computes_alone(
-    family: str, attention: str, layout: Layout
-) -> None:
+def test_a_packed_document_computes_what_it_computes_alone(family, attention, layout):
     model = model_of(family, attention)
     for documents in of_family(family):
         batch = packed(documents, layout, capacity=40)
@@ -252,7 +250,7 @@ def test_a_packed_document_computes_what_it_computes_alone(
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_changing_one_document_moves_no_other_by_a_bit(family: str, attention: str) -> None:
+def test_changing_one_document_moves_no_other_by_a_bit(family, attention):
     model = model_of(family, attention)
     documents = of_family(family)[0]
     changed = list(documents)
@@ -270,7 +268,7 @@ def test_changing_one_document_moves_no_other_by_a_bit(family: str, attention: s
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
-def test_gradients_are_those_of_one_by_one(family: str) -> None:
+def test_gradients_are_those_of_one_by_one(family):
     model = model_of(family, "sdpa")
     documents = of_family(family)[0]
     batch = packed(documents, "rows", capacity=40)
@@ -307,9 +305,7 @@ PARTS = st.lists(
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12)
 @given(parts=st.lists(PARTS, min_size=1, max_size=4), layout=st.sampled_from(LAYOUTS))
-def test_positions_are_those_that_the_family_gives_each_document_alone(
-    family: str, parts: list[list[Any]], layout: Layout
-) -> None:
+def test_positions_are_those_that_the_family_gives_each_document_alone(family, parts, layout):
     model = model_of(family, "sdpa")
     kinds = ("image",) if family in MARKED_ALIKE else ("image", "video")
     parts = [[part for part in some if isinstance(part, int) or part[0] in kinds] or [1] for some in parts]
@@ -333,7 +329,7 @@ def test_positions_are_those_that_the_family_gives_each_document_alone(
         assert found[:, 1:].T.tolist() == expected[:, 0].tolist()
 
 
-def test_without_the_text_positions_in_front_documents_leak() -> None:
+def test_without_the_text_positions_in_front_documents_leak():
     model = model_of("qwen2_5_vl", "sdpa")
     batch = packed([document("qwen2_5_vl", [5], seed) for seed in range(3)], "flat")
     inputs = {"input_ids": torch.from_numpy(batch.input_ids).long(), "use_cache": False}
@@ -348,7 +344,7 @@ def test_without_the_text_positions_in_front_documents_leak() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_alone_needs_no_images_and_passes_the_check(family: str) -> None:
+def test_text_alone_needs_no_images_and_passes_the_check(family):
     model = model_of(family, "sdpa")
     documents = [document(family, [length], length) for length in (5, 9, 1, 12)]
     batch = packed(documents, "rows", capacity=16)
@@ -363,9 +359,7 @@ def test_text_alone_needs_no_images_and_passes_the_check(family: str) -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=rounding(family, "sdpa"))
 
 
-def test_tokens_of_images_without_any_images_are_text_to_the_model_and_are_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tokens_of_images_without_any_images_are_text_to_the_model_and_are_said(caplog):
     model = tiny("qwen2_vl", "sdpa")
     documents = [document("qwen2_vl", [3, ("image", (1, 4, 4)), 2], seed) for seed in (1, 2)]
     bare = [Document(ids=one.ids, kinds=one.kinds) for one in documents]
@@ -381,13 +375,13 @@ def test_tokens_of_images_without_any_images_are_text_to_the_model_and_are_said(
     ]
 
 
-def test_a_vision_language_model_is_proved_on_text() -> None:
+def test_a_vision_language_model_is_proved_on_text():
     report = check_isolation(tiny("qwen3_vl", "sdpa"))
 
     assert report.verdict == "isolated", str(report)
 
 
-def test_our_attention_takes_the_text_and_sdpa_the_images() -> None:
+def test_our_attention_takes_the_text_and_sdpa_the_images():
     documents = of_family("qwen2_vl")[0]
     media = [one.media for one in documents]
     batch = packed(documents, "rows", capacity=40)
@@ -403,7 +397,7 @@ def test_our_attention_takes_the_text_and_sdpa_the_images() -> None:
             torch.testing.assert_close(found, alone(sdpa, documents[number]), rtol=0, atol=1e-9)
 
 
-def test_boundaries_reach_flash_attention_in_the_text_and_not_the_images() -> None:
+def test_boundaries_reach_flash_attention_in_the_text_and_not_the_images():
     documents = of_family("qwen2_vl")[0]
     media = [one.media for one in documents]
     sdpa, model = model_of("qwen2_vl", "sdpa"), tiny("qwen2_vl", "sdpa")
@@ -422,7 +416,7 @@ def test_boundaries_reach_flash_attention_in_the_text_and_not_the_images() -> No
                 torch.testing.assert_close(found, alone(sdpa, documents[number]), rtol=0, atol=1e-9)
 
 
-def test_recurrent_layers_take_images_where_their_kernels_are_told_boundaries() -> None:
+def test_recurrent_layers_take_images_where_their_kernels_are_told_boundaries():
     documents = of_family("qwen3_5")[0]
     model = tiny("qwen3_5", "sdpa")
     batch = packed(documents, "flat")
@@ -435,7 +429,7 @@ def test_recurrent_layers_take_images_where_their_kernels_are_told_boundaries() 
             torch.testing.assert_close(found, alone(model, documents[number]), rtol=0, atol=2e-6)
 
 
-def test_images_come_in_the_order_of_the_documents_whatever_their_packs() -> None:
+def test_images_come_in_the_order_of_the_documents_whatever_their_packs():
     model = model_of("qwen2_vl", "sdpa")
     documents = with_images("qwen2_vl")
     packing = vl.pack([len(one.ids) for one in documents], capacity=40, max_documents=1)
@@ -470,14 +464,14 @@ def one_image(change: Callable[[dict[str, Any]], Any]) -> tuple[PackedBatch, lis
         (lambda media: media | {"video_grid_thw": torch.tensor([[1, 4, 4]])}, "1 images and 1 videos"),
     ],
 )
-def test_images_that_do_not_belong_to_the_tokens_are_refused(change: Any, message: str) -> None:
+def test_images_that_do_not_belong_to_the_tokens_are_refused(change, message):
     batch, media = one_image(change)
 
     with pytest.raises(DocumentsError, match=message):
         hf.model_inputs(batch, model_of("qwen2_vl", "sdpa"), media)
 
 
-def test_a_document_with_images_must_be_whole() -> None:
+def test_a_document_with_images_must_be_whole():
     one = document("qwen2_vl", [3, ("image", (1, 4, 4)), 8, ("image", (1, 2, 2))], 2)
     packing = vl.pack([len(one.ids)], capacity=10, overlong="split")
     by_ids = {name: values for name, values in one.media.items() if name != "mm_token_type_ids"}
@@ -490,7 +484,7 @@ def test_a_document_with_images_must_be_whole() -> None:
             hf.model_inputs(vl.collate([one.ids], packing, pack_ids=[pack]), model, [by_ids])
 
 
-def test_an_image_behind_the_cut_would_be_numbered_from_there_and_is_refused() -> None:
+def test_an_image_behind_the_cut_would_be_numbered_from_there_and_is_refused():
     one = document("qwen2_vl", [12, ("image", (1, 4, 4))], 2)
     packing = vl.pack([len(one.ids)], capacity=10, overlong="split")
     media = {name: values for name, values in one.media.items() if name != "mm_token_type_ids"}
@@ -499,7 +493,7 @@ def test_an_image_behind_the_cut_would_be_numbered_from_there_and_is_refused() -
         hf.model_inputs(vl.collate([one.ids], packing, pack_ids=[1]), model_of("qwen2_vl", "sdpa"), [media])
 
 
-def test_images_and_videos_of_one_token_are_refused_in_one_batch() -> None:
+def test_images_and_videos_of_one_token_are_refused_in_one_batch():
     documents = with_images("glm4v")
     batch = packed(documents, "flat")
 
@@ -507,7 +501,7 @@ def test_images_and_videos_of_one_token_are_refused_in_one_batch() -> None:
         hf.model_inputs(batch, model_of("glm4v", "sdpa"), [one.media for one in documents])
 
 
-def test_a_model_without_m_rope_takes_no_images() -> None:
+def test_a_model_without_m_rope_takes_no_images():
     from transformers import AutoModelForCausalLM
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -521,7 +515,7 @@ def test_a_model_without_m_rope_takes_no_images() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own, of sizes that it would choose otherwise
-def test_a_model_that_numbers_audio_takes_text_alone() -> None:
+def test_a_model_that_numbers_audio_takes_text_alone():
     from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
     given_config = tiny("qwen2_5_vl", "sdpa").config.to_dict()
@@ -551,14 +545,14 @@ def test_a_model_that_numbers_audio_takes_text_alone() -> None:
         hf.model_inputs(batch, model, media)
 
 
-def test_what_the_model_does_not_take_is_named() -> None:
+def test_what_the_model_does_not_take_is_named():
     batch, media = one_image(lambda media: media | {"pixels_of_depth": torch.zeros(1)})
 
     with pytest.raises(ModelError, match="takes no pixels_of_depth"):
         hf.model_inputs(batch, model_of("qwen2_vl", "sdpa"), media)
 
 
-def test_padding_may_have_the_token_of_images() -> None:
+def test_padding_may_have_the_token_of_images():
     one = document("glm4v", [2, ("video", (2, 4, 4)), 3], 1)
     packing = vl.pack([len(one.ids)], capacity=32)
     batch = vl.collate([one.ids], packing, pad_id=IMAGE)

@@ -45,7 +45,7 @@ def ten(tmp_path: Path) -> Path:
     return written(tmp_path / "data.idx.parquet", [packed(10 * (row + 1)) for row in range(10)])
 
 
-def test_every_row_is_there_with_the_boundaries_of_its_documents(ten: Path) -> None:
+def test_every_row_is_there_with_the_boundaries_of_its_documents(ten):
     rows = dataset(ten)
 
     assert len(rows) == 10
@@ -57,7 +57,7 @@ def test_every_row_is_there_with_the_boundaries_of_its_documents(ten: Path) -> N
         assert "is_padding" not in row
 
 
-def test_rows_of_several_files_are_numbered_through(tmp_path: Path) -> None:
+def test_rows_of_several_files_are_numbered_through(tmp_path):
     for shard, count in enumerate((5, 10, 7)):
         written(tmp_path / f"shard_{shard}.idx.parquet", [packed(100 * shard + 10)] * count)
 
@@ -67,7 +67,7 @@ def test_rows_of_several_files_are_numbered_through(tmp_path: Path) -> None:
         assert [int(rows[n]["input_ids"][0]) for n in (0, 4, 5, 14, 15, 21)] == [10, 10, 110, 110, 210, 210]
 
 
-def test_negative_numbers_count_from_the_end_and_train_nothing(ten: Path) -> None:
+def test_negative_numbers_count_from_the_end_and_train_nothing(ten):
     rows = dataset(ten)
 
     row = rows[-1]
@@ -78,9 +78,7 @@ def test_negative_numbers_count_from_the_end_and_train_nothing(ten: Path) -> Non
 
 
 @pytest.mark.parametrize("answer_only_loss", [True, False])
-def test_rows_that_complete_a_batch_train_nothing_where_samples_are_mapped(
-    ten: Path, answer_only_loss: bool
-) -> None:
+def test_rows_that_complete_a_batch_train_nothing_where_samples_are_mapped(ten, answer_only_loss):
     rows = dataset(ten, max_num_samples=5, answer_only_loss=answer_only_loss)
 
     batch = rows.collate_fn([rows[0], rows[-1]])
@@ -89,7 +87,7 @@ def test_rows_that_complete_a_batch_train_nothing_where_samples_are_mapped(
     assert int(batch["loss_mask"][1].sum()) == 0
 
 
-def test_compatible_rows_of_the_older_dialects_check_the_sign_too_late(ten: Path) -> None:
+def test_compatible_rows_of_the_older_dialects_check_the_sign_too_late(ten):
     rows = dataset(ten, max_num_samples=5, dialect="0.4", compatible=True)
 
     assert rows[-1]["loss_mask"].any()
@@ -98,7 +96,7 @@ def test_compatible_rows_of_the_older_dialects_check_the_sign_too_late(ten: Path
 
 
 @pytest.mark.parametrize("count", [5, 10, 25])
-def test_passes_are_shuffled_as_the_releases_shuffle_them(ten: Path, count: int) -> None:
+def test_passes_are_shuffled_as_the_releases_shuffle_them(ten, count):
     rows = dataset(ten, max_num_samples=count, seed=42)
 
     assert len(rows) == count
@@ -113,7 +111,7 @@ def test_passes_are_shuffled_as_the_releases_shuffle_them(ten: Path, count: int)
     assert [int(rows[n]["input_ids"][0]) // 10 - 1 for n in range(count)] == wanted[:count]
 
 
-def test_the_global_random_numbers_are_left_alone(ten: Path) -> None:
+def test_the_global_random_numbers_are_left_alone(ten):
     np.random.seed(7)  # noqa: NPY002
     before = np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
 
@@ -130,7 +128,7 @@ def test_the_global_random_numbers_are_left_alone(ten: Path) -> None:
         ("0.6.0", {"attention_mask", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"}),
     ],
 )
-def test_batches_have_the_keys_of_the_release(ten: Path, dialect: str, names: set[str]) -> None:
+def test_batches_have_the_keys_of_the_release(ten, dialect, names):
     rows = dataset(ten, dialect=dialect)
 
     batch = rows.collate_fn([rows[0], rows[3]])
@@ -141,7 +139,7 @@ def test_batches_have_the_keys_of_the_release(ten: Path, dialect: str, names: se
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_gets_batches_with_and_without_workers(ten: Path, workers: int) -> None:
+def test_a_loader_gets_batches_with_and_without_workers(ten, workers):
     loader: Any = DataLoader(
         dataset(ten),
         batch_sampler=[[0, 9], [4, -1]],
@@ -156,7 +154,7 @@ def test_a_loader_gets_batches_with_and_without_workers(ten: Path, workers: int)
     assert batches[1]["loss_mask"].sum(1).tolist() == [6, 0]
 
 
-def test_a_data_set_that_was_pickled_reads_the_same(ten: Path) -> None:
+def test_a_data_set_that_was_pickled_reads_the_same(ten):
     rows = dataset(ten, max_num_samples=12)
     rows[0]
 
@@ -167,7 +165,7 @@ def test_a_data_set_that_was_pickled_reads_the_same(ten: Path) -> None:
     ]
 
 
-def test_closed_files_are_opened_again_and_may_be_closed_twice(ten: Path) -> None:
+def test_closed_files_are_opened_again_and_may_be_closed_twice(ten):
     rows = dataset(ten)
     rows[0]
 
@@ -177,7 +175,7 @@ def test_closed_files_are_opened_again_and_may_be_closed_twice(ten: Path) -> Non
     assert int(rows[1]["input_ids"][0]) == 20
 
 
-def test_an_npy_file_gives_what_parquet_gives(tmp_path: Path) -> None:
+def test_an_npy_file_gives_what_parquet_gives(tmp_path):
     given = [packed(10), packed(50, (3, 2, 6))]
     path = tmp_path / "packed.npy"
     np.save(path, np.array([*given, {}], dtype=object)[:2], allow_pickle=True)
@@ -191,7 +189,7 @@ def test_an_npy_file_gives_what_parquet_gives(tmp_path: Path) -> None:
         assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value
 
 
-def test_lengths_in_the_file_say_where_padding_begins(tmp_path: Path) -> None:
+def test_lengths_in_the_file_say_where_padding_begins(tmp_path):
     row = packed(10, (5, 5)) | {"seq_lengths": [4, 2]}
     rows = dataset(written(tmp_path / "data.idx.parquet", [row]), pad_seq_to_mult=4)
 
@@ -202,7 +200,7 @@ def test_lengths_in_the_file_say_where_padding_begins(tmp_path: Path) -> None:
     assert batch["cu_seqlens_q_padded"].tolist() == [[0, 4, 8, 16]]
 
 
-def test_rows_with_other_numbers_of_documents_make_one_batch(ten: Path) -> None:
+def test_rows_with_other_numbers_of_documents_make_one_batch(ten):
     rows = dataset(ten, max_seq_length=8, pad_seq_length_to_mult=1)
     items = [
         {"input_ids": [10, 11, 12, 13, 20, 21, 22, 23], "seq_boundaries": [0, 4, 8], "loss_mask": [1] * 8},
@@ -215,7 +213,7 @@ def test_rows_with_other_numbers_of_documents_make_one_batch(ten: Path) -> None:
     assert batch["max_seqlen_q"].tolist() == [[3], [7]]
 
 
-def test_tokens_outside_of_the_boundaries_are_left_out(ten: Path) -> None:
+def test_tokens_outside_of_the_boundaries_are_left_out(ten):
     item = {"input_ids": [*range(101, 106)], "seq_boundaries": (1, 4), "loss_mask": [0, 0, 1, 1, 1]}
 
     batch = dataset(ten, pad_seq_length_to_mult=1).collate_fn([item])
@@ -225,7 +223,7 @@ def test_tokens_outside_of_the_boundaries_are_left_out(ten: Path) -> None:
     assert batch["loss_mask"].tolist() == [[0, 1]]
 
 
-def test_metadata_gives_every_batch_one_shape(ten: Path, tmp_path: Path) -> None:
+def test_metadata_gives_every_batch_one_shape(ten, tmp_path):
     metadata = tmp_path / "64_metadata.jsonl"
     metadata.write_text(
         '[{"dataset_max_seqlen": 3, "max_samples_per_bin": 4, "pack_size": 64, "min_packed_seqlen": 6}]'
@@ -252,12 +250,12 @@ def test_metadata_gives_every_batch_one_shape(ten: Path, tmp_path: Path) -> None
         ({"tokenizer": SimpleNamespace(bos_id=1)}, "no whole number eos_id, eod or eos_token_id"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(ten: Path, settings: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_work_are_refused(ten, settings, words):
     with pytest.raises(SettingError, match=words):
         GPTSFTPackedParquetDataset(ten, **{"tokenizer": TOKENIZER} | settings)
 
 
-def test_arguments_for_data_that_is_not_packed_change_nothing(ten: Path) -> None:
+def test_arguments_for_data_that_is_not_packed_change_nothing(ten):
     rows = dataset(
         ten, add_bos=False, prompt_template="{input} {output}", memmap_workers=1, pad_seq_to_mult=None
     )
@@ -268,7 +266,7 @@ def test_arguments_for_data_that_is_not_packed_change_nothing(ten: Path) -> None
         assert other.collate_fn([other[0]])["tokens"][0, -1] == 9
 
 
-def test_files_that_hold_no_packed_rows_are_refused(tmp_path: Path) -> None:
+def test_files_that_hold_no_packed_rows_are_refused(tmp_path):
     pq.write_table(pa.table({"input_ids": [[1]], "seq_start_id": [[0]]}), tmp_path / "a.idx.parquet")
     empty = {name: pa.array([], pa.list_(pa.int32())) for name in ("input_ids", "loss_mask", "seq_start_id")}
     pq.write_table(pa.table(empty), tmp_path / "b.idx.parquet")
@@ -281,7 +279,7 @@ def test_files_that_hold_no_packed_rows_are_refused(tmp_path: Path) -> None:
         dataset(tmp_path / "none.idx.parquet")
 
 
-def test_rows_outside_of_the_data_are_no_rows(ten: Path) -> None:
+def test_rows_outside_of_the_data_are_no_rows(ten):
     rows = dataset(ten)
 
     for number in (10, -11):
@@ -324,14 +322,14 @@ def test_rows_outside_of_the_data_are_no_rows(ten: Path) -> None:
         ),
     ],
 )
-def test_items_that_are_no_packed_rows_are_refused(ten: Path, item: dict[str, Any], words: str) -> None:
+def test_items_that_are_no_packed_rows_are_refused(ten, item, words):
     with pytest.raises(DocumentsError, match=words):
         dataset(ten).collate_fn([item])
     with pytest.raises(DocumentsError, match="at least one packed row"):
         dataset(ten).collate_fn([])
 
 
-def test_a_row_that_is_too_long_is_said_with_its_file(ten: Path) -> None:
+def test_a_row_that_is_too_long_is_said_with_its_file(ten):
     rows = dataset(ten, max_seq_length=4)
 
     with pytest.raises(
@@ -350,7 +348,7 @@ def test_a_row_that_is_too_long_is_said_with_its_file(ten: Path) -> None:
         )
 
 
-def test_a_sound_row_is_valid() -> None:
+def test_a_sound_row_is_valid():
     GPTSFTPackedParquetDataset.validate_row(0, [1, 2, 3, 4], [1, 1, 0, 1], [0, 2])
 
 
@@ -365,7 +363,7 @@ def test_a_sound_row_is_valid() -> None:
         ([1] * 4, [0, 2, 2], "at index 2: 2, then 2; every document holds a token"),
     ],
 )
-def test_a_row_that_is_none_is_said_by_number(mask: list[int], starts: list[int], words: str) -> None:
+def test_a_row_that_is_none_is_said_by_number(mask, starts, words):
     with pytest.raises(DocumentsError, match=words):
         GPTSFTPackedParquetDataset.validate_row(7, [1, 2, 3, 4], mask, starts)
 
@@ -388,7 +386,7 @@ def stored_rows(stored: list[list[int]]) -> PackedRows:
 
 
 @given(ROWS)
-def test_documents_lie_where_rows_say(stored: list[list[int]]) -> None:
+def test_documents_lie_where_rows_say(stored):
     rows = stored_rows(stored).check()
 
     lengths = [length for row in stored for length in row]
@@ -438,12 +436,12 @@ TWO = stored_rows([[4, 2], [3]])
         ),
     ],
 )
-def test_rows_that_no_release_could_mean_are_refused(wrong: PackedRows, words: str) -> None:
+def test_rows_that_no_release_could_mean_are_refused(wrong, words):
     with pytest.raises(DocumentsError, match=words.replace("(", r"\(")):
         wrong.check()
 
 
-def test_the_refusal_names_the_row_as_it_is_asked_to_and_counts_those_like_it() -> None:
+def test_the_refusal_names_the_row_as_it_is_asked_to_and_counts_those_like_it():
     wrong = replace(stored_rows([[2], [2], [2]]), seq_start_id=np.array([0, 1, 1]))
 
     with pytest.raises(
@@ -452,13 +450,13 @@ def test_the_refusal_names_the_row_as_it_is_asked_to_and_counts_those_like_it() 
         wrong.check(lambda row: f"file.npy, row {row + 10:,}")
 
 
-def test_a_release_speaks_one_dialect() -> None:
+def test_a_release_speaks_one_dialect():
     releases = ("0.3.0", "v0.4.2", "0.5.1", "0.6", "0.7.0.dev0", "1.0")
 
     assert [as_dialect(release) for release in releases] == ["0.4", "0.4", "0.5", "0.6", "0.6", "0.6"]
 
 
 @pytest.mark.parametrize("wrong", ["", "0", "0.2.1", "main", "0.x"])
-def test_a_dialect_that_nobody_speaks_is_refused(wrong: str) -> None:
+def test_a_dialect_that_nobody_speaks_is_refused(wrong):
     with pytest.raises(SettingError, match=r"names no dialect .* '0\.4', '0\.5', '0\.6'"):
         as_dialect(wrong)

@@ -70,9 +70,7 @@ def packs_of(found: Microbatches) -> Iterator[list[int]]:
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 3), st.none() | st.integers(1, 4))
-def test_every_sample_stands_once_in_full_ranks_without_an_empty_micro_batch(
-    lengths: list[int], ranks: int, multiple: int, most: int | None
-) -> None:
+def test_every_sample_stands_once_in_full_ranks_without_an_empty_micro_batch(lengths, ranks, multiple, most):
     settings: dict[str, Any] = {"dp_size": ranks, "group_multiple": multiple, "max_samples": most}
     found = balance_microbatches(lengths, capacity=CAPACITY, work=WORK, fill="empty", **settings)
 
@@ -90,9 +88,7 @@ def test_every_sample_stands_once_in_full_ranks_without_an_empty_micro_batch(
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 3))
-def test_a_step_takes_no_longer_than_with_next_fit_and_no_less_than_the_bound(
-    lengths: list[int], ranks: int, multiple: int
-) -> None:
+def test_a_step_takes_no_longer_than_with_next_fit_and_no_less_than_the_bound(lengths, ranks, multiple):
     found = balance_microbatches(
         lengths, capacity=CAPACITY, dp_size=ranks, group_multiple=multiple, fill="empty", work=WORK
     )
@@ -106,7 +102,7 @@ def test_a_step_takes_no_longer_than_with_next_fit_and_no_less_than_the_bound(
         assert found.num_microbatches <= len(theirs) // ranks
 
 
-def test_the_step_of_the_lognormal_lengths_is_within_a_hundredth_of_the_bound() -> None:
+def test_the_step_of_the_lognormal_lengths_is_within_a_hundredth_of_the_bound():
     lengths = np.minimum(np.random.default_rng(0).lognormal(6.5, 1.2, 512).astype(int) + 1, 8192)
     found = balance_microbatches(lengths, capacity=16384, dp_size=8)
 
@@ -118,21 +114,21 @@ def test_the_step_of_the_lognormal_lengths_is_within_a_hundredth_of_the_bound() 
     assert found.rank_work.max() < 1.01 * found.rank_work.mean()
 
 
-def test_the_heavy_micro_batches_of_a_step_are_spread_over_the_ranks() -> None:
+def test_the_heavy_micro_batches_of_a_step_are_spread_over_the_ranks():
     found = balance_microbatches([60, 50, 40, 30], capacity=60, dp_size=2, work=(1.0, 0.0))
 
     assert [found.samples(number, 0).tolist() for number in (0, 1)] == [[0], [3]]
     assert found.rank_work.tolist() == [90.0, 90.0]
 
 
-def test_ids_are_those_given_and_context_ranks_share_a_micro_batch() -> None:
+def test_ids_are_those_given_and_context_ranks_share_a_micro_batch():
     found = balance_microbatches([5, 6, 7, 8], capacity=8, dp_size=2, cp_size=2, ids=[40, 30, 20, 10])
 
     assert found.to_lists() == [[[10], [10], [20], [20]], [[40], [40], [30], [30]]]
     assert (found.seqlen_sum, found.seqlen_squared_sum) == (26, 25 + 36 + 49 + 64)
 
 
-def test_an_overlong_sample_is_refused_by_name_or_runs_alone() -> None:
+def test_an_overlong_sample_is_refused_by_name_or_runs_alone():
     lengths = [70, 5, 99, 5, 5, 5]
 
     with pytest.raises(
@@ -144,9 +140,7 @@ def test_an_overlong_sample_is_refused_by_name_or_runs_alone() -> None:
 
 
 @given(LENGTHS, st.lists(st.integers(CAPACITY + 1, 200), max_size=6), st.integers(1, 4))
-def test_overlong_samples_never_share_a_micro_batch(
-    lengths: list[int], overlong: list[int], ranks: int
-) -> None:
+def test_overlong_samples_never_share_a_micro_batch(lengths, overlong, ranks):
     everyone = overlong + lengths
     found = balance_microbatches(
         everyone, capacity=CAPACITY, dp_size=ranks, overlong="alone", fill="empty", work=WORK
@@ -158,7 +152,7 @@ def test_overlong_samples_never_share_a_micro_batch(
     assert all(sum(everyone[n] for n in pack) <= CAPACITY for pack in packs if len(pack) > 1)
 
 
-def test_fewer_samples_than_ranks_are_refused_with_what_would_do() -> None:
+def test_fewer_samples_than_ranks_are_refused_with_what_would_do():
     with pytest.raises(
         DocumentsError, match=r"2 samples can't fill 4 micro-batches, 4 at a time .*give at least 4 samples"
     ):
@@ -166,7 +160,7 @@ def test_fewer_samples_than_ranks_are_refused_with_what_would_do() -> None:
 
 
 @pytest.mark.parametrize(("fill", "last"), [("empty", [[], []]), ("repeat", [[7], [7]])])
-def test_the_dummies_of_a_short_step_are_named(fill: Any, last: list[list[int]]) -> None:
+def test_the_dummies_of_a_short_step_are_named(fill, last):
     found = balance_microbatches([5, 6], capacity=8, dp_size=2, group_multiple=2, fill=fill, ids=[7, 8])
 
     assert found.to_lists() == [[[8], [7]], last]
@@ -175,7 +169,7 @@ def test_the_dummies_of_a_short_step_are_named(fill: Any, last: list[list[int]])
     assert found.seqlen_sum == 11
 
 
-def test_schedules_and_packers_load_no_torch() -> None:
+def test_schedules_and_packers_load_no_torch():
     script = (
         "import sys; from varlen.adapters.megatron import DpBalancedScheduler, balance_microbatches; "
         "from varlen.adapters.nemo_rl import get_packer; get_packer('balanced', 8).pack([3, 4, 5]); "
@@ -184,16 +178,16 @@ def test_schedules_and_packers_load_no_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_step_without_samples_has_no_micro_batches() -> None:
+def test_a_step_without_samples_has_no_micro_batches():
     assert balance_microbatches([], capacity=8, dp_size=2).to_lists() == []
 
 
-def test_ids_beyond_int64_are_refused_and_not_changed() -> None:
+def test_ids_beyond_int64_are_refused_and_not_changed():
     with pytest.raises(DocumentsError, match="id 9,223,372,036,854,775,813 is over"):
         balance_microbatches([3, 4], capacity=8, dp_size=2, ids=np.array([2**63 + 5, 1], dtype=np.uint64))
 
 
-def test_the_loss_of_dummies_is_masked_and_no_other() -> None:
+def test_the_loss_of_dummies_is_masked_and_no_other():
     found = balance_microbatches([5, 6], capacity=8, dp_size=2, group_multiple=2, fill="repeat")
     samples = [{"loss_mask": torch.ones(5)}, {"loss_mask": torch.ones(5)}]
 
@@ -222,7 +216,7 @@ def test_the_loss_of_dummies_is_masked_and_no_other() -> None:
         ({"work": (0, 0)}, SettingError, "work must be two numbers of at least 0"),
     ],
 )
-def test_what_can_t_be_scheduled_is_refused(settings: dict[str, Any], error: type, words: str) -> None:
+def test_what_can_t_be_scheduled_is_refused(settings, error, words):
     given_settings: dict[str, Any] = {"lengths": [3, 2], "capacity": 8, "dp_size": 1} | settings
 
     with pytest.raises(error, match=words):
@@ -244,7 +238,7 @@ class Balanced(DpBalancedScheduler, TheirRun):
     """As a user writes it, to have `run` from Megatron-Core."""
 
 
-def test_a_class_that_inherits_from_both_runs_the_balanced_schedule() -> None:
+def test_a_class_that_inherits_from_both_runs_the_balanced_schedule():
     scheduler = Balanced(4, 2, 2, 2, max_num_seqs=1)
 
     assert scheduler.run([(0, 5), (1, 2), (2, 6), (3, 3)], rank=0) == [[2], [1]]
@@ -266,14 +260,12 @@ def test_a_class_that_inherits_from_both_runs_the_balanced_schedule() -> None:
         ((4, 1, 2, None), {"overlong": "cut"}, "overlong must be one of"),
     ],
 )
-def test_a_schedulers_settings_are_refused_when_it_is_made(
-    sizes: tuple[Any, ...], settings: dict[str, Any], words: str
-) -> None:
+def test_a_schedulers_settings_are_refused_when_it_is_made(sizes, settings, words):
     with pytest.raises(SettingError, match=words):
         DpBalancedScheduler(*sizes, **settings)
 
 
-def test_a_sample_is_padded_and_its_padding_masked() -> None:
+def test_a_sample_is_padded_and_its_padding_masked():
     sample = build_unpacked_sequence_sample(
         [5, 6, 7, 8, 9], [6, 7, 8, 9, 0], [0, 1, 0.5, 1, 1], pad_to_multiple_of=4, pad_token_id=99
     )
@@ -291,7 +283,7 @@ def test_a_sample_is_padded_and_its_padding_masked() -> None:
     assert fold_alignment_padding(sample)["original_seq_len"].tolist() == [8]
 
 
-def test_a_sample_without_tokens_or_with_other_lengths_is_refused() -> None:
+def test_a_sample_without_tokens_or_with_other_lengths_is_refused():
     with pytest.raises(DocumentsError, match="an empty sequence makes no sample"):
         build_unpacked_sequence_sample([], [], [], pad_to_multiple_of=1, pad_token_id=0)
     with pytest.raises(DocumentsError, match="must have the same length; got 2, 1 and 2"):
@@ -300,7 +292,7 @@ def test_a_sample_without_tokens_or_with_other_lengths_is_refused() -> None:
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_a_packed_batch_comes_apart_into_its_documents(layout: Any, multiple: int) -> None:
+def test_a_packed_batch_comes_apart_into_its_documents(layout, multiple):
     documents = [[11, 12, 13], [21, 22, 23, 24, 25], [31, 32]]
     packing = vl.pack([3, 5, 2], capacity=8, method="next_fit", document_multiple_of=multiple)
     batch = vl.collate(documents, packing, layout=layout, pad_id=0)

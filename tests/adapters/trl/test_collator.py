@@ -49,7 +49,7 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @given(rows())
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-def test_the_batch_is_trls_own_value_for_value(batch: list[dict[str, Any]]) -> None:
+def test_the_batch_is_trls_own_value_for_value(batch):
     same(
         DataCollatorForLanguageModeling(7, padding_free=True)(batch),
         Theirs(pad_token_id=7, padding_free=True)(batch),
@@ -58,9 +58,7 @@ def test_the_batch_is_trls_own_value_for_value(batch: list[dict[str, Any]]) -> N
 
 @given(rows(), st.integers(1, 300))
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-def test_padding_is_one_segment_a_token_there_and_one_in_128_here(
-    batch: list[dict[str, Any]], multiple: int
-) -> None:
+def test_padding_is_one_segment_a_token_there_and_one_in_128_here(batch, multiple):
     theirs = Theirs(pad_token_id=7, padding_free=True, pad_to_multiple_of=multiple)(batch)
     ours = flat(7, pad_to_multiple_of=multiple)(batch)
 
@@ -76,7 +74,7 @@ def test_padding_is_one_segment_a_token_there_and_one_in_128_here(
     assert ours["max_length_q"] == int(ours["cu_seq_lens_q"].diff().max())
 
 
-def test_an_empty_row_makes_ids_fractions_there_and_is_left_out_here() -> None:
+def test_an_empty_row_makes_ids_fractions_there_and_is_left_out_here():
     batch = [{"input_ids": []}, {"input_ids": [1, 2]}]
 
     assert Theirs(pad_token_id=0, padding_free=True)(batch)["input_ids"].dtype == torch.float32
@@ -85,7 +83,7 @@ def test_an_empty_row_makes_ids_fractions_there_and_is_left_out_here() -> None:
     assert ours["cu_seq_lens_q"].tolist() == [0, 2]
 
 
-def test_lengths_that_are_not_those_of_the_row_are_refused() -> None:
+def test_lengths_that_are_not_those_of_the_row_are_refused():
     collate = flat(0)
 
     with pytest.raises(DocumentsError, match=r"row 1 add up to 3, and the row has 2 tokens \(1 of 2 rows"):
@@ -96,7 +94,7 @@ def test_lengths_that_are_not_those_of_the_row_are_refused() -> None:
         collate([{"input_ids": [1, 2], "seq_lengths": [2]}, {"input_ids": [1, 2]}])
 
 
-def test_masks_without_labels_would_be_lost_and_are_refused() -> None:
+def test_masks_without_labels_would_be_lost_and_are_refused():
     row = {"input_ids": [1, 2], "completion_mask": [0, 1]}
 
     with pytest.raises(DocumentsError, match="'completion_mask' and no 'labels'"):
@@ -104,7 +102,7 @@ def test_masks_without_labels_would_be_lost_and_are_refused() -> None:
     assert flat(0)([row | {"labels": [-100, 2]}])["labels"].tolist() == [[-100, 2]]
 
 
-def test_other_columns_travel_along_when_they_are_named() -> None:
+def test_other_columns_travel_along_when_they_are_named():
     batch = [{"input_ids": [1, 2], "weights": [0.5, 1.0]}, {"input_ids": [3], "weights": [2.0]}]
 
     assert "weights" not in flat(0)(batch)
@@ -113,9 +111,7 @@ def test_other_columns_travel_along_when_they_are_named() -> None:
 
 @given(rows(), st.booleans(), st.sampled_from([None, 1, 8, 64]), st.booleans())
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-def test_padded_rows_are_trls_own_value_for_value_and_the_default(
-    batch: list[dict[str, Any]], positions: bool, multiple: int | None, as_arrow: bool
-) -> None:
+def test_padded_rows_are_trls_own_value_for_value_and_the_default(batch, positions, multiple, as_arrow):
     for row in batch:
         if "seq_lengths" in row:
             row["seq_lengths"] = [len(row["input_ids"])]
@@ -128,7 +124,7 @@ def test_padded_rows_are_trls_own_value_for_value_and_the_default(
     same(ours, theirs)
 
 
-def test_rows_of_several_documents_leak_when_padded_there_and_are_refused_here() -> None:
+def test_rows_of_several_documents_leak_when_padded_there_and_are_refused_here():
     row = {"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}
 
     assert Theirs(0)([row])["attention_mask"].tolist() == [[1, 1, 1]]
@@ -138,7 +134,7 @@ def test_rows_of_several_documents_leak_when_padded_there_and_are_refused_here()
         DataCollatorForLanguageModeling(0)([{"input_ids": [4], "seq_lengths": [1]}, row])
 
 
-def test_bad_rows_are_refused_when_padded_as_well() -> None:
+def test_bad_rows_are_refused_when_padded_as_well():
     collate = DataCollatorForLanguageModeling(0)
 
     with pytest.raises(DocumentsError, match=r"row 1 has 2 input_ids, but 1 labels \(1 of 2 rows differ\)"):
@@ -157,7 +153,7 @@ def test_bad_rows_are_refused_when_padded_as_well() -> None:
     assert carried.tolist() == [[0.5, 1.0], [2.0, 0.0]]
 
 
-def test_settings_are_read_and_written_as_trls() -> None:
+def test_settings_are_read_and_written_as_trls():
     collate = DataCollatorForLanguageModeling(0)
     collate.padding_free = True
 
@@ -167,7 +163,7 @@ def test_settings_are_read_and_written_as_trls() -> None:
         collate([{"input_ids": [1]}])
 
 
-def test_other_tensors_are_refused() -> None:
+def test_other_tensors_are_refused():
     with pytest.raises(SettingError, match='"pt"'):
         flat(0, return_tensors="np")
     with pytest.raises(SettingError, match="\"pt\", as in TRL; got 'np'"):
@@ -176,7 +172,7 @@ def test_other_tensors_are_refused() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_positions_of_packed_rows_are_trls_own(rows: list[list[int]]) -> None:
+def test_positions_of_packed_rows_are_trls_own(rows):
     ours = DataCollatorForLanguageModeling.get_position_ids_from_packed_seq_lengths(rows)
     theirs = Theirs.get_position_ids_from_packed_seq_lengths(rows)
 
@@ -184,7 +180,7 @@ def test_positions_of_packed_rows_are_trls_own(rows: list[list[int]]) -> None:
     assert [row.tolist() for row in ours] == [row.tolist() for row in theirs]
 
 
-def test_lengths_of_0_shift_positions_there_and_take_no_place_here() -> None:
+def test_lengths_of_0_shift_positions_there_and_take_no_place_here():
     rows = [[2, 0, 3], [0]]
 
     ours = DataCollatorForLanguageModeling.get_position_ids_from_packed_seq_lengths(rows)

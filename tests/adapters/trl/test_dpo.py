@@ -32,7 +32,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: str(loss["loss_type"]))
-def test_loss_gradients_and_metrics_are_trl_s_on_the_same_pairs(loss: Any, tmp_path: Any) -> None:
+def test_loss_gradients_and_metrics_are_trl_s_on_the_same_pairs(loss, tmp_path):
     theirs = trained(DPOTrainer, tmp_path / "theirs", **loss)
     ours = trained(PackedDPOTrainer, tmp_path / "ours", attention="varlen", **loss)
 
@@ -42,7 +42,7 @@ def test_loss_gradients_and_metrics_are_trl_s_on_the_same_pairs(loss: Any, tmp_p
         assert ours.state.log_history[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_step_of_packs_is_the_mean_over_its_pairs(tmp_path: Any) -> None:
+def test_a_step_of_packs_is_the_mean_over_its_pairs(tmp_path):
     theirs = trained(DPOTrainer, tmp_path / "theirs")
     packs = {"capacity": 160, "per_device_train_batch_size": 1}
     few = len(PairPacks(theirs.train_dataset, 160))
@@ -65,7 +65,7 @@ class Counting(PackedDPOTrainer):
         return super().training_step(model, inputs, *args, **rest)
 
 
-def test_packs_of_pairs_go_on_from_a_checkpoint_and_none_comes_twice(tmp_path: Any) -> None:
+def test_packs_of_pairs_go_on_from_a_checkpoint_and_none_comes_twice(tmp_path):
     settings = {
         "attention": "varlen",
         "capacity": 160,
@@ -86,7 +86,7 @@ def test_packs_of_pairs_go_on_from_a_checkpoint_and_none_comes_twice(tmp_path: A
         assert torch.equal(ours, theirs)
 
 
-def test_documents_of_a_batch_do_not_see_each_other(tmp_path: Any) -> None:
+def test_documents_of_a_batch_do_not_see_each_other(tmp_path):
     theirs = trained(DPOTrainer, tmp_path / "theirs", max_steps=1)
     ours = trained(PackedDPOTrainer, tmp_path / "ours", max_steps=1)
     ours.model.set_attn_implementation("sdpa")
@@ -107,7 +107,7 @@ def _padded(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "packed"}
 
 
-def test_evaluation_and_references_computed_ahead_are_trl_s(tmp_path: Any) -> None:
+def test_evaluation_and_references_computed_ahead_are_trl_s(tmp_path):
     settings = {"eval_dataset": pairs(6, seed=1), "precompute_ref_log_probs": True, "max_steps": 1}
     theirs = trained(DPOTrainer, tmp_path / "theirs", **settings)
     ours = trained(PackedDPOTrainer, tmp_path / "ours", capacity=320, **settings)
@@ -118,9 +118,7 @@ def test_evaluation_and_references_computed_ahead_are_trl_s(tmp_path: Any) -> No
 @given(
     st.lists(st.tuples(*[st.integers(1, 20)] * 3), min_size=1, max_size=40), st.integers(1, 4), st.booleans()
 )
-def test_every_pair_stands_in_one_pack_and_packs_divide_among_ranks(
-    sizes: list[tuple[int, int, int]], ranks: int, is_shuffled: bool
-) -> None:
+def test_every_pair_stands_in_one_pack_and_packs_divide_among_ranks(sizes, ranks, is_shuffled):
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     rows = Dataset.from_list(
         [{name: [number] * size for name, size in zip(names, row)} for number, row in enumerate(sizes)]
@@ -136,7 +134,7 @@ def test_every_pair_stands_in_one_pack_and_packs_divide_among_ranks(
         assert sum(tokens) <= 90
 
 
-def test_pairs_that_don_t_fit_or_aren_t_stored_are_refused(tmp_path: Any) -> None:
+def test_pairs_that_don_t_fit_or_aren_t_stored_are_refused(tmp_path):
     with pytest.raises(OverlongDocumentError):
         trained(PackedDPOTrainer, tmp_path, capacity=30)
     with pytest.raises(DocumentsError, match="leave capacity out where pairs are streamed"):
@@ -144,7 +142,7 @@ def test_pairs_that_don_t_fit_or_aren_t_stored_are_refused(tmp_path: Any) -> Non
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_values_go_where_they_would_stand_in_padded_rows(lengths: list[int]) -> None:
+def test_values_go_where_they_would_stand_in_padded_rows(lengths):
     values = torch.arange(1.0, sum(lengths))  # one for each token but the last
 
     rows = padded_rows(values, torch.tensor(lengths), max(lengths) + 1)

@@ -87,9 +87,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("strategy", "length", "given_", "expected"), PUBLISHED)
-def test_it_returns_what_trl_s_own_tests_expect(
-    strategy: str, length: int, given_: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_it_returns_what_trl_s_own_tests_expect(strategy, length, given_, expected):
     stored = Dataset.from_dict(given_)
 
     assert pack_dataset(stored, length, strategy).to_dict() == expected
@@ -97,7 +95,7 @@ def test_it_returns_what_trl_s_own_tests_expect(
     assert next(iter(streamed.batch(batch_size=100))) == expected
 
 
-def test_the_old_name_of_splitting_still_works_and_says_the_new_one() -> None:
+def test_the_old_name_of_splitting_still_works_and_says_the_new_one():
     stored = Dataset.from_dict(OVERLONG)
 
     with pytest.warns(FutureWarning, match='"bfd-requeue" is now called "bfd_split"'):
@@ -119,9 +117,7 @@ def chunked(documents: Dataset, size: int) -> Dataset:
     st.sampled_from([None, pa.large_list(pa.int32()), pa.list_(pa.string()), pa.list_(pa.float32())]),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_rows_are_trl_s_where_trl_sees_the_whole_set(
-    lengths: list[int], length: int, strategy: str, chunk: int, kind: pa.DataType | None
-) -> None:
+def test_the_rows_are_trl_s_where_trl_sees_the_whole_set(lengths, length, strategy, chunk, kind):
     stored = numbered(lengths, kind)
 
     theirs = trl_pack_dataset(stored, length, strategy, ONE_BATCH)
@@ -138,9 +134,7 @@ def test_the_rows_are_trl_s_where_trl_sees_the_whole_set(
     st.sampled_from(STRATEGIES),
 )
 @settings(max_examples=30, deadline=None)
-def test_a_set_shuffled_or_selected_from_is_packed_in_its_new_order(
-    lengths: list[int], length: int, strategy: str
-) -> None:
+def test_a_set_shuffled_or_selected_from_is_packed_in_its_new_order(lengths, length, strategy):
     stored = numbered(lengths)
     order = np.random.default_rng(len(lengths)).permutation(len(lengths))
     copied = Dataset.from_dict(stored[order.tolist()], features=stored.features)
@@ -150,7 +144,7 @@ def test_a_set_shuffled_or_selected_from_is_packed_in_its_new_order(
     )
 
 
-def test_missing_values_and_flags_travel_along() -> None:
+def test_missing_values_and_flags_travel_along():
     stored = Dataset.from_dict(
         {"input_ids": [[1, None, 3], [4], [5, 6]], "flags": [[True, False, True], [False], [True, True]]}
     )
@@ -161,7 +155,7 @@ def test_missing_values_and_flags_travel_along() -> None:
     assert packed["flags"] == [[True, False, True], [True, True, False]]
 
 
-def test_a_whole_set_needs_fewer_rows_than_batches_of_a_thousand() -> None:
+def test_a_whole_set_needs_fewer_rows_than_batches_of_a_thousand():
     lengths = np.random.default_rng(0).integers(200, 900, 3000)
     stored = numbered(lengths.tolist())
 
@@ -172,7 +166,7 @@ def test_a_whole_set_needs_fewer_rows_than_batches_of_a_thousand() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_neither_processes_nor_batch_sizes_change_the_rows(strategy: str) -> None:
+def test_neither_processes_nor_batch_sizes_change_the_rows(strategy):
     stored = numbered(np.random.default_rng(1).integers(0, 40, 300).tolist())
     expected = pack_dataset(stored, 32, strategy).to_dict()
 
@@ -180,7 +174,7 @@ def test_neither_processes_nor_batch_sizes_change_the_rows(strategy: str) -> Non
     assert pack_dataset(stored, 32, strategy, {"batch_size": 7, "writer_batch_size": 3}).to_dict() == expected
 
 
-def test_what_is_cut_off_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_cut_off_is_counted_and_logged(caplog):
     with caplog.at_level(logging.WARNING, "varlen"):
         pack_dataset(Dataset.from_dict(OVERLONG), 3, "bfd")
 
@@ -190,7 +184,7 @@ def test_what_is_cut_off_is_counted_and_logged(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
-def test_where_nothing_is_lost_nothing_is_logged(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_is_lost_nothing_is_logged(strategy, caplog):
     with caplog.at_level(logging.WARNING, "varlen"):
         packed = pack_dataset(Dataset.from_dict(OVERLONG), 3, strategy)
 
@@ -200,7 +194,7 @@ def test_where_nothing_is_lost_nothing_is_logged(strategy: str, caplog: pytest.L
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("documents", [[], [[], []]])
-def test_a_set_without_tokens_gives_no_rows(strategy: str, documents: list[list[int]]) -> None:
+def test_a_set_without_tokens_gives_no_rows(strategy, documents):
     features = Features({"input_ids": [Value("int64")], "labels": [Value("int64")]})
     stored = Dataset.from_dict({"input_ids": documents, "labels": documents}, features=features)
 
@@ -227,12 +221,12 @@ def test_a_set_without_tokens_gives_no_rows(strategy: str, documents: list[list[
         ({}, "no columns"),
     ],
 )
-def test_columns_that_can_t_be_packed_are_named(documents: dict[str, Any], words: str) -> None:
+def test_columns_that_can_t_be_packed_are_named(documents, words):
     with pytest.raises(DocumentsError, match=words):
         pack_dataset(Dataset.from_dict(documents), 4)
 
 
-def test_a_stream_names_columns_that_can_t_be_packed_too() -> None:
+def test_a_stream_names_columns_that_can_t_be_packed_too():
     stream = Dataset.from_dict({"a": [[1], [1, 2]], "b": [[1], [1]]}).to_iterable_dataset()
 
     with pytest.raises(DocumentsError, match="row 1 has 2 values in 'a' but 1 in 'b'"):
@@ -262,15 +256,13 @@ def test_a_stream_names_columns_that_can_t_be_packed_too() -> None:
         (lambda d: pack_dataset([[1, 2]], 4), DocumentsError, "got list; make one with"),
     ],
 )
-def test_settings_that_can_t_be_are_refused_in_a_sentence(
-    call: Any, error: type[Exception], words: str
-) -> None:
+def test_settings_that_can_t_be_are_refused_in_a_sentence(call, error, words):
     with pytest.raises(error, match=words):
         call(Dataset.from_dict(OVERLONG))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_format_is_kept(strategy: str) -> None:
+def test_the_format_is_kept(strategy):
     stored = Dataset.from_dict(MASKED).with_format("torch", columns=["input_ids"], dtype=None)
 
     ours, theirs = pack_dataset(stored, 4, strategy), trl_pack_dataset(stored, 4, strategy)
@@ -280,7 +272,7 @@ def test_the_format_is_kept(strategy: str) -> None:
     assert ours.split == theirs.split
 
 
-def test_each_set_of_a_dictionary_is_packed_by_itself() -> None:
+def test_each_set_of_a_dictionary_is_packed_by_itself():
     sets = DatasetDict({"train": Dataset.from_dict(MASKED), "test": Dataset.from_dict(OVERLONG)})
 
     packed = pack_dataset(sets, 4)
@@ -291,7 +283,7 @@ def test_each_set_of_a_dictionary_is_packed_by_itself() -> None:
     }
 
 
-def test_a_set_on_disk_is_packed_once_and_read_again(tmp_path: Any) -> None:
+def test_a_set_on_disk_is_packed_once_and_read_again(tmp_path):
     numbered([3, 5, 2, 7]).save_to_disk(tmp_path / "set")
     stored = load_from_disk(tmp_path / "set")
 
@@ -322,7 +314,7 @@ def loss_of(documents: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_packed_set_trains_with_the_loss_of_its_documents(tmp_path: Any, is_streamed: bool) -> None:
+def test_a_packed_set_trains_with_the_loss_of_its_documents(tmp_path, is_streamed):
     random = np.random.default_rng(4)
     documents = [random.integers(0, 256, size).tolist() for size in random.integers(2, 60, 24)]
     stored = Dataset.from_dict({"input_ids": documents, "labels": documents})
@@ -371,7 +363,7 @@ def streamed_lengths() -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
-def test_a_stream_loses_nothing_between_its_windows(strategy: str) -> None:
+def test_a_stream_loses_nothing_between_its_windows(strategy):
     lengths = streamed_lengths()
     stream = numbered(lengths).to_iterable_dataset()
 
@@ -383,7 +375,7 @@ def test_a_stream_loses_nothing_between_its_windows(strategy: str) -> None:
     assert strategy == "wrapped" or all(sum(row["seq_lengths"]) == len(row["input_ids"]) for row in rows)
 
 
-def test_rows_of_a_stream_keep_documents_whole() -> None:
+def test_rows_of_a_stream_keep_documents_whole():
     lengths = streamed_lengths()
     begins = np.cumsum([0, *lengths])
     stream = numbered(lengths).to_iterable_dataset()
@@ -395,7 +387,7 @@ def test_rows_of_a_stream_keep_documents_whole() -> None:
             assert row["input_ids"][begin:end] == list(range(begins[document], begins[document + 1]))
 
 
-def test_windows_that_carry_over_need_fewer_rows_than_batches_by_themselves() -> None:
+def test_windows_that_carry_over_need_fewer_rows_than_batches_by_themselves():
     stream = numbered(np.random.default_rng(3).integers(200, 900, 1000).tolist()).to_iterable_dataset()
 
     ours = list(pack_dataset(stream, 4096, map_kwargs={"batch_size": 50}))
@@ -404,7 +396,7 @@ def test_windows_that_carry_over_need_fewer_rows_than_batches_by_themselves() ->
     assert len(ours) < len(theirs)
 
 
-def test_a_stream_says_at_its_end_what_was_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_says_at_its_end_what_was_cut_off(caplog):
     stream = Dataset.from_dict(OVERLONG).to_iterable_dataset()
 
     with caplog.at_level(logging.WARNING, "varlen"):
@@ -415,7 +407,7 @@ def test_a_stream_says_at_its_end_what_was_cut_off(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("form", mostly(["numpy"], [None, "numpy"]))
-def test_a_stream_goes_on_from_any_row(strategy: str, form: str | None) -> None:
+def test_a_stream_goes_on_from_any_row(strategy, form):
     def stream() -> IterableDataset:
         documents = numbered(streamed_lengths()[:60]).to_iterable_dataset(num_shards=2).with_format(form)
         return pack_dataset(documents, 48, strategy, {"batch_size": 8})
@@ -433,7 +425,7 @@ def test_a_stream_goes_on_from_any_row(strategy: str, form: str | None) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_two_ranks_share_the_rows_of_a_stream(shards: int) -> None:
+def test_two_ranks_share_the_rows_of_a_stream(shards):
     lengths = streamed_lengths()
     stream = numbered(lengths).to_iterable_dataset(num_shards=shards)
     packed = pack_dataset(stream, 64, "bfd_split", {"batch_size": 50})
@@ -448,7 +440,7 @@ def test_two_ranks_share_the_rows_of_a_stream(shards: int) -> None:
     assert sorted(taken) == list(range(sum(lengths)))
 
 
-def test_workers_share_the_rows_of_a_stream() -> None:
+def test_workers_share_the_rows_of_a_stream():
     lengths = streamed_lengths()
     stream = numbered(lengths).to_iterable_dataset(num_shards=4)
     packed = pack_dataset(stream, 64, "bfd_split", {"batch_size": 50})
@@ -458,7 +450,7 @@ def test_workers_share_the_rows_of_a_stream() -> None:
     assert sorted(int(token) for row in rows for token in row["input_ids"]) == list(range(sum(lengths)))
 
 
-def test_a_shuffled_stream_comes_in_another_order_each_epoch() -> None:
+def test_a_shuffled_stream_comes_in_another_order_each_epoch():
     lengths = streamed_lengths()
     stream = numbered(lengths).to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=50)
     packed = pack_dataset(stream, 64, "bfd_split", {"batch_size": 50})
@@ -473,7 +465,7 @@ def test_a_shuffled_stream_comes_in_another_order_each_epoch() -> None:
 
 
 @pytest.mark.parametrize("features", [None, Features({"input_ids": [Value("int32")]})])
-def test_a_stream_of_python_rows_may_begin_with_an_empty_one(features: Features | None) -> None:
+def test_a_stream_of_python_rows_may_begin_with_an_empty_one(features):
     def rows() -> Any:
         for size in range(6):
             yield {"input_ids": list(range(size))}
@@ -485,7 +477,7 @@ def test_a_stream_of_python_rows_may_begin_with_an_empty_one(features: Features 
     assert [row["seq_lengths"] for row in packed] == [[5], [4, 1], [3, 2]]
 
 
-def test_a_stream_whose_rows_change_their_type_is_refused() -> None:
+def test_a_stream_whose_rows_change_their_type_is_refused():
     def rows() -> Any:
         yield {"input_ids": [1]}
         yield {"input_ids": ["a"]}
@@ -494,7 +486,7 @@ def test_a_stream_whose_rows_change_their_type_is_refused() -> None:
         list(pack_dataset(IterableDataset.from_generator(rows), 4, map_kwargs={"batch_size": 1}))
 
 
-def test_documents_are_let_go_once_they_are_handed_out() -> None:
+def test_documents_are_let_go_once_they_are_handed_out():
     kept = _Kept(marked=True)
     lengths = kept.take_in(numbered([5, 2, 6, 3, 0]).data.table)
     kept.note(lengths)

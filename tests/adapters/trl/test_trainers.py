@@ -91,7 +91,7 @@ def one_step(
 
 
 @pytest.mark.parametrize("batches", [1, 3])
-def test_a_packed_set_has_the_loss_and_gradients_of_its_documents(batches: int, tmp_path: Path) -> None:
+def test_a_packed_set_has_the_loss_and_gradients_of_its_documents(batches, tmp_path):
     documents = token_lists()
     rows = pack_dataset(Dataset.from_dict({"input_ids": documents, "labels": documents}), 96)
 
@@ -112,9 +112,7 @@ def test_a_packed_set_has_the_loss_and_gradients_of_its_documents(batches: int, 
     ids=lambda collator: type(collator).__name__,
 )
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
-def test_our_collators_have_the_loss_and_gradients_of_their_documents(
-    collator: Any, attention: str, tmp_path: Path
-) -> None:
+def test_our_collators_have_the_loss_and_gradients_of_their_documents(collator, attention, tmp_path):
     documents = token_lists()
     rows = Dataset.from_dict({"input_ids": documents, "labels": documents})
 
@@ -144,9 +142,7 @@ def without_positions(attention: str) -> Any:
     [(make, name) for make in (tiny_llama, windowed) for name in ("varlen", "sdpa", "eager")]
     + [(without_positions, "sdpa")],
 )
-def test_a_loader_has_the_loss_and_gradients_of_its_documents(
-    make: Any, attention: str, store: Path, tmp_path: Path
-) -> None:
+def test_a_loader_has_the_loss_and_gradients_of_its_documents(make, attention, store, tmp_path):
     recorder = Recorder()
     args = arguments(tmp_path, SFTConfig, **SETTINGS, max_steps=1)
     trainer = PackedSFTTrainer(
@@ -167,7 +163,7 @@ def test_a_loader_has_the_loss_and_gradients_of_its_documents(
     assert trainer.state.log_history[0]["num_tokens"] == sum(batch.num_tokens for batch in batches)
 
 
-def test_a_loader_goes_on_from_a_checkpoint_and_no_document_comes_twice(store: Path, tmp_path: Path) -> None:
+def test_a_loader_goes_on_from_a_checkpoint_and_no_document_comes_twice(store, tmp_path):
     def made(folder: str, **changes: Any) -> Any:
         args = arguments(tmp_path / folder, SFTConfig, **SETTINGS, **changes)
         loader = packed_loader(args, store)
@@ -187,7 +183,7 @@ def test_a_loader_goes_on_from_a_checkpoint_and_no_document_comes_twice(store: P
         assert torch.equal(ours, theirs)
 
 
-def test_documents_can_count_the_same_in_sft_too(store: Path, tmp_path: Path) -> None:
+def test_documents_can_count_the_same_in_sft_too(store, tmp_path):
     args = arguments(tmp_path, SFTConfig, **SETTINGS, max_steps=1)
     trainer = PackedSFTTrainer(
         model=tiny_llama(),

@@ -56,7 +56,7 @@ def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 
 
 @given(st.data(), st.integers(1, 90), st.sampled_from([2, 4, 8]))
-def test_rows_are_dealt_as_the_cuts_say(data: st.DataObject, length: int, num_ranks: int) -> None:
+def test_rows_are_dealt_as_the_cuts_say(data, length, num_ranks):
     slices = data.draw(cuts(length))
     owners = [owner_of(token, slices, num_ranks) for token in range(length)]
 
@@ -77,7 +77,7 @@ def test_rows_are_dealt_as_the_cuts_say(data: st.DataObject, length: int, num_ra
 
 @pytest.mark.parametrize("start", [0, 64])
 @pytest.mark.parametrize("stop", [64, 96, 128])
-def test_every_rank_has_the_same_work_of_a_slice_of_either_pass(start: int, stop: int) -> None:
+def test_every_rank_has_the_same_work_of_a_slice_of_either_pass(start, stop):
     dealing = deal([0, 64, 128, 0, 96, 128], 4)
 
     shares = [dealing.ranges(rank, start, stop) for rank in range(4)]
@@ -136,19 +136,19 @@ def check(model: Any, plan: StepPlan) -> Any:
 
 @given(plans())
 @examples(8, 15)
-def test_ranks_that_share_documents_add_up_to_the_uncut_model(plan: StepPlan) -> None:
+def test_ranks_that_share_documents_add_up_to_the_uncut_model(plan):
     check(tiny("llama"), plan)
 
 
 @given(plans(), st.sampled_from([1, 3, 9, 17]))
 @examples(8, 15)
-def test_windows_of_shared_documents_are_those_of_the_uncut_model(plan: StepPlan, window: int) -> None:
+def test_windows_of_shared_documents_are_those_of_the_uncut_model(plan, window):
     check(tiny("mistral", sliding_window=window), plan)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 2))
 @examples(4, 10)
-def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int) -> None:
+def test_shared_documents_go_through_pipelines(seed, pp, virtual):
     mesh = Mesh(dp=4, pp=pp, virtual_stages=virtual if pp > 1 else 1)
     plan = random_plan(seed, mesh=mesh)
     assume(plan.lengths.max(initial=0) > 1)
@@ -163,7 +163,7 @@ def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int)
 
 @given(plans(), st.sampled_from([None, 3, 17]))
 @examples(6, 12)
-def test_shared_documents_may_wait_in_host_memory(plan: StepPlan, window: int | None) -> None:
+def test_shared_documents_may_wait_in_host_memory(plan, window):
     model = tiny("mistral", sliding_window=window, num_hidden_layers=3)
     check(model, replace(plan, offload="kv"))
 
@@ -174,7 +174,7 @@ def shared_by_two(cuts: list[tuple[int, int]], **settings: Any) -> StepPlan:
     return plan_of([cuts[-1][1]], [(0, 2)], [rank, rank], [rank[::-1], rank[::-1]], **settings)
 
 
-def test_slices_of_fewer_tokens_than_chunks_leave_ranks_without_rows() -> None:
+def test_slices_of_fewer_tokens_than_chunks_leave_ranks_without_rows():
     tokens = [(token, token + 1) for token in range(7)]
     forward: list[list[Slice]] = [[(0, a, b)] for a, b in [*tokens, (7, 9), (9, 20)]]
     backward: list[list[Slice]] = [[(0, a, b)] for a, b in [(13, 20), (8, 13), (1, 8), (0, 1)]]
@@ -187,12 +187,12 @@ def test_slices_of_fewer_tokens_than_chunks_leave_ranks_without_rows() -> None:
         check(model, apart)
 
 
-def test_experts_of_a_rank_without_rows_learn_nothing() -> None:
+def test_experts_of_a_rank_without_rows_learn_nothing():
     settings = {"num_local_experts": 4, "experts_implementation": "eager"}
     check(tiny("mixtral", **settings), shared_by_two([(0, 1), (1, 2), (2, 9)]))
 
 
-def test_a_window_longer_than_a_block_of_rows_is_exact() -> None:
+def test_a_window_longer_than_a_block_of_rows_is_exact():
     check(
         tiny("mistral", sliding_window=100, num_hidden_layers=1),
         shared_by_two([(0, 3), (3, 1400), (1400, 1500)]),
@@ -218,9 +218,7 @@ LONG_ROPE = {
         ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 20}),
     ],
 )
-def test_caps_sinks_and_positions_of_a_shared_document_are_those_of_one_rank(
-    name: str, settings: Any
-) -> None:
+def test_caps_sinks_and_positions_of_a_shared_document_are_those_of_one_rank(name, settings):
     model, tokens = family(name, **settings), tokens_of([30])
     with Wide():
         run_step(model, tokens, one_gpu_plan([30], [[(0, a, b)] for a, b in CUTS]))
@@ -235,7 +233,7 @@ def test_caps_sinks_and_positions_of_a_shared_document_are_those_of_one_rank(
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("window", [None, 7])
-def test_kernels_of_whole_slices_are_handed_neighbouring_rows(name: str, window: int | None) -> None:
+def test_kernels_of_whole_slices_are_handed_neighbouring_rows(name, window):
     model, holders = tiny("mistral", sliding_window=window), [(0, 2), (0, 1), (0, 1)]
     shared: list[list[Slice]] = [[(0, a, b)] for a, b in CUTS]
     forward = [[[(1, 0, 4), *shared[0], (2, 0, 3)], *shared[1:]], shared]
@@ -262,7 +260,7 @@ def live_bytes(plan: StepPlan) -> list[list[int]]:
     return found
 
 
-def test_a_rank_keeps_its_own_rows_alone_and_gives_them_back() -> None:
+def test_a_rank_keeps_its_own_rows_alone_and_gives_them_back():
     inputs, pairs = 512 * 2 * 32 * 4, 512 * 2 * (2 * 2 * 8) * 4
     data = 3 * 512 * 8  # labels, weights and losses of all tokens
     cuts = [(at, at + 128) for at in range(0, 512, 128)]
@@ -274,7 +272,7 @@ def test_a_rank_keeps_its_own_rows_alone_and_gives_them_back() -> None:
         assert live[-1] == pytest.approx(data, abs=2000)
 
 
-def test_more_slices_keep_no_more() -> None:
+def test_more_slices_keep_no_more():
     few, many = (
         live_bytes(shared_by_two([(at, at + step) for at in range(0, 512, step)]))[0][512 // step - 1]
         for step in (256, 16)
@@ -283,7 +281,7 @@ def test_more_slices_keep_no_more() -> None:
     assert many < 1.05 * few
 
 
-def test_groups_are_asked_for_in_an_order_in_which_none_waits_for_another() -> None:
+def test_groups_are_asked_for_in_an_order_in_which_none_waits_for_another():
     holders = [(0, 2), (0, 4), (2, 2), (3, 1), (0, 2)]
     empty: list[list[list[Slice]]] = [[] for _ in range(4)]
     plan = plan_of([9] * 5, holders, empty, empty)
@@ -292,7 +290,7 @@ def test_groups_are_asked_for_in_an_order_in_which_none_waits_for_another() -> N
 
 
 @pytest.mark.parametrize("num_ranks", mostly([4], [2, 4]))
-def test_processes_that_share_documents_add_up_to_the_uncut_model(num_ranks: int) -> None:
+def test_processes_that_share_documents_add_up_to_the_uncut_model(num_ranks):
     said = json.loads(
         as_ranks(JOB, ranks=num_ranks, libraries="torch,transformers.models.llama.modeling_llama")
     )

@@ -32,7 +32,7 @@ ANSWER_S = 0.2
 
 
 @pytest.mark.parametrize("what", ["input_ids", "labels", "weights"])
-def test_batches_that_differ_in_anything_have_other_fingerprints(what: str) -> None:
+def test_batches_that_differ_in_anything_have_other_fingerprints(what):
     data = StepData(
         input_ids=torch.arange(6),
         labels=torch.arange(6) + 1,
@@ -48,7 +48,7 @@ def test_batches_that_differ_in_anything_have_other_fingerprints(what: str) -> N
 
 
 @given(st.integers(1, 5), st.integers(1, 5))
-def test_ranks_are_numbered_as_the_mesh_says(dp: int, pp: int) -> None:
+def test_ranks_are_numbered_as_the_mesh_says(dp, pp):
     seats = [seat_of(vl.Mesh(dp=dp, pp=pp), rank) for rank in range(dp * pp)]
 
     assert [(seat.stage, seat.dp_rank) for seat in seats] == [(s, r) for s in range(pp) for r in range(dp)]
@@ -57,7 +57,7 @@ def test_ranks_are_numbered_as_the_mesh_says(dp: int, pp: int) -> None:
         assert {seats[seat.at(stage)].dp_rank for stage in range(pp)} == {seat.dp_rank}
 
 
-def test_seats_that_a_mesh_lacks_are_refused() -> None:
+def test_seats_that_a_mesh_lacks_are_refused():
     for rank in (-1, 4, True, None, 1.0):
         with pytest.raises(SettingError, match=r"rank=.*has the ranks 0 to 3"):
             seat_of(vl.Mesh(dp=2, pp=2), rank)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_seats_that_a_mesh_lacks_are_refused() -> None:
 
 @pytest.mark.parametrize("mesh", [vl.Mesh(pp=3), vl.Mesh(pp=2, virtual_stages=2)])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_stages_share_a_model_without_rest(mesh: vl.Mesh, is_tied: bool) -> None:
+def test_stages_share_a_model_without_rest(mesh, is_tied):
     whole = tiny("llama", num_hidden_layers=5, tie_word_embeddings=is_tied)
     stages = [tiny("llama", num_hidden_layers=5, tie_word_embeddings=is_tied) for _ in range(mesh.pp)]
     for stage, model in enumerate(stages):
@@ -80,7 +80,7 @@ def test_stages_share_a_model_without_rest(mesh: vl.Mesh, is_tied: bool) -> None
         assert torch.equal(next(one[name] for one in held if name in one), value)
 
 
-def test_what_other_stages_hold_may_be_on_meta_and_nothing_else() -> None:
+def test_what_other_stages_hold_may_be_on_meta_and_nothing_else():
     mesh = vl.Mesh(pp=2)
     model = tiny("llama", num_hidden_layers=4)
     model.model.layers[3].to("meta")
@@ -93,7 +93,7 @@ def test_what_other_stages_hold_may_be_on_meta_and_nothing_else() -> None:
         cut_to_stage(other, mesh, 1)
 
 
-def test_a_stage_says_what_it_lacks() -> None:
+def test_a_stage_says_what_it_lacks():
     model = tiny("llama", num_hidden_layers=4)
     cut_to_stage(model, vl.Mesh(pp=2), 0)
 
@@ -105,7 +105,7 @@ def test_a_stage_says_what_it_lacks() -> None:
         cut_to_stage(model, vl.Mesh(pp=2), 1)
 
 
-def test_models_that_cannot_be_cut_are_refused() -> None:
+def test_models_that_cannot_be_cut_are_refused():
     with pytest.raises(PlanError, match=r"2 layers can't be cut into 4 chunks .*choose pp of at most 2"):
         cut_to_stage(tiny("llama"), vl.Mesh(pp=2, virtual_stages=2), 0)
     more = tiny("llama", num_hidden_layers=4)
@@ -118,7 +118,7 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
         cut_to_stage(planned, vl.Mesh(pp=2), 0)
 
 
-def test_a_mesh_of_one_is_this_process() -> None:
+def test_a_mesh_of_one_is_this_process():
     plan = runnable(plan_of(4, vl.Mesh()))
 
     found = compare(vl.SliceEngine(small(1), mesh=vl.Mesh(), rank=0), small(1), plan, 4)
@@ -126,7 +126,7 @@ def test_a_mesh_of_one_is_this_process() -> None:
     assert largest(found[name] for name in ("loss", "documents", "gradients", "norm", "weights")) <= 1e-12
 
 
-def test_the_norm_is_that_of_one_process() -> None:
+def test_the_norm_is_that_of_one_process():
     model, again = small(0), small(0)
     plan = runnable(plan_of(4, vl.Mesh()))
     engine = vl.SliceEngine(model)
@@ -141,7 +141,7 @@ def test_the_norm_is_that_of_one_process() -> None:
         assert torch.equal(gradient, wanted[name])
 
 
-def test_engines_without_a_seat_are_refused() -> None:
+def test_engines_without_a_seat_are_refused():
     model = small(0)
     with pytest.raises(SettingError, match="give both"):
         vl.SliceEngine(model, mesh=vl.Mesh(dp=2))
@@ -153,7 +153,7 @@ def test_engines_without_a_seat_are_refused() -> None:
         vl.SliceEngine(model, deadline_s=0)
 
 
-def test_stages_that_would_wait_in_a_circle_are_found_before_anything_runs() -> None:
+def test_stages_that_would_wait_in_a_circle_are_found_before_anything_runs():
     order = [FORWARD, FORWARD, BACKWARD, BACKWARD]
     packs: list[list[Slice]] = [[(0, 0, 4)], [(1, 0, 4)]]
     plan = one_gpu_plan([4, 4], packs, mesh=vl.Mesh(pp=2), tasks=[*order, *order])
@@ -166,7 +166,7 @@ def test_stages_that_would_wait_in_a_circle_are_found_before_anything_runs() -> 
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=30), st.integers(1, 300))
-def test_messages_hold_every_gradient_once_and_few_bytes(sizes: list[tuple[int, bool]], most: int) -> None:
+def test_messages_hold_every_gradient_once_and_few_bytes(sizes, most):
     given = [torch.zeros(n, dtype=torch.float64 if wide else torch.float32) for n, wide in sizes]
 
     found = list(buckets(given, most))
@@ -193,7 +193,7 @@ def said_by(notes: Notes, error: Exception) -> str:
 GONE = "one of 4 processes, and the others can't go on; begin again"
 
 
-def test_a_chain_of_those_who_lost_each_other_is_followed_to_its_end() -> None:
+def test_a_chain_of_those_who_lost_each_other_is_followed_to_its_end():
     store = HashStore()
     for rank in (1, 2):
         notes_of(store, rank).leave(f"lost {rank + 1}")
@@ -204,7 +204,7 @@ def test_a_chain_of_those_who_lost_each_other_is_followed_to_its_end() -> None:
     assert notes_of(store, 1).of(0) == "lost 1"
 
 
-def test_a_chain_of_those_who_wait_for_each_other_is_followed_to_its_end() -> None:
+def test_a_chain_of_those_who_wait_for_each_other_is_followed_to_its_end():
     store = HashStore()
     lookouts = [Lookout(notes_of(store, rank), every_s=0.01) for rank in (1, 2)]
 
@@ -216,7 +216,7 @@ def test_a_chain_of_those_who_wait_for_each_other_is_followed_to_its_end() -> No
     assert said == f"WorkerDiedError: rank 3 is gone (killed, stuck, or out of memory), {GONE}"
 
 
-def test_one_that_waited_when_it_was_killed_is_named_all_the_same() -> None:
+def test_one_that_waited_when_it_was_killed_is_named_all_the_same():
     store = HashStore()
     notes_of(store, 1).say_awaited(2, 7)
 
@@ -234,7 +234,7 @@ class LostStore(HashStore):
     set = check  # type: ignore[assignment]
 
 
-def test_the_end_of_the_process_that_keeps_the_store_makes_no_other_rank_gone() -> None:
+def test_the_end_of_the_process_that_keeps_the_store_makes_no_other_rank_gone():
     notes = notes_of(LostStore(), 1)
     lost = said_by(notes, PeerLostError(0, "closed"))
     for error in (PeerLostError(None, "over"), RuntimeError("gloo: timed out")):
@@ -243,7 +243,7 @@ def test_the_end_of_the_process_that_keeps_the_store_makes_no_other_rank_gone() 
     assert lost == f"WorkerDiedError: rank 0 is gone (killed, stuck, or out of memory), {GONE}"
 
 
-def test_one_that_failed_by_itself_is_named_with_its_error() -> None:
+def test_one_that_failed_by_itself_is_named_with_its_error():
     store = HashStore()
     assert said_by(notes_of(store, 2), ValueError("seven")) == "ValueError: seven"
     notes_of(store, 1).leave("lost 2")
@@ -253,7 +253,7 @@ def test_one_that_failed_by_itself_is_named_with_its_error() -> None:
         assert said.startswith("WorkerDiedError: rank 2 failed (ValueError: seven), one of 4"), said
 
 
-def test_of_a_group_those_who_say_nothing_are_named() -> None:
+def test_of_a_group_those_who_say_nothing_are_named():
     store = HashStore()
     notes_of(store, 1).leave("waits")
     lookout = Lookout(notes_of(store, 3), every_s=0.01)
@@ -272,7 +272,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_who_waits_for_long_says_so_until_it_has_what_it_waits_for() -> None:
+def test_who_waits_for_long_says_so_until_it_has_what_it_waits_for():
     store = HashStore()
     notes = notes_of(store, 0)
     lookout = Lookout(notes, every_s=0.01)
@@ -285,7 +285,7 @@ def test_who_waits_for_long_says_so_until_it_has_what_it_waits_for() -> None:
     lookout.close()
 
 
-def test_a_device_that_waits_for_one_that_ended_is_given_up() -> None:
+def test_a_device_that_waits_for_one_that_ended_is_given_up():
     store = HashStore()
     moments = iter([False, False, True])
     wait_until(lambda: next(moments), notes_of(store, 0), 60)
@@ -296,7 +296,7 @@ def test_a_device_that_waits_for_one_that_ended_is_given_up() -> None:
         wait_until(lambda: False, notes_of(store, 0), 60)
 
 
-def test_an_error_that_names_nobody_stays_what_it_was() -> None:
+def test_an_error_that_names_nobody_stays_what_it_was():
     store = HashStore()
     for rank in (1, 2, 3):
         notes_of(store, rank).leave("waits")
@@ -306,7 +306,7 @@ def test_an_error_that_names_nobody_stays_what_it_was() -> None:
     assert said == "RuntimeError: gloo: Connection closed by peer"
 
 
-def test_gradients_of_earlier_batches_stay_where_a_step_fails() -> None:
+def test_gradients_of_earlier_batches_stay_where_a_step_fails():
     plan, model = runnable(plan_of(4, vl.Mesh())), small(1)
     engine = vl.SliceEngine(model, mesh=vl.Mesh(), rank=0)
     engine.step(batch_of(plan), plan)
@@ -324,7 +324,7 @@ def test_gradients_of_earlier_batches_stay_where_a_step_fails() -> None:
         assert torch.equal(parameter.grad, earlier[name]), name
 
 
-def test_a_norm_that_is_no_number_is_not_hidden_by_clipping() -> None:
+def test_a_norm_that_is_no_number_is_not_hidden_by_clipping():
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.tensor([1.0, torch.nan, 2.0])
 

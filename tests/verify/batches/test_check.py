@@ -134,7 +134,7 @@ OFTEN = [("sdpa", mask) for mask in MASKS] + [
 @pytest.mark.parametrize(
     ("attention", "mask"), mostly(OFTEN, itertools.product(("eager", "sdpa", FLASH), MASKS))
 )
-def test_an_error_is_found_exactly_where_the_model_leaks(attention: str, mask: str, flash: None) -> None:
+def test_an_error_is_found_exactly_where_the_model_leaks(attention, mask, flash):
     model = model_with(attention)
     model.config.use_cache = True
     wrong, seen = [], set()
@@ -180,7 +180,7 @@ LEAKING = ("falcon", "opt", "bloom", "mpt", "gpt_oss", "biogpt", "mamba")
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_never_look_at_positions_are_found_and_no_other(family: str) -> None:
+def test_families_that_never_look_at_positions_are_found_and_no_other(family):
     model = model_with("eager", AutoConfig.for_model(family, **FAMILIES[family]))
     batch, owner = batch_of("none", False, 1, "restart", "none"), owners("none", "restart")
     report = vl.check_batch(batch, model)
@@ -193,7 +193,7 @@ def test_families_that_never_look_at_positions_are_found_and_no_other(family: st
 
 
 @pytest.mark.parametrize("family", ["falcon", "gpt2"])
-def test_a_family_is_no_trouble_where_rows_hold_one_document_each(family: str) -> None:
+def test_a_family_is_no_trouble_where_rows_hold_one_document_each(family):
     model = model_with("eager", AutoConfig.for_model(family, **FAMILIES[family]))
     batch = {
         "input_ids": torch.ones(2, 5, dtype=torch.long),
@@ -203,7 +203,7 @@ def test_a_family_is_no_trouble_where_rows_hold_one_document_each(family: str) -
     assert vl.check_batch(batch, model).kinds == ()
 
 
-def test_gradient_checkpointing_turns_the_cache_off_in_training_alone() -> None:
+def test_gradient_checkpointing_turns_the_cache_off_in_training_alone():
     model = model_with("sdpa")
     model.config.use_cache = True
     batch = batch_of("none", None, 1, "restart", "none")
@@ -216,7 +216,7 @@ def test_gradient_checkpointing_turns_the_cache_off_in_training_alone() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore")
-def test_what_checkpointing_does_to_the_cache_is_what_a_run_shows(checkpointing: bool) -> None:
+def test_what_checkpointing_does_to_the_cache_is_what_a_run_shows(checkpointing):
     model = model_with("sdpa").train()
     model.config.use_cache = True
     if checkpointing:
@@ -229,7 +229,7 @@ def test_what_checkpointing_does_to_the_cache_is_what_a_run_shows(checkpointing:
 
 @pytest.mark.parametrize("rows", [3, 4])
 @pytest.mark.filterwarnings("ignore")
-def test_positions_of_m_rope_keep_documents_apart_with_text_positions_in_front(rows: int) -> None:
+def test_positions_of_m_rope_keep_documents_apart_with_text_positions_in_front(rows):
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     config = AutoConfig.for_model(
@@ -280,9 +280,7 @@ FIXED = [
 
 
 @pytest.mark.parametrize(("attention", "case", "fix"), FIXED)
-def test_the_fix_of_a_finding_ends_the_leak(
-    attention: str, case: Any, fix: dict[str, Any], flash: None
-) -> None:
+def test_the_fix_of_a_finding_ends_the_leak(attention, case, fix, flash):
     model, batch, owner = model_with(attention), batch_of(*case), owners(case[0], case[3])
     assert not vl.check_batch(batch, model).ok
     assert leaks(model, batch, owner)
@@ -298,7 +296,7 @@ def test_the_fix_of_a_finding_ends_the_leak(
     assert not leaks(model, batch, owner)
 
 
-def test_a_longest_segment_told_too_short_fails_in_the_kernel(flash: None) -> None:
+def test_a_longest_segment_told_too_short_fails_in_the_kernel(flash):
     model, batch = model_with(FLASH), batch_of("none", False, 1, "restart", "all four")
     assert vl.check_batch(batch, model).kinds == ()
     batch |= {"max_length_q": 4, "max_length_k": 4}
@@ -308,7 +306,7 @@ def test_a_longest_segment_told_too_short_fails_in_the_kernel(flash: None) -> No
         model(**batch)
 
 
-def test_a_crossing_target_changes_the_loss_of_documents_that_are_kept_apart() -> None:
+def test_a_crossing_target_changes_the_loss_of_documents_that_are_kept_apart():
     model, batch = model_with("sdpa"), batch_of("none", False, 1, "restart", "none")
     batch["labels"] = batch["input_ids"].clone()
 
@@ -327,7 +325,7 @@ def test_a_crossing_target_changes_the_loss_of_documents_that_are_kept_apart() -
     assert summed(**batch) == (pytest.approx(total, rel=1e-6), count)
 
 
-def test_a_segment_that_runs_from_one_row_into_the_next_leaks(flash: None) -> None:
+def test_a_segment_that_runs_from_one_row_into_the_next_leaks(flash):
     model, batch = model_with(FLASH), batch_of("none", False, 2, "restart", "all four")
     ends = batch["cu_seq_lens_q"]
     joined = ends[ends != sum(LENGTHS)]

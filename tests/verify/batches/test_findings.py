@@ -22,9 +22,7 @@ from varlen.verify.batches.reading import _host_tensors, _in_one_transfer
 @pytest.mark.parametrize(
     ("name", "changes", "head", "words", "place"), FAULTS, ids=[case[0] for case in FAULTS]
 )
-def test_a_fault_is_found_with_its_place(
-    name: str, changes: dict[str, Any], head: str, words: str, place: tuple[int | None, int | None]
-) -> None:
+def test_a_fault_is_found_with_its_place(name, changes, head, words, place):
     assert vl.check_batch(good()).findings == ()
     report = vl.check_batch(good(**changes))
 
@@ -38,7 +36,7 @@ def test_a_fault_is_found_with_its_place(
 
 
 @pytest.mark.parametrize("name", ["no positions", "positions that run on"])
-def test_only_the_named_fault_is_found(name: str) -> None:
+def test_only_the_named_fault_is_found(name):
     changes = {case[0]: case[1] for case in FAULTS}[name]
 
     assert len(vl.check_batch(good(**changes)).errors) == (1 if name == "no positions" else 0)
@@ -46,7 +44,7 @@ def test_only_the_named_fault_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "attention"), PAIRS)
-def test_nothing_is_found_in_what_model_inputs_returns(family: str, attention: str, layout: Any) -> None:
+def test_nothing_is_found_in_what_model_inputs_returns(family, attention, layout):
     model, batch = tiny(family, attention), packed(layout)
 
     assert vl.check_batch(hf.model_inputs(batch, model), model).findings == ()
@@ -56,7 +54,7 @@ def test_nothing_is_found_in_what_model_inputs_returns(family: str, attention: s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_is_found_in_slots_that_are_rounded_up_and_shifted_labels(layout: Any) -> None:
+def test_nothing_is_found_in_slots_that_are_rounded_up_and_shifted_labels(layout):
     batch = packed(layout, lengths=(5, 3, 9, 8, 2), shift_labels=True)
     packing = vl.pack([5, 3, 9, 8, 2], capacity=32, document_multiple_of=8)
     documents = [np.arange(1, length + 1) for length in (5, 3, 9, 8, 2)]
@@ -69,7 +67,7 @@ def test_nothing_is_found_in_slots_that_are_rounded_up_and_shifted_labels(layout
             assert vl.check_batch(hf.model_inputs(one, model), model).findings == ()
 
 
-def test_nothing_is_found_in_what_flash_attention_is_given() -> None:
+def test_nothing_is_found_in_what_flash_attention_is_given():
     model = tiny("llama", "eager")
     model.config._attn_implementation_internal = "flash_attention_2"
 
@@ -85,7 +83,7 @@ def features(*lengths: int) -> list[dict[str, list[int]]]:
 
 @pytest.mark.parametrize("form", ["pt", "np"])
 @pytest.mark.parametrize("more", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
-def test_nothing_is_found_in_what_transformers_collator_returns(form: str, more: dict[str, bool]) -> None:
+def test_nothing_is_found_in_what_transformers_collator_returns(form, more):
     batch = DataCollatorWithFlattening(return_tensors=form, **more)(features(5, 1, 7, 2))
     model = tiny("llama", "sdpa")
     model.config.use_cache = False
@@ -94,7 +92,7 @@ def test_nothing_is_found_in_what_transformers_collator_returns(form: str, more:
     assert vl.check_batch(batch, model).findings == ()
 
 
-def test_the_defect_of_transformers_collator_with_empty_documents_is_found() -> None:
+def test_the_defect_of_transformers_collator_with_empty_documents_is_found():
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     report = vl.check_batch(collator(features(2, 0, 3)))
 
@@ -103,7 +101,7 @@ def test_the_defect_of_transformers_collator_with_empty_documents_is_found() -> 
 
 
 @pytest.mark.parametrize("multiple", [None, 8])
-def test_nothing_is_found_in_what_trls_collator_returns(multiple: int | None) -> None:
+def test_nothing_is_found_in_what_trls_collator_returns(multiple):
     collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=multiple)
     padded = DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=multiple)
     model = tiny("llama", "sdpa")
@@ -114,7 +112,7 @@ def test_nothing_is_found_in_what_trls_collator_returns(multiple: int | None) ->
         assert vl.check_batch(batch, model).findings == ()
 
 
-def test_the_defects_of_trls_collator_are_found() -> None:
+def test_the_defects_of_trls_collator_are_found():
     empty = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(features(2, 0, 3))
     rows = [
         {"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [2, 3]},
@@ -126,7 +124,7 @@ def test_the_defects_of_trls_collator_are_found() -> None:
     assert vl.check_batch(forgotten).kinds == ("attention_mask", "crossing_targets")
 
 
-def test_nothing_is_found_in_one_document_a_row() -> None:
+def test_nothing_is_found_in_one_document_a_row():
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     labels = ids.masked_fill(mask == 0, -100)
@@ -156,7 +154,7 @@ def test_nothing_is_found_in_one_document_a_row() -> None:
             assert vl.check_batch(batch).findings == ()
 
 
-def test_the_models_limits_are_found() -> None:
+def test_the_models_limits_are_found():
     model = tiny("llama", "sdpa")
     far = good(position_ids=row(*range(60, 69)), input_ids=row(*range(90, 99)), **FLASH_LESS)
 
@@ -173,7 +171,7 @@ def test_the_models_limits_are_found() -> None:
     assert labelled.kinds == ("label_ids",)
 
 
-def test_rows_longer_than_the_model_are_found_where_positions_count_from_the_rows_start() -> None:
+def test_rows_longer_than_the_model_are_found_where_positions_count_from_the_rows_start():
     batch = {"input_ids": torch.ones(1, 65, dtype=torch.long)}
 
     assert vl.check_batch(batch, tiny("gpt2", "sdpa")).kinds == ("positions_range",)
@@ -181,7 +179,7 @@ def test_rows_longer_than_the_model_are_found_where_positions_count_from_the_row
         tiny("gpt2", "sdpa")(**batch)
 
 
-def test_a_packed_batch_that_model_inputs_would_refuse_has_an_error() -> None:
+def test_a_packed_batch_that_model_inputs_would_refuse_has_an_error():
     model, batch = tiny("llama", "sdpa"), packed()
     model.config.max_position_embeddings = 16
 
@@ -193,7 +191,7 @@ def test_a_packed_batch_that_model_inputs_would_refuse_has_an_error() -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "varlen"])
-def test_a_shift_of_learned_positions_is_an_error_and_of_rotary_ones_a_warning(attention: str) -> None:
+def test_a_shift_of_learned_positions_is_an_error_and_of_rotary_ones_a_warning(attention):
     def shifted(family: str) -> tuple[bool, str]:
         model = tiny(family, attention)
         arguments = hf.model_inputs(packed("flat", lengths=(4, 5)), model)
@@ -210,7 +208,7 @@ def test_a_shift_of_learned_positions_is_an_error_and_of_rotary_ones_a_warning(a
     assert shifted("gpt2") == (False, expected[1])
 
 
-def test_a_broken_packed_batch_is_found_out() -> None:
+def test_a_broken_packed_batch_is_found_out():
     batch = packed()
     labels, positions = batch.labels.copy(), batch.position_ids.copy()
     labels[0, 17], positions[1, 3] = 5, 7
@@ -235,7 +233,7 @@ def test_a_broken_packed_batch_is_found_out() -> None:
         ([1, 2], "takes a PackedBatch or a mapping"),
     ],
 )
-def test_what_cannot_be_read_is_an_error_in_one_sentence(batch: Any, words: str) -> None:
+def test_what_cannot_be_read_is_an_error_in_one_sentence(batch, words):
     with pytest.raises(DocumentsError) as caught:
         vl.check_batch(batch)
 
@@ -243,7 +241,7 @@ def test_what_cannot_be_read_is_an_error_in_one_sentence(batch: Any, words: str)
     assert "\n" not in str(caught.value)
 
 
-def test_an_attention_that_varlen_does_not_know_is_an_error_for_our_batches_and_a_doubt_for_others() -> None:
+def test_an_attention_that_varlen_does_not_know_is_an_error_for_our_batches_and_a_doubt_for_others():
     model = tiny("llama", "sdpa")
     model.config._attn_implementation_internal = "paged|sdpa"
 
@@ -255,7 +253,7 @@ def test_an_attention_that_varlen_does_not_know_is_an_error_for_our_batches_and_
     assert {finding.level for finding in other if finding.kind == "attention_mask"} == {"warning"}
 
 
-def test_the_line_that_turns_a_cache_off_is_for_who_turned_it_on() -> None:
+def test_the_line_that_turns_a_cache_off_is_for_who_turned_it_on():
     model = tiny("llama", "sdpa")
     model.config.use_cache = True
 
@@ -263,18 +261,18 @@ def test_the_line_that_turns_a_cache_off_is_for_who_turned_it_on() -> None:
     assert 'batch["use_cache"] = False' in vl.check_batch(good(use_cache=True), model).findings[0].fix
 
 
-def test_what_is_no_model_is_an_error() -> None:
+def test_what_is_no_model_is_an_error():
     with pytest.raises(ModelError, match="no transformers config"):
         vl.check_batch(good(), torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (1, 0), (0, 5)])
-def test_an_empty_batch_has_no_findings(shape: tuple[int, int]) -> None:
+def test_an_empty_batch_has_no_findings(shape):
     assert vl.check_batch({"input_ids": torch.zeros(shape, dtype=torch.long)}).findings == ()
     assert vl.check_batch(vl.collate([], vl.pack([], capacity=8))).findings == ()
 
 
-def test_arrays_tensors_and_lists_give_the_same_report() -> None:
+def test_arrays_tensors_and_lists_give_the_same_report():
     broken = good(
         labels=row(5, 6, 7, 8, 9, 10, 11, -100, 13), **FLASH_LESS, attention_mask=torch.ones(1, 9).long()
     )
@@ -285,7 +283,7 @@ def test_arrays_tensors_and_lists_give_the_same_report() -> None:
     assert len(vl.check_batch(broken)) == 2
 
 
-def test_the_report_reads_well_in_a_terminal() -> None:
+def test_the_report_reads_well_in_a_terminal():
     model = tiny("llama", "sdpa")
     text = str(vl.check_batch(good(attention_mask=torch.ones(1, 9).long()), model))
 
@@ -299,7 +297,7 @@ def test_the_report_reads_well_in_a_terminal() -> None:
     assert str(vl.check_batch(good())) == "nothing found in 1 row of 9 tokens, 3 documents"
 
 
-def test_the_batch_is_left_as_it_was() -> None:
+def test_the_batch_is_left_as_it_was():
     batch = good(labels=row(5, 6, 7, 8, 9, 10, 11, -100, 13), attention_mask=torch.ones(1, 9).long())
     before = {name: value.clone() if torch.is_tensor(value) else value for name, value in batch.items()}
     vl.check_batch(batch, tiny("llama", "sdpa"))
@@ -311,7 +309,7 @@ def test_the_batch_is_left_as_it_was() -> None:
     )
 
 
-def test_a_gpt2_of_few_positions_takes_wide_rows_of_short_documents() -> None:
+def test_a_gpt2_of_few_positions_takes_wide_rows_of_short_documents():
     model = tiny("gpt2", "sdpa")
     assert isinstance(model.config, GPT2Config)
     batch = packed("flat", lengths=(20,) * 5)
@@ -343,7 +341,7 @@ def model(attention: str = "sdpa") -> Any:
 
 
 @pytest.mark.parametrize("unread", UNREAD, ids=lambda unread: next(iter(unread)))
-def test_boundaries_under_a_name_that_no_model_reads_are_found(unread: dict[str, Any]) -> None:
+def test_boundaries_under_a_name_that_no_model_reads_are_found(unread):
     for other in (None, model()):
         report = vl.check_batch({"input_ids": IDS, "labels": LABELS} | unread, other)
         first = report.errors[0]
@@ -357,7 +355,7 @@ def test_boundaries_under_a_name_that_no_model_reads_are_found(unread: dict[str,
 
 
 @pytest.mark.parametrize("unread", UNREAD, ids=lambda unread: next(iter(unread)))
-def test_beside_arguments_that_are_read_they_do_no_harm(unread: dict[str, Any]) -> None:
+def test_beside_arguments_that_are_read_they_do_no_harm(unread):
     assert not len(vl.check_batch(good() | unread, model()))
     told = vl.check_batch(
         {"input_ids": IDS, "labels": LABELS, "position_ids": [list(range(9))]} | unread, model()
@@ -366,7 +364,7 @@ def test_beside_arguments_that_are_read_they_do_no_harm(unread: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_our_own_batch_as_a_mapping_has_no_finding(layout: Any) -> None:
+def test_our_own_batch_as_a_mapping_has_no_finding(layout):
     assert not len(vl.check_batch(dict(vars(packed(layout))), model()))
 
 
@@ -381,12 +379,12 @@ def test_our_own_batch_as_a_mapping_has_no_finding(layout: Any) -> None:
         {"seq_lens": [-1, 10]},
     ],
 )
-def test_what_can_not_be_boundaries_is_passed_over(other: dict[str, Any]) -> None:
+def test_what_can_not_be_boundaries_is_passed_over(other):
     assert not len(vl.check_batch({"input_ids": IDS, "labels": LABELS} | other, model()))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8, 8), (3, 1, 9, 9), (1, 1, 9, 8)])
-def test_a_finished_mask_of_another_shape_is_found(shape: tuple[int, ...]) -> None:
+def test_a_finished_mask_of_another_shape_is_found(shape):
     batch = good(attention_mask=torch.ones(shape, dtype=torch.bool), cu_seq_lens_q=None)
     report = vl.check_batch(batch, model())
 
@@ -394,7 +392,7 @@ def test_a_finished_mask_of_another_shape_is_found(shape: tuple[int, ...]) -> No
     assert f"attention_mask has the shape {list(shape)}, and must be [1, 'heads or 1', 9, 9]" in str(report)
 
 
-def test_a_mask_that_is_missing_for_a_kind_of_layers_is_found() -> None:
+def test_a_mask_that_is_missing_for_a_kind_of_layers_is_found():
     gemma = tiny("gemma2", "eager", torch.float32)
     segments = torch.tensor(NUMBERS)
     mask = (segments[:, :, None] == segments[:, None, :])[:, None] & torch.ones(9, 9, dtype=torch.bool).tril()
@@ -409,14 +407,14 @@ def test_a_mask_that_is_missing_for_a_kind_of_layers_is_found() -> None:
     assert "holds no mask for layers of kind sliding_attention" in report.findings[0].what
 
 
-def test_tensors_without_numbers_are_refused_in_a_sentence() -> None:
+def test_tensors_without_numbers_are_refused_in_a_sentence():
     with pytest.raises(DocumentsError, match="input_ids, labels: tensors on the meta device hold no numbers"):
         vl.check_batch(
             {name: torch.tensor(v).to("meta") for name, v in (("input_ids", IDS), ("labels", LABELS))}
         )
 
 
-def test_padding_with_positions_of_its_own_is_no_document() -> None:
+def test_padding_with_positions_of_its_own_is_no_document():
     """axolotl's collators let the positions of padding count from 0."""
     batch = {
         "input_ids": [[5, 6, 7, 8, 9, 0, 0, 0, 0]],
@@ -442,9 +440,7 @@ def flattened(lengths: list[int]) -> dict[str, Any]:
 
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.sampled_from(["rows", "flat"]), st.sampled_from([1, 4]), st.booleans())
-def test_packed_batches_have_no_finding_and_their_documents_are_counted(
-    lengths: list[int], layout: Any, multiple: int, shifted: bool
-) -> None:
+def test_packed_batches_have_no_finding_and_their_documents_are_counted(lengths, layout, multiple, shifted):
     packing = vl.pack(lengths, capacity=12, document_multiple_of=multiple)
     documents = [np.arange(1, length + 1) for length in lengths]
     report = vl.check_batch(vl.collate(documents, packing, layout=layout, shift_labels=shifted))
@@ -455,7 +451,7 @@ def test_packed_batches_have_no_finding_and_their_documents_are_counted(
 
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.data())
-def test_a_label_at_any_later_documents_start_is_found_there(lengths: list[int], data: st.DataObject) -> None:
+def test_a_label_at_any_later_documents_start_is_found_there(lengths, data):
     batch = flattened(lengths)
     starts = np.cumsum([0, *lengths[:-1]])
     chosen = data.draw(st.sets(st.sampled_from(range(len(lengths)))))
@@ -470,7 +466,7 @@ def test_a_label_at_any_later_documents_start_is_found_there(lengths: list[int],
 
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS.filter(lambda lengths: len(lengths) > 1), st.data())
-def test_a_boundary_left_out_of_one_argument_is_found(lengths: list[int], data: st.DataObject) -> None:
+def test_a_boundary_left_out_of_one_argument_is_found(lengths, data):
     batch = flattened(lengths)
     later = [i for i in range(1, len(lengths)) if lengths[i] > 1]  # one token alone may be padding
     if not later:
@@ -497,7 +493,7 @@ SHAPES = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_any_numbers_in_any_shape_give_a_report(data: st.DataObject) -> None:
+def test_any_numbers_in_any_shape_give_a_report(data):
     batch = good()
     for name in data.draw(st.sets(st.sampled_from(sorted({*batch, "attention_mask", "shift_labels"})))):
         if name.startswith("max_length"):
@@ -514,7 +510,7 @@ def test_any_numbers_in_any_shape_give_a_report(data: st.DataObject) -> None:
     assert len(str(report).splitlines()) == 1 + 3 * len(report)
 
 
-def test_tensors_copied_in_one_transfer_are_those_copied_one_by_one() -> None:
+def test_tensors_copied_in_one_transfer_are_those_copied_one_by_one():
     tensors = {
         "a": torch.tensor([[1, -2], [3, 4]], dtype=torch.int32),
         "b": torch.tensor(7),

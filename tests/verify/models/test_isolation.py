@@ -27,7 +27,7 @@ def positions_only(batch: Any, model: Any, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "attention"), PAIRS)
-def test_model_inputs_keep_documents_apart(family: str, attention: str, layout: Any) -> None:
+def test_model_inputs_keep_documents_apart(family, attention, layout):
     report = check_isolation(tiny(family, attention), packed(layout))
 
     assert report.verdict == "isolated", str(report)
@@ -43,7 +43,7 @@ def test_model_inputs_keep_documents_apart(family: str, attention: str, layout: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_boundaries_reach_flash_attention_in_both_layouts(family: str, layout: Any) -> None:
+def test_boundaries_reach_flash_attention_in_both_layouts(family, layout):
     model, batch = tiny(family, "eager"), packed(layout)
     model.config._attn_implementation_internal = "flash_attention_2"
     with backends.flash_attention():
@@ -57,7 +57,7 @@ def test_boundaries_reach_flash_attention_in_both_layouts(family: str, layout: A
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_of_its_own_serves_where_none_is_given(family: str) -> None:
+def test_a_batch_of_its_own_serves_where_none_is_given(family):
     report = check_isolation(tiny(family, "eager", torch.float32))
 
     assert report.ok, str(report)
@@ -75,7 +75,7 @@ def test_a_batch_of_its_own_serves_where_none_is_given(family: str) -> None:
     ],
     ids=["cache", "mask of ones", "cache and window", "learned mask of ones"],
 )
-def test_what_silently_turns_boundaries_off_is_found(family: str, attention: str, more: Any) -> None:
+def test_what_silently_turns_boundaries_off_is_found(family, attention, more):
     model = tiny(family, attention)
     leaking = check_isolation(model, packed(), inputs=lambda b, m: positions_only(b, m, **more))
     without = check_isolation(model, packed(), inputs=positions_only)
@@ -85,7 +85,7 @@ def test_what_silently_turns_boundaries_off_is_found(family: str, attention: str
     assert without.ok, str(without)
 
 
-def test_a_family_that_never_looks_at_positions_leaks_with_them_alone_and_not_with_model_inputs() -> None:
+def test_a_family_that_never_looks_at_positions_leaks_with_them_alone_and_not_with_model_inputs():
     model = make(FALCON, "eager")
     leaking = check_isolation(model, packed(), inputs=positions_only)
 
@@ -96,7 +96,7 @@ def test_a_family_that_never_looks_at_positions_leaks_with_them_alone_and_not_wi
 
 
 @pytest.mark.parametrize("document", range(7))
-def test_a_leak_out_of_any_single_document_is_found(document: int) -> None:
+def test_a_leak_out_of_any_single_document_is_found(document):
     model, batch = tiny("llama", "sdpa"), packed()
     row, column = np.argwhere((batch.segment_ids >= 0) & (batch.position_ids == 0))[document]
 
@@ -111,7 +111,7 @@ def test_a_leak_out_of_any_single_document_is_found(document: int) -> None:
     assert (moved.largest_difference > 0) is not alone_in_its_row
 
 
-def test_documents_that_see_padding_are_found() -> None:
+def test_documents_that_see_padding_are_found():
     def open_to_padding(batch: Any, model: Any) -> dict[str, Any]:
         arguments = hf.model_inputs(batch, model)
         arguments["attention_mask"] |= torch.as_tensor(batch.segment_ids < 0)[:, None, None, :]
@@ -123,7 +123,7 @@ def test_documents_that_see_padding_are_found() -> None:
     assert "changing padding moved" in report.reason
 
 
-def test_positions_that_run_on_are_found_although_no_document_sees_another() -> None:
+def test_positions_that_run_on_are_found_although_no_document_sees_another():
     def running(batch: Any, model: Any) -> dict[str, Any]:
         width = batch.input_ids.shape[1]
         return hf.model_inputs(batch, model) | {"position_ids": torch.arange(width)[None]}
@@ -138,7 +138,7 @@ def test_positions_that_run_on_are_found_although_no_document_sees_another() -> 
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_a_window_that_is_not_applied_is_found(family: str) -> None:
+def test_a_window_that_is_not_applied_is_found(family):
     def no_window(batch: Any, model: Any) -> dict[str, Any]:
         arguments = hf.model_inputs(batch, model)
         closed = ~batch.to_torch().dense_mask()[:, None]
@@ -153,7 +153,7 @@ def test_a_window_that_is_not_applied_is_found(family: str) -> None:
     assert report.movements.alone_difference > 1e-3
 
 
-def test_documents_with_padding_between_them_can_be_checked() -> None:
+def test_documents_with_padding_between_them_can_be_checked():
     """Slots rounded up leave padding between documents; the control must still find two in a row."""
     packing = vl.pack([5, 3, 9], capacity=32, document_multiple_of=8)
     batch = vl.collate([[7, 8, 9, 7, 8], [3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]], packing)
@@ -161,14 +161,14 @@ def test_documents_with_padding_between_them_can_be_checked() -> None:
         assert check_isolation(tiny("llama", attention), batch).verdict == "isolated"
 
 
-def test_a_batch_with_one_document_a_row_leaves_the_check_blind() -> None:
+def test_a_batch_with_one_document_a_row_leaves_the_check_blind():
     report = check_isolation(tiny("llama", "sdpa"), packed(lengths=(20, 20)))
 
     assert report.verdict == "blind"
     assert "no row holds two documents" in report.reason
 
 
-def test_a_model_that_ignores_earlier_tokens_leaves_the_check_blind() -> None:
+def test_a_model_that_ignores_earlier_tokens_leaves_the_check_blind():
     model = tiny("llama", "sdpa")
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
@@ -179,7 +179,7 @@ def test_a_model_that_ignores_earlier_tokens_leaves_the_check_blind() -> None:
     assert "a leak can't be seen" in report.reason
 
 
-def test_inputs_that_ignore_the_change_leave_the_check_blind() -> None:
+def test_inputs_that_ignore_the_change_leave_the_check_blind():
     report = check_isolation(
         tiny("llama", "sdpa"), packed(), inputs=lambda b, m: hf.model_inputs(packed(), m)
     )
@@ -189,7 +189,7 @@ def test_inputs_that_ignore_the_change_leave_the_check_blind() -> None:
     assert "didn't move its own logits" in report.reason
 
 
-def test_a_model_that_varlen_refuses_is_reported_with_the_reason() -> None:
+def test_a_model_that_varlen_refuses_is_reported_with_the_reason():
     report = check_isolation(make(MAMBA, "eager"), packed())
 
     assert report.verdict == "refuses"
@@ -197,7 +197,7 @@ def test_a_model_that_varlen_refuses_is_reported_with_the_reason() -> None:
     assert report.reason in str(report)
 
 
-def test_a_recurrent_model_given_positions_leaks() -> None:
+def test_a_recurrent_model_given_positions_leaks():
     report = check_isolation(
         make(MAMBA, "eager"),
         packed(),
@@ -207,7 +207,7 @@ def test_a_recurrent_model_given_positions_leaks() -> None:
     assert report.verdict == "leaks"
 
 
-def test_experts_may_round_and_still_may_not_leak() -> None:
+def test_experts_may_round_and_still_may_not_leak():
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
     model = make(config, "sdpa", torch.float32)
     clean = check_isolation(model, packed())
@@ -237,11 +237,11 @@ CLEAN = Movements(changed_documents=2, own_difference=1.0, control_difference=0.
         ({"largest_difference": 1.0, "control_difference": 0.0}, "leaks"),
     ],
 )
-def test_the_verdict_follows_from_what_moved(change: dict[str, Any], verdict: str) -> None:
+def test_the_verdict_follows_from_what_moved(change, verdict):
     assert judge(dataclasses.replace(CLEAN, **change), tolerance=1e-5)[0] == verdict
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_as_it_was():
     model = make(GPTNeoXConfig(**SMALL, hidden_dropout=0.3), "sdpa").train()
     model.gpt_neox.layers[0].eval()
     model(**hf.model_inputs(packed(), model)).loss.backward()
@@ -267,7 +267,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.config.to_dict() == before[4]
 
 
-def test_the_models_mode_comes_back_after_an_error_too() -> None:
+def test_the_models_mode_comes_back_after_an_error_too():
     model = tiny("llama", "sdpa").train()
     model.lm_head.weight.data.fill_(float("nan"))
     report = check_isolation(model, packed())
@@ -277,27 +277,27 @@ def test_the_models_mode_comes_back_after_an_error_too() -> None:
     assert model.training
 
 
-def test_rows_wider_than_the_models_positions_can_be_checked() -> None:
+def test_rows_wider_than_the_models_positions_can_be_checked():
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=20)
 
     assert packed().input_ids.shape[1] > config.n_positions == packed().max_seqlen
     assert check_isolation(make(config, "sdpa"), packed()).ok
 
 
-def test_only_so_many_documents_are_changed_as_asked_for() -> None:
+def test_only_so_many_documents_are_changed_as_asked_for():
     report = check_isolation(tiny("llama", "sdpa"), packed(), max_changed=2)
 
     assert report.movements.changed_documents == 2
     assert report.documents == 7
 
 
-def test_tensors_and_arrays_give_the_same_report() -> None:
+def test_tensors_and_arrays_give_the_same_report():
     model = tiny("llama", "sdpa")
 
     assert check_isolation(model, packed()) == check_isolation(model, packed().to_torch())
 
 
-def test_the_report_says_what_a_reader_needs() -> None:
+def test_the_report_says_what_a_reader_needs():
     text = str(check_isolation(tiny("llama", "eager"), packed()))
 
     assert text.startswith("isolated: LlamaForCausalLM, attention eager, float64, rows [3, 26]")
@@ -310,37 +310,37 @@ def test_the_report_says_what_a_reader_needs() -> None:
         assert words in text
 
 
-def test_asking_for_no_change_is_an_error() -> None:
+def test_asking_for_no_change_is_an_error():
     with pytest.raises(SettingError, match="max_changed must be at least 1, got 0"):
         check_isolation(tiny("llama", "sdpa"), packed(), max_changed=0)
 
 
-def test_a_batch_without_documents_is_an_error() -> None:
+def test_a_batch_without_documents_is_an_error():
     empty = vl.collate([], vl.pack([], capacity=8))
     with pytest.raises(SettingError, match="holds no document"):
         check_isolation(tiny("llama", "sdpa"), empty)
 
 
-def test_what_is_no_model_is_an_error() -> None:
+def test_what_is_no_model_is_an_error():
     with pytest.raises(ModelError, match="no transformers config"):
         check_isolation(torch.nn.Linear(2, 2), packed())
 
 
-def test_a_model_without_its_head_is_refused_in_a_sentence() -> None:
+def test_a_model_without_its_head_is_refused_in_a_sentence():
     report = check_isolation(tiny("llama", "sdpa").model, packed())
 
     assert report.verdict == "refuses"
     assert "LlamaModel returns no logits; pass the model with its head" in report.reason
 
 
-def test_what_is_no_batch_is_an_error() -> None:
+def test_what_is_no_batch_is_an_error():
     with pytest.raises(
         DocumentsError, match=r"takes a PackedBatch, as vl\.collate returns it, .* given dict"
     ):
         check_isolation(tiny("llama", "sdpa"), {"input_ids": torch.zeros(1, 4)})  # type: ignore[arg-type]
 
 
-def test_a_report_of_a_refusal_needs_no_movements() -> None:
+def test_a_report_of_a_refusal_needs_no_movements():
     report = IsolationReport(
         verdict="refuses",
         reason="why",
@@ -355,7 +355,7 @@ def test_a_report_of_a_refusal_needs_no_movements() -> None:
     assert str(report) == "refuses: M, attention a, d, l\n  why"
 
 
-def test_a_model_that_fails_in_its_own_forward_is_reported_with_its_error() -> None:
+def test_a_model_that_fails_in_its_own_forward_is_reported_with_its_error():
     model = tiny("llama", "eager")
 
     def failing(*_: Any, **__: Any) -> Any:
@@ -368,7 +368,7 @@ def test_a_model_that_fails_in_its_own_forward_is_reported_with_its_error() -> N
     assert report.reason == "LlamaForCausalLM fails in its own forward: RuntimeError: expected two tensors"
 
 
-def test_a_model_that_embeds_more_tokens_than_it_predicts_is_checked_with_those() -> None:
+def test_a_model_that_embeds_more_tokens_than_it_predicts_is_checked_with_those():
     model = make(LlamaConfig(**SMALL), "eager", torch.float32)
     model.model.embed_tokens = torch.nn.Embedding(VOCABULARY + 30, 32)
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import compatibility
@@ -38,13 +37,13 @@ def same_transformers() -> None:
 
 
 @pytest.mark.usefixtures("same_transformers")
-def test_the_matrix_has_every_family_of_the_installed_transformers() -> None:
+def test_the_matrix_has_every_family_of_the_installed_transformers():
     assert compatibility.missing(families(), FOUND) == []
     assert len(FOUND["families"]) >= 60
 
 
 @pytest.mark.parametrize("name", FOUND["families"])
-def test_no_cell_of_a_family_is_silent(name: str) -> None:
+def test_no_cell_of_a_family_is_silent(name):
     row = FOUND["families"][name]
     assert list(row["cells"]) == BACKENDS
     for by_layout in row["cells"].values():
@@ -60,13 +59,11 @@ def test_no_cell_of_a_family_is_silent(name: str) -> None:
 
 @pytest.mark.usefixtures("same_transformers")
 @pytest.mark.parametrize("family", mostly(["stablelm", "musicgen"], SAMPLE))
-def test_a_family_that_is_run_again_gives_the_same_verdicts(family: str) -> None:
+def test_a_family_that_is_run_again_gives_the_same_verdicts(family):
     assert verdicts(matrix_row(family)) == verdicts(FOUND["families"][family])
 
 
-def test_a_family_that_is_run_again_by_itself_leaves_the_others_their_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_is_run_again_by_itself_leaves_the_others_their_date(tmp_path, monkeypatch):
     known = FOUND["families"]
     written = tmp_path / "found.json"
     written.write_text(
@@ -93,7 +90,7 @@ def verdicts(row: dict[str, Any]) -> Any:
     return row["verdict"], cells, row["calls"]
 
 
-def test_with_varlens_arguments_no_family_leaks() -> None:
+def test_with_varlens_arguments_no_family_leaks():
     leaking = [
         (name, backend, layout)
         for name, row in FOUND["families"].items()
@@ -104,7 +101,7 @@ def test_with_varlens_arguments_no_family_leaks() -> None:
     assert leaking == []
 
 
-def test_families_leak_that_are_known_to_when_called_with_positions_alone() -> None:
+def test_families_leak_that_are_known_to_when_called_with_positions_alone():
     def plain(name: str) -> str:
         return compatibility._plain(FOUND["families"][name])
 
@@ -117,11 +114,11 @@ def test_families_leak_that_are_known_to_when_called_with_positions_alone() -> N
         assert plain(name) == "in part", name
 
 
-def test_the_page_is_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_what_the_json_says(capsys):
     assert compatibility.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_stale_page_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_stale_page_is_found(monkeypatch, tmp_path):
     stale = json.loads(json.dumps(FOUND))
     stale["families"]["llama"]["cells"]["sdpa"]["rows"] = {"verdict": "leaks", "reason": "planted"}
     (tmp_path / "stale.json").write_text(json.dumps(stale), encoding="utf-8")
@@ -131,7 +128,7 @@ def test_a_stale_page_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -
     assert "planted" in compatibility.render(stale)
 
 
-def test_a_family_that_crashes_the_check_is_told_and_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_crashes_the_check_is_told_and_costs_no_other(monkeypatch):
     def crash(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted")
 
@@ -150,7 +147,7 @@ def llama() -> vl.VerifyReport:
     return verified("llama")
 
 
-def test_the_attention_between_documents_is_drawn(llama: vl.VerifyReport) -> None:
+def test_the_attention_between_documents_is_drawn(llama):
     picture = llama.attention
     assert picture is not None
     kept, without = picture.between(picture.kept_apart), picture.between(picture.without)  # type: ignore[arg-type]
@@ -161,14 +158,14 @@ def test_the_attention_between_documents_is_drawn(llama: vl.VerifyReport) -> Non
     assert str(picture).splitlines()[1].startswith("█ · · ·")
 
 
-def test_a_shade_is_a_dot_only_for_exactly_nothing() -> None:
+def test_a_shade_is_a_dot_only_for_exactly_nothing():
     weights = np.array([[1.0, 1e-30], [0.0, 0.5]], np.float32)
     picture = AttentionPicture(owner=np.array([0, 1]), kept_apart=weights, without=None)
 
     assert [line.split() for line in str(picture).splitlines()[1:]] == [["█", "░"], ["·", "▓"]]
 
 
-def test_the_report_reads_well_and_is_json(llama: vl.VerifyReport) -> None:
+def test_the_report_reads_well_and_is_json(llama):
     text = str(llama)
     assert text.startswith("isolated: LlamaForCausalLM (llama), 24,800 weights, float32 on cpu")
     for words in (
@@ -193,14 +190,14 @@ def test_the_report_reads_well_and_is_json(llama: vl.VerifyReport) -> None:
     assert len(found["calls"]) == len(llama.calls) == 8 * 5 * 2
 
 
-def test_a_cell_that_was_not_tried_is_named_in_the_error(llama: vl.VerifyReport) -> None:
+def test_a_cell_that_was_not_tried_is_named_in_the_error(llama):
     with pytest.raises(
         KeyError, match="flash_attention_3 rows wasn't tried; there are eager rows, eager flat"
     ):
         llama.cell("flash_attention_3")
 
 
-def test_kernels_are_named_by_a_run() -> None:
+def test_kernels_are_named_by_a_run():
     q = torch.ones(1, 2, 4, 8)
 
     assert kernels_of(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q))[1] == ((FUSED, 1),)

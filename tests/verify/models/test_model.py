@@ -33,7 +33,7 @@ def the_loudness_of_transformers_stays() -> Iterator[None]:
     assert logging.get_verbosity() == before
 
 
-def test_every_backend_and_layout_has_a_cell_and_none_is_silent(llama: vl.VerifyReport) -> None:
+def test_every_backend_and_layout_has_a_cell_and_none_is_silent(llama):
     assert [(cell.backend, cell.layout) for cell in llama.cells] == [
         (backend, layout) for backend in BACKENDS for layout in ("rows", "flat")
     ]
@@ -47,7 +47,7 @@ def test_every_backend_and_layout_has_a_cell_and_none_is_silent(llama: vl.Verify
     assert llama.verdict == "isolated"
 
 
-def test_gradients_are_compared_wherever_there_is_a_backward(llama: vl.VerifyReport) -> None:
+def test_gradients_are_compared_wherever_there_is_a_backward(llama):
     for cell in llama.cells:
         assert cell.gradients is not None
         if cell.backend == "flex_attention":
@@ -61,7 +61,7 @@ def test_gradients_are_compared_wherever_there_is_a_backward(llama: vl.VerifyRep
             assert cell.own_loss == pytest.approx(cell.gradients.loss, rel=1e-5)
 
 
-def test_the_kernels_that_ran_are_named_and_stand_ins_marked(llama: vl.VerifyReport) -> None:
+def test_the_kernels_that_ran_are_named_and_stand_ins_marked(llama):
     assert llama.cell("eager").kernels == (("softmax", 2),)
     assert llama.cell("sdpa").kernels == ((FUSED, 2),)
     assert llama.cell("flex_attention").kernels == (("flex_attention", 2),)
@@ -97,7 +97,7 @@ TRUTH = {
 }
 
 
-def test_every_way_of_calling_leaks_where_transformers_forgets_boundaries(llama: vl.VerifyReport) -> None:
+def test_every_way_of_calling_leaks_where_transformers_forgets_boundaries(llama):
     assert list(TRUTH) == [call.name for call in CALLS]
     found: dict[tuple[str, str], list[str]] = {}
     for cell in llama.calls:
@@ -111,7 +111,7 @@ def test_every_way_of_calling_leaks_where_transformers_forgets_boundaries(llama:
             assert tuple(verdicts) == TRUTH[call][kind], (call, backend)
 
 
-def test_every_leak_is_explained(llama: vl.VerifyReport) -> None:
+def test_every_leak_is_explained(llama):
     assert llama.leaks
     for cell in llama.leaks:
         assert cell.why, cell
@@ -123,7 +123,7 @@ def test_every_leak_is_explained(llama: vl.VerifyReport) -> None:
     assert kinds["position_ids, attention_mask of ones"] == "attention_mask"
 
 
-def test_a_family_that_never_looks_at_positions_is_isolated_by_us_and_leaks_otherwise() -> None:
+def test_a_family_that_never_looks_at_positions_is_isolated_by_us_and_leaks_otherwise():
     report = vl.verify("falcon", backends=["eager", "sdpa"])
 
     assert report.ok  # sdpa too, although this family chooses its attention when it is made
@@ -132,7 +132,7 @@ def test_a_family_that_never_looks_at_positions_is_isolated_by_us_and_leaks_othe
     assert "never looks at position_ids" in plain[0].why
 
 
-def test_a_live_model_that_can_not_change_its_attention_is_copied_with_its_weights() -> None:
+def test_a_live_model_that_can_not_change_its_attention_is_copied_with_its_weights():
     config = FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     model = make(config, "sdpa", torch.float32)
     report = vl.verify(model, backends=["eager"], calls=False)
@@ -144,7 +144,7 @@ def test_a_live_model_that_can_not_change_its_attention_is_copied_with_its_weigh
 
 
 @pytest.mark.parametrize("family", ["nemotron", "stablelm"])
-def test_layers_that_drop_boundaries_are_refused_where_nothing_else_tells_them(family: str) -> None:
+def test_layers_that_drop_boundaries_are_refused_where_nothing_else_tells_them(family):
     report = vl.verify(family, backends=["varlen", "flash_attention_2"])
 
     assert report.cell("flash_attention_2", "flat").verdict == "isolated"
@@ -156,14 +156,14 @@ def test_layers_that_drop_boundaries_are_refused_where_nothing_else_tells_them(f
     assert "hands cu_seq_lens_q on to no layer" in next(cell.why for cell in told if cell.why)
 
 
-def test_a_model_that_drops_block_masks_is_refused() -> None:
+def test_a_model_that_drops_block_masks_is_refused():
     cell = vl.verify("doge", backends=["flex_attention"], layouts=["rows"], calls=False).cells[0]
 
     assert cell.verdict == "refuses"
     assert "drops those of FlexAttention" in cell.reason
 
 
-def test_recurrent_layers_run_by_stand_ins_and_leak_without_their_arguments() -> None:
+def test_recurrent_layers_run_by_stand_ins_and_leak_without_their_arguments():
     report = vl.verify("bamba", backends=["sdpa"], layouts=["flat"])
     cell = report.cells[0]
 
@@ -176,7 +176,7 @@ def test_recurrent_layers_run_by_stand_ins_and_leak_without_their_arguments() ->
     assert "read boundaries from seq_idx and there is none" in leaking.why
 
 
-def test_a_recurrent_family_that_takes_no_boundaries_is_refused() -> None:
+def test_a_recurrent_family_that_takes_no_boundaries_is_refused():
     report = vl.verify("mamba", backends=["eager"], layouts=["rows"])
 
     assert report.verdict == "refuses"
@@ -185,7 +185,7 @@ def test_a_recurrent_family_that_takes_no_boundaries_is_refused() -> None:
     assert report.calls[0].verdict == "leaks"
 
 
-def test_a_routers_loss_over_the_batch_is_coupled_and_no_leak() -> None:
+def test_a_routers_loss_over_the_batch_is_coupled_and_no_leak():
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
     config.output_router_logits = True
     report = vl.verify(make(config, "eager", torch.float32), backends=["varlen", "sdpa"], calls=False)
@@ -201,7 +201,7 @@ def test_a_routers_loss_over_the_batch_is_coupled_and_no_leak() -> None:
     assert vl.verify(make(config, "eager", torch.float32), backends=["varlen", "sdpa"], calls=False).ok
 
 
-def test_what_is_computed_over_the_whole_batch_is_coupled_and_no_leak() -> None:
+def test_what_is_computed_over_the_whole_batch_is_coupled_and_no_leak():
     model = make(LlamaConfig(**SMALL), "sdpa", torch.float32)
     plain = model.lm_head.forward
     model.lm_head.forward = lambda hidden: plain(hidden / hidden.abs().mean())
@@ -215,7 +215,7 @@ def test_what_is_computed_over_the_whole_batch_is_coupled_and_no_leak() -> None:
 
 # PyTorch's own quantisation is on its way out, and the only one that needs no package and no GPU.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
-def test_scales_of_quantised_activations_are_coupled_and_no_leak() -> None:
+def test_scales_of_quantised_activations_are_coupled_and_no_leak():
     model = torch.ao.quantization.quantize_dynamic(tiny_model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
     report = vl.verify(model, backends=["eager"], layouts=["rows"])
 
@@ -225,14 +225,14 @@ def test_scales_of_quantised_activations_are_coupled_and_no_leak() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of what imports Inductor first
-def test_a_compiled_model_is_checked_as_its_modules_say() -> None:
+def test_a_compiled_model_is_checked_as_its_modules_say():
     report = vl.verify(torch.compile(tiny_model("llama")), backends=["eager"], layouts=["rows"], calls=False)
 
     assert report.ok
     assert "compiled: checked without compiling, as its modules say" in report.notes
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_as_it_was():
     model = tiny("gemma2", "eager", torch.float32).train()
     model(**vl_inputs(model)).loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -252,14 +252,14 @@ def vl_inputs(model: Any) -> dict[str, Any]:
     return hf.model_inputs(packed(), model)
 
 
-def test_a_batch_of_ones_own_decides_the_layout() -> None:
+def test_a_batch_of_ones_own_decides_the_layout():
     report = vl.verify(tiny("llama", "sdpa"), backends=["sdpa"], batch=packed("flat"), calls=False)
 
     assert [cell.layout for cell in report.cells] == ["flat"]
     assert report.cells[0].isolation.documents == 7  # type: ignore[union-attr]
 
 
-def test_windows_wider_than_the_documents_are_told() -> None:
+def test_windows_wider_than_the_documents_are_told():
     model = make(LlamaConfig(**SMALL), "eager", torch.float32)
     model.config.sliding_window = 4096
     notes = vl.verify(model, backends=["eager"], layouts=["rows"], calls=False).notes
@@ -267,7 +267,7 @@ def test_windows_wider_than_the_documents_are_told() -> None:
     assert any("windows of 4,096 tokens are wider than the longest document" in note for note in notes)
 
 
-def test_rows_are_made_longer_than_a_models_windows() -> None:
+def test_rows_are_made_longer_than_a_models_windows():
     model = make(LlamaConfig(**SMALL | {"max_position_embeddings": 512}), "eager", torch.float32)
     model.config.sliding_window = 100
     report = vl.verify(model, backends=["eager"], layouts=["rows"], calls=False, gradients=False)
@@ -276,13 +276,13 @@ def test_rows_are_made_longer_than_a_models_windows() -> None:
     assert "116]" in report.cells[0].isolation.layout  # type: ignore[union-attr]
 
 
-def test_a_model_with_few_positions_gets_short_documents() -> None:
+def test_a_model_with_few_positions_gets_short_documents():
     model = make(LlamaConfig(**SMALL | {"max_position_embeddings": 12}), "eager", torch.float32)
 
     assert vl.verify(model, backends=["eager"], calls=False).ok
 
 
-def test_a_model_that_fails_in_its_own_forward_is_refused_with_its_error() -> None:
+def test_a_model_that_fails_in_its_own_forward_is_refused_with_its_error():
     model = tiny("llama", "eager", torch.float32)
 
     def failing(*_: Any, **__: Any) -> Any:
@@ -295,7 +295,7 @@ def test_a_model_that_fails_in_its_own_forward_is_refused_with_its_error() -> No
     assert "fails in its own forward: RuntimeError: expected two tensors" in str(report)
 
 
-def test_a_blind_check_is_not_taken_for_isolation() -> None:
+def test_a_blind_check_is_not_taken_for_isolation():
     model = tiny("llama", "sdpa", torch.float32)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
@@ -316,12 +316,12 @@ def test_a_blind_check_is_not_taken_for_isolation() -> None:
         ({"batch": {"input_ids": [[1]]}}, DocumentsError, "must be a PackedBatch"),
     ],
 )
-def test_settings_that_there_are_not_are_refused(settings: Any, error: Any, words: str) -> None:
+def test_settings_that_there_are_not_are_refused(settings, error, words):
     with pytest.raises(error, match=words):
         vl.verify("llama", **settings)
 
 
-def test_what_is_no_transformers_model_is_refused() -> None:
+def test_what_is_no_transformers_model_is_refused():
     with pytest.raises(ModelError, match="no transformers config"):
         vl.verify(torch.nn.Linear(2, 2))
 
@@ -330,7 +330,7 @@ def test_what_is_no_transformers_model_is_refused() -> None:
     "family",
     mostly(["falcon", "gpt2"], ["llama", "falcon", "gpt_oss", "stablelm", "qwen3_next", "bamba", "gpt2"]),
 )
-def test_what_check_batch_says_of_every_call_is_what_a_run_finds(family: str) -> None:
+def test_what_check_batch_says_of_every_call_is_what_a_run_finds(family):
     """All backends, layouts and calls: an error without a leak, or a leak without an error, would be a wrong word."""
     for cell in vl.verify(family, gradients=False).calls:
         if cell.verdict in ("isolated", "leaks") and cell.call != "input_ids alone":

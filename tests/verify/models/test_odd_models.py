@@ -63,9 +63,7 @@ class Backward(torch.autograd.Function):
     "dtype",
     mostly([torch.float64, torch.bfloat16], [torch.float64, torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_a_backward_that_leaks_is_found_to_the_last_bit_although_the_forward_does_not(
-    dtype: torch.dtype,
-) -> None:
+def test_a_backward_that_leaks_is_found_to_the_last_bit_although_the_forward_does_not(dtype):
     def to_the_token_before(gradient: torch.Tensor) -> torch.Tensor:
         return gradient + 1e-2 * gradient.roll(-1, 1)
 
@@ -79,7 +77,7 @@ def test_a_backward_that_leaks_is_found_to_the_last_bit_although_the_forward_doe
     assert "has a gradient at the tokens of another" in leaking.reason
 
 
-def test_a_backward_that_is_wrong_within_its_document_is_found() -> None:
+def test_a_backward_that_is_wrong_within_its_document_is_found():
     cell = first_cell(changed(llama(), lambda x: Backward.apply(x, lambda g: g * (1 + 0.1 * (len(g) > 1)))))
 
     assert cell.gradients.across == 0
@@ -90,14 +88,14 @@ def test_a_backward_that_is_wrong_within_its_document_is_found() -> None:
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("size", [1e-1, 1e-3, 1e-5])
-def test_a_leak_into_the_next_token_is_found_however_small(size: float, layout: Any) -> None:
+def test_a_leak_into_the_next_token_is_found_however_small(size, layout):
     cell = first_cell(changed(llama(), lambda x: x + size * x.roll(1, 1)), layout=layout)
 
     assert cell.verdict == "leaks"
     assert "changing one document moved another's logits" in cell.reason
 
 
-def test_a_leak_out_of_long_documents_alone_is_found() -> None:
+def test_a_leak_out_of_long_documents_alone_is_found():
     def from_behind(x: torch.Tensor) -> torch.Tensor:
         moved = x.clone()
         moved[:, 25:] += 0.1 * x[:, :-25]  # reaches across documents only where they are far apart
@@ -107,14 +105,14 @@ def test_a_leak_out_of_long_documents_alone_is_found() -> None:
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_a_mean_over_the_batch_is_coupled_in_either_layout(layout: Any) -> None:
+def test_a_mean_over_the_batch_is_coupled_in_either_layout(layout):
     cell = first_cell(changed(llama(), lambda x: x + 0.1 * x.mean((0, 1))), layout=layout)
 
     assert cell.verdict == "coupled", cell.reason
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "varlen"])
-def test_autocast_is_judged_by_the_dtype_that_is_computed_in(backend: str) -> None:
+def test_autocast_is_judged_by_the_dtype_that_is_computed_in(backend):
     model = llama()
     plain = model.forward
 
@@ -132,13 +130,13 @@ def test_autocast_is_judged_by_the_dtype_that_is_computed_in(backend: str) -> No
 
 
 @pytest.mark.parametrize("dtype", mostly([torch.bfloat16], [torch.bfloat16, torch.float16]))
-def test_half_precision_is_isolated_and_not_so_coarse_that_a_leak_passes(dtype: torch.dtype) -> None:
+def test_half_precision_is_isolated_and_not_so_coarse_that_a_leak_passes(dtype):
     assert first_cell(llama(dtype)).verdict == "isolated"
     assert first_cell(llama(dtype), "varlen").verdict == "isolated"
     assert first_cell(changed(llama(dtype), lambda x: x + 0.05 * x.roll(1, 1))).verdict == "leaks"
 
 
-def test_a_model_that_answers_otherwise_a_second_time_is_not_judged() -> None:
+def test_a_model_that_answers_otherwise_a_second_time_is_not_judged():
     dropping = changed(llama(), lambda x: torch.nn.functional.dropout(x, 0.1, training=True))
     cell = first_cell(dropping)
 
@@ -146,7 +144,7 @@ def test_a_model_that_answers_otherwise_a_second_time_is_not_judged() -> None:
     assert "gives other logits a second time" in cell.reason
 
 
-def test_gradients_that_boundaries_do_not_change_prove_nothing() -> None:
+def test_gradients_that_boundaries_do_not_change_prove_nothing():
     config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=1)
     two = make(GPT2Config(**config.to_dict() | {"n_positions": 2}), "sdpa", torch.float32)
     gradients = first_cell(two).gradients
@@ -155,7 +153,7 @@ def test_gradients_that_boundaries_do_not_change_prove_nothing() -> None:
     assert gradients.reason.startswith("blind: without boundaries gradients differ by")
 
 
-def test_experts_move_nothing_in_float64_and_a_small_leak_among_them_is_found() -> None:
+def test_experts_move_nothing_in_float64_and_a_small_leak_among_them_is_found():
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
     clean = first_cell(make(config, "sdpa", torch.float64))
     leaking = make(config, "sdpa", torch.float64)
@@ -176,7 +174,7 @@ def test_experts_move_nothing_in_float64_and_a_small_leak_among_them_is_found() 
         product((torch.float32, torch.bfloat16), (2e-2, 1e-5)),
     ),
 )
-def test_a_routers_loss_is_seen_however_small_and_in_any_dtype(dtype: torch.dtype, weight: float) -> None:
+def test_a_routers_loss_is_seen_however_small_and_in_any_dtype(dtype, weight):
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
     config.output_router_logits, config.router_aux_loss_coef = True, weight
 
@@ -198,7 +196,7 @@ class Bare(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_a_model_of_ones_own_needs_no_labels_no_cache_and_no_weights_of_attention(backend: str) -> None:
+def test_a_model_of_ones_own_needs_no_labels_no_cache_and_no_weights_of_attention(backend):
     torch.manual_seed(0)
     model = Bare._from_config(LlamaConfig(**SMALL), attn_implementation=backend).eval()
     report = vl.verify(model, backends=[backend])
@@ -211,7 +209,7 @@ def test_a_model_of_ones_own_needs_no_labels_no_cache_and_no_weights_of_attentio
     assert verdicts["position_ids, attention_mask of ones"] == "leaks"
 
 
-def test_slots_that_are_rounded_up_can_be_tried_in_every_way() -> None:
+def test_slots_that_are_rounded_up_can_be_tried_in_every_way():
     rng = np.random.default_rng(0)
     lengths = [9, 21, 1, 13]
     packing = vl.pack(lengths, capacity=32, document_multiple_of=8)
@@ -223,7 +221,7 @@ def test_slots_that_are_rounded_up_can_be_tried_in_every_way() -> None:
     assert {cell.verdict for cell in told} == {"isolated"}
 
 
-def test_documents_that_would_change_the_rope_of_all_others_are_told() -> None:
+def test_documents_that_would_change_the_rope_of_all_others_are_told():
     config = LlamaConfig(**SMALL)
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     notes = vl.verify(
@@ -233,7 +231,7 @@ def test_documents_that_would_change_the_rope_of_all_others_are_told() -> None:
     assert any("change the rope of all others in their batch" in note for note in notes)
 
 
-def test_where_positions_alone_leak_no_cache_is_blamed() -> None:
+def test_where_positions_alone_leak_no_cache_is_blamed():
     report = vl.verify("falcon", backends=["eager"], layouts=["rows"])
 
     whys = {cell.call: (cell.kind, cell.fix) for cell in report.leaks}
@@ -241,7 +239,7 @@ def test_where_positions_alone_leak_no_cache_is_blamed() -> None:
     assert whys["position_ids, use_cache=True"][0] == "model_family"
 
 
-def test_nobody_is_told_to_use_what_refuses_the_model() -> None:
+def test_nobody_is_told_to_use_what_refuses_the_model():
     report = vl.verify("mamba", backends=["eager", "varlen"], layouts=["rows"])
 
     assert {cell.verdict for cell in report.cells} == {"refuses"}
@@ -249,7 +247,7 @@ def test_nobody_is_told_to_use_what_refuses_the_model() -> None:
     assert {(cell.why, cell.fix) for cell in report.leaks} == {(report.cells[0].reason, ONE_A_ROW)}
 
 
-def test_masks_of_different_kinds_are_explained_one_by_one() -> None:
+def test_masks_of_different_kinds_are_explained_one_by_one():
     text = str(vl.verify("llama", backends=["eager", "sdpa"], gradients=False))
 
     assert (
@@ -259,7 +257,7 @@ def test_masks_of_different_kinds_are_explained_one_by_one() -> None:
     assert "attention_mask of numbers (eager, sdpa): attention_mask numbers segments" in text
 
 
-def test_the_reason_of_a_refused_attention_is_that_of_making_the_model_with_it() -> None:
+def test_the_reason_of_a_refused_attention_is_that_of_making_the_model_with_it():
     cell = first_cell("falcon", "flex_attention")
 
     assert cell.verdict == "refuses"
@@ -267,12 +265,12 @@ def test_the_reason_of_a_refused_attention_is_that_of_making_the_model_with_it()
     assert "make it with" not in cell.reason
 
 
-def test_a_negative_seed_is_refused() -> None:
+def test_a_negative_seed_is_refused():
     with pytest.raises(vl.VarlenError, match="seed must be at least 0, got -1"):
         vl.verify("llama", seed=-1)
 
 
-def test_the_callers_random_state_stays_when_a_model_is_copied() -> None:
+def test_the_callers_random_state_stays_when_a_model_is_copied():
     model = tiny_model("falcon", attention="sdpa")
     before = torch.get_rng_state()
     vl.verify(model, backends=["eager"], layouts=["rows"], calls=False)
@@ -295,15 +293,13 @@ MOVED = Movements(changed_documents=2, own_difference=1.0, control_difference=0.
         ({"row_coupling": 0.05, "padding_difference": 1.0}, "leaks"),
     ],
 )
-def test_a_movement_is_coupled_only_where_rows_move_each_other_as_far(
-    more: dict[str, Any], verdict: str
-) -> None:
+def test_a_movement_is_coupled_only_where_rows_move_each_other_as_far(more, verdict):
     import dataclasses
 
     assert judge(dataclasses.replace(MOVED, **more), tolerance=1e-5)[0] == verdict
 
 
-def test_a_wrong_gradient_is_found_where_all_gradients_are_small() -> None:
+def test_a_wrong_gradient_is_found_where_all_gradients_are_small():
     def wrong_where_packed(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * (1 + 0.05 * (len(gradient) > 1))
 
@@ -328,7 +324,7 @@ def forward_only() -> Iterator[Any]:
     library._destroy()
 
 
-def test_an_operator_without_a_backward_is_told_and_not_compared(forward_only: Any) -> None:
+def test_an_operator_without_a_backward_is_told_and_not_compared(forward_only):
     cell = first_cell(changed(llama(), forward_only))
 
     assert cell.verdict == "isolated"
@@ -339,9 +335,7 @@ def test_an_operator_without_a_backward_is_told_and_not_compared(forward_only: A
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_flex_attention_is_compiled_afterwards_as_before(
-    before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_attention_is_compiled_afterwards_as_before(before, monkeypatch):
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", before)
     cell = first_cell(llama(), "flex_attention", gradients=False)
 
@@ -354,8 +348,8 @@ def test_flex_attention_is_compiled_afterwards_as_before(
     [("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")],
 )
 def test_on_a_cpu_plain_pytorch_stands_in_for_flash_attention_that_is_installed(
-    backend: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    backend, package, monkeypatch
+):
     plain = importlib.util.find_spec
 
     def found(name: str, *more: Any) -> Any:
@@ -368,7 +362,7 @@ def test_on_a_cpu_plain_pytorch_stands_in_for_flash_attention_that_is_installed(
     assert cell.stand_in == ("flash_attn_varlen_func",)
 
 
-def test_what_is_coupled_is_coupled_in_every_call_and_leaks_in_none_that_isolates() -> None:
+def test_what_is_coupled_is_coupled_in_every_call_and_leaks_in_none_that_isolates():
     model = changed(llama(), lambda x: x + 0.1 * x.mean((0, 1)))
     report = vl.verify(model, backends=["sdpa"], layouts=["flat"], gradients=False)
 
@@ -377,7 +371,7 @@ def test_what_is_coupled_is_coupled_in_every_call_and_leaks_in_none_that_isolate
     assert report.cells[0].verdict == "coupled"
 
 
-def test_a_live_model_has_its_attention_and_experts_afterwards_as_before() -> None:
+def test_a_live_model_has_its_attention_and_experts_afterwards_as_before():
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
     model = make(config, "eager", torch.float64)
     experts = model.config._experts_implementation_internal
@@ -394,7 +388,7 @@ def test_a_live_model_has_its_attention_and_experts_afterwards_as_before() -> No
     assert model.config._experts_implementation_internal == experts != "eager"
 
 
-def test_the_coarsest_dtype_of_all_products_says_how_far_rounding_may_go() -> None:
+def test_the_coarsest_dtype_of_all_products_says_how_far_rounding_may_go():
     fine, coarse = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
 
     assert computed_in(lambda: (fine @ fine, coarse @ coarse, fine @ fine))[1] is torch.bfloat16
@@ -414,7 +408,7 @@ def changed_by_mode(model: Any, change: Callable[[torch.Tensor, bool], torch.Ten
     return model
 
 
-def test_a_leak_in_training_mode_alone_is_found() -> None:
+def test_a_leak_in_training_mode_alone_is_found():
     cell = first_cell(changed_by_mode(llama(), lambda x, training: x + 0.1 * training * x.roll(1, 1)))
 
     assert cell.isolation.verdict == "isolated"
@@ -422,7 +416,7 @@ def test_a_leak_in_training_mode_alone_is_found() -> None:
     assert cell.reason.startswith("in training mode, changing one document moved another's logits by")
 
 
-def test_a_place_in_the_row_that_counts_in_training_mode_alone_is_found() -> None:
+def test_a_place_in_the_row_that_counts_in_training_mode_alone_is_found():
     def by_column(x: torch.Tensor, training: bool) -> torch.Tensor:
         return x * (1 + 0.1 * training * torch.arange(x.shape[1])[None, :, None] / x.shape[1])
 
@@ -433,7 +427,7 @@ def test_a_place_in_the_row_that_counts_in_training_mode_alone_is_found() -> Non
     assert cell.reason.startswith("in training mode, logits differ by")
 
 
-def test_statistics_of_a_batch_in_training_mode_are_coupled_and_do_not_count_on() -> None:
+def test_statistics_of_a_batch_in_training_mode_are_coupled_and_do_not_count_on():
     model = llama()
     norm = torch.nn.BatchNorm1d(32)
     changed_by_mode(model, lambda x, _: norm(x.flatten(0, 1)).view_as(x))
@@ -446,7 +440,7 @@ def test_statistics_of_a_batch_in_training_mode_are_coupled_and_do_not_count_on(
     assert float(norm.running_mean.abs().max()) == 0  # type: ignore[union-attr, operator]
 
 
-def test_a_model_that_draws_numbers_beside_dropout_is_not_silently_isolated_in_training_mode() -> None:
+def test_a_model_that_draws_numbers_beside_dropout_is_not_silently_isolated_in_training_mode():
     model = changed_by_mode(llama(), lambda x, training: x + 0.1 * training * torch.randn_like(x))
     report = vl.verify(model, backends=["sdpa"], layouts=["rows"], calls=False)
 
@@ -458,7 +452,7 @@ def test_a_model_that_draws_numbers_beside_dropout_is_not_silently_isolated_in_t
     assert vl.verify(llama(), backends=["sdpa"], layouts=["rows"], calls=False).cells[0].training == ""
 
 
-def test_dropout_is_no_leak() -> None:
+def test_dropout_is_no_leak():
     config = LlamaConfig(**SMALL, attention_dropout=0.3)
     for backend in ("eager", "sdpa", "varlen"):
         model = changed_by_mode(make(config, "eager", torch.float32), torch.nn.functional.dropout)
@@ -482,14 +476,14 @@ class Summing(LlamaForCausalLM):
         return super().forward(labels=labels, position_ids=position_ids, num_items_in_batch=1, **rest)
 
 
-def test_a_loss_with_a_term_over_the_batch_in_training_mode_is_coupled() -> None:
+def test_a_loss_with_a_term_over_the_batch_in_training_mode_is_coupled():
     cell = first_cell(own(WithTerm))
 
     assert cell.verdict == "coupled"
     assert cell.reason.startswith("in training mode, the model's own loss is")
 
 
-def test_a_loss_that_is_a_sum_couples_nothing() -> None:
+def test_a_loss_that_is_a_sum_couples_nothing():
     cell = first_cell(own(Summing))
 
     assert cell.verdict == "isolated", cell.reason
@@ -498,7 +492,7 @@ def test_a_loss_that_is_a_sum_couples_nothing() -> None:
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("factor", [1.0, 1.5, 2.0])
-def test_experts_that_turn_away_who_comes_last_are_coupled_and_no_leak(layout: Any, factor: float) -> None:
+def test_experts_that_turn_away_who_comes_last_are_coupled_and_no_leak(layout, factor):
     def crowded(x: torch.Tensor, _: bool) -> torch.Tensor:
         flat = x.flatten(0, 1)
         chosen = torch.nn.functional.one_hot(flat[:, :4].argmax(-1), 4)
@@ -511,7 +505,7 @@ def test_experts_that_turn_away_who_comes_last_are_coupled_and_no_leak(layout: A
     assert "over its whole batch" in cell.reason
 
 
-def test_a_leak_among_experts_that_gradients_do_not_show_is_no_rounding() -> None:
+def test_a_leak_among_experts_that_gradients_do_not_show_is_no_rounding():
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
     leaking = make(config, "sdpa", torch.float32)
     norm = leaking.model.layers[1].post_attention_layernorm
@@ -541,7 +535,7 @@ class Returning(LlamaForCausalLM):
     [lambda x: (x,), lambda x: (torch.zeros(()), x), lambda x: {"logits": x}, lambda x: x],
     ids=["tuple", "loss in front", "mapping", "tensor"],
 )
-def test_logits_are_found_however_they_are_returned(form: Any) -> None:
+def test_logits_are_found_however_they_are_returned(form):
     model = own(Returning)
     model.form = form
 
@@ -549,7 +543,7 @@ def test_logits_are_found_however_they_are_returned(form: Any) -> None:
     assert first_cell(changed_by_mode(model, lambda x, _: x + 0.1 * x.roll(1, 1))).verdict == "leaks"
 
 
-def test_a_head_that_predicts_no_tokens_is_refused_in_a_sentence() -> None:
+def test_a_head_that_predicts_no_tokens_is_refused_in_a_sentence():
     model = AutoModelForTokenClassification.from_config(LlamaConfig(**SMALL), attn_implementation="sdpa")
 
     assert "returns 2 logits for each token, and embeds 97 ids" in first_cell(model.eval()).reason
@@ -573,7 +567,7 @@ def failing(error: Exception, when: Callable[[], bool] = lambda: True) -> Any:
         (ValueError("word " * 500), "word word"),
     ],
 )
-def test_no_refusal_is_without_a_sentence_or_longer_than_one(error: Exception, words: str) -> None:
+def test_no_refusal_is_without_a_sentence_or_longer_than_one(error, words):
     cell = first_cell(failing(error))
 
     assert cell.verdict == "refuses"
@@ -582,7 +576,7 @@ def test_no_refusal_is_without_a_sentence_or_longer_than_one(error: Exception, w
 
 
 @pytest.mark.parametrize("error", [ValueError("not with gradients"), KeyError("not with gradients")])
-def test_a_model_that_fails_with_gradients_alone_is_refused_in_a_sentence(error: Exception) -> None:
+def test_a_model_that_fails_with_gradients_alone_is_refused_in_a_sentence(error):
     cell = first_cell(failing(error, torch.is_grad_enabled))
 
     assert cell.verdict == "refuses"
@@ -599,7 +593,7 @@ class Silent(LlamaForCausalLM):
         raise NotImplementedError
 
 
-def test_a_model_that_does_not_say_where_it_embeds_is_checked_by_its_config() -> None:
+def test_a_model_that_does_not_say_where_it_embeds_is_checked_by_its_config():
     model = own(Silent, tie_word_embeddings=False)
 
     assert hf.vocabulary_size(model) == hf.logits_size(model) == 97
@@ -614,7 +608,7 @@ class Configured(torch.nn.Module):
         self.config = LlamaConfig(**SMALL)
 
 
-def test_live_models_that_can_not_be_asked_are_refused_in_a_sentence() -> None:
+def test_live_models_that_can_not_be_asked_are_refused_in_a_sentence():
     with pytest.raises(ModelError, match="has a transformers config and no device, dtype"):
         vl.verify(Configured())
     with torch.device("meta"):
@@ -628,7 +622,7 @@ def test_live_models_that_can_not_be_asked_are_refused_in_a_sentence() -> None:
         vl.verify(partly)
 
 
-def test_a_seed_that_is_no_number_is_refused() -> None:
+def test_a_seed_that_is_no_number_is_refused():
     for seed in ("x", 1.5):
         with pytest.raises(vl.VarlenError, match="seed must be a whole number, got"):
             vl.verify("llama", seed=seed)  # type: ignore[arg-type]
@@ -644,7 +638,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, of its first FSDP
-def test_wrapped_models_are_checked_through_their_wrappers(one_rank: None) -> None:
+def test_wrapped_models_are_checked_through_their_wrappers(one_rank):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -657,7 +651,7 @@ def test_wrapped_models_are_checked_through_their_wrappers(one_rank: None) -> No
 
 
 @pytest.mark.filterwarnings("ignore")  # peft asks transformers by an old name
-def test_virtual_tokens_are_refused() -> None:
+def test_virtual_tokens_are_refused():
     import peft
 
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -665,18 +659,18 @@ def test_virtual_tokens_are_refused() -> None:
     assert "has a soft prompt of" in first_cell(peft.get_peft_model(llama(), config)).reason
 
 
-def test_a_family_without_linear_layers_runs_by_flash_attentions_stand_in() -> None:
+def test_a_family_without_linear_layers_runs_by_flash_attentions_stand_in():
     cell = first_cell("gpt2", "flash_attention_2", "flat")
 
     assert cell.verdict == "isolated", cell.reason
 
 
 @pytest.mark.parametrize("family", ["openai-gpt", "xlm", "reformer"])
-def test_families_that_take_no_finished_mask_are_refused_by_model_inputs(family: str) -> None:
+def test_families_that_take_no_finished_mask_are_refused_by_model_inputs(family):
     assert "takes masks of padding alone" in first_cell(family, "eager").reason
 
 
-def test_the_softmax_of_a_router_is_no_attention_and_that_of_a_layer_beside_a_kernel_is() -> None:
+def test_the_softmax_of_a_router_is_no_attention_and_that_of_a_layer_beside_a_kernel_is():
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
     assert first_cell(make(config, "eager", torch.float32), "eager").kernels == (("softmax", 2),)
 

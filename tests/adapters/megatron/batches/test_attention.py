@@ -110,9 +110,7 @@ def drawn(rng: np.random.Generator, multiple: int, fractions: bool) -> list[list
 @pytest.mark.parametrize("dialect", ["0.4", "0.5", "0.6"])
 @pytest.mark.parametrize(("multiple", "ranks"), [(1, 1), (3, 1), (4, 2), (12, 3)])
 @pytest.mark.parametrize("is_static", [False, True])
-def test_a_document_has_the_loss_that_it_has_alone(
-    dialect: str, multiple: int, ranks: int, is_static: bool
-) -> None:
+def test_a_document_has_the_loss_that_it_has_alone(dialect, multiple, ranks, is_static):
     for seed in range(6):
         rows = drawn(np.random.default_rng(seed), multiple, fractions=seed % 2 == 1)
         entry = {"max_samples_per_bin": 5 + seed % 3, "dataset_max_seqlen": 60, "min_packed_seqlen": 0}
@@ -143,7 +141,7 @@ def test_a_document_has_the_loss_that_it_has_alone(
 @pytest.mark.parametrize("dialect", ["0.4", "0.5", "0.6"])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_document_of_varlens_own_batches_has_it_too(dialect: str, layout: Any, ranks: int) -> None:
+def test_a_document_of_varlens_own_batches_has_it_too(dialect, layout, ranks):
     rng = np.random.default_rng(ranks)
     lengths = rng.integers(1, 50, 9).tolist()
     documents = [rng.integers(3, WORDS, length).tolist() for length in lengths]
@@ -200,8 +198,8 @@ def items_of(rows: list[list[list[int]]], with_lengths: bool) -> list[dict[str, 
     st.booleans(),
 )
 def test_attention_gets_every_document_whole_and_apart(
-    data: st.DataObject, multiple: int, dialect: Any, with_lengths: bool, is_static: bool, always: bool
-) -> None:
+    data, multiple, dialect, with_lengths, is_static, always
+):
     rows = data.draw(packs(multiple))
     settings: dict[str, Any] = {"pad_seq_to_mult": multiple, "always_padded": always, "padding_mask": True}
     if is_static:
@@ -244,9 +242,7 @@ def test_attention_gets_every_document_whole_and_apart(
 
 
 @given(st.data(), st.sampled_from([1, 2]), st.sampled_from(["0.4", "0.6"]), st.booleans())
-def test_ranks_hold_every_place_of_a_collated_row_once(
-    data: st.DataObject, ranks: int, dialect: Any, with_lengths: bool
-) -> None:
+def test_ranks_hold_every_place_of_a_collated_row_once(data, ranks, dialect, with_lengths):
     rows = data.draw(packs(2 * ranks))
     collator = RowCollator(eos_id=EOS, dialect=dialect, pad_seq_to_mult=2 * ranks)
 

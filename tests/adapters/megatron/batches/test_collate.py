@@ -45,7 +45,7 @@ def listed(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=NAMES)
-def test_compatible_batches_are_those_that_the_release_made(case: dict[str, Any]) -> None:
+def test_compatible_batches_are_those_that_the_release_made(case):
     batch = collate_rows(
         rows_of_items(GOLDEN["rows"][case["rows"]]),
         dialect=case["dialect"],
@@ -59,7 +59,7 @@ def test_compatible_batches_are_those_that_the_release_made(case: dict[str, Any]
     assert listed(batch) == case["batch"]
 
 
-def test_labels_never_cross_from_one_document_to_the_next() -> None:
+def test_labels_never_cross_from_one_document_to_the_next():
     batch = collate_rows(rows([[5, 6, 7], [8, 9]]), eos_id=EOS, pad_seq_length_to_mult=1)
 
     assert batch["tokens"].tolist() == [[5, 6, 8]]
@@ -68,7 +68,7 @@ def test_labels_never_cross_from_one_document_to_the_next() -> None:
     assert batch["token_count"] == [3]
 
 
-def test_an_eos_in_the_middle_is_trained_as_the_mask_says_unless_it_shall_not() -> None:
+def test_an_eos_in_the_middle_is_trained_as_the_mask_says_unless_it_shall_not():
     stored = rows([[5, EOS, 6, EOS]])
 
     ours = collate_rows(stored, eos_id=EOS, pad_seq_length_to_mult=1)
@@ -78,7 +78,7 @@ def test_an_eos_in_the_middle_is_trained_as_the_mask_says_unless_it_shall_not() 
     assert without["loss_mask"].tolist() == [[1, 0, 1]]
 
 
-def test_eos_behind_the_last_trained_input_is_padding_and_a_trained_one_never_is() -> None:
+def test_eos_behind_the_last_trained_input_is_padding_and_a_trained_one_never_is():
     stored = rows([[5, 6, 7, EOS, EOS], [8, 9, EOS, EOS, EOS]], mask=[1, 1, 1, 0, 0, 1, 1, 1, 0, 0])
 
     batch = collate_rows(stored, eos_id=EOS, pad_seq_to_mult=4, pad_seq_length_to_mult=8)
@@ -88,7 +88,7 @@ def test_eos_behind_the_last_trained_input_is_padding_and_a_trained_one_never_is
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 1, 1, 1, 0]]
 
 
-def test_stored_lengths_say_what_is_padding_whatever_the_tokens_are() -> None:
+def test_stored_lengths_say_what_is_padding_whatever_the_tokens_are():
     stored = rows([[5, 6, EOS, EOS, EOS], [8, 9, 10, 11, 12]], seq_lengths=[3, 2])
 
     batch = collate_rows(stored, eos_id=EOS, pad_seq_to_mult=4, pad_seq_length_to_mult=8)
@@ -97,7 +97,7 @@ def test_stored_lengths_say_what_is_padding_whatever_the_tokens_are() -> None:
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 1, 1, 0, 0]]
 
 
-def test_padded_boundaries_are_given_only_where_they_differ_or_always_on_request() -> None:
+def test_padded_boundaries_are_given_only_where_they_differ_or_always_on_request():
     stored = rows([[5, 6, 7, 8, EOS]])
 
     ours = collate_rows(stored, eos_id=EOS, pad_seq_to_mult=4, pad_seq_length_to_mult=4)
@@ -108,7 +108,7 @@ def test_padded_boundaries_are_given_only_where_they_differ_or_always_on_request
 
 
 @pytest.mark.parametrize("multiple", [1, 6])
-def test_the_padding_of_a_row_is_never_one_long_sequence(multiple: int) -> None:
+def test_the_padding_of_a_row_is_never_one_long_sequence(multiple):
     stored = rows([[5] * 13])
 
     batch = collate_rows(
@@ -124,7 +124,7 @@ def test_the_padding_of_a_row_is_never_one_long_sequence(multiple: int) -> None:
     assert batch["max_seqlen_q"].tolist() == [[max(sizes)]]
 
 
-def test_padding_behind_rounded_documents_holds_no_real_token() -> None:
+def test_padding_behind_rounded_documents_holds_no_real_token():
     stored = rows([[5, 6, EOS, EOS, EOS]], seq_lengths=[2])
 
     batch = collate_rows(stored, eos_id=EOS, max_seq_length=400, pad_to_max_length=True, pad_seq_to_mult=4)
@@ -135,7 +135,7 @@ def test_padding_behind_rounded_documents_holds_no_real_token() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["0.4", "0.5"])
-def test_every_row_of_the_older_dialects_ends_in_minus_one(dialect: str) -> None:
+def test_every_row_of_the_older_dialects_ends_in_minus_one(dialect):
     batch = collate_rows(
         rows([[5, 6], [7, 8]], [[5, 6, 7]]), dialect=dialect, eos_id=EOS, pad_seq_length_to_mult=1
     )
@@ -144,7 +144,7 @@ def test_every_row_of_the_older_dialects_ends_in_minus_one(dialect: str) -> None
     assert batch["cu_seqlens_argmin"].tolist() == torch.argmin(batch["cu_seqlens"], 1, keepdim=True).tolist()
 
 
-def test_rows_with_fewer_documents_repeat_their_last_boundary_in_the_newest_dialect() -> None:
+def test_rows_with_fewer_documents_repeat_their_last_boundary_in_the_newest_dialect():
     batch = collate_rows(rows([[5, 6], [7, 8]], [[5, 6, 7]]), eos_id=EOS, pad_seq_length_to_mult=1)
 
     assert batch["cu_seqlens_q"].tolist() == [[0, 1, 2], [0, 2, 2]]
@@ -153,7 +153,7 @@ def test_rows_with_fewer_documents_repeat_their_last_boundary_in_the_newest_dial
 
 @pytest.mark.parametrize("dialect", ["0.4", "0.6"])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_graphs_get_one_shape_and_the_same_keys_for_every_batch(dialect: str, multiple: int) -> None:
+def test_graphs_get_one_shape_and_the_same_keys_for_every_batch(dialect, multiple):
     metadata = [{"max_samples_per_bin": 3, "dataset_max_seqlen": 8, "min_packed_seqlen": 4}]
     collator = RowCollator(
         dialect=dialect,  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def test_graphs_get_one_shape_and_the_same_keys_for_every_batch(dialect: str, mu
         )
 
 
-def test_a_mask_of_fractions_stays_one_where_the_release_cuts_it_to_nothing() -> None:
+def test_a_mask_of_fractions_stays_one_where_the_release_cuts_it_to_nothing():
     stored = rows([[5, 6, 7, EOS]], mask=[0.5, 0.25, 1.0, 0.0])
 
     ours = collate_rows(stored, eos_id=EOS, pad_seq_length_to_mult=1)["loss_mask"]
@@ -191,7 +191,7 @@ def test_a_mask_of_fractions_stays_one_where_the_release_cuts_it_to_nothing() ->
     assert theirs.tolist() == [[0, 0, 1]]
 
 
-def test_rows_that_complete_a_batch_train_nothing() -> None:
+def test_rows_that_complete_a_batch_train_nothing():
     batch = collate_rows(
         rows([[5, 6]], [[5, 6]]),
         silent=[False, True],
@@ -204,7 +204,7 @@ def test_rows_that_complete_a_batch_train_nothing() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["0.4", "0.5", "0.6"])
-def test_the_padding_mask_is_true_at_padding_within_and_behind_documents(dialect: str) -> None:
+def test_the_padding_mask_is_true_at_padding_within_and_behind_documents(dialect):
     stored = rows([[5, 6, 7, EOS, EOS], [8, 9, EOS, EOS, EOS]], mask=[1, 1, 1, 0, 0, 1, 0, 0, 0, 0])
 
     batch = collate_rows(
@@ -222,7 +222,7 @@ def test_the_padding_mask_is_true_at_padding_within_and_behind_documents(dialect
     assert batch.get("pad_between_seqs") is (True if dialect == "0.6" else None)
 
 
-def test_a_mask_without_boundaries_keeps_documents_apart() -> None:
+def test_a_mask_without_boundaries_keeps_documents_apart():
     stored = rows([[5, 6, 7], [8, 9, 10]])
 
     mask = collate_rows(stored, eos_id=EOS, return_cu_seqlen=False, pad_seq_length_to_mult=5)[
@@ -240,7 +240,7 @@ def test_a_mask_without_boundaries_keeps_documents_apart() -> None:
     ]
 
 
-def test_widths_are_multiples_of_what_documents_were_rounded_up_to() -> None:
+def test_widths_are_multiples_of_what_documents_were_rounded_up_to():
     stored = rows([[5] * 7])
 
     assert collate_rows(stored, eos_id=EOS, pad_seq_to_mult=6)["tokens"].shape == (1, 48)
@@ -270,21 +270,19 @@ STATIC = {"max_seq_length": 8, "pad_to_max_length": True, "pad_cu_seqlens": True
         ),
     ],
 )
-def test_settings_that_contradict_each_other_or_the_rows_are_refused(
-    settings: dict[str, Any], words: str
-) -> None:
+def test_settings_that_contradict_each_other_or_the_rows_are_refused(settings, words):
     with pytest.raises(SettingError, match=words):
         collate_rows(rows([[5] * 5, [6] * 5]), eos_id=EOS, **settings)
 
 
-def test_padded_documents_without_their_multiple_are_refused_where_keys_must_not_change() -> None:
+def test_padded_documents_without_their_multiple_are_refused_where_keys_must_not_change():
     stored = rows([[5, 6, 7, 8, EOS]], seq_lengths=[2])
 
     with pytest.raises(SettingError, match=r"hold padding.*pad_seq_to_mult=1"):
         collate_rows(stored, eos_id=EOS, **STATIC, pack_metadata=[META])
 
 
-def test_rows_whose_boundaries_do_not_match_are_refused_by_number() -> None:
+def test_rows_whose_boundaries_do_not_match_are_refused_by_number():
     good = rows([[5, 6, 7]], [[5, 6, 7], [8, 9]])
     fields: dict[str, Any] = {name: getattr(good, name) for name in PackedRows.__slots__}
 
@@ -312,7 +310,7 @@ def test_rows_whose_boundaries_do_not_match_are_refused_by_number() -> None:
         ({"loss_mask": np.full(8, 1j)}, "got complex128"),
     ],
 )
-def test_values_that_no_batch_can_hold_are_refused(changed: dict[str, Any], words: str) -> None:
+def test_values_that_no_batch_can_hold_are_refused(changed, words):
     good = rows([[5, 6, 7], [5, 6, 7, 8, 9]])
     fields: dict[str, Any] = {name: getattr(good, name) for name in PackedRows.__slots__}
 
@@ -327,13 +325,13 @@ def test_values_that_no_batch_can_hold_are_refused(changed: dict[str, Any], word
         ([0.5, 1], "got float64"),
     ],
 )
-def test_rows_that_train_nothing_are_said_one_by_one(silent: list[Any], words: str) -> None:
+def test_rows_that_train_nothing_are_said_one_by_one(silent, words):
     with pytest.raises(SettingError, match=words):
         collate_rows(rows([[5, 6, 7]], [[8, 9]]), silent=silent, eos_id=EOS)
 
 
 @pytest.mark.parametrize("settings", [{"eos_id": 2.5}, {"eos_id": None}, {"eos_id": 2, "pad_id": 2**63}])
-def test_tokens_of_padding_are_whole_numbers(settings: dict[str, Any]) -> None:
+def test_tokens_of_padding_are_whole_numbers(settings):
     with pytest.raises(SettingError, match="_id must be the whole number of a token, got"):
         collate_rows(rows([[5, 6, 7]]), **settings)
 
@@ -371,9 +369,7 @@ def measured(module: Any, arrays: dict[str, Any], lengths: Any, keep: int) -> tu
 
 
 @given(stored(), st.integers(0, 2), st.data())
-def test_measured_rows_are_those_of_the_reference(
-    arrays: dict[str, Any], keep: int, data: st.DataObject
-) -> None:
+def test_measured_rows_are_those_of_the_reference(arrays, keep, data):
     size = len(arrays["starts"])
     given_lengths = data.draw(
         st.just(np.empty(0, np.int64))
@@ -397,9 +393,7 @@ def sound(arrays: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 @given(stored(), st.data(), st.booleans(), st.booleans(), st.booleans())
-def test_filled_rows_are_those_of_the_reference(
-    arrays: dict[str, Any], data: st.DataObject, answer_only: bool, eos_in_loss: bool, cut: bool
-) -> None:
+def test_filled_rows_are_those_of_the_reference(arrays, data, answer_only, eos_in_loss, cut):
     found = sound(arrays)
     if found is None:
         return
@@ -425,9 +419,7 @@ def test_filled_rows_are_those_of_the_reference(
     st.booleans(),
     st.data(),
 )
-def test_boundaries_are_those_of_the_reference_and_cover_the_row(
-    arrays: dict[str, Any], gap: int, tail: int, multiple: int, real: bool, data: st.DataObject
-) -> None:
+def test_boundaries_are_those_of_the_reference_and_cover_the_row(arrays, gap, tail, multiple, real, data):
     found = sound(arrays)
     if found is None:
         return

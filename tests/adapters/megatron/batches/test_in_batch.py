@@ -92,9 +92,7 @@ def joined_by_hand(tokens: torch.Tensor, lengths: list[int], pad: int, multiple:
 
 
 @pytest.mark.parametrize(("rows", "pad", "multiple", "expected"), RELEASE)
-def test_rows_are_joined_as_the_release_joins_them(
-    rows: list[list[int]], pad: int, multiple: int, expected: list[Any]
-) -> None:
+def test_rows_are_joined_as_the_release_joins_them(rows, pad, multiple, expected):
     tokens = torch.tensor(rows)
     labels, weights, positions = columns(tokens)
 
@@ -104,7 +102,7 @@ def test_rows_are_joined_as_the_release_joins_them(
 
 
 @given(st.data(), st.integers(1, 6), st.integers(0, 2))
-def test_rows_are_as_long_as_their_mask_says(data: st.DataObject, multiple: int, pad: int) -> None:
+def test_rows_are_as_long_as_their_mask_says(data, multiple, pad):
     width = data.draw(st.integers(1, 9))
     lengths = data.draw(st.lists(st.integers(0, width), min_size=1, max_size=5).filter(any))
     drawn = st.lists(st.integers(0, 3), min_size=width, max_size=width)
@@ -143,7 +141,7 @@ def test_rows_are_as_long_as_their_mask_says(data: st.DataObject, multiple: int,
     assert batch["total_tokens"] == expected["padded"][-1]
 
 
-def test_a_real_token_that_equals_the_padding_is_kept_where_a_mask_says_so() -> None:
+def test_a_real_token_that_equals_the_padding_is_kept_where_a_mask_says_so():
     tokens = torch.tensor([[5, 6, 0, 0], [7, 8, 9, 0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     positions = torch.arange(4).expand(2, 4)
@@ -156,7 +154,7 @@ def test_a_real_token_that_equals_the_padding_is_kept_where_a_mask_says_so() -> 
     assert with_mask[5].dtype == torch.int32
 
 
-def test_a_stage_without_labels_gets_none_and_kinds_of_numbers_stay() -> None:
+def test_a_stage_without_labels_gets_none_and_kinds_of_numbers_stay():
     tokens = torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]], dtype=torch.int32)
     positions = torch.arange(5, dtype=torch.int32).expand(2, 5)
 
@@ -170,7 +168,7 @@ def test_a_stage_without_labels_gets_none_and_kinds_of_numbers_stay() -> None:
     assert half.dtype == torch.bfloat16
 
 
-def test_four_dimensional_attention_masks_say_nothing_about_lengths() -> None:
+def test_four_dimensional_attention_masks_say_nothing_about_lengths():
     tokens = torch.tensor([[1, 2, 0], [3, 0, 0]])
     mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
 
@@ -181,9 +179,7 @@ def test_four_dimensional_attention_masks_say_nothing_about_lengths() -> None:
 
 
 @pytest.mark.parametrize("labels", [None, torch.full((1, 4), -100)])
-def test_rows_of_padding_alone_give_nothing_and_a_warning(
-    labels: torch.Tensor | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_padding_alone_give_nothing_and_a_warning(labels, caplog):
     tokens = torch.zeros(1, 4, dtype=torch.int64)
 
     with caplog.at_level(logging.WARNING):
@@ -198,7 +194,7 @@ def test_rows_of_padding_alone_give_nothing_and_a_warning(
         pack_right_padded_sequence_batch_to_mcore_thd(batch)
 
 
-def test_masks_with_gaps_or_padding_on_the_left_are_refused() -> None:
+def test_masks_with_gaps_or_padding_on_the_left_are_refused():
     tokens, positions = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.arange(3).expand(2, 3)
 
     for mask in ([[1, 1, 1], [0, 1, 1]], [[1, 1, 1], [1, 0, 1]]):
@@ -211,16 +207,14 @@ def test_masks_with_gaps_or_padding_on_the_left_are_refused() -> None:
         pack_right_padded_sequence_batch_to_mcore_thd(batch)
 
 
-def test_a_micro_batch_of_one_row_is_refused_with_the_setting() -> None:
+def test_a_micro_batch_of_one_row_is_refused_with_the_setting():
     check_in_batch_packing(2)
     with pytest.raises(SettingError, match=r"train.micro_batch_size` is 1; set it to 2 or more, or turn"):
         check_in_batch_packing(1)
 
 
 @pytest.mark.parametrize(("cp", "tp", "bounds"), [(1, 1, [0, 3, 8]), (2, 1, [0, 4, 12]), (2, 4, [0, 8, 16])])
-def test_rows_are_rounded_up_for_context_and_sequence_parallelism(
-    cp: int, tp: int, bounds: list[int]
-) -> None:
+def test_rows_are_rounded_up_for_context_and_sequence_parallelism(cp, tp, bounds):
     multiple = max(2 * cp if cp > 1 else 1, cp * tp if tp > 1 else 1)  # one divides the other here
     tokens = torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]])
 
@@ -243,7 +237,7 @@ def sample(*tokens: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
         {"packed_sequence_length": 8, "pad_to_packed_sequence_length": True},
     ],
 )
-def test_the_last_row_is_padded_to_a_fixed_width(settings: dict[str, Any]) -> None:
+def test_the_last_row_is_padded_to_a_fixed_width(settings):
     packed = build_mcore_thd_sequence_batch_from_rows([sample(1, 2, 3), sample(4, 5)], **settings)
 
     assert packed["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
@@ -255,7 +249,7 @@ def test_the_last_row_is_padded_to_a_fixed_width(settings: dict[str, Any]) -> No
     assert packed["attention_mask"] is None
 
 
-def test_padded_boundaries_stand_only_where_they_differ_unless_asked_for() -> None:
+def test_padded_boundaries_stand_only_where_they_differ_unless_asked_for():
     rows = [sample(1, 2), sample(3, 4, 5, 6)]
 
     ours = build_mcore_thd_sequence_batch_from_rows(rows, pad_to_multiple_of=2)
@@ -265,7 +259,7 @@ def test_padded_boundaries_stand_only_where_they_differ_unless_asked_for() -> No
     assert theirs["cu_seqlens_q_padded"].tolist() == theirs["cu_seqlens_q"].tolist() == [0, 2, 6]
 
 
-def test_other_tensors_travel_along_with_their_own_padding() -> None:
+def test_other_tensors_travel_along_with_their_own_padding():
     rows = [sample(1, 2, 3, weight=torch.tensor([0.5, 1.0, 2.0])), sample(4, weight=torch.tensor([3.0]))]
     del rows[0]["position_ids"], rows[1]["position_ids"]
 
@@ -278,7 +272,7 @@ def test_other_tensors_travel_along_with_their_own_padding() -> None:
     assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1]]
 
 
-def test_a_batch_is_joined_in_place_and_keeps_nothing_stale() -> None:
+def test_a_batch_is_joined_in_place_and_keeps_nothing_stale():
     tokens = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]])
     stale = torch.tensor([0, 4, 8], dtype=torch.int32)
     batch = {"input_ids": tokens, "tokens": tokens, "position_ids": torch.arange(4).expand(2, 4)}
@@ -342,9 +336,7 @@ def test_a_batch_is_joined_in_place_and_keeps_nothing_stale() -> None:
         ),
     ],
 )
-def test_rows_that_can_t_be_joined_are_refused(
-    rows: list[Any], settings: dict[str, Any], error: type, words: str
-) -> None:
+def test_rows_that_can_t_be_joined_are_refused(rows, settings, error, words):
     with pytest.raises(error, match=words):
         build_mcore_thd_sequence_batch_from_rows(rows, **settings)
 
@@ -361,6 +353,6 @@ def test_rows_that_can_t_be_joined_are_refused(
         ),
     ],
 )
-def test_a_batch_whose_tensors_don_t_match_is_refused(batch: dict[str, Any], words: str) -> None:
+def test_a_batch_whose_tensors_don_t_match_is_refused(batch, words):
     with pytest.raises(DocumentsError, match=words):
         pack_right_padded_sequence_batch_to_mcore_thd(batch)

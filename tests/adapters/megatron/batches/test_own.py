@@ -35,8 +35,8 @@ def documents(lengths: list[int]) -> list[np.ndarray[Any, Any]]:
     st.booleans(),
 )
 def test_every_pair_of_neighbours_in_a_document_is_a_target_once(
-    lengths: list[int], layout: Any, multiple: int, dialect: str, on_torch: bool
-) -> None:
+    lengths, layout, multiple, dialect, on_torch
+):
     given_documents = documents(lengths)
     packing = vl.pack(lengths, capacity=24, document_multiple_of=multiple)
     own = vl.collate(given_documents, packing, layout=layout, report=False)
@@ -60,7 +60,7 @@ def test_every_pair_of_neighbours_in_a_document_is_a_target_once(
         assert {place for place, token in enumerate(tokens) if token in firsts} <= starts
 
 
-def test_the_keys_and_dtypes_are_those_of_the_dialect() -> None:
+def test_the_keys_and_dtypes_are_those_of_the_dialect():
     own = vl.collate(documents([3, 2, 4]), vl.pack([3, 2, 4], capacity=8))
 
     new, old = megatron_batch(own), megatron_batch(own, "0.4")
@@ -74,7 +74,7 @@ def test_the_keys_and_dtypes_are_those_of_the_dialect() -> None:
     assert new["attention_mask"] is None
 
 
-def test_rounded_slots_give_padded_boundaries_whose_padding_holds_no_token() -> None:
+def test_rounded_slots_give_padded_boundaries_whose_padding_holds_no_token():
     own = vl.collate(documents([3, 2]), vl.pack([3, 2], capacity=16, document_multiple_of=4))
 
     batch = megatron_batch(own, padding_mask=True, total_tokens=True)
@@ -87,7 +87,7 @@ def test_rounded_slots_give_padded_boundaries_whose_padding_holds_no_token() -> 
     assert "cu_seqlens_unpadded" in megatron_batch(own, "0.5")
 
 
-def test_weights_come_from_a_column_or_an_array_and_move_with_the_labels() -> None:
+def test_weights_come_from_a_column_or_an_array_and_move_with_the_labels():
     given_documents = documents([3, 2])
     weights = [np.array([9, 0.5, 0.25], np.float32), np.array([9, 2], np.float32)]
     own = vl.collate(given_documents, vl.pack([3, 2], capacity=6), columns={"weight": weights})
@@ -100,7 +100,7 @@ def test_weights_come_from_a_column_or_an_array_and_move_with_the_labels() -> No
     assert by_document.tolist() == [[0.5, 0.5, 0, 1, 0, 0]]
 
 
-def test_labels_that_are_masked_stay_out_of_the_loss() -> None:
+def test_labels_that_are_masked_stay_out_of_the_loss():
     labels = [np.array([-100, -100, 3], np.int32)]
     own = vl.collate(documents([3]), vl.pack([3], capacity=4), labels=labels)
 
@@ -110,7 +110,7 @@ def test_labels_that_are_masked_stay_out_of_the_loss() -> None:
     assert batch["labels"].tolist() == [[2, 3, 0, 0]]
 
 
-def test_weights_that_are_not_there_are_refused() -> None:
+def test_weights_that_are_not_there_are_refused():
     own = vl.collate(documents([3]), vl.pack([3], capacity=4))
 
     with pytest.raises(SettingError, match=r"no column 'weight' .* it has none"):
@@ -122,7 +122,7 @@ def test_weights_that_are_not_there_are_refused() -> None:
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, 1e300])
-def test_weights_that_no_loss_can_take_are_refused_where_a_target_is(weight: float) -> None:
+def test_weights_that_no_loss_can_take_are_refused_where_a_target_is(weight):
     own = vl.collate(documents([3]), vl.pack([3], capacity=4))
 
     batch = megatron_batch(own, weights=np.array([[weight, 1, 0.5, weight]]))
@@ -132,7 +132,7 @@ def test_weights_that_no_loss_can_take_are_refused_where_a_target_is(weight: flo
         megatron_batch(own, weights=np.array([[1, weight, 0.5, 1]]))
 
 
-def test_micro_batches_are_the_rows_in_order() -> None:
+def test_micro_batches_are_the_rows_in_order():
     own = vl.collate(documents([3, 2, 4]), vl.pack([3, 2, 4], capacity=8))
     batch = megatron_batch(own, "0.4")
 
@@ -180,9 +180,7 @@ def partitioned(slots: list[int], ranks: int, rank: int) -> list[int]:
     st.sampled_from(["0.4", "0.6"]),
     st.sampled_from(["zigzag", "contiguous"]),
 )
-def test_ranks_cover_every_token_once_and_hold_what_the_kernel_gives(
-    chunks: list[int], ranks: int, dialect: str, mode: Any
-) -> None:
+def test_ranks_cover_every_token_once_and_hold_what_the_kernel_gives(chunks, ranks, dialect, mode):
     slots = [2 * ranks * chunk for chunk in chunks]
     batch = batch_of(slots, dialect)
 
@@ -202,7 +200,7 @@ def test_ranks_cover_every_token_once_and_hold_what_the_kernel_gives(
             assert share.get(name) is batch.get(name)
 
 
-def test_rows_without_boundaries_are_cut_whole_and_masks_by_queries() -> None:
+def test_rows_without_boundaries_are_cut_whole_and_masks_by_queries():
     batch = {"tokens": torch.arange(16).reshape(2, 8), "attention_mask": torch.arange(8).reshape(1, 1, 8, 1)}
 
     share = cp_slice(batch, 1, 2)
@@ -211,7 +209,7 @@ def test_rows_without_boundaries_are_cut_whole_and_masks_by_queries() -> None:
     assert share["attention_mask"].reshape(-1).tolist() == [2, 3, 4, 5]
 
 
-def test_positions_of_several_axes_are_cut_with_the_tokens() -> None:
+def test_positions_of_several_axes_are_cut_with_the_tokens():
     batch = batch_of([4, 8], "0.6") | {"position_ids": torch.arange(36).reshape(3, 1, 12)}
 
     share = cp_slice(batch, 0, 2)
@@ -219,7 +217,7 @@ def test_positions_of_several_axes_are_cut_with_the_tokens() -> None:
     assert share["position_ids"][1, 0].tolist() == (share["tokens"][0] + 12).tolist()
 
 
-def test_rows_without_a_first_dimension_are_cut_too() -> None:
+def test_rows_without_a_first_dimension_are_cut_too():
     batch = batch_of([4, 8], "0.6")
     flat = {name: value[0] if name in PER_TOKEN else value for name, value in batch.items()}
 
@@ -229,7 +227,7 @@ def test_rows_without_a_first_dimension_are_cut_too() -> None:
             assert share[name].tolist() == wanted[name][0].tolist()
 
 
-def test_a_middle_stage_without_tokens_keeps_its_boundaries() -> None:
+def test_a_middle_stage_without_tokens_keeps_its_boundaries():
     batch = {"tokens": None, "cu_seqlens_q": torch.tensor([[0, 4, 8]])}
 
     assert cp_slice(batch, 0, 2) == batch
@@ -261,14 +259,12 @@ def test_a_middle_stage_without_tokens_keeps_its_boundaries() -> None:
         ({"labels": torch.zeros(1, 3)}, (0, 2), DocumentsError, "different widths: tokens 12, labels 3"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_by_name(
-    change: dict[str, Any], arguments: tuple[Any, ...], error: type[Exception], words: str
-) -> None:
+def test_what_cannot_be_shared_is_refused_by_name(change, arguments, error, words):
     with pytest.raises(error, match=words):
         cp_slice(batch_of([4, 8], "0.6") | change, *arguments)
 
 
-def test_what_is_cut_already_cannot_be_cut_again() -> None:
+def test_what_is_cut_already_cannot_be_cut_again():
     once = cp_slice(batch_of([4, 8], "0.4"), 0, 2)
 
     with pytest.raises(DocumentsError, match="can be cut once only"):
@@ -284,9 +280,7 @@ def test_what_is_cut_already_cannot_be_cut_again() -> None:
     st.integers(1, 4),
     st.sampled_from(["0.4", "0.6"]),
 )
-def test_later_targets_are_those_of_each_document_alone(
-    packs: list[list[tuple[int, int]]], depth: int, dialect: str
-) -> None:
+def test_later_targets_are_those_of_each_document_alone(packs, depth, dialect):
     width = max(1, *(sum(map(sum, slots)) for slots in packs))
     entries = max(map(len, packs)) + 1
     labels = torch.arange(1, len(packs) * width + 1).reshape(len(packs), width)
@@ -316,7 +310,7 @@ def test_later_targets_are_those_of_each_document_alone(
     assert masks.tolist() == wanted_mask.tolist()
 
 
-def test_later_targets_need_labels_boundaries_and_a_depth() -> None:
+def test_later_targets_need_labels_boundaries_and_a_depth():
     batch = batch_of([4, 8], "0.6")
 
     with pytest.raises(SettingError, match="depth must be a whole number from 1 on, got 0"):
@@ -344,9 +338,7 @@ def test_later_targets_need_labels_boundaries_and_a_depth() -> None:
         ((False, True, True), {"tokens", "position_ids", "labels", "loss_mask"}),
     ],
 )
-def test_every_stage_gets_its_boundaries_and_only_its_tensors(
-    dialect: str, stage: tuple[bool, ...], kept: set[str]
-) -> None:
+def test_every_stage_gets_its_boundaries_and_only_its_tensors(dialect, stage, kept):
     batch = batch_of([4, 8], dialect)
 
     given_to = stage_batch(batch, *stage)
@@ -358,7 +350,7 @@ def test_every_stage_gets_its_boundaries_and_only_its_tensors(
         assert given_to[name] is batch[name]
 
 
-def test_a_stage_without_boundaries_or_without_its_tensors_is_refused() -> None:
+def test_a_stage_without_boundaries_or_without_its_tensors_is_refused():
     batch = batch_of([4, 8], "0.6")
     bare = {name: batch[name] for name in (*PER_TOKEN, "attention_mask")}
 

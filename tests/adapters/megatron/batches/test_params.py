@@ -32,7 +32,7 @@ PLAIN = {"cu_seqlens": ints(0, 5, 7, 11, -1, -1), "max_seqlen": torch.tensor(5)}
 PADDED = PLAIN | {"cu_seqlens": ints(0, 8, 16, -1), "cu_seqlens_unpadded": ints(0, 6, 13, -1)}
 
 
-def test_the_newest_keys_are_handed_on_with_numbers_for_lengths() -> None:
+def test_the_newest_keys_are_handed_on_with_numbers_for_lengths():
     batch = {
         "cu_seqlens_q": ints(0, 6, 13).unsqueeze(0),
         "cu_seqlens_kv": ints(0, 6, 13),
@@ -59,7 +59,7 @@ def test_the_newest_keys_are_handed_on_with_numbers_for_lengths() -> None:
     assert packed_seq_params is get_packed_seq_params
 
 
-def test_without_unpadded_boundaries_there_are_no_padded_ones() -> None:
+def test_without_unpadded_boundaries_there_are_no_padded_ones():
     params = get_packed_seq_params(PLAIN | {"cu_seqlens_argmin": torch.tensor(4)})
 
     assert params.cu_seqlens_q.tolist() == [0, 5, 7, 11]  # type: ignore[union-attr]
@@ -68,7 +68,7 @@ def test_without_unpadded_boundaries_there_are_no_padded_ones() -> None:
     assert params.pad_between_seqs is False
 
 
-def test_with_unpadded_boundaries_these_are_the_logical_ones() -> None:
+def test_with_unpadded_boundaries_these_are_the_logical_ones():
     params = get_packed_seq_params(PADDED)
 
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 6, 13]  # type: ignore[union-attr]
@@ -78,7 +78,7 @@ def test_with_unpadded_boundaries_these_are_the_logical_ones() -> None:
 
 @pytest.mark.parametrize("argmin", [None, torch.tensor(4), torch.tensor([[4]])])
 @pytest.mark.parametrize("dimensions", [1, 2])
-def test_the_end_is_found_with_and_without_its_place(argmin: torch.Tensor | None, dimensions: int) -> None:
+def test_the_end_is_found_with_and_without_its_place(argmin, dimensions):
     bounds = PLAIN["cu_seqlens"].unsqueeze(0) if dimensions == 2 else PLAIN["cu_seqlens"]
 
     params = get_packed_seq_params({"cu_seqlens": bounds, "cu_seqlens_argmin": argmin})
@@ -88,7 +88,7 @@ def test_the_end_is_found_with_and_without_its_place(argmin: torch.Tensor | None
     assert params.max_seqlen_kv is None
 
 
-def test_boundaries_without_an_end_are_taken_whole() -> None:
+def test_boundaries_without_an_end_are_taken_whole():
     params = get_packed_seq_params({"cu_seqlens": ints(0, 512)})
 
     assert params.cu_seqlens_q.tolist() == [0, 512]  # type: ignore[union-attr]
@@ -102,9 +102,7 @@ def test_boundaries_without_an_end_are_taken_whole() -> None:
         ({"cu_seqlens_q": ints(0, 9, 16)}, [0] * 9 + [1] * 7),
     ],
 )
-def test_sequence_numbers_go_by_places_and_count_the_tail_as_one_more(
-    batch: dict[str, Any], numbers: list[int]
-) -> None:
+def test_sequence_numbers_go_by_places_and_count_the_tail_as_one_more(batch, numbers):
     assert get_packed_seq_params(batch).seq_idx is None
 
     params = get_packed_seq_params(batch | {"total_tokens": 16})
@@ -133,12 +131,12 @@ def test_sequence_numbers_go_by_places_and_count_the_tail_as_one_more(
         ),
     ],
 )
-def test_a_batch_that_attention_would_misread_is_refused(batch: dict[str, Any], words: str) -> None:
+def test_a_batch_that_attention_would_misread_is_refused(batch, words):
     with pytest.raises(DocumentsError, match=words):
         get_packed_seq_params(batch)
 
 
-def test_boundaries_of_places_are_the_padded_ones_where_there_are_any() -> None:
+def test_boundaries_of_places_are_the_padded_ones_where_there_are_any():
     logical, padded = ints(0, 6, 14), ints(0, 8, 16)
 
     assert get_packed_seq_q_cu_seqlens(PackedSeqParams(cu_seqlens_q=logical, cu_seqlens_q_padded=padded)) == (
@@ -150,7 +148,7 @@ def test_boundaries_of_places_are_the_padded_ones_where_there_are_any() -> None:
         get_packed_seq_q_cu_seqlens(PackedSeqParams())
 
 
-def test_rows_of_one_length_are_sequences_of_their_own() -> None:
+def test_rows_of_one_length_are_sequences_of_their_own():
     params = build_uniform_packed_seq_params(3, 8)
 
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
@@ -175,7 +173,7 @@ class Group:
         return self.ranks
 
 
-def test_places_of_a_context_parallel_rank_go_by_padded_boundaries() -> None:
+def test_places_of_a_context_parallel_rank_go_by_padded_boundaries():
     params = PackedSeqParams(cu_seqlens_q=ints(0, 6, 14), cu_seqlens_q_padded=ints(0, 8, 16))
 
     index = get_packed_seq_cp_partition_indices(
@@ -190,9 +188,7 @@ def test_places_of_a_context_parallel_rank_go_by_padded_boundaries() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=6), st.integers(1, 3))
-def test_documents_get_rows_of_their_own_and_positions_come_back(
-    slots: list[tuple[int, int]], axes: int
-) -> None:
+def test_documents_get_rows_of_their_own_and_positions_come_back(slots, axes):
     lengths = [length for length, _ in slots]
     if not sum(lengths):
         return
@@ -218,7 +214,7 @@ def test_documents_get_rows_of_their_own_and_positions_come_back(
     assert again.tolist() == [[expected]] * axes
 
 
-def test_rows_that_do_not_match_their_boundaries_are_refused() -> None:
+def test_rows_that_do_not_match_their_boundaries_are_refused():
     params = PackedSeqParams(cu_seqlens_q=ints(0, 2, 5))
 
     with pytest.raises(DocumentsError, match=r"shape \[1, places\], got \(2, 4\)"):
@@ -247,7 +243,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, fields: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", theirs)
 
 
-def test_megatrons_own_object_gets_the_fields_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_own_object_gets_the_fields_that_it_has(monkeypatch):
     installed(monkeypatch, ["qkv_format", "cu_seqlens_q", "max_seqlen_q"])
 
     theirs = get_packed_seq_params(PLAIN).to_megatron()
@@ -259,7 +255,7 @@ def test_megatrons_own_object_gets_the_fields_that_it_has(monkeypatch: pytest.Mo
         get_packed_seq_params(PLAIN | {"cp_partition_mode": "contiguous"}).to_megatron()
 
 
-def test_without_megatron_core_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_megatron_core_the_way_to_install_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", None)
 
     with pytest.raises(MissingExtraError, match="pip install megatron-core"):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +63,7 @@ train:
 """As Megatron-Bridge writes its run_config.yaml: classes as _target_, enumerations by number."""
 
 
-def test_yaml_as_megatron_bridge_writes_it_is_read_and_mended(tmp_path: Path) -> None:
+def test_yaml_as_megatron_bridge_writes_it_is_read_and_mended(tmp_path):
     path = tmp_path / "run_config.yaml"
     path.write_text(WRITTEN, encoding="utf-8")
     report = check_config(path, dialect="v0.5.1")
@@ -89,11 +88,11 @@ def test_yaml_as_megatron_bridge_writes_it_is_read_and_mended(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words"), [(WRITTEN, "0.4 or 0.5"), ("model: {seq_length: 512}", "nothing says")]
 )
-def test_the_dialect_is_told_by_names_and_what_is_not_known_is_said(text: str, words: str) -> None:
+def test_the_dialect_is_told_by_names_and_what_is_not_known_is_said(text, words):
     assert words in check_config(text + "\n").dialect_words
 
 
-def test_both_spellings_are_a_contradiction_and_the_release_decides() -> None:
+def test_both_spellings_are_a_contradiction_and_the_release_decides():
     cfg = packed()
     cfg["dataset"]["packed_sequence_specs"] = {"packed_sequence_size": 1024}
 
@@ -104,7 +103,7 @@ def test_both_spellings_are_a_contradiction_and_the_release_decides() -> None:
     assert check_config(report.fixed(cfg)).ok
 
 
-def test_an_older_name_set_on_an_object_of_release_0_6_trains_unpacked_and_is_told() -> None:
+def test_an_older_name_set_on_an_object_of_release_0_6_trains_unpacked_and_is_told():
     dataset = GPTSFTDatasetConfig(seq_length=512, enable_offline_packing=False, offline_packing_specs=None)
     dataset.packed_sequence_specs = PackedSequenceSpecs(512)
     report = check_config(SimpleNamespace(model=SimpleNamespace(seq_length=512), dataset=dataset))
@@ -118,7 +117,7 @@ def test_an_older_name_set_on_an_object_of_release_0_6_trains_unpacked_and_is_to
     assert check_config(report.fixed(SimpleNamespace(dataset=dataset))).packing == "offline packing to 512"
 
 
-def test_specs_of_an_older_release_are_moved_for_a_newer_one() -> None:
+def test_specs_of_an_older_release_are_moved_for_a_newer_one():
     cfg = packed("0.5", specs__pad_seq_to_mult=8)
     report = check_config(cfg, dialect="0.6")
 
@@ -129,7 +128,7 @@ def test_specs_of_an_older_release_are_moved_for_a_newer_one() -> None:
     assert check_config(report.fixed(cfg), dialect="0.6").packing == "offline packing to 512"
 
 
-def test_the_older_switch_of_in_batch_packing_is_not_read_by_release_0_6() -> None:
+def test_the_older_switch_of_in_batch_packing_is_not_read_by_release_0_6():
     cfg = plain(dataset__pack_sequences_in_batch=True, train__micro_batch_size=2)
 
     report = check_config(cfg, dialect="0.6")
@@ -166,7 +165,7 @@ class Scope(enum.Enum):
 
 
 @pytest.mark.parametrize("dataset", [GPTSFTDatasetConfig, MyOwnDataset])
-def test_objects_with_attributes_are_read_and_copies_mended(dataset: Any) -> None:
+def test_objects_with_attributes_are_read_and_copies_mended(dataset):
     cfg = SimpleNamespace(
         model=SimpleNamespace(
             seq_length=512,
@@ -194,7 +193,7 @@ def test_objects_with_attributes_are_read_and_copies_mended(dataset: Any) -> Non
     assert cfg.train.micro_batch_size == 2
 
 
-def test_values_that_only_a_class_has_are_read() -> None:
+def test_values_that_only_a_class_has_are_read():
     class Model:
         seq_length = 510
         context_parallel_size = 2
@@ -202,7 +201,7 @@ def test_values_that_only_a_class_has_are_read() -> None:
     assert check_config(SimpleNamespace(model=Model())).kinds == ("seq_length",)
 
 
-def test_sizes_one_level_deeper_are_read_and_named_where_they_stand() -> None:
+def test_sizes_one_level_deeper_are_read_and_named_where_they_stand():
     cfg = plain("GPTSFTDatasetConfig")
     cfg["model"] = {
         "seq_length": 512,
@@ -214,7 +213,7 @@ def test_sizes_one_level_deeper_are_read_and_named_where_they_stand() -> None:
     assert check_config(report.fixed(cfg)).ok
 
 
-def test_dotted_names_and_references_are_resolved() -> None:
+def test_dotted_names_and_references_are_resolved():
     cfg = {
         "model.seq_length": 510,
         "model": {"context_parallel_size": 2},
@@ -226,7 +225,7 @@ def test_dotted_names_and_references_are_resolved() -> None:
     assert check_config(report.fixed(cfg)).ok
 
 
-def test_references_to_references_are_followed_and_those_that_go_round_are_told() -> None:
+def test_references_to_references_are_followed_and_those_that_go_round_are_told():
     cfg = {"n": 510, "model": {"seq_length": "${dataset.seq_length}", "context_parallel_size": 2}}
 
     report = check_config({**cfg, "dataset": {"seq_length": "${n}"}})
@@ -235,7 +234,7 @@ def test_references_to_references_are_followed_and_those_that_go_round_are_told(
         check_config({**cfg, "dataset": {"seq_length": "${model.seq_length}"}})
 
 
-def test_specs_that_are_put_into_an_object_have_every_field_that_a_release_reads() -> None:
+def test_specs_that_are_put_into_an_object_have_every_field_that_a_release_reads():
     data = SimpleNamespace(seq_length=512, enable_offline_packing=True, offline_packing_specs=None)
     cfg = SimpleNamespace(model=SimpleNamespace(seq_length=512), dataset=data)
 
@@ -246,7 +245,7 @@ def test_specs_that_are_put_into_an_object_have_every_field_that_a_release_reads
 
 
 @pytest.mark.parametrize("dialect", [0.5, "0.5", "0.5.0rc1"])
-def test_a_release_may_be_a_number(dialect: Any) -> None:
+def test_a_release_may_be_a_number(dialect):
     assert check_config(packed("0.5"), dialect=dialect).dialect == "0.5"
 
 
@@ -294,7 +293,7 @@ class Lazy(MutableMapping[str, Any]):
         return len(self.held)
 
 
-def test_values_that_must_still_be_given_are_as_if_not_there() -> None:
+def test_values_that_must_still_be_given_are_as_if_not_there():
     cfg = packed(train__micro_batch_size="???", specs__packed_train_data_path="???")
 
     assert check_config(Lazy(cfg)).ok
@@ -302,7 +301,7 @@ def test_values_that_must_still_be_given_are_as_if_not_there() -> None:
     assert check_config(Lazy(packed(train__micro_batch_size=2))).kinds == ("micro_batch_packed",)
 
 
-def test_a_mapping_that_keeps_copies_is_mended() -> None:
+def test_a_mapping_that_keeps_copies_is_mended():
     cfg = Lazy(packed(model__cuda_graph_impl="transformer_engine", dataset__offline_packing_specs=None))
 
     report = check_config(cfg)
@@ -310,7 +309,7 @@ def test_a_mapping_that_keeps_copies_is_mended() -> None:
     assert check_config(report.fixed(cfg)).ok
 
 
-def test_what_packs_nothing_is_said_to_pack_nothing() -> None:
+def test_what_packs_nothing_is_said_to_pack_nothing():
     report = check_config(plain("GPTDatasetConfig", model__sequence_parallel=np.bool_(False)))
 
     assert str(report) == (
@@ -318,7 +317,7 @@ def test_what_packs_nothing_is_said_to_pack_nothing() -> None:
     )
 
 
-def test_sequences_that_are_no_lists_are_read() -> None:
+def test_sequences_that_are_no_lists_are_read():
     graph = {"model__cuda_graph_impl": "transformer_engine", "model__cuda_graph_scope": ["mlp"]}
     cfg = packed(
         **graph, model__hierarchical_context_parallel_sizes=[1], model__moe_aux_loss_coeff=[0.1, 0.0]
@@ -327,7 +326,7 @@ def test_sequences_that_are_no_lists_are_read() -> None:
     assert check_config(Lazy(cfg)).kinds == ("static_width",)
 
 
-def test_the_arguments_of_megatron_lm_are_read() -> None:
+def test_the_arguments_of_megatron_lm_are_read():
     arguments = argparse.Namespace(
         context_parallel_size=2,
         seq_length=510,
@@ -345,7 +344,7 @@ def test_the_arguments_of_megatron_lm_are_read() -> None:
     )
 
 
-def test_names_that_are_all_but_right_are_told() -> None:
+def test_names_that_are_all_but_right_are_told():
     cfg = packed(specs__pad_seq_to_mul=8, model__context_paralel_size=2, model__moe_router_topk=2)
 
     report = check_config(cfg)
@@ -357,7 +356,7 @@ def test_names_that_are_all_but_right_are_told() -> None:
     }
 
 
-def test_neither_torch_nor_yaml_is_loaded_for_a_mapping() -> None:
+def test_neither_torch_nor_yaml_is_loaded_for_a_mapping():
     script = (
         "import sys; from varlen.adapters.megatron import check_config\n"
         "check_config({'model': {'seq_length': 512}})\n"
@@ -366,7 +365,7 @@ def test_neither_torch_nor_yaml_is_loaded_for_a_mapping() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_yaml_without_pyyaml_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_without_pyyaml_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
 
     with pytest.raises(ImportError, match="PyYAML is not installed; `pip install pyyaml` installs it"):
@@ -407,12 +406,12 @@ def test_yaml_without_pyyaml_is_one_sentence(monkeypatch: pytest.MonkeyPatch) ->
         ("model__moe_aux_loss_coeff", "much", "must be a number"),
     ],
 )
-def test_a_value_of_a_wrong_kind_is_told_with_its_setting(setting: str, value: Any, words: str) -> None:
+def test_a_value_of_a_wrong_kind_is_told_with_its_setting(setting, value, words):
     with pytest.raises(SettingError, match=re.escape(words)):
         check_config(packed(**{setting: value}))
 
 
-def test_all_values_of_wrong_kinds_are_told_at_once() -> None:
+def test_all_values_of_wrong_kinds_are_told_at_once():
     with pytest.raises(
         SettingError, match=r"seq_length must.*micro_batch_size must.*\(2 settings have values"
     ):
@@ -433,7 +432,7 @@ def test_all_values_of_wrong_kinds_are_told_at_once() -> None:
         ("a: !!python/object/apply:os.system [ls]\n", "line 1: not YAML that can be read safely"),
     ],
 )
-def test_files_that_hold_no_configuration_are_told(text: str, words: str, tmp_path: Path) -> None:
+def test_files_that_hold_no_configuration_are_told(text, words, tmp_path):
     (tmp_path / "cfg.yaml").write_text(text, encoding="utf-8")
 
     with pytest.raises(SourceError, match=re.escape(words)) as error:
@@ -441,7 +440,7 @@ def test_files_that_hold_no_configuration_are_told(text: str, words: str, tmp_pa
     assert "cfg.yaml" in str(error.value)
 
 
-def test_paths_that_lead_to_no_text_are_told(tmp_path: Path) -> None:
+def test_paths_that_lead_to_no_text_are_told(tmp_path):
     (tmp_path / "cfg.yaml").write_bytes(b"\xff\xfe\x00")
 
     with pytest.raises(SourceError, match="is no text"):
@@ -461,12 +460,12 @@ def test_paths_that_lead_to_no_text_are_told(tmp_path: Path) -> None:
         ([], "got list"),
     ],
 )
-def test_what_is_no_configuration_is_told(cfg: Any, words: str) -> None:
+def test_what_is_no_configuration_is_told(cfg, words):
     with pytest.raises(SettingError, match=words):
         check_config(cfg)
 
 
-def test_an_unknown_release_and_number_of_processes_are_told() -> None:
+def test_an_unknown_release_and_number_of_processes_are_told():
     with pytest.raises(SettingError, match=r"'0\.2' names no dialect of Megatron-Bridge"):
         check_config(packed(), dialect="0.2")
     for count in (0, "8", 8.0, True):

@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -26,7 +25,7 @@ def kinds(cfg: Any, **settings: Any) -> set[str]:
 
 
 @OLD_AND_NEW
-def test_packed_rows_in_micro_batches_of_four_stop(dialect: str) -> None:
+def test_packed_rows_in_micro_batches_of_four_stop(dialect):
     found = only(packed(dialect, train__micro_batch_size=4), "micro_batch_packed", dialect=dialect)
 
     specs = "offline_packing_specs" if dialect == "0.6" else "packed_sequence_specs"
@@ -39,16 +38,16 @@ def test_packed_rows_in_micro_batches_of_four_stop(dialect: str) -> None:
 
 
 @OLD_AND_NEW
-def test_packed_rows_in_micro_batches_of_one_pass(dialect: str) -> None:
+def test_packed_rows_in_micro_batches_of_one_pass(dialect):
     assert check_config(packed(dialect), dialect=dialect).ok
 
 
-def test_micro_batches_of_four_pass_without_specs() -> None:
+def test_micro_batches_of_four_pass_without_specs():
     for specs in ("packed_sequence_specs", "offline_packing_specs"):
         assert not check_config(plain(SFT, train__micro_batch_size=4, **{f"dataset__{specs}": None}))
 
 
-def test_micro_batches_of_four_pass_with_a_data_set_of_pre_training() -> None:
+def test_micro_batches_of_four_pass_with_a_data_set_of_pre_training():
     assert not check_config(plain(GPT, train__micro_batch_size=4))
 
 
@@ -56,7 +55,7 @@ def test_micro_batches_of_four_pass_with_a_data_set_of_pre_training() -> None:
 
 
 @OLD_AND_NEW
-def test_in_batch_packing_of_one_row_stops(dialect: str) -> None:
+def test_in_batch_packing_of_one_row_stops(dialect):
     found = only(in_batch(dialect, train__micro_batch_size=1), "micro_batch_in_batch", dialect=dialect)
 
     assert found.changes == {"train.micro_batch_size": 2}
@@ -64,7 +63,7 @@ def test_in_batch_packing_of_one_row_stops(dialect: str) -> None:
 
 
 @OLD_AND_NEW
-def test_in_batch_packing_of_four_rows_passes(dialect: str) -> None:
+def test_in_batch_packing_of_four_rows_passes(dialect):
     assert check_config(in_batch(dialect), dialect=dialect).ok
 
 
@@ -74,7 +73,7 @@ def test_in_batch_packing_of_four_rows_passes(dialect: str) -> None:
 @pytest.mark.parametrize(
     ("length", "cp", "fix"), [(512, 2, None), (510, 2, "508 or 512"), (256, 3, "252 or 258")]
 )
-def test_rows_are_multiples_of_twice_the_context_parallel_size(length: int, cp: int, fix: str | None) -> None:
+def test_rows_are_multiples_of_twice_the_context_parallel_size(length, cp, fix):
     cfg = plain(GPT, model__seq_length=length, dataset__seq_length=length, model__context_parallel_size=cp)
     report = check_config(cfg, world_size=cp)
 
@@ -101,9 +100,7 @@ TUNED = [
     ("per_token", "averaged", "expected"),
     [(False, False, "per_token_loss"), (True, True, "average_in_collective"), (True, False, None)],
 )
-def test_fine_tuning_with_context_parallelism_sums_a_loss_per_token(
-    dataset: str, per_token: bool, averaged: bool, expected: str | None
-) -> None:
+def test_fine_tuning_with_context_parallelism_sums_a_loss_per_token(dataset, per_token, averaged, expected):
     cfg = plain(
         dataset,
         model__context_parallel_size=2,
@@ -114,17 +111,17 @@ def test_fine_tuning_with_context_parallelism_sums_a_loss_per_token(
     assert kinds(cfg) == ({expected} if expected else set())
 
 
-def test_pre_training_with_context_parallelism_may_average() -> None:
+def test_pre_training_with_context_parallelism_may_average():
     cfg = plain(GPT, model__context_parallel_size=2, ddp__average_in_collective=True)
 
     assert not check_config(cfg)
 
 
-def test_fine_tuning_without_context_parallelism_may_average() -> None:
+def test_fine_tuning_without_context_parallelism_may_average():
     assert not check_config(plain(SFT, ddp__average_in_collective=True))
 
 
-def test_a_loss_per_token_that_is_averaged_stops_in_megatron_core_at_any_size() -> None:
+def test_a_loss_per_token_that_is_averaged_stops_in_megatron_core_at_any_size():
     cfg = plain(SFT, model__calculate_per_token_loss=True, ddp__average_in_collective=True)
 
     assert "Megatron Core stops" in only(cfg, "average_in_collective").what
@@ -133,7 +130,7 @@ def test_a_loss_per_token_that_is_averaged_stops_in_megatron_core_at_any_size() 
 # What release 0.6 tests besides.
 
 
-def test_offline_packing_without_specs_gets_them_with_the_multiple_computed() -> None:
+def test_offline_packing_without_specs_gets_them_with_the_multiple_computed():
     cfg = plain(
         SFT,
         dataset__enable_offline_packing=True,
@@ -150,13 +147,13 @@ def test_offline_packing_without_specs_gets_them_with_the_multiple_computed() ->
     }
 
 
-def test_specs_without_the_flag_stop() -> None:
+def test_specs_without_the_flag_stop():
     found = only(packed(dataset__enable_offline_packing=False), "packing_flag")
 
     assert found.changes == {"dataset.enable_offline_packing": True}
 
 
-def test_offline_and_in_batch_packing_together_stop() -> None:
+def test_offline_and_in_batch_packing_together_stop():
     cfg = packed(dataset__enable_in_batch_packing=True, train__micro_batch_size=4)
     report = check_config(cfg)
 
@@ -165,13 +162,13 @@ def test_offline_and_in_batch_packing_together_stop() -> None:
     assert check_config(report.fixed(cfg)).ok
 
 
-def test_a_custom_data_set_with_packed_rows_stops_in_micro_batches_of_four() -> None:
+def test_a_custom_data_set_with_packed_rows_stops_in_micro_batches_of_four():
     cfg = packed(train__micro_batch_size=4, dataset___target_="mine.PackedDatasetProvider")
 
     assert kinds(cfg) == {"micro_batch_packed"}
 
 
-def test_padded_boundaries_need_rows_of_one_width() -> None:
+def test_padded_boundaries_need_rows_of_one_width():
     found = only(packed(specs__pad_cu_seqlens=True), "static_width")
 
     assert found.changes == {"dataset.dataset_kwargs.pad_to_max_length": True}
@@ -185,20 +182,20 @@ FIXED = {"dataset__dataset_kwargs": {"pad_to_max_length": True}}
 
 @pytest.mark.parametrize("scopes", [[], ["attn"], ["attn", "mlp"], "full", "attn,mlp"])
 @pytest.mark.parametrize("where", ["cuda_graph_modules", "cuda_graph_scope"])
-def test_graphs_of_attention_need_padded_boundaries(scopes: Any, where: str) -> None:
+def test_graphs_of_attention_need_padded_boundaries(scopes, where):
     cfg = packed(**FIXED, model__cuda_graph_impl="transformer_engine", **{f"model__{where}": scopes})
 
     assert kinds(cfg) == {"static_boundaries"}
 
 
-def test_a_graph_of_the_mlp_alone_needs_no_padded_boundaries_but_one_width() -> None:
+def test_a_graph_of_the_mlp_alone_needs_no_padded_boundaries_but_one_width():
     graph = {"model__cuda_graph_impl": "transformer_engine", "model__cuda_graph_modules": ["mlp"]}
 
     assert check_config(packed(**FIXED, **graph)).ok
     assert kinds(packed(**graph)) == {"static_width"}
 
 
-def test_one_width_is_asked_for_once() -> None:
+def test_one_width_is_asked_for_once():
     cfg = packed(model__cuda_graph_impl="transformer_engine", specs__pad_cu_seqlens=True)
 
     assert check_config(cfg).kinds == ("static_width",)
@@ -211,12 +208,12 @@ def test_one_width_is_asked_for_once() -> None:
         {"model__cuda_graph_impl": "local", "model__cuda_graph_scope": ["full_iteration"]},
     ],
 )
-def test_a_graph_of_the_whole_step_needs_both(graph: dict[str, Any]) -> None:
+def test_a_graph_of_the_whole_step_needs_both(graph):
     assert kinds(packed(**FIXED, **graph)) == {"static_boundaries"}
     assert kinds(packed(**graph)) == {"static_width", "static_boundaries"}
 
 
-def test_the_collator_of_conversations_needs_rows_of_the_whole_multiple() -> None:
+def test_the_collator_of_conversations_needs_rows_of_the_whole_multiple():
     sizes = {
         "model__context_parallel_size": 2,
         "model__tensor_model_parallel_size": 4,
@@ -231,7 +228,7 @@ def test_the_collator_of_conversations_needs_rows_of_the_whole_multiple() -> Non
     assert check_config(plain("DirectHFSFTDatasetConfig", **sizes)).ok
 
 
-def test_evaluation_with_more_context_parallelism_counts_too() -> None:
+def test_evaluation_with_more_context_parallelism_counts_too():
     cfg = plain("DirectHFSFTDatasetConfig", model__seq_length=18, dataset__seq_length=18)
 
     assert check_config(cfg).ok
@@ -239,7 +236,7 @@ def test_evaluation_with_more_context_parallelism_counts_too() -> None:
     assert kinds(cfg) == {"seq_length"}
 
 
-def test_text_packed_in_batch_needs_a_loader_of_micro_batches() -> None:
+def test_text_packed_in_batch_needs_a_loader_of_micro_batches():
     cfg = in_batch(dataset___target_=f"megatron.bridge.{SFT}")
 
     assert only(cfg, "dataloader_type").changes == {"dataset.dataloader_type": "single"}
@@ -261,7 +258,7 @@ def test_text_packed_in_batch_needs_a_loader_of_micro_batches() -> None:
         ("dataset__packing_buffer_size", 0),
     ],
 )
-def test_energons_packing_stops_with_any_of_what_it_is_not_made_for(setting: str, value: Any) -> None:
+def test_energons_packing_stops_with_any_of_what_it_is_not_made_for(setting, value):
     assert check_config(energon()).ok
 
     report = check_config(energon(**{setting: value}))
@@ -270,7 +267,7 @@ def test_energons_packing_stops_with_any_of_what_it_is_not_made_for(setting: str
     assert check_config(report.fixed(energon(**{setting: value}))).ok
 
 
-def test_energons_micro_batch_of_evaluation_counts_where_there_is_an_evaluation() -> None:
+def test_energons_micro_batch_of_evaluation_counts_where_there_is_an_evaluation():
     cfg = energon(validation__eval_micro_batch_size=2)
 
     assert kinds(cfg) == {"energon"}
@@ -278,14 +275,14 @@ def test_energons_micro_batch_of_evaluation_counts_where_there_is_an_evaluation(
     assert check_config(cfg).ok
 
 
-def test_overlap_of_experts_is_a_warning_with_energons_packing() -> None:
+def test_overlap_of_experts_is_a_warning_with_energons_packing():
     report = check_config(energon(comm_overlap__overlap_moe_expert_parallel_comm=True))
 
     assert report.ok
     assert report.kinds == ("energon",)
 
 
-def test_energons_packing_is_refused_by_no_release_before_0_6() -> None:
+def test_energons_packing_is_refused_by_no_release_before_0_6():
     cfg = energon(train__micro_batch_size=2, model__calculate_per_token_loss=False)
     cfg["dataset"]["_target_"] = "megatron.bridge.data.energon.energon_provider.EnergonProvider"
 
@@ -298,9 +295,7 @@ def test_energons_packing_is_refused_by_no_release_before_0_6() -> None:
 @pytest.mark.parametrize(
     ("sizes", "cp", "fixed"), [([4, 2], 8, None), ([4, 4], 8, (4, 2)), ([3], 4, (1, 4)), ([8, 2], 16, None)]
 )
-def test_sizes_of_a_hierarchy_multiply_to_the_context_parallel_size(
-    sizes: list[int], cp: int, fixed: tuple[int, ...] | None
-) -> None:
+def test_sizes_of_a_hierarchy_multiply_to_the_context_parallel_size(sizes, cp, fixed):
     cfg = plain(
         GPT,
         model__hierarchical_context_parallel_sizes=sizes,
@@ -313,7 +308,7 @@ def test_sizes_of_a_hierarchy_multiply_to_the_context_parallel_size(
     assert report.changes.get("model.hierarchical_context_parallel_sizes") == fixed
 
 
-def test_a_hierarchy_without_sizes_is_silently_wrong() -> None:
+def test_a_hierarchy_without_sizes_is_silently_wrong():
     cfg = plain(
         GPT, model__context_parallel_size=16, model__cp_comm_type=["p2p", "a2a+p2p"], model__num_layers=2
     )
@@ -324,13 +319,13 @@ def test_a_hierarchy_without_sizes_is_silently_wrong() -> None:
 
 
 @pytest.mark.parametrize(("cp", "sizes"), [(2, (2, 1)), (3, (3, 1)), (8, (4, 2)), (16, (8, 2))])
-def test_sizes_are_offered_for_a_hierarchy(cp: int, sizes: tuple[int, int]) -> None:
+def test_sizes_are_offered_for_a_hierarchy(cp, sizes):
     cfg = plain(GPT, model__context_parallel_size=cp, model__cp_comm_type="a2a+p2p")
 
     assert only(cfg, "cp_sizes").changes == {"model.hierarchical_context_parallel_sizes": sizes}
 
 
-def test_a_hierarchy_without_context_parallelism_stops_from_release_0_6_on() -> None:
+def test_a_hierarchy_without_context_parallelism_stops_from_release_0_6_on():
     cfg = plain(GPT, model__cp_comm_type="a2a+p2p")
 
     found = only(cfg, "cp_sizes", dialect="0.6")
@@ -339,7 +334,7 @@ def test_a_hierarchy_without_context_parallelism_stops_from_release_0_6_on() -> 
     assert check_config(changed(cfg, {"model.hierarchical_context_parallel_sizes": [1]})).ok
 
 
-def test_a_list_of_one_kind_of_communication_is_no_name_but_in_the_arguments_of_megatron_lm() -> None:
+def test_a_list_of_one_kind_of_communication_is_no_name_but_in_the_arguments_of_megatron_lm():
     cfg = plain(GPT, model__context_parallel_size=2, model__cp_comm_type=["p2p"], model__num_layers=4)
 
     assert only(cfg, "cp_sizes").changes == {"model.cp_comm_type": "p2p"}
@@ -350,7 +345,7 @@ def test_a_list_of_one_kind_of_communication_is_no_name_but_in_the_arguments_of_
 
 
 @pytest.mark.parametrize(("layers", "is_right"), [(2, True), (3, False), (None, True)])
-def test_kinds_of_communication_are_one_or_one_a_layer(layers: int | None, is_right: bool) -> None:
+def test_kinds_of_communication_are_one_or_one_a_layer(layers, is_right):
     cfg = plain(
         GPT, model__context_parallel_size=2, model__cp_comm_type=["p2p", "a2a"], model__num_layers=layers
     )
@@ -424,9 +419,7 @@ PROCESSES = st.sampled_from([None, 1, 8, 144])
 
 
 @given(configurations(), RELEASES, PROCESSES)
-def test_the_changes_of_a_report_leave_no_error_that_settings_can_mend(
-    cfg: dict[str, Any], dialect: str | None, processes: int | None
-) -> None:
+def test_the_changes_of_a_report_leave_no_error_that_settings_can_mend(cfg, dialect, processes):
     report = check_config(cfg, dialect=dialect, world_size=processes)
     after = check_config(report.fixed(cfg), dialect=dialect or report.dialect, world_size=processes)
 
@@ -437,9 +430,7 @@ def test_the_changes_of_a_report_leave_no_error_that_settings_can_mend(
 
 
 @given(configurations(), PROCESSES)
-def test_what_megatron_bridge_0_6_refuses_is_an_error_and_what_is_mended_it_takes(
-    cfg: dict[str, Any], processes: int | None
-) -> None:
+def test_what_megatron_bridge_0_6_refuses_is_an_error_and_what_is_mended_it_takes(cfg, processes):
     report = check_config(cfg, dialect="0.6", world_size=processes)
 
     if refused(cfg):
@@ -449,7 +440,7 @@ def test_what_megatron_bridge_0_6_refuses_is_an_error_and_what_is_mended_it_take
 
 
 @given(configurations(), RELEASES)
-def test_a_report_says_the_same_twice_and_names_what_it_saw(cfg: dict[str, Any], dialect: str | None) -> None:
+def test_a_report_says_the_same_twice_and_names_what_it_saw(cfg, dialect):
     report = check_config(cfg, dialect=dialect)
 
     assert report == check_config(cfg, dialect=dialect)
@@ -516,7 +507,7 @@ def refused(cfg: dict[str, Any]) -> str:
     return ", ".join(rule for rule, is_broken in rules.items() if is_broken)
 
 
-def test_every_kind_of_finding_stands_in_the_table_of_rules_and_no_other(root: Path) -> None:
+def test_every_kind_of_finding_stands_in_the_table_of_rules_and_no_other(root):
     page = (root / "docs" / "frameworks" / "megatron-config.md").read_text(encoding="utf-8")
 
     assert sorted(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == sorted(get_args(Kind))

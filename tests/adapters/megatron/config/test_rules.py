@@ -1,7 +1,6 @@
 """Rules beyond Megatron-Bridge's own validation: batches, multiples, families, releases, files."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ def kinds(cfg: Any, **settings: Any) -> set[str]:
     return set(check_config(cfg, **settings).kinds)
 
 
-def test_a_sound_configuration_has_no_finding_at_all() -> None:
+def test_a_sound_configuration_has_no_finding_at_all():
     assert check_config(packed(), world_size=8).findings == ()
     assert check_config(in_batch(), world_size=8).findings == ()
 
@@ -30,9 +29,7 @@ def test_a_sound_configuration_has_no_finding_at_all() -> None:
         (30, 4, None, "28 or 32"),
     ],
 )
-def test_the_global_batch_is_a_multiple_of_what_the_ranks_take(
-    steps: int, rows: int, processes: int | None, fix: str | None
-) -> None:
+def test_the_global_batch_is_a_multiple_of_what_the_ranks_take(steps, rows, processes, fix):
     cfg = plain(train__global_batch_size=steps, train__micro_batch_size=rows)
 
     if fix is None:
@@ -41,13 +38,13 @@ def test_the_global_batch_is_a_multiple_of_what_the_ranks_take(
         assert only(cfg, "global_batch", world_size=processes).fix.startswith(fix)
 
 
-def test_processes_are_a_multiple_of_the_model_s_ranks() -> None:
+def test_processes_are_a_multiple_of_the_model_s_ranks():
     cfg = plain(model__tensor_model_parallel_size=4, model__context_parallel_size=2)
 
     assert only(cfg, "world_size", world_size=12).fix == "start 8 or 16 processes"
 
 
-def test_evaluation_takes_packed_rows_one_by_one_and_its_own_share() -> None:
+def test_evaluation_takes_packed_rows_one_by_one_and_its_own_share():
     assert only(packed(validation__eval_micro_batch_size=2), "eval_micro_batch").fix.endswith("size = 1")
     found = only(packed(validation__eval_global_batch_size=12), "global_batch", world_size=8)
     assert found.fix.startswith("8 or 16")
@@ -64,9 +61,7 @@ def test_evaluation_takes_packed_rows_one_by_one_and_its_own_share() -> None:
         (2, 4, False, 4),
     ],
 )
-def test_the_multiple_of_documents_is_computed(
-    cp: int, tp: int, sequence_parallel: bool, multiple: int
-) -> None:
+def test_the_multiple_of_documents_is_computed(cp, tp, sequence_parallel, multiple):
     parallel = {
         "model__context_parallel_size": cp,
         "model__tensor_model_parallel_size": tp,
@@ -87,14 +82,14 @@ def test_the_multiple_of_documents_is_computed(
     assert "pad_seq_to_mult" not in kinds(packed(**parallel, **long, specs__pad_seq_to_mult=multiple * 2))
 
 
-def test_model_and_data_set_have_rows_of_one_length() -> None:
+def test_model_and_data_set_have_rows_of_one_length():
     found = only(plain("GPTDatasetConfig", model__seq_length=1024), "seq_lengths_differ")
 
     assert (found.outcome, found.changes) == ("stops", {"model.seq_length": 512})
     assert "seq_lengths_differ" not in kinds(plain("mine.Provider", model__seq_length=1024))
 
 
-def test_specs_that_a_data_set_of_pre_training_never_reads_are_told() -> None:
+def test_specs_that_a_data_set_of_pre_training_never_reads_are_told():
     cfg = packed("0.5", dataset___target_="megatron.bridge.GPTDatasetConfig", train__micro_batch_size=4)
 
     report = check_config(cfg, dialect="0.5")
@@ -102,41 +97,41 @@ def test_specs_that_a_data_set_of_pre_training_never_reads_are_told() -> None:
     assert "GPTDatasetConfig joins documents to rows by itself" in report.warnings[0].what
 
 
-def test_a_pack_is_a_multiple_too() -> None:
+def test_a_pack_is_a_multiple_too():
     cfg = packed(model__context_parallel_size=2, specs__packed_sequence_size=1022, specs__pad_seq_to_mult=4)
 
     assert only(cfg, "pack_size").fix.startswith("1020 or 1024")
 
 
-def test_documents_longer_than_a_pack_are_told() -> None:
+def test_documents_longer_than_a_pack_are_told():
     assert only(packed(specs__packed_sequence_size=256), "pack_below_seq_length").fix.endswith("= 512")
 
 
 @pytest.mark.parametrize("value", [0, -4])
-def test_a_multiple_below_one_is_refused_and_null_is_one(value: int) -> None:
+def test_a_multiple_below_one_is_refused_and_null_is_one(value):
     assert only(packed(specs__pad_seq_to_mult=value), "pad_seq_to_mult").outcome == "stops"
     assert not check_config(packed(specs__pad_seq_to_mult=None))
 
 
-def test_a_pack_size_of_nothing_is_refused_from_release_0_6_and_turns_packing_off_before() -> None:
+def test_a_pack_size_of_nothing_is_refused_from_release_0_6_and_turns_packing_off_before():
     assert only(packed(specs__packed_sequence_size=-1), "pack_size").level == "error"
     report = check_config(packed("0.5", specs__packed_sequence_size=-1, train__micro_batch_size=4))
     assert (report.ok, report.packing, report.kinds) == (True, "", ("pack_size",))
 
 
-def test_the_longest_document_is_at_most_a_pack() -> None:
+def test_the_longest_document_is_at_most_a_pack():
     assert only(packed(specs__max_single_sequence_length=600), "max_single_sequence_length").fix.endswith(
         "= 512"
     )
 
 
-def test_rows_packed_without_a_loss_per_token_are_told_how_targets_weigh() -> None:
+def test_rows_packed_without_a_loss_per_token_are_told_how_targets_weigh():
     found = only(packed(model__calculate_per_token_loss=False), "loss_weighting")
 
     assert (found.level, found.fix) == ("warning", "model.calculate_per_token_loss = true")
 
 
-def test_a_loss_per_token_is_never_advised_together_with_averaging() -> None:
+def test_a_loss_per_token_is_never_advised_together_with_averaging():
     cfg = packed(model__calculate_per_token_loss=False, ddp__average_in_collective=True)
     advised = only(cfg, "loss_weighting").changes
 
@@ -145,7 +140,7 @@ def test_a_loss_per_token_is_never_advised_together_with_averaging() -> None:
 
 
 @pytest.mark.parametrize(("dialect", "outcome"), [("0.5", "silently wrong"), ("0.6", "stops")])
-def test_graphs_of_packed_rows_are_checked_by_nvidia_from_release_0_6_on(dialect: str, outcome: str) -> None:
+def test_graphs_of_packed_rows_are_checked_by_nvidia_from_release_0_6_on(dialect, outcome):
     report = check_config(packed(dialect, model__cuda_graph_impl="transformer_engine"), dialect=dialect)
 
     assert {(found.kind, found.outcome) for found in report.errors} == {
@@ -157,7 +152,7 @@ def test_graphs_of_packed_rows_are_checked_by_nvidia_from_release_0_6_on(dialect
 @pytest.mark.parametrize(
     ("switch", "is_held"), [("enable_cuda_graph", True), ("external_cuda_graph", True), ("none", False)]
 )
-def test_older_switches_of_graphs_count_before_release_0_6(switch: str, is_held: bool) -> None:
+def test_older_switches_of_graphs_count_before_release_0_6(switch, is_held):
     report = check_config(packed("0.5", **{f"model__{switch}": True}), dialect="0.5")
 
     assert ("static_boundaries" in report.kinds) == is_held
@@ -178,33 +173,33 @@ def test_older_switches_of_graphs_count_before_release_0_6(switch: str, is_held:
         ("Qwen3OmniModelProvider", packed, None),
     ],
 )
-def test_families_that_opt_out_are_told_by_their_class(model: str, way: Any, level: str | None) -> None:
+def test_families_that_opt_out_are_told_by_their_class(model, way, level):
     report = check_config(way(model___target_=f"megatron.bridge.models.{model}"))
 
     assert [found.level for found in report if found.kind == "model_family"] == ([level] if level else [])
 
 
-def test_in_batch_packing_is_turned_off_for_families_that_refuse_it() -> None:
+def test_in_batch_packing_is_turned_off_for_families_that_refuse_it():
     cfg = in_batch(model___target_="a.Qwen3OmniModelProvider")
 
     assert check_config(cfg).changes == {"dataset.enable_in_batch_packing": False}
 
 
-def test_families_are_told_by_the_name_of_their_weights_too() -> None:
+def test_families_are_told_by_the_name_of_their_weights_too():
     assert (
         "Qwen/Qwen3-Next-80B-A3B"
         in only(packed(model__hf_model_id="Qwen/Qwen3-Next-80B-A3B"), "model_family").what
     )
 
 
-def test_qwen3_next_stops_in_core_before_release_0_6() -> None:
+def test_qwen3_next_stops_in_core_before_release_0_6():
     cfg = packed("0.4", model___target_="a.Qwen3NextModelProvider80B_A3B")
 
     assert only(cfg, "model_family", dialect="0.4").outcome == "stops"
     assert check_config(check_config(cfg, dialect="0.4").fixed(cfg)).packing == ""
 
 
-def test_a_family_s_packing_is_turned_off_switch_and_specs() -> None:
+def test_a_family_s_packing_is_turned_off_switch_and_specs():
     cfg = packed(model___target_="a.GLM45AirModelProvider106B")
     advised = only(cfg, "model_family").changes
 
@@ -212,7 +207,7 @@ def test_a_family_s_packing_is_turned_off_switch_and_specs() -> None:
     assert check_config(changed(cfg, dict(advised))).packing == ""
 
 
-def test_further_targets_are_silently_wrong_where_documents_are_padded() -> None:
+def test_further_targets_are_silently_wrong_where_documents_are_padded():
     assert only(packed(model__mtp_num_layers=1), "mtp").level == "warning"
     assert only(packed(model__mtp_num_layers=1, specs__pad_seq_to_mult=8), "mtp").outcome == "silently wrong"
     assert "mtp" not in kinds(plain(model__mtp_num_layers=1))
@@ -221,11 +216,11 @@ def test_further_targets_are_silently_wrong_where_documents_are_padded() -> None
 @pytest.mark.parametrize(
     "setting", [{"dataset__dataset_kwargs": {"virtual_tokens": 4}}, {"peft": {"virtual_tokens": 4}}]
 )
-def test_prompts_as_weights_stop_with_packed_rows(setting: dict[str, Any]) -> None:
+def test_prompts_as_weights_stop_with_packed_rows(setting):
     assert only(packed(**setting), "p_tuning").outcome == "stops"
 
 
-def test_routers_within_graphs_stop_and_graphs_of_attention_pass() -> None:
+def test_routers_within_graphs_stop_and_graphs_of_attention_pass():
     graph = {"model__cuda_graph_impl": "transformer_engine", "model__num_moe_experts": 8}
     static = {"dataset__dataset_kwargs": {"pad_to_max_length": True}, "specs__pad_cu_seqlens": True}
     cfg = packed(**graph, **static, model__cuda_graph_scope=["attn", "moe_router"])
@@ -234,7 +229,7 @@ def test_routers_within_graphs_stop_and_graphs_of_attention_pass() -> None:
     assert check_config(packed(**graph, **static, model__cuda_graph_scope=["attn"])).ok
 
 
-def test_local_graphs_of_parts_stop_from_release_0_6_on() -> None:
+def test_local_graphs_of_parts_stop_from_release_0_6_on():
     cfg = plain(model__cuda_graph_impl="local", model__cuda_graph_scope=["attn"])
 
     assert only(cfg, "cuda_graph_impl", dialect="0.6").changes == {
@@ -243,11 +238,11 @@ def test_local_graphs_of_parts_stop_from_release_0_6_on() -> None:
     assert "cuda_graph_impl" not in kinds(cfg, dialect="0.5")
 
 
-def test_graphs_of_in_batch_packing_are_a_warning() -> None:
+def test_graphs_of_in_batch_packing_are_a_warning():
     assert only(in_batch(model__cuda_graph_impl="transformer_engine"), "graph_in_batch").level == "warning"
 
 
-def test_padding_counts_among_experts_before_release_0_7() -> None:
+def test_padding_counts_among_experts_before_release_0_7():
     cfg = packed(model__num_moe_experts=8, model__moe_aux_loss_coeff=0.01, specs__pad_seq_to_mult=8)
 
     assert "moe_padding" in kinds(cfg, dialect="0.6.0")
@@ -262,7 +257,7 @@ def test_padding_counts_among_experts_before_release_0_7() -> None:
     ("dialect", "level"),
     [("0.4", "error"), ("0.4.2", "error"), ("0.5", None), ("0.5.0", None), (None, "warning")],
 )
-def test_middle_stages_lose_documents_before_release_0_5(dialect: str | None, level: str | None) -> None:
+def test_middle_stages_lose_documents_before_release_0_5(dialect, level):
     cfg = packed("0.5", model__pipeline_model_parallel_size=4)
     found = [finding for finding in check_config(cfg, dialect=dialect) if finding.kind == "middle_stages"]
 
@@ -287,7 +282,7 @@ CUT = {"model__context_parallel_size": 2, "specs__pad_seq_to_mult": 4, "dataset_
         ("0.7", set()),
     ],
 )
-def test_each_release_is_told_what_it_alone_does(dialect: str, expected: set[str]) -> None:
+def test_each_release_is_told_what_it_alone_does(dialect, expected):
     report = check_config(
         packed(dialect[:3].replace("0.7", "0.6").replace("0.3", "0.4"), **CUT), dialect=dialect
     )
@@ -296,24 +291,24 @@ def test_each_release_is_told_what_it_alone_does(dialect: str, expected: set[str
     assert set(report.kinds) == expected
 
 
-def test_a_release_is_not_blamed_for_what_it_is_not_asked_to_do() -> None:
+def test_a_release_is_not_blamed_for_what_it_is_not_asked_to_do():
     assert kinds(packed("0.4"), dialect="0.4.2") == set()
 
 
-def test_one_tokenizer_process_is_told_from_release_0_6_on() -> None:
+def test_one_tokenizer_process_is_told_from_release_0_6_on():
     assert only(packed(specs__num_tokenizer_workers=-1), "tokenizer_workers").level == "warning"
     assert "tokenizer_workers" not in kinds(packed("0.5", specs__num_tokenizer_workers=-1))
 
 
 @pytest.mark.parametrize(("dialect", "words"), [("0.5", "IndexError"), ("0.6", "left out")])
-def test_chats_too_long_for_a_pack_are_told(dialect: str, words: str) -> None:
+def test_chats_too_long_for_a_pack_are_told(dialect, words):
     assert words in only(packed(dialect, dataset__dataset_kwargs={"chat": True}), "overlong_samples").what
 
 
 # Megatron-LM's own arguments.
 
 
-def test_hybrid_context_parallelism_is_told_what_it_can_not_be_combined_with() -> None:
+def test_hybrid_context_parallelism_is_told_what_it_can_not_be_combined_with():
     arguments = {"hybrid_context_parallel": True, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     report = check_config({**arguments, "seq_length": 512})
 
@@ -328,7 +323,7 @@ def test_hybrid_context_parallelism_is_told_what_it_can_not_be_combined_with() -
     assert (graphs["enable_cuda_graph"], graphs["use_megatron_fsdp"]) == (False, False)
 
 
-def test_packed_fine_tuning_of_megatron_lm_takes_one_row_and_names_its_own_arguments() -> None:
+def test_packed_fine_tuning_of_megatron_lm_takes_one_row_and_names_its_own_arguments():
     arguments = {"sft": True, "micro_batch_size": 2, "global_batch_size": 32, "seq_length": 510}
     report = check_config({**arguments, "context_parallel_size": 2})
 
@@ -337,7 +332,7 @@ def test_packed_fine_tuning_of_megatron_lm_takes_one_row_and_names_its_own_argum
     assert report.dialect_words == "Megatron-LM's arguments"
 
 
-def test_packed_files_that_are_not_there_stop(tmp_path: Path) -> None:
+def test_packed_files_that_are_not_there_stop(tmp_path):
     found = only(
         packed(specs__packed_train_data_path=str(tmp_path / "none" / "a.idx.parquet")), "packed_file"
     )
@@ -349,14 +344,14 @@ def test_packed_files_that_are_not_there_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["a.idx.parquet", "*.parquet", "", "b", "A.PQ"])
-def test_packed_files_that_are_there_pass(path: str, tmp_path: Path) -> None:
+def test_packed_files_that_are_there_pass(path, tmp_path):
     for name in ("a.idx.parquet", "b.bin", "b.idx", "A.PQ"):
         (tmp_path / name).touch()
 
     assert check_config(packed(specs__packed_train_data_path=str(tmp_path / path))).ok
 
 
-def test_pickled_files_are_deprecated_and_others_refused(tmp_path: Path) -> None:
+def test_pickled_files_are_deprecated_and_others_refused(tmp_path):
     for name in ("a.npy", "a.jsonl"):
         (tmp_path / name).touch()
 
@@ -385,7 +380,7 @@ ENTRY = {"pack_size": 512, "dataset_max_seqlen": 500, "max_samples_per_bin": 9, 
         ("{", "error", "isn't JSON"),
     ],
 )
-def test_metadata_belong_to_the_packs(text: str, level: str | None, words: str, tmp_path: Path) -> None:
+def test_metadata_belong_to_the_packs(text, level, words, tmp_path):
     (tmp_path / "a.idx.parquet").touch()
     (tmp_path / "metadata.jsonl").write_text(text, encoding="utf-8")
     static = {"specs__pad_cu_seqlens": True, "dataset__dataset_kwargs": {"pad_to_max_length": True}}
@@ -403,7 +398,7 @@ def test_metadata_belong_to_the_packs(text: str, level: str | None, words: str, 
         assert words in found.what
 
 
-def test_metadata_that_are_missing_are_told(tmp_path: Path) -> None:
+def test_metadata_that_are_missing_are_told(tmp_path):
     (tmp_path / "a.idx.parquet").touch()
     there = {"specs__packed_train_data_path": str(tmp_path / "a.idx.parquet")}
     static = {"specs__pad_cu_seqlens": True, "dataset__dataset_kwargs": {"pad_to_max_length": True}}

@@ -55,7 +55,7 @@ def packed(
 # Bins over ranks
 
 
-def test_empty_bins_are_padding_without_loss() -> None:
+def test_empty_bins_are_padding_without_loss():
     rows = torch.tensor([[1, 2, PAD]])
 
     trajs, positions, mask, entries = create_empty_bins(3, 8, rows, rows, rows.float(), Tokenizer())
@@ -73,9 +73,7 @@ def test_empty_bins_are_padding_without_loss() -> None:
 
 
 @given(LENGTHS, st.integers(1, 5), st.sampled_from(["fifo", "round-robin", "balanced"]), st.integers(1, 3))
-def test_every_rank_has_as_many_bins_and_every_sequence_one_rank(
-    lengths: list[int], ranks: int, algo: Any, multiple: int
-) -> None:
+def test_every_rank_has_as_many_bins_and_every_sequence_one_rank(lengths, ranks, algo, multiple):
     rows, positions, mask, info = packed(lengths, SequencePacker(12, PAD, 4, multiple))
 
     shares = [
@@ -128,15 +126,13 @@ def waits(
 
 
 @given(LENGTHS, st.integers(1, 4), st.booleans())
-def test_balanced_bins_never_make_ranks_wait_longer_than_those_of_megatron(
-    lengths: list[int], ranks: int, padding: bool
-) -> None:
+def test_balanced_bins_never_make_ranks_wait_longer_than_those_of_megatron(lengths, ranks, padding):
     best = waits(lengths, 12, ranks, "balanced", padding)
 
     assert best <= min(waits(lengths, 12, ranks, algo, padding) for algo in ("fifo", "round-robin")) + 1e-9
 
 
-def test_balanced_bins_make_ranks_wait_less() -> None:
+def test_balanced_bins_make_ranks_wait_less():
     lengths = np.random.default_rng(3).lognormal(4, 1, 512).astype(int).clip(1, 500).tolist()
 
     waited = {algo: waits(lengths, 1000, 4, algo) for algo in ("fifo", "round-robin", "balanced")}
@@ -148,7 +144,7 @@ def test_balanced_bins_make_ranks_wait_less() -> None:
     assert even < 1.03
 
 
-def test_balanced_steps_keep_the_order_of_the_packing() -> None:
+def test_balanced_steps_keep_the_order_of_the_packing():
     rows, positions, mask, info = packed([1, 1, 8, 8, 4, 4], SequencePacker(8, PAD, 1))
 
     shares = [
@@ -169,14 +165,14 @@ def test_balanced_steps_keep_the_order_of_the_packing() -> None:
     assert [share[3].bin_seq_indices for share in shares] == [[[0], [2], [4]], [[1], [3], [5]]]
 
 
-def test_attention_work_counts_what_each_token_sees() -> None:
+def test_attention_work_counts_what_each_token_sees():
     info = PackingInfo([[1, 0], []], {0: [0, 4, 8], 1: []}, [3, 4], [0, 0])
 
     assert attention_work(info, 10).tolist() == [4**2 + 3**2 + 2**2, 100]
     assert attention_work(info, 10, padding=False).tolist() == [25, 0]
 
 
-def test_a_multiple_of_bins_leaves_no_rank_an_empty_one() -> None:
+def test_a_multiple_of_bins_leaves_no_rank_an_empty_one():
     lengths = [5, 5, 5, 3, 3, 1]
 
     bins = packed(lengths, SequencePacker(10, PAD, bin_count_multiple=4))[3].bin_seq_indices
@@ -199,9 +195,7 @@ def test_a_multiple_of_bins_leaves_no_rank_an_empty_one() -> None:
         ({"packed_trajs": torch.ones(2, 8)}, DocumentsError, r"packing_info has 1 bins; got shape \(2, 8\)"),
     ],
 )
-def test_bins_that_cannot_be_dealt_are_refused(
-    arguments: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_bins_that_cannot_be_dealt_are_refused(arguments, error, words):
     rows, positions, mask, info = packed([5, 3], SequencePacker(8, PAD))
     given_ = {
         "packed_trajs": rows,
@@ -216,7 +210,7 @@ def test_bins_that_cannot_be_dealt_are_refused(
         distribute_packed_bins(**(given_ | arguments))  # type: ignore[arg-type]
 
 
-def test_empty_bins_need_a_token_of_padding() -> None:
+def test_empty_bins_need_a_token_of_padding():
     rows = torch.ones(1, 4)
     with pytest.raises(SettingError, match="pass pad_token, or a tokenizer"):
         create_empty_bins(1, 4, rows, rows, rows)
@@ -226,7 +220,7 @@ def test_empty_bins_need_a_token_of_padding() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 10, 48, 49, 50])
-def test_boundaries_have_one_size_whatever_the_bin_holds(count: int) -> None:
+def test_boundaries_have_one_size_whatever_the_bin_holds(count):
     starts = [20 * number for number in range(count + 1)]
     info = PackingInfo([list(range(count))], {0: starts}, [20] * count, [0] * count)
 
@@ -249,9 +243,7 @@ def test_boundaries_have_one_size_whatever_the_bin_holds(count: int) -> None:
         (4, 16, [0, 8, 16, 16, 16, 16], [0, 7, 12, 12, 12, 12]),
     ],
 )
-def test_padded_boundaries_stand_beside_real_ones_where_slots_are_rounded(
-    multiple: int, bin_size: int, padded: list[int] | None, real: list[int]
-) -> None:
+def test_padded_boundaries_stand_beside_real_ones_where_slots_are_rounded(multiple, bin_size, padded, real):
     info = packed([5, 7], SequencePacker(bin_size, PAD, 4, multiple))[3]
 
     params = create_packed_seq_params_for_bin(info, 0, bin_size, 4, "cpu", multiple)
@@ -264,7 +256,7 @@ def test_padded_boundaries_stand_beside_real_ones_where_slots_are_rounded(
 
 
 @given(LENGTHS, st.sampled_from([1, 2, 4]), st.integers(0, 10))
-def test_padding_is_cut_to_the_entries_that_there_are(lengths: list[int], multiple: int, more: int) -> None:
+def test_padding_is_cut_to_the_entries_that_there_are(lengths, multiple, more):
     size = (-(-12 // multiple) + more) * multiple
     info = packed(lengths, SequencePacker(size, PAD, 6, multiple))[3]
     for number, held in enumerate(info.bin_seq_indices):
@@ -285,7 +277,7 @@ def test_padding_is_cut_to_the_entries_that_there_are(lengths: list[int], multip
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_an_empty_bin_is_told_in_the_fields_of_a_full_one(multiple: int) -> None:
+def test_an_empty_bin_is_told_in_the_fields_of_a_full_one(multiple):
     info = packed([5, 7], SequencePacker(16, PAD, 4, multiple))[3]
     info.bin_seq_indices.append([])
     info.seq_starts[1] = []
@@ -310,7 +302,7 @@ def test_an_empty_bin_is_told_in_the_fields_of_a_full_one(multiple: int) -> None
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_log_probs_of_context_parallel_ranks_make_up_those_of_the_whole_bin(cp: int) -> None:
+def test_log_probs_of_context_parallel_ranks_make_up_those_of_the_whole_bin(cp):
     slot = 2 * cp
     size, lengths = 8 * slot, [2 * slot + 1, slot + 3, slot - 2]
     rows, positions, _, info = packed(lengths, SequencePacker(size, PAD, 4, slot))
@@ -352,7 +344,7 @@ def test_log_probs_of_context_parallel_ranks_make_up_those_of_the_whole_bin(cp: 
         ({"bin_idx": 1}, "there is no bin 1; packing_info has 1"),
     ],
 )
-def test_a_bin_that_breaks_its_contract_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_bin_that_breaks_its_contract_is_refused(changes, words):
     info = packed([5, 5], SequencePacker(16, PAD, 4))[3]
     if "seq_starts" in changes:
         info.seq_starts[0] = changes["seq_starts"]
@@ -363,15 +355,13 @@ def test_a_bin_that_breaks_its_contract_is_refused(changes: dict[str, Any], word
         )
 
 
-def test_a_bin_of_no_whole_slots_is_refused() -> None:
+def test_a_bin_of_no_whole_slots_is_refused():
     with pytest.raises(SettingError, match="bin_size 10 must be divisible by seq_length_multiple 4"):
         get_default_packed_seq_params(10, 4, "cpu", 4)
 
 
 @given(LENGTHS, st.sampled_from([1, 2, 4]), st.data())
-def test_log_probs_of_inference_lie_one_before_their_tokens(
-    lengths: list[int], multiple: int, data: st.DataObject
-) -> None:
+def test_log_probs_of_inference_lie_one_before_their_tokens(lengths, multiple, data):
     width = max(lengths)
     trajs = torch.arange(len(lengths) * width).reshape(-1, width)
     masks = torch.zeros(trajs.shape, dtype=torch.bool)
@@ -398,7 +388,7 @@ def test_log_probs_of_inference_lie_one_before_their_tokens(
 
 
 @pytest.mark.parametrize("starts", [[0, 3], [0]], ids=["with the end", "without"])
-def test_log_probs_of_other_ranks_are_left_out_and_padding_behind_too(starts: list[int]) -> None:
+def test_log_probs_of_other_ranks_are_left_out_and_padding_behind_too(starts):
     info = PackingInfo([[1], []], {0: starts, 1: []}, [2, 3], [0, 1])
     padded = torch.tensor([[9.0, 9.0, 9.0], [-1.0, -2.0, 7.0]])
 
@@ -409,7 +399,7 @@ def test_log_probs_of_other_ranks_are_left_out_and_padding_behind_too(starts: li
 
 
 @given(LENGTHS, st.sampled_from([1, 4]))
-def test_values_come_back_from_the_bins_as_they_were(lengths: list[int], multiple: int) -> None:
+def test_values_come_back_from_the_bins_as_they_were(lengths, multiple):
     values = torch.randn(len(lengths), max(lengths), 2)
     packer = SequencePacker(12, PAD, 4, multiple)
     rows, _, _, info = packer.pack_sequences(torch.ones(values.shape[:2]), lengths=lengths)
@@ -453,7 +443,7 @@ INFO = PackingInfo([[1, 0]], {0: [0, 3, 5]}, [2, 3], [0, 0])
         ),
     ],
 )
-def test_values_that_do_not_fit_the_bins_are_refused(call: Any, words: str) -> None:
+def test_values_that_do_not_fit_the_bins_are_refused(call, words):
     with pytest.raises(DocumentsError, match=words):
         call()
 
@@ -462,7 +452,7 @@ def test_values_that_do_not_fit_the_bins_are_refused(call: Any, words: str) -> N
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_rollout_becomes_the_micro_batches_of_each_rank(split: bool) -> None:
+def test_a_rollout_becomes_the_micro_batches_of_each_rank(split):
     lengths = [5, 7, 3, 8, 2, 6, 4]
     trajs = torch.arange(7)[:, None] * 10 + torch.arange(8)
     masks = (torch.arange(8) > 1) & (torch.arange(8) < torch.tensor(lengths)[:, None])
@@ -507,7 +497,7 @@ def test_a_rollout_becomes_the_micro_batches_of_each_rank(split: bool) -> None:
 
 
 @pytest.mark.parametrize(("split", "first"), [(True, [0, 1]), (False, [2])])
-def test_padding_counts_as_work_where_it_is_not_cut(split: bool, first: list[int]) -> None:
+def test_padding_counts_as_work_where_it_is_not_cut(split, first):
     made = [
         pack_all_trajectories(
             torch.ones(3, 9, dtype=torch.int64),
@@ -528,7 +518,7 @@ def test_padding_counts_as_work_where_it_is_not_cut(split: bool, first: list[int
     assert made[1].packing_info.bin_seq_indices == [[2] if split else [0, 1]]
 
 
-def test_log_probs_of_inference_are_handed_out_where_they_correct() -> None:
+def test_log_probs_of_inference_are_handed_out_where_they_correct():
     context = pack_all_trajectories(
         torch.ones(1, 4, dtype=torch.int64),
         torch.ones(1, 4),
@@ -550,7 +540,7 @@ def context_of(info: PackingInfo, rows: torch.Tensor, **settings: Any) -> Packin
     return PackingContext(rows.shape[1], None, info, None, None, rows, rows, rows, **settings)
 
 
-def test_figures_of_a_packing_count_real_tokens_and_places() -> None:
+def test_figures_of_a_packing_count_real_tokens_and_places():
     info = PackingInfo([[0, 1], [2, 3]], {0: [0, 5, 8], 1: [0, 10, 14]}, [5, 3, 10, 4], [0, 0, 1, 1])
     context = context_of(info, torch.zeros(2, 16))
 
@@ -573,19 +563,17 @@ def test_figures_of_a_packing_count_real_tokens_and_places() -> None:
         (1 / 3, 3, 2, 2),
     ],
 )
-def test_a_step_takes_its_share_of_the_bins_rounded_up(
-    ratio: float, bins: int, ranks: int, expected: int
-) -> None:
+def test_a_step_takes_its_share_of_the_bins_rounded_up(ratio, bins, ranks, expected):
     assert bins_per_step(ratio, bins, ranks) == expected
 
 
 @pytest.mark.parametrize("ratio", [0, -1, 1.1, float("nan")])
-def test_a_step_of_no_share_is_refused(ratio: float) -> None:
+def test_a_step_of_no_share_is_refused(ratio):
     with pytest.raises(SettingError, match="samples_ratio_per_step must be over 0 and at most 1"):
         bins_per_step(ratio, 4, 1)
 
 
-def test_what_a_context_lacks_is_said() -> None:
+def test_what_a_context_lacks_is_said():
     context = context_of(INFO, torch.zeros(1, 8))
     with pytest.raises(SettingError, match="this PackingContext has no packer"):
         create_packed_seq_params(context)

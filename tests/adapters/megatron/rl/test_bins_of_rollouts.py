@@ -42,7 +42,7 @@ def masks_of(lengths: Sequence[int], width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", GOLDEN)
-def test_compatible_bins_are_those_of_megatron(case: dict[str, Any]) -> None:
+def test_compatible_bins_are_those_of_megatron(case):
     packer = SequencePacker(case["bin_size"], case["pad"], case["most"], case["multiple"], compatible=True)
     masks = torch.tensor(case["masks"]).bool()
 
@@ -83,18 +83,18 @@ def test_compatible_bins_are_those_of_megatron(case: dict[str, Any]) -> None:
     assert known.int().tolist() == case["known"]
 
 
-def test_lengths_end_at_the_last_token_other_than_padding() -> None:
+def test_lengths_end_at_the_last_token_other_than_padding():
     trajs = rollout([1, 2, 3], [4, 5, 6, 7, 8], [9], [PAD], [1, PAD, 3], [PAD, 2, 3, 4])
 
     assert get_actual_sequence_lengths(trajs, PAD) == [3, 5, 1, 0, 3, 4]
 
 
-def test_lengths_need_rows_and_columns() -> None:
+def test_lengths_need_rows_and_columns():
     with pytest.raises(DocumentsError, match="Expected 2D tensor"):
         get_actual_sequence_lengths(torch.tensor([1, 2, 3]), PAD)
 
 
-def test_a_bin_holds_sequences_from_long_to_short_with_positions_from_zero() -> None:
+def test_a_bin_holds_sequences_from_long_to_short_with_positions_from_zero():
     trajs = rollout([1, 2, 3, EOD], [4, 5, EOD], [6, 7, 8, 9, EOD])
     masks = [masks_of([length], 5)[0] for length in (4, 3, 5)]  # a list, as its test has it
 
@@ -111,9 +111,7 @@ def test_a_bin_holds_sequences_from_long_to_short_with_positions_from_zero() -> 
 @pytest.mark.parametrize(
     ("multiple", "bin_size", "starts"), [(1, 16, [0, 7, 12]), (4, 24, [0, 8, 16])], ids=["plain", "aligned"]
 )
-def test_slots_begin_at_multiples_with_padding_between(
-    multiple: int, bin_size: int, starts: list[int]
-) -> None:
+def test_slots_begin_at_multiples_with_padding_between(multiple, bin_size, starts):
     trajs = rollout([1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15, 16])
     packer = SequencePacker(bin_size, PAD, 4, multiple)
 
@@ -130,7 +128,7 @@ def test_slots_begin_at_multiples_with_padding_between(
 
 
 @pytest.mark.parametrize("compatible", [True, False])
-def test_a_slot_takes_its_whole_multiple_of_a_bin(compatible: bool) -> None:
+def test_a_slot_takes_its_whole_multiple_of_a_bin(compatible):
     packer = SequencePacker(8, PAD, seq_length_multiple=4, compatible=compatible)
 
     rows, _, _, info = packer.pack_sequences(torch.arange(1, 10).reshape(3, 3))
@@ -165,7 +163,7 @@ def rollouts(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], SequencePacker]:
 
 
 @given(rollouts())
-def test_every_token_of_every_trajectory_is_in_one_bin(drawn: tuple[Any, list[int], SequencePacker]) -> None:
+def test_every_token_of_every_trajectory_is_in_one_bin(drawn):
     trajs, lengths, packer = drawn
 
     rows, positions, loss_mask, info = packer.pack_sequences(trajs, lengths=lengths)
@@ -200,9 +198,7 @@ def test_every_token_of_every_trajectory_is_in_one_bin(drawn: tuple[Any, list[in
 
 
 @given(rollouts())
-def test_bins_are_a_multiple_and_no_more_than_megatron_needs(
-    drawn: tuple[Any, list[int], SequencePacker],
-) -> None:
+def test_bins_are_a_multiple_and_no_more_than_megatron_needs(drawn):
     trajs, lengths, packer = drawn
     real = sum(length > 0 for length in lengths)
 
@@ -217,7 +213,7 @@ def test_bins_are_a_multiple_and_no_more_than_megatron_needs(
     assert bins <= many + -many % packer.bin_count_multiple
 
 
-def test_best_fit_takes_fewer_bins_than_one_open_bin() -> None:
+def test_best_fit_takes_fewer_bins_than_one_open_bin():
     lengths = [6, 6, 4, 4, 2, 2]
     trajs = torch.ones((6, 6), dtype=torch.int64)
 
@@ -228,7 +224,7 @@ def test_best_fit_takes_fewer_bins_than_one_open_bin() -> None:
     assert theirs == [[0], [1], [2, 3], [4, 5]]
 
 
-def test_bins_stand_in_the_order_of_their_first_trajectories() -> None:
+def test_bins_stand_in_the_order_of_their_first_trajectories():
     lengths = [1, 8, 3, 7, 5]
 
     info = SequencePacker(8, 0).pack_sequences(torch.ones((5, 8), dtype=torch.int64), lengths=lengths)[3]
@@ -237,7 +233,7 @@ def test_bins_stand_in_the_order_of_their_first_trajectories() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_balanced_bins_have_more_even_attention(multiple: int) -> None:
+def test_balanced_bins_have_more_even_attention(multiple):
     lengths = np.random.default_rng(0).lognormal(4, 1, 128).astype(int).clip(1, 800).tolist()
     trajs = torch.ones((128, 800), dtype=torch.int64)
 
@@ -255,7 +251,7 @@ def test_balanced_bins_have_more_even_attention(multiple: int) -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 4))
-def test_balanced_bins_are_the_best_of_the_planners_ways(lengths: list[int], multiple: int) -> None:
+def test_balanced_bins_are_the_best_of_the_planners_ways(lengths, multiple):
     packer = SequencePacker(50, 0, 6, method="balanced", bin_count_multiple=multiple)
     info = packer.pack_sequences(torch.ones((len(lengths), 50), dtype=torch.int64), lengths=lengths)[3]
     bin_of = np.array(info.seq_to_bin_idx)
@@ -271,9 +267,7 @@ def test_balanced_bins_are_the_best_of_the_planners_ways(lengths: list[int], mul
     assert waits(bin_of) == min(map(waits, ways))
 
 
-def test_a_real_end_that_equals_the_padding_is_kept_where_it_is_known(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_real_end_that_equals_the_padding_is_kept_where_it_is_known(caplog):
     trajs, masks = rollout([1, 2, EOD], [3, EOD, EOD], pad=EOD), masks_of([3, 2], 3)
     packer = SequencePacker(8, EOD)
 
@@ -296,14 +290,14 @@ def test_a_real_end_that_equals_the_padding_is_kept_where_it_is_known(
     ]
 
 
-def test_a_rollout_of_nothing_has_no_bins() -> None:
+def test_a_rollout_of_nothing_has_no_bins():
     for trajs in (torch.full((3, 4), PAD), torch.zeros((0, 4), dtype=torch.int64)):
         rows, _, loss_mask, info = SequencePacker(8, PAD, method="balanced").pack_sequences(trajs)
         assert rows.shape == loss_mask.shape == (0, 8)
         assert (info.bin_seq_indices, info.seq_to_bin_idx) == ([], [None] * len(trajs))
 
 
-def test_the_mean_of_sequences_a_bin_is_kept() -> None:
+def test_the_mean_of_sequences_a_bin_is_kept():
     packer = SequencePacker(4, PAD)
 
     packer.pack_sequences(rollout([1, 2, 3, 4], [1, 2], [3, 4]))
@@ -344,15 +338,13 @@ TRAJS = rollout([1, 2, 3, 4, 5], [6, 7])
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
-    arguments: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_what_does_not_fit_together_is_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         SequencePacker(8, PAD).pack_sequences(**{"trajs": TRAJS, **arguments})
 
 
 @pytest.mark.parametrize("compatible", [True, False])
-def test_a_trajectory_longer_than_a_bin_is_named(compatible: bool) -> None:
+def test_a_trajectory_longer_than_a_bin_is_named(compatible):
     with pytest.raises(
         OverlongDocumentError,
         match=r"trajectory 0 has 5 tokens, over the bin_size of 4 \(1 of 2 trajectories",
@@ -377,6 +369,6 @@ def test_a_trajectory_longer_than_a_bin_is_named(compatible: bool) -> None:
         ({"compatible": True, "bin_count_multiple": 2}, "compatible=True packs as Megatron-LM does"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(SettingError, match=words):
         SequencePacker(**{"bin_size": 10, "pad_token": PAD, **settings})
