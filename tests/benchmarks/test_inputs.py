@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from benchmarks import checks, inputs, memory
+from benchmarks import checks, inputs, stopwatch
 from benchmarks.checks import WrongResultError
-from benchmarks.delivery import Delivered, Delivery, _descendants, check
+from benchmarks.feeding.delivery import Delivered, Delivery, _descendants, check
 from benchmarks.inputs import Documents
 from benchmarks.stopwatch import alternate
 
@@ -129,18 +129,18 @@ def test_a_race_is_run_on_one_core_and_leaves_all_of_them_to_what_follows(monkey
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.skipif(not memory.TELLS_RESIDENT, reason="only Linux tells what a process holds now")
+@pytest.mark.skipif(not stopwatch.TELLS_RESIDENT, reason="only Linux tells what a process holds now")
 def test_the_peak_of_memory_is_what_was_held_at_most_since_it_was_forgotten():
     size = 64 * 2**20
     del_me = np.ones(2 * size, np.uint8)
     del del_me
-    memory.forget_peak()
-    before = memory.resident_bytes()
+    stopwatch.forget_peak()
+    before = stopwatch.resident_bytes()
 
     held = np.ones(size, np.uint8)
     del held
 
-    assert size * 0.9 < memory.peak_bytes() - before < size * 1.5
+    assert size * 0.9 < stopwatch.peak_bytes() - before < size * 1.5
 
 
 LENGTHS = [3, 5, 2]
@@ -212,7 +212,7 @@ def test_processes_of_processes_are_found():
 def test_the_stalling_server_gives_parts_of_files_and_says_how_often_it_held_back(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0123456789")
     server = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.stalling_server", str(tmp_path), "0", "60", "0.2"],
+        [sys.executable, "-m", "benchmarks.feeding.stalling_server", str(tmp_path), "0", "60", "0.2"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).resolve().parents[2],

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import plan as benchmark
-from benchmarks import plan_figures as figures_of
-from benchmarks import plan_runs
-from benchmarks import plan_table as page_of
-from benchmarks.plan_ablation import ABLATION_CELLS, SETTINGS
-from benchmarks.plan_grid import CAPACITIES, MESHES, SETS, Cell, equal_rates, grid
+from benchmarks.plan import figures as figures_of
+from benchmarks.plan import run as benchmark
+from benchmarks.plan import table as page_of
+from benchmarks.plan.grid import CAPACITIES, MESHES, SETS, Cell, equal_rates, grid
+from benchmarks.plan.methods import ABLATION_CELLS, SETTINGS
 
 
 def record(speedup: float = 3.0, *, ratio: float = 1.05, refused: str = "", **cell: Any) -> dict[str, Any]:
@@ -209,8 +208,8 @@ def test_each_part_says_on_which_days_and_commits_it_was_run():
     first = told | {"date": "2026-01-02", "versions": {"commit": "aaa"}}
     later = told | {"date": "2026-01-03", "versions": {"commit": "bbb"}}
     for run in (first, first, later):
-        plan_runs.note_run(told["parts"]["grid"], run)
-    plan_runs.note_run(told["parts"]["grid"], later, ("sliced", "micropack"))
+        figures_of.note_run(told["parts"]["grid"], run)
+    figures_of.note_run(told["parts"]["grid"], later, ("sliced", "micropack"))
 
     page = page_of.page(told)
 
@@ -249,14 +248,14 @@ def test_exact_solvers_are_shown_with_the_date_the_commit_and_the_command():
 
     assert "| even | 2 | 0.1000 | 0.0200 | 1 | 2.00 | - | - | - |" in page
     assert "2026-02-02, commit ccc, another: HiGHS 1.2 (at most 1,200 nodes), on one thread" in page
-    assert "`python -m benchmarks.plan_exact` measures them anew (4 s here" in page
+    assert "`python -m benchmarks.plan.exact` measures them anew (4 s here" in page
     assert "## Exact solvers" not in page_of.page(result([record()]))
 
 
 def test_what_exact_solvers_brought_is_kept_and_of_a_clean_commit():
-    kept = plan_runs.load_exact()
+    kept = figures_of.load_exact()
 
     assert kept is not None
     assert len(kept["steps"]) == 21
     assert not kept["versions"]["commit"].endswith("+")
-    assert plan_runs.load_exact(Path("gone.json")) is None
+    assert figures_of.load_exact(Path("gone.json")) is None

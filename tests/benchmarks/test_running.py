@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks import running_page
-from benchmarks.gpu import attention, engine, gradients, isolation, slices, training
+from benchmarks.gpu import engine, gradients, slices, training
 from benchmarks.gpu.__main__ import PARTS, Part, run, run_part
 from benchmarks.gpu.models import TINY, llama, one_document
-from benchmarks.running import longest, merging, pipelines, steps, waits
+from benchmarks.running import longest, page, pipelines, steps, waits
 
 import varlen as vl
 from varlen.plan.check import check_plan
@@ -94,7 +93,7 @@ def test_a_long_document_is_planned_on_one_rank_and_on_both():
     )
     cost = pipelines.cost_of(slow)
 
-    found = merging.planned(cost, documents=6)
+    found = pipelines.merged_plans(cost, documents=6)
 
     for packed, alone, shared in zip(*[iter(found)] * 3, strict=True):
         assert [step.plan.num_merged for step in (packed, alone, shared)] == [0, 0, 1]
@@ -105,7 +104,7 @@ def test_a_long_document_is_planned_on_one_rank_and_on_both():
 
 
 def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(tmp_path, monkeypatch):
-    monkeypatch.setattr(running_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
     (tmp_path / "run").mkdir()
     made = {"versions": {"commit": "abc", "torch": "2"}, "load": [0, 1]}
     machine = {"cpu": "a cpu", "cores": 2, "python": "3"}
@@ -122,11 +121,11 @@ def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(
         file = {"date": date, "machine": machine, "parts": {"overhead": made}, "overhead": found}
         (tmp_path / "run" / f"{date}.json").write_text(json.dumps(file))
 
-    page = running_page.page()
+    text = page.page()
 
-    assert "| 4,096 | 2.00 s | 1.200 | 1.000 | 1 MB | **no** |" in page
-    assert "2026-01-02, commit abc" in page
-    assert "2026-01-01" not in page
+    assert "| 4,096 | 2.00 s | 1.200 | 1.000 | 1 MB | **no** |" in text
+    assert "2026-01-02, commit abc" in text
+    assert "2026-01-01" not in text
 
 
 def test_the_longest_document_is_within_the_budget_and_one_percent_of_it():
@@ -190,7 +189,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.soak
 def test_families_are_verified_with_every_attention():
-    found = list(isolation.isolation("cpu", ["llama", "no such family"], [torch.float32]))
+    found = list(gradients.isolation("cpu", ["llama", "no such family"], [torch.float32]))
 
     assert [row["attention"] for row in found[:-1:2]] == [
         "eager",
@@ -208,11 +207,11 @@ def test_families_are_verified_with_every_attention():
 def test_the_families_are_ones_that_transformers_has():
     from varlen.verify.models.tiny_models import families
 
-    assert set(isolation.FAMILIES) <= set(families())
+    assert set(gradients.ISOLATED) <= set(families())
 
 
 def test_attention_is_timed_over_rows_keys_and_heads():
-    found = attention.rates(CPU, rows=(8, 32), keys=(16, 64), heads=((4, 2),), dtype=torch.float32)
+    found = engine.rates(CPU, rows=(8, 32), keys=(16, 64), heads=((4, 2),), dtype=torch.float32)
 
     assert [(row["rows"], row["keys"]) for row in found] == [(8, 16), (8, 64), (32, 64)]
     assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in found)

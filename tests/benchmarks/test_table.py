@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import demo, table
-from benchmarks.rows import Contestant, Limit, Race, from_json, to_json
+from benchmarks import startup, table
+from benchmarks.packing import PROMISED, ROW, lengths_of_mean, utilization
+from benchmarks.rows import Contestant, Limit, Race, Samples, from_json, to_json
 from benchmarks.run import reason
-from benchmarks.stopwatch import Samples
-from benchmarks.utilization import CAPACITY, PROMISED, lengths_of_mean, utilization
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +102,7 @@ def test_the_demo_becomes_races_against_every_baseline_and_two_limits():
         "threads": 2,
         "total_s": 200.0,
     }
-    *races, loss, length = demo.rows_of(figures)
+    *races, loss, length = startup.rows_of(figures)
 
     assert [round(row.ratio, 3) for row in races] == [6.667, 5.0, 2.0]
     assert [row.met for row in races] == [True, True, None]
@@ -279,9 +278,9 @@ def test_packs_are_fuller_than_promised_at_every_mean_length(mean, seed):
 
 @pytest.mark.parametrize("mean", PROMISED)
 def test_the_mean_is_kept_after_clipping(mean):
-    lengths = lengths_of_mean(mean, CAPACITY, 10_000, seed=3)
+    lengths = lengths_of_mean(mean, ROW, 10_000, seed=3)
 
     assert lengths.min() >= 1
-    assert lengths.max() <= CAPACITY
+    assert lengths.max() <= ROW
     assert abs(lengths.mean() - mean) < 0.02
     assert np.unique(lengths).size > 500

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from benchmarks.plan_accuracy import LENGTHS, TARGET_BYTES, cases, predicted_bytes
+from benchmarks.plan.accuracy import LENGTHS, TARGET_BYTES, cases, predicted_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rarely import examples

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from benchmarks.plan_accuracy import LENGTHS as CASES
-from benchmarks.plan_accuracy import cases, predicted_bytes
+from benchmarks.plan.accuracy import LENGTHS as CASES
+from benchmarks.plan.accuracy import cases, predicted_bytes
 from tests.support.rarely import IS_SOAK, mostly
 from tests.support.sliced import tiny, tokens_of
 from tests.support.training import (
@@ -466,7 +466,7 @@ def test_what_is_recomputed_and_offloaded_is_what_settings_say(store, hardware, 
     ran, inner = [], vl.SliceEngine.step
 
     def noted(self, batch, plan=None, **named):
-        ran.append((plan.recompute, plan.offload))
+        ran.append((batch.plan.recompute, batch.plan.offload))
         return inner(self, batch, plan, **named)
 
     deep = {"model__settings": {**LLAMA, "attention_dropout": 0.0, "num_hidden_layers": 4}, "run__steps": 2}

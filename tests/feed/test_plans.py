@@ -1,7 +1,5 @@
 """A loader with plans gives each rank the documents that the plan of a step deals to it, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_plans import random_plan
+from tests.support.random_plans import random_plan
 
 import varlen as vl
 from varlen.documents.source import open_source
@@ -72,9 +70,7 @@ def whole_steps(store: Path, **settings: Any) -> list[list[Piece]]:
 
 
 @pytest.mark.parametrize(("dp", "worker"), [(1, "thread"), (3, "thread"), (4, "process")])
-def test_shares_of_a_step_are_its_documents_each_on_the_ranks_of_its_plan(
-    store: Path, dp: int, worker: str
-) -> None:
+def test_shares_of_a_step_are_its_documents_each_on_the_ranks_of_its_plan(store, dp, worker):
     wanted = whole_steps(store)
 
     with ranks(store, dp, worker=worker) as loaders:
@@ -90,7 +86,7 @@ def test_shares_of_a_step_are_its_documents_each_on_the_ranks_of_its_plan(
             assert {loader.step for loader in loaders} == {number + 1}
 
 
-def test_from_any_step_any_number_of_ranks_goes_on_with_the_same_steps(store: Path) -> None:
+def test_from_any_step_any_number_of_ranks_goes_on_with_the_same_steps(store):
     wanted = [sorted(step) for step in whole_steps(store, epochs=2)]
 
     def rest(dp: int, state: Any) -> list[list[Piece]]:
@@ -113,9 +109,7 @@ def test_from_any_step_any_number_of_ranks_goes_on_with_the_same_steps(store: Pa
         assert list(loader) == []
 
 
-def test_each_rank_reads_its_own_tokens_and_its_ring_holds_its_own(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_reads_its_own_tokens_and_its_ring_holds_its_own(store, monkeypatch):
     read: list[int] = []
     inner = TokenStore.gather
 
@@ -145,7 +139,7 @@ def test_each_rank_reads_its_own_tokens_and_its_ring_holds_its_own(
         assert [pieces_of(batch) for batch in others[1]] == [pieces_of(batch) for batch in wanted]
 
 
-def test_plans_by_step_are_taken_by_step(store: Path) -> None:
+def test_plans_by_step_are_taken_by_step(store):
     with ranks(store, 2) as loaders:
         plans = [shares[0].plan for shares in zip(*loaders, strict=True)]
 
@@ -183,9 +177,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "plan", "kind", "words"), REFUSED)
 @pytest.mark.parametrize("worker", ["thread", "process"])
-def test_what_cannot_be_planned_is_refused(
-    store: Path, settings: Any, plan: Any, kind: type[Exception], words: str, worker: str
-) -> None:
+def test_what_cannot_be_planned_is_refused(store, settings, plan, kind, words, worker):
     plan = plan() if isinstance(plan, partial) else plan
     with (
         pytest.raises(kind, match=words),
@@ -196,12 +188,12 @@ def test_what_cannot_be_planned_is_refused(
         plan.close()
 
 
-def test_streams_have_no_plans(texts: Path) -> None:
+def test_streams_have_no_plans(texts):
     with pytest.raises(SettingError, match=r"varlen index"):
         vl.PackedLoader(texts, "bytes", **SETTINGS, plan=plans_of(1))
 
 
-def test_a_state_holds_the_plans_of_steps_that_were_read_and_not_taken(store: Path) -> None:
+def test_a_state_holds_the_plans_of_steps_that_were_read_and_not_taken(store):
     def other(step: int, lengths: Any) -> StepPlan:
         return plans_of(2)(step + 7, lengths)
 
@@ -235,7 +227,7 @@ def test_a_state_holds_the_plans_of_steps_that_were_read_and_not_taken(store: Pa
         loaders[0].load_state_dict(changed)
 
 
-def test_states_of_ranks_are_merged_with_all_plans_that_any_of_them_knows() -> None:
+def test_states_of_ranks_are_merged_with_all_plans_that_any_of_them_knows():
     states = [
         {"step": 3, "plans": {"belongs_to": "x", "choices": c}}
         for c in ({"3": ["quick", "a"]}, {"4": ["planned", "b"]})
@@ -247,7 +239,7 @@ def test_states_of_ranks_are_merged_with_all_plans_that_any_of_them_knows() -> N
         vl.merge_states(states)
 
 
-def test_a_planner_gets_the_lengths_of_coming_steps_from_the_loader(store: Path) -> None:
+def test_a_planner_gets_the_lengths_of_coming_steps_from_the_loader(store):
     model = vl.ModelShape.named("llama-7b")
     cost = vl.CostModel(model=model, hardware=vl.Hardware.named("h200"))
     planner = vl.Planner(cost=cost, mesh=vl.Mesh(), ahead=3)
@@ -265,7 +257,7 @@ def test_a_planner_gets_the_lengths_of_coming_steps_from_the_loader(store: Path)
         planner.take(0)
 
 
-def test_an_error_of_a_step_that_is_looked_at_early_is_raised_in_its_place() -> None:
+def test_an_error_of_a_step_that_is_looked_at_early_is_raised_in_its_place():
     def items() -> Iterator[int]:
         yield from range(3)
         raise ValueError("4")
