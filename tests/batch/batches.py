@@ -199,6 +199,7 @@ def expected(case: Case) -> dict[str, Any]:
         "step_num_targets": targets,
         "dp_world_size": 1,
         "document_groups": None if packing.groups is None else packing.groups[segments["ids"]],
+        "plan": None,
         "columns": {
             name: np.array(values, np.float64).reshape(shape) for name, values in page.columns.items()
         },

@@ -25,6 +25,7 @@ import numpy as np
 from varlen import errors
 from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError
 from varlen.feed.agreement import PLAN, Exchange, Exchanges, Solo
+from varlen.parsed import parse_json
 from varlen.plan.planner import Planner
 from varlen.plan.serialize import plan_fingerprint, plan_from_bytes, plan_to_bytes
 from varlen.step_plan import StepPlan
@@ -192,7 +193,7 @@ class Plans:
             time.sleep(_PAUSE_S)
         content = self._store.get(key)
         if content[:1] == _FAULT:
-            kind, said = json.loads(content[1:])
+            kind, said = parse_json(content[1:])
             raise getattr(errors, kind, PlanError)(said)
         return plan_from_bytes(content[1:])
 

@@ -47,8 +47,8 @@ class Planner:
     """Plans steps ahead, and has a plan for each step when it starts: the worker's if it is there, else a quick one.
 
     What a plan says depends on lengths and settings alone; which of the two answers does not: `state_dict` keeps it.
-    `PackedLoader(plan=...)` supplies lengths, asks on one rank of a job, and tells the others. Who takes plans without a
-    loader hands them to other ranks by `varlen.plan.serialize.broadcast_plan`.
+    `PackedLoader(plan=...)` supplies lengths, asks on one rank of a job, and tells the others. Without a loader,
+    `varlen.plan.serialize.broadcast_plan` hands plans to other ranks.
     """
 
     def __init__(

@@ -71,9 +71,8 @@ class SliceEngine:
     >>> optimizer.step(); optimizer.zero_grad()                          # doctest: +SKIP
 
     On several GPUs each process makes an engine with the mesh and its rank among all, which cuts the model in place
-    to the stage of that rank, and gives every step its share (`PackedLoader(plan=...)`), or the whole step's batch and
-    plan; gradients are summed over
-    replicas.
+    to the stage of that rank, and gives every step its share (`PackedLoader(plan=...)`), or the whole step's batch
+    and plan; gradients are summed over replicas.
 
     >>> engine = vl.SliceEngine(model, mesh=vl.Mesh(dp=2, pp=2), rank=dist.get_rank())      # doctest: +SKIP
     >>> stats = engine.step(batch, plan)                                                    # doctest: +SKIP
