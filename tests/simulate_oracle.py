@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from step_plans import Slices, parties_with
 
-from varlen.simulate.durations import Durations
+from varlen.simulate.graph import Durations
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, MicroPacks, StepPlan
 
 Task = tuple[int, int, int, int]

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import varlen as vl
 from varlen.adapters import hf
 from varlen.errors import ModelError
-from varlen.verify.models.tiny_models import tiny_config
+from varlen.verify.models.loading import tiny_config
 
 OFTEN = [
     ("causal", "llama", "LlamaForCausalLM", False),

@@ -15,12 +15,12 @@ from transformers import RobertaConfig
 
 import varlen as vl
 from varlen.adapters import hf
-from varlen.adapters.hf.recurrent import BY_ENDS_TOO, BY_NUMBERS, segment_arguments
+from varlen.adapters.hf.mixing import BY_ENDS_TOO, BY_NUMBERS, segment_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 from varlen.verify.models.backends import recurrence
 from varlen.verify.models.isolation import check_isolation
-from varlen.verify.models.tiny_models import tiny_model
+from varlen.verify.models.loading import tiny_model
 
 LENGTHS = (9, 21, 1, 13, 30, 6, 17, 2)
 IN_ROWS, IN_ONE_ROW = sorted(BY_NUMBERS), sorted(BY_NUMBERS | BY_ENDS_TOO)

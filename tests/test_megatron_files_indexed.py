@@ -23,7 +23,7 @@ from varlen.adapters.megatron import (
     write_megatron,
     write_packed_indexed_dataset,
 )
-from varlen.adapters.megatron.files.flat import between, from_dicts
+from varlen.adapters.megatron.files.reader import between, from_dicts
 from varlen.errors import DocumentsError, SettingError, SourceError
 from varlen.store.open import open_tokens
 

@@ -18,7 +18,7 @@ from varlen.adapters.megatron import (
     read_metadata,
     write_metadata,
 )
-from varlen.adapters.megatron.files.flat import from_dicts
+from varlen.adapters.megatron.files.reader import from_dicts
 from varlen.errors import LengthsError, SettingError, SourceError
 
 PACKS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=6)

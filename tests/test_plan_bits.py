@@ -19,7 +19,7 @@ from varlen.plan.micropack import micropack
 from varlen.plan.search import Search
 from varlen.plan.serialize import plan_fingerprint
 from varlen.simulate.dispatch import Pipeline, pipelines_of
-from varlen.simulate.durations import durations, stage_costs
+from varlen.simulate.graph import durations, stage_costs
 from varlen.step_plan import PlanMethod, Recompute, Sharding
 
 MODELS = ("llama-3-8b", "mistral-7b", "llama-2-7b")

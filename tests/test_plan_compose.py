@@ -17,7 +17,7 @@ from varlen.plan import kernels_compose
 from varlen.plan.compose import BlockDocuments, Composition, Grading, RankDocuments, compose, seconds_of
 from varlen.plan.micropack import recut
 from varlen.simulate import kernels
-from varlen.simulate.durations import priced, stage_costs
+from varlen.simulate.graph import priced, stage_costs
 from varlen.types import IntArray
 
 MESH = vl.Mesh(dp=4, pp=4, tp=4)

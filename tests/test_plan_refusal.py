@@ -16,7 +16,7 @@ from test_plan_step import cost_of
 import varlen as vl
 from varlen.errors import PlanError
 from varlen.plan.micropack import _groupings
-from varlen.simulate.durations import stage_costs
+from varlen.simulate.graph import stage_costs
 
 SHORT = (900, 4000, 17_000, 60, 2500)
 CASES: list[tuple[Any, vl.Mesh, int, int]] = [

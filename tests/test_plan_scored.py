@@ -16,7 +16,7 @@ from varlen.plan.score import best_plan, score, unordered
 from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import dispatch, loads_s, pipelines_of
-from varlen.simulate.durations import durations, stage_costs
+from varlen.simulate.graph import durations, stage_costs
 
 COST = vl.CostModel(
     model=vl.ModelShape.named("llama-2-7b"), hardware=vl.Hardware.named("h100"), recompute="full"

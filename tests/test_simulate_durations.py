@@ -15,7 +15,7 @@ from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.simulate.api import simulate
-from varlen.simulate.durations import durations
+from varlen.simulate.graph import durations
 from varlen.step_plan import KINDS, Mesh, MicroPacks, StepPlan
 
 COST = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"))

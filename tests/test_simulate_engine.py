@@ -11,7 +11,7 @@ from step_plans import memory_of, priced_plans
 
 from varlen.simulate import kernels
 from varlen.simulate.api import run_plan
-from varlen.simulate.durations import Durations
+from varlen.simulate.graph import Durations
 from varlen.step_plan import KINDS, StepPlan
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from step_plans import durations_of, equal_plan, memory_of, plan_of, priced_plans
 
 from varlen.simulate.api import run_plan
-from varlen.simulate.durations import Durations
-from varlen.simulate.graph import GATHER, GRADIENT_SYNC
+from varlen.simulate.graph import GATHER, GRADIENT_SYNC, Durations
 from varlen.simulate.schedules import one_f_one_b
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan

@@ -13,7 +13,7 @@ from hypothesis import given
 from step_plans import durations_of, equal_plan, memory_of, priced_plans
 
 from varlen.simulate.api import run_plan
-from varlen.simulate.durations import Durations
+from varlen.simulate.graph import Durations
 from varlen.simulate.schedules import interleaved, one_f_one_b
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import KINDS, Mesh, StepPlan

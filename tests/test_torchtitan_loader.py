@@ -11,8 +11,7 @@ import torch.distributed.checkpoint as dcp
 from titan import FIRST, numbered_store, numbers, step_rows
 
 import varlen as vl
-from varlen.adapters.torchtitan import PackedDataLoader, check_trainer
-from varlen.adapters.torchtitan.loader import base_data_loader
+from varlen.adapters.torchtitan import PackedDataLoader, base_data_loader, check_trainer
 from varlen.errors import OverlongDocumentError, SettingError, StateError
 
 DOCUMENTS, SEQ_LEN, GLOBAL = 90, 64, 8

@@ -14,7 +14,7 @@ from transformers import AutoModelForTokenClassification, LlamaConfig, LlamaForC
 import varlen as vl
 from varlen.adapters import hf
 from varlen.errors import ModelError
-from varlen.verify.models.attention import kernels_of
+from varlen.verify.models.backends import kernels_of
 
 
 def llama(attention: str = "sdpa") -> Any:

@@ -15,7 +15,7 @@ from transformers import MixtralConfig
 
 import varlen as vl
 from varlen.adapters import hf
-from varlen.verify.models.attention import computed_in
+from varlen.verify.models.backends import computed_in
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -12,7 +12,7 @@ import pytest
 from rarely import mostly
 
 from varlen.verify.models.api import FAULT, matrix_row
-from varlen.verify.models.tiny_models import families
+from varlen.verify.models.loading import families
 
 FOUND = json.loads(compatibility.RESULTS.read_text(encoding="utf-8"))
 VERDICTS = {"isolated", "coupled", "leaks", "refuses", "not run"}

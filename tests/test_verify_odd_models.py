@@ -16,7 +16,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfi
 import varlen as vl
 from varlen.verify.batches.isolation import ONE_A_ROW
 from varlen.verify.models.isolation import Movements, judge
-from varlen.verify.models.tiny_models import tiny_model
+from varlen.verify.models.loading import tiny_model
 
 
 def llama(dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:

@@ -10,7 +10,7 @@ import torch
 from hf_models import verified
 
 import varlen as vl
-from varlen.verify.models.attention import AttentionPicture, kernels_of
+from varlen.verify.models.backends import AttentionPicture, kernels_of
 
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 

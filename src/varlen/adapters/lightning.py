@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from varlen.adapters.replicas import check_processes
+from varlen.adapters.peers import check_processes
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader

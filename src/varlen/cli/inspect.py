@@ -157,7 +157,7 @@ def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> N
     """Print what was found, and where more is to be had."""
     from rich.console import Console
 
-    from varlen.report.inspect_table import inspect_table
+    from varlen.report.inspection import inspect_table
 
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -30,8 +30,7 @@ from varlen.files.written import (
     sealed,
 )
 from varlen.offline.crew import Crew, Team
-from varlen.offline.grow import deciding
-from varlen.offline.index import OnProgress, build_store, check_tokenizer, look_at, quiet
+from varlen.offline.index import OnProgress, build_store, check_tokenizer, deciding, look_at, quiet
 from varlen.offline.outputs import (
     check_output,
     check_places,

@@ -12,17 +12,21 @@ from varlen.report.page import (
     NARROW,
     WIDE,
     caption_of,
+    count,
+    difference,
     facts,
     figure,
+    memory,
     numbers,
     page,
     paragraph,
+    percent,
     section,
     table,
+    times,
     twice,
 )
 from varlen.report.pictures import pack_figure
-from varlen.report.words import count, difference, memory, percent, times
 
 
 def demo_page(figures: DemoFigures) -> str:

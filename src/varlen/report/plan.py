@@ -23,7 +23,7 @@ from varlen.errors import PlanError, SettingError
 from varlen.plan.api import plan_step
 from varlen.plan.bound import lower_bound
 from varlen.plan.search import Search
-from varlen.report.words import share, times
+from varlen.report.page import share, times
 from varlen.simulate.api import simulate
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import Mesh, PlanMethod, StepPlan

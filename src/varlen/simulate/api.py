@@ -13,8 +13,7 @@ from varlen.cost.model import CostModel
 from varlen.counts import many
 from varlen.errors import DeadlockError, PlanError, SettingError
 from varlen.simulate import kernels
-from varlen.simulate.durations import Durations, durations
-from varlen.simulate.graph import GRADIENT_SYNC, KIND_NAMES, Graph, build_graph
+from varlen.simulate.graph import GRADIENT_SYNC, KIND_NAMES, Durations, Graph, build_graph, durations
 from varlen.simulate.memory import memory_of
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import KINDS, Mesh, MicroPacks, StepPlan

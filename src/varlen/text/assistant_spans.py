@@ -16,8 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from varlen.text.skeleton import Render, Skeleton, Turn, cut, free_character, masked, try_render
-from varlen.text.turn_marks import EndMarks
+from varlen.text.skeleton import EndMarks, Render, Skeleton, Turn, cut, free_character, masked, try_render
 
 Value = str | dict[str, Any]
 """What stands in a slot: a text, or the arguments of a call."""

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.mixing import check_family, drops_block_masks, drops_boundaries
+from varlen.adapters.hf.mixing import (
+    MASKLESS_KINDS,
+    TOLD,
+    check_family,
+    drops_block_masks,
+    drops_boundaries,
+    segment_arguments,
+)
 from varlen.adapters.hf.model import (
     BY_DISTANCE,
     SELECTING,
@@ -25,7 +32,6 @@ from varlen.adapters.hf.model import (
     unwrap,
     uses_registry,
 )
-from varlen.adapters.hf.recurrent import MASKLESS_KINDS, TOLD, segment_arguments
 from varlen.adapters.hf.vision import Media, media_arguments, mrope_positions, reads_text_positions
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError

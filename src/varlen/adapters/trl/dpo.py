@@ -15,9 +15,8 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from varlen.adapters.hf.inputs import model_inputs
 from varlen.adapters.hf.mixing import check_family
-from varlen.adapters.hf.noise import noise_of_documents
-from varlen.adapters.hf.trainer_checks import check_scaling
-from varlen.adapters.replicas import check_processes
+from varlen.adapters.hf.trainer_checks import check_scaling, noise_of_documents
+from varlen.adapters.peers import check_processes
 from varlen.arguments import as_count
 from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.mixing import check_family, drops_boundaries
+from varlen.adapters.hf.mixing import BY_ENDS_TOO, TOLD, check_family, drops_boundaries
 from varlen.adapters.hf.model import (
     implementation,
     model_type,
@@ -29,7 +29,6 @@ from varlen.adapters.hf.model import (
     uses_registry,
     vocabulary_size,
 )
-from varlen.adapters.hf.recurrent import BY_ENDS_TOO, TOLD
 from varlen.counts import many
 from varlen.errors import ModelError
 from varlen.parsed import parse_python

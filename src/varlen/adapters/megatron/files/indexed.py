@@ -23,16 +23,20 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from varlen.adapters.megatron.files.flat import (
+from varlen.adapters.megatron.files.reader import (
     ROWS_AT_A_TIME,
+    RowIds,
+    RowReader,
+    Spec,
     as_stored,
     bounds_of,
     from_dicts,
     from_flat,
     joined,
+    resolve_packed,
+    row_ids,
     with_lengths,
 )
-from varlen.adapters.megatron.files.reader import RowIds, RowReader, Spec, resolve_packed, row_ids
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError, SourceError
 from varlen.files.ours import sync, unfinished

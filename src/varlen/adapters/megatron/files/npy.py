@@ -14,8 +14,20 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.adapters.megatron.files import kernels
-from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, MASK, between, from_lists, joined, taken
-from varlen.adapters.megatron.files.reader import RowIds, RowReader, Spec, resolve_packed, row_ids
+from varlen.adapters.megatron.files.reader import (
+    COLUMNS,
+    LENGTHS,
+    MASK,
+    RowIds,
+    RowReader,
+    Spec,
+    between,
+    from_lists,
+    joined,
+    resolve_packed,
+    row_ids,
+    taken,
+)
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SourceError
 from varlen.regular import open_regular, require_regular
