@@ -585,11 +585,7 @@ def divides(model: ModelShape, tp: int) -> bool:
 
 
 def check_positions(model: ModelShape, lengths: Int32Array) -> None:
-    """Refuse documents longer than the model has positions.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-    """
+    """Refuse documents longer than the model has positions (`lengths`: int32 `[num_documents]`)."""
     if model.max_positions is None:
         return
     over = np.flatnonzero(lengths > model.max_positions)
@@ -657,11 +653,7 @@ def slice_flops(model: ModelShape, starts: npt.ArrayLike, stops: npt.ArrayLike) 
 def step_flops(
     model: ModelShape, lengths: npt.ArrayLike, recompute: Recompute = "none", recompute_share: float = 1.0
 ) -> Flops:
-    """Return FLOPs of training on whole documents once.
-
-    Args:
-        lengths: `[num_documents]`.
-    """
+    """Return FLOPs of training on whole documents once (`lengths`: `[num_documents]`)."""
     stops = np.asarray(lengths, np.float64)
     each, products = _forward(model, np.zeros_like(stops), stops)
     attention, linear = float(each.sum()), float(products.sum())

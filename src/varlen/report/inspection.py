@@ -122,8 +122,7 @@ def inspect_lengths(
 def suitable_capacities(lengths: Int32Array) -> tuple[int, ...]:
     """Return about five powers of two to look at: usual ones, and those that hold most and all documents.
 
-    Args:
-        lengths: int32 `[num_documents]`, at least one of them above 0.
+    `lengths`: int32 `[num_documents]`, at least one of them above 0.
     """
     full = lengths[lengths > 0]
     tokens, longest = int(full.sum(dtype=np.int64)), int(full.max())
@@ -258,8 +257,7 @@ def measure_padding(
 ) -> tuple[PaddingFigures, ...]:
     """Count the slots of three ways of padding, for whole documents, and for documents cut where some are longer.
 
-    Args:
-        lengths: int32 `[num_documents]`, none of them 0.
+    `lengths`: int32 `[num_documents]`, none of them 0.
     """
     order = np.random.default_rng(seed).permutation(lengths.size)
     rising = np.sort(lengths)

@@ -154,11 +154,7 @@ _PASSES: Final = ("forward", "backward")
 
 
 def first_of(wrong: npt.NDArray[np.bool_]) -> int:
-    """Return the place of the first True.
-
-    Args:
-        wrong: bool `[any]`, one of them True.
-    """
+    """Return the place of the first True (`wrong`: bool `[any]`, one of them True)."""
     return int(np.argmax(wrong))
 
 
@@ -284,10 +280,9 @@ def explain(plan: StepPlan, graph: Graph, stops: FloatArray) -> str:
     waits for, or to a task of its group whose turn has not come; and if that isn't the first of its own stream
     either, to the one that is. A way without end among finitely many streams runs in a circle.
 
-    Args:
-        stops: float64 `[num_tasks]`: when each ended, NaN for those that didn't.
-
     Cost: O(tasks).
+
+    `stops`: float64 `[num_tasks]`: when each ended, NaN for those that didn't.
     """
     offsets = graph.stream_offsets
     missing = np.isnan(stops)

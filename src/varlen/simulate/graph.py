@@ -94,10 +94,9 @@ def build_graph(
       scattered: the task takes as long as the longer of the two. Without `overlap` they come one after the other.
     - Gradients are added up when all data-parallel ranks of a stage are done.
 
-    Args:
-        slowdown: float64 `[dp * pp]`: what each stage's seconds are multiplied by.
-
     Cost: O(tasks · log tasks) at most; about a microsecond a task.
+
+    `slowdown`: float64 `[dp * pp]`: what each stage's seconds are multiplied by.
     """
     mesh = plan.mesh
     num_places = mesh.dp * mesh.pp
@@ -312,8 +311,7 @@ def computes_of(plan: StepPlan) -> Computes:
 def _check_counts(plan: StepPlan, counts: IntArray) -> None:
     """Require of each stage as many tasks of each kind and chunk as its rank has MicroPacks.
 
-    Args:
-        counts: int64 `[dp * pp, 3 * virtual_stages]`: tasks of each code.
+    `counts`: int64 `[dp * pp, 3 * virtual_stages]`: tasks of each code.
     """
     mesh = plan.mesh
     wanted = np.zeros((mesh.dp, KINDS), np.int64)
@@ -553,8 +551,7 @@ def gathers_s(gather: FloatArray, *, splits: bool) -> FloatArray:
     A backward task does both, unless its weight gradients, which are what is scattered, come later. A task takes as
     long as the longer of this and its computing where the two overlap.
 
-    Args:
-        gather: float64 `[num_chunks]`, as `Durations.gather`.
+    `gather`: float64 `[num_chunks]`, as `Durations.gather`.
     """
     return np.array([1, 1 if splits else 2, 1])[:, np.newaxis] * gather
 

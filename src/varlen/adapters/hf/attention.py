@@ -61,8 +61,7 @@ def use_varlen_attention(model: Any) -> Any:
 def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, config: Any = None, **rest: Any) -> None:
     """Build no mask: boundaries reach the attention function as `cu_seq_lens_q`.
 
-    Args:
-        attention_mask: `[rows, width]`, 0 at padding; all ones, or None, changes nothing.
+    `attention_mask`: `[rows, width]`, 0 at padding; all ones, or None, changes nothing.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ModelError(

@@ -294,8 +294,7 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
 def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype) -> Any:
     """Return what to pass as `attention_mask`: one mask, or one for each kind of layer.
 
-    Returns:
-        `[rows, 1, width, width]`, or a mapping from kind to such a mask for models with
+    Returns `[rows, 1, width, width]`.
     """
     config = text_config(model)
     kinds = named_kinds(config)

@@ -117,11 +117,7 @@ class UnevenGather:
         return getattr(self._accelerator, name)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of all ranks, one after the other.
-
-        Args:
-            values: `[pairs]`, or a single number.
-        """
+        """Return the values of all ranks, one after the other (`values`: `[pairs]`, or a single number)."""
         gather = self._accelerator.gather
         if values.ndim == 0:
             alone: torch.Tensor = gather(values)
@@ -202,8 +198,7 @@ class PairCollator:
 def flat_row(batch: dict[str, Any]) -> PackedBatch:
     """Return the rows of a padded batch as the documents of one row; answers are what is learned.
 
-    Args:
-        batch: `input_ids`, `attention_mask` and `completion_mask`, int64 `[rows, width]`.
+    `batch`: `input_ids`, `attention_mask` and `completion_mask`, int64 `[rows, width]`.
     """
     real = batch["attention_mask"].bool()
     ids = batch["input_ids"][real]

@@ -172,8 +172,7 @@ def finding(
 ) -> Finding:
     """Make a finding of all places at which something is wrong.
 
-    Args:
-        places: bool `[rows, width]` or `[entries]`, true where it is wrong; None where it has no place.
+    `places`: bool `[rows, width]` or `[entries]`, true where it is wrong; None where it has no place.
     """
     if places is None:
         return Finding(kind=kind, level=level, what=what, where=place, fix=fix)

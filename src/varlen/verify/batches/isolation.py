@@ -344,8 +344,7 @@ def opened_across(given: GivenBatch, segments: Segments) -> BoolArray | None:
 
     Masks on a GPU and FlexAttention's block masks aren't read. Cost: the mask is gone through once.
 
-    Returns:
-        bool `[rows, width]`.
+    Returns bool `[rows, width]`.
     """
     if not segments.starts_by:
         return None

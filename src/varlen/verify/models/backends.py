@@ -347,8 +347,7 @@ class AttentionPicture:
     def between(self, weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the largest weight from any token of a document to any of another, `[documents, documents]`.
 
-        Args:
-            weights: `[width, width]`, one of the two above.
+        `weights`: `[width, width]`, one of the two above.
         """
         count = int(self.owner.max()) + 1
         found = np.zeros((count, count), np.float32)

@@ -46,9 +46,8 @@ def load_model(
 ) -> LoadedModel:
     """Return the model that was named.
 
-    Args:
-        dtype: of the weights that are made or loaded; None for float32, and for a folder's own. Of no effect on a
-            live model.
+    `dtype`: of the weights that are made or loaded; None for float32, and for a folder's own. Of no effect on a live
+    model.
     """
     from transformers import PreTrainedConfig
 

@@ -108,8 +108,7 @@ def logical_boundaries(batch: Mapping[str, Any]) -> torch.Tensor | None:
 def entries(bounds: torch.Tensor) -> IntArray:
     """Return the boundaries of one row without what stands behind them: -1, and the batch dimension.
 
-    Args:
-        bounds: whole numbers `[entries]` or `[1, entries]`.
+    `bounds`: whole numbers `[entries]` or `[1, entries]`.
     """
     flat: IntArray = bounds.detach().cpu().numpy().reshape(-1).astype(np.int64)
     ends = np.flatnonzero(flat < 0)

@@ -407,11 +407,7 @@ class StoredRows:
 
 
 def as_silent(silent: npt.ArrayLike, num_rows: int) -> npt.NDArray[np.bool_]:
-    """Return which rows train nothing.
-
-    Returns:
-        bool `[rows]`.
-    """
+    """Return which rows train nothing: bool `[rows]`."""
     found = np.ascontiguousarray(silent)
     if found.dtype != np.bool_ or found.shape != (num_rows,):
         raise SettingError(
@@ -444,10 +440,7 @@ def _check_values(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> None:
 
 
 def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.Tensor:
-    """Return who may not see whom.
-
-    Returns:
-        bool `[rows, 1, width, width]`, True where position q (of the last dimension but one) must not see position k:
+    """Return who may not see whom: bool `[rows, 1, width, width]`.
 
     Cost:
         Quadratic in the width; boundaries are the way for long rows.

@@ -355,12 +355,7 @@ class PairWriter:
         return len(self._lengths)
 
     def write(self, values: npt.NDArray[np.integer[Any]], offsets: IntArray) -> None:
-        """Add documents.
-
-        Args:
-            values: `[tokens]`.
-            offsets: int64 `[documents + 1]`, from 0.
-        """
+        """Add documents (`values`: `[tokens]`; `offsets`: int64 `[documents + 1]`, from 0)."""
         if self._is_done:
             raise SettingError(f"{self.prefix} is closed; open another writer")
         most = _MOST[self.dtype]

@@ -252,11 +252,7 @@ class Reader:
     """The state of reading one pickle: a stack, marks on it, and what was remembered."""
 
     def __init__(self, data: npt.NDArray[np.uint8], start: int, path: str) -> None:
-        """Begin.
-
-        Args:
-            data: uint8, the whole file.
-        """
+        """Begin (`data`: uint8, the whole file)."""
         self._data, self._at, self._path = data, start, path
         self._view = memoryview(data)  # type: ignore[arg-type]
         self._stack: list[Any] = []

@@ -315,11 +315,7 @@ def between(rows: PackedRows, start: int, stop: int) -> PackedRows:
 
 
 def taken(rows: PackedRows, indices: IntArray) -> PackedRows:
-    """Return some rows, in the order asked for, in memory of their own.
-
-    Args:
-        indices: int64, from 0.
-    """
+    """Return some rows, in the order asked for, in memory of their own (`indices`: int64, from 0)."""
 
     def of(values: npt.NDArray[Any], offsets: IntArray) -> npt.NDArray[Any]:
         starts, stops = offsets[indices].tolist(), offsets[indices + 1].tolist()
