@@ -7,10 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from varlen.cli.options import (
-    OUTPUT,
     AllowUnwritten,
     AsJson,
     BinaryAsText,
@@ -30,6 +27,7 @@ from varlen.cli.options import (
     Supervise,
     TextCut,
     Tokenizer,
+    output_option,
     print_unread,
 )
 from varlen.counts import many
@@ -39,9 +37,7 @@ def index(
     data: Documents,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", help="Folder of the store; it appears when it is whole.", rich_help_panel=OUTPUT
-        ),
+        output_option("--output", "-o", help="Folder of the store; it appears when it is whole."),
     ],
     tokenizer: Tokenizer = "bytes",
     column: Column = None,

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from varlen.arguments import TOKENS, as_tokens
 from varlen.cli.options import (
-    OUTPUT,
     AllowUnwritten,
     BinaryAsText,
     ChatTemplate,
@@ -27,13 +24,15 @@ from varlen.cli.options import (
     Split,
     TextCut,
     Tokenizer,
+    option_in,
+    output_option,
 )
 from varlen.counts import many
 
 if TYPE_CHECKING:
     from varlen.files.losses import Losses
 
-MEASURING = "Measuring"
+measuring_option = option_in("Measuring")
 _SHOWN_SKIPS = 5
 _EXCERPTS = 20_000
 """Documents that a report may show the beginning of; to make text of more would take longer than the rest."""
@@ -56,36 +55,20 @@ def inspect_data(
     on_error: OnError = "raise",
     capacity: Annotated[
         list[str] | None,
-        typer.Option(
+        measuring_option(
             metavar="N",
             help=f"Tokens of a pack: {TOKENS}; repeatable.  [dim]\\[default: some that suit the data][/]",
-            rich_help_panel=MEASURING,
         ),
     ] = None,
-    batch_documents: Annotated[
-        int, typer.Option(metavar="N", help="Documents of a padded batch.", rich_help_panel=MEASURING)
-    ] = 8,
+    batch_documents: Annotated[int, measuring_option(metavar="N", help="Documents of a padded batch.")] = 8,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write a report with pictures there, as HTML.",
-            rich_help_panel=OUTPUT,
-        ),
+        output_option("--output", "-o", metavar="FILE", help="Write a report with pictures there, as HTML."),
     ] = None,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print all figures as one JSON object instead of the table.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, output_option("--json", help="Print all figures as one JSON object instead of the table.")
     ] = False,
-    seed: Annotated[
-        int, typer.Option(help="Of random batches, shuffles and samples.", rich_help_panel=MEASURING)
-    ] = 0,
+    seed: Annotated[int, measuring_option(help="Of random batches, shuffles and samples.")] = 0,
 ) -> None:
     """Show how long documents are, what padding wastes, and how full packs become.
 
