@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from varlen.arguments import TOKENS, as_tokens
 from varlen.cli.options import (
-    AllowUnwritten,
-    BinaryAsText,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Column,
     Data,
-    Eos,
-    NoEos,
-    OnError,
-    ReadAs,
-    RowWeights,
-    Split,
-    TextCut,
-    Tokenizer,
     option_in,
     output_option,
 )
@@ -40,19 +27,8 @@ _EXCERPTS = 20_000
 
 def inspect_data(
     data: Data,
-    tokenizer: Tokenizer = "bytes",
-    column: Column = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    allow_unwritten: AllowUnwritten = False,
-    row_weights: RowWeights = False,
-    eos: Eos = None,
-    no_eos: NoEos = False,
-    text_cut: TextCut = "auto",
-    split: Split = None,
-    read_as: ReadAs = None,
-    binary_as_text: BinaryAsText = False,
-    on_error: OnError = "raise",
+    *,
+    reading: dict[str, Any],
     capacity: Annotated[
         list[str] | None,
         measuring_option(
@@ -86,21 +62,6 @@ def inspect_data(
     capacities = [as_tokens(words, "--capacity") for words in capacity or []]
     if output is not None:
         check_writable(output)
-    reading: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "column": column or [],
-        "chat_template": chat_template,
-        "chat_template_kwargs": chat_template_kwargs,
-        "allow_unwritten": allow_unwritten,
-        "row_weights": row_weights,
-        "eos": eos,
-        "append_eos": not no_eos,
-        "text_cut": text_cut,
-        "split": split,
-        "format": read_as,
-        "binary_as_text": binary_as_text,
-        "on_error": on_error,
-    }
     with progress() as on_progress:
         found = lengths_of(data, on_progress, _EXCERPTS if output is not None else 0, **reading)
         inspection = inspect_lengths(

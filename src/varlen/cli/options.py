@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -118,6 +119,50 @@ Ray = Annotated[
 ]
 Overwrite = Annotated[bool, output_option("--overwrite", help="Replace a set made from something else.")]
 AsJson = Annotated[bool, output_option("--json", help="Print the manifest.")]
+
+
+def read_options(
+    tokenizer: Tokenizer = "bytes",
+    column: Column = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    allow_unwritten: AllowUnwritten = False,
+    supervise: Supervise = "assistant",
+    row_weights: RowWeights = False,
+    eos: Eos = None,
+    no_eos: NoEos = False,
+    text_cut: TextCut = "auto",
+    split: Split = None,
+    read_as: ReadAs = None,
+    binary_as_text: BinaryAsText = False,
+    on_error: OnError = "raise",
+) -> dict[str, Any]:
+    """Return what the options of reading say, as `as_source` takes it."""
+    given = dict(locals())
+    given |= {"column": column or [], "append_eos": not given.pop("no_eos"), "format": given.pop("read_as")}
+    return given
+
+
+def reads_documents(verb: Callable[..., None], but: Sequence[str] = ()) -> Callable[..., None]:
+    """Give a verb the options of `read_options`, but for some; it takes them as `reading`, at their place."""
+    shared = {name: one for name, one in signature(read_options).parameters.items() if name not in but}
+
+    @wraps(verb)
+    def with_options(**given: Any) -> None:
+        reading = read_options(**{name: given.pop(name) for name in shared})
+        verb(reading={name: value for name, value in reading.items() if name not in but}, **given)
+
+    own = signature(verb).parameters.values()
+    parameters = [one for each in own for one in (shared.values() if each.name == "reading" else (each,))]
+    hints = get_type_hints(verb, include_extras=True) | get_type_hints(read_options, include_extras=True)
+    with_options.__signature__ = Signature(  # type: ignore[attr-defined]
+        [one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in parameters]
+    )
+    return with_options
+
+
+counts_documents = partial(reads_documents, but=("supervise",))
+"""For verbs that train on nothing."""
 
 
 # What verbs share: turning arguments into a source of documents, and into those who do the work.

@@ -10,25 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from varlen.arguments import TOKENS, as_tokens
 from varlen.cli.options import (
-    AllowUnwritten,
     AsJson,
-    BinaryAsText,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Column,
     Data,
-    Eos,
-    NoEos,
-    OnError,
     Overwrite,
     Processes,
     Ray,
-    ReadAs,
-    RowWeights,
-    Split,
-    Supervise,
-    TextCut,
-    Tokenizer,
     documents_option,
     option_in,
     output_option,
@@ -54,20 +40,9 @@ def pack(
         Path,
         output_option("--output", "-o", metavar="FOLDER", help="Where the packed set goes."),
     ],
+    *,
     capacity: Annotated[str, packing_option(metavar="N", help=f"Tokens a row can hold: {TOKENS}.")] = "4096",
-    tokenizer: Tokenizer = "bytes",
-    column: Column = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    allow_unwritten: AllowUnwritten = False,
-    supervise: Supervise = "assistant",
-    row_weights: RowWeights = False,
-    eos: Eos = None,
-    no_eos: NoEos = False,
-    text_cut: TextCut = "auto",
-    split: Split = None,
-    read_as: ReadAs = None,
-    binary_as_text: BinaryAsText = False,
+    reading: dict[str, Any],
     method: Annotated[
         str,
         packing_option(
@@ -117,7 +92,6 @@ def pack(
     megatron_split: MegatronSplit = None,
     metadata_of: MetadataOf = None,
     part_tokens: PartTokens = None,
-    on_error: OnError = "raise",
     processes: Processes = None,
     ray: Ray = False,
     overwrite: Overwrite = False,
@@ -157,27 +131,14 @@ def pack(
     row_tokens = as_tokens(capacity, "--capacity")
     _check_format(format_)
     if format_ in FORMATS:
-        given["megatron_split"] = megatron_split or split_of(split)
+        given["megatron_split"] = megatron_split or split_of(reading["split"])
         packer = megatron_packer(row_tokens, method, format_, given, columns, **shared)
     else:
         refuse_others(given)
         packer = _packer(capacity=row_tokens, method=method, format=format_, **columns, **shared)
     source = as_source(
         data,
-        tokenizer=tokenizer,
-        column=column or [],
-        chat_template=chat_template,
-        chat_template_kwargs=chat_template_kwargs,
-        allow_unwritten=allow_unwritten,
-        supervise=supervise,
-        row_weights=row_weights,
-        eos=eos,
-        append_eos=not no_eos,
-        text_cut=text_cut,
-        split=split,
-        format=read_as,
-        binary_as_text=binary_as_text,
-        on_error=on_error,
+        **reading,
         leave_out=[path for path in (output, tokens) if path is not None],
     )
     check_one_store(source, tokens)

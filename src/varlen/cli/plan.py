@@ -8,21 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from varlen.arguments import as_tokens
-from varlen.cli.options import (
-    AllowUnwritten,
-    BinaryAsText,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Column,
-    Eos,
-    NoEos,
-    OnError,
-    ReadAs,
-    RowWeights,
-    Split,
-    TextCut,
-    Tokenizer,
-)
 from varlen.counts import many
 from varlen.errors import SettingError
 
@@ -44,6 +29,7 @@ _DEFAULT_CAPACITY = "128k"
 
 def plan(
     data: Lengths = None,
+    *,
     model: Model = "llama-3-8b",
     gpus: Gpus = None,
     dp: Dp = None,
@@ -65,19 +51,7 @@ def plan(
     sweep: Sweep = False,
     calibrate: Calibrate = False,
     seconds: Seconds = None,
-    tokenizer: Tokenizer = "bytes",
-    column: Column = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    allow_unwritten: AllowUnwritten = False,
-    row_weights: RowWeights = False,
-    eos: Eos = None,
-    no_eos: NoEos = False,
-    text_cut: TextCut = "auto",
-    split: Split = None,
-    read_as: ReadAs = None,
-    binary_as_text: BinaryAsText = False,
-    on_error: OnError = "raise",
+    reading: dict[str, Any],
     output: Report = None,
     trace: Trace = None,
     save: Save = None,
@@ -109,21 +83,6 @@ def plan(
     drawn = {"documents": documents, "step": step, "seed": None if in_order else seed}
     capacities = _capacities(capacity, sweep=sweep)
     settings = division | _settings(method, sharding, repairs=recompute == "auto", sweep=sweep)
-    reading: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "column": column or [],
-        "chat_template": chat_template,
-        "chat_template_kwargs": chat_template_kwargs,
-        "allow_unwritten": allow_unwritten,
-        "row_weights": row_weights,
-        "eos": eos,
-        "append_eos": not no_eos,
-        "text_cut": text_cut,
-        "split": split,
-        "format": read_as,
-        "binary_as_text": binary_as_text,
-        "on_error": on_error,
-    }
     with progress() as on_progress:
         lengths, are_bytes = _lengths(named, reading, on_progress)
         steps = _steps(lengths, capacities, drawn)
