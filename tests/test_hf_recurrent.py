@@ -15,14 +15,17 @@ from transformers import RobertaConfig
 
 import varlen as vl
 from varlen.adapters import hf
-from varlen.adapters.hf.mixing import BY_ENDS_TOO, BY_NUMBERS, segment_arguments
+from varlen.adapters.hf.mixing import segment_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
+from varlen.model_families import FAMILIES
 from varlen.verify.models.backends import recurrence
 from varlen.verify.models.isolation import check_isolation
 from varlen.verify.models.loading import tiny_model
 
 LENGTHS = (9, 21, 1, 13, 30, 6, 17, 2)
+BY_NUMBERS = {name for name, family in FAMILIES.items() if family.boundaries == "numbers"}
+BY_ENDS_TOO = {name for name, family in FAMILIES.items() if family.boundaries == "ends"}
 IN_ROWS, IN_ONE_ROW = sorted(BY_NUMBERS), sorted(BY_NUMBERS | BY_ENDS_TOO)
 
 

@@ -6,114 +6,36 @@ goes into the first layer, which rotary positions a layer is told, and what is d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from varlen.errors import ModelError
+from varlen.model_families import FAMILIES, Sliced, family_named
+
+SLICED = {name: row.sliced for name, row in FAMILIES.items() if row.sliced is not None}
+"""Families that run in slices; each is tested against its uncut model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """What a family does around its layers, as names of the decoder's modules and of its config's fields."""
-
-    embedding: str = "embed_tokens"
-    norm: str = "norm"
-    """After the last layer."""
-    rotary: Literal["shared", "by_layer_type"] = "shared"
-    """Whether all layers get the same rotary positions, or one per entry of `config.layer_types` (Gemma 3)."""
-    embedding_factor: str = ""
-    """Field by which embeddings are multiplied outside of their module (Granite)."""
-    logit_factor: str = ""
-    """Field by which logits are multiplied (Cohere)."""
-    logit_divisor: str = ""
-    """Field by which logits are divided (Granite)."""
-    logit_cap: str = ""
-    """Field of c where logits z become `c * tanh(z / c)` (Gemma 2); may be None in a config."""
-
-
-PLAIN = Family()
-GEMMA_2 = Family(logit_cap="final_logit_softcapping")
-GEMMA_3 = Family(logit_cap="final_logit_softcapping", rotary="by_layer_type")
-GRANITE = Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling")
-
-FAMILIES: dict[str, Family] = {
-    "apertus": PLAIN,
-    "arcee": PLAIN,
-    "cohere": Family(logit_factor="logit_scale"),
-    "cohere2": Family(logit_factor="logit_scale"),
-    "cwm": PLAIN,
-    "deepseek_v3": PLAIN,
-    "dots1": PLAIN,
-    "ernie4_5": PLAIN,
-    "exaone4": PLAIN,
-    "flex_olmo": PLAIN,
-    "gemma": PLAIN,
-    "gemma2": GEMMA_2,
-    "gemma3_text": GEMMA_3,
-    "glm": PLAIN,
-    "glm4": PLAIN,
-    "glm4_moe": PLAIN,
-    "gpt_neox": Family(embedding="embed_in", norm="final_layer_norm"),
-    "gpt_oss": PLAIN,
-    "granite": GRANITE,
-    "granitemoe": GRANITE,
-    "helium": PLAIN,
-    "hunyuan_v1_dense": PLAIN,
-    "llama": PLAIN,
-    "ministral": PLAIN,
-    "mistral": PLAIN,
-    "mixtral": PLAIN,
-    "olmo": PLAIN,
-    "olmo2": PLAIN,
-    "olmo3": Family(rotary="by_layer_type"),
-    "olmoe": PLAIN,
-    "persimmon": Family(norm="final_layernorm"),
-    "phi": Family(norm="final_layernorm"),
-    "phi3": PLAIN,
-    "qwen2": PLAIN,
-    "qwen2_moe": PLAIN,
-    "qwen3": PLAIN,
-    "qwen3_moe": PLAIN,
-    "seed_oss": PLAIN,
-    "smollm3": PLAIN,
-    "starcoder2": PLAIN,
-    "vaultgemma": GEMMA_2,
-    "youtu": PLAIN,
-}
-"""Families that run in slices, by `config.model_type`; each is tested against its uncut model."""
-
-RECURRENT = (
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
-)  # fmt: skip
-"""Families some of whose layers hand a state, or the last few tokens, from token to token."""
-OWN_ATTENTION = (
-    "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "stablelm", "xglm",
-)  # fmt: skip
-"""Families whose attention computes its own scores, or isn't handed what its layer is."""
-
-
-def family_of(model: Any) -> tuple[str, Family]:
+def family_of(model: Any) -> tuple[str, Sliced]:
     """Return what a model's family does around its layers, and its name."""
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if name in FAMILIES:
-        return name, FAMILIES[name]
-    if name in RECURRENT:
+    if name in SLICED:
+        return name, SLICED[name]
+    family = family_named(name)
+    if family.is_recurrent:
         raise ModelError(
             f"slices don't run {name} models: some of their layers hand a state on from token to token, and a slice "
             'keeps keys and values alone; train them unsliced, or cut their documents with overlong="split"'
         )
-    if name in OWN_ATTENTION:
+    if family.has_own_attention:
         raise ModelError(
             f"slices don't run {name} models: their attention computes its own scores, or their layers don't hand it "
             "what they are told, so no function of transformers' registry can take its place; train them unsliced"
         )
     raise ModelError(
         f"slices don't run {name} models, which aren't known to mix tokens in their attention alone; they run "
-        f"{', '.join(FAMILIES)}"
+        f"{', '.join(SLICED)}"
     )
 
 

@@ -15,15 +15,12 @@ import torch
 
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
+from varlen.model_families import Family, family_named
 
 SELECTING = "indexed_attention"
 """Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
 MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
 """Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
-BY_DISTANCE = {"mpt": "max_seq_len"}
-"""Families whose only positions are distances between tokens (ALiBi), the same wherever a document stands in its row;
-each with the setting that bounds how wide a row may be."""
-
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
 
@@ -87,6 +84,11 @@ def model_type(model: Any) -> str:
         model: a transformers model, bare or wrapped.
     """
     return getattr(text_config(model), "model_type", "")
+
+
+def family(model: Any) -> Family:
+    """Return what is known of a model's family."""
+    return family_named(model_type(model))
 
 
 def first_position(model: Any) -> int:

@@ -159,17 +159,13 @@ class LayerRules:
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, LayerRules], torch.Tensor]
+"""Takes queries, keys and values as `attend` does, in half precision, where segments end, and the longest one."""
 
 MAX_HEAD_DIM = 256
 
 
 def fused_kernel(query: torch.Tensor, value: torch.Tensor, rules: LayerRules) -> Kernel | None:
-    """Return a kernel that computes these rules on CUDA in one call, or None where none does.
-
-    Args:
-        query: `[tokens, query_heads, head_dim]`; only dtype and shape are looked at.
-        value: `[tokens, key_heads, value_dim]`, likewise.
-    """
+    """Return a kernel that computes these rules on CUDA in one call, or None where none does."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
     if not half or rules.sinks is not None or width != value.shape[-1] or width % 8 or width > MAX_HEAD_DIM:
@@ -190,14 +186,6 @@ def by_torch(
     """Attend within segments with the kernel that `torch.nn.attention.varlen` calls.
 
     `varlen_attn` itself takes no scale, window or grouped heads in PyTorch 2.11.
-
-    Args:
-        query: `[tokens, query_heads, head_dim]`, in half precision.
-        key: `[tokens, key_heads, head_dim]`.
-        ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
-
-    Returns:
-        `[tokens, query_heads, head_dim]`.
     """
     # A window is one of both sides, and takes the place of the causal diagonal.
     sides = (None, None) if rules.window is None else (rules.window - 1, 0)
@@ -227,16 +215,7 @@ def by_flash_attention(
     longest: int,
     rules: LayerRules,
 ) -> torch.Tensor:
-    """Attend within segments with the flash-attn package.
-
-    Args:
-        query: `[tokens, query_heads, head_dim]`, in half precision.
-        key: `[tokens, key_heads, head_dim]`.
-        ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
-
-    Returns:
-        `[tokens, query_heads, head_dim]`.
-    """
+    """Attend within segments with the flash-attn package."""
     flash_attn: Any = importlib.import_module("flash_attn")
     out: Any = flash_attn.flash_attn_varlen_func(
         query,

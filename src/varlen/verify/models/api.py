@@ -14,7 +14,8 @@ import transformers
 
 from varlen import __version__
 from varlen.adapters import hf
-from varlen.adapters.hf.mixing import TOLD, check_family, found_apart, trying
+from varlen.adapters.hf.mixing import check_family, found_apart, trying
+from varlen.adapters.hf.model import family
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.batches.check import check_batch
@@ -223,7 +224,7 @@ def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: i
             raise model
         with attending(model, backend) as missing:
             found = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
-            if found.verdict == "refuses" and hf.model_type(model) in TOLD:
+            if found.verdict == "refuses" and family(model).boundaries:
                 with backends.recurrence(model) as recurrent:
                     again = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
                     if again.verdict != "refuses":
