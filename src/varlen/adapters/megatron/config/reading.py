@@ -15,9 +15,9 @@ from typing import Any
 from varlen.adapters.megatron.config.settings import (
     ARGUMENTS,
     CONTAINERS,
-    EXPECTED,
     IN_BATCH_NEW,
     IN_BATCH_OLD,
+    KINDS,
     OFFLINE_FLAG,
     OFFLINE_NEW,
     OFFLINE_OLD,
@@ -423,7 +423,7 @@ def _keep(found: _Found, name: str, written: str, value: Any) -> None:
     try:
         found.values[name] = as_kind(value, kind)
     except (TypeError, ValueError):
-        message = f"{written} must be {EXPECTED[kind]}; got {value!r:.60}"
+        message = f"{written} must be {KINDS[kind][0]}; got {value!r:.60}"
         if message not in found.wrong:
             found.wrong.append(message)
 
