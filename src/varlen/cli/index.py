@@ -7,23 +7,14 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from varlen.cli.options import (
-    AsJson,
-    Documents,
-    Overwrite,
-    Processes,
-    Ray,
-    output_option,
-    print_unread,
-)
+from varlen.cli.options import AsJson, Documents, Overwrite, Processes, Ray, output_option, print_unread
 from varlen.counts import many
 
 
 def index(
     data: Documents,
     output: Annotated[
-        Path,
-        output_option("--output", "-o", help="Folder of the store; it appears when it is whole."),
+        Path, output_option("--output", "-o", help="Folder of the store; it appears when it is whole.")
     ],
     *,
     reading: dict[str, Any],
@@ -45,11 +36,7 @@ def index(
     from varlen.cli.progress import progress
     from varlen.offline.index import index_source
 
-    source = as_documents(
-        data,
-        **reading,
-        leave_out=[output],
-    )
+    source = as_documents(data, **reading, leave_out=[output])
     with progress() as on_progress:
         store, was_there = index_source(
             source, output, crew=as_crew(processes, ray), overwrite=overwrite, on_progress=on_progress

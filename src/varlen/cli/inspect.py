@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from varlen.arguments import TOKENS, as_tokens
-from varlen.cli.options import (
-    Data,
-    option_in,
-    output_option,
-)
+from varlen.cli.options import Data, option_in, output_option, title_of
 from varlen.counts import many
 
 if TYPE_CHECKING:
@@ -71,7 +67,7 @@ def inspect_data(
             excerpts=found.excerpts,
             batch_documents=batch_documents,
             seed=seed,
-            name=_title(data),
+            name=title_of(data),
             arguments=() if found.are_counted else pack_arguments(data, **reading),
             parts=found.parts,
             are_bytes=found.are_bytes,
@@ -90,11 +86,6 @@ def inspect_data(
         _print_table(inspection, output, were_named=bool(capacity))
     if found.unread is not None:
         print(f"varlen: {found.unread}", file=sys.stderr)
-
-
-def _title(data: list[str]) -> str:
-    """Name the data for headings."""
-    return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
 
 
 def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> None:

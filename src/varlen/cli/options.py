@@ -295,6 +295,11 @@ def _as_variables(text: str | None) -> dict[str, Any] | None:
     return found
 
 
+def title_of(data: list[str]) -> str:
+    """Name the data for headings."""
+    return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
+
+
 def print_unread(source: Mapping[str, Any]) -> None:
     """Say which split was read, and what of folders wasn't, where the marks of a source tell."""
     from varlen.files.paths import LeftOut, unread

@@ -37,8 +37,7 @@ _BYTES = "tokens are bytes (no --tokenizer is given): for a model with one, pack
 def pack(
     data: Data,
     output: Annotated[
-        Path,
-        output_option("--output", "-o", metavar="FOLDER", help="Where the packed set goes."),
+        Path, output_option("--output", "-o", metavar="FOLDER", help="Where the packed set goes.")
     ],
     *,
     capacity: Annotated[str, packing_option(metavar="N", help=f"Tokens a row can hold: {TOKENS}.")] = "4096",
@@ -136,11 +135,7 @@ def pack(
     else:
         refuse_others(given)
         packer = _packer(capacity=row_tokens, method=method, format=format_, **columns, **shared)
-    source = as_source(
-        data,
-        **reading,
-        leave_out=[path for path in (output, tokens) if path is not None],
-    )
+    source = as_source(data, **reading, leave_out=[path for path in (output, tokens) if path is not None])
     check_one_store(source, tokens)
     crew = as_crew(processes, ray)
     with progress() as on_progress:

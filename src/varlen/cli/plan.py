@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from varlen.cli.options import option_in, output_option
+from varlen.cli.options import option_in, output_option, title_of
 
 _DEFAULT_CAPACITY = "128k"
 
@@ -86,7 +86,7 @@ def plan(
     with progress() as on_progress:
         lengths, are_bytes = _lengths(named, reading, on_progress)
         steps = _steps(lengths, capacities, drawn)
-        settings |= {"name": _title(named), "are_bytes": are_bytes, "on_progress": on_progress}
+        settings |= {"name": title_of(named), "are_bytes": are_bytes, "on_progress": on_progress}
         settings["cost"] = _with_positions(cost, steps, stretch=stretch)
         if sweep:
             from varlen.report.plan_sweep import sweep as find
@@ -207,11 +207,6 @@ def _steps(
     from varlen.report.plan import step_documents
 
     return [step_documents(lengths, capacity=capacity, **drawn) for capacity in capacities]
-
-
-def _title(data: list[str]) -> str:
-    """Name the data for headings."""
-    return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
 
 
 # The options of `varlen plan`: the job, its steps, what is planned and where it goes.

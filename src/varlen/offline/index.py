@@ -299,8 +299,7 @@ def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[st
     """Say how many parts a token store will have, and of what, for those who read it while it is made."""
     with disk_faults(partial):
         write_json(
-            partial / WORK / PLAN,
-            sealed({"fingerprint": fingerprint, "num_parts": num_parts, **told}),
+            partial / WORK / PLAN, sealed({"fingerprint": fingerprint, "num_parts": num_parts, **told})
         )
 
 

@@ -140,12 +140,7 @@ def _made(
         if not isinstance(source, Path):
             kept = partial / WORK / _TOKENS if tokens is None else tokens
             store = build_store(
-                source,
-                kept,
-                marks,
-                team=team,
-                on_progress=on_progress,
-                overwrite=overwrite or tokens is None,
+                source, kept, marks, team=team, on_progress=on_progress, overwrite=overwrite or tokens is None
             )
         try:
             manifest = write(store, partial, team)

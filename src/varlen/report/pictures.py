@@ -115,10 +115,7 @@ def pack_figure(row: Sequence[PieceFigures], capacity: int, which: str, most_nam
         + '<div class="pair masks" style="margin-top:24px"><div><h3>Its mask</h3>'
         + twice(packed_mask(row, capacity, MASK_WIDTH), packed_mask(row, capacity, NARROW))
         + "</div><div><h3>The same documents padded: a mask for each</h3>"
-        + twice(
-            padded_masks(row, capacity, MASK_WIDTH, rest),
-            padded_masks(row, capacity, NARROW, NARROW),
-        )
+        + twice(padded_masks(row, capacity, MASK_WIDTH, rest), padded_masks(row, capacity, NARROW, NARROW))
         + "</div></div>"
         + caption_of(
             f"{which}: {len(row)} in {capacity:,} slots, {free:,} of them free. A position (downwards) "

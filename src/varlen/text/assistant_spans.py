@@ -135,10 +135,7 @@ def _around(
     before = _walk([*pieces[:hole], ""], values[:hole], text, forms)
     length, behind = len(text), [piece[::-1] for piece in pieces[:hole:-1]]
     after = _walk(
-        [*behind, ""],
-        values[hole:][::-1],
-        text[::-1],
-        lambda value: (form[::-1] for form in forms(value)),
+        [*behind, ""], values[hole:][::-1], text[::-1], lambda value: (form[::-1] for form in forms(value))
     )
     if len(before) != 1 or len(after) != 1:
         return None
@@ -197,11 +194,7 @@ def _json_forms(content: Value) -> Iterator[str]:
 
 
 def by_prefixes(
-    render: Render,
-    messages: list[dict[str, Any]],
-    text: str,
-    skeleton: Skeleton | None,
-    marks: EndMarks,
+    render: Render, messages: list[dict[str, Any]], text: str, skeleton: Skeleton | None, marks: EndMarks
 ) -> list[Said] | None:
     """Measure each assistant's message as what the chat with it has more than the chat before it."""
     known = {turn.message: turn for turn in skeleton.turns} if skeleton else {}

@@ -26,9 +26,7 @@ from varlen.text.tokenizer import (
 if TYPE_CHECKING:
     import tokenizers
 from varlen.text.identity import backend_fingerprint
-from varlen.text.tokenizer import (
-    is_cuttable,
-)
+from varlen.text.tokenizer import is_cuttable
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -44,9 +42,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -314,10 +310,7 @@ def _unread(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _changing(
-    backend: Any,
-    config: Mapping[str, Any],
-    special_map: Mapping[str, Any],
-    added: Mapping[str, Any],
+    backend: Any, config: Mapping[str, Any], special_map: Mapping[str, Any], added: Mapping[str, Any]
 ) -> str | None:
     """Say what would change the ids of tokenizer.json; None where nothing does."""
     if backend.padding is not None:

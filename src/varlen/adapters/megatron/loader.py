@@ -346,10 +346,7 @@ def external_loaders(
                 if data is None
                 else MegatronLoader(
                     PackedLoader(
-                        data,
-                        tokenizer,
-                        global_batch_size=evaluated,
-                        **{**shared, **settings, "epochs": None},
+                        data, tokenizer, global_batch_size=evaluated, **{**shared, **settings, "epochs": None}
                     ),
                     dialect=dialect,
                     restart_after=each_evaluation // dp_world_size or None,

@@ -163,12 +163,7 @@ class ModelFacts:
 
 
 def finding(
-    kind: Kind,
-    level: Level,
-    what: str,
-    fix: str,
-    places: BoolArray | None = None,
-    place: str = "",
+    kind: Kind, level: Level, what: str, fix: str, places: BoolArray | None = None, place: str = ""
 ) -> Finding:
     """Make a finding of all places at which something is wrong.
 

@@ -131,12 +131,7 @@ class VerifyReport:
         return (
             {"verdict": self.verdict}
             | fields
-            | {
-                "versions": dict(self.versions),
-                "notes": list(self.notes),
-                "cells": cells,
-                "calls": calls,
-            }
+            | {"versions": dict(self.versions), "notes": list(self.notes), "cells": cells, "calls": calls}
         )
 
     def __str__(self) -> str:
