@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-NARROW = 480
+NARROW_COLUMN = 480
 """Columns narrower than this put labels above marks instead of beside them."""
 LABEL_WIDTH = 176
 
@@ -55,7 +55,7 @@ def dots(rows: Sequence[Dots], width: int, label: str, axis: Callable[[float], s
     note_width = 7.4 * max(len(row.note) for row in rows) + 12
     left, pitch, thickness, top = _row_shape(width)
     values = [value for row in rows for value in row.values]
-    round_values = ticks(min(values), max(values), 5 if width >= NARROW else 3)
+    round_values = ticks(min(values), max(values), 5 if width >= NARROW_COLUMN else 3)
     low, high = min(round_values[0], min(values)), max(round_values[-1], max(values))
     reach = width - left - note_width - 12
 
@@ -136,7 +136,7 @@ def _length_axis(first: int, last: int, pitch: float, bottom: float, width: int)
     needed = 11 * len(f"{2 ** (last // 2):,}") + 6
     step = (
         2 * math.ceil(needed / (2 * pitch))
-        if width >= NARROW
+        if width >= NARROW_COLUMN
         else max(4, 2 * math.ceil(needed / (2 * pitch)))
     )
     marks = []
@@ -149,7 +149,7 @@ def _length_axis(first: int, last: int, pitch: float, bottom: float, width: int)
 
 def _row_shape(width: int) -> tuple[float, float, float, float]:
     """Return where bars begin, how far rows are apart, how thick bars are, and how far from the row's top."""
-    return (LABEL_WIDTH, 34, 20, 5) if width >= NARROW else (0, 46, 18, 20)
+    return (LABEL_WIDTH, 34, 20, 5) if width >= NARROW_COLUMN else (0, 46, 18, 20)
 
 
 def _row_label(label: str, left: float, y: float, thickness: float, kind: str) -> str:
@@ -251,7 +251,7 @@ def lines(
     rows: Sequence[Line], places: Sequence[int], width: int, label: str, axis: Callable[[float], str]
 ) -> str:
     """Draw values against places, whose logarithms are evenly far apart."""
-    is_wide = width >= NARROW
+    is_wide = width >= NARROW_COLUMN
     left, top = 58.0, 12.0
     right = width - (_NAMES_WIDTH if is_wide else 14)
     known = [value for row in rows for value in row.values if value is not None]
