@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from varlen.adapters.hf.per_document import LayerRules
+from varlen.adapters.hf.attention import LayerRules
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

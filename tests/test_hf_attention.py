@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface, FalconConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
 
 from varlen.adapters import hf
-from varlen.adapters.hf import per_document
-from varlen.adapters.hf.attention import NAME, varlen_attention
-from varlen.adapters.hf.per_document import LayerRules
+from varlen.adapters.hf import attention
+from varlen.adapters.hf.attention import NAME, LayerRules, varlen_attention
 from varlen.errors import ModelError
 
 
@@ -43,8 +42,8 @@ def test_outputs_and_gradients_are_those_of_the_definition(
     ends = ends_of(lengths)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(per_document, "BLOCK", block)
-        ours = per_document.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
+        patch.setattr(attention, "BLOCK", block)
+        ours = attention.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
     theirs = by_definition(q, k, v, ends, rules)
 
     weights = torch.arange(theirs.numel(), dtype=torch.float64).view_as(theirs).cos()
@@ -61,17 +60,17 @@ def test_documents_longer_than_a_block_are_exact(window: int | None) -> None:
     lengths = [300, 5, 129]
     q, k, v = (x.detach() for x in tensors(sum(lengths), 2, 1, 4, seed=0))
     ends, rules = ends_of(lengths), LayerRules(window=window)
-    ours = per_document.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
+    ours = attention.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
 
     assert torch.allclose(ours, by_definition(q, k, v, ends, rules), rtol=0, atol=1e-12)
 
 
 def test_a_document_does_not_feel_even_infinities_in_another() -> None:
     q, k, v = (x.detach() for x in tensors(9, 2, 1, 4, seed=0))
-    clean = per_document.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
+    clean = attention.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
     for x in (q, k, v):
         x[:4] = math.nan
-    dirty = per_document.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
+    dirty = attention.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
 
     assert torch.equal(clean[4:], dirty[4:])
     assert bool(dirty[:4].isnan().all())
@@ -95,7 +94,7 @@ def test_dropout_keeps_the_mean(softcap: float | None) -> None:
     torch.manual_seed(0)
     runs = torch.stack(
         [
-            per_document.attend(q, k, ones, ends=torch.tensor([0, 8]), longest=None, rules=rules)
+            attention.attend(q, k, ones, ends=torch.tensor([0, 8]), longest=None, rules=rules)
             for _ in range(1500)
         ]
     )

@@ -12,8 +12,8 @@ import torch
 from attention_oracle import by_definition, ends_of, tensors
 from hf_models import LENGTHS
 
-from varlen.adapters.hf import per_document
-from varlen.adapters.hf.per_document import LayerRules
+from varlen.adapters.hf import attention
+from varlen.adapters.hf.attention import LayerRules
 
 # The kernels themselves need a GPU. Here they are stood in for by their documented meaning.
 
@@ -55,13 +55,13 @@ def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", fake_aten_forward)
     package = types.SimpleNamespace(flash_attn_varlen_func=fake_flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    kernel = per_document.by_torch if name == "torch" else per_document.by_flash_attention
+    kernel = attention.by_torch if name == "torch" else attention.by_flash_attention
     rules = LayerRules(scale=0.7, window=window, softcap=None if name == "torch" else 2.0)
     q, k, v = (x.detach() for x in tensors(sum(LENGTHS), 4, 2, 4, seed=0))
     ends = torch.tensor(ends_of(list(LENGTHS)), dtype=torch.int32)
 
     ours = kernel(q, k, v, ends, max(LENGTHS), rules)
-    theirs = per_document.attend(q, k, v, ends=ends, longest=None, rules=rules)
+    theirs = attention.attend(q, k, v, ends=ends, longest=None, rules=rules)
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -80,17 +80,17 @@ def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(
 def test_a_fused_kernel_is_chosen_only_for_what_it_computes(
     dtype: torch.dtype, rules: LayerRules, flash: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(per_document.importlib.util, "find_spec", lambda name: object() if flash else None)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object() if flash else None)
     query = torch.zeros(3, 2, 8, dtype=dtype)
 
-    kernel = per_document.fused_kernel(query, query, rules)
+    kernel = attention.fused_kernel(query, query, rules)
     assert (kernel.__name__ if kernel else None) == expected
 
 
 def test_heads_that_no_fused_kernel_takes_are_left_to_the_loop() -> None:
     for width, value_width in ((12, 12), (264, 264), (16, 8)):
         query, value = (torch.zeros(3, 2, each, dtype=torch.bfloat16) for each in (width, value_width))
-        assert per_document.fused_kernel(query, value, LayerRules()) is None
+        assert attention.fused_kernel(query, value, LayerRules()) is None
 
 
 def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:
@@ -110,11 +110,11 @@ def test_on_cuda_the_fused_kernel_agrees_with_the_loop_in_both_passes(rules: Lay
     exact = [x.requires_grad_() for x in (query, key, value)]
     given = [x.detach().bfloat16().cuda().requires_grad_() for x in exact]
 
-    ours = per_document.by_torch(*given, ends, longest, rules)
+    ours = attention.by_torch(*given, ends, longest, rules)
     ours.backward(gradient.bfloat16().cuda())
-    loop = per_document.attend(*exact, ends=ends.cpu(), longest=None, rules=rules)
+    loop = attention.attend(*exact, ends=ends.cpu(), longest=None, rules=rules)
     loop.backward(gradient)
 
-    assert per_document.fused_kernel(given[0], given[2], rules) is per_document.by_torch
+    assert attention.fused_kernel(given[0], given[2], rules) is attention.by_torch
     for one, other in zip([ours, *(x.grad for x in given)], [loop, *(x.grad for x in exact)]):
         assert (one.double().cpu() - other).abs().max() < 0.02 * other.abs().max()

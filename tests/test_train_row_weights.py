@@ -22,7 +22,7 @@ from weighted_rows import chats, expected, write
 import varlen as vl
 from varlen.adapters import hf
 from varlen.adapters.hf.trainer import PackedTrainer
-from varlen.adapters.megatron.batches.from_batch import megatron_batch
+from varlen.adapters.megatron.batches.collate import megatron_batch
 from varlen.adapters.megatron.loader import MegatronLoader
 from varlen.adapters.megatron.packing.offline import MegatronPackSettings, pack_for_megatron
 from varlen.adapters.torchtitan import PackedDataLoader, trainer_batch

@@ -6,7 +6,7 @@ from html import escape
 
 from varlen.counts import many
 from varlen.report import drawing
-from varlen.report.drawing import Line, lines
+from varlen.report.drawing import Line, lines, pack_figure
 from varlen.report.inspection import BYTES, full, packs_of, reading
 from varlen.report.inspection_figures import GROUP, GROUP_DOCUMENTS, CapacityFigures, Inspection, PackFigures
 from varlen.report.page import (
@@ -24,7 +24,6 @@ from varlen.report.page import (
     table,
     times,
 )
-from varlen.report.pictures import pack_figure
 
 _DRAWN = {
     "next_fit_drop": "next fit, dropped",

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from varlen.adapters import hf
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.per_document import LayerRules, attend
+from varlen.adapters.hf.attention import LayerRules, attend
 from varlen.errors import ModelError, SettingError
 from varlen.verify.models.trial import Inputs, Trial
 
