@@ -19,8 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from varlen.errors import ModelError
 from varlen.model_families import FAMILIES
 from varlen.runtime.clock import TrackedBytes
-from varlen.runtime.decoder import HEAD_ROWS, DecoderParts, Logits
-from varlen.runtime.families import SLICED
+from varlen.runtime.decoder import HEAD_ROWS, SLICED, DecoderParts, Logits
 from varlen.runtime.step import run_step
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.is_recurrent]
