@@ -89,15 +89,17 @@ if TYPE_CHECKING:
         replay_packs,
     )
     from varlen.adapters.megatron.rows import Dialect, PackedRows
+    from varlen.adapters.megatron.samples import (
+        build_unpacked_sequence_sample,
+        fold_alignment_padding,
+        identity_collate,
+        unpacked_samples,
+    )
     from varlen.adapters.megatron.scheduler import (
         DpBalancedScheduler,
         Microbatches,
         balance_microbatches,
-        build_unpacked_sequence_sample,
-        fold_alignment_padding,
-        identity_collate,
         mask_dummies,
-        unpacked_samples,
     )
     from varlen.adapters.megatron.specs import PackedSequenceSpecs
 
@@ -129,7 +131,7 @@ _HOMES = {
     "balance_microbatches": "varlen.adapters.megatron.scheduler",
     "build_mcore_thd_sequence_batch_from_rows": "varlen.adapters.megatron.batches.in_batch",
     "build_uniform_packed_seq_params": "varlen.adapters.megatron.batches.params",
-    "build_unpacked_sequence_sample": "varlen.adapters.megatron.scheduler",
+    "build_unpacked_sequence_sample": "varlen.adapters.megatron.samples",
     "calculate_avg_seqlen": "varlen.adapters.megatron.packing.alignment",
     "check_config": "varlen.adapters.megatron.config.check",
     "check_in_batch_packing": "varlen.adapters.megatron.batches.in_batch",
@@ -146,12 +148,12 @@ _HOMES = {
     "first_fit": "varlen.adapters.megatron.packing.release_packs",
     "first_fit_decreasing": "varlen.adapters.megatron.packing.release_packs",
     "first_fit_shuffle": "varlen.adapters.megatron.packing.release_packs",
-    "fold_alignment_padding": "varlen.adapters.megatron.scheduler",
+    "fold_alignment_padding": "varlen.adapters.megatron.samples",
     "get_packed_seq_cp_partition_indices": "varlen.adapters.megatron.batches.boundaries",
     "get_packed_seq_params": "varlen.adapters.megatron.batches.params",
     "get_packed_seq_q_cu_seqlens": "varlen.adapters.megatron.batches.params",
     "get_seqlen_list": "varlen.adapters.megatron.packing.alignment",
-    "identity_collate": "varlen.adapters.megatron.scheduler",
+    "identity_collate": "varlen.adapters.megatron.samples",
     "is_packed_parquet_file": "varlen.adapters.megatron.files.reader",
     "is_packed_parquet_spec": "varlen.adapters.megatron.files.reader",
     "last_checkpoint": "varlen.adapters.megatron.loader",
@@ -177,7 +179,7 @@ _HOMES = {
     "stage_batch": "varlen.adapters.megatron.batches.boundaries",
     "stored_lengths": "varlen.adapters.megatron.packing.alignment",
     "unpack_mcore_thd_tensor_for_position_ids": "varlen.adapters.megatron.batches.params",
-    "unpacked_samples": "varlen.adapters.megatron.scheduler",
+    "unpacked_samples": "varlen.adapters.megatron.samples",
     "write_megatron": "varlen.adapters.megatron.files.indexed",
     "write_metadata": "varlen.adapters.megatron.files.metadata",
     "write_packed_indexed_dataset": "varlen.adapters.megatron.files.indexed",
