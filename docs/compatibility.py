@@ -58,7 +58,7 @@ def _run(families: list[str] | None, processes: int) -> None:
     from benchmarks.records import machine, versions
 
     from varlen.verify.models.api import matrix_row
-    from varlen.verify.models.tiny_models import families as known
+    from varlen.verify.models.loading import families as known
 
     names = list(known()) if families is None else families
     before: dict[str, Any] = {}

@@ -23,8 +23,7 @@ from varlen.plan.bound import lower_bound
 from varlen.plan.search import Search
 from varlen.simulate import kernels
 from varlen.simulate.api import simulate
-from varlen.simulate.durations import durations
-from varlen.simulate.graph import build_graph
+from varlen.simulate.graph import build_graph, durations
 from varlen.step_plan import StepPlan
 
 METHODS = ("as_run", "packed", "balanced", "dynamic_cp", "sliced", "micropack")

@@ -12,7 +12,7 @@ from benchmarks.gpu.models import llama_sizes
 from benchmarks.inputs import REAL_LENGTHS
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import dispatch, pipelines_of
-from varlen.simulate.durations import durations, stage_costs
+from varlen.simulate.graph import durations, stage_costs
 from varlen.step_plan import StepPlan
 
 CONFIG = llama_sizes(256, 704, 8, 4, layers=8, vocab=2048, positions=8192)

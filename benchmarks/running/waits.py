@@ -26,7 +26,7 @@ from varlen.runtime.mesh.failures import Lookout, Notes
 from varlen.runtime.mesh.process_groups import open_groups, seat_of
 from varlen.runtime.probes import quiet
 from varlen.runtime.stage_run import StageRunner, keys_of
-from varlen.simulate.durations import Durations, durations
+from varlen.simulate.graph import Durations, durations
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT
 
 HIDDEN = 64

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from varlen.errors import VarlenError
     from varlen.feed.loader import PackedLoader
     from varlen.feed.state import merge_states
-    from varlen.pack.api import pack
-    from varlen.pack.bound import lower_bound
+    from varlen.pack.api import lower_bound, pack
     from varlen.pack.score import Score, score
     from varlen.pack.window import WindowPacker
     from varlen.plan.api import plan_step
@@ -77,7 +76,7 @@ _HOMES = {
     "delay_outliers": "varlen.plan.delay",
     "delay_step": "varlen.plan.delay",
     "load_plan": "varlen.plan.serialize",
-    "lower_bound": "varlen.pack.bound",
+    "lower_bound": "varlen.pack.api",
     "merge_states": "varlen.feed.state",
     "pack": "varlen.pack.api",
     "plan_step": "varlen.plan.api",

@@ -205,7 +205,7 @@ def test_families_are_verified_with_every_attention():
 
 
 def test_the_families_are_ones_that_transformers_has():
-    from varlen.verify.models.tiny_models import families
+    from varlen.verify.models.loading import families
 
     assert set(gradients.ISOLATED) <= set(families())
 

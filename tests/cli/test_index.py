@@ -10,7 +10,7 @@ from tests.support.offline_packs import contents, write_chats, write_texts
 
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError
-from varlen.offline import grow as grow_module
+from varlen.offline import index as grow_module
 from varlen.offline import index as index_module
 from varlen.offline.index import index_source
 from varlen.store.store import open_store

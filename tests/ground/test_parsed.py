@@ -131,7 +131,7 @@ OWN = {
     *("src/varlen/plan/planner_process.py", "src/varlen/plan/serialize.py", "src/varlen/feed/worker/main.py"),
     *("src/varlen/feed/agreement.py", "src/varlen/feed/worker/process.py", "src/varlen/feed/worker/ring.py"),
     *("src/varlen/files/paths.py", "src/varlen/offline/index.py", "src/varlen/train/model.py"),
-    *("src/varlen/text/wrapped.py", "src/varlen/files/remote.py"),
+    *("src/varlen/text/load_tokenizer.py", "src/varlen/files/remote.py"),
     "src/varlen/train/plans.py",  # its handlers stand in a variable
 }
 

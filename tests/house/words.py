@@ -50,7 +50,7 @@ def what_users_call_explains_its_arguments(root: Path) -> list[str]:
     found = []
     for source in python_files(root, "src"):
         for name, node in _public(source.tree):
-            is_public = face.get(name.split(".")[0]) == ".".join(source.module)
+            is_public = (name.split(".")[0], ".".join(source.module)) in face
             if isinstance(node, ast.ClassDef) or not is_public:
                 continue
             explained = _sections(ast.get_docstring(node) or "").get("Args", "")
@@ -61,18 +61,22 @@ def what_users_call_explains_its_arguments(root: Path) -> list[str]:
     return found
 
 
-def _public_names(root: Path) -> dict[str, str]:
-    """Return the public names of varlen and its adapters, and the file that each comes from."""
+def _public_names(root: Path) -> set[tuple[str, str]]:
+    """Return the public names of varlen and its adapters, each with the file that it comes from."""
     adapters = root / "src" / "varlen" / "adapters"
-    found = {}
+    found: set[tuple[str, str]] = set()
     for path in sorted(adapters.rglob("__init__.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("varlen."):
-                found |= {alias.name: str(node.module) for alias in node.names}
+                found |= {(alias.name, str(node.module)) for alias in node.names}
+    for path in sorted(adapters.glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found |= {(name, f"varlen.adapters.{path.stem}") for name in ast.literal_eval(node.value)}
     tree = ast.parse((root / "src" / "varlen" / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
-            return found | dict(ast.literal_eval(node.value))
+            return found | set(ast.literal_eval(node.value).items())
     return found
 
 
@@ -81,7 +85,7 @@ def raised_errors_are_documented(root: Path) -> list[str]:
     face, found = _public_names(root), []
     for source in python_files(root, "src"):
         for name, node in _public(source.tree):
-            is_public = face.get(name.split(".")[0]) == ".".join(source.module)
+            is_public = (name.split(".")[0], ".".join(source.module)) in face
             if isinstance(node, ast.ClassDef) or not is_public:
                 continue
             documented = _sections(ast.get_docstring(node) or "").get("Raises", "")

@@ -23,7 +23,7 @@ from varlen.plan.search import Search
 from varlen.plan.serialize import plan_fingerprint
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import Pipeline, pipelines_of
-from varlen.simulate.durations import durations, stage_costs
+from varlen.simulate.graph import durations, stage_costs
 from varlen.step_plan import (
     BACKWARD,
     FORWARD,

@@ -19,7 +19,7 @@ from varlen.plan.compose import BlockDocuments, Composition, Grading, RankDocume
 from varlen.plan.local_search import blocks_of, padded, pipeline_of_block, work_of_block
 from varlen.plan.micropack import recut
 from varlen.simulate import kernels
-from varlen.simulate.durations import priced, stage_costs
+from varlen.simulate.graph import priced, stage_costs
 from varlen.types import IntArray
 
 MESH = vl.Mesh(dp=4, pp=4, tp=4)

@@ -14,7 +14,7 @@ from varlen.plan.bound import lower_bound
 from varlen.plan.score import best_plan, score, unordered
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import dispatch, loads_s, pipelines_of
-from varlen.simulate.durations import durations, stage_costs
+from varlen.simulate.graph import durations, stage_costs
 
 COST = cost_of(recompute="none", mode="flops")
 MODEL, HARDWARE = COST.model, COST.hardware

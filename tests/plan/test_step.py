@@ -21,7 +21,7 @@ from varlen.plan.bound import lower_bound
 from varlen.plan.check import check_plan
 from varlen.plan.micropack import _groupings, micropack
 from varlen.plan.serialize import plan_to_bytes
-from varlen.simulate.durations import stage_costs
+from varlen.simulate.graph import stage_costs
 
 
 @given(

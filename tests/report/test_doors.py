@@ -12,9 +12,9 @@ import varlen as vl
 from varlen.documents.source import open_source
 from varlen.offline.index import index_source
 from varlen.offline.pack import PackSettings, pack_source
-from varlen.report.inspect_table import packs_of as written_packs
 from varlen.report.inspection import inspect_lengths
-from varlen.report.packings import (
+from varlen.report.inspection import packs_of as written_packs
+from varlen.report.inspection_figures import (
     METHODS,
     MOST_STREAMED,
     MOST_STREAMED_PACKS,
@@ -119,7 +119,7 @@ def test_streaming_is_measured_on_bounded_samples(documents, capacity):
 def test_packs_of_a_sample_are_estimated_for_all_documents(monkeypatch):
     lengths = RNG.lognormal(4, 0.6, 1_500).astype(int)
     whole = inspect_lengths(lengths, capacities=[CAPACITY]).capacities[0]
-    monkeypatch.setattr("varlen.report.packings.MOST_STREAMED_PACKS", 120)
+    monkeypatch.setattr("varlen.report.inspection_figures.MOST_STREAMED_PACKS", 120)
 
     part = inspect_lengths(lengths, capacities=[CAPACITY]).capacities[0]
 

@@ -13,7 +13,7 @@ import varlen as vl
 from varlen.errors import DocumentsError, LengthsError, SettingError
 from varlen.report.advice import CANDIDATES, DEFAULTS, choose_capacity, choose_method
 from varlen.report.inspection import inspect_lengths, suitable_capacities
-from varlen.report.packings import METHODS, PACK_METHODS, POLICIES
+from varlen.report.inspection_figures import METHODS, PACK_METHODS, POLICIES
 
 SMALL = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
 RNG = np.random.default_rng(0)
@@ -181,8 +181,8 @@ def test_a_large_set_offers_the_capacities_that_models_are_trained_with():
 
 
 def test_more_documents_than_are_packed_are_sampled_and_losses_are_counted_over_all(monkeypatch):
-    monkeypatch.setattr("varlen.report.packings.MOST_DOCUMENTS", 2_000)
-    monkeypatch.setattr("varlen.report.packings.MOST_WINDOWS", 2)
+    monkeypatch.setattr("varlen.report.inspection_figures.MOST_DOCUMENTS", 2_000)
+    monkeypatch.setattr("varlen.report.inspection_figures.MOST_WINDOWS", 2)
     lengths = np.r_[np.zeros(10, np.int64), LONG_TAIL, SHORT]
 
     found = inspect_lengths(lengths, capacities=[2_048])
@@ -197,7 +197,7 @@ def test_more_documents_than_are_packed_are_sampled_and_losses_are_counted_over_
 
 
 def test_a_tiny_capacity_is_measured_on_fewer_documents(monkeypatch):
-    monkeypatch.setattr("varlen.report.packings.MOST_PIECES", 10_000)
+    monkeypatch.setattr("varlen.report.inspection_figures.MOST_PIECES", 10_000)
 
     found = inspect_lengths(SHORT, capacities=[1])
 

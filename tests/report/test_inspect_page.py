@@ -11,9 +11,8 @@ from tests.support.rarely import mostly
 
 from varlen.report.drawing import Bar, Line, bars, half_octaves, lines, spread_out
 from varlen.report.inspect_page import inspect_page
-from varlen.report.inspect_table import inspect_table
-from varlen.report.inspection import inspect_lengths
-from varlen.report.words import share
+from varlen.report.inspection import inspect_lengths, inspect_table
+from varlen.report.page import share
 
 EVIL = "</title></svg><script>alert('x')</script> \"' onload=alert(1) &amp; <b"
 RNG = np.random.default_rng(0)
@@ -106,7 +105,7 @@ def test_the_table_keeps_to_the_width_and_cuts_no_number(width):
 
 
 def test_sampled_figures_say_so(monkeypatch):
-    monkeypatch.setattr("varlen.report.packings.MOST_DOCUMENTS", 2_000)
+    monkeypatch.setattr("varlen.report.inspection_figures.MOST_DOCUMENTS", 2_000)
 
     inspection = found()
 

@@ -22,6 +22,7 @@ from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
+from varlen.report.page import times
 from varlen.report.plan import (
     METHODS,
     baseline,
@@ -34,7 +35,6 @@ from varlen.report.plan import (
 )
 from varlen.report.plan_page import lanes, plan_page
 from varlen.report.plan_sweep import BOUND, NO_PLAN, STATES, meshes, sweep, sweep_table
-from varlen.report.words import times
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh
 

@@ -18,15 +18,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import varlen as vl
 from varlen.errors import ModelError
+from varlen.model_families import FAMILIES
 from varlen.runtime import casting
 from varlen.runtime.attention import CachedSlice, slice_attention
 from varlen.runtime.clock import TrackedBytes
-from varlen.runtime.decoder import HEAD_ROWS, DecoderParts, Logits
-from varlen.runtime.families import FAMILIES, OWN_ATTENTION, RECURRENT
+from varlen.runtime.decoder import HEAD_ROWS, SLICED, DecoderParts, Logits
 from varlen.runtime.flash import Rule
 from varlen.runtime.kv_cache import DocumentCache
 from varlen.runtime.step import run_step
 from varlen.step_plan import StepPlan
+
+RECURRENT = [name for name, family in FAMILIES.items() if family.is_recurrent]
+OWN_ATTENTION = [name for name, family in FAMILIES.items() if family.has_own_attention]
 
 
 def by_scores(
@@ -78,7 +81,7 @@ FORWARD: list[list[Slice]] = [[(0, 0, 13)], [(0, 13, 21), (1, 0, 7)], [(0, 21, 3
 BACKWARD: list[list[Slice]] = [[(3, 0, 4), (1, 3, 7), (0, 17, 30)], [(2, 0, 1), (1, 0, 3), (0, 0, 17)]]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SLICED)
 def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name):
     with Wide():
         model = family(name)

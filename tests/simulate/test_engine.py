@@ -15,7 +15,7 @@ from tests.support.step_plans import Slices, durations_of, equal_plan, memory_of
 
 from varlen.simulate import kernels
 from varlen.simulate.api import run_plan
-from varlen.simulate.durations import Durations
+from varlen.simulate.graph import Durations
 from varlen.simulate.schedules import interleaved, one_f_one_b
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, Mesh, MicroPacks, StepPlan

@@ -14,7 +14,7 @@ from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.simulate.api import run_plan, simulate
-from varlen.simulate.durations import durations
+from varlen.simulate.graph import durations
 from varlen.simulate.schedules import amplify, interleaved, one_f_one_b, sliced, zero_bubble
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import KINDS, Mesh, MicroPacks, StepPlan

@@ -11,8 +11,7 @@ from tests.support.step_plans import durations_of, equal_plan, memory_of, plan_o
 
 from varlen.errors import SettingError
 from varlen.simulate.api import run_plan
-from varlen.simulate.durations import Durations
-from varlen.simulate.graph import GATHER, GRADIENT_SYNC, SEND_BACKWARD, SEND_FORWARD, last_forwards
+from varlen.simulate.graph import GATHER, GRADIENT_SYNC, SEND_BACKWARD, SEND_FORWARD, Durations, last_forwards
 from varlen.simulate.schedules import one_f_one_b
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from varlen.cost.memory import BACKWARD_COUNTS, CLOSED, FORWARD_COUNTS, OPENED, OWN, Memory
-from varlen.simulate.durations import Durations
+from varlen.simulate.graph import Durations
 from varlen.simulate.schedules import Schedule
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, MicroPacks, StepPlan
 

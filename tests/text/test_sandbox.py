@@ -19,7 +19,7 @@ from tests.support.rarely import mostly
 from tests.text.template_attacks import ATTACKS, HARMLESS
 
 from varlen.errors import SettingError, SourceError, VarlenError
-from varlen.text import jinja_limits, jinja_sandbox, jinja_watch
+from varlen.text import jinja_limits, jinja_sandbox
 from varlen.text.chat_template import CHATML, chat_template
 from varlen.text.jinja_sandbox import compile_template, to_json
 
@@ -275,8 +275,8 @@ OFTEN = (
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jinja_watch, "LONGEST_S", 0.4)
-    jinja_watch._overdue.clear()
+    monkeypatch.setattr(jinja_limits, "LONGEST_S", 0.4)
+    jinja_limits._overdue.clear()
 
 
 def megabytes(kind: str) -> float:
@@ -339,7 +339,7 @@ def test_a_template_is_stopped_in_every_thread_and_others_go_on():
 
 def test_a_template_that_never_ends_is_not_tried_for_ever():
     program = compile_template(ENDLESS, {})
-    for _ in range(jinja_watch._MOST_OVERDUE):
+    for _ in range(jinja_limits._MOST_OVERDUE):
         with pytest.raises(SourceError, match="was stopped"):
             program.run(ODD_TALK, None)
 
@@ -351,8 +351,8 @@ def test_a_template_that_never_ends_is_not_tried_for_ever():
 
 
 def test_a_template_whose_every_run_is_slow_is_not_run_for_a_minute(monkeypatch):
-    monkeypatch.setattr(jinja_watch, "_SLOW_S", 0.02)
-    monkeypatch.setattr(jinja_watch, "_MOST_SLOW_S", 0.2)
+    monkeypatch.setattr(jinja_limits, "_SLOW_S", 0.02)
+    monkeypatch.setattr(jinja_limits, "_MOST_SLOW_S", 0.2)
 
     def computes(seconds: float) -> None:
         until = time.thread_time() + seconds
@@ -362,12 +362,12 @@ def test_a_template_whose_every_run_is_slow_is_not_run_for_a_minute(monkeypatch)
     said = ""
     for _ in range(20):
         try:
-            jinja_watch.watched("always slow", computes, 0.04)
-        except jinja_watch.StoppedError as error:
+            jinja_limits.watched("always slow", computes, 0.04)
+        except jinja_limits.StoppedError as error:
             said = str(error)
     assert re.match(r"[5-9] runs of it took .* and it isn't run again", said), said
     for number in range(400):  # some long chats among others are no fault of the template
-        jinja_watch.watched("sometimes slow", computes, 0.0 if number % 20 else 0.04)
+        jinja_limits.watched("sometimes slow", computes, 0.0 if number % 20 else 0.04)
 
 
 def test_an_exception_that_comes_too_late_goes_nowhere(monkeypatch):
@@ -375,22 +375,22 @@ def test_an_exception_that_comes_too_late_goes_nowhere(monkeypatch):
     ident = threading.get_ident()
 
     def ends() -> str:
-        run_with = jinja_watch.current()
+        run_with = jinja_limits.current()
         assert run_with is not None
         run_with.why = "it is late"
-        jinja_watch._raise_in(ident, jinja_watch.StoppedError)
+        jinja_limits._raise_in(ident, jinja_limits.StoppedError)
         return "text"
 
     for _ in range(200):
-        with suppress(jinja_watch.StoppedError):
-            assert jinja_watch.watched("a program", ends) == "text"
+        with suppress(jinja_limits.StoppedError):
+            assert jinja_limits.watched("a program", ends) == "text"
         sum(range(50))  # an exception that is left over would come here
-    assert not jinja_watch._running
+    assert not jinja_limits._running
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "ж", "😀"])
 def test_long_documents_pass(monkeypatch, letter):
-    monkeypatch.setattr(jinja_watch, "LONGEST_S", 30.0)
+    monkeypatch.setattr(jinja_limits, "LONGEST_S", 30.0)
     long = [{"role": role, "content": f"{letter * 999}\n" * 1000} for role in ("user", "assistant") * 5]
     source = (
         "{% set ns = namespace(text='', last=none) %}{% macro said(m) %}{{ m.role ~ ': ' + m.content | trim }}{% endmacro %}"

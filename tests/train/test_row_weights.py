@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import varlen as vl
 from varlen.adapters import hf
 from varlen.adapters.hf.trainer import PackedTrainer
-from varlen.adapters.megatron.batches.from_batch import megatron_batch
+from varlen.adapters.megatron.batches.collate import megatron_batch
 from varlen.adapters.megatron.loader import MegatronLoader
 from varlen.adapters.megatron.packing.offline import MegatronPackSettings, pack_for_megatron
-from varlen.adapters.torchtitan.loader import PackedDataLoader, trainer_batch
+from varlen.adapters.torchtitan import PackedDataLoader, trainer_batch
 from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source

@@ -75,10 +75,7 @@ class PaddingFreeCollator:
         columns = as_columns(minibatch, _NEEDED)
         tell_of_weights(columns)
         row = flatten(
-            required(columns, "input_ids"),
-            columns.get("labels"),
-            columns.get("attention_mask"),
-            owners=False,
+            required(columns, "input_ids"), columns.get("labels"), columns.get("attention_mask"), owners=False
         )
         arrays = {"input_ids": row.input_ids, "labels": row.labels, "position_ids": row.position_ids}
         batch = finish({name: array[None] for name, array in arrays.items() if array is not None}, form)

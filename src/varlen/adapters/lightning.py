@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from varlen.adapters.replicas import check_processes
+from varlen.adapters.peers import check_processes
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
@@ -74,14 +74,9 @@ class PackedDataModule(LightningDataModule):
         trainer: Any = self.trainer
         if self._batches is None:
             check_processes(
-                trainer.world_size,
-                "Lightning",
-                'pass Trainer(strategy="ddp", devices=...) for all of them',
+                trainer.world_size, "Lightning", 'pass Trainer(strategy="ddp", devices=...) for all of them'
             )
-            ranks = getattr(trainer, "distributed_sampler_kwargs", None) or {
-                "num_replicas": 1,
-                "rank": 0,
-            }
+            ranks = getattr(trainer, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
             loader = PackedLoader(
                 self._source,
                 self._tokenizer,

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from varlen.adapters.peers import raises_too
-from varlen.adapters.replicas import as_replicas
+from varlen.adapters.peers import as_replicas, raises_too
 from varlen.arguments import as_count, as_seed
 from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import shuffled

@@ -320,8 +320,7 @@ def _packed(
 def _cut(bins: Bins, goal: int, work: FloatArray) -> Bins:
     """Cut the bin with the most work into even halves until there are enough; the second halves stand last.
 
-    Args:
-        work: float64 `[num_sequences]`.
+    `work`: float64 `[num_sequences]`.
     """
     found = [list(numbers) for numbers in bins]
     waiting = [

@@ -96,8 +96,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return a row.
 
-        Returns:
-            int64 tensors: `tokens`, `labels` (-100 at padding) and `input_pos` of `max_seq_len` values each, and
+        Returns int64 tensors: `tokens`, `labels` (-100 at padding) and `input_pos` of `max_seq_len` values each.
         """
         number = operator.index(idx)
         number += len(self) if number < 0 else 0
@@ -145,8 +144,7 @@ def _read(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], IntArray, bool]:
     """Read samples until there are enough tokens.
 
-    Returns:
-        int32 tokens and labels of all samples end to end, where each begins as int64 `[num_samples + 1]`, and
+    Returns int32 tokens and labels of all samples end to end, where each begins as int64 `[num_samples + 1]`.
     """
     parts: dict[str, list[npt.NDArray[np.int32]]] = {"tokens": [], "labels": []}
     lengths: list[int] = []

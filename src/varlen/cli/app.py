@@ -15,6 +15,7 @@ from varlen import __version__
 from varlen.cli.demo import demo
 from varlen.cli.index import index
 from varlen.cli.inspect import inspect_data
+from varlen.cli.options import counts_documents, reads_documents
 from varlen.cli.pack import pack
 from varlen.cli.plan import plan
 from varlen.cli.train import train
@@ -135,9 +136,11 @@ def _flowing(function: Callable[..., None]) -> str:
 
 
 app.command(help=_flowing(demo))(_verb(demo))
-app.command("inspect", help=_flowing(inspect_data))(_verb(inspect_data))
+app.command("inspect", help=_flowing(inspect_data))(_verb(counts_documents(inspect_data)))
 for verb in (index, pack):
-    app.command(help=_flowing(verb))(_verb(_once(verb), "the same command again goes on where it stopped"))
-app.command(help=_flowing(plan))(_verb(plan))
+    app.command(help=_flowing(verb))(
+        _verb(_once(reads_documents(verb)), "the same command again goes on where it stopped")
+    )
+app.command(help=_flowing(plan))(_verb(counts_documents(plan)))
 app.command(help=_flowing(verify))(_verb(verify))
 app.command(help=_flowing(train))(_verb(train, "the same command goes on from the newest checkpoint"))

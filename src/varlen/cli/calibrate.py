@@ -98,7 +98,7 @@ def _print(found: Calibration, save: Path | None) -> None:
     from rich.console import Console
     from rich.padding import Padding
 
-    from varlen.report.words import share
+    from varlen.report.page import share
 
     console = Console(highlight=False)
     if not console.is_terminal:

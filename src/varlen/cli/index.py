@@ -7,56 +7,17 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from varlen.cli.options import (
-    OUTPUT,
-    AllowUnwritten,
-    AsJson,
-    BinaryAsText,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Column,
-    Documents,
-    Eos,
-    NoEos,
-    OnError,
-    Overwrite,
-    Processes,
-    Ray,
-    ReadAs,
-    RowWeights,
-    Split,
-    Supervise,
-    TextCut,
-    Tokenizer,
-    print_unread,
-)
+from varlen.cli.options import AsJson, Documents, Overwrite, Processes, Ray, output_option, print_unread
 from varlen.counts import many
 
 
 def index(
     data: Documents,
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", help="Folder of the store; it appears when it is whole.", rich_help_panel=OUTPUT
-        ),
+        Path, output_option("--output", "-o", help="Folder of the store; it appears when it is whole.")
     ],
-    tokenizer: Tokenizer = "bytes",
-    column: Column = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    allow_unwritten: AllowUnwritten = False,
-    supervise: Supervise = "assistant",
-    row_weights: RowWeights = False,
-    eos: Eos = None,
-    no_eos: NoEos = False,
-    text_cut: TextCut = "auto",
-    split: Split = None,
-    read_as: ReadAs = None,
-    binary_as_text: BinaryAsText = False,
-    on_error: OnError = "raise",
+    *,
+    reading: dict[str, Any],
     processes: Processes = None,
     ray: Ray = False,
     overwrite: Overwrite = False,
@@ -75,24 +36,7 @@ def index(
     from varlen.cli.progress import progress
     from varlen.offline.index import index_source
 
-    source = as_documents(
-        data,
-        tokenizer=tokenizer,
-        column=column or [],
-        chat_template=chat_template,
-        chat_template_kwargs=chat_template_kwargs,
-        allow_unwritten=allow_unwritten,
-        supervise=supervise,
-        row_weights=row_weights,
-        eos=eos,
-        append_eos=not no_eos,
-        text_cut=text_cut,
-        split=split,
-        format=read_as,
-        binary_as_text=binary_as_text,
-        on_error=on_error,
-        leave_out=[output],
-    )
+    source = as_documents(data, **reading, leave_out=[output])
     with progress() as on_progress:
         store, was_there = index_source(
             source, output, crew=as_crew(processes, ray), overwrite=overwrite, on_progress=on_progress

@@ -8,32 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from varlen.arguments import TOKENS, as_tokens
-from varlen.cli.options import (
-    OUTPUT,
-    AllowUnwritten,
-    BinaryAsText,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Column,
-    Data,
-    Eos,
-    NoEos,
-    OnError,
-    ReadAs,
-    RowWeights,
-    Split,
-    TextCut,
-    Tokenizer,
-)
+from varlen.cli.options import Data, option_in, output_option, title_of
 from varlen.counts import many
 
 if TYPE_CHECKING:
     from varlen.files.losses import Losses
 
-MEASURING = "Measuring"
+measuring_option = option_in("Measuring")
 _SHOWN_SKIPS = 5
 _EXCERPTS = 20_000
 """Documents that a report may show the beginning of; to make text of more would take longer than the rest."""
@@ -41,51 +23,24 @@ _EXCERPTS = 20_000
 
 def inspect_data(
     data: Data,
-    tokenizer: Tokenizer = "bytes",
-    column: Column = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    allow_unwritten: AllowUnwritten = False,
-    row_weights: RowWeights = False,
-    eos: Eos = None,
-    no_eos: NoEos = False,
-    text_cut: TextCut = "auto",
-    split: Split = None,
-    read_as: ReadAs = None,
-    binary_as_text: BinaryAsText = False,
-    on_error: OnError = "raise",
+    *,
+    reading: dict[str, Any],
     capacity: Annotated[
         list[str] | None,
-        typer.Option(
+        measuring_option(
             metavar="N",
             help=f"Tokens of a pack: {TOKENS}; repeatable.  [dim]\\[default: some that suit the data][/]",
-            rich_help_panel=MEASURING,
         ),
     ] = None,
-    batch_documents: Annotated[
-        int, typer.Option(metavar="N", help="Documents of a padded batch.", rich_help_panel=MEASURING)
-    ] = 8,
+    batch_documents: Annotated[int, measuring_option(metavar="N", help="Documents of a padded batch.")] = 8,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write a report with pictures there, as HTML.",
-            rich_help_panel=OUTPUT,
-        ),
+        output_option("--output", "-o", metavar="FILE", help="Write a report with pictures there, as HTML."),
     ] = None,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print all figures as one JSON object instead of the table.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, output_option("--json", help="Print all figures as one JSON object instead of the table.")
     ] = False,
-    seed: Annotated[
-        int, typer.Option(help="Of random batches, shuffles and samples.", rich_help_panel=MEASURING)
-    ] = 0,
+    seed: Annotated[int, measuring_option(help="Of random batches, shuffles and samples.")] = 0,
 ) -> None:
     """Show how long documents are, what padding wastes, and how full packs become.
 
@@ -103,21 +58,6 @@ def inspect_data(
     capacities = [as_tokens(words, "--capacity") for words in capacity or []]
     if output is not None:
         check_writable(output)
-    reading: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "column": column or [],
-        "chat_template": chat_template,
-        "chat_template_kwargs": chat_template_kwargs,
-        "allow_unwritten": allow_unwritten,
-        "row_weights": row_weights,
-        "eos": eos,
-        "append_eos": not no_eos,
-        "text_cut": text_cut,
-        "split": split,
-        "format": read_as,
-        "binary_as_text": binary_as_text,
-        "on_error": on_error,
-    }
     with progress() as on_progress:
         found = lengths_of(data, on_progress, _EXCERPTS if output is not None else 0, **reading)
         inspection = inspect_lengths(
@@ -127,7 +67,7 @@ def inspect_data(
             excerpts=found.excerpts,
             batch_documents=batch_documents,
             seed=seed,
-            name=_title(data),
+            name=title_of(data),
             arguments=() if found.are_counted else pack_arguments(data, **reading),
             parts=found.parts,
             are_bytes=found.are_bytes,
@@ -148,16 +88,11 @@ def inspect_data(
         print(f"varlen: {found.unread}", file=sys.stderr)
 
 
-def _title(data: list[str]) -> str:
-    """Name the data for headings."""
-    return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
-
-
 def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> None:
     """Print what was found, and where more is to be had."""
     from rich.console import Console
 
-    from varlen.report.inspect_table import inspect_table
+    from varlen.report.inspection import inspect_table
 
     console = Console(highlight=False)
     if not console.is_terminal:

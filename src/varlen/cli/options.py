@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -17,13 +19,18 @@ if TYPE_CHECKING:
     from varlen.offline.crew import Crew
     from varlen.store.lengths import Lengths
 
-DOCUMENTS, OUTPUT, RUNNING = "Documents and tokens", "Output", "Running"
-"""Panels of the help; a verb has others of its own."""
+
+def option_in(panel: str) -> Callable[..., Any]:
+    """Return `typer.Option` for the options of one panel of the help."""
+    return partial(typer.Option, rich_help_panel=panel)
+
+
+documents_option, output_option = option_in("Documents and tokens"), option_in("Output")
+running_option = option_in("Running")
 
 _FORMATS = "JSONL, JSON, CSV, text, Parquet, Arrow, npz, saved Hugging Face data sets; plain, .gz or .zst."
 Documents = Annotated[
-    list[str],
-    typer.Argument(metavar="DATA...", help=f"Files, folders, quoted globs or URLs. {_FORMATS}"),
+    list[str], typer.Argument(metavar="DATA...", help=f"Files, folders, quoted globs or URLs. {_FORMATS}")
 ]
 Data = Annotated[
     list[str],
@@ -33,122 +40,129 @@ Data = Annotated[
 ]
 Tokenizer = Annotated[
     str,
-    typer.Option(
-        help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one.",
-        rich_help_panel=DOCUMENTS,
-    ),
+    documents_option(help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one."),
 ]
 Column = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="ROLE=NAME",
-        help="Where a column isn't called as usual: text=body.  Repeatable.",
-        rich_help_panel=DOCUMENTS,
+    documents_option(
+        metavar="ROLE=NAME", help="Where a column isn't called as usual: text=body.  Repeatable."
     ),
 ]
 ChatTemplate = Annotated[
     Path | None,
-    typer.Option(
+    documents_option(
         help="A jinja file; or trl-training, the twin that TRL has of the tokenizer's.  "
-        "[dim]\\[default: the tokenizer's own, else ChatML][/]",
-        rich_help_panel=DOCUMENTS,
+        "[dim]\\[default: the tokenizer's own, else ChatML][/]"
     ),
 ]
 ChatTemplateKwargs = Annotated[
     str | None,
-    typer.Option(
-        metavar="JSON",
-        help="What the chat template sees beside the chat: '{\"enable_thinking\": false}'.",
-        rich_help_panel=DOCUMENTS,
+    documents_option(
+        metavar="JSON", help="What the chat template sees beside the chat: '{\"enable_thinking\": false}'."
     ),
 ]
 AllowUnwritten = Annotated[
     bool,
-    typer.Option(
+    documents_option(
         "--allow-unwritten",
         help="Count what the chat template leaves out of an assistant's own turn, instead of refusing it.",
-        rich_help_panel=DOCUMENTS,
     ),
 ]
 Supervise = Annotated[
-    str,
-    typer.Option(
-        help="Of chats, train on [bold]assistant[/] turns, on the last of them, or on all.",
-        rich_help_panel=DOCUMENTS,
-    ),
+    str, documents_option(help="Of chats, train on [bold]assistant[/] turns, on the last of them, or on all.")
 ]
 RowWeights = Annotated[
     bool,
-    typer.Option(
+    documents_option(
         "--row-weights",
         help="Take weights of messages and tokens as those of their losses; else 0 and 1 alone are read.",
-        rich_help_panel=DOCUMENTS,
     ),
 ]
 Eos = Annotated[
     str | None,
-    typer.Option(
-        help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]",
-        rich_help_panel=DOCUMENTS,
-    ),
+    documents_option(help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]"),
 ]
-NoEos = Annotated[
-    bool, typer.Option("--no-eos", help="Leave documents without an end token.", rich_help_panel=DOCUMENTS)
-]
+NoEos = Annotated[bool, documents_option("--no-eos", help="Leave documents without an end token.")]
 TextCut = Annotated[
     str,
-    typer.Option(
-        help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/].",
-        rich_help_panel=DOCUMENTS,
+    documents_option(
+        help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/]."
     ),
 ]
 Split = Annotated[
     str | None,
-    typer.Option(
+    documents_option(
         metavar="NAME",
         help="Of folders with several, the split to read, or [bold]all[/].  [dim]\\[default: train][/]",
-        rich_help_panel=DOCUMENTS,
     ),
 ]
 ReadAs = Annotated[
     str | None,
-    typer.Option(
+    documents_option(
         metavar="FORMAT",
         help="What every file is, whatever its name: [bold]jsonl[/], json, csv, tsv, text, parquet, arrow, npz.",
-        rich_help_panel=DOCUMENTS,
     ),
 ]
 BinaryAsText = Annotated[
-    bool,
-    typer.Option(
-        "--binary-as-text",
-        help="Read binary columns of Parquet and Arrow as UTF-8.",
-        rich_help_panel=DOCUMENTS,
-    ),
+    bool, documents_option("--binary-as-text", help="Read binary columns of Parquet and Arrow as UTF-8.")
 ]
 OnError = Annotated[
-    str,
-    typer.Option(
-        help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.", rich_help_panel=DOCUMENTS
-    ),
+    str, documents_option(help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.")
 ]
-Processes = Annotated[
-    int | None,
-    typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]", rich_help_panel=RUNNING),
-]
+Processes = Annotated[int | None, running_option(help="Side by side.  [dim]\\[default: one a processor][/]")]
 Ray = Annotated[
     bool,
-    typer.Option(
+    running_option(
         "--ray",
         help="Over the Ray cluster of RAY_ADDRESS, whose machines must share the folders, or this machine's.",
-        rich_help_panel=RUNNING,
     ),
 ]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace a set made from something else.", rich_help_panel=OUTPUT),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the manifest.", rich_help_panel=OUTPUT)]
+Overwrite = Annotated[bool, output_option("--overwrite", help="Replace a set made from something else.")]
+AsJson = Annotated[bool, output_option("--json", help="Print the manifest.")]
+
+
+def read_options(
+    tokenizer: Tokenizer = "bytes",
+    column: Column = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    allow_unwritten: AllowUnwritten = False,
+    supervise: Supervise = "assistant",
+    row_weights: RowWeights = False,
+    eos: Eos = None,
+    no_eos: NoEos = False,
+    text_cut: TextCut = "auto",
+    split: Split = None,
+    read_as: ReadAs = None,
+    binary_as_text: BinaryAsText = False,
+    on_error: OnError = "raise",
+) -> dict[str, Any]:
+    """Return what the options of reading say, as `as_source` takes it."""
+    given = dict(locals())
+    given |= {"column": column or [], "append_eos": not given.pop("no_eos"), "format": given.pop("read_as")}
+    return given
+
+
+def reads_documents(verb: Callable[..., None], but: Sequence[str] = ()) -> Callable[..., None]:
+    """Give a verb the options of `read_options`, but for some; it takes them as `reading`, at their place."""
+    shared = {name: one for name, one in signature(read_options).parameters.items() if name not in but}
+
+    @wraps(verb)
+    def with_options(**given: Any) -> None:
+        reading = read_options(**{name: given.pop(name) for name in shared})
+        verb(reading={name: value for name, value in reading.items() if name not in but}, **given)
+
+    own = signature(verb).parameters.values()
+    parameters = [one for each in own for one in (shared.values() if each.name == "reading" else (each,))]
+    hints = get_type_hints(verb, include_extras=True) | get_type_hints(read_options, include_extras=True)
+    with_options.__signature__ = Signature(  # type: ignore[attr-defined]
+        [one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in parameters]
+    )
+    return with_options
+
+
+counts_documents = partial(reads_documents, but=("supervise",))
+"""For verbs that train on nothing."""
 
 
 # What verbs share: turning arguments into a source of documents, and into those who do the work.
@@ -279,6 +293,11 @@ def _as_variables(text: str | None) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise SettingError(f"--chat-template-kwargs must be a JSON object, got {text!r}")
     return found
+
+
+def title_of(data: list[str]) -> str:
+    """Name the data for headings."""
+    return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
 
 
 def print_unread(source: Mapping[str, Any]) -> None:

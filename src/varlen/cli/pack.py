@@ -8,31 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from varlen.arguments import TOKENS, as_tokens
 from varlen.cli.options import (
-    DOCUMENTS,
-    OUTPUT,
-    AllowUnwritten,
     AsJson,
-    BinaryAsText,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Column,
     Data,
-    Eos,
-    NoEos,
-    OnError,
     Overwrite,
     Processes,
     Ray,
-    ReadAs,
-    RowWeights,
-    Split,
-    Supervise,
-    TextCut,
-    Tokenizer,
+    documents_option,
+    option_in,
+    output_option,
     print_unread,
 )
 from varlen.counts import many
@@ -45,85 +30,56 @@ from collections.abc import Mapping
 if TYPE_CHECKING:
     from varlen.offline.pack import PackedSet
 
-PACKING = "Packing"
+packing_option = option_in("Packing")
 _BYTES = "tokens are bytes (no --tokenizer is given): for a model with one, pack again and name it"
 
 
 def pack(
     data: Data,
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="FOLDER", help="Where the packed set goes.", rich_help_panel=OUTPUT
-        ),
+        Path, output_option("--output", "-o", metavar="FOLDER", help="Where the packed set goes.")
     ],
-    capacity: Annotated[
-        str, typer.Option(metavar="N", help=f"Tokens a row can hold: {TOKENS}.", rich_help_panel=PACKING)
-    ] = "4096",
-    tokenizer: Tokenizer = "bytes",
-    column: Column = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    allow_unwritten: AllowUnwritten = False,
-    supervise: Supervise = "assistant",
-    row_weights: RowWeights = False,
-    eos: Eos = None,
-    no_eos: NoEos = False,
-    text_cut: TextCut = "auto",
-    split: Split = None,
-    read_as: ReadAs = None,
-    binary_as_text: BinaryAsText = False,
+    *,
+    capacity: Annotated[str, packing_option(metavar="N", help=f"Tokens a row can hold: {TOKENS}.")] = "4096",
+    reading: dict[str, Any],
     method: Annotated[
         str,
-        typer.Option(
+        packing_option(
             help="Of packing; best_fit_decreasing is fuller by a hair. For Megatron-Bridge also its own, "
-            "first_fit_shuffle: the very packs that it makes.",
-            rich_help_panel=PACKING,
+            "first_fit_shuffle: the very packs that it makes."
         ),
     ] = "best_fit",
     overlong: Annotated[
         str | None,
-        typer.Option(
+        packing_option(
             help="Documents longer than a row: split, truncate, drop or error.  "
-            "[dim]\\[default: split; for Megatron-Bridge error, as there][/]",
-            rich_help_panel=PACKING,
+            "[dim]\\[default: split; for Megatron-Bridge error, as there][/]"
         ),
     ] = None,
     in_order: Annotated[
-        bool,
-        typer.Option(
-            "--in-order", help="Pack documents as they come instead of shuffled.", rich_help_panel=PACKING
-        ),
+        bool, packing_option("--in-order", help="Pack documents as they come instead of shuffled.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the shuffle.", rich_help_panel=PACKING)] = 0,
+    seed: Annotated[int, packing_option(help="Of the shuffle.")] = 0,
     max_documents: Annotated[
-        int | None,
-        typer.Option(help="Most documents of a row.  [dim]\\[default: no limit][/]", rich_help_panel=PACKING),
+        int | None, packing_option(help="Most documents of a row.  [dim]\\[default: no limit][/]")
     ] = None,
     format_: Annotated[
         str,
-        typer.Option(
+        output_option(
             "--format",
             help="[bold]parquet[/] or [bold]arrow[/]; for Megatron-Bridge [bold]megatron[/], or "
             "[bold]megatron-index[/], which says where tokens stand and writes none again.",
-            rich_help_panel=OUTPUT,
         ),
     ] = "parquet",
-    position_ids: Annotated[
-        bool, typer.Option("--position-ids", help="Write position ids too.", rich_help_panel=OUTPUT)
-    ] = False,
+    position_ids: Annotated[bool, output_option("--position-ids", help="Write position ids too.")] = False,
     trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace", help="Write which document of the data each piece is, too.", rich_help_panel=OUTPUT
-        ),
+        bool, output_option("--trace", help="Write which document of the data each piece is, too.")
     ] = False,
     tokens: Annotated[
         Path | None,
-        typer.Option(
+        documents_option(
             metavar="FOLDER",
             help="Keep the tokens here, or take them from here: pack again without tokenizing.",
-            rich_help_panel=DOCUMENTS,
         ),
     ] = None,
     pad_to_multiple_of: PadToMultipleOf = None,
@@ -135,7 +91,6 @@ def pack(
     megatron_split: MegatronSplit = None,
     metadata_of: MetadataOf = None,
     part_tokens: PartTokens = None,
-    on_error: OnError = "raise",
     processes: Processes = None,
     ray: Ray = False,
     overwrite: Overwrite = False,
@@ -175,29 +130,12 @@ def pack(
     row_tokens = as_tokens(capacity, "--capacity")
     _check_format(format_)
     if format_ in FORMATS:
-        given["megatron_split"] = megatron_split or split_of(split)
+        given["megatron_split"] = megatron_split or split_of(reading["split"])
         packer = megatron_packer(row_tokens, method, format_, given, columns, **shared)
     else:
         refuse_others(given)
         packer = _packer(capacity=row_tokens, method=method, format=format_, **columns, **shared)
-    source = as_source(
-        data,
-        tokenizer=tokenizer,
-        column=column or [],
-        chat_template=chat_template,
-        chat_template_kwargs=chat_template_kwargs,
-        allow_unwritten=allow_unwritten,
-        supervise=supervise,
-        row_weights=row_weights,
-        eos=eos,
-        append_eos=not no_eos,
-        text_cut=text_cut,
-        split=split,
-        format=read_as,
-        binary_as_text=binary_as_text,
-        on_error=on_error,
-        leave_out=[path for path in (output, tokens) if path is not None],
-    )
+    source = as_source(data, **reading, leave_out=[path for path in (output, tokens) if path is not None])
     check_one_store(source, tokens)
     crew = as_crew(processes, ray)
     with progress() as on_progress:
@@ -296,55 +234,33 @@ def _print_skipped(losses: Losses, log: Path) -> None:
 # What `varlen pack --format megatron` takes besides, and what it says of what it wrote.
 
 FORMATS = {"megatron": "parquet", "megatron-index": "index"}
-_PANEL = "Megatron-Bridge"
+megatron_option = option_in("Megatron-Bridge")
 
 PadToMultipleOf = Annotated[
     int | None,
-    typer.Option(
-        help="pad_seq_to_mult.  [dim]\\[default: what the parallel sizes below need][/]",
-        rich_help_panel=_PANEL,
-    ),
+    megatron_option(help="pad_seq_to_mult.  [dim]\\[default: what the parallel sizes below need][/]"),
 ]
-ContextParallel = Annotated[
-    int, typer.Option(metavar="CP", help="Ranks that share a sequence.", rich_help_panel=_PANEL)
-]
-TensorParallel = Annotated[
-    int, typer.Option(metavar="TP", help="Ranks that share a layer.", rich_help_panel=_PANEL)
-]
-SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel", help="They divide the sequence.", rich_help_panel=_PANEL)
-]
+ContextParallel = Annotated[int, megatron_option(metavar="CP", help="Ranks that share a sequence.")]
+TensorParallel = Annotated[int, megatron_option(metavar="TP", help="Ranks that share a layer.")]
+SequenceParallel = Annotated[bool, megatron_option("--sequence-parallel", help="They divide the sequence.")]
 Longest = Annotated[
     str | None,
-    typer.Option(
-        metavar="N",
-        help="Most positions of a document.  [dim]\\[default: --capacity][/]",
-        rich_help_panel=_PANEL,
-    ),
+    megatron_option(metavar="N", help="Most positions of a document.  [dim]\\[default: --capacity][/]"),
 ]
 PadId = Annotated[
-    int | None,
-    typer.Option(help="Token of the padding.  [dim]\\[default: the end token][/]", rich_help_panel=_PANEL),
+    int | None, megatron_option(help="Token of the padding.  [dim]\\[default: the end token][/]")
 ]
 MegatronSplit = Annotated[
     str | None,
-    typer.Option(
-        help="Begins the file's name: training or validation.  [dim]\\[default: as --split][/]",
-        rich_help_panel=_PANEL,
-    ),
+    megatron_option(help="Begins the file's name: training or validation.  [dim]\\[default: as --split][/]"),
 ]
 MetadataOf = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="FOLDER", help="The other split, whose metadata to write too.", rich_help_panel=_PANEL
-    ),
+    list[Path] | None, megatron_option(metavar="FOLDER", help="The other split, whose metadata to write too.")
 ]
 PartTokens = Annotated[
     str | None,
-    typer.Option(
-        metavar="N",
-        help="Tokens of a file, to write several side by side.  [dim]\\[default: one file][/]",
-        rich_help_panel=_PANEL,
+    megatron_option(
+        metavar="N", help="Tokens of a file, to write several side by side.  [dim]\\[default: one file][/]"
     ),
 ]
 _USUAL: dict[str, Any] = {

@@ -8,21 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from varlen.arguments import as_tokens
-from varlen.cli.options import (
-    AllowUnwritten,
-    BinaryAsText,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Column,
-    Eos,
-    NoEos,
-    OnError,
-    ReadAs,
-    RowWeights,
-    Split,
-    TextCut,
-    Tokenizer,
-)
 from varlen.counts import many
 from varlen.errors import SettingError
 
@@ -37,13 +22,14 @@ from typing import Annotated
 
 import typer
 
-from varlen.cli.options import OUTPUT
+from varlen.cli.options import option_in, output_option, title_of
 
 _DEFAULT_CAPACITY = "128k"
 
 
 def plan(
     data: Lengths = None,
+    *,
     model: Model = "llama-3-8b",
     gpus: Gpus = None,
     dp: Dp = None,
@@ -65,19 +51,7 @@ def plan(
     sweep: Sweep = False,
     calibrate: Calibrate = False,
     seconds: Seconds = None,
-    tokenizer: Tokenizer = "bytes",
-    column: Column = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    allow_unwritten: AllowUnwritten = False,
-    row_weights: RowWeights = False,
-    eos: Eos = None,
-    no_eos: NoEos = False,
-    text_cut: TextCut = "auto",
-    split: Split = None,
-    read_as: ReadAs = None,
-    binary_as_text: BinaryAsText = False,
-    on_error: OnError = "raise",
+    reading: dict[str, Any],
     output: Report = None,
     trace: Trace = None,
     save: Save = None,
@@ -109,25 +83,10 @@ def plan(
     drawn = {"documents": documents, "step": step, "seed": None if in_order else seed}
     capacities = _capacities(capacity, sweep=sweep)
     settings = division | _settings(method, sharding, repairs=recompute == "auto", sweep=sweep)
-    reading: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "column": column or [],
-        "chat_template": chat_template,
-        "chat_template_kwargs": chat_template_kwargs,
-        "allow_unwritten": allow_unwritten,
-        "row_weights": row_weights,
-        "eos": eos,
-        "append_eos": not no_eos,
-        "text_cut": text_cut,
-        "split": split,
-        "format": read_as,
-        "binary_as_text": binary_as_text,
-        "on_error": on_error,
-    }
     with progress() as on_progress:
         lengths, are_bytes = _lengths(named, reading, on_progress)
         steps = _steps(lengths, capacities, drawn)
-        settings |= {"name": _title(named), "are_bytes": are_bytes, "on_progress": on_progress}
+        settings |= {"name": title_of(named), "are_bytes": are_bytes, "on_progress": on_progress}
         settings["cost"] = _with_positions(cost, steps, stretch=stretch)
         if sweep:
             from varlen.report.plan_sweep import sweep as find
@@ -250,14 +209,9 @@ def _steps(
     return [step_documents(lengths, capacity=capacity, **drawn) for capacity in capacities]
 
 
-def _title(data: list[str]) -> str:
-    """Name the data for headings."""
-    return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
-
-
 # The options of `varlen plan`: the job, its steps, what is planned and where it goes.
 
-JOB, STEPS, PLANNING = "The job", "Steps", "Planning"
+job_option, steps_option, planning_option = map(option_in, ("The job", "Steps", "Planning"))
 
 Lengths = Annotated[
     list[str] | None,
@@ -268,146 +222,94 @@ Lengths = Annotated[
     ),
 ]
 Model = Annotated[
-    str,
-    typer.Option(
-        help="A name such as llama-3-8b, or a config.json of transformers or its folder.", rich_help_panel=JOB
-    ),
+    str, job_option(help="A name such as llama-3-8b, or a config.json of transformers or its folder.")
 ]
 HardwareName = Annotated[
-    str,
-    typer.Option(
-        "--hardware", help="h100, h200, a100, b200, or a file that --calibrate wrote.", rich_help_panel=JOB
-    ),
+    str, job_option("--hardware", help="h100, h200, a100, b200, or a file that --calibrate wrote.")
 ]
 Gpus = Annotated[
-    int | None,
-    typer.Option(
-        help="GPUs in all; dp is what the other axes leave.  [dim]\\[default: 8][/]", rich_help_panel=JOB
-    ),
+    int | None, job_option(help="GPUs in all; dp is what the other axes leave.  [dim]\\[default: 8][/]")
 ]
-Dp = Annotated[
-    int | None,
-    typer.Option(help="Data-parallel ranks.  [dim]\\[default: what is left][/]", rich_help_panel=JOB),
-]
-Pp = Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=JOB)]
-Cp = Annotated[int, typer.Option(help="GPUs that share every document's rows.", rich_help_panel=JOB)]
-Tp = Annotated[
-    int, typer.Option(help="GPUs that share every layer's heads and columns.", rich_help_panel=JOB)
-]
-VirtualStages = Annotated[int, typer.Option(help="Chunks of layers on each stage.", rich_help_panel=JOB)]
+Dp = Annotated[int | None, job_option(help="Data-parallel ranks.  [dim]\\[default: what is left][/]")]
+Pp = Annotated[int, job_option(help="Pipeline stages.")]
+Cp = Annotated[int, job_option(help="GPUs that share every document's rows.")]
+Tp = Annotated[int, job_option(help="GPUs that share every layer's heads and columns.")]
+VirtualStages = Annotated[int, job_option(help="Chunks of layers on each stage.")]
 ShardingName = Annotated[
     str,
-    typer.Option(
-        "--sharding",
-        help="What data-parallel ranks divide: none, [bold]optimizer[/] states or parameters.",
-        rich_help_panel=JOB,
+    job_option(
+        "--sharding", help="What data-parallel ranks divide: none, [bold]optimizer[/] states or parameters."
     ),
 ]
 RecomputeName = Annotated[
     str,
-    typer.Option(
+    job_option(
         "--recompute",
         help="Activations computed again: [bold]auto[/] takes the least with which a plan fits, none, selective "
         "or full.",
-        rich_help_panel=JOB,
     ),
 ]
 Capacity = Annotated[
     list[str] | None,
-    typer.Option(
+    steps_option(
         metavar="N",
         help="Tokens that documents are truncated to: 65536, 256k, 1m. Repeatable with --sweep.  "
         "[dim]\\[default: 128k][/]",
-        rich_help_panel=STEPS,
     ),
 ]
-StepSize = Annotated[
-    int, typer.Option("--documents", metavar="N", help="Documents of a step.", rich_help_panel=STEPS)
-]
+StepSize = Annotated[int, steps_option("--documents", metavar="N", help="Documents of a step.")]
 Stretch = Annotated[
     bool,
-    typer.Option(
-        "--stretch",
-        help="Plan documents longer than the model has positions, as if these were extended.",
-        rich_help_panel=STEPS,
+    steps_option(
+        "--stretch", help="Plan documents longer than the model has positions, as if these were extended."
     ),
 ]
-Step = Annotated[int, typer.Option(metavar="N", help="Which step is planned, from 0.", rich_help_panel=STEPS)]
-Seed = Annotated[int, typer.Option(help="Of the order of documents.", rich_help_panel=STEPS)]
-InOrder = Annotated[
-    bool, typer.Option("--in-order", help="Take documents as they come.", rich_help_panel=STEPS)
-]
+Step = Annotated[int, steps_option(metavar="N", help="Which step is planned, from 0.")]
+Seed = Annotated[int, steps_option(help="Of the order of documents.")]
+InOrder = Annotated[bool, steps_option("--in-order", help="Take documents as they come.")]
 Methods = Annotated[
     list[str] | None,
-    typer.Option(
+    planning_option(
         "--method",
         metavar="NAME",
         help="Repeatable: packed, packed_tuned, balanced, dynamic_cp, sliced, micropack.  [dim]\\[default: all][/]",
-        rich_help_panel=PLANNING,
     ),
 ]
 RatesName = Annotated[
     str,
-    typer.Option(
+    planning_option(
         "--rates",
         help="[bold]calibrated[/]: rates by rows and keys. flops: one rate for all, as papers count.",
-        rich_help_panel=PLANNING,
     ),
 ]
 Sweep = Annotated[
-    bool,
-    typer.Option(
-        "--sweep",
-        help="Search dp x pp x cp x tp on these GPUs; prints the ten fastest.",
-        rich_help_panel=PLANNING,
-    ),
+    bool, planning_option("--sweep", help="Search dp x pp x cp x tp on these GPUs; prints the ten fastest.")
 ]
 Calibrate = Annotated[
     bool,
-    typer.Option(
+    planning_option(
         "--calibrate",
         help="Measure this machine's kernels at the model's widths instead, and how well they are predicted; "
         "--save keeps them for --hardware.",
-        rich_help_panel=PLANNING,
     ),
 ]
 Seconds = Annotated[
-    float | None,
-    typer.Option(
-        metavar="S",
-        help="How long --calibrate measures.  [dim]\\[default: 20][/]",
-        rich_help_panel=PLANNING,
-    ),
+    float | None, planning_option(metavar="S", help="How long --calibrate measures.  [dim]\\[default: 20][/]")
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Write timelines to zoom into, as HTML.",
-        rich_help_panel=OUTPUT,
-    ),
+    output_option("--output", "-o", metavar="FILE", help="Write timelines to zoom into, as HTML."),
 ]
 Trace = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Write the fastest plan's timeline for Perfetto, as JSON.",
-        rich_help_panel=OUTPUT,
-    ),
+    output_option(metavar="FILE", help="Write the fastest plan's timeline for Perfetto, as JSON."),
 ]
 Save = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Write the fastest plan itself, to load again; or what --calibrate measured.",
-        rich_help_panel=OUTPUT,
+    output_option(
+        metavar="FILE", help="Write the fastest plan itself, to load again; or what --calibrate measured."
     ),
 ]
 PrintJson = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print all figures as one JSON object instead of the table.", rich_help_panel=OUTPUT
-    ),
+    bool, output_option("--json", help="Print all figures as one JSON object instead of the table.")
 ]

@@ -36,14 +36,7 @@ if TYPE_CHECKING:
 
 
 def mesh_of(
-    *,
-    gpus: int | None,
-    dp: int | None,
-    pp: int,
-    cp: int,
-    tp: int,
-    virtual_stages: int,
-    sharding: Sharding,
+    *, gpus: int | None, dp: int | None, pp: int, cp: int, tp: int, virtual_stages: int, sharding: Sharding
 ) -> Mesh:
     """Return the mesh: data-parallel ranks are what the other axes leave of the GPUs."""
     from varlen.step_plan import Mesh

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from varlen.cli.options import OUTPUT
+from varlen.cli.options import option_in, output_option
 from varlen.cli.progress import require_training
 from varlen.errors import SettingError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from varlen.adapters.megatron.config.report import ConfigFinding, ConfigReport
 
-CHECKING, MEGATRON = "Checking", "Megatron"
+checking_option, megatron_option = option_in("Checking"), option_in("Megatron")
 _COLOURS = {
     "isolated": "green",
     "leaks": "bold red",
@@ -40,80 +40,52 @@ def verify(
     ] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option(
+        checking_option(
             metavar="NAME",
             help="eager, sdpa, flex_attention, varlen, flash_attention_2 or _3; repeatable.  "
             "[dim]\\[default: all of this machine][/]",
-            rich_help_panel=CHECKING,
         ),
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="rows or flat; repeatable.  [dim]\\[default: both][/]",
-            rich_help_panel=CHECKING,
-        ),
+        checking_option(metavar="NAME", help="rows or flat; repeatable.  [dim]\\[default: both][/]"),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
+        checking_option(
             metavar="NAME",
             help="float64, float32, bfloat16 or float16.  [dim]\\[default: the folder's own, else float32][/]",
-            rich_help_panel=CHECKING,
         ),
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Such as cuda.  [dim]\\[default: cpu][/]",
-            rich_help_panel=CHECKING,
-        ),
+        str | None, checking_option(metavar="NAME", help="Such as cuda.  [dim]\\[default: cpu][/]")
     ] = None,
     no_calls: Annotated[
-        bool,
-        typer.Option(
-            "--no-calls", help="Don't try the ways in which others call the model.", rich_help_panel=CHECKING
-        ),
+        bool, checking_option("--no-calls", help="Don't try the ways in which others call the model.")
     ] = False,
-    no_gradients: Annotated[
-        bool, typer.Option("--no-gradients", help="Don't compare gradients.", rich_help_panel=CHECKING)
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of the tokens.", rich_help_panel=CHECKING)] = 0,
+    no_gradients: Annotated[bool, checking_option("--no-gradients", help="Don't compare gradients.")] = False,
+    seed: Annotated[int, checking_option(help="Of the tokens.")] = 0,
     megatron: Annotated[
         str | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="Check this YAML file of Megatron-Bridge, in place of a model.",
-            rich_help_panel=MEGATRON,
+        megatron_option(
+            metavar="CONFIG", help="Check this YAML file of Megatron-Bridge, in place of a model."
         ),
     ] = None,
     dialect: Annotated[
         str | None,
-        typer.Option(
+        megatron_option(
             metavar="RELEASE",
             help="0.4, 0.5, 0.6, or a release such as 0.5.1.  [dim]\\[default: told by the names in it][/]",
-            rich_help_panel=MEGATRON,
         ),
     ] = None,
     world_size: Annotated[
-        int | None,
-        typer.Option(help="Processes of the job.  [dim]\\[default: not known][/]", rich_help_panel=MEGATRON),
+        int | None, megatron_option(help="Processes of the job.  [dim]\\[default: not known][/]")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write a report with pictures there, as HTML.",
-            rich_help_panel=OUTPUT,
-        ),
+        output_option("--output", "-o", metavar="FILE", help="Write a report with pictures there, as HTML."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as one JSON object.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_json: Annotated[bool, output_option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Show whether a model keeps packed documents apart, or what would go wrong with a configuration of Megatron.
 

@@ -67,8 +67,7 @@ def bytes_per_parameter(mesh: Mesh) -> float:
 def layers_again(layers: FloatArray, share: float) -> FloatArray:
     """Return how many layers of each chunk a share of them is: whole ones, rounded up.
 
-    Args:
-        layers: `[chunks]`, of any shape.
+    `layers`: `[chunks]`, of any shape.
     """
     again: FloatArray = np.ceil(share * layers - 1e-9)
     return again
@@ -401,8 +400,7 @@ class Messages(NamedTuple):
 def messages(layer: LayerBytes, is_again: npt.NDArray[np.bool_], stages: Stages) -> Messages:
     """Return what stages hold of messages; nothing of layers that aren't eager.
 
-    Args:
-        is_again: `[chunks]`: whether all layers are computed again; of others, what they give belongs to their graph.
+    `is_again`: `[chunks]`: whether all layers are computed again; of others, what they give belongs to their graph.
     """
     row = layer.hidden * layer.is_eager
     comes, goes = np.where(stages.has_embedding, 0.0, row), np.where(stages.has_head, 0.0, row)
@@ -452,8 +450,7 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
 def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> FloatArray:
     """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 14]`.
 
-    Args:
-        taken: `[chunks, 14]`: of messages.
+    `taken`: `[chunks, 14]`: of messages.
     """
     num_kept, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the layers that are done, but where layers begin to be computed again, and until both layers' worth of

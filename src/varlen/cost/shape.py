@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import ModelError, SettingError
+from varlen.model_families import family_named
 from varlen.step_plan import Mesh, Recompute
 from varlen.types import FloatArray, Int32Array
 
@@ -344,28 +345,6 @@ _KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
 _WIDTHS: Final = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-_UNGATED: Final = frozenset(
-    [
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "gpt_bigcode",
-        "opt",
-        "falcon",
-        "bloom",
-        "starcoder2",
-        "phi",
-        "nemotron",
-        "codegen",
-        "mpt",
-    ]
-)
-"""Families whose feed-forward part has two matrices."""
-_FOUR_TIMES: Final = frozenset(
-    ["gpt2", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "falcon", "bloom", "mpt"]
-)
-"""Families whose inner width is four times the hidden size where none is given."""
 _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 
 
@@ -388,7 +367,7 @@ def read(config: Any) -> dict[str, Any]:
         "name": kind,
         **found,
         "ffn": width or 0,
-        "gated": kind not in _UNGATED,
+        "gated": family_named(kind).is_gated,
         "max_positions": _first(given, _POSITIONS),
         "tied": bool(given.get("tie_word_embeddings", False)),
         **_attention(given, found["heads"]),
@@ -430,7 +409,7 @@ def _width(given: Mapping[str, Any], hidden: int | None) -> Any:
     if given.get("intermediate_size_mlp") is not None:  # Llama 4, whose other width is that of experts
         return given["intermediate_size_mlp"]
     width = _first(given, _WIDTHS)
-    if width is None and hidden is not None and given.get("model_type") in _FOUR_TIMES:
+    if width is None and hidden is not None and family_named(given.get("model_type")).is_four_times:
         return 4 * hidden
     return width
 
@@ -585,11 +564,7 @@ def divides(model: ModelShape, tp: int) -> bool:
 
 
 def check_positions(model: ModelShape, lengths: Int32Array) -> None:
-    """Refuse documents longer than the model has positions.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-    """
+    """Refuse documents longer than the model has positions (`lengths`: int32 `[num_documents]`)."""
     if model.max_positions is None:
         return
     over = np.flatnonzero(lengths > model.max_positions)
@@ -657,11 +632,7 @@ def slice_flops(model: ModelShape, starts: npt.ArrayLike, stops: npt.ArrayLike) 
 def step_flops(
     model: ModelShape, lengths: npt.ArrayLike, recompute: Recompute = "none", recompute_share: float = 1.0
 ) -> Flops:
-    """Return FLOPs of training on whole documents once.
-
-    Args:
-        lengths: `[num_documents]`.
-    """
+    """Return FLOPs of training on whole documents once (`lengths`: `[num_documents]`)."""
     stops = np.asarray(lengths, np.float64)
     each, products = _forward(model, np.zeros_like(stops), stops)
     attention, linear = float(each.sum()), float(products.sum())

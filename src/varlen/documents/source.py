@@ -23,8 +23,8 @@ from varlen.text.chat_template import CHATML, template_text
 from varlen.text.chat_template import chat_template as make_template
 from varlen.text.identity import TokenizerMark, check_same, made_by, mark_of
 from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.rendering import TWIN, training_twin
 from varlen.text.tokenizer import BYTE_EOS, ByteTokenizer, Tokenizer, digest
-from varlen.text.twins import TWIN, training_twin
 
 OnError = Literal["raise", "skip"]
 TextCut = Literal["auto", "file", "paragraph", "line"]

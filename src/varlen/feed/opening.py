@@ -35,8 +35,7 @@ from varlen.files.ours import entries_below
 from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.files.written import LOCK, PARTIAL, WORK
 from varlen.offline.crew import Crew
-from varlen.offline.grow import fingerprint_of_marks
-from varlen.offline.index import index_source, source_marks
+from varlen.offline.index import fingerprint_of_marks, index_source, source_marks
 from varlen.store.open import is_megatron, is_token_store, open_tokens
 from varlen.store.store import TokenStore
 from varlen.store.token_files import FileTokens

@@ -30,8 +30,7 @@ from varlen.files.written import (
     sealed,
 )
 from varlen.offline.crew import Crew, Team
-from varlen.offline.grow import deciding
-from varlen.offline.index import OnProgress, build_store, check_tokenizer, look_at, quiet
+from varlen.offline.index import OnProgress, build_store, check_tokenizer, deciding, look_at, quiet
 from varlen.offline.outputs import (
     check_output,
     check_places,
@@ -141,12 +140,7 @@ def _made(
         if not isinstance(source, Path):
             kept = partial / WORK / _TOKENS if tokens is None else tokens
             store = build_store(
-                source,
-                kept,
-                marks,
-                team=team,
-                on_progress=on_progress,
-                overwrite=overwrite or tokens is None,
+                source, kept, marks, team=team, on_progress=on_progress, overwrite=overwrite or tokens is None
             )
         try:
             manifest = write(store, partial, team)

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from varlen.arguments import LARGEST
 from varlen.errors import SettingError
 from varlen.pack import kernels
-from varlen.pack.api import DEFAULT_WORK, as_work
-from varlen.pack.bound import lower_bound
+from varlen.pack.api import DEFAULT_WORK, as_work, lower_bound
 from varlen.pack.pieces import shuffled
 from varlen.types import FloatArray, Int32Array, IntArray, Packing, as_packing
 

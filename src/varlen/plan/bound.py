@@ -15,7 +15,7 @@ from varlen.cost.rates import (
     WEIGHT_HEAD,
     WEIGHT_LAYER,
 )
-from varlen.simulate.durations import StageCosts, priced, stage_costs
+from varlen.simulate.graph import StageCosts, priced, stage_costs
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray, Int32Array
 

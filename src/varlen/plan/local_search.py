@@ -27,7 +27,7 @@ from varlen.plan.compose import (
 )
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import Dispatched, Pipeline, dispatch
-from varlen.simulate.durations import StageCosts, gathers_s, priced
+from varlen.simulate.graph import StageCosts, gathers_s, priced
 from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
 from varlen.types import FloatArray, Int32Array, IntArray
 

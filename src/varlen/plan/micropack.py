@@ -29,7 +29,7 @@ from varlen.plan.local_search import (
 )
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import dispatch
-from varlen.simulate.durations import StageCosts, stage_costs
+from varlen.simulate.graph import StageCosts, stage_costs
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan
 from varlen.types import Int32Array, IntArray
 

@@ -14,7 +14,7 @@ from varlen.cost.model import CostModel
 from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import Dispatched, dispatch, loads_s, pipelines_of
-from varlen.simulate.durations import durations, stage_costs
+from varlen.simulate.graph import durations, stage_costs
 from varlen.simulate.schedules import Schedule, interleaved, one_f_one_b
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array

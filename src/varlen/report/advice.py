@@ -15,14 +15,15 @@ from varlen.counts import many
 from varlen.offline.pack import PackSettings
 from varlen.pack.api import pack
 from varlen.report.inspection_figures import (
+    WITH_LENGTHS,
+    WITH_PACK,
     AdviceFigures,
     CapacityFigures,
     DistributionFigures,
     PackFigures,
     PaddingFigures,
 )
-from varlen.report.packings import WITH_LENGTHS, WITH_PACK
-from varlen.report.words import fill, share, times
+from varlen.report.page import fill, share, times
 from varlen.types import Method, Overlong
 
 MOST_CUT = 0.01

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from varlen.report.words import count, difference, memory, percent, times, tiny
+from varlen.report.page import count, difference, memory, percent, times, tiny
 
 Role = Literal["baseline", "varlen", "control"]
 

@@ -6,23 +6,27 @@ from html import escape
 from statistics import fmean, median
 
 from varlen.counts import many
-from varlen.report import drawing, pictures
+from varlen.report import drawing
 from varlen.report.demo import DemoFigures, MethodFigures, findings, headline, loss_gap, spread
+from varlen.report.drawing import pack_figure
 from varlen.report.page import (
     NARROW,
     WIDE,
     caption_of,
+    count,
+    difference,
     facts,
     figure,
+    memory,
     numbers,
     page,
     paragraph,
+    percent,
     section,
     table,
+    times,
     twice,
 )
-from varlen.report.pictures import pack_figure
-from varlen.report.words import count, difference, memory, percent, times
 
 
 def demo_page(figures: DemoFigures) -> str:
@@ -125,9 +129,9 @@ def _padding(figures: DemoFigures) -> str:
     half = (WIDE - 40) // 2
     return (
         '<div class="pair"><div><h3>Padded</h3>'
-        + twice(pictures.padded_batch(batch, half), pictures.padded_batch(batch, NARROW))
+        + twice(drawing.padded_batch(batch, half), drawing.padded_batch(batch, NARROW))
         + "</div><div><h3>Flattened</h3>"
-        + twice(pictures.flattened_batch(batch, half), pictures.flattened_batch(batch, NARROW))
+        + twice(drawing.flattened_batch(batch, half), drawing.flattened_batch(batch, NARROW))
         + "</div></div>"
         + caption_of(
             f"The first random batch, {len(batch)} documents, to one scale. Padded to its longest document "

@@ -6,13 +6,24 @@ from html import escape
 
 from varlen.counts import many
 from varlen.report import drawing
-from varlen.report.drawing import Line, lines
-from varlen.report.inspect_table import BYTES, full, packs_of, reading
-from varlen.report.inspection_figures import CapacityFigures, Inspection, PackFigures
-from varlen.report.packings import GROUP, GROUP_DOCUMENTS
-from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, paragraph, section, table
-from varlen.report.pictures import pack_figure
-from varlen.report.words import count, fill, share, times
+from varlen.report.drawing import Line, lines, pack_figure
+from varlen.report.inspection import BYTES, full, packs_of, reading
+from varlen.report.inspection_figures import GROUP, GROUP_DOCUMENTS, CapacityFigures, Inspection, PackFigures
+from varlen.report.page import (
+    NARROW,
+    WIDE,
+    count,
+    facts,
+    figure,
+    fill,
+    numbers,
+    page,
+    paragraph,
+    section,
+    share,
+    table,
+    times,
+)
 
 _DRAWN = {
     "next_fit_drop": "next fit, dropped",

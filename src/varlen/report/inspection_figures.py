@@ -1,12 +1,22 @@
-"""The figures of an inspection as plain, frozen data: what its table, its page and its JSON all show."""
+"""The figures of an inspection as plain, frozen data, and the packings that they are measured on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
+from varlen.errors import SettingError
+from varlen.feed.settings import LoaderSettings
+from varlen.feed.streaming.foreseen import BYTES_A_TOKEN, indexed_packs, streamed_packs
+from varlen.offline.pack import PackSettings, Plan
+from varlen.pack.api import DEFAULT_WORK, lower_bound, pack
+from varlen.pack.score import length_correlation
 from varlen.report.demo import PieceFigures
-from varlen.types import Method, Overlong
+from varlen.store.blank import BlankTokens
+from varlen.types import FloatArray, Int32Array, IntArray, Method, Overlong
 
 Kind = Literal["pack", "loader", "method", "policy"]
 """What packs: `varlen pack`, `vl.PackedLoader`, a method of `vl.pack`, or what a peer does by default."""
@@ -206,3 +216,411 @@ class Inspection:
             values["padding_share"] = padding.padding_share
             values["slots_per_token"] = padding.slots_per_token
         return {"format": 2, **tree}
+
+
+# What packs documents at one capacity: ours, each under its own name, and what peers do by default.
+
+WINDOW = 1_000
+"""Rows that TRL and LLaMA-Factory pack together: the batch that `datasets` maps by default."""
+MOST_WINDOWS = 200
+"""Windows that a policy is measured on; with more of them, evenly spread ones are taken."""
+MOST_DOCUMENTS = 200_000
+"""Documents that methods are measured on; of more, a random sample in input order."""
+MOST_PIECES = 2_000_000
+"""Pieces that the sample may be cut into at the smallest capacity."""
+REFUSED_PIECES = 20_000_000
+"""Pieces of so few documents that no sample helps."""
+GROUP, GROUP_DOCUMENTS = 100_000, 200
+"""Rows that axolotl packs together, and the most documents that it puts into one pack."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """The documents that are packed, none of them empty."""
+
+    lengths: Int32Array
+    """int32: all that aren't empty."""
+    targets: IntArray | None
+    """int64: supervised tokens of the same documents."""
+    ids: IntArray
+    """int64: numbers of the sampled documents among the lengths given."""
+    sampled: Int32Array
+    """int32: lengths of the sampled documents."""
+    given: Given
+    """The same, and the empty ones unless some were left out: what ours are measured on."""
+    shuffled: Int32Array
+    """int32: the same in random order."""
+    windows: tuple[Int32Array, ...]
+    """Windows of consecutive documents."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What a peer does by default, said and done in our terms."""
+
+    name: str
+    title: str
+    method: Method
+    overlong: Overlong
+    parts: Callable[[Sample], Iterator[Int32Array]]
+    """What is packed together, one after another."""
+    max_documents: int | None = None
+
+
+def _windows(sample: Sample) -> Iterator[Int32Array]:
+    yield from sample.windows
+
+
+def _groups(sample: Sample) -> Iterator[Int32Array]:
+    for start in range(0, sample.shuffled.size, GROUP):
+        yield sample.shuffled[start : start + GROUP]
+
+
+def _at_once(sample: Sample) -> Iterator[Int32Array]:
+    yield sample.sampled
+
+
+# Filling one pack after another with the largest document that still fits is first-fit-decreasing: both
+# look at documents from long to short, and a document goes where the earliest pack has space for it.
+POLICIES = (
+    Policy(
+        name="trl_bfd",
+        title="best fit decreasing in windows of 1,000 rows, truncated (TRL's default)",
+        method="best_fit_decreasing",
+        overlong="truncate",
+        parts=_windows,
+    ),
+    Policy(
+        name="axolotl_multipack",
+        title="first fit in shuffled order, longer documents dropped (axolotl's default)",
+        method="first_fit",
+        overlong="drop",
+        parts=_groups,
+        max_documents=GROUP_DOCUMENTS,
+    ),
+    Policy(
+        name="llama_factory_knapsack",
+        title="largest that fits in windows of 1,000 rows, longer dropped (LLaMA-Factory's default)",
+        method="first_fit_decreasing",
+        overlong="drop",
+        parts=_windows,
+    ),
+    Policy(
+        name="next_fit_drop",
+        title="next fit in input order (as fast-axolotl), longer documents dropped",
+        method="next_fit",
+        overlong="drop",
+        parts=_at_once,
+    ),
+)
+METHODS: tuple[Method, ...] = (
+    "best_fit",
+    "best_fit_decreasing",
+    "balanced",
+    "first_fit",
+    "first_fit_decreasing",
+    "next_fit",
+    "wrapped",
+)
+PACK_METHODS: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced", "wrapped")
+"""Those of `varlen pack` that are measured: its others are as these are, or for comparison with other packers."""
+WITH_PACK, WITH_LENGTHS = "pack_", ""
+"""Before a method in the names of packings: of `varlen pack`, and of `vl.pack`."""
+
+
+def draw_sample(
+    lengths: Int32Array,
+    targets: IntArray | None,
+    smallest_capacity: int,
+    seed: int,
+    parts: IntArray | None = None,
+    bytes_a_token: int = BYTES_A_TOKEN,
+) -> Sample:
+    """Choose what is packed: all documents that hold a token, or as many as take a second or two.
+
+    Args:
+        lengths: int32 `[num_documents]`, empty ones included.
+        targets: int64 `[num_documents]`, or None.
+        parts: documents of each part of the data that is tokenized by itself, int64; None: it is one.
+    """
+    ids = np.flatnonzero(lengths)
+    full = lengths[ids]
+    rng = np.random.default_rng(seed)
+    pieces = -(-full.astype(np.int64) // smallest_capacity)
+    most = min(MOST_DOCUMENTS, max(WINDOW, full.size * MOST_PIECES // int(pieces.sum())))
+    chosen = np.sort(rng.choice(full.size, most, replace=False)) if full.size > most else np.arange(full.size)
+    sampled, cut = full[chosen], int(pieces[chosen].sum())
+    if cut > REFUSED_PIECES:
+        raise SettingError(
+            f"capacity {smallest_capacity:,} would cut what is looked at into {cut:,} pieces, and "
+            f"{REFUSED_PIECES:,} are the most that are looked at; raise capacity"
+        )
+    starts = np.arange(0, full.size, WINDOW)
+    most_windows = max(1, min(MOST_WINDOWS, most // WINDOW))
+    if starts.size > most_windows:
+        starts = starts[: full.size // WINDOW]  # the last may hold a few documents only
+        starts = starts[np.linspace(0, starts.size - 1, most_windows).astype(np.int64)]
+    return Sample(
+        lengths=full,
+        targets=None if targets is None else targets[ids],
+        ids=ids[chosen],
+        sampled=sampled,
+        given=Given(lengths=lengths, ids=np.arange(lengths.size), parts=parts, bytes_a_token=bytes_a_token)
+        if most >= full.size
+        else Given(lengths=sampled, ids=ids[chosen], parts=None, bytes_a_token=bytes_a_token),
+        shuffled=rng.permutation(sampled),
+        windows=tuple(full[start : start + WINDOW] for start in starts.tolist()),
+    )
+
+
+def measure_capacity(sample: Sample, capacity: int) -> CapacityFigures:
+    """Pack a sample by every method and every policy, and count over all documents what is lost."""
+    loss = _loss(sample, capacity)
+    tokens = int(sample.lengths.sum(dtype=np.int64))
+    packings = _measure_ours(sample, capacity, loss)
+    packings += [_measure_policy(sample, capacity, policy, loss) for policy in POLICIES]
+    pieces = pack(sample.sampled, capacity, "next_fit", "split").lengths
+    return CapacityFigures(
+        capacity=capacity,
+        overlong_documents=loss.documents,
+        overlong_share=loss.documents / sample.lengths.size,
+        truncation_share=loss.truncated / tokens,
+        dropping_share=loss.dropped / tokens,
+        lower_bound=lower_bound(pieces, capacity),
+        packings=tuple(packings),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loss:
+    """What a capacity costs, counted over all documents."""
+
+    documents: int
+    truncated: int
+    dropped: int
+    dropped_targets: int | None
+
+
+def _loss(sample: Sample, capacity: int) -> _Loss:
+    longer = sample.lengths > capacity
+    documents, dropped = int(longer.sum()), int(sample.lengths[longer].sum(dtype=np.int64))
+    return _Loss(
+        documents=documents,
+        truncated=dropped - documents * capacity,
+        dropped=dropped,
+        dropped_targets=None if sample.targets is None else int(sample.targets[longer].sum()),
+    )
+
+
+def _measure_ours(sample: Sample, capacity: int, loss: _Loss) -> list[PackFigures]:
+    """Pack as `varlen pack`, the loader and `vl.pack` do."""
+    given, size = sample.given, sample.sampled.size
+    measured: list[tuple[str, str, Kind, Method, Packed, int]] = []
+    for method in PACK_METHODS:
+        found = by_pack(given, capacity, method, is_named=False)
+        measured.append((WITH_PACK + method, f"varlen pack ({method})", "pack", method, found, size))
+    streamed = int(np.count_nonzero(given.streamed(capacity)))
+    for name, found, documents in (
+        ("indexed", by_index(given, capacity), size),
+        ("streaming", by_stream(given, capacity), streamed),
+    ):
+        title = f"vl.PackedLoader ({name})"
+        measured.append((f"loader_{name}", title, "loader", "best_fit", found, documents))
+    for method in METHODS:
+        title = f"vl.pack ({method})"
+        measured.append(
+            (WITH_LENGTHS + method, title, "method", method, by_lengths(given, capacity, method), size)
+        )
+    return [
+        _figures(
+            name=name,
+            title=title,
+            kind=kind,
+            method=method,
+            capacity=capacity,
+            packings=[found],
+            sample=sample,
+            loss=loss,
+            documents=documents,
+        )
+        for name, title, kind, method, found, documents in measured
+    ]
+
+
+def _measure_policy(sample: Sample, capacity: int, policy: Policy, loss: _Loss) -> PackFigures:
+    parts = list(policy.parts(sample))
+    packings = [
+        pack(part, capacity, policy.method, policy.overlong, max_documents=policy.max_documents)
+        for part in parts
+    ]
+    return _figures(
+        name=policy.name,
+        title=policy.title,
+        kind="policy",
+        method=policy.method,
+        capacity=capacity,
+        packings=[
+            Packed(overlong=policy.overlong, lengths=packing.lengths, offsets=packing.offsets)
+            for packing in packings
+        ],
+        sample=sample,
+        loss=loss,
+        documents=sum(part.size for part in parts),
+    )
+
+
+def _figures(
+    *,
+    name: str,
+    title: str,
+    kind: Kind,
+    method: Method,
+    capacity: int,
+    packings: list[Packed],
+    sample: Sample,
+    loss: _Loss,
+    documents: int,
+) -> PackFigures:
+    """Put packings of parts of the documents into figures, as if they were one."""
+    overlong = packings[0].overlong
+    lengths = np.concatenate([packing.lengths for packing in packings])
+    sizes = np.concatenate([np.diff(packing.offsets) for packing in packings])
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    packs, tokens = sizes.size, int(lengths.sum(dtype=np.int64))
+    wide = lengths.astype(np.float64)
+    lost = {"truncate": loss.truncated, "drop": loss.dropped}.get(overlong, 0)
+    targets = {"truncate": None if loss.truncated else 0, "drop": loss.dropped_targets}.get(overlong, 0)
+    cut = sum(packing.split_documents for packing in packings) / documents if documents else 0.0
+    share = loss.documents / sample.lengths.size
+    return PackFigures(
+        name=name,
+        title=title,
+        kind=kind,
+        method=method,
+        overlong=overlong,
+        documents=documents,
+        packs=packs,
+        tokens=tokens,
+        fill=tokens / (packs * capacity) if packs else 1.0,
+        lost_tokens=lost,
+        lost_share=lost / int(sample.lengths.sum(dtype=np.int64)),
+        lost_targets=targets,
+        cut_share=cut if method == "wrapped" else 0.0 if overlong == "drop" else share,
+        dropped_share=share if overlong == "drop" else 0.0,
+        attention_imbalance=_imbalance(wide * wide, offsets),
+        work_imbalance=_imbalance(DEFAULT_WORK[0] * wide + DEFAULT_WORK[1] * wide * wide, offsets),
+        length_correlation=length_correlation(lengths, offsets) if packs else 0.0,
+    )
+
+
+def _imbalance(work: FloatArray, offsets: IntArray) -> float:
+    """Return the work of the heaviest pack over the mean; 1 where there is none."""
+    if offsets.size < 2:
+        return 1.0
+    packs = np.add.reduceat(work, offsets[:-1])
+    return float(packs.max() / packs.mean())
+
+
+# What packs documents of ours, each way under its own name, run on lengths as it runs on documents.
+#
+# `varlen pack` and the loader take documents in random order and window by window, with a packer that keeps
+# packs random samples; `vl.pack` takes lengths at once, in the order in which they are given. Their packs
+# differ, so each is measured by the code that makes them.
+
+STEP_PACKS = 8
+"""Packs of a step that a loader is measured with: streaming has as many lanes."""
+MOST_STREAMED, MOST_STREAMED_PACKS = 10_000, 4_000
+"""Documents, and packs that they fill, that streaming is measured on; its rounds take a while."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Packed:
+    """Packs that documents were put into: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
+
+    overlong: Overlong
+    lengths: IntArray | Int32Array
+    """`[pieces]`."""
+    offsets: IntArray
+    """int64 `[packs + 1]`."""
+    document_ids: IntArray | None = None
+    """int64 `[pieces]`: the number of each piece's document in the data, where it is known."""
+    split_documents: int = 0
+
+    @property
+    def num_packs(self) -> int:
+        """Number of packs."""
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Given:
+    """The documents that are packed, as they stand in the data."""
+
+    lengths: Int32Array
+    """int32 `[documents]`, empty ones too."""
+    ids: IntArray
+    """int64 `[documents]`: the number of each in the data."""
+    parts: IntArray | None
+    """int64: documents of each part of the data that is tokenized by itself; None: it is one."""
+    bytes_a_token: int = BYTES_A_TOKEN
+    """Of the files, about."""
+
+    def streamed(self, capacity: int) -> Int32Array:
+        """Return those that streaming is measured on at a capacity: all, or evenly spread ones."""
+        size, packs = self.lengths.size, int(self.lengths.sum(dtype=np.int64)) / capacity
+        most = min(MOST_STREAMED, max(1, int(size * MOST_STREAMED_PACKS / packs))) if packs else size
+        if size <= most:
+            return self.lengths
+        return self.lengths[np.linspace(0, size - 1, most).astype(np.int64)]
+
+
+def by_pack(given: Given, capacity: int, method: Method, *, is_named: bool = True) -> Packed:
+    """Pack as `varlen pack --method` does; `is_named`: whether it is to be known which documents stand in packs."""
+    tokens = BlankTokens(given.lengths, given.parts)
+    plan = Plan(tokens, PackSettings(capacity=capacity, method=method))
+    found = [packing for packing in plan.packings() if packing.num_packs]
+    sizes = np.concatenate([np.zeros(0, np.int64), *(np.diff(packing.offsets) for packing in found)])
+    first = np.concatenate([[0], np.cumsum(tokens.documents)])
+    located = [plan.located(packing.document_ids) for packing in found] if is_named else []
+    return Packed(
+        overlong=PackSettings(capacity=capacity).overlong,
+        document_ids=np.concatenate(
+            [np.zeros(0, np.int64), *(given.ids[first[shards] + numbers] for shards, numbers in located)]
+        )
+        if is_named
+        else None,
+        lengths=np.concatenate([np.zeros(0, np.int32), *(packing.lengths for packing in found)]),
+        offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        split_documents=plan.ledger.split_documents,
+    )
+
+
+def by_lengths(given: Given, capacity: int, method: Method) -> Packed:
+    """Pack as `vl.pack(lengths, method=)` does, in the order of the data, and split what is longer."""
+    packing = pack(given.lengths, capacity, method, "split")
+    return Packed(
+        overlong="split",
+        lengths=packing.lengths,
+        offsets=packing.offsets,
+        document_ids=given.ids[packing.document_ids],
+        split_documents=packing.ledger.split_documents,
+    )
+
+
+def by_index(given: Given, capacity: int) -> Packed:
+    """Pack as `vl.PackedLoader` does with a token store."""
+    settings = _loader(capacity)
+    lengths, offsets = indexed_packs(given.lengths, given.parts, settings)
+    return Packed(overlong=settings.overlong, lengths=lengths, offsets=offsets)
+
+
+def by_stream(given: Given, capacity: int) -> Packed:
+    """Pack as `vl.PackedLoader` does with documents that it reads as they come."""
+    settings = _loader(capacity)
+    lengths, offsets = streamed_packs(given.streamed(capacity), settings, given.bytes_a_token)
+    return Packed(overlong=settings.overlong, lengths=lengths, offsets=offsets)
+
+
+def _loader(capacity: int) -> LoaderSettings:
+    """Return a loader's settings as they are unless changed; nothing is read, so rank 0 of 1 may ask anywhere."""
+    return LoaderSettings(capacity=capacity, global_batch_size=STEP_PACKS, dp_rank=0, dp_world_size=1)

@@ -23,7 +23,7 @@ from varlen.errors import PlanError, SettingError
 from varlen.plan.api import plan_step
 from varlen.plan.bound import lower_bound
 from varlen.plan.search import Search
-from varlen.report.words import share, times
+from varlen.report.page import share, times
 from varlen.simulate.api import simulate
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
@@ -445,11 +445,7 @@ class StepDocuments:
 def step_documents(
     lengths: npt.NDArray[np.integer], *, documents: int, step: int, capacity: int, seed: int | None
 ) -> StepDocuments:
-    """Take the documents of one step.
-
-    Args:
-        lengths: integers `[any]`: of all documents; those of 0 are left out.
-    """
+    """Take the documents of one step (`lengths`: integers `[any]`: of all documents; those of 0 are left out)."""
     if documents < 1:
         raise SettingError(f"--documents must be at least 1, the documents of a step; got {documents}")
     if seed is not None and seed < 0:

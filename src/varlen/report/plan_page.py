@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.report.page import caption_of, facts, numbers, page, paragraph, section, table
+from varlen.report.page import caption_of, facts, numbers, page, paragraph, section, share, table
 from varlen.report.plan import (
     BYTES,
     UNFAIR,
@@ -31,7 +31,6 @@ from varlen.report.plan import (
     size,
     truncation,
 )
-from varlen.report.words import share
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import KINDS, MicroPacks
 from varlen.types import Int32Array, IntArray

@@ -17,6 +17,7 @@ from varlen.cost.shape import divides
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
+from varlen.report.page import share
 from varlen.report.plan import (
     BYTES,
     TITLES,
@@ -29,7 +30,6 @@ from varlen.report.plan import (
     size,
     stretched,
 )
-from varlen.report.words import share
 from varlen.step_plan import Mesh, Sharding
 
 OnProgress = Callable[[int, int, str], None]

@@ -13,8 +13,7 @@ from varlen.cost.model import CostModel
 from varlen.counts import many
 from varlen.errors import DeadlockError, PlanError, SettingError
 from varlen.simulate import kernels
-from varlen.simulate.durations import Durations, durations
-from varlen.simulate.graph import GRADIENT_SYNC, KIND_NAMES, Graph, build_graph
+from varlen.simulate.graph import GRADIENT_SYNC, KIND_NAMES, Durations, Graph, build_graph, durations
 from varlen.simulate.memory import memory_of
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import KINDS, Mesh, MicroPacks, StepPlan
@@ -155,11 +154,7 @@ _PASSES: Final = ("forward", "backward")
 
 
 def first_of(wrong: npt.NDArray[np.bool_]) -> int:
-    """Return the place of the first True.
-
-    Args:
-        wrong: bool `[any]`, one of them True.
-    """
+    """Return the place of the first True (`wrong`: bool `[any]`, one of them True)."""
     return int(np.argmax(wrong))
 
 
@@ -285,10 +280,9 @@ def explain(plan: StepPlan, graph: Graph, stops: FloatArray) -> str:
     waits for, or to a task of its group whose turn has not come; and if that isn't the first of its own stream
     either, to the one that is. A way without end among finitely many streams runs in a circle.
 
-    Args:
-        stops: float64 `[num_tasks]`: when each ended, NaN for those that didn't.
-
     Cost: O(tasks).
+
+    `stops`: float64 `[num_tasks]`: when each ended, NaN for those that didn't.
     """
     offsets = graph.stream_offsets
     missing = np.isnan(stops)

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.simulate import kernels
-from varlen.simulate.durations import Durations, StageCosts, gathers_s
-from varlen.simulate.graph import last_forwards
+from varlen.simulate.graph import Durations, StageCosts, gathers_s, last_forwards
 from varlen.simulate.memory import TaskBytes, plan_bytes
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
 from varlen.types import FloatArray, Int32Array

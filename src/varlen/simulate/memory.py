@@ -143,15 +143,11 @@ def backward_counts(
 
 
 def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, stops: FloatArray) -> Curves:
-    """Return what each stage holds over time.
+    """Return what each stage holds over time (`starts`: float64 `[num_tasks]`; `stops`: float64 `[num_tasks]`).
 
     A task takes as it starts what it holds at its peak, and gives back as it stops all but what it leaves: a forward
     MicroPack its rows' activations and keys and values, the backward what a separate weight-gradient task needs,
     which goes with that. Weight gradients are added to those that the states count.
-
-    Args:
-        starts: float64 `[num_tasks]`.
-        stops: float64 `[num_tasks]`.
 
     Cost: O(tasks).
     """

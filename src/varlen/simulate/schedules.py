@@ -12,7 +12,7 @@ import numpy.typing as npt
 from varlen.cost.memory import BACKWARD_COUNTS, FORWARD_COUNTS, Memory
 from varlen.errors import SettingError
 from varlen.simulate.api import run_plan
-from varlen.simulate.durations import Durations
+from varlen.simulate.graph import Durations
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, Mesh, MicroPacks, StepPlan, TaskArray
 from varlen.types import FloatArray, Int32Array

@@ -16,8 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from varlen.text.skeleton import Render, Skeleton, Turn, cut, free_character, masked, try_render
-from varlen.text.turn_marks import EndMarks
+from varlen.text.skeleton import EndMarks, Render, Skeleton, Turn, cut, free_character, masked, try_render
 
 Value = str | dict[str, Any]
 """What stands in a slot: a text, or the arguments of a call."""
@@ -136,10 +135,7 @@ def _around(
     before = _walk([*pieces[:hole], ""], values[:hole], text, forms)
     length, behind = len(text), [piece[::-1] for piece in pieces[:hole:-1]]
     after = _walk(
-        [*behind, ""],
-        values[hole:][::-1],
-        text[::-1],
-        lambda value: (form[::-1] for form in forms(value)),
+        [*behind, ""], values[hole:][::-1], text[::-1], lambda value: (form[::-1] for form in forms(value))
     )
     if len(before) != 1 or len(after) != 1:
         return None
@@ -198,11 +194,7 @@ def _json_forms(content: Value) -> Iterator[str]:
 
 
 def by_prefixes(
-    render: Render,
-    messages: list[dict[str, Any]],
-    text: str,
-    skeleton: Skeleton | None,
-    marks: EndMarks,
+    render: Render, messages: list[dict[str, Any]], text: str, skeleton: Skeleton | None, marks: EndMarks
 ) -> list[Said] | None:
     """Measure each assistant's message as what the chat with it has more than the chat before it."""
     known = {turn.message: turn for turn in skeleton.turns} if skeleton else {}

@@ -20,9 +20,8 @@ from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.rows import READ_AS_TEXT
 from varlen.regular import read_regular_text
 from varlen.text.messages import Chat, as_chat, as_tools, well_formed
-from varlen.text.rendering import ALL, Choice, Rendered, between, spelled
-from varlen.text.turn_marks import EndMarks
-from varlen.text.twins import training_twin, twin_of
+from varlen.text.rendering import ALL, Choice, Rendered, between, spelled, training_twin, twin_of
+from varlen.text.skeleton import EndMarks
 
 if TYPE_CHECKING:
     from varlen.text.jinja_sandbox import Program

@@ -27,8 +27,17 @@ from jinja2.utils import Cycler, Namespace, pass_environment
 
 from varlen.errors import SettingError, SourceError
 from varlen.text import jinja_limits
-from varlen.text.jinja_limits import METHODS, MOST_UNASKED, TooLongError, check_number, check_text, plain_sum
-from varlen.text.jinja_watch import StoppedError, current, watched
+from varlen.text.jinja_limits import (
+    METHODS,
+    MOST_UNASKED,
+    StoppedError,
+    TooLongError,
+    check_number,
+    check_text,
+    current,
+    plain_sum,
+    watched,
+)
 
 # Compile templates as jinja does, and ask `limits` where a value can be larger than what it is made of.
 

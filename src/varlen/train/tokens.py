@@ -15,8 +15,8 @@ from varlen.store.open import open_tokens
 from varlen.text.chat_template import template_text
 from varlen.text.identity import check_same, made_by, mark_of
 from varlen.text.load_tokenizer import holds_tokenizer, load_tokenizer, tokenizer_files
+from varlen.text.rendering import TWIN
 from varlen.text.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
-from varlen.text.twins import TWIN
 from varlen.train.settings import DataSettings, ModelSettings
 
 _log = logging.getLogger(__name__)

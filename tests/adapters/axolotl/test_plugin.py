@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 import varlen as vl
-from varlen.adapters.axolotl.prepared import count_steps, folder_of, loader_settings, saved
-from varlen.adapters.axolotl.settings import VarlenArguments
+from varlen.adapters.axolotl.settings import VarlenArguments, count_steps, folder_of, loader_settings, saved
 from varlen.errors import SettingError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other

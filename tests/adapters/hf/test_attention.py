@@ -14,9 +14,8 @@ from tests.support.hf_models import GROUPED, LENGTHS, loss_one_by_one, make, pac
 from transformers import AttentionInterface, FalconConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
 
 from varlen.adapters import hf
-from varlen.adapters.hf import per_document
-from varlen.adapters.hf.attention import NAME, varlen_attention
-from varlen.adapters.hf.per_document import LayerRules
+from varlen.adapters.hf import attention
+from varlen.adapters.hf.attention import NAME, LayerRules, varlen_attention
 from varlen.errors import ModelError
 
 
@@ -42,8 +41,8 @@ def test_outputs_and_gradients_are_those_of_the_definition(
     ends = ends_of(lengths)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(per_document, "BLOCK", block)
-        ours = per_document.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
+        patch.setattr(attention, "BLOCK", block)
+        ours = attention.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
     theirs = by_definition(q, k, v, ends, rules)
 
     weights = torch.arange(theirs.numel(), dtype=torch.float64).view_as(theirs).cos()
@@ -60,17 +59,17 @@ def test_documents_longer_than_a_block_are_exact(window):
     lengths = [300, 5, 129]
     q, k, v = (x.detach() for x in tensors(sum(lengths), 2, 1, 4, seed=0))
     ends, rules = ends_of(lengths), LayerRules(window=window)
-    ours = per_document.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
+    ours = attention.attend(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
 
     assert torch.allclose(ours, by_definition(q, k, v, ends, rules), rtol=0, atol=1e-12)
 
 
 def test_a_document_does_not_feel_even_infinities_in_another():
     q, k, v = (x.detach() for x in tensors(9, 2, 1, 4, seed=0))
-    clean = per_document.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
+    clean = attention.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
     for x in (q, k, v):
         x[:4] = math.nan
-    dirty = per_document.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
+    dirty = attention.attend(q, k, v, ends=torch.tensor([0, 4, 9]), longest=None, rules=LayerRules())
 
     assert torch.equal(clean[4:], dirty[4:])
     assert bool(dirty[:4].isnan().all())
@@ -94,7 +93,7 @@ def test_dropout_keeps_the_mean(softcap):
     torch.manual_seed(0)
     runs = torch.stack(
         [
-            per_document.attend(q, k, ones, ends=torch.tensor([0, 8]), longest=None, rules=rules)
+            attention.attend(q, k, ones, ends=torch.tensor([0, 8]), longest=None, rules=rules)
             for _ in range(1500)
         ]
     )
@@ -335,13 +334,13 @@ def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(name, w
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", fake_aten_forward)
     package = types.SimpleNamespace(flash_attn_varlen_func=fake_flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    kernel = per_document.by_torch if name == "torch" else per_document.by_flash_attention
+    kernel = attention.by_torch if name == "torch" else attention.by_flash_attention
     rules = LayerRules(scale=0.7, window=window, softcap=None if name == "torch" else 2.0)
     q, k, v = (x.detach() for x in tensors(sum(LENGTHS), 4, 2, 4, seed=0))
     ends = torch.tensor(ends_of(list(LENGTHS)), dtype=torch.int32)
 
     ours = kernel(q, k, v, ends, max(LENGTHS), rules)
-    theirs = per_document.attend(q, k, v, ends=ends, longest=None, rules=rules)
+    theirs = attention.attend(q, k, v, ends=ends, longest=None, rules=rules)
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -358,17 +357,17 @@ def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(name, w
     ],
 )
 def test_a_fused_kernel_is_chosen_only_for_what_it_computes(dtype, rules, flash, expected, monkeypatch):
-    monkeypatch.setattr(per_document.importlib.util, "find_spec", lambda name: object() if flash else None)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object() if flash else None)
     query = torch.zeros(3, 2, 8, dtype=dtype)
 
-    kernel = per_document.fused_kernel(query, query, rules)
+    kernel = attention.fused_kernel(query, query, rules)
     assert (kernel.__name__ if kernel else None) == expected
 
 
 def test_heads_that_no_fused_kernel_takes_are_left_to_the_loop():
     for width, value_width in ((12, 12), (264, 264), (16, 8)):
         query, value = (torch.zeros(3, 2, each, dtype=torch.bfloat16) for each in (width, value_width))
-        assert per_document.fused_kernel(query, value, LayerRules()) is None
+        assert attention.fused_kernel(query, value, LayerRules()) is None
 
 
 def test_the_kernel_of_this_torch_takes_what_it_is_given():
@@ -388,11 +387,11 @@ def test_on_cuda_the_fused_kernel_agrees_with_the_loop_in_both_passes(rules):
     exact = [x.requires_grad_() for x in (query, key, value)]
     given = [x.detach().bfloat16().cuda().requires_grad_() for x in exact]
 
-    ours = per_document.by_torch(*given, ends, longest, rules)
+    ours = attention.by_torch(*given, ends, longest, rules)
     ours.backward(gradient.bfloat16().cuda())
-    loop = per_document.attend(*exact, ends=ends.cpu(), longest=None, rules=rules)
+    loop = attention.attend(*exact, ends=ends.cpu(), longest=None, rules=rules)
     loop.backward(gradient)
 
-    assert per_document.fused_kernel(given[0], given[2], rules) is per_document.by_torch
+    assert attention.fused_kernel(given[0], given[2], rules) is attention.by_torch
     for one, other in zip([ours, *(x.grad for x in given)], [loop, *(x.grad for x in exact)]):
         assert (one.double().cpu() - other).abs().max() < 0.02 * other.abs().max()

@@ -24,7 +24,7 @@ import varlen as vl
 from varlen.adapters import hf
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import ModelError
-from varlen.verify.models.tiny_models import VOCABULARY, tiny_config
+from varlen.verify.models.loading import VOCABULARY, tiny_config
 
 KINDS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

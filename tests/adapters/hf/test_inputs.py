@@ -49,13 +49,14 @@ from transformers import (
 )
 
 import varlen as vl
+from varlen import model_families
 from varlen.adapters import hf
-from varlen.adapters.hf.recurrent import BY_ENDS_TOO, BY_NUMBERS, segment_arguments
+from varlen.adapters.hf.mixing import segment_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
 from varlen.verify.models.backends import recurrence
 from varlen.verify.models.isolation import check_isolation
-from varlen.verify.models.tiny_models import tiny_model
+from varlen.verify.models.loading import tiny_model
 
 # torch.compile brings in parts of torch that torch itself has deprecated.
 COMPILES = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
@@ -457,6 +458,8 @@ def test_scales_that_go_by_positions_stay_right():
 
 
 SIX_LENGTHS = (9, 21, 1, 13, 30, 6, 17, 2)
+BY_NUMBERS = {name for name, known in model_families.FAMILIES.items() if known.boundaries == "numbers"}
+BY_ENDS_TOO = {name for name, known in model_families.FAMILIES.items() if known.boundaries == "ends"}
 IN_ROWS, IN_ONE_ROW = sorted(BY_NUMBERS), sorted(BY_NUMBERS | BY_ENDS_TOO)
 
 

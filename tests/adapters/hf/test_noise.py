@@ -9,8 +9,8 @@ from tests.support.trainers import CAPACITY, arguments, packed_loader, store_in,
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import varlen as vl
-from varlen.adapters.hf.noise import _add_noise, shares
 from varlen.adapters.hf.trainer import PackedTrainer
+from varlen.adapters.hf.trainer_checks import _add_noise, shares
 from varlen.adapters.trl.dpo import PackedDPOTrainer
 from varlen.errors import ModelError
 
@@ -105,7 +105,7 @@ def test_dpo_has_the_noise_of_each_answer(tmp_path, monkeypatch):
             scales.append(module.varlen_neftune_shares)
         return output
 
-    monkeypatch.setattr("varlen.adapters.hf.noise._add_noise", recorded)
+    monkeypatch.setattr("varlen.adapters.hf.trainer_checks._add_noise", recorded)
     trained(PackedDPOTrainer, tmp_path, attention="varlen", neftune_noise_alpha=ALPHA)
 
     assert scales

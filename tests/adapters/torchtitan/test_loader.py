@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.adapters.titan import FIRST, numbered_store, numbers, step_rows
 
 import varlen as vl
-from varlen.adapters.torchtitan import PackedDataLoader, check_trainer, trainer_batch
-from varlen.adapters.torchtitan.loader import base_data_loader
+from varlen.adapters.torchtitan import PackedDataLoader, base_data_loader, check_trainer, trainer_batch
 from varlen.errors import OverlongDocumentError, SettingError, StateError
 
 DOCUMENTS, SEQ_LEN, GLOBAL = 90, 64, 8

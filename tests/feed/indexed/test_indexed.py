@@ -21,8 +21,7 @@ from varlen.feed.loader import PackedLoader
 from varlen.feed.protocol import new_arrays
 from varlen.feed.state import FeedState, from_json, to_json
 from varlen.offline import index as index_module
-from varlen.offline.grow import fingerprint_of_marks
-from varlen.offline.index import index_source, source_marks
+from varlen.offline.index import fingerprint_of_marks, index_source, source_marks
 from varlen.offline.outputs import working_folder
 from varlen.store.growing import PartialStore
 from varlen.store.open import open_tokens

@@ -15,8 +15,8 @@ from transformers import modeling_flash_attention_utils as flash
 import varlen as vl
 from varlen.verify.models import backends
 from varlen.verify.models.api import FAULT, matrix_row
-from varlen.verify.models.attention import AttentionPicture, kernels_of
-from varlen.verify.models.tiny_models import families
+from varlen.verify.models.backends import AttentionPicture, kernels_of
+from varlen.verify.models.loading import families
 
 FOUND = json.loads(compatibility.RESULTS.read_text(encoding="utf-8"))
 VERDICTS = {"isolated", "coupled", "leaks", "refuses", "not run"}

@@ -15,7 +15,7 @@ import varlen as vl
 from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.models import backends
 from varlen.verify.models.api import CALLS
-from varlen.verify.models.tiny_models import tiny_model
+from varlen.verify.models.loading import tiny_model
 
 BACKENDS = ("eager", "sdpa", "flex_attention", "varlen", "flash_attention_2")
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"

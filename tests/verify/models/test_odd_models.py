@@ -25,9 +25,9 @@ import varlen as vl
 from varlen.adapters import hf
 from varlen.errors import ModelError
 from varlen.verify.batches.isolation import ONE_A_ROW
-from varlen.verify.models.attention import computed_in, kernels_of
+from varlen.verify.models.backends import computed_in, kernels_of
 from varlen.verify.models.isolation import Movements, judge
-from varlen.verify.models.tiny_models import tiny_model
+from varlen.verify.models.loading import tiny_model
 
 
 def llama(dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
-from varlen.adapters.axolotl.prepared import count_steps
+from varlen.adapters.axolotl.settings import count_steps
 from varlen.adapters.hf.attention import use_varlen_attention
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from varlen.adapters.peers import raises_too
-from varlen.adapters.replicas import as_num_replicas
+from varlen.adapters.peers import as_num_replicas, raises_too
 from varlen.arguments import as_count
 from varlen.errors import LengthsError
 from varlen.pack.lengths import as_lengths

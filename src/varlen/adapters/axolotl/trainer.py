@@ -8,9 +8,9 @@ from typing import Any
 from axolotl.core.trainers import AxolotlTrainer
 from axolotl.integrations.base import PluginManager
 
-from varlen.adapters.axolotl.prepared import folder_of, loader_settings, saved
+from varlen.adapters.axolotl.settings import folder_of, loader_settings, saved
 from varlen.adapters.hf.trainer import PackedTraining, loader_for
-from varlen.adapters.replicas import check_processes
+from varlen.adapters.peers import check_processes
 
 
 class _ToldItems(AxolotlTrainer):  # type: ignore[misc]

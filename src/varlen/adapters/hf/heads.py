@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from varlen.adapters.hf.own_code import is_known, plain_class, put_on
+from varlen.adapters.hf.model import is_known, plain_class, put_on
 from varlen.errors import ModelError
 
 TOKENS = 6

@@ -8,12 +8,18 @@ import numpy as np
 import torch
 
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.mixing import check_family, drops_block_masks, drops_boundaries
+from varlen.adapters.hf.mixing import (
+    MASKLESS_KINDS,
+    check_family,
+    drops_block_masks,
+    drops_boundaries,
+    segment_arguments,
+)
 from varlen.adapters.hf.model import (
-    BY_DISTANCE,
     SELECTING,
     accepts,
     check_size,
+    family,
     first_position,
     has_experts,
     implementation,
@@ -25,7 +31,6 @@ from varlen.adapters.hf.model import (
     unwrap,
     uses_registry,
 )
-from varlen.adapters.hf.recurrent import MASKLESS_KINDS, TOLD, segment_arguments
 from varlen.adapters.hf.vision import Media, media_arguments, mrope_positions, reads_text_positions
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
@@ -88,7 +93,7 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
             f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
             f'"{implementation(model)}" is set; use model.set_attn_implementation("eager")'
         )
-    if model_type(model) in BY_DISTANCE:
+    if family(model).widest:
         _check_width(batch, model)
         del inputs["position_ids"]
     _check_code(batch, model, inputs)
@@ -111,7 +116,7 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
 
 def _check_width(batch: PackedBatch, model: Any) -> None:
     """Refuse rows wider than a model's table of distances."""
-    limit, width = getattr(text_config(model), BY_DISTANCE[model_type(model)]), batch.input_ids.shape[1]
+    limit, width = getattr(text_config(model), family(model).widest), batch.input_ids.shape[1]
     if width > limit:
         raise ModelError(
             f"{type(unwrap(model)).__name__} weighs distances of up to {limit:,} tokens, and the batch's rows have "
@@ -266,10 +271,9 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
     }
     if (first := first_position(model)) > 0:
         inputs["position_ids"] = tensors.position_ids + first
-    family = model_type(model)
-    if with_boundaries or family in TOLD:
+    if with_boundaries or family(model).boundaries:
         told = _boundaries(batch, tensors.input_ids.device)
-        inputs |= told | segment_arguments(family, told["cu_seq_lens_q"], *tensors.input_ids.shape)
+        inputs |= told | segment_arguments(model_type(model), told["cu_seq_lens_q"], *tensors.input_ids.shape)
     if not with_boundaries:
         inputs["attention_mask"] = explicit_masks(tensors, model, MASK_FORMS[name], base.dtype)
     if tensors.shift_labels is not None:
@@ -288,12 +292,11 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
 def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype) -> Any:
     """Return what to pass as `attention_mask`: one mask, or one for each kind of layer.
 
-    Returns:
-        `[rows, 1, width, width]`, or a mapping from kind to such a mask for models with
+    Returns `[rows, 1, width, width]`.
     """
     config = text_config(model)
     kinds = named_kinds(config)
-    if model_type(model) in TOLD:
+    if family(model).boundaries:
         masked = [kind for kind in dict.fromkeys(("full_attention", *kinds)) if kind not in MASKLESS_KINDS]
         masks = {kind: _mask(batch, config, kind, form, dtype) for kind in masked}
         return masks | dict.fromkeys(MASKLESS_KINDS)

@@ -23,20 +23,20 @@ import torch
 from varlen.adapters.hf.heads import acts_on_tokens, head_fault
 from varlen.adapters.hf.model import (
     MASKED_LAYERS,
-    model_type,
+    family,
+    is_known,
     named_kinds,
+    own_code,
+    put_on,
     text_config,
     text_decoder,
     unwrap,
     wrappers,
 )
-from varlen.adapters.hf.own_code import is_known, own_code, put_on
-from varlen.adapters.hf.recurrent import SINGLE_TOKENS, TOLD
 from varlen.errors import ModelError
+from varlen.model_families import family_named
 from varlen.parsed import parse_python
 
-FLAT_MASKS = frozenset(("esm", "flaubert", "openai-gpt", "reformer", "xlm"))
-"""Families whose code takes masks of padding alone: a finished 4-D one makes it fail."""
 CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
 """Modules that aren't called where there is no encoder."""
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
@@ -68,10 +68,10 @@ def check_family(model: Any) -> None:
     """Refuse models whose documents no argument keeps apart."""
     base, config = unwrap(model), text_config(model)
     reason = _two_sequences(base) or _both_directions(config) or _soft_prompt(model) or _flat_masks(model)
-    if not reason and model_type(model) not in TOLD:
+    if not reason and not family(model).boundaries:
         reason = _foreign_layers(config) or _recurrence(base)
     if not reason:
-        reason, unknown = _looked_through(base, told=model_type(model) in TOLD)
+        reason, unknown = _looked_through(base, told=bool(family(model).boundaries))
         if not reason and unknown and base not in _TRIED and not _TRYING.get():
             raise ModelError(f"{type(base).__name__} {unknown}; {_TRY}")
     if reason:
@@ -110,7 +110,7 @@ def _both_directions(config: Any) -> str | None:
 
 
 def _flat_masks(model: Any) -> str | None:
-    if model_type(model) in FLAT_MASKS:
+    if family(model).takes_flat_masks:
         return "takes masks of padding alone, in which documents of a row can't be told apart"
     return None
 
@@ -194,13 +194,13 @@ def _no_sign_of_causality(decoder: Any) -> tuple[str | None, str | None]:
     """Say that nothing shows a decoder to be causal: neither its code nor transformers' list of such families."""
     from transformers.models.auto import modeling_auto as auto
 
-    family = getattr(getattr(decoder, "config", None), "model_type", "")
+    name = getattr(getattr(decoder, "config", None), "model_type", "")
     known = _names_of(decoder).intersection((*_CAUSAL_MASKS, "create_masks_for_generate"))
-    if known or family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if known or name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None, None
-    if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+    if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return (
-            f"attends in both directions ({family} fills in masked tokens, and its code makes no causal masks), and "
+            f"attends in both directions ({name} fills in masked tokens, and its code makes no causal masks), and "
             "varlen packs for causal models",
             None,
         )
@@ -347,3 +347,34 @@ def _forward(kind: Any) -> ast.FunctionDef | None:
     except (OSError, TypeError, SyntaxError, AttributeError, IndexError):
         return None
     return found if isinstance(found, ast.FunctionDef) else None
+
+
+# What recurrent and convolving layers are told of boundaries.
+
+SINGLE_TOKENS = ("moe", "mlp")
+"""Kinds of layers that mix no tokens."""
+MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
+"""Layers in which no mask has a meaning: they take boundaries, or look at single tokens."""
+
+
+def segment_arguments(name: str, ends: torch.Tensor, rows: int, width: int) -> dict[str, Any]:
+    """Return what recurrent layers are told of segments, beside what attention is.
+
+    Args:
+        ends: int32 `[segments + 1]`, over the flattened `rows * width` tokens.
+
+    Returns:
+        `seq_idx` int32 `[rows, width]`: the number of each token's segment in its row, those of padding included.
+    """
+    told = family_named(name).boundaries
+    if not told:
+        return {}
+    if rows != 1 and told == "ends":
+        raise ModelError(
+            f"the recurrent layers of {name} take the segments of one row, and the batch has {rows:,} rows; "
+            'collate with layout="flat"'
+        )
+    starts = torch.zeros(rows * width + 1, dtype=torch.int32, device=ends.device)
+    starts[ends.long()] = 1  # one more, as segments may end where the last row does
+    numbers = starts[:-1].cumsum(0, dtype=torch.int32).view(rows, width)
+    return {"seq_idx": numbers - numbers[:, :1]}

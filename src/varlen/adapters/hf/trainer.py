@@ -23,7 +23,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from varlen.adapters.hf.inputs import model_inputs
 from varlen.adapters.hf.mixing import check_family
-from varlen.adapters.hf.noise import noise_of_documents
 from varlen.adapters.hf.trainer_checks import (
     Weighting,
     check_evaluation,
@@ -32,6 +31,7 @@ from varlen.adapters.hf.trainer_checks import (
     check_settings,
     check_train_dataset,
     checked_loader,
+    noise_of_documents,
 )
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError, StateError, UnknownLengthError

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from varlen.adapters.megatron.batches.boundaries import mtp_targets, stage_batch
-    from varlen.adapters.megatron.batches.collate import RowCollator, collate_rows
-    from varlen.adapters.megatron.batches.context_parallel import (
+    from varlen.adapters.megatron.batches.boundaries import (
         cp_slice,
         get_packed_seq_cp_partition_indices,
+        mtp_targets,
         split_microbatches,
+        stage_batch,
     )
-    from varlen.adapters.megatron.batches.from_batch import megatron_batch
+    from varlen.adapters.megatron.batches.collate import RowCollator, collate_rows, megatron_batch
     from varlen.adapters.megatron.batches.in_batch import (
         build_mcore_thd_sequence_batch_from_rows,
         check_in_batch_packing,
@@ -138,7 +138,7 @@ _HOMES = {
     "collate_rows": "varlen.adapters.megatron.batches.collate",
     "combined_metadata": "varlen.adapters.megatron.files.metadata",
     "convert": "varlen.adapters.megatron.files.opening",
-    "cp_slice": "varlen.adapters.megatron.batches.context_parallel",
+    "cp_slice": "varlen.adapters.megatron.batches.boundaries",
     "create_hist": "varlen.adapters.megatron.packing.release_packs",
     "create_packed": "varlen.adapters.megatron.files.opening",
     "create_packing_strategy": "varlen.adapters.megatron.packing.release_packs",
@@ -149,7 +149,7 @@ _HOMES = {
     "first_fit_decreasing": "varlen.adapters.megatron.packing.release_packs",
     "first_fit_shuffle": "varlen.adapters.megatron.packing.release_packs",
     "fold_alignment_padding": "varlen.adapters.megatron.samples",
-    "get_packed_seq_cp_partition_indices": "varlen.adapters.megatron.batches.context_parallel",
+    "get_packed_seq_cp_partition_indices": "varlen.adapters.megatron.batches.boundaries",
     "get_packed_seq_params": "varlen.adapters.megatron.batches.params",
     "get_packed_seq_q_cu_seqlens": "varlen.adapters.megatron.batches.params",
     "get_seqlen_list": "varlen.adapters.megatron.packing.alignment",
@@ -159,7 +159,7 @@ _HOMES = {
     "last_checkpoint": "varlen.adapters.megatron.loader",
     "loader_batch_size": "varlen.adapters.megatron.loader",
     "mask_dummies": "varlen.adapters.megatron.scheduler",
-    "megatron_batch": "varlen.adapters.megatron.batches.from_batch",
+    "megatron_batch": "varlen.adapters.megatron.batches.collate",
     "metadata_entry": "varlen.adapters.megatron.files.metadata",
     "metadata_path": "varlen.adapters.megatron.files.metadata",
     "mtp_targets": "varlen.adapters.megatron.batches.boundaries",
@@ -175,7 +175,7 @@ _HOMES = {
     "replay_packs": "varlen.adapters.megatron.packing.release_packs",
     "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.reader",
     "saved_state": "varlen.adapters.megatron.loader",
-    "split_microbatches": "varlen.adapters.megatron.batches.context_parallel",
+    "split_microbatches": "varlen.adapters.megatron.batches.boundaries",
     "stage_batch": "varlen.adapters.megatron.batches.boundaries",
     "stored_lengths": "varlen.adapters.megatron.packing.alignment",
     "unpack_mcore_thd_tensor_for_position_ids": "varlen.adapters.megatron.batches.params",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from varlen.adapters.megatron.batches.from_batch import megatron_batch
+from varlen.adapters.megatron.batches.collate import megatron_batch
 from varlen.adapters.megatron.packing.alignment import alignment
 from varlen.adapters.megatron.rows import NEWEST, Dialect, as_dialect
 from varlen.arguments import as_count
@@ -346,10 +346,7 @@ def external_loaders(
                 if data is None
                 else MegatronLoader(
                     PackedLoader(
-                        data,
-                        tokenizer,
-                        global_batch_size=evaluated,
-                        **{**shared, **settings, "epochs": None},
+                        data, tokenizer, global_batch_size=evaluated, **{**shared, **settings, "epochs": None}
                     ),
                     dialect=dialect,
                     restart_after=each_evaluation // dp_world_size or None,

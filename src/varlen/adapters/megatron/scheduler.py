@@ -210,8 +210,7 @@ def _ways(
 def _peeled(pack_of: Int32Array, packs: int, goal: int) -> Int32Array:
     """Take last samples off late packs, each for a pack of its own, until there are as many packs as wanted.
 
-    Args:
-        pack_of: int32 `[samples]`, rising, as next-fit packs them.
+    `pack_of`: int32 `[samples]`, rising, as next-fit packs them.
     """
     peeled = pack_of.copy()
     is_first = np.diff(pack_of, prepend=np.int32(-1)) != 0

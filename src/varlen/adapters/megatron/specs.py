@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from varlen.adapters.megatron.rows import NEWEST, as_dialect, is_before_parquet
 from varlen.adapters.peers import raises_too
 from varlen.errors import SettingError, SourceError
 from varlen.files.written import read_manifest
+from varlen.workers.processors import processors
 
 _FIELDS = (
     "packed_sequence_size",
@@ -157,7 +157,7 @@ class PackedSequenceSpecs:
         """Processes that tokenize, by this dialect's reading of `num_tokenizer_workers`."""
         if self.num_tokenizer_workers > 0:
             return self.num_tokenizer_workers
-        return 1 if self.dialect == "0.6" else _processors()
+        return 1 if self.dialect == "0.6" else processors()
 
     def check(self, *, pad_to_max_length: bool | None = None) -> PackedSequenceSpecs:
         """Return these specs if nothing in them contradicts itself, also after they were changed.
@@ -317,7 +317,3 @@ class PackedSequenceSpecs:
         except SourceError as error:
             raise SourceError(f"{name}: {error}") from error
         return path
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -179,11 +179,7 @@ def padded_rows(
     column_pads: Mapping[str, Any],
     positions: bool,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return a row for each document.
-
-    Returns:
-        `[rows, width]` each, in TRL's order.
-    """
+    """Return a row for each document: `[rows, width]` each, in TRL's order."""
     ids = as_whole(join(documents, "input_ids"), "input_ids")
     given: dict[str, Joined] = (
         {} if labels is None else {"labels": as_whole(join(labels, "labels"), "labels")}

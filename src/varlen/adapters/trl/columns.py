@@ -130,8 +130,7 @@ def packed(
 ) -> pa.Table:
     """Return rows of packed documents, every column in its type.
 
-    Args:
-        places: int64 `[num_documents]`: where each document stands among the rows of `batches`.
+    `places`: int64 `[num_documents]`: where each document stands among the rows of `batches`.
     """
     wanted = places[rows.documents]
     firsts = np.cumsum([0, *(batch.num_rows for batch in batches)])

@@ -15,9 +15,8 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from varlen.adapters.hf.inputs import model_inputs
 from varlen.adapters.hf.mixing import check_family
-from varlen.adapters.hf.noise import noise_of_documents
-from varlen.adapters.hf.trainer_checks import check_scaling
-from varlen.adapters.replicas import check_processes
+from varlen.adapters.hf.trainer_checks import check_scaling, noise_of_documents
+from varlen.adapters.peers import check_processes
 from varlen.arguments import as_count
 from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
@@ -118,11 +117,7 @@ class UnevenGather:
         return getattr(self._accelerator, name)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of all ranks, one after the other.
-
-        Args:
-            values: `[pairs]`, or a single number.
-        """
+        """Return the values of all ranks, one after the other (`values`: `[pairs]`, or a single number)."""
         gather = self._accelerator.gather
         if values.ndim == 0:
             alone: torch.Tensor = gather(values)
@@ -203,8 +198,7 @@ class PairCollator:
 def flat_row(batch: dict[str, Any]) -> PackedBatch:
     """Return the rows of a padded batch as the documents of one row; answers are what is learned.
 
-    Args:
-        batch: `input_ids`, `attention_mask` and `completion_mask`, int64 `[rows, width]`.
+    `batch`: `input_ids`, `attention_mask` and `completion_mask`, int64 `[rows, width]`.
     """
     real = batch["attention_mask"].bool()
     ids = batch["input_ids"][real]

@@ -141,12 +141,7 @@ def _rows_of(
 ) -> Iterator[pa.Table]:
     """Tables of packed rows, one a window, and what is left at the end."""
     method, overlong = METHODS[strategy]
-    packer = WindowPacker(
-        capacity=capacity,
-        window=window or 2**31 - 1,
-        method=method,
-        overlong=overlong,
-    )
+    packer = WindowPacker(capacity=capacity, window=window or 2**31 - 1, method=method, overlong=overlong)
     kept = _Kept(marked=strategy != "wrapped")
     documents._init_state_dict()  # from the first document on, whatever was read before
     for table in _tables_of(documents, window, features):

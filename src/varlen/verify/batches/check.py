@@ -6,14 +6,26 @@ against real runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from varlen.batch.packed import PackedBatch
-from varlen.verify.batches.finding import BatchReport, Finding, ModelFacts
+import numpy as np
+
+from varlen.batch.packed import IGNORE_INDEX, PackedBatch
+from varlen.counts import many
+from varlen.verify.batches.finding import BatchReport, Finding, Kind, Level, ModelFacts, finding
 from varlen.verify.batches.isolation import isolation_findings, recurrent_findings
-from varlen.verify.batches.numbers import agreement_findings, number_findings, target_findings
-from varlen.verify.batches.reading import GivenBatch, Segments, read, segments_of
+from varlen.verify.batches.reading import (
+    BOUNDARIES,
+    LONGEST,
+    BoolArray,
+    GivenBatch,
+    IntArray,
+    Segments,
+    read,
+    segments_of,
+    usable_ends,
+)
 
 
 def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> BatchReport:
@@ -72,3 +84,279 @@ def _found(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> I
     yield from number_findings(given, facts)
     yield from agreement_findings(given, segments, facts, {finding.kind for finding in isolation})
     yield from target_findings(given, segments, facts)
+
+
+# Shapes, boundaries, token ids and positions: numbers that a kernel or an embedding can't take.
+
+RESTART = "restart position_ids at 0 with every document and every piece of one"
+
+
+def number_findings(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Finding]:
+    """Yield what is wrong with shapes, dtypes, ids, positions and each array of boundaries by itself."""
+    yield from _shapes(given)
+    yield from _finished_masks(given)
+    yield from _float_ids(given)
+    for name in BOUNDARIES[: 1 if _are_the_same(given) else 2]:
+        yield from _boundaries(given, name)
+    yield from _longest(given)
+    yield from _tokens(given, facts)
+    yield from _positions(given, facts)
+
+
+def agreement_findings(
+    given: GivenBatch, segments: Segments, facts: ModelFacts | None, known: Set[Kind]
+) -> Iterator[Finding]:
+    """Yield where the arguments that tell boundaries tell different ones."""
+    ends, other = (given.arrays.get(name) for name in BOUNDARIES)
+    if ends is not None and other is not None and not np.array_equal(ends, other):
+        what = "cu_seq_lens_q and cu_seq_lens_k differ, and a token attends to its own row alone"
+        fix = 'batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"]'
+        yield finding("boundaries_disagree", "error", what, fix, place="cu_seq_lens_k")
+    yield from _run_on(given, segments, facts, known)
+    if "boundaries_disagree" in known:
+        return
+    for name, told in segments.starts_by.items():
+        missing = segments.needed & ~told
+        if name == "position_ids" or not missing.any():
+            continue
+        others = ", ".join(one for one in segments.starts_by if one != name)
+        what = f"{name} begins no document at {many(int(missing.sum()), 'place')} where {others} do"
+        level: Level = "error" if facts is None or given.packed is not None else "warning"
+        fix = "make all of them from the same lengths of documents"
+        yield finding("boundaries_disagree", level, what, fix, missing, "the document that begins at")
+        return
+
+
+def _run_on(
+    given: GivenBatch, segments: Segments, facts: ModelFacts | None, known: Set[Kind]
+) -> Iterator[Finding]:
+    """Documents whose positions don't begin anew: right where positions only turn, wrong where they're learned."""
+    if given.finished_mask is not None or {"positions_run_on", "positions_missing"} & known:
+        return
+    level: Level = "error" if given.packed is not None or (facts and facts.learned_positions) else "warning"
+    learned = "looks positions up in a table" if level == "error" else "only turns by positions is the same"
+    told = segments.starts_by.get("position_ids")
+    missing = segments.needed if told is None else segments.needed & ~told
+    if not missing.any() or (told is None and "position_ids" in given.arrays):
+        return
+    kind: Kind = "positions_run_on" if "position_ids" in given.arrays else "positions_missing"
+    said = "position_ids run on" if kind == "positions_run_on" else "without position_ids, positions run on"
+    what = f"{said} across the beginning of {many(int(missing.sum()), 'document')}; a model that {learned}"
+    what = what if level == "warning" else f"{what}, and computes something else than for the document alone"
+    yield finding(kind, level, what, RESTART, missing, "the document that begins at")
+
+
+def _shapes(given: GivenBatch) -> Iterator[Finding]:
+    ids = given.input_ids.shape
+    for name in ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx"):
+        array = given.arrays.get(name)
+        if array is None or given.by_token(name) is not None:
+            continue
+        what = f"{name} has the shape {list(array.shape)} and input_ids {list(ids)}"
+        if array.ndim == 2 and array.shape[0] == ids[0]:
+            more = array.shape[1] - ids[1]
+            what += f", {many(abs(more), 'token')} {'more' if more > 0 else 'fewer'}"
+        fix = "look for a document whose columns differ in length, or that is empty"
+        yield finding("shapes", "error", what, fix, place=name)
+
+
+def _finished_masks(given: GivenBatch) -> Iterator[Finding]:
+    masks = given.finished_mask
+    named = masks if isinstance(masks, Mapping) else {"": masks}
+    wanted = [given.rows, given.width, given.width]
+    for kind, mask in named.items():
+        shape = list(getattr(mask, "shape", ()))
+        is_array = isinstance(mask, np.ndarray) or hasattr(mask, "detach")
+        if not is_array or (len(shape) == 4 and shape[0] in (1, given.rows) and shape[2:] == wanted[1:]):
+            continue
+        name = f'attention_mask["{kind}"]' if kind else "attention_mask"
+        what = f"{name} has the shape {shape}, and must be {[wanted[0], 'heads or 1', *wanted[1:]]}"
+        yield finding("shapes", "error", what, "make the mask of this batch's own rows", place=name)
+
+
+def _float_ids(given: GivenBatch) -> Iterator[Finding]:
+    for name in ("input_ids", "labels", "shift_labels"):
+        dtype = given.dtypes.get(name, "int64")
+        if "float" in dtype:
+            what = f"{name} is {dtype}, as it becomes when an empty list is among the documents"
+            fix = f'batch["{name}"] = batch["{name}"].long(), and drop empty documents'
+            yield finding("float_ids", "error", what, fix, place=name)
+
+
+def _boundaries(given: GivenBatch, name: str) -> Iterator[Finding]:
+    ends = given.arrays.get(name)
+    if ends is None:
+        return
+    named = name if given.packed is None else "cu_seqlens"
+    tokens, dtype = given.rows * given.width, given.dtypes[name]
+    fix = "torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)"
+    if ends.ndim != 1 or len(ends) < 2:
+        what = f"{named} has the shape {list(ends.shape)}, and must be [segments + 1]"
+        yield finding("cu_seqlens", "error", what, fix, place=named)
+        return
+    if dtype != "int32":
+        what = f"{named} is {dtype}, and variable-length kernels take int32"
+        yield finding("cu_seqlens", "error", what, f'batch["{named}"] = batch["{named}"].int()', place=named)
+    if ends[0] != 0:
+        what = f"{named} starts at {ends[0]:,}, so no segment holds the tokens before"
+        yield finding("cu_seqlens", "error", what, fix, place=f"{named} index 0")
+    if ends[-1] != tokens:
+        what = f"{named} ends at {ends[-1]:,}, and the batch has {many(tokens, 'token')}, padding counted"
+        yield finding("cu_seqlens", "error", what, fix, place=f"{named} index {len(ends) - 1:,}")
+    falls = np.append(False, np.diff(ends) < 0)
+    if falls.any():
+        yield finding("cu_seqlens", "error", f"{named} falls", fix, falls, named)
+    empty = np.append(False, np.diff(ends) == 0)
+    if empty.any():
+        what = f"{many(int(empty.sum()), 'empty document')}: {named} holds an entry twice"
+        fix = "drop documents without tokens before collating"
+        yield finding("empty_documents", "warning", what, fix, empty, named)
+
+
+def _are_the_same(given: GivenBatch) -> bool:
+    """Return whether queries and keys have the same boundaries, as they should."""
+    ends, other = (given.arrays.get(name) for name in BOUNDARIES)
+    dtypes = [given.dtypes.get(name) for name in BOUNDARIES]
+    return ends is not None and other is not None and dtypes[0] == dtypes[1] and np.array_equal(ends, other)
+
+
+def _longest(given: GivenBatch) -> Iterator[Finding]:
+    for name, number in zip(BOUNDARIES, LONGEST, strict=True):
+        ends, told = usable_ends(given, name), given.longest.get(number)
+        if ends is None or told is None:
+            continue
+        lengths = np.diff(ends)
+        if told < lengths.max():
+            what = (
+                f"{number} is {told:,}, and the longest segment has {int(lengths.max()):,} tokens: kernels "
+                "compute nothing, or nonsense, beyond it"
+            )
+            fix = f'batch["{number}"] = int(batch["{name}"].diff().max())'
+            yield finding("max_length", "error", what, fix, lengths > told, "the segment with")
+
+
+def _tokens(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Finding]:
+    ids = given.input_ids
+    wrong = ids < 0
+    if facts is not None:
+        wrong = wrong | (ids >= facts.vocabulary)
+    if wrong.any():
+        limit = f"; {facts.name} embeds ids 0 to {facts.vocabulary - 1:,}" if facts else ""
+        first = int(ids.reshape(-1)[np.argmax(wrong)])
+        what = f"{many(int(wrong.sum()), 'token id')} that can't be embedded: the first is {first:,}{limit}"
+        fix = "use the model's own tokenizer, or model.resize_token_embeddings"
+        yield finding("token_ids", "error", what, fix, wrong, "the token at")
+
+
+def _positions(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Finding]:
+    limit = None if facts is None else facts.positions
+    positions = given.by_token("position_ids")
+    if positions is None:
+        if limit is not None and given.width > limit and "position_ids" not in given.arrays:
+            what = (
+                f"rows have {given.width:,} tokens and no position_ids, and the model has {limit:,} positions"
+            )
+            yield finding("positions_range", _beyond(given, facts), what, RESTART, place="the batch")
+        return
+    if (negative := positions < 0).any():
+        what = f"{many(int(negative.sum()), 'negative position')}"
+        yield finding("positions_range", "error", what, RESTART, negative, "the position at")
+    if limit is not None and (beyond := positions >= limit).any():
+        what = (
+            f"{many(int(beyond.sum()), 'position')} beyond the model's {limit:,} (max_position_embeddings); the "
+            f"largest is {int(positions.max()):,}"
+        )
+        fix = f'pack with capacity at most {limit:,} and overlong="split" or "truncate"'
+        yield finding("positions_range", _beyond(given, facts), what, fix, beyond, "the position at")
+
+
+def _beyond(given: GivenBatch, facts: ModelFacts | None) -> Level:
+    return "error" if given.packed is not None or (facts and facts.learned_positions) else "warning"
+
+
+# Targets: labels that cross a boundary, stand on padding, are outside the vocabulary, or aren't there at all.
+
+
+def target_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
+    """Yield what is wrong with labels; where there are none at all, nothing."""
+    for name in ("labels", "shift_labels"):
+        labels = given.by_token(name)
+        if labels is None:
+            continue
+        yield from _crossing(given, segments, name, labels)
+        yield from _on_padding(given, segments, name, labels)
+        yield from _outside_vocabulary(name, labels, facts)
+        if name == "shift_labels" or given.by_token("shift_labels") is None:
+            yield from _absent(segments, name, labels)
+
+
+def _crossing(given: GivenBatch, segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
+    targets = labels != IGNORE_INDEX
+    if name == "labels":
+        crossing = segments.follows & targets  # a row's first label is nobody's target, and follows nothing
+        fix = 'batch["labels"][batch["position_ids"] == 0] = -100'
+        what, place = "the first label of {} isn't -100", "the label at"
+    else:
+        crossing = np.zeros_like(targets)
+        crossing[:, :-1] = segments.follows[:, 1:] & targets[:, :-1]
+        if given.packed is not None and given.width:
+            crossing[:, -1] = targets[:, -1]
+        fix = "shift labels within each document, and end each with -100: vl.collate(..., shift_labels=True)"
+        what, place = "the last shifted label of {} isn't -100", "the shifted label at"
+    if crossing.any():
+        documents = what.format(many(int(crossing.sum()), "document"))
+        what = f"{documents}: the model would predict the first token from the end of another document"
+        yield finding("crossing_targets", "error", what, fix, crossing, place)
+
+
+def _on_padding(given: GivenBatch, segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
+    mask = given.by_token("attention_mask")
+    padded = segments.padding if given.segment_ids is not None else None if mask is None else mask == 0
+    if padded is None:
+        return
+    wrong = padded & (labels != IGNORE_INDEX)
+    if wrong.any():
+        level: Level = "error" if given.packed is not None else "warning"
+        what = (
+            f"{many(int(wrong.sum()), 'padding position')} with a label: the model learns to predict padding"
+        )
+        fix = f'batch["{name}"][batch["attention_mask"] == 0] = -100'
+        yield finding("padding_targets", level, what, fix, wrong, "the label at")
+
+
+def _outside_vocabulary(name: str, labels: IntArray, facts: ModelFacts | None) -> Iterator[Finding]:
+    wrong = (labels < 0) & (labels != IGNORE_INDEX)
+    if facts is not None:
+        wrong |= labels >= facts.vocabulary
+    if wrong.any():
+        limit = f", and {facts.name} has tokens 0 to {facts.vocabulary - 1:,}" if facts else ""
+        first = int(labels.reshape(-1)[np.argmax(wrong)])
+        what = f"{many(int(wrong.sum()), 'label')} that no token has: the first is {first:,}{limit}"
+        fix = f"use the model's own tokenizer, and -100 in {name} where nothing is to be learned"
+        yield finding("label_ids", "error", what, fix, wrong, "the label at")
+
+
+def _absent(segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
+    targets = (labels != IGNORE_INDEX) & ~segments.padding
+    if name == "labels":
+        targets = targets & ~segments.starts
+    if not targets.any():
+        what = "no label is a target, so the loss is 0 or NaN and nothing is learned"
+        fix = "skip the batch on all ranks, or look for what masked every label (chat template, truncation)"
+        yield finding("no_targets", "error", what, fix, place=name)
+        return
+    empty = _without_targets(segments, targets)
+    if empty.any():
+        what = f"{many(int(empty.sum()), 'document has', 'documents have')} no target: computed, and nothing learned"
+        fix = "drop such documents before packing, if they aren't meant"
+        yield finding("documents_without_targets", "warning", what, fix, empty, "the document that begins at")
+
+
+def _without_targets(segments: Segments, targets: BoolArray) -> BoolArray:
+    """Return the starts of documents of two tokens or more without a target."""
+    starts = np.flatnonzero(segments.starts)
+    tokens = np.add.reduceat(~segments.padding.reshape(-1), starts, dtype=np.int64)
+    counts = np.add.reduceat(targets.reshape(-1), starts, dtype=np.int64)
+    empty = np.zeros(targets.size, dtype=bool)
+    empty[starts[(counts == 0) & (tokens > 1)]] = True
+    return empty.reshape(targets.shape)

@@ -163,17 +163,11 @@ class ModelFacts:
 
 
 def finding(
-    kind: Kind,
-    level: Level,
-    what: str,
-    fix: str,
-    places: BoolArray | None = None,
-    place: str = "",
+    kind: Kind, level: Level, what: str, fix: str, places: BoolArray | None = None, place: str = ""
 ) -> Finding:
     """Make a finding of all places at which something is wrong.
 
-    Args:
-        places: bool `[rows, width]` or `[entries]`, true where it is wrong; None where it has no place.
+    `places`: bool `[rows, width]` or `[entries]`, true where it is wrong; None where it has no place.
     """
     if places is None:
         return Finding(kind=kind, level=level, what=what, where=place, fix=fix)

@@ -21,15 +21,14 @@ import torch
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.mixing import check_family, drops_boundaries
 from varlen.adapters.hf.model import (
+    family,
     implementation,
-    model_type,
     text_config,
     text_decoder,
     unwrap,
     uses_registry,
     vocabulary_size,
 )
-from varlen.adapters.hf.recurrent import BY_ENDS_TOO, TOLD
 from varlen.counts import many
 from varlen.errors import ModelError
 from varlen.parsed import parse_python
@@ -345,8 +344,7 @@ def opened_across(given: GivenBatch, segments: Segments) -> BoolArray | None:
 
     Masks on a GPU and FlexAttention's block masks aren't read. Cost: the mask is gone through once.
 
-    Returns:
-        bool `[rows, width]`.
+    Returns bool `[rows, width]`.
     """
     if not segments.starts_by:
         return None
@@ -433,13 +431,16 @@ def facts_of(model: Any) -> ModelFacts:
         mrope=code.mrope,
         reads_boundaries=code.reads_boundaries,
         drops_boundaries=drops_boundaries(model) is not None,
-        recurrent_read=_recurrent_read(model_type(model)),
-        recurrent_in_one_row=model_type(model) in BY_ENDS_TOO,
+        recurrent_read=_RECURRENT_READ[family(model).boundaries],
+        recurrent_in_one_row=family(model).boundaries == "ends",
         learned_positions=_has_table_of_positions(decoder, limit),
         vocabulary=vocabulary_size(model),
         positions=limit if isinstance(limit, int) and limit > 0 else None,
         refusal=_refusal(model),
     )
+
+
+_RECURRENT_READ = {"": (), "numbers": ("seq_idx",), "ends": ("seq_idx", "cu_seq_lens_q")}
 
 
 def _detector(model: Any, name: str) -> Detector:
@@ -449,12 +450,6 @@ def _detector(model: Any, name: str) -> Detector:
     if name == attention.NAME:
         return "varlen"
     return "flash" if "flash" in name and not name.startswith("paged|") else "unknown"
-
-
-def _recurrent_read(family: str) -> tuple[str, ...]:
-    if family not in TOLD:
-        return ()
-    return ("seq_idx", "cu_seq_lens_q") if family in BY_ENDS_TOO else ("seq_idx",)
 
 
 def _refusal(model: Any) -> str | None:

@@ -289,8 +289,7 @@ def segments_of(given: GivenBatch) -> Segments:
 def breaks(values: IntArray, step: int) -> BoolArray:
     """Return where a row doesn't go on from one column to the next by `step`; true in the first column.
 
-    Args:
-        values: `[rows, width]`.
+    `values`: `[rows, width]`.
     """
     starts = np.ones(values.shape, dtype=bool)
     np.not_equal(values[:, 1:], values[:, :-1] + step, out=starts[:, 1:])

@@ -15,14 +15,21 @@ import transformers
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.adapters.hf.mixing import check_family, found_apart, trying
-from varlen.adapters.hf.recurrent import TOLD
+from varlen.adapters.hf.model import family
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.batches.check import check_batch
 from varlen.verify.batches.isolation import ONE_A_ROW, WITH_MODEL_INPUTS
 from varlen.verify.models import backends
-from varlen.verify.models.attention import AttentionPicture, attention_picture, kernels_of
-from varlen.verify.models.backends import CPU_BACKENDS, attending, backends_for, first_sentence
+from varlen.verify.models.backends import (
+    CPU_BACKENDS,
+    AttentionPicture,
+    attending,
+    attention_picture,
+    backends_for,
+    first_sentence,
+    kernels_of,
+)
 from varlen.verify.models.isolation import IsolationReport, Verdict, check_isolation
 from varlen.verify.models.loading import LoadedModel, load_model
 from varlen.verify.models.parity import gradient_parity, in_training, own_loss
@@ -217,7 +224,7 @@ def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: i
             raise model
         with attending(model, backend) as missing:
             found = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
-            if found.verdict == "refuses" and hf.model_type(model) in TOLD:
+            if found.verdict == "refuses" and family(model).boundaries:
                 with backends.recurrence(model) as recurrent:
                     again = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
                     if again.verdict != "refuses":

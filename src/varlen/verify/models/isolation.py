@@ -15,7 +15,7 @@ from varlen.adapters import hf
 from varlen.adapters.hf.mixing import trying
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
-from varlen.verify.models.attention import computed_in
+from varlen.verify.models.backends import computed_in
 from varlen.verify.models.trial import Inputs, Trial, said, sample_batch, untouched
 
 Verdict = Literal["isolated", "leaks", "coupled", "refuses", "blind"]

@@ -8,7 +8,7 @@ from typing import Any
 from varlen.counts import many
 from varlen.report.drawing import drawing, line, rect, text
 from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, paragraph, section, table
-from varlen.verify.models.attention import AttentionPicture
+from varlen.verify.models.backends import AttentionPicture
 from varlen.verify.models.report import (
     VerifyReport,
     arguments,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from varlen.batch.packed import Layout
 from varlen.counts import many
-from varlen.verify.models.attention import AttentionPicture
+from varlen.verify.models.backends import AttentionPicture
 from varlen.verify.models.isolation import IsolationReport
 from varlen.verify.models.parity import GradientParity
 
@@ -131,12 +131,7 @@ class VerifyReport:
         return (
             {"verdict": self.verdict}
             | fields
-            | {
-                "versions": dict(self.versions),
-                "notes": list(self.notes),
-                "cells": cells,
-                "calls": calls,
-            }
+            | {"versions": dict(self.versions), "notes": list(self.notes), "cells": cells, "calls": calls}
         )
 
     def __str__(self) -> str:

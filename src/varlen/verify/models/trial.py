@@ -139,8 +139,7 @@ class Trial:
     def where(self, chosen: BoolArray) -> torch.Tensor:
         """Return a selection of tokens as a torch mask on the model's device.
 
-        Args:
-            chosen: `[rows, width]`, or any other shape.
+        `chosen`: `[rows, width]`, or any other shape.
         """
         return torch.as_tensor(chosen, device=hf.unwrap(self.model).device)
 
@@ -214,8 +213,7 @@ class Trial:
     def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:
         """Return the summed loss of one document's targets, in float64, and how many targets it has.
 
-        Args:
-            logits: `[length, vocabulary]`, of this document's tokens.
+        `logits`: `[length, vocabulary]`, of this document's tokens.
         """
         labels = torch.as_tensor(self.batch.labels).cpu().long()[torch.as_tensor(self.owner == document)][1:]
         total = cross_entropy(logits[:-1].double().cpu(), labels, ignore_index=IGNORE_INDEX, reduction="sum")

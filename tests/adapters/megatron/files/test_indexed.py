@@ -33,8 +33,7 @@ from varlen.adapters.megatron import (
     write_metadata,
     write_packed_indexed_dataset,
 )
-from varlen.adapters.megatron.files.flat import between, from_dicts
-from varlen.adapters.megatron.files.reader import resolve_packed
+from varlen.adapters.megatron.files.reader import between, from_dicts, resolve_packed
 from varlen.errors import DocumentsError, LengthsError, SettingError, SourceError
 from varlen.store.open import open_tokens
 

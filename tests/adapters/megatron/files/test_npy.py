@@ -19,7 +19,7 @@ from tests.support.megatron_rows import Row, header, many_rows, packed_rows, pla
 
 from varlen.adapters.megatron import PackedNpy, read_packed_npy
 from varlen.adapters.megatron.files import kernels
-from varlen.adapters.megatron.files.flat import as_dict
+from varlen.adapters.megatron.files.reader import as_dict
 from varlen.errors import DocumentsError, SourceError, VarlenError
 
 NUMPY_1 = base64.b85decode(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.megatron_rows import NAMES, many_rows, packed_rows, plain, write_parquet
 
 from varlen.adapters.megatron import PackedParquet, PackedParquetWriter, write_packed_parquet
-from varlen.adapters.megatron.files.flat import between, from_dicts
+from varlen.adapters.megatron.files.reader import between, from_dicts
 from varlen.errors import DocumentsError, SettingError, SourceError
 
 

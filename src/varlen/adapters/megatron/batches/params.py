@@ -59,9 +59,7 @@ class PackedSeqParams:
             SettingError: it is older than what is set here, so that this would be lost.
         """
         try:
-            from megatron.core.packed_seq_params import (  # type: ignore[import-not-found, unused-ignore]
-                PackedSeqParams as Theirs,
-            )
+            from megatron.core.packed_seq_params import PackedSeqParams as Theirs  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
             raise MissingExtraError(
                 "Megatron-Core is not installed, so there is no PackedSeqParams of its own to make; "

@@ -15,9 +15,9 @@ from typing import Any
 from varlen.adapters.megatron.config.settings import (
     ARGUMENTS,
     CONTAINERS,
-    EXPECTED,
     IN_BATCH_NEW,
     IN_BATCH_OLD,
+    KINDS,
     OFFLINE_FLAG,
     OFFLINE_NEW,
     OFFLINE_OLD,
@@ -93,6 +93,10 @@ class Reading:
         """Return whether a setting is given, and not null."""
         return self.values.get(name) is not None
 
+    def given(self, value: Any, name: str, other: str) -> dict[str, Any]:
+        """Return a value for a setting, and for another that must be the same where it is given."""
+        return {name: value} | ({other: value} if self.says(other) else {})
+
     def spell(self, name: str) -> str:
         """Return a setting's name as the configuration writes it, or would."""
         if self.is_arguments and name not in self.spelled:
@@ -128,6 +132,11 @@ class Reading:
         if self.release is not None:
             return self.release < release
         return (0, int(self.dialect[2:]) - (not self.is_certain and self.dialect == "0.5")) < release
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the names and the checks are those of release 0.6 and later."""
+        return self.dialect == "0.6"
 
     @property
     def dialect_words(self) -> str:
@@ -170,23 +179,32 @@ class Reading:
     @property
     def specs(self) -> str:
         """Where this dialect has the specs of offline packing."""
-        return OFFLINE_NEW if self.dialect == "0.6" else OFFLINE_OLD
+        return OFFLINE_NEW if self.is_new else OFFLINE_OLD
+
+    def spec_name(self, name: str) -> str:
+        """Return the setting that one of the specs of offline packing is."""
+        return f"{self.specs}.{name}"
 
     def spec(self, name: str) -> Any:
         """Return one of the specs of offline packing."""
-        return self[f"{self.specs}.{name}"]
+        return self[self.spec_name(name)]
 
     @property
     def in_batch_name(self) -> str:
         """What this dialect calls packing within a micro-batch."""
-        return IN_BATCH_NEW if self.dialect == "0.6" else IN_BATCH_OLD
+        return IN_BATCH_NEW if self.is_new else IN_BATCH_OLD
 
     @property
     def is_offline(self) -> bool:
         """Whether rows are packed before training, or are meant to be."""
-        if self.dialect == "0.6":
+        if self.is_new:
             return bool(self[OFFLINE_FLAG]) or OFFLINE_NEW in self.held
         return OFFLINE_OLD in self.held and self.spec("packed_sequence_size") > 0 and not self.is_pretraining
+
+    @property
+    def is_packed_here(self) -> bool:
+        """Whether the run itself packs rows offline, as no file of packed rows is named."""
+        return self.is_offline and not self.says(self.spec_name("packed_train_data_path"))
 
     @property
     def is_in_batch(self) -> bool:
@@ -273,6 +291,12 @@ def multiples(number: int, of: int) -> tuple[int, int]:
     """
     below = max(number // of, 1) * of
     return below, -(-number // of) * of
+
+
+def nearest(number: int, of: int) -> str | None:
+    """Return both nearest multiples in words; None where there is one."""
+    below, above = multiples(number, of)
+    return f"{below} or {above}" if below != above else None
 
 
 # From a configuration in any form to a Reading: names found, values of their kinds, the dialect told.
@@ -399,7 +423,7 @@ def _keep(found: _Found, name: str, written: str, value: Any) -> None:
     try:
         found.values[name] = as_kind(value, kind)
     except (TypeError, ValueError):
-        message = f"{written} must be {EXPECTED[kind]}; got {value!r:.60}"
+        message = f"{written} must be {KINDS[kind][0]}; got {value!r:.60}"
         if message not in found.wrong:
             found.wrong.append(message)
 

@@ -235,19 +235,64 @@ def _set(cfg: Any, name: str, value: Any) -> None:
 
 # How a rule says what it found, in the configuration's own spelling.
 
-Rule: TypeAlias = Callable[[Reading], Iterator[ConfigFinding]]
-"""A rule goes over one reading, and yields what breaks it."""
+Told: TypeAlias = str | Callable[[Reading], str | None] | None
+"""A sentence, in which `{r.…}` stands for what is read; or a function that says it of a reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A row of the tables: a setting, when it is wrong, what it must be, and what happens otherwise."""
+
+    kind: Kind
+    setting: Told
+    is_broken: Callable[[Reading], object]
+    limit: Told
+    what: Told
+    outcome: Outcome | Callable[[Reading], Outcome] = "stops"
+    to: Any = ...
+    """The value that works, or a function of the reading; `...` where it takes others (`changes`), or none works."""
+    changes: Callable[[Reading], Mapping[str, Any]] | None = None
+    fix: Told = None
+    seen: Told = None
+
+    def __call__(self, reading: Reading) -> Iterator[ConfigFinding]:
+        """Yield the finding of a reading that breaks the rule."""
+        if not self.is_broken(reading):
+            return
+        setting = _told(reading, self.setting) or ""
+        changes: Mapping[str, Any] = {}
+        if self.changes is not None:
+            changes = self.changes(reading)
+        elif self.to is not ...:
+            changes = {setting: self.to(reading) if callable(self.to) else self.to}
+        yield found(
+            reading,
+            self.kind,
+            setting,
+            _told(reading, self.limit) or "",
+            _told(reading, self.what) or "",
+            self.outcome(reading) if callable(self.outcome) else self.outcome,
+            changes,
+            fix=_told(reading, self.fix),
+            seen=_told(reading, self.seen),
+        )
+
+
+def _told(reading: Reading, said: Told) -> str | None:
+    if said is None or callable(said):
+        return said and said(reading)
+    return said.format(r=reading)
 
 
 def found(
     reading: Reading,
     kind: Kind,
     setting: str,
-    *,
     limit: str,
     what: str,
-    outcome: Outcome,
+    outcome: Outcome = "stops",
     changes: Mapping[str, Any] | None = None,
+    *,
     fix: str | None = None,
     seen: str | None = None,
 ) -> ConfigFinding:

@@ -1,4 +1,4 @@
-"""Rules about models: families that can't be trained packed, further targets, prompts as weights, experts."""
+"""Rules about models, graphs and releases: the loss, context parallelism, Energon, families, what a release does."""
 
 from __future__ import annotations
 
@@ -9,236 +9,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from varlen.adapters.megatron.config.reading import CONVERSATIONS, FINE_TUNING, Reading
-from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, found
+from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, found
+from varlen.adapters.megatron.config.rules_data import BUFFER, LOADER, MICRO, MULTIPLE, SIZE
 from varlen.adapters.megatron.config.settings import OFFLINE_FLAG
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A family that NVIDIA doesn't train packed, one way or at all."""
-
-    name: str
-    pattern: str
-    """Found in a name of the model, in small letters, without dots, dashes and underscores."""
-    way: Literal["offline", "in-batch"]
-    outcome: Outcome
-    why: str
-    until: tuple[int, int] | None = None
-    """The release from which on this no longer holds."""
-
-
-FAMILIES = (
-    Family(
-        "Qwen3-Next",
-        r"qwen3next",
-        "offline",
-        "stops",
-        "its gated delta nets refuse packed rows: Megatron Core stops with a NotImplementedError",
-        (0, 6),
-    ),
-    Family(
-        "Qwen3-Next",
-        r"qwen3next",
-        "offline",
-        "advice",
-        "NVIDIA's recipe for fine-tuning turns packing off",
-    ),
-    Family(
-        "GLM-4.5",
-        r"glm45(?!v)|glmmoe",
-        "offline",
-        "advice",
-        "NVIDIA's recipes turn packing off as not supported",
-    ),
-    Family("DeepSeek-V4", r"deepseekv4|dsv4", "offline", "advice", "NVIDIA's recipes turn packing off"),
-    Family("Qwen3.5-VL", r"qwen35vl", "in-batch", "advice", "NVIDIA's recipes turn in-batch packing off"),
-    Family("Qwen-Omni", r"qwen(25|3|35)?omni", "in-batch", "stops", "its collator stops with a ValueError"),
-    Family("Qwen3-ASR", r"qwen3asr", "in-batch", "stops", "its step stops with an error"),
-    Family(
-        "Nemotron-VL",
-        r"nemotron.*vl",
-        "in-batch",
-        "stops",
-        "images grow after the boundaries are made, so its collator stops with a ValueError",
-    ),
-)
-"""Of each way of packing, the families that have it turned off or refuse it; the first that fits is said."""
-
-_NAMES = (
-    "model.hf_model_id",
-    "dataset.hf_processor_path",
-    "dataset.task_encoder.hf_processor_path",
-    "tokenizer.tokenizer_model",
-)
-
-
-def family_packs(reading: Reading) -> Iterator[ConfigFinding]:
-    """Families that opt out of a way of packing."""
-    names = [
-        *reading.classes.get("model", ()),
-        *(str(reading[name]) for name in _NAMES if reading.says(name)),
-    ]
-    plain = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]
-    for way, is_on in (
-        ("offline", reading.is_offline),
-        ("in-batch", reading.is_in_batch or reading.is_energon),
-    ):
-        for family in FAMILIES if is_on else ():
-            matches = [name for name, text in zip(names, plain) if re.search(family.pattern, text)]
-            if (
-                family.way != way
-                or not matches
-                or not (family.until is None or reading.is_before(*family.until))
-            ):
-                continue
-            setting, changes = _switched_off(reading, way)
-            yield found(
-                reading,
-                "model_family",
-                setting,
-                limit=f"off for {family.name}",
-                what=f"{matches[0]} is of the family {family.name}: {family.why}",
-                outcome=family.outcome,
-                changes=changes,
-                seen=f"{reading.packing} of {matches[0]}",
-            )
-            break
-
-
-def _switched_off(reading: Reading, way: str) -> tuple[str, dict[str, Any]]:
-    """Return the setting that turns a way of packing on, and what turns it off."""
-    if way == "offline":
-        flag: dict[str, Any] = {OFFLINE_FLAG: False} if reading.dialect == "0.6" else {}
-        return reading.specs, {reading.specs: None, **flag}
-    if reading.is_in_batch:
-        return reading.in_batch_name, {reading.in_batch_name: False}
-    return "dataset.packing_buffer_size", {"dataset.packing_buffer_size": None}
-
-
-def further_targets_stay_in_documents(reading: Reading) -> Iterator[ConfigFinding]:
-    """Multi-token prediction shifts targets along a row; packed rows have documents and padding in it."""
-    setting = "model.mtp_num_layers"
-    if not reading[setting] or not (reading.is_offline or reading.is_in_batch or reading["dataset.sft"]):
-        return
-    is_padded = reading.is_offline and reading.spec("pad_seq_to_mult") > 1
-    yield found(
-        reading,
-        "mtp",
-        setting,
-        limit="not given with packing",
-        what="further targets are shifted by the boundaries without padding, and each document here has padding "
-        "behind it, so they are another's (Megatron-LM pull request 6205)"
-        if is_padded
-        else "NVIDIA documents multi-token prediction as not supported with packed fine-tuning, though some of its "
-        "own runs have it",
-        outcome="silently wrong" if is_padded else "advice",
-        changes={setting: None},
-    )
-
-
-def prompts_are_no_weights(reading: Reading) -> Iterator[ConfigFinding]:
-    """P-tuning puts weights before each row, and packed rows begin many documents."""
-    for setting in ("dataset.dataset_kwargs.virtual_tokens", "peft.virtual_tokens"):
-        if reading.is_offline and reading[setting]:
-            yield found(
-                reading,
-                "p_tuning",
-                setting,
-                limit="0 with packed rows",
-                what="prompts that are weights stand before a row, not before each of its documents; Megatron-Bridge "
-                "stops with an AssertionError",
-                outcome="stops",
-                changes={setting: 0},
-            )
-
-
-def experts_see_no_padding(reading: Reading) -> Iterator[ConfigFinding]:
-    """Before 0.7 padding within packed rows counts in the losses and biases that balance experts."""
-    balanced = [
-        setting
-        for setting in (
-            "model.moe_aux_loss_coeff",
-            "model.moe_z_loss_coeff",
-            "model.moe_router_enable_expert_bias",
-        )
-        if reading[setting]
-    ]
-    is_padded = reading.is_offline and (reading.spec("pad_seq_to_mult") > 1 or reading[reading.width])
-    is_padded |= reading.is_in_batch and reading.alignment > 1
-    if reading["model.num_moe_experts"] and balanced and is_padded and reading.is_before(0, 7):
-        yield found(
-            reading,
-            "moe_padding",
-            balanced[0],
-            limit="0 where packed rows have padding, before release 0.7",
-            what="padding is routed to experts and counts in what balances them; only later releases mask it",
-            outcome="advice",
-            fix="keep padding small: full packs, and pad_seq_to_mult no larger than needed",
-        )
-
-
-FAMILY_RULES = (
-    family_packs,
-    further_targets_stay_in_documents,
-    prompts_are_no_weights,
-    experts_see_no_padding,
-)
-
-
-# Rules about the loss and about the process groups of context parallelism.
 
 PER_TOKEN, AVERAGE = "model.calculate_per_token_loss", "ddp.average_in_collective"
 HIERARCHY, KINDS = "model.hierarchical_context_parallel_sizes", "model.cp_comm_type"
+PIPELINE, FURTHER = "model.pipeline_model_parallel_size", "model.mtp_num_layers"
+IMPL, SCOPE, MODULES = "model.cuda_graph_impl", "model.cuda_graph_scope", "model.cuda_graph_modules"
+ONE_RANK = "model.max_seqlen_per_dp_cp_rank"
 
 
-def loss_is_per_token(reading: Reading) -> Iterator[ConfigFinding]:
-    """Fine-tuning with context parallelism: a rank may hold no target, so no rank divides by its own number."""
-    if reading[PER_TOKEN]:
-        return
-    is_energons = reading.is_energon and reading.dialect == "0.6"  # whose own rule says it
-    if reading.cp > 1 and reading.is_fine_tuning and not is_energons:
-        outcome, how = _nvidia_checks(reading)
-        yield found(
-            reading,
-            "per_token_loss",
-            PER_TOKEN,
-            limit="true where fine-tuning with context parallelism",
-            what=f"a rank whose chunks hold no target divides by nothing: its loss is NaN or counts wrongly; {how}",
-            outcome=outcome,
-            changes={PER_TOKEN: True} | ({AVERAGE: False} if reading[AVERAGE] else {}),
-        )
-    elif reading.is_offline:
-        yield found(
-            reading,
-            "loss_weighting",
-            PER_TOKEN,
-            limit="true, for the mean over all targets of a step",
-            what="every pack weighs the same whatever number of targets it holds, so a target's weight depends on "
-            "what it is packed with",
-            outcome="advice",
-            changes={PER_TOKEN: True} | ({AVERAGE: False} if reading[AVERAGE] else {}),
-        )
+# The loss, and the process groups of context parallelism.
 
 
-def gradients_are_summed(reading: Reading) -> Iterator[ConfigFinding]:
-    """A loss per token is divided once, so gradients are summed over ranks and never averaged."""
-    if not reading[AVERAGE]:
-        return
-    is_tuned = reading.cp > 1 and reading.is_fine_tuning
-    if not (is_tuned or reading[PER_TOKEN]):
-        return
-    outcome, how = _nvidia_checks(reading)
-    if reading[PER_TOKEN]:
-        outcome, how = "stops", "Megatron Core stops with an AssertionError"
-    yield found(
-        reading,
-        "average_in_collective",
-        AVERAGE,
-        limit="false " + ("with a loss per token" if reading[PER_TOKEN] else "with context parallelism"),
-        what=f"gradients would be averaged over ranks whose numbers of targets differ; {how}",
-        outcome=outcome,
-        changes={AVERAGE: False},
-    )
+def _may_lack_targets(reading: Reading) -> bool:
+    """Return whether a rank may hold no target, so that none may divide by its own number; Energon has its rule."""
+    return reading.cp > 1 and reading.is_fine_tuning and not (reading.is_energon and reading.is_new)
 
 
 def _nvidia_checks(reading: Reading) -> tuple[Outcome, str]:
@@ -252,130 +39,151 @@ def _nvidia_checks(reading: Reading) -> tuple[Outcome, str]:
     return "silently wrong", "Megatron-Bridge doesn't check custom data sets, and trains on"
 
 
-def groups_of_ranks_multiply(reading: Reading) -> Iterator[ConfigFinding]:
-    """Hierarchical context parallelism: sizes that multiply to CP, and are there where layers ask for them."""
-    sizes = reading[HIERARCHY]
-    yield from _kinds_are_one_or_one_a_layer(reading)
-    if sizes is None and any("a2a+p2p" in kind for kind in _kinds(reading)):
-        yield from _sizes_are_there(reading)
-    if sizes is not None and math.prod(sizes) != reading.cp:
-        inner = math.gcd(sizes[0] if sizes else 1, reading.cp)
-        yield found(
-            reading,
-            "cp_sizes",
-            HIERARCHY,
-            limit=f"sizes whose product is context_parallel_size = {reading.cp}",
-            what=f"their product is {math.prod(sizes)}; Megatron stops with an AssertionError",
-            outcome="stops",
-            changes={HIERARCHY: (inner, reading.cp // inner)},
-        )
+def _summed_per_token(reading: Reading) -> dict[str, Any]:
+    return {PER_TOKEN: True} | ({AVERAGE: False} if reading[AVERAGE] else {})
 
 
-def _kinds(reading: Reading) -> tuple[str, ...]:
-    """Return the kinds of communication, one or one a layer."""
+def _asks_for_sizes(reading: Reading) -> bool:
+    """Return whether a layer asks for the sizes of a hierarchy, and none are given."""
     kinds = reading[KINDS] or ()
-    return (kinds,) if isinstance(kinds, str) else kinds
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    return reading[HIERARCHY] is None and any("a2a+p2p" in kind for kind in kinds)
 
 
-def _sizes_are_there(reading: Reading) -> Iterator[ConfigFinding]:
-    """Yield what is wrong with layers that ask for a hierarchy which isn't given."""
-    if reading.cp > 1:
-        is_even = reading.cp % 2 == 0 and reading.cp > 2
-        yield found(
-            reading,
-            "cp_sizes",
-            HIERARCHY,
-            limit=f"sizes whose product is context_parallel_size = {reading.cp}, with cp_comm_type a2a+p2p",
-            what="without them every rank attends to its own chunks only; releases that check it stop, others train "
-            "on",
-            outcome="silently wrong",
-            changes={HIERARCHY: (reading.cp // 2, 2) if is_even else (reading.cp, 1)},
-        )
-    elif reading.dialect == "0.6" and not reading.is_arguments:
-        yield found(
-            reading,
-            "cp_sizes",
-            KINDS,
-            limit="p2p without context parallelism, or a2a+p2p with sizes",
-            what="Megatron-Bridge asks for the sizes of the hierarchy though there is no context parallelism, and "
-            "stops with an AssertionError",
-            outcome="stops",
-            changes={KINDS: "p2p"},
-        )
-
-
-def _kinds_are_one_or_one_a_layer(reading: Reading) -> Iterator[ConfigFinding]:
-    """Yield what is wrong with a list of kinds of another length than the layers; argparse has a list of one."""
+def _are_not_one_a_layer(reading: Reading) -> bool:
+    """Return whether a list of kinds has another length than the layers; argparse has a list of one."""
     kinds, layers = reading[KINDS], reading["model.num_layers"]
     if reading.cp == 1 or not isinstance(kinds, tuple) or layers in (None, len(kinds)):
-        return
-    if reading.is_arguments and len(kinds) == 1:
-        return
-    is_same = len(set(kinds)) == 1
-    yield found(
-        reading,
-        "cp_sizes",
-        KINDS,
-        limit=f"one name that is no list, or one for each of num_layers = {layers}",
-        what=f"the list has {len(kinds)}; Megatron stops with an AssertionError",
-        outcome="stops",
-        changes={KINDS: kinds[0]} if is_same else None,
-        fix=None if is_same else "write one name, such as p2p, or one a layer",
+        return False
+    return not (reading.is_arguments and len(kinds) == 1)
+
+
+def _product_differs(reading: Reading) -> bool:
+    return reading[HIERARCHY] is not None and math.prod(reading[HIERARCHY]) != reading.cp
+
+
+def _inner_and_outer(reading: Reading) -> tuple[int, int]:
+    inner = math.gcd(next(iter(reading[HIERARCHY]), 1), reading.cp)
+    return inner, reading.cp // inner
+
+
+def _hybrid(setting: str, is_wrong: Any, limit: str, value: Any) -> Rule:
+    return Rule(
+        "hybrid_context_parallel",
+        setting,
+        lambda r: r["model.hybrid_context_parallel"] and is_wrong(r),
+        f"{limit} with hybrid_context_parallel",
+        "Megatron-LM stops with an AssertionError",
+        to=value,
     )
 
 
-def hybrid_groups_have_limits(reading: Reading) -> Iterator[ConfigFinding]:
-    """Hybrid context parallelism: groups by the length of each sample; what it can't be combined with."""
-    if not reading["model.hybrid_context_parallel"]:
-        return
-    needs = [
-        ("model.pipeline_model_parallel_size", reading.pp > 1, "1", 1),
-        ("model.enable_cuda_graph", bool(reading["model.enable_cuda_graph"]), "false", False),
-        ("ddp.use_megatron_fsdp", bool(reading["ddp.use_megatron_fsdp"]), "false", False),
-        (PER_TOKEN, not reading[PER_TOKEN], "true", True),
-        ("dataset.dataloader_type", reading["dataset.dataloader_type"] != "single", '"single"', "single"),
-    ]
-    for setting, is_wrong, limit, value in needs:
-        if is_wrong:
-            yield found(
-                reading,
-                "hybrid_context_parallel",
-                setting,
-                limit=f"{limit} with hybrid_context_parallel",
-                what="Megatron-LM stops with an AssertionError",
-                outcome="stops",
-                changes={setting: value},
-            )
-    if not reading.says("model.max_seqlen_per_dp_cp_rank"):
-        length = reading["model.seq_length"]
-        yield found(
-            reading,
-            "hybrid_context_parallel",
-            "model.max_seqlen_per_dp_cp_rank",
-            limit="given with hybrid_context_parallel",
-            what="nothing says how long a sample one rank may take",
-            outcome="stops",
-            changes={"model.max_seqlen_per_dp_cp_rank": length} if length else None,
-            fix=None if length else "set the tokens that one rank may take",
-        )
+LOSS_RULES = (
+    Rule(
+        "per_token_loss",
+        PER_TOKEN,
+        lambda r: not r[PER_TOKEN] and _may_lack_targets(r),
+        "true where fine-tuning with context parallelism",
+        lambda r: (
+            "a rank whose chunks hold no target divides by nothing: its loss is NaN or counts wrongly; "
+            + _nvidia_checks(r)[1]
+        ),
+        lambda r: _nvidia_checks(r)[0],
+        changes=_summed_per_token,
+    ),
+    Rule(
+        "loss_weighting",
+        PER_TOKEN,
+        lambda r: not r[PER_TOKEN] and not _may_lack_targets(r) and r.is_offline,
+        "true, for the mean over all targets of a step",
+        "every pack weighs the same whatever number of targets it holds, so a target's weight depends on what it is "
+        "packed with",
+        "advice",
+        changes=_summed_per_token,
+    ),
+    # A loss per token is divided once, so gradients are summed over ranks and never averaged.
+    Rule(
+        "average_in_collective",
+        AVERAGE,
+        lambda r: r[AVERAGE] and r[PER_TOKEN],
+        "false with a loss per token",
+        "gradients would be averaged over ranks whose numbers of targets differ; Megatron Core stops with an "
+        "AssertionError",
+        to=False,
+    ),
+    Rule(
+        "average_in_collective",
+        AVERAGE,
+        lambda r: r[AVERAGE] and not r[PER_TOKEN] and r.cp > 1 and r.is_fine_tuning,
+        "false with context parallelism",
+        lambda r: (
+            f"gradients would be averaged over ranks whose numbers of targets differ; {_nvidia_checks(r)[1]}"
+        ),
+        lambda r: _nvidia_checks(r)[0],
+        to=False,
+    ),
+    # Hierarchical context parallelism: one kind of communication or one a layer, and sizes that multiply to CP.
+    Rule(
+        "cp_sizes",
+        KINDS,
+        _are_not_one_a_layer,
+        lambda r: f"one name that is no list, or one for each of num_layers = {r['model.num_layers']}",
+        lambda r: f"the list has {len(r[KINDS])}; Megatron stops with an AssertionError",
+        changes=lambda r: {KINDS: r[KINDS][0]} if len(set(r[KINDS])) == 1 else {},
+        fix=lambda r: None if len(set(r[KINDS])) == 1 else "write one name, such as p2p, or one a layer",
+    ),
+    Rule(
+        "cp_sizes",
+        HIERARCHY,
+        lambda r: r.cp > 1 and _asks_for_sizes(r),
+        "sizes whose product is context_parallel_size = {r.cp}, with cp_comm_type a2a+p2p",
+        "without them every rank attends to its own chunks only; releases that check it stop, others train on",
+        "silently wrong",
+        to=lambda r: (r.cp // 2, 2) if r.cp % 2 == 0 and r.cp > 2 else (r.cp, 1),
+    ),
+    Rule(
+        "cp_sizes",
+        KINDS,
+        lambda r: r.cp == 1 and _asks_for_sizes(r) and r.is_new and not r.is_arguments,
+        "p2p without context parallelism, or a2a+p2p with sizes",
+        "Megatron-Bridge asks for the sizes of the hierarchy though there is no context parallelism, and stops with "
+        "an AssertionError",
+        to="p2p",
+    ),
+    Rule(
+        "cp_sizes",
+        HIERARCHY,
+        _product_differs,
+        "sizes whose product is context_parallel_size = {r.cp}",
+        lambda r: f"their product is {math.prod(r[HIERARCHY])}; Megatron stops with an AssertionError",
+        to=_inner_and_outer,
+    ),
+    # Hybrid context parallelism: groups by the length of each sample; what it can't be combined with.
+    _hybrid(PIPELINE, lambda r: r.pp > 1, "1", 1),
+    _hybrid("model.enable_cuda_graph", lambda r: r["model.enable_cuda_graph"], "false", False),
+    _hybrid("ddp.use_megatron_fsdp", lambda r: r["ddp.use_megatron_fsdp"], "false", False),
+    _hybrid(PER_TOKEN, lambda r: not r[PER_TOKEN], "true", True),
+    _hybrid(LOADER, lambda r: r[LOADER] != "single", '"single"', "single"),
+    Rule(
+        "hybrid_context_parallel",
+        ONE_RANK,
+        lambda r: r["model.hybrid_context_parallel"] and not r.says(ONE_RANK),
+        "given with hybrid_context_parallel",
+        "nothing says how long a sample one rank may take",
+        changes=lambda r: {ONE_RANK: r["model.seq_length"]} if r["model.seq_length"] else {},
+        fix=lambda r: None if r["model.seq_length"] else "set the tokens that one rank may take",
+    ),
+)
 
 
-LOSS_RULES = (loss_is_per_token, gradients_are_summed, groups_of_ranks_multiply, hybrid_groups_have_limits)
+# CUDA graphs: what is recorded once has one shape, boundaries of packed rows included.
 
-
-# Rules about CUDA graphs: what is recorded once has one shape, boundaries of packed rows included.
-
-IMPL = "model.cuda_graph_impl"
 ROUTER = {"moe", "moe_router", "moe_preprocess"}
 _WHOLE = {"full", "full_iteration", "full_iteration_inference"}
 
 
 def implementation(reading: Reading) -> str:
-    """Return which graphs are recorded, older switches included.
-
-    Args:
-        reading: of the configuration.
-    """
+    """Return which graphs are recorded, older switches included."""
     if reading[IMPL] == "none" and reading["model.enable_cuda_graph"]:
         return "local"
     if reading[IMPL] == "none" and reading["model.external_cuda_graph"]:
@@ -394,132 +202,477 @@ def captured(reading: Reading) -> set[str]:
     return _scopes(reading) - _WHOLE
 
 
+def _captured_words(reading: Reading) -> str:
+    return ", ".join(sorted(captured(reading))) or "no scope"
+
+
 def _scopes(reading: Reading) -> set[str]:
-    return {*(reading["model.cuda_graph_scope"] or ()), *(reading["model.cuda_graph_modules"] or ())}
+    return {*(reading[SCOPE] or ()), *(reading[MODULES] or ())}
+
+
+def _is_by_layer(reading: Reading) -> bool:
+    return implementation(reading) == "transformer_engine"
 
 
 def _captures_attention(reading: Reading) -> bool:
     parts = captured(reading)
-    is_by_layer = implementation(reading) == "transformer_engine" or (
-        implementation(reading) == "local" and reading.dialect != "0.6"
-    )
+    is_by_layer = _is_by_layer(reading) or (implementation(reading) == "local" and not reading.is_new)
     return is_full_iteration(reading) or (is_by_layer and (not parts or "attn" in parts))
 
 
-def local_graphs_hold_a_step(reading: Reading) -> Iterator[ConfigFinding]:
-    """From 0.6 on `local` means graphs of a whole step; parts of layers are Transformer Engine's."""
-    if reading.dialect == "0.6" and implementation(reading) == "local" and not is_full_iteration(reading):
-        parts = ", ".join(sorted(captured(reading))) or "no scope"
-        yield found(
-            reading,
-            "cuda_graph_impl",
-            IMPL,
-            limit="transformer_engine for parts of layers; local only with the scope full_iteration",
-            what=f"local graphs with {parts}; Megatron-Bridge stops with a ValueError",
-            outcome="stops",
-            changes={IMPL: "transformer_engine"},
-        )
+def _graph_varies_in_width(reading: Reading) -> bool:
+    """Return whether rows of a graph have several widths, and no other rule says so."""
+    is_graph = is_full_iteration(reading) or _is_by_layer(reading) or _captures_attention(reading)
+    return reading.is_offline and is_graph and not (reading[reading.width] or reading.spec("pad_cu_seqlens"))
 
 
-def boundaries_need_a_width(reading: Reading) -> Iterator[ConfigFinding]:
-    """Boundaries padded to one number are those of rows of one width."""
-    setting = f"{reading.specs}.pad_cu_seqlens"
-    if reading.is_offline and reading[setting] and not reading[reading.width]:
-        yield found(
-            reading,
-            "static_width",
-            reading.width,
-            limit="true with pad_cu_seqlens",
-            what="boundaries are padded with the row's width, which must be one; Megatron-Bridge stops "
-            + ("with a ValueError" if reading.dialect == "0.6" else "as it opens the data set"),
-            outcome="stops",
-            changes={reading.width: True},
-        )
+def _graph_checks(reading: Reading) -> str:
+    """Return what the release does with packed rows of several shapes in a graph."""
+    if reading.is_new:
+        return "Megatron-Bridge stops with a ValueError"
+    replays = "the graph replays the first row's shape, or its recording ends in an error"
+    return f"releases before 0.6 don't check it: {replays}"
 
 
-def graphs_need_one_shape(reading: Reading) -> Iterator[ConfigFinding]:
-    """Graphs over packed rows need rows of one width, and where they hold attention, boundaries of one number."""
-    if not reading.is_offline:
-        return
-    kind = implementation(reading)
-    is_graph = is_full_iteration(reading) or kind == "transformer_engine" or _captures_attention(reading)
-    checked = (
-        "Megatron-Bridge stops with a ValueError"
-        if reading.dialect == "0.6"
-        else "releases before 0.6 don't check it: the graph replays the first row's shape, or its recording ends in "
-        "an error"
-    )
-    setting = f"{reading.specs}.pad_cu_seqlens"
-    is_said_already = reading[setting] and not reading[reading.width]
-    if is_graph and not reading[reading.width] and not is_said_already:
-        yield found(
-            reading,
-            "static_width",
-            reading.width,
-            limit=f"true with CUDA graphs ({kind})",
-            what=f"rows of several widths don't fit one graph; {checked}",
-            outcome="stops" if reading.dialect == "0.6" else "silently wrong",
-            changes={reading.width: True},
-        )
-    if _captures_attention(reading) and not reading[setting]:
-        yield found(
-            reading,
-            "static_boundaries",
-            setting,
-            limit=f"true with CUDA graphs that hold attention ({kind})",
-            what=f"the number of documents differs from pack to pack; {checked}",
-            outcome="stops" if reading.dialect == "0.6" else "silently wrong",
-            changes={setting: True, reading.width: True},
-        )
+def _graph_outcome(reading: Reading) -> Outcome:
+    return "stops" if reading.is_new else "silently wrong"
 
 
-def routers_stay_out_of_graphs(reading: Reading) -> Iterator[ConfigFinding]:
-    """From 0.6 on: the mask that keeps padding from experts doesn't reach a router within a graph."""
+def _holds_router(reading: Reading) -> bool:
     parts = captured(reading)
-    is_packed = reading.is_offline or reading.is_in_batch
-    if reading.dialect != "0.6" or not is_packed or not reading["model.num_moe_experts"]:
-        return
-    if implementation(reading) == "transformer_engine" and (not parts or parts & ROUTER):
-        setting = (
-            "model.cuda_graph_modules"
-            if reading.says("model.cuda_graph_modules")
-            else "model.cuda_graph_scope"
-        )
-        yield found(
-            reading,
-            "graph_router",
-            setting,
-            limit="attn only, with packed rows and experts",
-            what="the padding of packed rows can't be kept from a router inside a graph; Megatron-Bridge stops with "
-            "a ValueError at the first step",
-            outcome="stops",
-            changes={
-                setting: ("attn",),
-                **({"model.cuda_graph_scope": None} if setting.endswith("modules") else {}),
-            },
-        )
+    is_packed = (reading.is_offline or reading.is_in_batch) and reading["model.num_moe_experts"]
+    return reading.is_new and is_packed and _is_by_layer(reading) and (not parts or bool(parts & ROUTER))
 
 
-def in_batch_rows_vary(reading: Reading) -> Iterator[ConfigFinding]:
-    """Rows packed within a micro-batch are as long as their documents, so no graph fits the next."""
-    if reading.is_in_batch and (
-        is_full_iteration(reading) or implementation(reading) == "transformer_engine"
-    ):
-        yield found(
-            reading,
-            "graph_in_batch",
-            IMPL,
-            limit="none with in-batch packing, unless rows have one width and one number of boundaries",
-            what="the length of a row and the number of its documents change with every micro-batch",
-            outcome="advice",
-            changes={IMPL: "none"},
-        )
+def _parts(reading: Reading) -> str:
+    return MODULES if reading.says(MODULES) else SCOPE
 
 
 GRAPH_RULES = (
-    local_graphs_hold_a_step,
-    boundaries_need_a_width,
-    graphs_need_one_shape,
-    routers_stay_out_of_graphs,
-    in_batch_rows_vary,
+    # From 0.6 on `local` means graphs of a whole step; parts of layers are Transformer Engine's.
+    Rule(
+        "cuda_graph_impl",
+        IMPL,
+        lambda r: r.is_new and implementation(r) == "local" and not is_full_iteration(r),
+        "transformer_engine for parts of layers; local only with the scope full_iteration",
+        lambda r: f"local graphs with {_captured_words(r)}; Megatron-Bridge stops with a ValueError",
+        to="transformer_engine",
+    ),
+    # Boundaries padded to one number are those of rows of one width.
+    Rule(
+        "static_width",
+        "{r.width}",
+        lambda r: r.is_offline and r.spec("pad_cu_seqlens") and not r[r.width],
+        "true with pad_cu_seqlens",
+        lambda r: (
+            "boundaries are padded with the row's width, which must be one; Megatron-Bridge stops "
+            + ("with a ValueError" if r.is_new else "as it opens the data set")
+        ),
+        to=True,
+    ),
+    Rule(
+        "static_width",
+        "{r.width}",
+        _graph_varies_in_width,
+        lambda r: f"true with CUDA graphs ({implementation(r)})",
+        lambda r: f"rows of several widths don't fit one graph; {_graph_checks(r)}",
+        _graph_outcome,
+        to=True,
+    ),
+    Rule(
+        "static_boundaries",
+        "{r.specs}.pad_cu_seqlens",
+        lambda r: r.is_offline and _captures_attention(r) and not r.spec("pad_cu_seqlens"),
+        lambda r: f"true with CUDA graphs that hold attention ({implementation(r)})",
+        lambda r: f"the number of documents differs from pack to pack; {_graph_checks(r)}",
+        _graph_outcome,
+        changes=lambda r: {r.spec_name("pad_cu_seqlens"): True, r.width: True},
+    ),
+    # From 0.6 on the mask that keeps padding from experts doesn't reach a router within a graph.
+    Rule(
+        "graph_router",
+        _parts,
+        _holds_router,
+        "attn only, with packed rows and experts",
+        "the padding of packed rows can't be kept from a router inside a graph; Megatron-Bridge stops with a "
+        "ValueError at the first step",
+        changes=lambda r: {_parts(r): ("attn",), **({SCOPE: None} if r.says(MODULES) else {})},
+    ),
+    # Rows packed within a micro-batch are as long as their documents, so no graph fits the next.
+    Rule(
+        "graph_in_batch",
+        IMPL,
+        lambda r: r.is_in_batch and (is_full_iteration(r) or _is_by_layer(r)),
+        "none with in-batch packing, unless rows have one width and one number of boundaries",
+        "the length of a row and the number of its documents change with every micro-batch",
+        "advice",
+        to="none",
+    ),
+)
+
+
+# Energon's own packing (`packing_buffer_size`), which Megatron-Bridge allows with few things.
+
+
+def _energon(setting: str, is_wrong: Any, limit: Any, value: Any = None, changes: Any = None) -> Rule:
+    return Rule(
+        "energon",
+        setting,
+        is_wrong,
+        limit,
+        lambda r: (
+            "Megatron-Bridge doesn't have Energon's packing with it, and stops with a ValueError"
+            if r.is_new
+            else "releases from 0.6 on refuse it with Energon's packing; this one doesn't check it"
+        ),
+        lambda r: "stops" if r.is_new else "advice",
+        to=value,
+        changes=changes,
+    )
+
+
+def _with_energon(setting: str, right: tuple[Any, ...], limit: str) -> Rule:
+    """Return the rule that a setting has one of these values with Energon's packing, the last being the usual one."""
+    return _energon(
+        setting,
+        lambda r: r.is_energon and r[setting] not in right,
+        f"{limit} with Energon's packing",
+        right[-1],
+    )
+
+
+def _energon_differs(setting: str) -> Rule:
+    """Return the rule that Energon's own micro-batch size is that of training, and of evaluation."""
+    own, is_evaluation = "dataset.micro_batch_size", setting.startswith("validation")
+
+    def is_wrong(reading: Reading) -> bool:
+        is_asked = reading.is_new and (reading["dataset.do_validation"] or not is_evaluation)
+        is_given = reading[own] is not None and reading.says(setting)
+        return is_asked and is_given and reading[setting] != reading[own]
+
+    def rows(reading: Reading) -> dict[str, Any]:
+        count = 1 if reading.is_energon else reading.micro_batch if is_evaluation else reading[setting]
+        return {setting: count, own: count}
+
+    return _energon(setting, is_wrong, lambda r: f"the same as {r.shown(own)}", changes=rows)
+
+
+OVERLAPS = tuple(
+    f"{part}.{name}"
+    for part in ("model", "comm_overlap")
+    for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+)
+
+
+def _overlap(setting: str) -> Rule:
+    return Rule(
+        "energon",
+        setting,
+        lambda r: r.is_energon and r[setting],
+        "false with Energon's packing",
+        "its schedule doesn't hand on images and boundaries; Megatron-Bridge turns it off and warns",
+        "advice",
+        to=False,
+    )
+
+
+ENERGON_RULES = (
+    # One row a micro-batch, a loss per token, no graphs, no pipeline, no further targets.
+    _energon(BUFFER, lambda r: r.is_energon and r[BUFFER] < 1, "1 or more, or not given", 16),
+    _with_energon(MICRO, (None, 1), "1"),
+    _with_energon(PER_TOKEN, (True,), "true"),
+    _energon(
+        AVERAGE,
+        lambda r: r.is_energon and r[AVERAGE] and not r[PER_TOKEN],
+        "false with Energon's packing",
+        False,
+    ),
+    _with_energon(IMPL, ("none",), "none"),
+    _with_energon("model.vision_cuda_graph_impl", ("none",), "none"),
+    _with_energon("model.dist_train.use_dist_train", (False,), "false"),
+    _with_energon(PIPELINE, (1,), "1"),
+    _with_energon(FURTHER, (0, None), "not given"),
+    _energon_differs(MICRO),
+    _energon_differs("validation.eval_micro_batch_size"),
+    # Overlap of the experts' communication is turned off, as its schedule drops images and boundaries.
+    *map(_overlap, OVERLAPS),
+)
+
+
+# Families that can't be trained packed, further targets, prompts as weights, experts.
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family that NVIDIA doesn't train packed, one way or at all."""
+
+    name: str
+    pattern: str
+    """Found in a name of the model, in small letters, without dots, dashes and underscores."""
+    way: Literal["offline", "in-batch"]
+    outcome: Outcome
+    why: str
+    until: tuple[int, int] = (99, 0)
+    """The release from which on this no longer holds."""
+
+
+REFUSED_BY_CORE = "its gated delta nets refuse packed rows: Megatron Core stops with a NotImplementedError"
+IMAGES_GROW = "images grow after the boundaries are made, so its collator stops with a ValueError"
+FAMILIES = (
+    Family("Qwen3-Next", r"qwen3next", "offline", "stops", REFUSED_BY_CORE, (0, 6)),
+    Family(
+        "Qwen3-Next", r"qwen3next", "offline", "advice", "NVIDIA's recipe for fine-tuning turns packing off"
+    ),
+    Family(
+        "GLM-4.5",
+        r"glm45(?!v)|glmmoe",
+        "offline",
+        "advice",
+        "NVIDIA's recipes turn packing off as not supported",
+    ),
+    Family("DeepSeek-V4", r"deepseekv4|dsv4", "offline", "advice", "NVIDIA's recipes turn packing off"),
+    Family("Qwen3.5-VL", r"qwen35vl", "in-batch", "advice", "NVIDIA's recipes turn in-batch packing off"),
+    Family("Qwen-Omni", r"qwen(25|3|35)?omni", "in-batch", "stops", "its collator stops with a ValueError"),
+    Family("Qwen3-ASR", r"qwen3asr", "in-batch", "stops", "its step stops with an error"),
+    Family("Nemotron-VL", r"nemotron.*vl", "in-batch", "stops", IMAGES_GROW),
+)
+"""Of each way of packing, the families that have it turned off or refuse it; the first that fits is said."""
+
+_NAMES = (
+    "model.hf_model_id",
+    "dataset.hf_processor_path",
+    "dataset.task_encoder.hf_processor_path",
+    "tokenizer.tokenizer_model",
+)
+
+
+def family_packs(reading: Reading) -> Iterator[ConfigFinding]:
+    """Families that opt out of a way of packing."""
+    names = [
+        *reading.classes.get("model", ()),
+        *(str(reading[name]) for name in _NAMES if reading.says(name)),
+    ]
+    plain = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]
+    ways = {"offline": reading.is_offline, "in-batch": reading.is_in_batch or reading.is_energon}
+    for family in FAMILIES:
+        matches = [name for name, text in zip(names, plain) if re.search(family.pattern, text)]
+        if not ways[family.way] or not matches or not reading.is_before(*family.until):
+            continue
+        ways[family.way] = False
+        setting, changes = _switched_off(reading, family.way)
+        yield found(
+            reading,
+            "model_family",
+            setting,
+            f"off for {family.name}",
+            f"{matches[0]} is of the family {family.name}: {family.why}",
+            family.outcome,
+            changes,
+            seen=f"{reading.packing} of {matches[0]}",
+        )
+
+
+def _switched_off(reading: Reading, way: str) -> tuple[str, dict[str, Any]]:
+    """Return the setting that turns a way of packing on, and what turns it off."""
+    if way == "offline":
+        flag: dict[str, Any] = {OFFLINE_FLAG: False} if reading.is_new else {}
+        return reading.specs, {reading.specs: None, **flag}
+    if reading.is_in_batch:
+        return reading.in_batch_name, {reading.in_batch_name: False}
+    return BUFFER, {BUFFER: None}
+
+
+def _has_documents_in_rows(reading: Reading) -> bool:
+    return reading.is_offline or reading.is_in_batch or reading["dataset.sft"]
+
+
+def _pads_documents(reading: Reading) -> bool:
+    return reading.is_offline and reading.spec("pad_seq_to_mult") > 1
+
+
+BALANCE = ("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff", "model.moe_router_enable_expert_bias")
+"""What balances experts."""
+
+
+def _is_balanced(reading: Reading) -> str:
+    return next((setting for setting in BALANCE if reading[setting]), "")
+
+
+def _has_padding(reading: Reading) -> bool:
+    offline = reading.is_offline and (reading.spec("pad_seq_to_mult") > 1 or reading[reading.width])
+    return offline or (reading.is_in_batch and reading.alignment > 1)
+
+
+def _prompts(setting: str) -> Rule:
+    return Rule(
+        "p_tuning",
+        setting,
+        lambda r: r.is_offline and r[setting],
+        "0 with packed rows",
+        "prompts that are weights stand before a row, not before each of its documents; Megatron-Bridge stops "
+        "with an AssertionError",
+        to=0,
+    )
+
+
+FAMILY_RULES = (
+    family_packs,
+    # Multi-token prediction shifts targets along a row; packed rows have documents and padding in it.
+    Rule(
+        "mtp",
+        FURTHER,
+        lambda r: r[FURTHER] and _pads_documents(r),
+        "not given with packing",
+        "further targets are shifted by the boundaries without padding, and each document here has padding behind "
+        "it, so they are another's (Megatron-LM pull request 6205)",
+        "silently wrong",
+        to=None,
+    ),
+    Rule(
+        "mtp",
+        FURTHER,
+        lambda r: r[FURTHER] and _has_documents_in_rows(r) and not _pads_documents(r),
+        "not given with packing",
+        "NVIDIA documents multi-token prediction as not supported with packed fine-tuning, though some of its own "
+        "runs have it",
+        "advice",
+        to=None,
+    ),
+    # P-tuning puts weights before each row, and packed rows begin many documents.
+    _prompts("dataset.dataset_kwargs.virtual_tokens"),
+    _prompts("peft.virtual_tokens"),
+    # Before 0.7 padding within packed rows counts in the losses and biases that balance experts.
+    Rule(
+        "moe_padding",
+        _is_balanced,
+        lambda r: r["model.num_moe_experts"] and _is_balanced(r) and _has_padding(r) and r.is_before(0, 7),
+        "0 where packed rows have padding, before release 0.7",
+        "padding is routed to experts and counts in what balances them; only later releases mask it",
+        "advice",
+        fix="keep padding small: full packs, and pad_seq_to_mult no larger than needed",
+    ),
+)
+
+
+# Releases: what one of them does wrong or otherwise with packed rows, and which one does it right.
+
+
+def _perhaps(reading: Reading, release: str) -> str:
+    """Return the words that a finding opens with where the release isn't known."""
+    is_known = reading.release is not None or reading.dialect == "0.4"
+    return "" if is_known else f"if the release is one before {release}: "
+
+
+def _is_certain(reading: Reading) -> bool:
+    return reading.is_certain or reading.release is not None
+
+
+def _loses_padding(reading: Reading) -> bool:
+    """Return whether `pad_seq_to_mult` is given, and doesn't reach the reader of Parquet rows."""
+    is_parquet = not str(reading.spec("packed_train_data_path") or "").lower().endswith(".npy")
+    is_first = reading.release is not None and reading.is_before(0, 4)
+    return _pads_documents(reading) and is_parquet and reading.is_before(0, 5, 1) and not is_first
+
+
+def _has_chats(reading: Reading) -> bool:
+    names = reading.classes.get("dataset.preprocessing", ())
+    return reading["dataset.dataset_kwargs.chat"] or any("Chat" in name for name in names)
+
+
+RELEASE_RULES = (
+    # Middle pipeline stages that get no boundaries attend across documents.
+    Rule(
+        "middle_stages",
+        PIPELINE,
+        lambda r: r.pp > 2 and r["dataset.sft"] and r.tp > 1,
+        "at most 2 with packed rows and tensor parallelism",
+        "Megatron-LM doesn't hand boundaries to all ranks of middle stages; their layers stop or attend across "
+        "documents (issue 4092, open when this was written)",
+        "advice",
+        to=2,
+    ),
+    Rule(
+        "middle_stages",
+        PIPELINE,
+        lambda r: r.pp > 2 and r.is_offline and r.is_before(0, 5),
+        "at most 2 with packed rows, before release 0.5.0",
+        lambda r: (
+            ("" if _is_certain(r) else "if the release is one before 0.5.0: ")
+            + "the layers of middle stages get no boundaries and attend across documents; users saw 10 to 20 points "
+            "less in benchmarks (issue 2952)"
+        ),
+        lambda r: "silently wrong" if _is_certain(r) else "advice",
+        fix=lambda r: (
+            "use release 0.5.0 or later, or two stages and more tensor parallelism"
+            if _is_certain(r)
+            else 'use release 0.5.0 or later; if it is one, say so with dialect="0.5"'
+        ),
+    ),
+    # The -1 that ends a row's boundaries is handed to the kernel that cuts rows among ranks.
+    Rule(
+        "boundary_terminators",
+        "model.context_parallel_size",
+        lambda r: r.is_offline and r.cp > 1 and r.is_before(0, 5, 1),
+        "1 with packed rows, or release 0.5.1 and later",
+        lambda r: (
+            f"{_perhaps(r, '0.5.1')}the -1 behind a row's boundaries is taken for one of them as the row is cut "
+            "among ranks; with rows from Parquet this was seen to fail (pull request 4489)"
+        ),
+        "advice",
+        fix="use release 0.5.1 or later",
+    ),
+    Rule(
+        "parquet_padding",
+        MULTIPLE,
+        _loses_padding,
+        "1 with rows from Parquet, or release 0.5.1 and later",
+        lambda r: (
+            f"{_perhaps(r, '0.5.1')}the reader of Parquet rows isn't told of it, and hands documents' padding on as "
+            "tokens, to attention and experts"
+        ),
+        "advice",
+        fix="use release 0.5.1 or later",
+    ),
+    Rule(
+        "packing_seed",
+        "dataset.seed",
+        lambda r: r.is_packed_here and not r.is_new and r.says("dataset.seed"),
+        "of no effect on packs before release 0.6",
+        "packs are drawn from NumPy's global generator, so each preparation gives others",
+        "advice",
+        fix="pack with `varlen pack --format megatron`, and name its file in packed_train_data_path",
+    ),
+    Rule(
+        "tokenizer_workers",
+        "{r.specs}.num_tokenizer_workers",
+        lambda r: r.is_packed_here and r.is_new and r.spec("num_tokenizer_workers") in (-1, 0),
+        "2 or more, for more than one process",
+        "up to 0.5.1 this meant all cores; from 0.6 on it means one, on rank 0, while all others wait",
+        "advice",
+        to=8,
+    ),
+    # Chats aren't cut as they are tokenized.
+    Rule(
+        "overlong_samples",
+        SIZE,
+        lambda r: r.is_packed_here and _has_chats(r),
+        "the longest chat",
+        lambda r: (
+            "a chat longer than that is left out, and one line of the log counts them"
+            if r.is_new
+            else "the first chat longer than that ends the packing with an IndexError"
+        ),
+        "advice",
+        fix="see `varlen inspect` for the lengths; `varlen pack --overlong split` keeps every token",
+    ),
+    Rule(
+        "eos_padding",
+        MULTIPLE,
+        lambda r: _pads_documents(r) and (r.is_before(0, 6) or r.release in ((0, 6, 0), None)),
+        "1, or documents without end tokens within them, up to release 0.6.0",
+        "padding is told by its token, the end-of-document one: a real one counts as padding at a document's end, "
+        "and within it (chats of several turns) takes the target behind it away",
+        "advice",
+        fix="feed the rows with varlen, which stores lengths and infers none",
+    ),
 )

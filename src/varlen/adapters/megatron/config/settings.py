@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -110,26 +110,8 @@ SETTINGS: dict[str, Setting] = {
 """Every setting that a rule asks for, by the name that stands in Megatron-Bridge's ConfigContainer."""
 
 CONTAINERS: dict[str, str] = {
-    **{
-        name: name
-        for name in (
-            "model",
-            "dataset",
-            "train",
-            "validation",
-            "ddp",
-            "dist",
-            "comm_overlap",
-            "tokenizer",
-            "peft",
-            OFFLINE_OLD,
-            OFFLINE_NEW,
-            "dataset.dataset_kwargs",
-            "dataset.task_encoder",
-            "dataset.preprocessing",
-            "model.dist_train",
-        )
-    },
+    **{name: name for name in (full.rpartition(".")[0] for full in SETTINGS)},
+    "dataset.preprocessing": "dataset.preprocessing",
     # From release 0.6 on some models keep their sizes one level deeper.
     "model.transformer": "model",
 }
@@ -193,23 +175,11 @@ REAL_NEIGHBOURS = frozenset(
 
 GRAPH_SCOPES = ("", "full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts that CUDA graphs hold, by their numbers in Megatron Core 0.16's `CudaGraphScope`, which is what YAML has."""
-EXPECTED: dict[Kind, str] = {
-    "size": "a whole number of 1 or more",
-    "count": "a whole number of 0 or more",
-    "integer": "a whole number",
-    "flag": "true or false",
-    "text": "a name",
-    "sizes": "a list of whole numbers of 1 or more",
-    "words": "a name, or a list of names",
-    "one or each": "a name, or a list of names",
-    "number": "a number",
-    "path": "a path",
-}
 
 
 def as_kind(value: Any, kind: Kind) -> Any:
     """Return a value as one of its kind; raises TypeError, which names nothing, where it is none."""
-    return _READERS[kind](value)
+    return KINDS[kind][1](value)
 
 
 def _integer(value: Any, least: int | None = None) -> int:
@@ -286,15 +256,16 @@ def _path(value: Any) -> str:
     return path
 
 
-_READERS: dict[Kind, Any] = {
-    "size": lambda value: _integer(value, 1),
-    "count": lambda value: _integer(value, 0),
-    "integer": _integer,
-    "flag": _flag,
-    "text": _text,
-    "sizes": _sizes,
-    "words": _words,
-    "one or each": _one_or_each,
-    "number": _number,
-    "path": _path,
+KINDS: dict[Kind, tuple[str, Callable[[Any], Any]]] = {
+    "size": ("a whole number of 1 or more", lambda value: _integer(value, 1)),
+    "count": ("a whole number of 0 or more", lambda value: _integer(value, 0)),
+    "integer": ("a whole number", _integer),
+    "flag": ("true or false", _flag),
+    "text": ("a name", _text),
+    "sizes": ("a list of whole numbers of 1 or more", _sizes),
+    "words": ("a name, or a list of names", _words),
+    "one or each": ("a name, or a list of names", _one_or_each),
+    "number": ("a number", _number),
+    "path": ("a path", _path),
 }
+"""What is expected of a value of each kind, and what reads it."""

@@ -23,16 +23,20 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from varlen.adapters.megatron.files.flat import (
+from varlen.adapters.megatron.files.reader import (
     ROWS_AT_A_TIME,
+    RowIds,
+    RowReader,
+    Spec,
     as_stored,
     bounds_of,
     from_dicts,
     from_flat,
     joined,
+    resolve_packed,
+    row_ids,
     with_lengths,
 )
-from varlen.adapters.megatron.files.reader import RowIds, RowReader, Spec, resolve_packed, row_ids
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError, SourceError
 from varlen.files.ours import sync, unfinished
@@ -351,12 +355,7 @@ class PairWriter:
         return len(self._lengths)
 
     def write(self, values: npt.NDArray[np.integer[Any]], offsets: IntArray) -> None:
-        """Add documents.
-
-        Args:
-            values: `[tokens]`.
-            offsets: int64 `[documents + 1]`, from 0.
-        """
+        """Add documents (`values`: `[tokens]`; `offsets`: int64 `[documents + 1]`, from 0)."""
         if self._is_done:
             raise SettingError(f"{self.prefix} is closed; open another writer")
         most = _MOST[self.dtype]

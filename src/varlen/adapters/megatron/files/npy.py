@@ -14,8 +14,20 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.adapters.megatron.files import kernels
-from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, MASK, between, from_lists, joined, taken
-from varlen.adapters.megatron.files.reader import RowIds, RowReader, Spec, resolve_packed, row_ids
+from varlen.adapters.megatron.files.reader import (
+    COLUMNS,
+    LENGTHS,
+    MASK,
+    RowIds,
+    RowReader,
+    Spec,
+    between,
+    from_lists,
+    joined,
+    resolve_packed,
+    row_ids,
+    taken,
+)
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SourceError
 from varlen.regular import open_regular, require_regular
@@ -240,11 +252,7 @@ class Reader:
     """The state of reading one pickle: a stack, marks on it, and what was remembered."""
 
     def __init__(self, data: npt.NDArray[np.uint8], start: int, path: str) -> None:
-        """Begin.
-
-        Args:
-            data: uint8, the whole file.
-        """
+        """Begin (`data`: uint8, the whole file)."""
         self._data, self._at, self._path = data, start, path
         self._view = memoryview(data)  # type: ignore[arg-type]
         self._stack: list[Any] = []

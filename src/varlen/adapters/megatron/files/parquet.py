@@ -16,26 +16,24 @@ from typing import Any, Literal
 
 import numpy as np
 
-from varlen.adapters.megatron.files.flat import (
+from varlen.adapters.megatron.files.reader import (
     COLUMNS,
     LENGTHS,
     MASK,
+    PARQUET,
     ROWS_AT_A_TIME,
+    RowIds,
+    RowReader,
+    Spec,
     as_stored,
     between,
     from_dicts,
     from_flat,
     joined,
-    taken,
-    with_lengths,
-)
-from varlen.adapters.megatron.files.reader import (
-    PARQUET,
-    RowIds,
-    RowReader,
-    Spec,
     resolve_packed_parquet_paths,
     row_ids,
+    taken,
+    with_lengths,
 )
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.documents.pretokenized import flat_column

@@ -96,8 +96,7 @@ def aligned_pieces(
     The releases cut a document at the last multiple that fits, near the pack size too where it is no multiple:
     `overlong="truncate"` does the same, and counts it.
 
-    Args:
-        positions: `[documents]`: positions of input, `len(input_ids) - 1`.
+    `positions`: `[documents]`: positions of input, `len(input_ids) - 1`.
     """
     lengths = as_lengths(positions)
     limit = longest_aligned(pack_size, multiple, longest)
@@ -117,8 +116,7 @@ def aligned_pieces(
 def slots_of(positions: Int32Array, multiple: int) -> Int32Array:
     """Return the positions that pieces take up, int32: rounded up to the multiple; a row stores one token more each.
 
-    Args:
-        positions: int32 `[pieces]`.
+    `positions`: int32 `[pieces]`.
     """
     if multiple == 1:
         return positions

@@ -384,9 +384,7 @@ def _replayed(lengths: Int32Array, settings: MegatronPackSettings) -> Packing:
     )
     empty = len(lengths) - len(some)
     ledger = replace(
-        packing.ledger,
-        documents_in=len(lengths),
-        empty_documents=packing.ledger.empty_documents + empty,
+        packing.ledger, documents_in=len(lengths), empty_documents=packing.ledger.empty_documents + empty
     )
     return replace(packing, document_ids=some[packing.document_ids], ledger=ledger)
 

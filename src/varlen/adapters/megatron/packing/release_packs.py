@@ -123,11 +123,7 @@ def drawn(slots: Int32Array, pack_size: int, algorithm: str, draws: Draws) -> tu
 
 
 def in_turn(rising: Int32Array, algorithm: str, draws: Draws) -> Int32Array:
-    """Return lengths in the order in which an algorithm takes them.
-
-    Args:
-        rising: int32, sorted.
-    """
+    """Return lengths in the order in which an algorithm takes them (`rising`: int32, sorted)."""
     if algorithm.endswith("_decreasing"):
         return np.ascontiguousarray(rising[::-1])
     if not algorithm.endswith("_shuffle"):

@@ -1,6 +1,5 @@
 """Megatron-LM's packing of rollouts (`megatron.rl.sequence_packing_utils`), with its names and outputs."""
 
-from varlen.adapters.megatron.rl.bins import create_empty_bins, distribute_packed_bins
 from varlen.adapters.megatron.rl.context import (
     PackingContext,
     bins_per_step,
@@ -21,8 +20,10 @@ from varlen.adapters.megatron.rl.packer import (
     get_actual_sequence_lengths,
 )
 from varlen.adapters.megatron.rl.params import (
+    create_empty_bins,
     create_packed_seq_params,
     create_packed_seq_params_for_bin,
+    distribute_packed_bins,
     get_default_packed_seq_params,
     pack_all_trajectories,
 )

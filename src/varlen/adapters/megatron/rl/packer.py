@@ -48,8 +48,7 @@ class PackingInfo:
 def places(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return the sequences of these bins as flat arrays, bin by bin.
 
-    Returns:
-        Of each the number, the bin, where it begins in it, and its tokens: int64 `[sequences of these bins]`.
+    Returns of each the number, the bin, where it begins in it, and its tokens: int64 `[sequences of these bins]`.
     """
     numbers: list[int] = []
     bins: list[int] = []

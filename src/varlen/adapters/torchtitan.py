@@ -1,4 +1,4 @@
-"""PackedDataLoader: a PackedLoader behind torchtitan's data protocol."""
+"""torchtitan: a loader behind its data protocol, whose packs are planned over all ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from varlen.feed.settings import WorkerKind
 from varlen.parsed import parse_json
 from varlen.store.open import open_tokens
 from varlen.text.identity import check_same, made_by, mark_of
-from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.load_tokenizer import load_tokenizer, put_before
 from varlen.text.tokenizer import FastTokenizer
-from varlen.text.wrapped import put_before
 from varlen.types import IntArray, Method, Overlong
+
+__all__ = ["PackedDataLoader", "check_trainer", "trainer_batch"]
+
+
+# PackedDataLoader: a PackedLoader behind torchtitan's data protocol.
 
 _KEY = "varlen"
 _OTHERS = ("dataset", "dataset_path")

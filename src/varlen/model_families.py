@@ -1,0 +1,158 @@
+"""What is known of transformers' families, by `config.model_type`: one row each, for every room that needs a fact.
+
+What isn't here is read off a model's config, its modules and its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sliced:
+    """What a family does around its layers, as names of the decoder's modules and of its config's fields."""
+
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    """After the last layer."""
+    rotary: Literal["shared", "by_layer_type"] = "shared"
+    """Whether all layers get the same rotary positions, or one per entry of `config.layer_types` (Gemma 3)."""
+    embedding_factor: str = ""
+    """Field by which embeddings are multiplied outside of their module (Granite)."""
+    logit_factor: str = ""
+    """Field by which logits are multiplied (Cohere)."""
+    logit_divisor: str = ""
+    """Field by which logits are divided (Granite)."""
+    logit_cap: str = ""
+    """Field of c where logits z become `c * tanh(z / c)` (Gemma 2); may be None in a config."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One row; a family that has none is as this says where nothing is given."""
+
+    sliced: Sliced | None = None
+    """How it runs in slices; None where it isn't known to mix tokens in its attention alone."""
+    is_recurrent: bool = False
+    """Whether some of its layers hand a state, or the last few tokens, from token to token."""
+    has_own_attention: bool = False
+    """Whether its attention computes its own scores, or isn't handed what its layer is."""
+    boundaries: Literal["", "numbers", "ends"] = ""
+    """What recurrent and convolving kernels are told: `seq_idx`, in which every token has the number of its segment;
+    or that for convolutions and `cu_seqlens` for the recurrence, of one row only. Found by running each with
+    stand-ins for its kernels (`varlen.verify.models.backends`), as the tests do again; where the kernels' packages
+    aren't installed, transformers itself refuses boundaries."""
+    takes_flat_masks: bool = False
+    """Whether its code takes masks of padding alone: a finished 4-D one makes it fail."""
+    widest: str = ""
+    """Where its only positions are distances between tokens (ALiBi), the same wherever a document stands in its row:
+    the setting that bounds how wide a row may be."""
+    is_gated: bool = True
+    """Whether its feed-forward part has three matrices; else two."""
+    is_four_times: bool = False
+    """Whether its inner width is four times the hidden size where none is given."""
+
+
+PLAIN = Sliced()
+GEMMA_2 = Sliced(logit_cap="final_logit_softcapping")
+GEMMA_3 = Sliced(logit_cap="final_logit_softcapping", rotary="by_layer_type")
+GRANITE = Sliced(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling")
+LLAMA_LIKE, RECURRENT = Family(sliced=PLAIN), Family(is_recurrent=True)
+
+FAMILIES: dict[str, Family] = {
+    "apertus": LLAMA_LIKE,
+    "arcee": LLAMA_LIKE,
+    "bailing_hybrid": RECURRENT,
+    "bamba": Family(is_recurrent=True, boundaries="numbers"),
+    "bloom": Family(has_own_attention=True, is_gated=False, is_four_times=True),
+    "codegen": Family(has_own_attention=True, is_gated=False, is_four_times=True),
+    "cohere": Family(sliced=Sliced(logit_factor="logit_scale")),
+    "cohere2": Family(sliced=Sliced(logit_factor="logit_scale")),
+    "cwm": LLAMA_LIKE,
+    "deepseek_v3": LLAMA_LIKE,
+    "dots1": LLAMA_LIKE,
+    "ernie4_5": LLAMA_LIKE,
+    "esm": Family(takes_flat_masks=True),
+    "exaone4": LLAMA_LIKE,
+    "falcon": Family(has_own_attention=True, is_gated=False, is_four_times=True),
+    "falcon_h1": Family(is_recurrent=True, boundaries="numbers"),
+    "falcon_mamba": RECURRENT,
+    "flaubert": Family(takes_flat_masks=True),
+    "flex_olmo": LLAMA_LIKE,
+    "gemma": LLAMA_LIKE,
+    "gemma2": Family(sliced=GEMMA_2),
+    "gemma3_text": Family(sliced=GEMMA_3),
+    "glm": LLAMA_LIKE,
+    "glm4": LLAMA_LIKE,
+    "glm4_moe": LLAMA_LIKE,
+    "gpt2": Family(is_gated=False, is_four_times=True),
+    "gpt_bigcode": Family(is_gated=False, is_four_times=True),
+    "gpt_neo": Family(has_own_attention=True, is_gated=False, is_four_times=True),
+    "gpt_neox": Family(sliced=Sliced(embedding="embed_in", norm="final_layer_norm"), is_gated=False),
+    "gpt_neox_japanese": Family(has_own_attention=True),
+    "gpt_oss": LLAMA_LIKE,
+    "gptj": Family(has_own_attention=True, is_gated=False, is_four_times=True),
+    "granite": Family(sliced=GRANITE),
+    "granitemoe": Family(sliced=GRANITE),
+    "granitemoehybrid": Family(is_recurrent=True, boundaries="numbers"),
+    "helium": LLAMA_LIKE,
+    "hunyuan_v1_dense": LLAMA_LIKE,
+    "jamba": RECURRENT,
+    "kimi_linear": RECURRENT,
+    "lfm2": Family(is_recurrent=True, boundaries="numbers"),
+    "lfm2_moe": Family(is_recurrent=True, boundaries="numbers"),
+    "lfm3": RECURRENT,
+    "llama": LLAMA_LIKE,
+    "mamba": RECURRENT,
+    "mamba2": RECURRENT,
+    "minimax": RECURRENT,
+    "ministral": LLAMA_LIKE,
+    "mistral": LLAMA_LIKE,
+    "mixtral": LLAMA_LIKE,
+    "mpt": Family(has_own_attention=True, widest="max_seq_len", is_gated=False, is_four_times=True),
+    "nemotron": Family(has_own_attention=True, is_gated=False),
+    "nemotron_h": Family(is_recurrent=True, boundaries="numbers"),
+    "olmo": LLAMA_LIKE,
+    "olmo2": LLAMA_LIKE,
+    "olmo3": Family(sliced=Sliced(rotary="by_layer_type")),
+    "olmo_hybrid": Family(is_recurrent=True, boundaries="ends"),
+    "olmoe": LLAMA_LIKE,
+    "openai-gpt": Family(takes_flat_masks=True),
+    "opt": Family(is_gated=False),
+    "persimmon": Family(sliced=Sliced(norm="final_layernorm")),
+    "phi": Family(sliced=Sliced(norm="final_layernorm"), is_gated=False),
+    "phi3": LLAMA_LIKE,
+    "qwen2": LLAMA_LIKE,
+    "qwen2_moe": LLAMA_LIKE,
+    "qwen3": LLAMA_LIKE,
+    "qwen3_5": RECURRENT,
+    "qwen3_5_moe": RECURRENT,
+    "qwen3_5_moe_text": Family(is_recurrent=True, boundaries="ends"),
+    "qwen3_5_text": Family(is_recurrent=True, boundaries="ends"),
+    "qwen3_moe": LLAMA_LIKE,
+    "qwen3_next": Family(is_recurrent=True, boundaries="ends"),
+    "qwen4_exp_text": Family(is_recurrent=True, boundaries="ends"),
+    "recurrent_gemma": RECURRENT,
+    "reformer": Family(takes_flat_masks=True),
+    "rwkv": RECURRENT,
+    "seed_oss": LLAMA_LIKE,
+    "smollm3": LLAMA_LIKE,
+    "stablelm": Family(has_own_attention=True),
+    "starcoder2": Family(sliced=PLAIN, is_gated=False),
+    "vaultgemma": Family(sliced=GEMMA_2),
+    "xglm": Family(has_own_attention=True),
+    "xlm": Family(takes_flat_masks=True),
+    "xlstm": RECURRENT,
+    "youtu": LLAMA_LIKE,
+    "zamba": RECURRENT,
+    "zamba2": Family(is_recurrent=True, boundaries="numbers"),
+    "zaya": RECURRENT,
+}
+"""Those that run in slices are tested against their uncut models."""
+UNKNOWN = Family()
+
+
+def family_named(name: object) -> Family:
+    """Return the row of a family, or what holds of one that has none."""
+    return FAMILIES.get(str(name), UNKNOWN)
