@@ -228,10 +228,6 @@ def main(first: int, count: int, folder: Path) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
-
-
 BLANKS = b"\xef\xbb\xbf \t\r\n"
 GONE = object()
 """A record that is no text."""
@@ -470,3 +466,7 @@ def compare_arrays(plain: bytes, batches: list[Documents]) -> None:
     assert [n for d in batches for n in d.lengths.tolist()] == np.diff(offsets).tolist()
     marks = [np.ones(len(d.tokens)) if d.loss_mask is None else d.loss_mask for d in batches]
     assert np.array_equal(np.concatenate(marks) if marks else np.zeros(0), mask)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))

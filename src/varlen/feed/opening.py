@@ -120,6 +120,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
     if settings.epochs is None and mixture.until != "endless":
         raise SettingError('a mixture without end says until="endless"; epochs=None goes with no other')
     places: list[Data] = []
+    held: list[TokenDocuments] = []
     gives_labels = has_weights = False
     marks: dict[str, TokenizerMark | None] = {}
     for name, data in mixture.sources.items():
@@ -129,15 +130,16 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
             check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
             marks[name] = source.made_by()
             data = indexed_in_cache(source, settings.cache, settings.patience_s)
+            tokens = opened(data, settings.patience_s, settings.on_error, **of_folders(settings))
         else:
             check_tokens(tokens, settings)
             marks[name] = made_by(tokens)
-        held = opened(data, settings.patience_s, settings.on_error, **of_folders(settings))
         if settings.overlong == "error" and settings.method != "wrapped":
-            check_lengths(held, settings.capacity, name)
-        gives_labels = gives_labels or has_label(held, settings)
-        has_weights = has_weights or weighs(held)
+            check_lengths(tokens, settings.capacity, name)
+        gives_labels = gives_labels or has_label(tokens, settings)
+        has_weights = has_weights or weighs(tokens)
         places.append(data)
+        held.append(tokens)
     if not gives_labels:
         raise SourceError(NO_LABEL.format(count=many(len(places), "source")))
     spec = MixtureSpec(
@@ -165,7 +167,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
     return Opened(
         mode="indexed",
         spec=spec,
-        feed=spec.open(),
+        feed=spec.open(held=held),
         belongs_to=belongs_to,
         has_weights=has_weights,
         exchanges=exchanges,
@@ -256,7 +258,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     return Opened(
         mode="indexed",
         spec=spec,
-        feed=spec.open(),
+        feed=spec.open(tokens=tokens),
         belongs_to=belongs_to,
         has_weights=weighs(tokens),
         exchanges=exchanges,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -61,9 +61,10 @@ class IndexedSpec:
     is_alone: bool = False
     """Whether exchanges bring plans alone, since no other rank hears."""
 
-    def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
-        """Make the feed."""
-        tokens = opened(self.data, self.patience_s, self.on_error, split=self.split, format=self.format)
+    def open(self, exchanges: Exchanges | None = None, tokens: TokenDocuments | None = None) -> IndexedFeed:
+        """Make the feed, of documents that are open already, or opened here."""
+        if tokens is None:
+            tokens = opened(self.data, self.patience_s, self.on_error, split=self.split, format=self.format)
         plans = step_plans(exchanges, self.planned_ahead)
         exchanges = None if self.is_alone else exchanges
         can_agree = exchanges is not None or self.num_ranks == 1
@@ -95,9 +96,14 @@ class MixtureSpec:
     planned_ahead: int | None = None
     """How far ahead steps are planned; None where they have no plans."""
 
-    def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
-        """Make the feed; all ranks know all lengths, so that exchanges are of plans alone."""
-        sets = [
+    def open(
+        self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] | None = None
+    ) -> IndexedFeed:
+        """Make the feed, of sources that are open already, or opened here.
+
+        All ranks know all lengths, so that exchanges are of plans alone.
+        """
+        sets = held or [
             opened(data, self.patience_s, self.on_error, split=self.split, format=self.format)
             for data in self.sources
         ]
