@@ -92,7 +92,7 @@ def test_a_run_by_plans_says_which_and_what_they_cost(run_train, store, tmp_path
     assert re.search(r"\n  \d+\.\d\d % of the time waiting for plans, after the first one \(\d+\.\d s\)", out)
     summary = json.loads(run_train("a.toml", "--set", "run.steps=3", "--json")[1])
     assert summary["plan"]["plans"].startswith('"micropack" on dp 1 x pp 1')
-    assert summary["totals"]["first_plan_s"] > 0
+    assert 0 <= summary["totals"]["first_plan_s"] < 60  # it may be there before the model is
 
 
 @pytest.mark.parametrize(
