@@ -29,7 +29,7 @@ from varlen.feed.loader import PackedLoader
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
 JOB = Path(__file__).parent / "trainer_job.py"
-LIBRARIES = "trainers,preferences"
+LIBRARIES = "tests.support.trainers"
 
 
 def taken_by(out: Path, name: str) -> list[Any]:
