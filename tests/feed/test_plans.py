@@ -222,9 +222,12 @@ def test_a_state_holds_the_plans_of_steps_that_were_read_and_not_taken(store):
 
     with pytest.raises(StateError, match="differ in step"):
         vl.merge_states([state, behind])
-    changed = {**state, "plans": {"belongs_to": "given, dp=2", "choices": {"1": ["slow", ""]}}}
-    with ranks(store, 2) as loaders, pytest.raises(StateError, match="was planned 'slow'"):
-        loaders[0].load_state_dict(changed)
+    changed = {"belongs_to": "given, dp=2", "choices": {"1": ["slow", ""]}}
+    with ranks(store, 2) as loaders:
+        for plans, words in ((changed, "was planned 'slow'"), ([5], "no state of a loader's plans")):
+            with pytest.raises(StateError, match=words):
+                loaders[0].load_state_dict({**state, "plans": plans})
+        assert loaders[0].step == 0
 
 
 def test_states_of_ranks_are_merged_with_all_plans_that_any_of_them_knows():

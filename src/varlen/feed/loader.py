@@ -360,10 +360,10 @@ class PackedLoader(OfOneProcess):
         self._go_to(found, state.get(PLANS, {}))
 
     def _go_to(self, state: FeedState, plans: Mapping[str, Any] | None = None) -> None:
-        was_running, self._state, self._is_over = self._is_running, state, False
-        self._is_running = False
         if self._plans is not None:
             self._plans.go_on(plans)
+        was_running, self._state, self._is_over = self._is_running, state, False
+        self._is_running = False
         if was_running:
             self.start_prefetch()
 

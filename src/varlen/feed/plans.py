@@ -123,24 +123,27 @@ class Plans:
         return {"belongs_to": self._belongs_to, "choices": choices}
 
     def go_on(self, state: Mapping[str, Any] | None = None) -> None:
-        """Begin anew: steps that are run again get the plans that they had, as a state says or as is known here."""
+        """Begin anew: steps that are run again get the plans that they had, as a state says or as is known here.
+
+        Raises:
+            StateError: it is no such state; nothing has changed then.
+        """
+        if state and not isinstance(state, Mapping):
+            raise StateError(f"this is no state of a loader's plans: {str(state)[:80]!r}")
+        is_ours = bool(state) and state is not None and state.get("belongs_to") == self._belongs_to
+        told = _choices_in(state) if is_ours and state is not None else {}
         with self._lock:
             self._run += 1
             self._held.clear()
             self._times.clear()
             if state is None:
                 self._replayed |= self._choices
-            elif not state or isinstance(self._given, Heard):
-                self._replayed = {}
-            elif state.get("belongs_to") == self._belongs_to:
-                self._replayed = _choices_in(state)
             else:
-                _log.info(
-                    "the state is of steps that were planned otherwise; those read ahead are planned anew"
-                )
-                self._replayed = {}
+                self._replayed = told
             self._choices = {}
             replayed = {str(number): choice for number, choice in self._replayed.items()}
+        if state and not is_ours and not isinstance(self._given, Heard):
+            _log.info("the state is of steps that were planned otherwise; those read ahead are planned anew")
         if isinstance(self._given, Planner):
             self._given.load_state_dict({"version": 1, "belongs_to": self._belongs_to, "choices": replayed})
 
@@ -176,9 +179,8 @@ class Plans:
         if self._decides():
             try:
                 plan = self._decide(step, lengths, soon)
-            except Exception as error:
-                kind = type(error).__name__ if isinstance(error, VarlenError) else PlanError.__name__
-                self._store.set(key, _FAULT + json.dumps([kind, str(error)]).encode())
+            except VarlenError as error:
+                self._store.set(key, _FAULT + json.dumps([type(error).__name__, str(error)]).encode())
                 raise
             self._store.set(key, _PLAN + plan_to_bytes(plan))
             self._store.delete_key(f"{self._name}/{of.run}/{PLAN}/{step - KEPT}")
@@ -217,7 +219,12 @@ class Plans:
             given.supply({step: lengths, **soon})
             return given.take(step)
         if not isinstance(given, Mapping | Sequence):
-            return given(step, lengths)
+            try:
+                return given(step, lengths)
+            except VarlenError:
+                raise
+            except Exception as error:
+                raise PlanError(f"planning failed with {error!r}") from error
         if (isinstance(given, Mapping) and step in given) or (
             isinstance(given, Sequence) and step < len(given)
         ):

@@ -349,7 +349,7 @@ def _forward(kind: Any) -> ast.FunctionDef | None:
     return found if isinstance(found, ast.FunctionDef) else None
 
 
-# What recurrent and convolving layers are told of boundaries.
+# The arguments that give recurrent and convolving layers the boundaries of segments.
 
 SINGLE_TOKENS = ("moe", "mlp")
 """Kinds of layers that mix no tokens."""
@@ -358,7 +358,7 @@ MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
 
 
 def segment_arguments(name: str, ends: torch.Tensor, rows: int, width: int) -> dict[str, Any]:
-    """Return what recurrent layers are told of segments, beside what attention is.
+    """Return the arguments that give recurrent layers the segments, beside those of attention.
 
     Args:
         ends: int32 `[segments + 1]`, over the flattened `rows * width` tokens.

@@ -35,7 +35,7 @@ SIZE, MULTIPLE = "{r.specs}.packed_sequence_size", "{r.specs}.pad_seq_to_mult"
 
 
 def names_of_one_release(reading: Reading) -> Iterator[ConfigFinding]:
-    """The names of one release only; another's are attributes that nobody reads."""
+    """The names of one release only; those of another release have no effect."""
     other, own = (OFFLINE_OLD, OFFLINE_NEW) if reading.is_new else (OFFLINE_NEW, OFFLINE_OLD)
     batch, own_batch = (IN_BATCH_OLD, IN_BATCH_NEW) if reading.is_new else (IN_BATCH_NEW, IN_BATCH_OLD)
     theirs, ours = ("0.5.1 and before", "0.6.0 on") if reading.is_new else ("0.6.0 on", "0.5.1 and before")
@@ -95,7 +95,7 @@ def _packing_switch(reading: Reading) -> str:
 
 
 def no_name_is_mistyped(reading: Reading) -> Iterator[ConfigFinding]:
-    """A name that nobody reads, all but that of a setting: probably a slip of the pen."""
+    """A name without effect that is close to that of a setting: probably a typing error."""
     for written, near in reading.mistyped:
         yield found(
             reading,

@@ -277,7 +277,7 @@ def bounds_of(lengths: Iterable[int] | npt.NDArray[np.integer[Any]]) -> IntArray
 
 
 def with_lengths(rows: PackedRows) -> PackedRows:
-    """Return rows that know their `seq_lengths`; where nobody wrote them, none of a document is padding."""
+    """Return rows with their `seq_lengths`; where the file has none, no token is padding."""
     if rows.seq_lengths is not None:
         return rows
     return replace(rows, seq_lengths=(rows.stored_lengths - 1).astype(np.int32))
