@@ -1,4 +1,4 @@
-"""Lengths to packs.
+"""Assign documents to packs by their lengths.
 
     lengths ──► lengths.as_lengths ──► pieces (overlong, groups) ──► assign ──► Packing
                                        window, passes: a stream       kernels

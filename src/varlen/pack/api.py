@@ -1,4 +1,4 @@
-"""`pack`: lengths in, a complete and checked Packing out; and `lower_bound`, which no packing can be below."""
+"""`pack`: lengths in, a complete and checked Packing out; `lower_bound`: the fewest packs that are possible."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from varlen.pack.pieces import (
 from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 DEFAULT_WORK = (49152.0, 1.0)
-"""Work of a token and of a squared token, as 12 · hidden size to 1: causal attention in a model of width 4,096."""
+"""Work of a token and of a squared token, 12 · hidden size to 1: causal attention in a model of width 4,096."""
 
-_PIECE_S: dict[Method, float] = {"wrapped": 3e-6, "best_fit": 4e-6}
-"""Seconds a piece that the references of these methods take; those of the others take 1.5e-6."""
-
-_KEEP_S = 1e-10
-"""Seconds a piece and amount of free space that best fit takes to keep a list of amounts in order."""
-
-_SEARCH_S: dict[Method, float] = {"first_fit": 1e-7, "first_fit_decreasing": 1e-7, "balanced": 3e-7}
-"""Seconds a piece and pack of those references that look at every pack for every piece."""
+# Upper estimates of what the methods take in Python; `jit.sized` compiles only where that is worth it.
+_PIECE_S: dict[Method, float] = {"wrapped": 3e-6, "best_fit": 4e-6}  # per piece; other methods take 1.5e-6
+_INSERT_S = 1e-10  # per piece and distinct free space: best fit keeps a sorted list of free spaces
+_SEARCH_S: dict[Method, float] = {
+    "first_fit": 1e-7,
+    "first_fit_decreasing": 1e-7,
+    "balanced": 3e-7,
+}  # per pair
 
 
 def pack(
@@ -54,24 +54,24 @@ def pack(
 
     Methods, all deterministic; equal lengths keep input order:
 
-    - "best_fit_decreasing": from long to short, each where the least space stays free. The fullest packs, of
-      documents alike in length. The default here; what reads documents (`varlen pack`, `PackedLoader`) shuffles,
-      and packs by "best_fit".
-    - "first_fit_decreasing": from long to short, each into the first pack with space.
+    - "best_fit_decreasing": places documents from long to short, each where the least space stays free. This
+      fills packs best, with documents of similar lengths. It is the default here; `varlen pack` and `PackedLoader`
+      shuffle documents and pack by "best_fit".
+    - "first_fit_decreasing": places documents from long to short, each into the first pack with space.
     - "best_fit", "first_fit": the same in input order; a pack's documents stay a random sample.
-    - "next_fit": one open pack; keeps documents in input order.
-    - "balanced": from most to least work, each into the pack with the least work that has space; equal work
-      a pack at about the fill of best-fit-decreasing, whose packs it keeps where none are cheaper: where the
-      longest documents or packs with no space to spare leave nothing to even out.
-    - "wrapped": documents end to end, cut every `capacity` tokens; every pack but the last is full.
+    - "next_fit": keeps one pack open, and documents in input order.
+    - "balanced": places documents from most to least work, each into the pack with the least work that has
+      space. Packs get equal work at about the fill of best-fit-decreasing, whose packs are returned where
+      balancing doesn't lower the cost.
+    - "wrapped": lays documents end to end and cuts every `capacity` tokens; every pack but the last is full.
 
     Args:
         lengths: `[num_documents]` tokens of each document, whole numbers from 0; list, numpy, Arrow or torch.
         capacity: tokens a pack can hold.
         method: see above.
-        overlong: what becomes of documents longer than `capacity`: "error", "split" into pieces that train as
-            documents of their own (the default of what reads documents), "truncate" or "drop". What is lost stands
-            in the ledger.
+        overlong: what happens to documents longer than `capacity`: "error", "split" into pieces that train as
+            documents of their own (the default of `varlen pack` and `PackedLoader`), "truncate" or "drop". The
+            ledger counts lost tokens.
         max_documents: most pieces a pack may hold; None for no limit.
         document_multiple_of: round the space each piece takes up to this multiple (2·CP, or its least common
             multiple with CP·TP); `capacity` must be a multiple too.
@@ -81,16 +81,16 @@ def pack(
         work: (a, b): a document of s tokens is a·s + b·s² of work; for "balanced".
 
     Returns:
-        A Packing whose ledger balances. Packs stand in the order of their first document and pieces within a
-        pack in input order. Documents of length 0 are counted and skipped.
+        A Packing whose ledger balances. Packs are ordered by their first document, and pieces within a pack by
+        input order. Documents of length 0 are counted and skipped.
 
     Raises:
-        LengthsError: negative, fractional, NaN or too large lengths, named with how many there are.
+        LengthsError: negative, fractional, NaN or too large lengths; the message names the first and counts them.
         OverlongDocumentError: a document doesn't fit and `overlong` is "error".
         SettingError: a setting out of range, or two that contradict each other.
 
     Cost: O(num_documents + capacity) time and memory for best-fit-decreasing, next-fit and wrapped, with a
-    factor log(num_packs) for the others; up to num_packs in its place where `groups` of several sizes meet
+    factor log(num_packs) for the others; up to num_packs instead with `groups` of several sizes and
     `max_documents`.
 
     >>> import varlen as vl
@@ -136,7 +136,7 @@ def pack(
         expected = checksum(pieces.lengths)
         placed, stops, offsets = arrange(pieces.lengths, pack_of, num_packs, seed)
         documents, starts, losses = pieces.documents, pieces.starts, pieces.losses
-        del pieces, pack_of  # 10^8 documents: what is not needed any more makes room for the result
+        del pieces, pack_of  # with 10^8 documents, the result needs this memory
         packed, again = audit(placed, stops, offsets, capacity, most_documents, multiple, expected)
         ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
         first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]
@@ -164,14 +164,14 @@ def _reference_s(
     max_documents: int,
     multiple: int,
 ) -> float:
-    """Return about how many seconds the references take at most, from what is known before anything is cut."""
+    """Return an upper estimate of the seconds that packing takes in Python, before anything is cut."""
     cuts = method == "wrapped" or overlong == "split"
     pieces = documents + (tokens // capacity if cuts else 0)
     packs = min(pieces, 2 * (tokens + pieces * (multiple - 1)) // capacity + 2 * pieces // max_documents + 1)
-    # Groups of several sizes leave packs with too few places for the next, and every search passes by those.
-    passing = 1e-7 if grouped and max_documents < documents else 0.0
-    keeping = _KEEP_S * min(packs, capacity) if method == "best_fit" else 0.0
-    return pieces * (_PIECE_S.get(method, 1.5e-6) + keeping + packs * _SEARCH_S.get(method, passing))
+    # Packs with too few document slots left for the next group are skipped one by one in every search.
+    skip_s = 1e-7 if grouped and max_documents < documents else 0.0
+    insert_s = _INSERT_S * min(packs, capacity) if method == "best_fit" else 0.0
+    return pieces * (_PIECE_S.get(method, 1.5e-6) + insert_s + packs * _SEARCH_S.get(method, skip_s))
 
 
 def _items(
@@ -182,7 +182,7 @@ def _items(
     overlong: Overlong,
     groups: IntArray | None,
 ) -> tuple[Pieces, Items]:
-    """Apply the overlong policy and join what must share a pack."""
+    """Apply the overlong policy, and join documents of a group into one item."""
     if groups is not None:
         return gather_groups(lengths, groups, capacity, max_documents, multiple, overlong)
     pieces = fit(lengths, capacity, overlong)
@@ -217,27 +217,24 @@ def as_work(work: object) -> tuple[float, float]:
     return linear, quadratic
 
 
-# The provable minimum number of packs, to say how far any packing could still be improved.
-
-
 def lower_bound(
     lengths: npt.ArrayLike, capacity: int, max_documents: int | None = None, document_multiple_of: int = 1
 ) -> int:
     """Return a number of packs that no packing of whole documents can go below.
 
-    The larger of two bounds by Martello and Toth (1990): L1, all tokens over the capacity, rounded up; and L2,
-    which for every threshold t keeps documents longer than capacity - t apart, gives every document above half
-    a capacity a pack of its own, and lets those of at least t fill only the space that is left there.
+    The larger of two bounds by Martello and Toth (1990). L1 is all tokens over the capacity, rounded up. L2 takes,
+    for every threshold t, one pack for each document longer than half the capacity; documents of at least t tokens
+    can only fill the space that is left in those of at most capacity - t.
 
     Args:
         lengths: `[num_documents]` whole numbers from 0; documents of length 0 need no pack.
         capacity: tokens a pack can hold.
         max_documents: most documents a pack may hold.
-        document_multiple_of: space a document takes up is rounded up to this multiple.
+        document_multiple_of: the space that a document takes is rounded up to this multiple.
 
     Raises:
-        LengthsError: lengths that can't be.
-        OverlongDocumentError: a document longer than the capacity.
+        LengthsError: invalid lengths.
+        OverlongDocumentError: a document is longer than the capacity.
 
     Cost: O(num_documents log num_documents) time.
 
@@ -253,7 +250,7 @@ def lower_bound(
         raise OverlongDocumentError(
             f"document {first:,} has {checked[first]:,} tokens but capacity is {capacity:,} "
             f"({int((checked > capacity).sum()):,} of {checked.size:,} documents are too long); "
-            "cut or drop them first: a bound speaks of whole documents"
+            "cut or drop them first: the bound holds for whole documents"
         )
     slots = slots_of(checked, multiple)
     values, counts = np.unique(slots[slots > 0], return_counts=True)
@@ -267,16 +264,17 @@ def lower_bound(
 
 
 def _martello_toth(values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], capacity: int) -> int:
-    """L2 over distinct lengths (rising) and how often each occurs; the threshold 0 gives L1."""
+    """Return L2 over distinct lengths (rising) and their counts; the threshold 0 gives L1."""
     documents = np.concatenate([[0], np.cumsum(counts)])
     tokens = np.concatenate([[0], np.cumsum(counts * values)])
     half = int(np.searchsorted(values, capacity // 2, side="right"))  # values[:half] <= capacity / 2
     thresholds = np.concatenate([[0], values[:half]])
-    big = np.searchsorted(values, capacity - thresholds, side="right")  # longer than capacity - t
-    big = np.maximum(big, half)
+    big = np.maximum(
+        np.searchsorted(values, capacity - thresholds, side="right"), half
+    )  # longer than capacity - t
     small = np.searchsorted(values, thresholds, side="left")
-    alone = documents[-1] - documents[big]
-    halves = documents[big] - documents[half]
-    space = halves * capacity - (tokens[big] - tokens[half])
+    medium_packs = documents[big] - documents[half]
+    space = medium_packs * capacity - (tokens[big] - tokens[half])
     rest = tokens[half] - tokens[np.minimum(small, half)] - space
-    return int((alone + halves + np.maximum(0, -(-rest // capacity))).max())
+    packs = documents[-1] - documents[half]
+    return int((packs + np.maximum(0, -(-rest // capacity))).max())

@@ -1,4 +1,4 @@
-"""Items to packs: one function a method, each a few lines around a kernel."""
+"""Assign items to packs: calls the kernel of each method."""
 
 from __future__ import annotations
 
@@ -9,28 +9,21 @@ from varlen.pack import in_python, kernels, kernels_arrange
 from varlen.pack.pieces import Items
 from varlen.types import FloatArray, Int32Array, Method
 
-FILL_PIECE_S = 6e-5
-"""What Python takes to fill packs with a piece, at most."""
-_TABLE = 2**24
-"""Largest capacity for which kernels keep a table of all free spaces, up to 40 bytes each."""
+FILL_PIECE_S = 6e-5  # upper estimate of what `fill` takes per piece in Python
+_LARGEST_TABLE = (
+    2**24
+)  # largest capacity for kernels, whose tables take up to 40 bytes per amount of free space
 
 
 def assign(
     method: Method, items: Items, item_work: FloatArray | None, capacity: int, max_documents: int
 ) -> tuple[Int32Array, int]:
-    """Give every item a pack by one of the methods; `wrapped` cuts documents and so is not among them.
-
-    Args:
-        item_work: float64 `[num_items]`, for "balanced".
-
-    Returns:
-        int32 `[num_items]`, the pack of each item or -1, numbered as opened; and the number of packs.
-    """
+    """Return the pack of each item, int32 or -1, and the number of packs, by any method but "wrapped"."""
     slots = items.slots
     if capacity > slots.size:
-        # Kernels take memory for every free space that a pack can have; none needs more than for all tokens.
+        # The tables of kernels grow with the capacity; one that holds all tokens is enough.
         capacity = min(capacity, max(int(slots.sum(dtype=np.int64)), 1))
-    fitting = in_python if capacity > _TABLE or jit.in_python() else kernels
+    fitting = in_python if capacity > _LARGEST_TABLE or jit.in_python() else kernels
     pack_of = np.empty(slots.size, np.int32)
     if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= items.sizes.sum()):
         return pack_of, fitting.best_fit_decreasing(slots, capacity, max_documents, pack_of)
@@ -53,10 +46,9 @@ def assign(
 
 
 def _most_packs(slots: Int32Array, sizes: Int32Array, capacity: int, max_documents: int) -> int:
-    """More packs than any method opens that opens one only where no pack has space.
+    """Return an upper bound on the packs that a method opens if it opens one only where no pack has space.
 
-    Packs that stood open from the start are not counted. Any two of the others hold more than one capacity of
-    tokens, or of documents, between them.
+    Any two such packs together hold more than `capacity` tokens or more than `max_documents` documents.
     """
     tokens = int(slots.sum(dtype=np.int64))
     documents = int(sizes.sum(dtype=np.int64))
@@ -71,10 +63,10 @@ def spread(
     capacity: int,
     max_documents: int,
 ) -> tuple[Int32Array, int]:
-    """Spread work over this many packs, or a few more where not all fits in those; arguments as in `assign`."""
+    """Balance work over `num_packs` packs, or a few more where not all items fit."""
     order = np.argsort(-item_work, kind="stable").astype(np.int32)
     best: tuple[Int32Array, int] | None = None
-    for _ in range(3):  # a rerun with the packs that were missing spreads work over those as well
+    for _ in range(3):  # if packs were added, a rerun that begins with them balances better
         most = num_packs + _most_packs(slots, sizes, capacity, max_documents)
         settings = (capacity, max_documents, num_packs, most)
         pack_of = np.empty(slots.size, np.int32)
@@ -98,14 +90,9 @@ def fill(
     *,
     from_first: bool = False,
 ) -> tuple[Int32Array, int]:
-    """Fill packs to the brim, each around a piece, with others in their order and never by length.
+    """Fill a pack around each piece of `order` with other pieces in input order; see `kernels_arrange.fill`.
 
-    Args:
-        order: int32 `[any]`: the pieces around which a pack is tried, unless a pack holds them by then.
-        slots: int32 `[num_pieces]`.
-
-    Returns:
-        int32 `[num_pieces]`, the pack of each piece or -1, and the number of packs.
+    Returns the pack of each piece or -1, and the number of packs.
     """
     pack_of, least = np.empty(slots.size, np.int32), -int(-min_fill * capacity // 1)
     return pack_of, kernels_arrange.fill(order, slots, capacity, least, max_documents, from_first, pack_of)
@@ -114,7 +101,7 @@ def fill(
 def _balance(
     slots: Int32Array, sizes: Int32Array, item_work: FloatArray, capacity: int, max_documents: int
 ) -> tuple[Int32Array, int]:
-    """Spread work over the packs of best-fit-decreasing, or keep those where spreading would cost more."""
+    """Balance work over the packs of best-fit-decreasing, or return those where balancing costs more."""
     dense = Items(slots=slots, sizes=sizes, item_of=None)
     fullest, num_packs = assign("best_fit_decreasing", dense, None, capacity, max_documents)
     even = spread(num_packs, slots, sizes, item_work, capacity, max_documents)
@@ -122,7 +109,7 @@ def _balance(
 
 
 def _cost(pack_of: Int32Array, num_packs: int, item_work: FloatArray) -> float:
-    """Work of the heaviest pack times the packs: what packs cost that run side by side and wait for each other."""
+    """Return the largest work of a pack times the number of packs: packs that run in parallel wait for the largest."""
     placed = pack_of >= 0
     work = np.bincount(pack_of[placed], weights=item_work[placed], minlength=1)
     return num_packs * float(work.max())

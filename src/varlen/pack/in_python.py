@@ -1,7 +1,7 @@
-"""Kernels in another form: what runs where nothing is compiled and Python does it faster than the kernel's source.
+"""Python versions of kernels, for runs without compilation, where they are faster than the kernels' own source.
 
-Best fit here also takes packs of huge capacity, without the kernel's table of every free space that a pack can have.
-Arguments and results are those of the kernels.
+Best fit here also serves huge capacities, for which the kernel's table of free spaces would be too large. Arguments
+and results are those of the kernels.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def best_fit(
 ) -> int:
     """Put each item, in the order given, where the least space stays free; returns the number of packs.
 
-    Among packs with equally much free space, the one that has had it longest is taken.
+    Packs with equal free space are taken first in, first out.
     """
-    waiting: dict[int, deque[int]] = defaultdict(deque)  # free space -> packs, the longest waiting first
-    rooms: list[int] = []  # the free spaces with a waiting pack, rising
+    waiting: dict[int, deque[int]] = defaultdict(deque)  # free space -> packs, first in, first out
+    rooms: list[int] = []  # free spaces that some pack has, rising
     places: list[int] = []
     fewest = max(int(sizes[slots > 0].min(initial=max_documents)), 1)
     for item in order.tolist():
@@ -57,8 +57,8 @@ def best_fit(
     return len(places)
 
 
-class _Alike(NamedTuple):
-    """Packs with neighbouring numbers that were filled alike."""
+class _Cluster(NamedTuple):
+    """Packs with consecutive numbers that were filled alike."""
 
     first: int
     packs: int
@@ -68,18 +68,18 @@ class _Alike(NamedTuple):
 def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
     """Best-fit over items from long to short, every item one document; returns the number of packs.
 
-    The same as `best_fit` in `descending` order: items of one length fill one waiting pack after the other.
+    The same packs as `best_fit` in `descending` order; all items of one length are placed at once.
     """
-    waiting: dict[int, deque[_Alike]] = defaultdict(deque)  # free space -> packs, the longest waiting first
-    rooms: list[int] = []  # the free spaces with waiting packs, rising
+    waiting: dict[int, deque[_Cluster]] = defaultdict(deque)  # free space -> packs, first in, first out
+    rooms: list[int] = []  # free spaces that some pack has, rising
     runs = [(0, 1, 0)]  # first pack, items a pack, items: from long to short
     num_packs = 0
 
-    def wait(room: int, alike: _Alike) -> None:
-        if room > 0 and alike.packs > 0 and alike.places > 0:
+    def wait(room: int, cluster: _Cluster) -> None:
+        if room > 0 and cluster.packs > 0 and cluster.places > 0:
             if not waiting[room]:
                 insort(rooms, room)
-            waiting[room].append(alike)
+            waiting[room].append(cluster)
 
     lengths, counts = np.unique(slots[slots > 0], return_counts=True)
     for length, left in zip(lengths[::-1].tolist(), counts[::-1].tolist()):
@@ -87,21 +87,21 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
             at = bisect_left(rooms, length)
             is_new = at == len(rooms)
             room = capacity if is_new else rooms[at]
-            first, packs, places = _Alike(num_packs, left, max_documents) if is_new else waiting[room][0]
+            first, packs, places = _Cluster(num_packs, left, max_documents) if is_new else waiting[room][0]
             each = min(room // length, places)
             used = min(packs, -(-left // each))
             if is_new:
                 num_packs += used
             elif used < packs:
-                waiting[room][0] = _Alike(first + used, packs - used, places)
+                waiting[room][0] = _Cluster(first + used, packs - used, places)
             else:
                 waiting[room].popleft()
                 if not waiting[room]:
                     del rooms[at]
             placed = min(left, used * each)
             full, rest = divmod(placed, each)
-            wait(room - each * length, _Alike(first, full, places - each))
-            wait(room - rest * length, _Alike(first + full, min(rest, 1), places - rest))
+            wait(room - each * length, _Cluster(first, full, places - each))
+            wait(room - rest * length, _Cluster(first + full, min(rest, 1), places - rest))
             runs.append((first, each, placed))
             left -= placed
     firsts, eachs, sizes = np.array(runs, np.int64).T
@@ -212,7 +212,7 @@ def order_batches(
     offsets: Int64,
     lengths: Int32,
 ) -> None:
-    """Sort each batch by pack and piece, and take the words apart; working space is left alone."""
+    """Sort each batch by pack and piece, and unpack the words."""
     batches = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
     rest, sizes = np.divmod(words, 1 << length_bits)
     pieces, places = np.divmod(rest, 1 << shift)
@@ -223,7 +223,7 @@ def order_batches(
 
 
 def checksum(lengths: Int32) -> int:
-    """An order-free 64-bit sum over all non-empty pieces of their numbers and lengths, scrambled."""
+    """Return an order-independent 64-bit checksum of the numbers and lengths of all non-empty pieces."""
     pieces = np.flatnonzero(lengths)
     return _sum_of_pieces(pieces, lengths[pieces])
 
@@ -231,7 +231,7 @@ def checksum(lengths: Int32) -> int:
 def audit(
     pieces: Int64, lengths: Int32, offsets: Int64, capacity: int, multiple: int
 ) -> tuple[int, int, int]:
-    """Count tokens in finished packs and packs over capacity, and sum up the pieces as `checksum` does."""
+    """Return tokens in packs, packs over capacity, and the `checksum` of the pieces."""
     slots = -(-lengths.astype(np.int64) // multiple) * multiple
     ends = np.append(0, np.cumsum(slots))
     overfull = np.diff(ends[offsets]) > capacity
@@ -245,9 +245,9 @@ def _sum_of_pieces(pieces: Int64, lengths: Int32) -> int:
 
 
 def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
-    """Count pieces, in input order, that don't go on where the one before ended, and documents left unfinished.
+    """Count pieces that don't begin where the one before ended, and documents that pieces don't cover.
 
-    Pieces of a document that is unknown or was finished before make all of them wrong.
+    If a document is unknown or its pieces aren't consecutive, all pieces count.
     """
     if (documents[1:] < documents[:-1]).any() or ((documents < 0) | (documents >= len(wholes))).any():
         return len(documents) + 1
@@ -259,7 +259,7 @@ def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) ->
 
 
 def _scramble(words: UInt64) -> UInt64:
-    """SplitMix64's output function: 64 well mixed bits of each number."""
+    """SplitMix64's output function: a 64-bit hash of each number."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

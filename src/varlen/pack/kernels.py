@@ -1,13 +1,13 @@
-"""Packing kernels over flat arrays; `tests/oracles/pack.py` says in plain Python what each must return.
+"""Packing kernels over flat arrays; `tests/oracles/pack.py` defines in plain Python what each returns.
 
-An *item* is what must stay together in one pack: a document, a piece of one, or a group of documents. Items
-have slots (tokens they take up) and sizes (documents they count as); an item with slot 0 is skipped and keeps
-pack -1. Packs are numbered in the order in which they are opened; `arrange` renumbers them for people.
+An *item* stays in one pack: a document, a piece of one, or a group of documents. Items have slots (tokens that they
+take) and sizes (documents that they count as); an item with slot 0 is skipped and has pack -1. Packs are numbered in
+the order in which they are opened; `arrange` renumbers them by their first document.
 
-Free space is kept in classes: all packs with the same free space wait in one first-in-first-out queue, and a
-two-level bitmap finds the smallest class that is large enough in a few instructions. Best-fit-decreasing
-places all items of one length at once (histogram packing: Krell et al. 2021, arXiv:2107.02027), so its search
-costs the same for a thousand documents as for a billion.
+All packs with the same free space (`room`) are in one first-in-first-out queue, and a two-level bitmap finds the
+smallest sufficient room in a few instructions. `places` counts the documents that a pack can still take.
+Best-fit-decreasing places all items of one length at once (histogram packing: Krell et al. 2021,
+arXiv:2107.02027), so its search takes as long for a thousand documents as for a billion.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -58,7 +58,7 @@ def _unmark(low: UInt64, high: UInt64, value: int) -> None:
 
 @compiled
 def _smallest_from(low: UInt64, high: UInt64, value: int) -> int:
-    """Smallest member of the bitmap set that is at least `value`, or -1."""
+    """Smallest number of the bitmap set that is at least `value`, or -1."""
     word = value >> 6
     if word >= low.size:
         return -1
@@ -119,9 +119,9 @@ def best_fit(
 ) -> int:
     """Put each item, in the order given, where the least space stays free; returns the number of packs.
 
-    Among packs with equally much free space, the one that has had it longest is taken.
+    Packs with equal free space are taken first in, first out.
     """
-    fewest = max_documents  # a pack with fewer places would only stand in the way of every search
+    fewest = max_documents  # packs with fewer places are not queued: they would slow down every search
     for item in range(slots.size):
         if slots[item] > 0:
             fewest = min(fewest, np.int64(sizes[item]))
@@ -181,7 +181,7 @@ def best_fit(
 
 @compiled
 def _times(whole: int, part: int) -> int:
-    """How often a positive number goes into another: exact below 2^52, and faster than a 64-bit division."""
+    """Integer quotient of positive numbers: exact below 2^52, and faster than a 64-bit division."""
     return int(float(whole) / float(part))
 
 
@@ -197,25 +197,14 @@ def _plan_equal_lengths(
     runs: Int32,
     run_offsets: Int64,
 ) -> int:
-    """Best-fit-decreasing over a histogram, every step for all packs in the same situation.
+    """Run best-fit-decreasing over a histogram, `counts[s]` items of length s, for all packs filled alike at once.
 
-    A *cluster* is a range of packs that were filled alike: first pack, packs, places left, next cluster of the
-    same free space. A *run* says how the items of one length are dealt out: first pack, packs, items per pack.
+    A row of `clusters` is a range of packs that were filled alike: first pack, packs, places left, next cluster of the
+    same free space; `ends` holds the first and last cluster of each free space. A row of `runs` says how items of one
+    length are dealt out: first pack, packs, items per pack; runs of length s are
+    `run_offsets[capacity - s]:run_offsets[capacity - s + 1]`.
 
-    Args:
-        counts: int64 `[capacity + 1]`: number of items of each length.
-        capacity: tokens per pack.
-        max_documents: items per pack.
-        low: uint64: a bitmap of the free spaces, zeros; `high` marks its words.
-        high: uint64, zeros.
-        ends: int32 `[capacity + 1, 2]` of -1: first and last cluster of each free space.
-        clusters: int32 `[any, 4]`: working space.
-        runs: int32 `[any, 3]`, written.
-        run_offsets: int64 `[capacity + 2]`, written: runs of length s are
-            `run_offsets[capacity - s]:run_offsets[capacity - s + 1]`.
-
-    Returns:
-        The number of packs, or -1 if clusters or runs have too few rows.
+    Returns the number of packs, or -1 if `clusters` or `runs` have too few rows.
     """
     num_clusters, num_runs, num_packs = 0, 0, 0
     for length in range(capacity, 0, -1):
@@ -281,10 +270,10 @@ def _plan_equal_lengths(
 
 @compiled
 def _deal_equal_lengths(slots: Int32, capacity: int, runs: Int32, now: Int32, pack_of: Int32) -> None:
-    """Give every item, in input order, the next place among the runs of its length.
+    """Give every item, in input order, the next pack among the runs of its length.
 
-    Row `capacity - length` of `now` follows that length: the pack in turn, places left in it, packs left in
-    its run, the next run.
+    Row `capacity - length` of `now` is the position in the runs of that length: current pack, items left in it, packs
+    left in its run, next run.
     """
     for item in range(slots.size):
         length = slots[item]
@@ -338,17 +327,14 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
 
 
 def _bitmap(largest: int) -> tuple[UInt64, UInt64]:
-    """An empty bitmap set of the numbers up to `largest`: its words, and the words that mark those."""
+    """Return an empty bitmap set of the numbers up to `largest`: its words, and a bitmap of its non-zero words."""
     words = (largest >> 6) + 1
     return np.zeros(words, np.uint64), np.zeros((words >> 6) + 1, np.uint64)
 
 
-# Packing kernels that search the packs in a tree: first-fit (by free space) and balanced (by work and space).
-#
-# Items, slots, sizes and pack numbers are as above.
+# Kernels that search packs in a tree: first-fit (by free space) and balanced (by work and space).
 
-
-_FAN = 64  # children of a node: one or two vector registers of free spaces, scanned faster than a branch
+_FAN = 64  # children of a node, which are scanned with vector instructions
 
 
 @compiled
@@ -395,7 +381,7 @@ def _first_room(leaf: Int32, block: Int32, chunk: Int32, start: int, stop: int, 
 
 @compiled
 def _lower(leaf: Int32, block: Int32, chunk: Int32, pack: int, room: int) -> None:
-    """Set a pack's free space and mend the maxima above it."""
+    """Set a pack's free space and update the maxima above it."""
     was = leaf[pack]
     leaf[pack] = room
     parent = pack // _FAN
@@ -419,8 +405,8 @@ def first_fit(
 ) -> int:
     """Put each item, in the order given, into the first pack with space; returns the number of packs.
 
-    Space only shrinks, so an item as long as the one before starts its search where that one ended: equal
-    lengths in a row cost one sweep over the packs.
+    Free space only shrinks, so an item as long as the one before starts its search where that one ended: a run of
+    equal lengths costs one sweep over the packs.
     """
     blocks = most_packs // _FAN + 1
     leaf = np.zeros(blocks * _FAN, np.int32)
@@ -511,7 +497,7 @@ def balanced(
     """Put each item, in the order given, into the pack with the least work that has space for it.
 
     Starts with `num_packs` empty packs and opens another only where no pack has space; returns the number of
-    packs. With items in falling order of work this is the longest-processing-time rule (Graham 1969).
+    packs. With items in falling order of work, this is the longest-processing-time rule (Graham 1969).
     """
     leaves = 1
     while leaves < most_packs:

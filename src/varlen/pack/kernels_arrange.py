@@ -1,6 +1,6 @@
-"""Kernels that turn an assignment into the arrays of a Packing, and that cut a stream into full packs.
+"""Kernels that turn an assignment into the arrays of a Packing, that cut documents every `capacity` tokens, and `fill`.
 
-Compiled by numba; `tests/oracles/pack.py` says in plain Python what each must return.
+`tests/oracles/pack.py` and `pack_fill.py` define in plain Python what each returns.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -20,7 +20,7 @@ Int64 = NDArray[np.int64]
 
 @compiled(in_python=in_python._scramble)
 def _scramble(state: np.uint64) -> np.uint64:
-    """SplitMix64's output function (Steele, Lea and Flood 2014): 64 well mixed bits of a counter."""
+    """SplitMix64's output function (Steele, Lea and Flood 2014): a 64-bit hash of a counter."""
     word = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
@@ -42,9 +42,7 @@ def permutation(seed: np.uint64, order: Int64) -> None:
 def rank_packs(pack_of: Int32, rank: Int32) -> int:
     """Renumber packs, in place, by their first piece; returns the number of packs that hold a piece.
 
-    Args:
-        pack_of: int32 `[num_pieces]`: the pack of each piece as opened, -1 for none; ranks afterwards.
-        rank: int32 `[num_packs]` of -1, overwritten.
+    `rank` is int32 `[num_packs]` of -1 on entry, and the new number of each pack afterwards.
     """
     used = 0
     for piece in range(pack_of.size):
@@ -68,13 +66,7 @@ def renumber(pack_of: Int32, number: Int64) -> None:
 
 @compiled(in_python=in_python.batch_bounds)
 def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
-    """Write where each batch of 2^shift neighbouring packs begins; returns the pieces of the largest batch.
-
-    Args:
-        pack_of: int32 `[num_pieces]`: the pack of each piece, -1 for none.
-        shift: packs of a batch, as a power of two.
-        begin: int64 `[num_batches + 1]` of zeros, written.
-    """
+    """Write where each batch of 2^shift consecutive packs begins; returns the pieces of the largest batch."""
     for piece in range(pack_of.size):
         if pack_of[piece] >= 0:
             begin[(pack_of[piece] >> shift) + 1] += 1
@@ -89,19 +81,11 @@ def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
 def gather_batches(
     pack_of: Int32, lengths: Int32, shift: int, length_bits: int, position: Int64, words: Int64
 ) -> None:
-    """Bring the pieces of neighbouring packs together.
+    """Gather the pieces of each batch of packs: the first of two passes of a radix sort.
 
-    First of two passes of a radix sort that never writes far from where it wrote before: at 10^8 pieces it
-    takes a fraction of the time of one scattered write each. A word holds a piece's number, its pack's place
-    in the batch, and its length.
-
-    Args:
-        pack_of: int32 `[num_pieces]`: the pack of each piece, -1 for none.
-        lengths: int32 `[num_pieces]`.
-        shift: packs of a batch, as a power of two.
-        length_bits: bits that the largest length takes.
-        position: where each batch begins, from `batch_bounds`; moved on.
-        words: int64 `[num_placed]`, written.
+    Two passes with local writes take a fraction of the time of one pass with scattered writes. A word holds a piece's
+    number, its pack's index in the batch (`shift` bits) and its length (`length_bits`). `position` is where each batch
+    begins, from `batch_bounds`, and is advanced.
     """
     place = (1 << shift) - 1
     for piece in range(pack_of.size):
@@ -124,17 +108,10 @@ def order_batches(
     offsets: Int64,
     lengths: Int32,
 ) -> None:
-    """Finish the sort within each batch of packs, which fits in a core's cache, and take the words apart.
+    """Sort each batch of packs, which fits in a core's cache, and unpack its words.
 
-    Args:
-        words: int64 `[num_placed]` as `gather_batches` left them; piece numbers afterwards.
-        begin: int64 `[num_batches + 1]`: where each batch begins.
-        shift: packs of a batch, as a power of two.
-        length_bits: bits that the largest length takes.
-        buffer: int64, as long as the largest batch: working space.
-        position: int64 `[2^shift + 1]`: working space.
-        offsets: int64 `[num_packs + 1]`, written.
-        lengths: int32 `[num_placed]`, written.
+    `words` come from `gather_batches` and hold piece numbers afterwards; `offsets` and `lengths` are written.
+    `buffer` (as long as the largest batch) and `position` (`2^shift + 1`) are working space.
     """
     place = (1 << shift) - 1
     length_mask = (np.int64(1) << length_bits) - 1
@@ -162,7 +139,7 @@ def order_batches(
 
 @compiled(in_python=in_python.checksum)
 def checksum(lengths: Int32) -> np.uint64:
-    """An order-free 64-bit sum over all non-empty pieces of their numbers and lengths, scrambled."""
+    """Return an order-independent 64-bit checksum of the numbers and lengths of all non-empty pieces."""
     total = np.uint64(0)
     for piece in range(lengths.size):
         if lengths[piece] > 0:
@@ -174,18 +151,7 @@ def checksum(lengths: Int32) -> np.uint64:
 def audit(
     pieces: Int64, lengths: Int32, offsets: Int64, capacity: int, multiple: int
 ) -> tuple[int, int, np.uint64]:
-    """Count what stands in finished packs, from nothing but the packs.
-
-    Args:
-        pieces: int64 `[num_placed]`: piece numbers, pack by pack.
-        lengths: int32 `[num_placed]`.
-        offsets: int64 `[num_packs + 1]`.
-        capacity: tokens a pack may hold.
-        multiple: slots are lengths rounded up to it.
-
-    Returns:
-        Tokens in all packs, packs over capacity, and the `checksum` of the pieces in them.
-    """
+    """Return tokens in packs, packs over capacity, and the `checksum` of the pieces, from the finished packs alone."""
     tokens = 0
     total = np.uint64(0)
     for index in range(pieces.size):
@@ -206,13 +172,9 @@ def audit(
 
 @compiled(in_python=in_python.misplaced)
 def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
-    """Count pieces, in input order, that don't go on where the one before ended, and documents left unfinished.
+    """Count pieces that don't begin where the one before ended, and documents that pieces don't cover.
 
-    Args:
-        documents: int64 `[num_pieces]`: the document of each piece.
-        starts: int32 `[num_pieces]`: its first token.
-        lengths: int32 `[num_pieces]`: its tokens.
-        wholes: int32 `[num_documents]`: tokens of each document that the pieces must make up.
+    `wholes[document]` is the length that the pieces of a document must add up to.
     """
     if documents.size > 0 and documents[0] < 0:
         return documents.size + 1
@@ -247,13 +209,9 @@ def wrapped(
     stops: Int32,
     pack_of: Int32,
 ) -> tuple[int, int]:
-    """Lay the documents end to end and cut every `capacity` tokens (slots, where those are rounded up).
+    """Lay the documents end to end and cut every `capacity` slots; returns numbers of pieces and of packs.
 
-    The four arrays are written if they have room for every piece, else only counted, so a first call with
-    empty arrays tells how large they must be.
-
-    Returns:
-        The number of pieces and the number of packs.
+    The four arrays are written if every piece fits; a first call with empty arrays returns their size.
     """
     num_pieces = 0
     num_packs = 0
@@ -279,46 +237,30 @@ def wrapped(
     return num_pieces, num_packs
 
 
-# The kernel that fills packs to the brim: each around one item, with such others as sum up to what is left free.
+# `fill` fills packs completely: each around one item, with other items whose slots sum up to the free space.
 #
-# `tests/oracles/pack_fill.py` says in plain Python what it must return. Items, slots and pack numbers are as in
-# `kernels.py`.
-#
-# Which of some items fill a pack best is told by the sums that they can make (the minimum bin slack of Gupta and Ho
-# 1999): bit s of a row says whether items looked at so far can sum up to s, and a shift adds an item to all sums at
-# once. Only the last few items of a pack are chosen so. The others are those that come first, whatever their lengths:
-# were all chosen, the short ones would be left out more often than the long ones, and meet in later packs.
+# The subset of items that fills a pack best comes from their subset sums (minimum bin slack: Gupta and Ho 1999): bit s
+# of a row is set if the items considered so far can sum up to s, and a shift adds an item to all sums at once. Only the
+# last few items of a pack are selected in this way. The others are the next ones in order, whatever their lengths: if
+# all were selected, short items would be skipped more often than long ones and gather in later packs.
 
 UInt64 = NDArray[np.uint64]
 
 _ONE = np.uint64(1)
 
-
-UNSURE = 8
-"""Last items of those that fit one after the other in place of which `fill` looks for better ones."""
-PASSED = 1024
-"""Items that it passes by for a pack, at most."""
-SUMMED = 256
-"""Items whose sums it tells apart, at most."""
-PATIENT = 32
-"""Items of which it looks for those that leave no space at all; after them, for any that leave little."""
-FINEST = 1 << 16
-"""Sums that it tells apart, at most; in more space than that they are rounded up."""
-
-FAILED = 256
-"""Packs that it fails to fill before it gives up, beside as many as it has filled."""
+UNSURE = 8  # items at the end of those that fit in order which `fill` may replace by better ones
+PASSED = 1024  # most items that it skips for one pack
+SUMMED = 256  # most items whose subset sums it considers
+PATIENT = 32  # items among which it requires an exact fit; after these, a small gap is enough
+FINEST = 1 << 16  # most distinct sums; for more space than that, slots are rounded up
+FAILED = 256  # it gives up once the packs that it couldn't fill outnumber the filled ones by this
 
 
 @compiled
 def _add(sums: UInt64, row: int, reach: int, slot: int, room: int) -> int:
-    """Write the sums of row `row` with and without one more item into the next row; returns the largest, to `room`.
+    """Write the sums of row `row` with and without one more item into the next row; returns the largest, up to `room`.
 
-    Args:
-        sums: uint64 `[rows, words]`; what stands in a row behind its largest sum means nothing.
-        row: the sums so far.
-        reach: the largest of them, at most `room`.
-        slot: of the item.
-        room: larger sums are of no use.
+    `reach` is the largest sum of `row`; bits behind it are undefined.
     """
     before, after = sums[row], sums[row + 1]
     largest = min(reach + slot, room)
@@ -372,7 +314,7 @@ def _take(
     sums: UInt64,
     reaches: Int64,
 ) -> int:
-    """Write the items of the largest sum behind those that a pack holds; returns how many it holds then."""
+    """Append the items of the largest sum to a pack of `size` items; returns its new size."""
     left = _largest(sums, tried, reaches[tried])
     for row in range(tried - 1, -1, -1):
         if left > reaches[row] or not _has(sums, row, left):
@@ -395,19 +337,11 @@ def _choose(
     sums: UInt64,
     reaches: Int64,
 ) -> tuple[int, int, int]:
-    """Look for items that fill a room; returns how many come first, how many are summed, and in what unit.
+    """Find items that fill a room; returns how many are taken in order, how many are summed, and the unit of sums.
 
-    Args:
-        after: int32 `[items + 1]`: the free item behind each one; the last number stands between last and first.
-        at: the place behind which to begin.
-        num_others: free items there are.
-        slots: int32 `[items]`.
-        room: slots that they can fill together.
-        least: slots at which it is enough once PATIENT items are summed.
-        others: int32 `[items]`, written: the items that come first.
-        summed: int32 `[SUMMED]`, written: those that are summed.
-        sums: uint64, written: row r holds the sums of the first r of those.
-        reaches: int64, written: the largest sum of each row.
+    `after` is a circular linked list of the free items, read from behind `at`; its last entry joins the ends. Written
+    are `others` (the items taken in order), `summed`, `sums` (row r: the subset sums of the first r summed items) and
+    `reaches` (the largest sum of each row). Once PATIENT items are summed, a sum of `least` slots is enough.
     """
     end = after.size - 1
     seen, passed, fitting, held, is_over = 0, 0, 0, 0, 0
@@ -461,16 +395,10 @@ def fill(
     from_first: bool,
     pack_of: Int32,
 ) -> int:
-    """Fill a pack around each item of an order, if others fill it well enough; returns the number of packs.
+    """Fill a pack around each free item of `order` if it gets at least `least` slots; returns the number of packs.
 
-    Args:
-        order: int32 `[any]`: the items around which a pack is tried, those left out that a pack holds by then.
-        slots: int32 `[items]`; items of slot 0 are skipped.
-        capacity: slots that a pack can hold.
-        least: slots that a pack must hold; else its items stay free.
-        max_documents: items that a pack can hold.
-        from_first: look at the free items from the first on; else from the one around which the pack is, and round.
-        pack_of: int32 `[items]`, written: -1 for those that stay free.
+    Free items are read from the first one on if `from_first`, else in a circle from the one around which the pack is
+    filled. `pack_of` is written; it is -1 for items that stay free.
     """
     end = slots.size
     after, before = np.empty(end + 1, np.int32), np.empty(end + 1, np.int32)
@@ -499,7 +427,7 @@ def fill(
             after, at, num_free - 1, slots, room, least - slots[seed], pack, summed, sums, reaches
         )
         size = _take(slots, unit, pack, size, summed, tried, sums, reaches)
-        size = min(size, max_documents - 1)  # fewer of them may be enough
+        size = min(size, max_documents - 1)  # the first of them may still reach `least`
         held = np.int64(slots[seed])
         for index in range(size):
             held += slots[pack[index]]

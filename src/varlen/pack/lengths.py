@@ -1,4 +1,4 @@
-"""What may be packed: lengths and settings checked at the door, once, with sentences that say what is wrong."""
+"""Validate lengths, with messages that name what was passed by mistake."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ from varlen.types import Int32Array
 
 
 def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
-    """Return lengths as int32, checked.
-
-    Args:
-        lengths: `[num_documents]` whole numbers from 0 to 2^31 - 1: a list, numpy array, Arrow array or torch
-            tensor. Floats pass if every one is whole.
-
-    Returns:
-        int32 `[num_documents]`, C-contiguous; the caller's own array where it is that already.
-    """
+    """Return validated lengths as contiguous int32, without a copy where possible; floats pass if all are whole."""
     if isinstance(lengths, Iterator):
         raise _misfit(lengths, "it gives its values once; pass list(lengths)")
     array = _as_array(lengths)
@@ -53,7 +45,7 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
 
 
 def _as_array(lengths: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Whatever the caller has as an array; an empty one counts as integers."""
+    """Convert to numpy; an empty array counts as integers."""
     try:
         array = np.asarray(lengths)
     except (ValueError, TypeError, OverflowError, RuntimeError):
@@ -63,31 +55,31 @@ def _as_array(lengths: npt.ArrayLike) -> npt.NDArray[Any]:
     return array.astype(np.int32) if array.size == 0 and array.ndim == 1 else array
 
 
-_INSTEAD = (
+_FOR_DOCUMENTS = (
     "pass [len(d) for d in documents] here, and the documents to vl.collate; or give them to vl.PackedLoader, which "
     "packs and collates by itself"
 )
-_OF_TEXTS = (
+_FOR_TEXTS = (
     "texts become tokens first: vl.PackedLoader(rows, tokenizer) or varlen pack tokenizes and packs them"
 )
 
 
 def _misfit(lengths: object, why: str) -> LengthsError:
-    """Return the error of what isn't one number a document."""
+    """Return the error for input that isn't one number a document."""
     return _as_documents(lengths) or LengthsError(
         f"lengths must be a list or an array of one whole number a document; a {_kind(lengths)} was given, and {why}"
     )
 
 
 def _as_documents(given: object) -> LengthsError | None:
-    """Return the error of documents in place of their lengths; None where it is something else."""
+    """Return the error for documents passed in place of their lengths, or None if they aren't documents."""
     if isinstance(given, str | bytes | PathLike):
         return LengthsError(
-            f"lengths are one whole number a document, and {str(given)[:60]!r} is a text; {_OF_TEXTS}"
+            f"lengths are one whole number a document, and {str(given)[:60]!r} is a text; {_FOR_TEXTS}"
         )
     if isinstance(given, Mapping) or hasattr(given, "column_names") or hasattr(given, "columns"):
         return LengthsError(
-            f"lengths are one whole number a document, and a {_kind(given)} of columns was given; {_INSTEAD}"
+            f"lengths are one whole number a document, and a {_kind(given)} of columns was given; {_FOR_DOCUMENTS}"
         )
     if isinstance(given, tuple) and len(given) == 2 and all(map(_is_many, given)) and _are_offsets(*given):
         return LengthsError(
@@ -96,8 +88,8 @@ def _as_documents(given: object) -> LengthsError | None:
         )
     if not isinstance(given, Sequence):
         return None
-    which = [index for index, one in enumerate(given) if isinstance(one, Mapping) or _is_many(one)]
-    if 2 * len(which) <= len(given):  # a slip among numbers
+    which = [index for index, entry in enumerate(given) if isinstance(entry, Mapping) or _is_many(entry)]
+    if 2 * len(which) <= len(given):  # mostly numbers: a few wrong entries are reported as such
         return None
     first = given[which[0]]
     is_text = isinstance(first, str | bytes | Mapping) and not (
@@ -106,21 +98,21 @@ def _as_documents(given: object) -> LengthsError | None:
     what = f"a list of {len(first):,}" if isinstance(first, Sequence) and not is_text else f"a {_kind(first)}"
     return LengthsError(
         f"lengths are one whole number a document, and documents were given: entry {which[0]:,} is {what} "
-        f"({len(which):,} of {len(given):,} are no numbers); {_OF_TEXTS if is_text else _INSTEAD}"
+        f"({len(which):,} of {len(given):,} are no numbers); {_FOR_TEXTS if is_text else _FOR_DOCUMENTS}"
     )
 
 
-def _is_many(one: object) -> bool:
-    """Whether something is a document: a list, a text, or an array that isn't one number."""
-    if isinstance(one, str | bytes):
-        return not one.strip().isdigit()  # a number as a text is a slip
-    return isinstance(one, list | tuple) or (hasattr(one, "__len__") and getattr(one, "ndim", 1) > 0)
+def _is_many(value: object) -> bool:
+    """Whether a value is a document: a list, a text, or an array with a dimension."""
+    if isinstance(value, str | bytes):
+        return not value.strip().isdigit()  # "12" is a wrong length, not a document
+    return isinstance(value, list | tuple) or (hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
 
 
 def _are_offsets(tokens: Any, offsets: Any) -> bool:
-    """Whether the second of two rows of numbers is where documents of the first begin."""
+    """Whether `offsets` are the boundaries of documents in `tokens`."""
     ends = [offsets[0], offsets[-1]] if len(offsets) else []
-    return len(offsets) > 1 and all(getattr(one, "ndim", 0) == 0 for one in ends) and ends == [0, len(tokens)]
+    return len(offsets) > 1 and all(getattr(end, "ndim", 0) == 0 for end in ends) and ends == [0, len(tokens)]
 
 
 def _kind(given: object) -> str:
@@ -128,7 +120,7 @@ def _kind(given: object) -> str:
 
 
 def _refuse(array: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) -> None:
-    """Raise for the first of the wrong lengths, if there is one."""
+    """Raise if any length is wrong, naming the first."""
     if wrong.any():
         first = int(np.argmax(wrong))
         raise LengthsError(

@@ -1,4 +1,4 @@
-"""How good a Packing is: fill, distance to the bound, balance of work, losses, and how random its packs are."""
+"""Measure a Packing: fill, distance to the lower bound, balance of work, losses, and randomness of its packs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from varlen.pack.pieces import shuffled
 from varlen.types import FloatArray, Int32Array, IntArray, Packing, as_packing
 
 _SHUFFLES = 8
-_SAMPLE = 200_000  # pieces that the random comparison repacks; enough for a spread of about 0.002
+_SAMPLE = 200_000  # most pieces that the random comparison repacks; enough for a spread of about 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Figures of one Packing; integers first, ratios derived."""
+    """Measurements of one Packing."""
 
     num_packs: int
     lower_bound: int
@@ -33,15 +33,14 @@ class Score:
     most_documents: int
     """Pieces in the pack that holds the most."""
     work_imbalance: float
-    """Work of the heaviest pack over the mean: with one pack a rank, how long the others wait for it."""
+    """Largest work of a pack over the mean: with one pack a rank, the other ranks wait this long for it."""
     truncated_tokens: int
     dropped_tokens: int
     length_correlation: float
     """Intraclass correlation of log length within packs: 0 if packs are random samples, 1 if every pack holds
     documents of one length. Packs sorted by length train worse at the same fill."""
     random_correlation: float
-    """The same for shuffled documents packed next-fit, the mean of eight shuffles: what random packs of this
-    capacity show."""
+    """The same correlation for random packs: mean over eight shuffles of the documents, packed next-fit."""
     random_spread: float
     """Standard deviation over those shuffles."""
 
@@ -56,7 +55,7 @@ class Score:
         return self.length_correlation - self.random_correlation
 
     def __str__(self) -> str:
-        """The figures as a small table."""
+        """Return the measurements as a small table."""
         rows = (
             ("packs", f"{self.num_packs:,} (lower bound {self.lower_bound:,})"),
             ("fill", f"{100 * self.fill_ratio:.2f} %"),
@@ -80,7 +79,7 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
         work: (a, b): a piece of s tokens is a·s + b·s² of work.
 
     Raises:
-        SettingError: work that is not two numbers of at least 0, or a packing made by hand with empty packs,
+        SettingError: `work` is not two numbers of at least 0, or a packing made by hand has empty packs,
             pieces without tokens, or packs over the capacity.
 
     Cost: O(num_pieces log num_pieces); the random comparison repacks at most 200,000 pieces eight times.
@@ -97,7 +96,7 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
     as_packing(packing, "vl.score(packing)")
     linear, quadratic = as_work(work)
     lengths = packing.lengths
-    _refuse_impossible(packing)
+    _check_packs(packing)
     tokens = lengths.astype(np.float64)
     pack_work = packing.pack_sums(linear * tokens + quadratic * tokens * tokens)
     documents = np.diff(packing.offsets)
@@ -122,8 +121,8 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
     )
 
 
-def _refuse_impossible(packing: Packing) -> None:
-    """Refuse a packing whose packs no figure would be true of; `vl.pack` never gives such a one."""
+def _check_packs(packing: Packing) -> None:
+    """Raise if a packing has packs that `vl.pack` never makes, for which measurements make no sense."""
     empty = np.diff(packing.offsets) < 1
     short = packing.lengths < 1
     over = (
@@ -142,12 +141,7 @@ def _refuse_impossible(packing: Packing) -> None:
 
 
 def length_correlation(lengths: npt.ArrayLike, offsets: npt.ArrayLike) -> float:
-    """Return the intraclass correlation of log length within packs, by one-way analysis of variance.
-
-    Args:
-        lengths: `[num_pieces]` tokens, pack by pack, at least 1.
-        offsets: `[num_packs + 1]`.
-    """
+    """Return the intraclass correlation of log length within packs, by one-way analysis of variance."""
     values = np.log(np.asarray(lengths, dtype=np.float64))
     bounds = np.asarray(offsets, dtype=np.int64)
     sizes = np.diff(bounds).astype(np.float64)
@@ -165,14 +159,13 @@ def length_correlation(lengths: npt.ArrayLike, offsets: npt.ArrayLike) -> float:
 
 
 def _random_correlations(lengths: Int32Array, slots: IntArray, capacity: int) -> FloatArray:
-    """The correlation of the same pieces in shuffled order packed next-fit, once a shuffle."""
+    """Return the correlation of the same pieces packed next-fit, for each of several shuffles."""
     sample = shuffled(0, lengths.size)[:_SAMPLE] if lengths.size > _SAMPLE else np.arange(lengths.size)
-    next_fit = kernels.next_fit
     pack_of, sizes = np.empty(sample.size, np.int32), np.ones(sample.size, np.int32)
     results = np.zeros(_SHUFFLES)
     for shuffle in range(_SHUFFLES):
         mixed = sample[shuffled(shuffle + 1, sample.size)]
-        num_packs = next_fit(slots[mixed].astype(np.int32), sizes, capacity, LARGEST, pack_of)
+        num_packs = kernels.next_fit(slots[mixed].astype(np.int32), sizes, capacity, LARGEST, pack_of)
         offsets = np.searchsorted(pack_of, np.arange(num_packs + 1))
         results[shuffle] = length_correlation(lengths[mixed], offsets)
     return results

@@ -1,4 +1,4 @@
-"""Packs of an epoch as steps for batch samplers: as many on every rank, none left over, their work side by side."""
+"""Steps for batch samplers: deals the packs of an epoch to ranks, equally many to each, with balanced work."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Fill = Literal["repeat", "empty"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Which documents stand in which pack, and which rank takes which packs of which step."""
+    """The documents of each pack, and the packs of each step and rank."""
 
     documents: IntArray
-    """int64 `[num_documents]`: documents of one pack after the other."""
+    """int64 `[num_documents]`: document ids, pack by pack."""
     offsets: IntArray
     """int64 `[num_packs + 1]`: where each pack's documents begin."""
     packs: IntArray
-    """int64 `[num_steps, ranks, packs_per_batch]`: packs of each batch, -1 behind the last where it holds fewer."""
+    """int64 `[num_steps, ranks, packs_per_batch]`: packs of each batch, filled up with -1."""
     packed_tokens: int = 0
-    """Tokens of all packs, repeated ones included."""
+    """Tokens of all packs, repeated documents included."""
     dropped_documents: int = 0
-    """Documents that were left out because they are longer than a pack or because of `drop_last`."""
+    """Documents left out because they are longer than a pack, or because of `drop_last`."""
     dropped_tokens: int = 0
     empty_documents: int = 0
     """Documents without tokens, which no pack holds."""
     repeated_documents: int = 0
-    """Documents given a second time so that every rank has something in the last step."""
+    """Documents repeated so that every rank has one in the last step."""
     empty_batches: int = 0
     """Batches without a document."""
 
@@ -61,17 +61,12 @@ def steps_of(
     in_order: bool = False,
     work: tuple[float, float] = DEFAULT_WORK,
 ) -> Steps:
-    """Pack the documents of an epoch, and deal the packs.
+    """Pack the documents of an epoch, in the order of `lengths`, and deal the packs to ranks.
 
-    The number of packs is brought up to a multiple of `ranks * packs_per_batch` by taking packs with the most
-    documents apart, so that each document stands in one pack, once, and all batches are equally many and full.
-    Only where there are fewer documents than that takes do batches hold fewer packs, and only where there are fewer
-    than batches does one hold none, or the shortest document again.
-
-    Args:
-        lengths: `[num_documents]` in the order of the epoch.
-
-    Cost: that of `pack`, and O(num_packs log num_packs).
+    Packs with the most documents are split until the number of packs is a multiple of `ranks * packs_per_batch`,
+    so that every document is used once and all batches have the same number of packs. If there are too few
+    documents for that, the last batches hold fewer packs; if there are fewer than ranks, some batches are empty
+    (`fill="empty"`) or repeat the shortest document (`fill="repeat"`).
     """
     as_choice(overlong, "overlong", ("error", "drop"))
     as_choice(fill, "fill", get_args(Fill))
@@ -89,17 +84,17 @@ def steps_of(
         empty_documents=ledger.empty_documents,
     )
     sizes = as_lengths(lengths)
-    steps = replace(steps, offsets=_taken_apart(steps.offsets, at_once))
+    steps = replace(steps, offsets=_split_largest(steps.offsets, at_once))
     if drop_last:
         steps = _without_last(steps, sizes, at_once)
     elif fill == "repeat":
-        steps = _filled_up(steps, sizes)
+        steps = _repeat_shortest(steps, sizes)
     dealt = _dealt(steps, sizes[steps.documents], work, balance_over, in_order, seed)
     return replace(steps, packs=dealt, empty_batches=int((dealt[:, :, 0] < 0).sum()))
 
 
 def _without_last(steps: Steps, sizes: Int32Array, at_once: int) -> Steps:
-    """The steps that are full."""
+    """Drop the packs of the last step if it isn't full."""
     stay = steps.num_packs // at_once * at_once
     end = int(steps.offsets[stay])
     dropped = int(sizes[steps.documents[end:]].sum(dtype=np.int64))
@@ -113,8 +108,8 @@ def _without_last(steps: Steps, sizes: Int32Array, at_once: int) -> Steps:
     )
 
 
-def _taken_apart(offsets: IntArray, at_once: int) -> IntArray:
-    """Boundaries of a whole number of steps, or of every document alone where there aren't as many."""
+def _split_largest(offsets: IntArray, at_once: int) -> IntArray:
+    """Halve packs with the most documents until they make whole steps, or each holds one document."""
     wanted = min(-(-(offsets.size - 1) // at_once) * at_once, int(offsets[-1]))
     while offsets.size - 1 < wanted:
         counts = np.diff(offsets)
@@ -124,8 +119,8 @@ def _taken_apart(offsets: IntArray, at_once: int) -> IntArray:
     return offsets
 
 
-def _filled_up(steps: Steps, sizes: Int32Array) -> Steps:
-    """The same packs, and for ranks that would get none of them the shortest document again."""
+def _repeat_shortest(steps: Steps, sizes: Int32Array) -> Steps:
+    """Add a pack of the shortest document for each rank that would get none in the last step."""
     ranks, each = steps.packs.shape[1:]
     in_last = steps.num_packs % (ranks * each)
     missing = ranks - in_last if 0 < in_last < ranks else 0
@@ -145,7 +140,7 @@ def _filled_up(steps: Steps, sizes: Int32Array) -> Steps:
 def _dealt(
     steps: Steps, sizes: Int32Array, work: tuple[float, float], balance_over: int, in_order: bool, seed: int
 ) -> IntArray:
-    """Packs of each batch, int64 `[num_steps, ranks, packs_per_batch]`."""
+    """Return the packs of each batch, int64 `[num_steps, ranks, packs_per_batch]`."""
     _, ranks, each = steps.packs.shape
     whole, rest = divmod(steps.num_packs, ranks * each)
     order = np.arange(whole * ranks * each)
@@ -153,7 +148,9 @@ def _dealt(
         order = _by_work(steps, sizes, work, balance_over * ranks * each)
     slots = order.reshape(whole, each, ranks)
     if not in_order:
-        slots[:, 1::2] = slots[:, 1::2, ::-1]  # who gets the most work of one slot gets the least of the next
+        slots[:, 1::2] = slots[
+            :, 1::2, ::-1
+        ]  # the rank with the most work of one slot gets the least of the next
         if balance_over > 1:
             slots = _shuffled_within(slots, balance_over, seed)
         packs = slots.transpose(0, 2, 1)
@@ -170,7 +167,7 @@ def _dealt(
 
 
 def _by_work(steps: Steps, sizes: Int32Array, work: tuple[float, float], window: int) -> IntArray:
-    """Packs of full steps, the most work first within each window."""
+    """Return the packs of full steps, sorted by falling work within each window."""
     each = steps.packs.shape[1] * steps.packs.shape[2]
     count = steps.num_packs // each * each
     end = int(steps.offsets[count])
@@ -181,6 +178,6 @@ def _by_work(steps: Steps, sizes: Int32Array, work: tuple[float, float], window:
 
 
 def _shuffled_within(slots: IntArray, window: int, seed: int) -> IntArray:
-    """Steps in random order within each window, so that packs with the most work don't always come first."""
+    """Shuffle steps within each window, so that those with the most work don't always come first."""
     keys = shuffled(seed, len(slots))
     return slots[np.lexsort((keys, np.arange(len(slots)) // window))]

@@ -17,7 +17,7 @@ from varlen.documents.order import hashed
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
 from varlen.feed.state import MOST
 from varlen.files.losses import NO_LOSSES, Losses
-from varlen.pack.passes import Passes, Waiting, arrived, take, take_all
+from varlen.pack.passes import Passes, Waiting, arrived, take
 from varlen.pack.pieces import slots_of
 from varlen.text.loss_masks import Mask, all_weigh_one, as_marks, end_to_end
 from varlen.types import Int32Array, IntArray, Overlong
@@ -309,7 +309,7 @@ class Lane:
         )
         self._counts = self._counts.plus(losses)
         if count is None:
-            packs, rest = take_all(waiting, passes), waiting.take(slice(0, 0))
+            packs, rest = passes.all_of(waiting), waiting.take(slice(0, 0))
         else:
             packs, rest = take(waiting, count, passes, settings.max_age)
         pieces = packs.pieces
