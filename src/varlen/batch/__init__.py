@@ -1,4 +1,4 @@
-"""A packing and its tokens to arrays.
+"""Build a batch's arrays from a packing and its documents' tokens.
 
     Packing + documents ──► documents.as_documents ──► layout ──► kernels ──► packed.PackedBatch
 

@@ -35,7 +35,7 @@ _NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
 Out = (
     Mapping[str, npt.NDArray[Any]] | PackedBatch | Callable[[tuple[int, int]], Mapping[str, npt.NDArray[Any]]]
 )
-"""Arrays to fill: by name, those of an earlier batch, or what gives them once the shape is known."""
+"""Arrays to fill: a mapping by name, an earlier batch, or a function from the shape to such a mapping."""
 
 
 def collate(
@@ -59,31 +59,32 @@ def collate(
 ) -> PackedBatch:
     """Build the arrays of some packs.
 
-    Documents, labels, masks and columns each come as a list of lists, arrays or tensors (one a document), as
-    a tuple (values, offsets), or as an Arrow list array. Flat and Arrow values are read where they lie; of a
-    list only the documents in these packs are converted. With documents as a tuple, the others may be flat
-    arrays that share its offsets.
+    Documents, labels, masks and columns can each be a list of lists, arrays or tensors (one a document), a tuple
+    (values, offsets), or an Arrow list array. Flat and Arrow values are read without a copy; of a list, only the
+    documents in these packs are converted. If documents are a tuple, the others may be flat arrays that share its
+    offsets.
 
     Args:
         documents: token ids of all documents that were packed, in the order of their lengths.
-        packing: which piece of which document stands where.
+        packing: the pieces of documents in each pack.
         pack_ids: which packs, in the order wanted; None for all.
-        labels: targets a token, -100 for none; None takes the tokens themselves.
-        loss_mask: numbers or booleans a token; where 0 the label becomes -100. What it weighs is `target_weights`.
-        columns: other values a token (advantages, weights), which travel along in their own dtype.
-        pad_id: token id at padding. It may equal a real token's id: boundaries are carried, not inferred.
-        pad_to_multiple_of: the width of the flat layout is rounded up to this multiple (and to slots); in rows
-            the width is the capacity, which must be a multiple already.
+        labels: a target for each token, -100 for none; None takes the tokens themselves.
+        loss_mask: a number or boolean for each token; where it is 0, the label becomes -100. For weights, pass
+            `target_weights`.
+        columns: other values for each token (advantages, for example), copied in their own dtype.
+        pad_id: token id at padding. It may equal a real token's id: boundaries are stored, not inferred.
+        pad_to_multiple_of: the width of the flat layout is rounded up to this multiple (and to slots). In rows, the
+            width is the capacity, which must be a multiple already.
         layout: "rows", one row a pack of `capacity` positions, or "flat", all in one row without padding
             between packs.
-        target_weights: what each label weighs in the loss, numbers from 0 a token; where 0 the label becomes -100.
+        target_weights: the weight of each label in the loss, at least 0; where it is 0, the label becomes -100.
         column_pads: values of the columns at padding, 0 where not named.
-        shift_labels: also give `shift_labels`, where position t holds the target that follows it.
+        shift_labels: also return `shift_labels`, where position t holds the target that follows it.
         step_num_targets: targets in the whole step over all ranks and micro-batches; None takes this batch's.
         dp_world_size: data-parallel ranks, for `loss_scale`.
-        out: arrays to fill in place of new ones: a mapping with `input_ids`, `labels`, `position_ids` and
-            `segment_ids` (and columns; perhaps `target_weights`), an earlier batch, or a function that is given the
-            shape and returns such a mapping. Shape and dtype must match exactly.
+        out: arrays to fill in place of new ones: a mapping with `input_ids`, `labels`, `position_ids`,
+            `segment_ids` and all columns (`target_weights` is optional), an earlier batch, or a function from the
+            shape to such a mapping. Shape and dtype must match exactly.
         report: log a warning where packs hold no target.
 
     Returns:
@@ -159,7 +160,7 @@ def _fields(
     out: Out | None,
     pad_id: int,
 ) -> tuple[dict[str, Any], int]:
-    """Fill the arrays; returns the arrays and counts of a PackedBatch, and the length of its shortest segment."""
+    """Fill the arrays; returns the fields of a PackedBatch, and the length of its shortest segment."""
     arrays = _buffers(out, segments.shape, {name: column.values.dtype for name, column in columns.items()})
     if out is not None:
         read = [
@@ -215,7 +216,7 @@ def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> i
 
 
 def _as_mapping(values: object, name: str) -> Mapping[str, Any]:
-    """Return values by name, none if nothing is given."""
+    """Return values by name; None gives an empty mapping."""
     if values is None:
         return {}
     if not isinstance(values, Mapping):
@@ -224,7 +225,7 @@ def _as_mapping(values: object, name: str) -> Mapping[str, Any]:
 
 
 def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same memory as unsigned integers: copying needs no kernel for every dtype."""
+    """View memory as unsigned integers, so that copying needs no kernel for every dtype."""
     return array.view(f"u{array.dtype.itemsize}")
 
 
@@ -233,10 +234,10 @@ def _buffers(
     shape: tuple[int, int],
     column_dtypes: Mapping[str, np.dtype[Any]],
 ) -> dict[str, npt.NDArray[Any]]:
-    """The arrays to fill, the caller's if they are exactly right."""
+    """Return new arrays to fill, or the caller's after validation."""
     if out is None:
-        # One block, as large as the last one: the C library takes it from the memory that an earlier batch gave
-        # back, where it returns smaller ones to the system. Fresh pages would cost four times the filling.
+        # One block for all: the C library reuses the block that an earlier batch freed, but returns smaller blocks to
+        # the system. Page faults of fresh memory would cost four times the filling.
         block = np.empty((len(_NAMES), *shape), np.int32)
         made = {name: np.empty(shape, dtype) for name, dtype in column_dtypes.items()}
         return {**dict(zip(_NAMES, block)), **made}
@@ -247,7 +248,7 @@ def _buffers(
         out = {**{name: getattr(out, name) for name in _NAMES}, **out.columns}
     if not isinstance(out, Mapping):
         raise OutputBufferError(f"out must be a mapping or an earlier batch, got {type(out).__name__}")
-    if TARGET_WEIGHTS in dtypes and TARGET_WEIGHTS not in out:  # whoever keeps buffers may not know of them
+    if TARGET_WEIGHTS in dtypes and TARGET_WEIGHTS not in out:  # optional in callers' buffers
         out = {**out, TARGET_WEIGHTS: np.empty(shape, np.float32)}
     missing = [name for name in dtypes if name not in out]
     if missing:
@@ -266,7 +267,7 @@ def _buffers(
 
 
 def _refuse_shared(arrays: Mapping[str, npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]]) -> None:
-    """Refuse to write where tokens, labels, a mask or a column are yet to be read."""
+    """Refuse output arrays that share memory with input."""
     for name, array in arrays.items():
         if any(np.may_share_memory(array, source) for source in read):
             raise OutputBufferError(
@@ -276,14 +277,14 @@ def _refuse_shared(arrays: Mapping[str, npt.NDArray[Any]], read: Sequence[npt.ND
 
 
 def _shifted(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Labels one position earlier; the first label of what follows a document is -100 already."""
+    """Move labels one position earlier; the first label of each segment is -100, so none crosses a boundary."""
     shifted = np.full_like(labels, -100)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
 
 
 def _report_without_targets(batch: PackedBatch) -> None:
-    """Say once a batch which packs would train nothing."""
+    """Log a warning if some packs would train nothing."""
     empty = batch.packs_without_targets
     if empty.size:
         _log.warning(
@@ -295,9 +296,6 @@ def _report_without_targets(batch: PackedBatch) -> None:
         )
 
 
-# The most frequent batch, of documents that lie flat in memory and are their own labels, in one kernel call.
-
-
 def plain_fields(
     documents: Documents,
     packing: Packing,
@@ -306,9 +304,9 @@ def plain_fields(
     pad_to_multiple_of: int,
     pad_id: int,
 ) -> tuple[dict[str, Any], int] | None:
-    """Return the arrays and counts of a PackedBatch, and the length of its shortest segment.
+    """Do what `_fields` does in one kernel call, for the most frequent batch: flat documents that are their own labels.
 
-    None where documents must be converted first, or where anything is wrong: what, the long way says.
+    Returns None where documents must be converted, or where anything is wrong: the general path reports it.
     """
     multiple = packing.document_multiple_of
     width = packing.capacity if layout == "rows" else 0
@@ -323,7 +321,7 @@ def plain_fields(
     dtype = ragged.values.dtype
     if dtype.kind not in "iu" or dtype == np.uint64:
         return None
-    fits, wide, narrow, boundaries, block, targets, longest, shortest, largest = _kernel()(
+    fits, wide, narrow, boundaries, block, targets, longest, shortest, largest = kernels.plain_batch(
         packing.document_ids,
         packing.starts,
         packing.stops,
@@ -365,23 +363,16 @@ def plain_fields(
     }, shortest
 
 
-def _kernel() -> Any:
-    return kernels.plain_batch
-
-
-# Reads tokens, labels, masks and columns for the segments of a batch, and refuses what doesn't match.
-
 _INT32 = np.iinfo(np.int32)
-_SIZES = (1, 2, 4, 8)
-"""Bytes of the numbers that kernels can read."""
+_SIZES = (1, 2, 4, 8)  # bytes of the numbers that kernels can read
 
 Targets = tuple[npt.NDArray[Any], IntArray, npt.NDArray[Any], IntArray]
-"""Labels and the index of each segment's first, the loss mask (of size 0 for none) and the same for it."""
+"""Labels, the index of each segment's first label, the loss mask (of size 0 for none), and the same index for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A per-token column as it is to be copied."""
+    """A per-token column to copy."""
 
     values: npt.NDArray[Any]
     starts: IntArray
@@ -391,7 +382,7 @@ class Column:
 
 
 class Source:
-    """The documents of a batch, and whatever else has a value a token."""
+    """Reads tokens, labels, masks and columns for the segments of a batch, and validates them."""
 
     def __init__(self, documents: Documents, packing: Packing, segments: Segments) -> None:
         self._documents = documents
@@ -399,7 +390,7 @@ class Source:
         self._segments = segments
 
     def tokens(self) -> tuple[npt.NDArray[Any], IntArray]:
-        """Return token ids and the index of each segment's first."""
+        """Return token ids and the index of each segment's first token."""
         tokens, starts = self._segments.tokens, self._segments.sources
         check_integers(tokens, "token ids")
         self._check_range(tokens, starts, "token ids")
@@ -430,7 +421,7 @@ class Source:
             if mask.dtype.kind not in "biuf":
                 raise DocumentsError(f"loss_mask must be numbers or booleans, got dtype {mask.dtype}")
             if mask.dtype.itemsize not in _SIZES or mask.dtype == np.float16:
-                mask = mask != 0  # kernels know no such number
+                mask = mask != 0  # kernels can't read these dtypes
         return values, value_starts, mask, mask_starts
 
     def column(self, values: Documents, name: str, pad: Any) -> Column:
@@ -439,12 +430,12 @@ class Source:
         if array.dtype.kind not in "biuf" or array.dtype.itemsize not in _SIZES:
             raise DocumentsError(f"column {name!r} must hold numbers or booleans, got dtype {array.dtype}")
         is_number = np.asarray(pad).dtype.kind in "biuf"
-        if not array.size and is_number:  # nothing but padding: the pad says what it is
+        if not array.size and is_number:  # without values, the pad decides the dtype
             array = array.astype(np.result_type(array.dtype, np.min_scalar_type(pad)))
         return Column(array, starts, _as_pad(pad, array.dtype, name))
 
     def weights(self, values: Documents) -> Column:
-        """Return what labels weigh, as a column of float32."""
+        """Return weights of labels as a float32 column."""
         array, starts = self._read(values, "target_weights")
         if array.dtype.kind not in "biuf":
             raise DocumentsError(f"target_weights must be numbers, got dtype {array.dtype}")
@@ -455,19 +446,19 @@ class Source:
         return Column(single, starts, np.zeros(1, np.float32))
 
     def _read(self, values: Documents, name: str) -> tuple[npt.NDArray[Any], IntArray]:
-        """Flat values and the index of each segment's first value."""
+        """Return flat values and the index of each segment's first value."""
         if values is not self._documents and isinstance(self._documents, tuple) and is_flat(values):
             size, wanted = len(values), len(self._documents[0])
             if size != wanted:
                 raise DocumentsError(f"{name}: {size:,} values for {wanted:,} tokens; one a token is needed")
             values = (values, self._documents[1])
         segments, packing = self._segments, self._packing
-        ragged, homes = as_ragged(values, packing.num_documents, lambda: segments.documents, name)
-        homes = segments.documents if homes is None else homes
-        self._check_sizes(ragged.offsets, homes, name)
-        starts = np.empty(homes.size, np.int64)
+        ragged, rows = as_ragged(values, packing.num_documents, lambda: segments.documents, name)
+        rows = segments.documents if rows is None else rows
+        self._check_sizes(ragged.offsets, rows, name)
+        starts = np.empty(rows.size, np.int64)
         wrong, first = kernels.locate(
-            homes,
+            rows,
             segments.first_tokens,
             segments.lengths,
             ragged.offsets,
@@ -478,13 +469,13 @@ class Source:
         )
         if wrong:
             piece = np.array([segments.first_tokens[first], segments.lengths[first]])
-            counts = (wrong, homes.size)
-            refuse_mismatch(ragged, homes[first], segments.documents[first], piece, counts, name)
+            counts = (wrong, rows.size)
+            refuse_mismatch(ragged, rows[first], segments.documents[first], piece, counts, name)
         return ragged.values, starts
 
-    def _check_sizes(self, offsets: IntArray, homes: IntArray, name: str) -> None:
+    def _check_sizes(self, offsets: IntArray, rows: IntArray, name: str) -> None:
         """Require as many values as the documents have tokens."""
-        sizes, wanted = (at[where + 1] - at[where] for at, where in ((offsets, homes), self._segments.bounds))
+        sizes, wanted = (ends[row + 1] - ends[row] for ends, row in ((offsets, rows), self._segments.bounds))
         wrong = sizes != wanted
         if wrong.any():
             first = int(np.argmax(wrong))
@@ -495,12 +486,12 @@ class Source:
             )
 
     def _check_range(self, values: npt.NDArray[Any], starts: IntArray, name: str) -> None:
-        """Refuse numbers that an int32 can't hold, before anything is written."""
+        """Refuse numbers outside of int32, before anything is written."""
         kind, size = values.dtype.kind, values.dtype.itemsize
         if size < 4 or (size == 4 and kind == "i"):
             return
         unsigned = kind == "u"
-        # Read as signed, what is above 2^63 is negative.
+        # Viewed as signed, numbers of 2^63 and above are negative.
         signed = values.view(np.int64) if values.dtype == np.uint64 else values
         low, high = kernels.value_range(signed, starts, self._segments.lengths)
         if low < (0 if unsigned else _INT32.min) or high > _INT32.max:
@@ -511,11 +502,7 @@ class Source:
 
 
 def check_weights(weights: npt.NDArray[np.float32]) -> None:
-    """Refuse weights that are negative or not finite.
-
-    Args:
-        weights: of a batch, `[rows, width]`.
-    """
+    """Refuse weights that are negative or not finite."""
     wrong = ~((weights >= 0) & (weights < np.inf))
     if wrong.any():
         first = float(weights[wrong][0])
@@ -526,7 +513,7 @@ def check_weights(weights: npt.NDArray[np.float32]) -> None:
 
 
 def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tuple[str, ...]) -> None:
-    """Refuse columns by the names of arrays that a batch has anyway, and pads of columns that aren't there."""
+    """Refuse columns with names of a batch's own arrays, and pads of unknown columns."""
     reserved = [name for name in columns if name in taken]
     if reserved:
         raise SettingError(
@@ -541,7 +528,7 @@ def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tu
 
 
 def _as_pad(pad: Any, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
-    """A pad value in the dtype of its column."""
+    """Return a pad value in the dtype of its column."""
     given = np.asarray(pad)
     if given.ndim == 0 and given.dtype.kind in "biuf":
         with np.errstate(all="ignore"):

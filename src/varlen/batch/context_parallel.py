@@ -1,4 +1,4 @@
-"""Which positions of a packed batch each context-parallel rank holds: zigzag within every segment."""
+"""Positions of a packed batch that each context-parallel rank holds: zigzag within every segment, or contiguous."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from varlen.types import IntArray
 
 
 def zigzag_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int) -> IntArray:
-    """Return the positions that one context-parallel rank holds, segment by segment.
+    """Return the positions that one context-parallel rank holds, segment by segment; each belongs to one rank.
 
     Every segment is cut into 2·CP equal chunks and rank r takes chunks r and 2·CP - 1 - r, so that all ranks
-    do the same causal attention work (the layout of Megatron and of zigzag ring attention). With
+    do the same causal attention work (the layout of Megatron and of zigzag ring attention). `cu_slots` is
+    `cu_seqlens_padded` of a batch, or `cu_seqlens` where that is None. With
     `document_multiple_of=2 * cp_world_size` (or its least common multiple with CP·TP) in `vl.pack`, every
     slot divides evenly.
-
-    Args:
-        cu_slots: int32 `[segments + 1]`: `cu_seqlens_padded` of a batch, or `cu_seqlens` where that is None.
-
-    Returns:
-        int64 `[positions / cp_world_size]`, rising within each of a segment's two chunks. Over all ranks every
 
     >>> zigzag_indices([0, 8, 12], cp_rank=0, cp_world_size=2).tolist()
     [0, 1, 6, 7, 8, 11]
@@ -47,11 +42,7 @@ def zigzag_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int) ->
 
 
 def contiguous_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int) -> IntArray:
-    """Return the positions of one context-parallel rank where each takes one contiguous part of the whole row.
-
-    Args:
-        cu_slots: int32 `[segments + 1]`; only its ends are used.
-    """
+    """Return the positions of one context-parallel rank if each takes one contiguous part of the whole row."""
     bounds = _as_bounds(cu_slots, cp_rank, cp_world_size)
     total = int(bounds[-1] - bounds[0])
     if total % cp_world_size:
@@ -64,7 +55,7 @@ def contiguous_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int
 
 
 def _as_bounds(cu_slots: npt.ArrayLike, cp_rank: object, cp_world_size: object) -> IntArray:
-    """Return boundaries as int64, checked, as are rank and ranks."""
+    """Return validated boundaries as int64; also validates rank and world size."""
     try:
         ranks, rank = operator.index(cp_world_size), operator.index(cp_rank)  # type: ignore[arg-type]
     except TypeError:
@@ -94,7 +85,7 @@ def _as_bounds(cu_slots: npt.ArrayLike, cp_rank: object, cp_world_size: object) 
 
 
 def _spans(begins: IntArray, widths: IntArray) -> IntArray:
-    """All whole numbers of several spans, one span after the other."""
+    """Return the whole numbers of several spans, one span after the other."""
     ends = np.cumsum(widths)
     shift = np.repeat(begins - (ends - widths), widths)
     spans: IntArray = np.arange(int(ends[-1]) if ends.size else 0) + shift

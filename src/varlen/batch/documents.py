@@ -1,7 +1,7 @@
-"""Documents in whatever form the caller has them, as flat values and offsets.
+"""Convert documents to flat values and offsets.
 
-A caller may hold (values, offsets), an Arrow list array, or a list of lists, arrays or tensors. Arrow and flat
-arrays are used where they lie; of a list, only the documents that a batch needs are converted.
+Documents can be (values, offsets), an Arrow list array, or a list of lists, arrays or tensors. Arrow and flat arrays
+are used without a copy; of a list, only the documents that a batch needs are converted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Ragged:
 
 
 _FLAT: dict[int, tuple[weakref.ref[Any], Ragged]] = {}
-"""Arrow arrays by identity as flat values, until they are let go. They never change, and looking one up is much of
-what a small batch takes; of a fixed-size list, all offsets are made only once."""
+"""Flat values of Arrow arrays, by `id`, until the array is freed. Arrow arrays never change, and converting one takes
+much of the time of a small batch."""
 
 
 def count_documents(documents: Documents, name: str) -> int:
@@ -63,7 +63,7 @@ def count_documents(documents: Documents, name: str) -> int:
 
 
 def is_flat(values: Any) -> bool:
-    """Return whether these are numbers of all documents end to end, without offsets of their own."""
+    """Return whether these are values of all documents end to end, without offsets of their own."""
     if isinstance(values, tuple) or not hasattr(values, "__len__"):
         return False
     if _is_arrow(values):
@@ -81,7 +81,7 @@ def _is_arrow(values: Any) -> bool:
 
 
 def as_flat(documents: Documents, name: str) -> Ragged | None:
-    """Return documents that are flat values already, which no batch needs to convert, or None."""
+    """Return documents that are flat values already, or None if they must be converted."""
     if isinstance(documents, tuple):
         return _flat(documents[0], documents[1], name=name) if len(documents) == 2 else None
     seen = _FLAT.get(id(documents))
@@ -98,14 +98,10 @@ def as_flat(documents: Documents, name: str) -> Ragged | None:
 def as_ragged(
     documents: Documents, num_documents: int, wanted: Callable[[], IntArray], name: str
 ) -> tuple[Ragged, IntArray | None]:
-    """Return documents as flat values, and where each wanted one stands in them.
+    """Return documents as flat values, and the row of each wanted document in their offsets.
 
-    Args:
-        wanted: gives int64 `[segments]`, the documents that the batch needs, in range; they may repeat. Called
-            where documents must be converted.
-
-    Returns:
-        The values, and int64 `[segments]`, the index of each wanted document in their offsets; None where that
+    The rows are None where they equal the documents' numbers. `wanted` returns the documents that the batch needs,
+    perhaps repeated, and is called only if documents must be converted.
     """
     count = count_documents(documents, name)
     if count != num_documents:
@@ -117,22 +113,22 @@ def as_ragged(
     if flat is not None:
         return flat, None
     needed = wanted()
-    homes = np.arange(needed.size)
+    rows = np.arange(needed.size)
     if needed.size > 1 and not (needed[1:] > needed[:-1]).all():
-        needed, homes = np.unique(needed, return_inverse=True)
+        needed, rows = np.unique(needed, return_inverse=True)
     if _is_arrow(documents):
         parts = _from_chunks(documents, needed, name)
-        if not parts and documents.num_chunks:  # a batch of nothing takes a chunk's dtype all the same
-            return Ragged(_from_arrow(documents.chunk(0), name).values[:0], np.zeros(1, np.int64)), homes
-        return _from_list(parts, name), homes
-    if not needed.size:  # and at a document
+        if not parts and documents.num_chunks:  # an empty batch still needs the dtype of a chunk
+            return Ragged(_from_arrow(documents.chunk(0), name).values[:0], np.zeros(1, np.int64)), rows
+        return _from_list(parts, name), rows
+    if not needed.size:  # likewise, of a document
         filled = [number for number, part in enumerate(documents) if len(part)][:1]
         needed = np.array(filled, np.int64)
-    return _from_list([documents[index] for index in needed.tolist()], name), homes
+    return _from_list([documents[index] for index in needed.tolist()], name), rows
 
 
 def _flat(values: Any, offsets: Any, *, name: str) -> Ragged:
-    """Values and offsets as given, checked for their form; each document is checked where it is used."""
+    """Check the form of values and offsets; each document is checked where it is used."""
     if _is_plain(values) and _is_plain(offsets) and offsets.dtype in (np.int64, np.int32):
         return Ragged(values, offsets)
     if _is_arrow(values) and values.null_count:
@@ -148,12 +144,14 @@ def _flat(values: Any, offsets: Any, *, name: str) -> Ragged:
             f"{name} as (values, offsets) need one-dimensional values and whole-number offsets; got values of "
             f"shape {array.shape} and offsets {bounds.dtype} of shape {bounds.shape}"
         )
-    narrow = bounds.dtype == np.int32  # as Arrow has them; a data set's worth is not converted for a batch
+    narrow = (
+        bounds.dtype == np.int32
+    )  # Arrow's offsets: not converted, since there may be a whole data set of them
     return Ragged(_native(array), np.ascontiguousarray(bounds, dtype=np.int32 if narrow else np.int64))
 
 
 def _is_plain(values: Any) -> bool:
-    """Whether this is an array that kernels read as it is."""
+    """Whether kernels can read this array without conversion."""
     return (
         type(values) is np.ndarray
         and values.ndim == 1
@@ -163,15 +161,15 @@ def _is_plain(values: Any) -> bool:
 
 
 def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Contiguous and in this machine's byte order: the same array where it is that already."""
+    """Return a contiguous array in this machine's byte order, without a copy where possible."""
     if _is_plain(array):
         return array
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
 def _from_arrow(array: Any, name: str) -> Ragged:
-    """An Arrow list array: its own buffers, without a copy."""
-    form = type(array).__name__  # the type itself is spelled out at every look
+    """Return the buffers of an Arrow list array, without a copy."""
+    form = type(array).__name__  # cheaper than array.type
     if form not in _ARROW_LISTS:
         raise DocumentsError(f"{name} as an Arrow array must be of a list type, got {array.type}")
     if array.null_count:
@@ -180,7 +178,7 @@ def _from_arrow(array: Any, name: str) -> Ragged:
         )
     if form in ("ListArray", "LargeListArray"):
         values, offsets = array.values, array.offsets.to_numpy(zero_copy_only=False)
-        if values.null_count:  # perhaps outside of this slice; as floats they would spoil the rest
+        if values.null_count:  # perhaps outside of this slice, in which case flatten() leaves them out
             values, offsets = array.flatten(), offsets - offsets[0]
     elif form == "FixedSizeListArray":
         values = array.flatten()
@@ -196,20 +194,20 @@ def _from_arrow(array: Any, name: str) -> Ragged:
 
 
 def _from_chunks(array: Any, needed: IntArray, name: str) -> list[npt.NDArray[Any]]:
-    """Documents of a chunked Arrow array, by number, rising: views of the chunks that hold them."""
+    """Return documents of a chunked Arrow array, by rising numbers, as views of the chunks."""
     ends = np.cumsum([len(chunk) for chunk in array.chunks])
-    home = np.searchsorted(ends, needed, side="right")
+    chunk_of = np.searchsorted(ends, needed, side="right")
     parts = []
-    for number in np.unique(home).tolist():
+    for number in np.unique(chunk_of).tolist():
         chunk = _from_arrow(array.chunk(number), name)
-        local = needed[home == number] - (ends[number] - len(array.chunk(number)))
+        local = needed[chunk_of == number] - (ends[number] - len(array.chunk(number)))
         begins, stops = chunk.offsets[local].tolist(), chunk.offsets[local + 1].tolist()
         parts += [chunk.values[begin:stop] for begin, stop in zip(begins, stops)]
     return parts
 
 
 def _from_list(parts: list[Any], name: str) -> Ragged:
-    """Python lists, numpy arrays, tensors and other sequences, each a document, end to end."""
+    """Concatenate Python lists, numpy arrays, tensors and other sequences, each a document."""
     offsets = np.zeros(len(parts) + 1, np.int64)
     if not parts:
         return Ragged(np.empty(0, np.int32), offsets)
@@ -246,7 +244,7 @@ def check_integers(values: npt.NDArray[Any], name: str) -> None:
 def refuse_negative(
     values: npt.NDArray[Any], starts: IntArray, lengths: npt.NDArray[Any], documents: IntArray
 ) -> NoReturn:
-    """Refuse token ids below 0."""
+    """Raise the error for token ids below 0."""
     sizes = np.asarray(lengths, np.int64)
     owners = np.repeat(np.arange(sizes.size), sizes)
     places = np.arange(owners.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
@@ -276,20 +274,13 @@ def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:
     )
 
 
-# Lists of Python ints end to end as int32, the slowest part of a batch made from lists.
-
-_UNSIGNED = "I"
-"""How `array` calls unsigned numbers of 32 bits."""
-
-
 def read_int_lists(parts: Sequence[Any], offsets: IntArray) -> npt.NDArray[np.int32] | None:
-    """Lists of ints end to end, their offsets written, or None where they hold anything else.
+    """Concatenate lists of ints as int32 and write their offsets; returns None if they hold anything else.
 
-    Converting Python ints one by one costs more than all the rest of a batch. An array of unsigned numbers reads
-    a list in about half of struct's time, and that takes half of `np.array`'s. A list with a negative int, as
-    labels have them, is left to struct.
+    Converting Python ints is the slowest part of a batch made from lists. An `array` of unsigned numbers reads a list
+    in about half of struct's time, which takes half of `np.array`'s. Lists with negative ints (labels) go to struct.
     """
-    tokens = array(_UNSIGNED)
+    tokens = array("I")  # unsigned, 32 bits on all usual platforms
     if tokens.itemsize != 4:
         return None
     for part in parts:
@@ -312,12 +303,12 @@ def read_int_lists(parts: Sequence[Any], offsets: IntArray) -> npt.NDArray[np.in
 
 
 def _is_too_large(read: npt.NDArray[np.int32], parts: Sequence[Any], offsets: IntArray) -> bool:
-    """Whether a number came out negative because it takes all 32 bits."""
+    """Whether a number of 2^31 or more was read as a negative one."""
     if int(read.min()) >= 0:
         return False
     negative = np.flatnonzero(read < 0)
     owners = np.searchsorted(offsets, negative, side="right") - 1
-    # The sign of one of them tells: struct wrote all of its list, or the array did.
+    # One number per list is enough: struct or the array read the whole list.
     _, firsts = np.unique(owners, return_index=True)
     return any(
         parts[owner][at - int(offsets[owner])] >= 0

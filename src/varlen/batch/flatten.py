@@ -1,7 +1,6 @@
-"""`flatten`: whole documents, in the order given, as one flat row of int64: what a data collator is asked for.
+"""`flatten`: whole documents, in the order given, as one flat row of int64, as data collators return them.
 
-`collate` takes the pieces of a Packing to wherever they belong; here there is nothing to decide, and values go
-from where they lie to where frameworks want them, without a stop in between.
+Unlike `collate`, it takes no Packing, and copies values directly into the arrays that frameworks expect.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from varlen.batch.layout import padding_segment
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray
 
-_NOWHERE64, _NOWHERE32 = np.empty(0, np.int64), np.empty(0, np.int32)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatRow:
-    """One row of documents end to end, padding after them; arrays have one dimension."""
+    """One row of documents end to end, followed by padding; arrays have one dimension."""
 
     input_ids: IntArray
     """int64 `[width]`."""
@@ -34,17 +31,17 @@ class FlatRow:
     """int64 `[width]`: not shifted; the separator at the first token of every document, -100 at padding."""
     position_ids: IntArray | None
     """int64 `[width]`, rising from the first position in every document; the first position at padding, so that
-    nothing that reads boundaries from positions joins padding to a document."""
+    boundaries inferred from positions separate padding from documents."""
     owners: Int32Array | None
-    """int32 `[width]`: the number of each token's segment, those of padding counted on."""
+    """int32 `[width]`: the number of each token's segment, padding segments included."""
     cu_seqlens: Int32Array
     """int32 `[segments + 1]`: documents that hold a token, then padding in segments of at most 128."""
     max_seqlen: int
-    """Longest segment, padding included: a kernel must not be told less."""
+    """Longest segment, padding included, as attention kernels need it."""
     columns: Mapping[str, npt.NDArray[Any]]
     """`[width]` each, in a dtype of its own."""
     empty_documents: int
-    """Documents without a token, which no segment stands for."""
+    """Documents without a token, which have no segment."""
 
 
 def flatten(
@@ -62,9 +59,7 @@ def flatten(
     positions: bool = True,
     owners: bool = True,
 ) -> FlatRow:
-    """Lay whole documents end to end.
-
-    Cost: one pass over the tokens, and about 0.1 us for each document; from lists, 4 ns for each int.
+    """Concatenate whole documents into one row; tokens where `keep` is 0 are left out.
 
     >>> row = flatten([[11, 12, 13], [], [21, 22]], pad_to_multiple_of=4)
     >>> row.input_ids.tolist(), row.labels.tolist()
@@ -80,18 +75,18 @@ def flatten(
     for name, joined in beside.items():
         _check_counts(joined.sizes, ids.sizes, name)
     pieces = ids.sizes if lengths is None else _pieces(lengths, ids.sizes)
-    kept = None if keep is None else _kept(keep, ids.sizes)
-    if kept is not None:
-        pieces = _kept_lengths(kept, pieces)
-        ids = _taken(ids, kept)
-        targets = None if targets is None else _taken(targets, kept)
+    mask = None if keep is None else _as_mask(keep, ids.sizes)
+    if mask is not None:
+        pieces = _masked_lengths(mask, pieces)
+        ids = _masked(ids, mask)
+        targets = None if targets is None else _masked(targets, mask)
     tokens = ids.values.size
     width = _width(tokens, pad_to_multiple_of, ids.sizes.size)
 
     each = padding_segment(1)
-    input_ids, label_row = _room(ids, width), _room(targets, width)
-    place = np.empty(width, np.int64) if positions else _NOWHERE64
-    numbers = np.empty(width, np.int32) if owners else _NOWHERE32
+    input_ids, label_row = _output(ids, width), _output(targets, width)
+    position_ids = np.empty(width if positions else 0, np.int64)
+    segment_ids = np.empty(width if owners else 0, np.int32)
     ends = np.empty(pieces.size + 1 - (tokens - width) // each, np.int32)
     segments, longest, is_negative = kernels.fill_flat_row(
         ids.values,
@@ -105,8 +100,8 @@ def flatten(
         targets is None or label_row is not targets.values,
         input_ids,
         label_row,
-        place,
-        numbers,
+        position_ids,
+        segment_ids,
         ends,
     )
     if is_negative:
@@ -115,20 +110,20 @@ def flatten(
     return FlatRow(
         input_ids=input_ids,
         labels=label_row,
-        position_ids=place if positions else None,
-        owners=numbers if owners else None,
+        position_ids=position_ids if positions else None,
+        owners=segment_ids if owners else None,
         cu_seqlens=ends,
         max_seqlen=longest,
         columns={
-            name: _column(joined, kept, width, (column_pads or {}).get(name, 0))
+            name: _column(joined, mask, width, (column_pads or {}).get(name, 0))
             for name, joined in beside.items()
         },
         empty_documents=pieces.size - segments - (tokens - width) // each,
     )
 
 
-def _room(joined: Joined | None, width: int) -> IntArray:
-    """Where the row's values go: where they stand, if they may stay there."""
+def _output(joined: Joined | None, width: int) -> IntArray:
+    """Return the array for the row: the values' own array if it can be used, else a new one."""
     if (
         joined is None
         or not joined.is_fresh
@@ -139,13 +134,12 @@ def _room(joined: Joined | None, width: int) -> IntArray:
     return joined.values
 
 
-def _taken(joined: Joined, kept: npt.NDArray[np.bool_]) -> Joined:
-    """The values that stay."""
-    return joined._replace(values=joined.values[kept], is_fresh=True)
+def _masked(joined: Joined, mask: npt.NDArray[np.bool_]) -> Joined:
+    return joined._replace(values=joined.values[mask], is_fresh=True)
 
 
 def _width(tokens: int, multiple: int, num_documents: int) -> int:
-    """Positions of the row."""
+    """Return the positions of the row."""
     if not tokens:
         raise DocumentsError(
             f"no token in this batch of {num_documents:,} documents, so there is nothing to train on; leave empty "
@@ -173,8 +167,8 @@ def _check_counts(counts: IntArray, sizes: IntArray, name: str) -> None:
         )
 
 
-def _kept(keep: Any, sizes: IntArray) -> npt.NDArray[np.bool_] | None:
-    """Which tokens stay, or None where all do."""
+def _as_mask(keep: Any, sizes: IntArray) -> npt.NDArray[np.bool_] | None:
+    """Return which tokens to keep, or None for all."""
     if holds_ones_only(keep):
         _check_counts(np.fromiter(map(len, keep), np.int64, len(keep)), sizes, "attention_mask")
         return None
@@ -182,21 +176,21 @@ def _kept(keep: Any, sizes: IntArray) -> npt.NDArray[np.bool_] | None:
     _check_counts(joined.sizes, sizes, "attention_mask")
     if np.count_nonzero(joined.values) == joined.values.size:
         return None
-    kept: npt.NDArray[np.bool_] = joined.values != 0
-    return kept
+    mask: npt.NDArray[np.bool_] = joined.values != 0
+    return mask
 
 
-def _kept_lengths(kept: npt.NDArray[np.bool_], pieces: IntArray) -> IntArray:
-    """How many tokens of each piece stay."""
-    before = np.zeros(kept.size + 1, np.int64)
-    np.cumsum(kept, out=before[1:])
+def _masked_lengths(mask: npt.NDArray[np.bool_], pieces: IntArray) -> IntArray:
+    """Return how many tokens of each piece are kept."""
+    before = np.zeros(mask.size + 1, np.int64)
+    np.cumsum(mask, out=before[1:])
     ends = np.cumsum(pieces)
     counts: IntArray = before[ends] - before[ends - pieces]
     return counts
 
 
 def _pieces(lengths: Any, sizes: IntArray) -> IntArray:
-    """Lengths of all documents, where rows hold several."""
+    """Return the lengths of all documents, if rows hold several."""
     flat, counts, _ = as_whole(join(lengths, "seq_lengths"), "seq_lengths")
     flat = flat.astype(np.int64, copy=False)
     if counts.size != sizes.size:
@@ -215,36 +209,35 @@ def _pieces(lengths: Any, sizes: IntArray) -> IntArray:
     return flat
 
 
-def _column(joined: Joined, kept: npt.NDArray[np.bool_] | None, width: int, pad: Any) -> npt.NDArray[Any]:
-    """A column as wide as the row."""
-    values = joined.values if kept is None else joined.values[kept]
+def _column(joined: Joined, mask: npt.NDArray[np.bool_] | None, width: int, pad: Any) -> npt.NDArray[Any]:
+    """Return a column padded to the row's width."""
+    values = joined.values if mask is None else joined.values[mask]
     column = np.full(width, pad, values.dtype)
     column[: values.size] = values
     return column
 
 
-# Values of many documents end to end, from whatever a data loader hands over; most of what flattening a batch costs.
-#
-# What one document costs in Python counts as much as its tokens: an attribute of a tensor is read in 50 ns, and 200
-# token ids are copied in 30. So where all documents are of one kind, a single call takes them all, and a few others
-# prove that it has read them right; anything else is converted document by document.
+# `join` takes most of the time of flattening a batch, and its cost per document in Python counts as much as the
+# tokens: reading an attribute of a tensor takes 50 ns, copying 200 token ids takes 30. So if all documents are of one
+# kind, one call converts all of them, and cheap checks show that it did so correctly; otherwise they are converted
+# one by one.
 
 _dtype = attrgetter("dtype")
 
 
 class Joined(NamedTuple):
-    """Values of all documents, and how many are whose."""
+    """Values of all documents end to end, and the size of each document."""
 
     values: npt.NDArray[Any]
     """`[values]`, contiguous."""
     sizes: IntArray
     """int64 `[documents]`."""
     is_fresh: bool
-    """Whether nobody else has the values, so that they may be written to."""
+    """Whether nothing else refers to the values, so that they may be overwritten."""
 
 
 def join(documents: Any, name: str) -> Joined:
-    """Lay the values of documents end to end, in a dtype of their own."""
+    """Concatenate the values of documents in their own dtype."""
     if isinstance(documents, tuple) or hasattr(documents, "null_count"):
         return _from_flat(documents, name)
     values = documents if type(documents) is list else list(documents)
@@ -260,11 +253,11 @@ def join(documents: Any, name: str) -> Joined:
 
 
 def as_whole(joined: Joined, name: str) -> Joined:
-    """Return the same as int32 or int64."""
+    """Convert values to int32 or int64."""
     values = joined.values
     if values.dtype in (np.int64, np.int32):
         return joined
-    if values.size:  # of no values the dtype says nothing: torch makes floats of an empty list
+    if values.size:  # else the dtype means nothing: torch makes floats of an empty list
         check_integers(values, name)
     if values.dtype == np.uint64 and values.size and int(values.max()) >= 2**63:
         raise DocumentsError(
@@ -274,7 +267,7 @@ def as_whole(joined: Joined, name: str) -> Joined:
 
 
 def holds_ones_only(documents: Any) -> bool:
-    """Return whether these are lists that hold 1 and nothing else, which is told in half the time of reading them."""
+    """Return whether these are lists of ones, in half the time of reading them."""
     if type(documents) is not list or set(map(type, documents)) != {list}:
         return False
     ones = [1] * max(map(len, documents))
@@ -282,8 +275,10 @@ def holds_ones_only(documents: Any) -> bool:
 
 
 def _from_flat(documents: Any, name: str) -> Joined:
-    """An Arrow list array, or values with their offsets."""
-    if hasattr(documents, "num_chunks") and documents.num_chunks != 1:  # taken row by row, a chunk is a row
+    """Join an Arrow list array, or values with offsets."""
+    if (
+        hasattr(documents, "num_chunks") and documents.num_chunks != 1
+    ):  # rows taken one by one are chunks each
         documents = documents.combine_chunks()
     flat = as_flat(documents, name)
     if flat is None:
@@ -301,7 +296,7 @@ def _from_flat(documents: Any, name: str) -> Joined:
 
 
 def _from_lists(lists: list[Any]) -> Joined | None:
-    """Lists of ints, or None where any of them holds, or is, anything else."""
+    """Join lists of ints; returns None if there is anything else."""
     if set(map(type, lists)) != {list}:
         return None
     offsets = np.zeros(len(lists) + 1, np.int64)
@@ -310,26 +305,26 @@ def _from_lists(lists: list[Any]) -> Joined | None:
 
 
 def _from_arrays(arrays: list[Any]) -> Joined | None:
-    """Arrays of one dtype and one dimension, or None where any isn't."""
+    """Join arrays of one dtype and one dimension; returns None if any differs."""
     try:
         dtypes = set(map(_dtype, arrays))
         sizes = np.fromiter(map(len, arrays), np.int64, len(arrays))
-        joined = bytearray().join(arrays)  # a quarter of `np.concatenate`'s time for each of them
-    except (AttributeError, TypeError, ValueError, BufferError):  # other things, no dimension, strides
+        joined = bytearray().join(arrays)  # takes a quarter of `np.concatenate`'s time per array
+    except (AttributeError, TypeError, ValueError, BufferError):  # no arrays, no dimension, or strides
         return None
     dtype = dtypes.pop()
     if dtypes or dtype.kind not in "biuf" or not dtype.isnative:
         return None
     values = np.frombuffer(joined, dtype)
-    if values.size != int(sizes.sum()):  # of more dimensions there are more values than entries
+    if values.size != int(sizes.sum()):  # some array has more than one dimension
         return None
     return Joined(values, sizes, is_fresh=True)
 
 
 def _from_tensors(tensors: list[Any]) -> Joined | None:
-    """Tensors of one dtype and one dimension in host memory, or None where any isn't.
+    """Join tensors of one dtype and one dimension in host memory; returns None if any differs.
 
-    Bytes tell both the lengths and the dtype: of what `cat` has widened or left out there were fewer.
+    If `cat` widens a dtype or skips a tensor, the number of bytes changes.
     """
     try:
         num_bytes = np.fromiter([tensor.nbytes for tensor in tensors], np.int64, len(tensors))
@@ -342,7 +337,7 @@ def _from_tensors(tensors: list[Any]) -> Joined | None:
 
 
 def _one_by_one(values: Sequence[Any], name: str) -> Joined:
-    """Anything that numpy takes, a document at a time."""
+    """Join documents that numpy can convert, one at a time."""
     arrays = [as_document(part, index, name) for index, part in enumerate(values)]
     sizes = np.fromiter(map(len, arrays), np.int64, len(arrays))
     filled = [array for array in arrays if array.size] or arrays[:1]

@@ -1,4 +1,4 @@
-"""Kernels in another form: what runs where nothing is compiled and NumPy does it faster than the kernel's source.
+"""NumPy versions of kernels, for runs without compilation, where they are faster than the kernels' own source.
 
 Arguments and results are those of the kernels.
 """
@@ -19,7 +19,7 @@ IGNORE = -100
 
 
 def value_range(values: Values, sources: Int64, lengths: Int32) -> tuple[int, int]:
-    """Smallest and largest value of all segments; 0 and -1 if there are none."""
+    """Return the smallest and largest value of all segments; 0 and -1 if there are none."""
     parts = [values[source : source + length].tolist() for source, length in zip(sources, lengths)]
     flat = [value for part in parts for value in part]
     return (min(flat), max(flat)) if flat else (0, -1)

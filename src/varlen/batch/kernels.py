@@ -1,7 +1,16 @@
-"""Kernels that lay segments out and fill a batch's arrays in one pass, compiled by numba.
+"""Kernels that lay segments out and fill a batch's arrays in one pass; every kernel writes the padding as it goes.
 
-`tests/oracles/batch.py` says in plain Python what each must return. Arrays of tokens are one-dimensional views of the
-batch; every kernel writes padding as it goes, so no array is written twice.
+`tests/oracles/batch.py` defines in plain Python what each returns. Arguments that kernels share:
+
+- `document_ids`, `starts`, `stops`, `offsets`: of the Packing; `pack_ids`: the packs of the batch.
+- `width`: of a row, 0 for one flat row; `multiple`: slots are lengths rounded up to it; `padding_segment`: most
+  positions in one segment of padding.
+- `token_offsets` int32 or int64 `[documents + 1]`: where each document's values begin, of `num_values` in all.
+- `capacity`, `whole`: pieces may end anywhere (0), end their document or are as long as the capacity (1), or end
+their
+  document (2).
+- `sources` int64 `[segments]`: index of each segment's first token; `lengths` int32 `[segments]`; `places` int64
+  `[segments]`, rising: first position of each segment in the flattened batch.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -37,24 +46,11 @@ def measure(
     padding_segment: int,
     num_documents: int,
 ) -> tuple[int, int, int, int, int, int]:
-    """Size up a batch before anything is allocated, and find packs that no memory may be read for.
+    """Measure a batch before anything is allocated, and find invalid packs.
 
-    Args:
-        document_ids: int64 `[num_pieces]`, of the packing.
-        starts: int32 `[num_pieces]`.
-        stops: int32 `[num_pieces]`.
-        offsets: int64 `[num_packs + 1]`.
-        pack_ids: int64 `[packs]`: which packs.
-        width: width of a row, or 0 for one flat row.
-        multiple: slots are lengths rounded up to it.
-        pad_multiple: the flat row's length is rounded up to it.
-        padding_segment: most positions in one padding segment.
-        num_documents: documents that pieces may be of.
-
-    Returns:
-        Number of segments; of entries in cu_seqlens; of positions; the longest segment and the shortest; and
-        the index of the first pack id that is out of range or whose pack is wider than a row, has pieces that
-        are not there or holds a piece without tokens or of no document; or -1.
+    Returns the numbers of segments, of entries in cu_seqlens and of positions; the longest and the shortest segment;
+    and the index of the first pack id that is out of range or whose pack is wider than a row or has invalid pieces,
+    or -1. The flat row's length is rounded up to `pad_multiple`.
     """
     segments = 0
     entries = 1
@@ -101,20 +97,9 @@ def locate(
     whole: int,
     sources: Int64,
 ) -> tuple[int, int]:
-    """Find each segment's first value, and refuse documents that are not what was packed.
+    """Write `sources`, the index of each segment's first value; returns how many segments don't match, and the first.
 
-    Args:
-        documents: int64 `[segments]`: index of each segment's document in `token_offsets`.
-        first_tokens: int32 `[segments]`.
-        lengths: int32 `[segments]`.
-        token_offsets: int32 or int64 `[documents + 1]`: where each document's values begin.
-        num_values: values in all.
-        capacity: of the packing; a piece that doesn't end its document must be this long.
-        whole: 0 if pieces may end anywhere, 1 if they end their documents or are full, 2 if they end them.
-        sources: int64 `[segments]`, written.
-
-    Returns:
-        The number of segments that are wrong, and the first of them.
+    `documents` is the row of each segment's document in `token_offsets`.
     """
     wrong = 0
     first = -1
@@ -157,31 +142,13 @@ def lay_segments(
 ) -> tuple[int, int, int]:
     """Place every segment of a batch, write its boundaries, and find its tokens as `locate` does.
 
-    Args:
-        document_ids: int64 `[num_pieces]`, of the packing; as are starts, stops and offsets.
-        starts: int32 `[num_pieces]`.
-        stops: int32 `[num_pieces]`.
-        offsets: int64 `[num_packs + 1]`.
-        pack_ids: int64 `[packs]`: which packs, in range.
-        width: width of a row, or 0 for one flat row.
-        positions_in_all: as `measure` counted them.
-        multiple: slots are lengths rounded up to it.
-        padding_segment: most positions in one padding segment.
-        homes: int64 `[segments]`: index of each segment's document in `token_offsets`; of size 0 where that is the
-            document's number.
-        token_offsets: as for `locate`, and so are the three numbers that follow.
-        num_values: values in all.
-        capacity: of the packing.
-        whole: where pieces may end.
-        wide: int64 `[3 * segments + packs + 1]`, written: the document of each segment, its first position in
-            the flattened batch, the index of its first token, and where each pack's segments begin.
-        narrow: int32 `[3, segments]`, written: each segment's first token within its document, its length, and its
-            targets (all tokens but the first).
-        cu_seqlens: int32 `[entries]`, written: logical boundaries.
-        cu_slots: int32 `[entries]`, written: physical boundaries.
+    Written are `wide`, int64 `[3 * segments + packs + 1]`: the document of each segment, its first position in the
+    flattened batch, the index of its first token, and where each pack's segments begin; `narrow`, int32
+    `[3, segments]`: each segment's first token within its document, its length, and its targets (all tokens but the
+    first); and logical and physical boundaries. `homes` are the rows of documents in `token_offsets`, of size 0 where
+    they equal the documents' numbers.
 
-    Returns:
-        The targets if every token is one, the number of segments whose tokens don't match, and the first of them.
+    Returns the number of targets, the number of segments whose tokens don't match, and the first of them.
     """
     count = narrow.shape[1]
     segment = 0
@@ -225,7 +192,7 @@ def lay_segments(
 
 @compiled(in_python=in_python.value_range)
 def value_range(values: Values, sources: Int64, lengths: Int32) -> tuple[int, int]:
-    """Smallest and largest value of all segments; 0 and -1 if there are none."""
+    """Return the smallest and largest value of all segments; 0 and -1 if there are none."""
     low = 0
     high = -1
     seen = False
@@ -256,22 +223,10 @@ def assemble(
     position_ids: Int32,
     segment_ids: Int32,
 ) -> int:
-    """Fill ids, labels (every token but a segment's first), positions and segment ids.
+    """Fill ids, labels (every token but a segment's first), positions and segment ids, int32 `[rows, width]` each.
 
-    Args:
-        tokens: any integers, one-dimensional.
-        sources: int64 `[segments]`: index of each segment's first token.
-        lengths: int32 `[segments]`.
-        places: int64 `[segments]`, rising: first position of each segment in the flattened batch.
-        pad_id: value of `input_ids` at padding.
-        input_ids: int32 `[rows, width]`, written; so are the others.
-        labels: int32, written.
-        position_ids: int32, written.
-        segment_ids: int32, written: the number of a segment within the row in which it begins.
-
-    Returns:
-        The largest id; -1 where there is none, and 2^31 or more where one is below 0 (read as unsigned, they are the
-        largest, so that looking for them costs nothing).
+    Returns the largest id; -1 where there is none, and 2^31 or more where one is below 0 (ids are compared as
+    unsigned numbers, so that this check costs nothing).
     """
     size, width = input_ids.size, input_ids.shape[1]
     all_ids, all_labels = input_ids.reshape(size), labels.reshape(size)
@@ -330,33 +285,14 @@ def plain_batch(
     is_wide: bool,
     pad_id: int,
 ) -> tuple[bool, Int64, Int32, Int32, Int32, int, int, int, int]:
-    """Do what `measure`, `lay_segments` and `assemble` do, one after the other.
+    """Run `measure`, `lay_segments` and `assemble` in one call.
 
-    Arrays made here cost a third of what they cost made one by one in Python, and the rest of a small batch is
-    little else.
+    A small batch takes most of its time for creating arrays, which is three times as fast here as in Python. `tokens`
+    are any integers but uint64; `is_wide` says that their range must be checked.
 
-    Args:
-        document_ids: int64 `[num_pieces]`, of the packing; as are starts, stops and offsets.
-        starts: int32 `[num_pieces]`.
-        stops: int32 `[num_pieces]`.
-        offsets: int64 `[num_packs + 1]`.
-        pack_ids: int64 `[packs]`: which packs.
-        width: width of a row, or 0 for one flat row.
-        multiple: slots are lengths rounded up to it.
-        pad_multiple: the flat row's length is rounded up to it.
-        padding_segment: most positions in one padding segment.
-        tokens: any integers but uint64, one-dimensional.
-        token_offsets: int32 or int64 `[documents + 1]`: where each document's tokens begin.
-        capacity: of the packing.
-        whole: where pieces may end, as `locate` takes it.
-        is_wide: whether tokens may be no int32; they are looked through then.
-        pad_id: value of the ids at padding.
-
-    Returns:
-        Whether all is right, else nothing that follows is to be used; the segments' int64 and int32 numbers
-        and the boundaries as `lay_segments` writes them (one row of boundaries where `multiple` is 1); int32
-        `[4, rows, width]`: ids, labels, positions and segment ids; the targets; the longest and the shortest
-        segment; the largest id.
+    Returns whether all is valid (else the rest must not be used); `wide`, `narrow` and the boundaries of
+    `lay_segments` (one row of boundaries if `multiple` is 1); int32 `[4, rows, width]`: ids, labels, positions and
+    segment ids; the number of targets; the longest and the shortest segment; the largest id.
     """
     packed = (document_ids, starts, stops, offsets, pack_ids, width)
     sizes = measure(*packed, multiple, pad_multiple, padding_segment, token_offsets.size - 1)
@@ -388,9 +324,6 @@ def plain_batch(
     return fits, wide, narrow, boundaries, block, targets, longest, shortest, largest
 
 
-# Kernels that write given labels, masks and other per-token columns.
-
-
 @compiled(in_python=in_python.mask_labels)
 def mask_labels(
     values: Values,
@@ -404,15 +337,8 @@ def mask_labels(
 ) -> None:
     """Write given labels where the mask is not 0, -100 elsewhere and at every segment's first token.
 
-    Args:
-        values: any integers, one-dimensional: the labels.
-        value_sources: int64 `[segments]`: index of each segment's first label.
-        mask: any numbers, one-dimensional; of size 0 where nothing is masked.
-        mask_sources: int64 `[segments]`, read only with a mask.
-        lengths: int32 `[segments]`.
-        places: int64 `[segments]`: first position of each segment.
-        labels: int32, one-dimensional, written where segments stand.
-        targets: int32 `[segments]`, written: labels other than -100.
+    `mask` has size 0 if nothing is masked. `targets`, the number of labels other than -100 in each segment, is
+    written.
     """
     for segment in range(lengths.size):
         length = np.int64(lengths[segment])
@@ -451,15 +377,10 @@ def copy_column(
         done = at + length
 
 
-# The kernel that fills one flat row of whole documents.
-
-Whole = NDArray[Any]
-
-
 @compiled(in_python=in_python.fill_flat_row)
 def fill_flat_row(
-    ids: Whole,
-    targets: Whole,
+    ids: Values,
+    targets: Values,
     sizes: Int64,
     separator: int,
     first_position: int,
@@ -473,36 +394,23 @@ def fill_flat_row(
     owners: Int32,
     ends: Int32,
 ) -> tuple[int, int, int]:
-    """Write labels, positions, the number of each segment and the boundaries of documents end to end, then padding.
+    """Write one flat row of whole documents: ids, labels, positions, segment numbers and boundaries, then padding.
 
-    Args:
-        ids: int32 or int64 `[tokens]`.
-        targets: int32 or int64 `[tokens]`; the ids where nobody gave labels.
-        sizes: int64 `[documents]`, none below 0, that add up to the tokens.
-        separator: the first label of every document.
-        first_position: position of every document's first token, and at padding.
-        pad_id: value of the ids at padding.
-        padding_segment: most positions in one segment of padding.
-        with_ids: write the ids; else they stand there.
-        with_labels: write the labels; else they stand there, their separators apart.
-        input_ids: int64 `[width]`.
-        labels: int64 `[width]`.
-        position_ids: int64 `[width]`, written; of size 0 where nobody asked for it.
-        owners: int32 `[width]`, written: 0 for the first segment; of size 0 where nobody asked for it.
-        ends: int32, written: where each segment ends, from 0; of a size that is enough for all.
+    `separator` is the first label of every document. Without `with_ids` or `with_labels`, `input_ids` or `labels`
+    hold the values already. `position_ids` and `owners` (segment numbers) have size 0 where they aren't wanted.
+    `ends` gets 0 and the end of each segment.
 
-    Returns:
-        Segments, the longest of them, padding included, and whether an id is below 0.
+    Returns the number of segments, the longest of them, padding included, and whether an id is below 0.
     """
     tokens, width = ids.size, input_ids.size
-    # Plain loops over whole arrays run at the speed of memory; a loop a document takes half as long again.
+    # One loop over the whole array is limited by memory bandwidth; a loop per document takes 1.5 times as long.
     if with_ids:
         for index in range(tokens):
             input_ids[index] = ids[index]
     if with_labels:
         for index in range(tokens):
             labels[index] = targets[index]
-    bits = np.int64(0)  # the sign of all ids is that of any
+    bits = np.int64(0)  # bitwise or of all ids: negative if any is
     begin, segments, longest = 0, 0, 0
     ends[0] = 0
     for size in sizes:
@@ -511,7 +419,7 @@ def fill_flat_row(
         labels[begin] = separator
         if position_ids.size:
             positions, own = position_ids[begin : begin + size], ids[begin : begin + size]
-            for index in range(size):  # bound by what it writes, so that it reads for nothing
+            for index in range(size):  # limited by its writes, so that the reads are free
                 positions[index] = first_position + index
                 bits |= np.int64(own[index])
         else:

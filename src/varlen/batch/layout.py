@@ -1,4 +1,4 @@
-"""Where every segment of a batch stands: sizes, places, boundaries and tokens, before anything is written."""
+"""Lay out the segments of a batch: sizes, positions, boundaries and token sources, before anything is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from varlen.batch.packed import Layout
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray, Overlong, Packing
 
-_NOWHERE = np.empty(0, np.int64)
 _EXACTNESS: dict[Overlong, int] = {"error": 2, "drop": 2, "split": 1, "truncate": 0}
 
 
@@ -31,7 +30,7 @@ class Segments(NamedTuple):
     lengths: Int32Array
     """int32 `[segments]`."""
     places: IntArray
-    """int64 `[segments]`: first position of each segment in the flattened batch."""
+    """int64 `[segments]`: first position of each segment in the flattened batch, rising."""
     pack_offsets: IntArray
     """int64 `[packs + 1]`: where each pack's segments begin."""
     cu_seqlens: Int32Array
@@ -43,17 +42,17 @@ class Segments(NamedTuple):
     num_targets: int
     """Their sum."""
     tokens: npt.NDArray[Any]
-    """`[num_values]`: token ids, or whatever the documents hold."""
+    """`[num_values]`: the documents' values end to end."""
     sources: IntArray
     """int64 `[segments]`: index of each segment's first token in `tokens`."""
     bounds: tuple[IntArray, IntArray]
-    """Where the documents' tokens begin and end, and int64 `[segments]`, each segment's document in that."""
+    """Offsets of the documents in `tokens`, and the row of each segment's document in these offsets."""
     max_seqlen: int
     min_seqlen: int
 
 
 def padding_segment(multiple: int) -> int:
-    """Positions in a full padding segment: at most 128 where slots allow, and a multiple of theirs.
+    """Return the positions of a full padding segment: a multiple of the slots' multiple, at most 128 if possible.
 
     Attention over padding costs the square of a segment; 128 keeps it negligible.
     """
@@ -63,7 +62,7 @@ def padding_segment(multiple: int) -> int:
 def lay_out(
     packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multiple_of: int, documents: Documents
 ) -> Segments:
-    """Place the segments of some packs and find their tokens."""
+    """Place the segments of some packs and locate their tokens."""
     multiple = packing.document_multiple_of
     width = packing.capacity if layout == "rows" else 0
     _check_width(width, pad_to_multiple_of)
@@ -79,7 +78,7 @@ def lay_out(
             f"{positions:,} positions in one batch are more than int32 boundaries can count (2^31 - 1); "
             "build fewer packs at a time"
         )
-    ragged, homes = as_ragged(
+    ragged, rows = as_ragged(
         documents, packing.num_documents, partial(_documents_of, packing, pack_ids), "documents"
     )
     wide = np.empty(3 * count + pack_ids.size + 1, np.int64)
@@ -90,7 +89,7 @@ def lay_out(
         positions,
         multiple,
         each,
-        _NOWHERE if homes is None else homes,
+        np.empty(0, np.int64) if rows is None else rows,
         ragged.offsets,
         ragged.values.size,
         packing.capacity,
@@ -101,10 +100,10 @@ def lay_out(
         boundaries[-1],
     )
     segment_documents = wide[:count]
-    homes = segment_documents if homes is None else homes
+    rows = segment_documents if rows is None else rows
     if wrong:
         refuse_mismatch(
-            ragged, homes[first], segment_documents[first], narrow[:2, first], (wrong, count), "documents"
+            ragged, rows[first], segment_documents[first], narrow[:2, first], (wrong, count), "documents"
         )
     return Segments(
         shape=(pack_ids.size, width) if width else (1, positions),
@@ -117,7 +116,7 @@ def lay_out(
         targets=narrow[2],
         num_targets=num_targets,
         tokens=ragged.values,
-        bounds=(ragged.offsets, homes),
+        bounds=(ragged.offsets, rows),
         cu_seqlens=boundaries[0],
         cu_slots=None if multiple == 1 or np.array_equal(boundaries[0], boundaries[1]) else boundaries[1],
         max_seqlen=longest,
@@ -126,7 +125,7 @@ def lay_out(
 
 
 def _check_width(width: int, pad_to_multiple_of: int) -> None:
-    """Require that rows are as wide as a multiple, or name the nearest; a flat row's width of 0 is one of any."""
+    """Require that the width of rows is a multiple; the flat layout's width of 0 is a multiple of anything."""
     if width % pad_to_multiple_of:
         below = width // pad_to_multiple_of * pad_to_multiple_of
         near = f"{below:,} or {below + pad_to_multiple_of:,}" if below else f"{pad_to_multiple_of:,}"
@@ -137,25 +136,25 @@ def _check_width(width: int, pad_to_multiple_of: int) -> None:
 
 
 def _documents_of(packing: Packing, pack_ids: IntArray) -> IntArray:
-    """The document of every segment of some packs, in their order."""
+    """Return the document of every segment of some packs, in order."""
     begins, ends = packing.offsets[pack_ids].tolist(), packing.offsets[pack_ids + 1].tolist()
     spans = [packing.document_ids[begin:end] for begin, end in zip(begins, ends)]
     return np.concatenate([np.empty(0, np.int64), *spans])
 
 
 def exactness(packing: Packing) -> int:
-    """Where a packing's pieces may end, as `locate` takes it.
+    """Return where a packing's pieces may end, as `kernels.locate` takes it: `whole`.
 
-    What is split ends its document or is as long as a pack; what is truncated may be cut anywhere, since a
+    A piece of a split document ends the document or is as long as a pack. A truncated one may end anywhere, since a
     Packing can also be made by hand.
     """
     return 0 if packing.method == "wrapped" else _EXACTNESS[packing.overlong]
 
 
 def refuse_mismatch(
-    ragged: Ragged, home: int, document: int, piece: Int32Array, counts: tuple[int, int], name: str
+    ragged: Ragged, row: int, document: int, piece: Int32Array, counts: tuple[int, int], name: str
 ) -> None:
-    """Say how a document differs from what was packed."""
+    """Raise an error that says how a document differs from what was packed."""
     offsets, num_values = ragged.offsets, ragged.values.size
     falls = offsets[1:] < offsets[:-1]
     if falls.any():
@@ -164,7 +163,7 @@ def refuse_mismatch(
             f"{name}: offsets must rise, but document {first:,} begins at {offsets[first]:,} and ends at "
             f"{offsets[first + 1]:,} ({int(falls.sum()):,} of {falls.size:,} documents)"
         )
-    begin, end = int(offsets[home]), int(offsets[home + 1])
+    begin, end = int(offsets[row]), int(offsets[row + 1])
     if begin < 0 or end > num_values:
         seen = f"its offsets {begin:,} to {end:,} lie outside of the {num_values:,} values"
     else:
@@ -176,7 +175,7 @@ def refuse_mismatch(
 
 
 def _what_is_wrong(packing: Packing, pack_ids: IntArray, bad: int) -> str:
-    """Say why a pack can't be laid out: it isn't there, holds what can't be, or is over the capacity."""
+    """Say why a pack can't be laid out: it doesn't exist, its pieces are invalid, or it is over the capacity."""
     pack = int(pack_ids[bad])
     outside = (pack_ids < 0) | (pack_ids >= packing.num_packs)
     if outside[bad]:

@@ -1,7 +1,7 @@
-"""PackedBatch: everything a model, a kernel or a loss needs to know about a batch of packs.
+"""PackedBatch: the arrays of a batch of packs that models, attention kernels and losses need.
 
-Boundaries are carried as numbers (`cu_seqlens`, `segment_ids`, `document_ids`), never inferred from token
-values, so an end-of-text token may equal the padding token and stay supervised.
+Boundaries are stored as numbers (`cu_seqlens`, `segment_ids`, `document_ids`), never inferred from token
+values, so an end-of-text token may equal the padding token and still be a target.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SEGMENTS = (
 )
 _NUMBERS = ("segment_ids", "cu_seqlens", "cu_seqlens_padded", "pack_ids", "pack_offsets", *_SEGMENTS)
 TARGET_WEIGHTS = "target_weights"
-"""The column of what each target weighs in the loss by itself."""
+"""The name of the column with the weight of each target in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,14 +65,14 @@ class PackedBatch:
     """int32, same shape; 0, 1, … within each row, -1 at padding."""
     cu_seqlens: Array
     """int32 `[num_segments + num_padding_segments + 1]`: cumulative lengths over the flattened array, padding
-    included in segments of at most 128, so that a varlen kernel leaves no row out. Each row's segments come
-    first, its padding after them. Where slots are rounded up these are the logical lengths."""
+    included in segments of at most 128, so that a varlen kernel covers all positions. Each row's segments come
+    first, then its padding. Where slots are rounded up, these are the logical lengths."""
     cu_seqlens_padded: Array | None
-    """int32, same shape: the physical slots, present only where they differ from `cu_seqlens`."""
+    """int32, same shape: the physical slots, present only if they differ from `cu_seqlens`."""
     max_seqlen: int
     """Longest segment in tokens, padding not counted."""
     document_ids: Array
-    """int64 `[num_segments]`: which document each segment is, to trace a loss spike."""
+    """int64 `[num_segments]`: the document of each segment, for example to trace a loss spike."""
     document_starts: Array
     """int32 `[num_segments]`: the segment's first token within its document; 0 for whole documents."""
     document_lengths: Array
@@ -86,38 +86,37 @@ class PackedBatch:
     layout: Layout
     pad_id: int
     max_token_id: int
-    """Largest token id in the batch, padding not counted; what a vocabulary must exceed. -1 without tokens."""
+    """Largest token id in the batch, which the vocabulary size must exceed; padding not counted; -1 without tokens."""
     num_targets: int
     """Labels other than -100 in this batch."""
     step_num_targets: int
     """The same over the whole step: all ranks, all micro-batches."""
     dp_world_size: int = 1
     document_groups: Array | None = None
-    """int64 `[num_segments]`: the group of each segment's document, where the packing has groups."""
+    """int64 `[num_segments]`: the group of each segment's document, if the packing has groups."""
     shift_labels: Array | None = None
     """Same shape as `labels`: position t's target is the token at t + 1. Present on request."""
     columns: Mapping[str, Array] = field(default_factory=dict)
-    """Any other per-token values, same shape, each in its own dtype with its own pad value; `target_weights` too."""
+    """Other per-token values, same shape, each in its own dtype with its own pad value; includes `target_weights`."""
     plan: StepPlan | None = None
-    """The plan of the step, where the loader has one: the batch holds the whole documents of which this data-parallel
-    rank computes slices, and `SliceEngine.step` takes it as it is. Pieces are counted on each rank that has them."""
+    """The plan of the step, if the loader has one. The batch then holds the whole documents of which this
+    data-parallel rank computes slices, for `SliceEngine.step`; a shared document is counted on each of its ranks."""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> PackedBatch:
-        """Return a batch of all its fields, which it keeps, at once.
+        """Return a batch whose fields are this dict, without the constructor.
 
-        The same as the constructor, which sets the fields of a frozen class one by one; that takes some
-        microseconds, a good part of a small batch.
+        The constructor of a frozen class sets fields one by one, which takes a good part of a small batch's time.
 
         Args:
-            fields: every field by name, those with a default included.
+            fields: every field by name, those with a default included; the batch keeps the dict.
         """
         batch = cls.__new__(cls)
         object.__setattr__(batch, "__dict__", fields)
         return batch
 
     def keys(self) -> NoReturn:
-        """Refuse to be the keywords of a model, as `model(**batch)` asks for them.
+        """Refuse `model(**batch)`, which calls this.
 
         Raises:
             SettingError: always.
@@ -144,10 +143,9 @@ class PackedBatch:
 
     @property
     def target_weights(self) -> Array | None:
-        """The column of this name: what each target weighs in the loss by itself, as its row says.
+        """The weight of each target in the loss, which `loss_weights` includes; None where each weighs 1.
 
-        float32, same shape as `labels`, 0 where the label is -100; None where each weighs 1. `loss_weights` takes
-        them in.
+        float32, same shape as `labels`, 0 where the label is -100.
         """
         return self.columns.get(TARGET_WEIGHTS)
 
@@ -160,18 +158,18 @@ class PackedBatch:
         return empty
 
     def loss_scale(self, reduction: Literal["mean", "sum"] = "mean") -> float:
-        """Return what to multiply the *sum* of this batch's target losses by, so that a step is a token mean.
+        """Return the factor of the *sum* of this batch's target losses that makes the step's loss a mean over tokens.
 
         Args:
-            reduction: what the framework does to gradients across data-parallel ranks: "mean" (DDP, FSDP)
+            reduction: how the framework reduces gradients across data-parallel ranks: "mean" (DDP, FSDP)
                 or "sum".
 
         Returns:
             `dp_world_size / step_num_targets` for "mean", `1 / step_num_targets` for "sum".
 
         Raises:
-            SettingError: the step holds no target; skip it on all ranks. Or targets weigh as their rows say, so that
-                the mean isn't over their number: see `loss_weights`.
+            SettingError: the step holds no target; skip it on all ranks. Or targets have weights, so that the mean
+                isn't over their number: see `loss_weights`.
         """
         if reduction not in ("mean", "sum"):
             raise SettingError(f'reduction must be "mean" or "sum", got {reduction!r}')
@@ -199,9 +197,9 @@ class PackedBatch:
         - "longalign": K/(N·M) (LongAlign, arXiv:2401.18058, equation 4), so that the mean over packs of
           each pack's sum is the mean over documents.
 
-        Where rows weigh their targets (`target_weights`), a target of weight w weighs w for 1, and N is the sum of
-        the weights in place of their number: documents, pairs and packs count as before, and within them a target
-        counts by its weight. Multiplying all weights of a document changes nothing but with "token".
+        With `target_weights`, these weights are multiplied by those of the targets, and N is the sum of a document's
+        target weights: documents, pairs and packs count as before. Scaling all weights of a document changes the
+        result only with "token".
 
         Args:
             weighting: see above.
@@ -229,10 +227,10 @@ class PackedBatch:
         return as_tensor(weights, self.labels.device, widen=False) if on_torch else weights
 
     def dense_mask(self, sliding_window: int | None = None) -> Array:
-        """Return who may attend to whom as booleans: the same segment, not later; padding only to itself.
+        """Return the attention mask as booleans: causal within each segment; padding attends only to itself.
 
         Args:
-            sliding_window: attend to the last this many positions only, the token itself included.
+            sliding_window: attend only to this many last positions, the token itself included.
 
         Returns:
             bool `[rows, width, width]`, True where row position q may attend to column position k; quadratic
@@ -336,7 +334,7 @@ class PackedBatch:
         return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
-        """Say the shape, how full it is and how many targets it has."""
+        """Return the shape, fill and number of targets."""
         rows, width = self.input_ids.shape
         slots = rows * width
         fill = 100 * self.num_tokens / slots if slots else 100.0
@@ -346,23 +344,15 @@ class PackedBatch:
         )
 
 
-# Loss weights: documents, pairs or packs counted equally, whatever their number of targets.
-
 LossWeighting = Literal["token", "document", "pair", "longalign"]
 
 
 def target_weights(
     weighting: LossWeighting, targets: Any, documents: Any, groups: Any | None, num_packs: int
 ) -> FloatArray:
-    """Return what one target of each segment weighs; `PackedBatch.loss_weights` says what the words mean.
+    """Return the weight of one target of each segment, as `PackedBatch.loss_weights` defines it; 0 without targets.
 
-    Args:
-        targets: `[segments]`: targets in each segment, or the sum of what they weigh by themselves.
-        documents: `[segments]`: document of each segment.
-        groups: `[segments]`: group of each segment's document, or None.
-
-    Returns:
-        float64 `[segments]`; 0 where there is no target.
+    `targets` is the number of targets in each segment, or the sum of their weights.
     """
     if weighting not in get_args(LossWeighting):
         raise SettingError(
@@ -382,16 +372,7 @@ def target_weights(
 
 
 def spread(weights: FloatArray, places: Any, lengths: Any, size: int) -> Any:
-    """Write each segment's weight at all of its positions.
-
-    Args:
-        weights: `[segments]`.
-        places: `[segments]`: first position of each segment.
-        lengths: `[segments]`.
-
-    Returns:
-        float64 `[size]`; 0 at padding.
-    """
+    """Write each segment's weight at all of its positions, and 0 at padding; `places` are the first positions."""
     flat = np.zeros(size, np.float64)
     owner, at = _positions(places, lengths)
     flat[at] = weights[owner]
@@ -399,50 +380,37 @@ def spread(weights: FloatArray, places: Any, lengths: Any, size: int) -> Any:
 
 
 def sums(values: Any, places: Any, lengths: Any) -> FloatArray:
-    """Return the sum of the values in each segment, float64 `[segments]`.
-
-    Args:
-        values: `[positions]`.
-        places: `[segments]`: first position of each.
-        lengths: `[segments]`.
-    """
+    """Return the sum of the values in each segment; `places` are the first positions."""
     owner, at = _positions(places, lengths)
-    found: FloatArray = np.zeros(lengths.size)
-    np.add.at(found, owner, values[at])
-    return found
+    totals: FloatArray = np.zeros(lengths.size)
+    np.add.at(totals, owner, values[at])
+    return totals
 
 
 def _positions(places: Any, lengths: Any) -> tuple[IntArray, IntArray]:
-    """Return the segment of each token, and its position."""
+    """Return the segment of each token, and the token's position."""
     owner = np.repeat(np.arange(lengths.size), lengths)
     first = np.cumsum(lengths, dtype=np.int64) - lengths
     return owner, places[owner] + np.arange(owner.size) - first[owner]
 
 
 def _shares(owners: Any, counts: FloatArray) -> FloatArray:
-    """One over the targets that each owner, a document or a group, has in this batch."""
+    """Return one over the targets of each segment's owner (document or group) in this batch."""
     _, inverse = np.unique(owners, return_inverse=True)
     totals: FloatArray = np.bincount(inverse, weights=counts, minlength=1).astype(np.float64)
     return _reciprocals(totals)[inverse]
 
 
 def _reciprocals(counts: FloatArray) -> FloatArray:
-    """One over each count, 0 for 0."""
+    """Return one over each count, 0 for 0."""
     return np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0)
-
-
-# Who may attend to whom in a batch, as dense booleans: the readable truth that kernels are held against.
 
 
 def dense_mask(segment_ids: Any, position_ids: Any, sliding_window: int | None = None) -> Any:
     """Return bool `[rows, width, width]`: query q may attend to key k in its segment, not later than itself.
 
-    Padding attends to itself alone, so that no softmax row is empty. Works on numpy arrays and on tensors, on
-    the device where they lie. Quadratic in the width.
-
-    Args:
-        segment_ids: integers `[rows, width]`, -1 at padding.
-        position_ids: integers `[rows, width]`, restarting with each segment.
+    Padding attends only to itself, so that no softmax row is empty. Works on numpy arrays and on tensors, on their
+    device. Quadratic in the width.
     """
     check_window(sliding_window)
     queries, keys = position_ids[:, :, None], position_ids[:, None, :]
@@ -456,7 +424,7 @@ def dense_mask(segment_ids: Any, position_ids: Any, sliding_window: int | None =
 
 
 def check_window(sliding_window: int | None) -> None:
-    """Require a window that holds the token itself."""
+    """Require a window of at least one position."""
     if sliding_window is None:
         return
     try:
@@ -465,9 +433,6 @@ def check_window(sliding_window: int | None) -> None:
         positions = 0
     if positions < 1:
         raise SettingError(f"sliding_window must be a whole number of at least 1, got {sliding_window!r}")
-
-
-# Arrays as torch tensors, and FlexAttention's view of boundaries; torch is imported inside functions.
 
 
 def import_torch() -> Any:
@@ -480,11 +445,7 @@ def import_torch() -> Any:
 
 
 def as_tensor(array: Any, device: torch.device | str | None, *, widen: bool) -> Any:
-    """Return an array as a tensor, None as None.
-
-    Args:
-        widen: to int64, after it has moved, so that int32 crosses at half the traffic.
-    """
+    """Return an array as a tensor, None as None; `widen` makes it int64 after the transfer, to halve the traffic."""
     if array is None:
         return None
     if isinstance(array, np.ndarray):
@@ -494,17 +455,12 @@ def as_tensor(array: Any, device: torch.device | str | None, *, widen: bool) -> 
 
 
 def on_host(array: Any) -> npt.NDArray[Any]:
-    """Return an array or a tensor as numpy, from wherever it lies."""
+    """Return an array or a tensor of any device as numpy."""
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 def mask_function(segment_ids: Any, sliding_window: int | None = None) -> Callable[..., Any]:
-    """Return FlexAttention's `mask_mod(row, head, query, key)`: the same segment, not later; padding to itself.
-
-    Args:
-        segment_ids: integers `[rows, width]`, numpy or torch, -1 at padding; the function reads a tensor on
-            their device.
-    """
+    """Return FlexAttention's `mask_mod(row, head, query, key)` for the mask of `dense_mask`."""
     check_window(sliding_window)
     owners = import_torch().as_tensor(segment_ids)
 
@@ -518,11 +474,7 @@ def mask_function(segment_ids: Any, sliding_window: int | None = None) -> Callab
 
 
 def block_mask(segment_ids: Any, sliding_window: int | None = None) -> Any:
-    """Return FlexAttention's `BlockMask`, on the device of the ids; cost grows with the squared width.
-
-    Args:
-        segment_ids: integers `[rows, width]`, numpy or torch, -1 at padding.
-    """
+    """Return FlexAttention's `BlockMask`, on the device of the ids; cost grows with the squared width."""
     torch = import_torch()
     from torch.nn.attention.flex_attention import create_block_mask
 

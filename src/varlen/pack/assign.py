@@ -109,7 +109,7 @@ def _balance(
 
 
 def _cost(pack_of: Int32Array, num_packs: int, item_work: FloatArray) -> float:
-    """Return the largest work of a pack times the number of packs: packs that run in parallel wait for the largest."""
+    """Return the largest work of a pack times the number of packs: parallel packs wait for the largest."""
     placed = pack_of >= 0
     work = np.bincount(pack_of[placed], weights=item_work[placed], minlength=1)
     return num_packs * float(work.max())

@@ -199,10 +199,10 @@ def _plan_equal_lengths(
 ) -> int:
     """Run best-fit-decreasing over a histogram, `counts[s]` items of length s, for all packs filled alike at once.
 
-    A row of `clusters` is a range of packs that were filled alike: first pack, packs, places left, next cluster of the
-    same free space; `ends` holds the first and last cluster of each free space. A row of `runs` says how items of one
-    length are dealt out: first pack, packs, items per pack; runs of length s are
-    `run_offsets[capacity - s]:run_offsets[capacity - s + 1]`.
+    A row of `clusters` is a range of packs that were filled alike: first pack, packs, places left, next cluster of
+    the same free space; `ends` holds the first and last cluster of each free space. A row of `runs` says how items of
+    one length are dealt out: first pack, packs, items per pack; runs of length s are `run_offsets[capacity -
+    s]:run_offsets[capacity - s + 1]`.
 
     Returns the number of packs, or -1 if `clusters` or `runs` have too few rows.
     """

@@ -1,4 +1,4 @@
-"""Kernels that turn an assignment into the arrays of a Packing, that cut documents every `capacity` tokens, and `fill`.
+"""Kernels that turn an assignment into the arrays of a Packing, that cut a stream into full packs, and `fill`.
 
 `tests/oracles/pack.py` and `pack_fill.py` define in plain Python what each returns.
 """
@@ -84,8 +84,8 @@ def gather_batches(
     """Gather the pieces of each batch of packs: the first of two passes of a radix sort.
 
     Two passes with local writes take a fraction of the time of one pass with scattered writes. A word holds a piece's
-    number, its pack's index in the batch (`shift` bits) and its length (`length_bits`). `position` is where each batch
-    begins, from `batch_bounds`, and is advanced.
+    number, its pack's index in the batch (`shift` bits) and its length (`length_bits`). `position` is where each
+    batch begins, from `batch_bounds`, and is advanced.
     """
     place = (1 << shift) - 1
     for piece in range(pack_of.size):
@@ -151,7 +151,7 @@ def checksum(lengths: Int32) -> np.uint64:
 def audit(
     pieces: Int64, lengths: Int32, offsets: Int64, capacity: int, multiple: int
 ) -> tuple[int, int, np.uint64]:
-    """Return tokens in packs, packs over capacity, and the `checksum` of the pieces, from the finished packs alone."""
+    """Return tokens in packs, packs over capacity, and the `checksum` of the pieces, from finished packs alone."""
     tokens = 0
     total = np.uint64(0)
     for index in range(pieces.size):
@@ -239,10 +239,10 @@ def wrapped(
 
 # `fill` fills packs completely: each around one item, with other items whose slots sum up to the free space.
 #
-# The subset of items that fills a pack best comes from their subset sums (minimum bin slack: Gupta and Ho 1999): bit s
-# of a row is set if the items considered so far can sum up to s, and a shift adds an item to all sums at once. Only the
-# last few items of a pack are selected in this way. The others are the next ones in order, whatever their lengths: if
-# all were selected, short items would be skipped more often than long ones and gather in later packs.
+# The subset of items that fills a pack best comes from their subset sums (minimum bin slack: Gupta and Ho 1999): bit
+# s of a row is set if the items considered so far can sum up to s, and a shift adds an item to all sums at once. Only
+# the last few items of a pack are selected in this way. The others are the next ones in order, whatever their
+# lengths: if all were selected, short items would be skipped more often than long ones and gather in later packs.
 
 UInt64 = NDArray[np.uint64]
 
@@ -258,9 +258,9 @@ FAILED = 256  # it gives up once the packs that it couldn't fill outnumber the f
 
 @compiled
 def _add(sums: UInt64, row: int, reach: int, slot: int, room: int) -> int:
-    """Write the sums of row `row` with and without one more item into the next row; returns the largest, up to `room`.
+    """Write the sums of row `row` with and without one more item into the next row; returns the largest sum.
 
-    `reach` is the largest sum of `row`; bits behind it are undefined.
+    Sums over `room` are dropped. `reach` is the largest sum of `row`; bits behind it are undefined.
     """
     before, after = sums[row], sums[row + 1]
     largest = min(reach + slot, room)
