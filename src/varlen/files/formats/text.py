@@ -30,7 +30,7 @@ def read(file: File, cut: Cut) -> Iterator[Rows]:
 
 def _refuse_rows(file: File, stream: BinaryIO) -> None:
     """Refuse JSON lines under the name of a text, unless the caller says that they are one."""
-    if file.is_told:
+    if file.is_format_given:
         return
     head = cast(io.BufferedReader, stream).peek(LOOKED_AT_BYTES)[:LOOKED_AT_BYTES]
     if head[:4].strip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"{", b"["):
