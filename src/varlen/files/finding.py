@@ -161,7 +161,9 @@ def _as_named(listing: Sequence[Listed], naming: Naming) -> _Entry:
     """Return files named individually: all are read; the content of those with uninformative names is inspected."""
     files = [_file(entry, naming) for entry in listing]
     unknown = [
-        file for file in files if not file.is_format_given and file.format == "text" and not says_text(file.name)
+        file
+        for file in files
+        if not file.is_format_given and file.format == "text" and not says_text(file.name)
     ]
     seen = {
         file.path: format_ for file, format_ in zip(unknown, _look(unknown, naming)) if format_ is not None
@@ -203,16 +205,16 @@ def _matching(path: Path, data: str | Path, unread: Sequence[Path]) -> list[List
     gone = [str(p) for p in matched if p.is_symlink() and not p.exists()]
     if gone:
         raise SourceError(dangling_links(gone))
-    found = _without([p for p in matched if p.is_file() and not is_beside_results(p)], unread)
-    if not found:
+    files = _without([p for p in matched if p.is_file() and not is_beside_results(p)], unread)
+    if not files:
         raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
-    folders = {p.parent for p in found} - {fixed}
+    folders = {p.parent for p in files} - {fixed}
     results = sorted(folder for folder in folders if what_varlen_wrote(folder) is not None)
     if results and any(
-        p.parent not in results for p in found
+        p.parent not in results for p in files
     ):  # otherwise the results are what the user means
         raise SourceError(_result_in_data(results, str(data)))
-    return [_listed(p, fixed) for p in found]
+    return [_listed(p, fixed) for p in files]
 
 
 def _without(paths: Sequence[Path], unread: Sequence[Path]) -> list[Path]:
@@ -280,7 +282,7 @@ def _local_folder(path: Path, naming: Naming) -> Folder:
 
 def _walk(path: Path) -> tuple[list[Path], list[Path]]:
     """List all files below a folder, linked folders included, each location once; and broken links."""
-    found: list[Path] = []
+    paths: list[Path] = []
     seen: set[str] = set()
 
     def fail(error: OSError) -> None:
@@ -293,8 +295,8 @@ def _walk(path: Path) -> tuple[list[Path], list[Path]]:
             continue
         seen.add(place)
         subfolders.sort()
-        found += [Path(folder, name) for name in names]
-    files = {p: p.is_file() for p in sorted(found)}
+        paths += [Path(folder, name) for name in names]
+    files = {p: p.is_file() for p in sorted(paths)}
     gone = [p for p, is_file in files.items() if not is_file and p.is_symlink() and not p.exists()]
     return [p for p, is_file in files.items() if is_file], gone
 

@@ -277,7 +277,7 @@ def _by_cache(folder: Folder, names: Sequence[str], split: str | None) -> Choice
     groups: dict[str, list[str]] = {}
     for name in names:
         stem = re.sub(r"(-\d{5}-of-\d{5})?\.arrow$", "", _last(name))
-        of = [one for one in splits if stem == one or stem.endswith(f"-{one}")]
+        of = [s for s in splits if stem == s or stem.endswith(f"-{s}")]
         if of and _parent(name) == kept[0]:
             groups.setdefault(max(of, key=len), []).append(name)
     return among(groups, names, split, folder.path, "no split") if groups else None
@@ -392,10 +392,11 @@ def configs_of(content: bytes, path: str, names: Sequence[str], *, is_yaml: bool
             patterns = {"": [f"{prefix}**"]}
         else:
             patterns = {
-                split: [prefix + one for one in some] for split, some in _patterns(files, path).items()
+                split: [prefix + pattern for pattern in listed]
+                for split, listed in _patterns(files, path).items()
             }
-        groups = {split: _matching(some, names) for split, some in patterns.items()}
-        groups = {split: found for split, found in groups.items() if found}
+        groups = {split: _matching(listed, names) for split, listed in patterns.items()}
+        groups = {split: matched for split, matched in groups.items() if matched}
         if groups:
             is_default = name == "default" or entry.get("default") is True
             configs.append(Config(name=str(name), is_default=is_default, groups=groups))

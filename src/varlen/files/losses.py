@@ -176,10 +176,10 @@ def nothing_left(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1)
     return "; ".join([", ".join(facts), *losses.sentences()])
 
 
-def _added(one: Texts, other: Texts) -> Texts:
-    if not one or not other:
-        return one or other
-    pairs = {key: (one.get(key, (0, 0)), other.get(key, (0, 0))) for key in {**one, **other}}
+def _added(first: Texts, second: Texts) -> Texts:
+    if not first or not second:
+        return first or second
+    pairs = {key: (first.get(key, (0, 0)), second.get(key, (0, 0))) for key in {**first, **second}}
     return {key: (a[0] + b[0], a[1] + b[1]) for key, (a, b) in pairs.items()}
 
 

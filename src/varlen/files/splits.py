@@ -234,7 +234,6 @@ def _chosen(names: Sequence[str], governed: Sequence[tuple[str, Groups]], wanted
             taken.add(name)
         else:
             left_out[name] = "no split"
-    known = [
-        one for one in (wanted, canonical(wanted or "train")) if any(one in groups for _, groups in governed)
-    ]
-    return Choice(taken=frozenset(taken), left_out=left_out, split=known[0] if known and left_out else None)
+    spellings = (wanted, canonical(wanted or "train"))
+    chosen = next((s for s in spellings if any(s in groups for _, groups in governed)), None)
+    return Choice(taken=frozenset(taken), left_out=left_out, split=chosen if left_out else None)
