@@ -1,6 +1,6 @@
-"""Reads blocks: the rows of each, as they are asked for, and what rows become once they are encoded.
+"""Read blocks on request, and encode their rows.
 
-What must be read from its beginning stays open, so that asking for it in order reads it once.
+Files that must be read from the beginning stay open, so that requests in order read them once.
 """
 
 from __future__ import annotations
@@ -28,42 +28,37 @@ from varlen.files.seen import check_unchanged
 from varlen.text.loss_masks import end_to_end
 from varlen.types import IntArray
 
-_OPEN = 2 * SPREAD
-"""Tables that stay open."""
+_OPEN = 2 * SPREAD  # maximum number of open tables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """What is read in one go: a block, or the next chunk of one that can't be cut."""
+    """The unit of reading: a block, or a chunk of one that can't be cut."""
 
     block: int
-    number: int = 0
-    """Of the chunk within its block; 0 where the block is one."""
+    number: int = 0  # index of the chunk within its block; 0 where the block is a single chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Raw:
-    """A chunk's rows, not yet encoded."""
+    """A chunk's rows before encoding."""
 
     chunk: Chunk
     path: str
     rows: tuple[Rows, ...]
-    columns: Columns | None
-    """What they hold; None where there are none but faults."""
+    columns: Columns | None  # None where there are only faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Read:
     """A chunk's documents."""
 
-    documents: Documents
-    """Whose faults are all of the chunk."""
-    records: IntArray
-    """int64 `[num_documents]`: what tells each from the others of the chunk."""
+    documents: Documents  # including all faults of the chunk
+    records: IntArray  # int64 `[num_documents]`: identifies each document within the chunk
 
 
 def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
-    """Turn a chunk's rows into documents."""
+    """Encode a chunk's rows."""
     parts: list[Documents] = []
     records: list[IntArray] = []
     before = 0
@@ -80,7 +75,7 @@ def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
         if documents.faults and source.on_error == "raise":
             raise documents.faults[0].raised()
         of = known if documents.rows is None else known[documents.rows]
-        # Of ready tokens a row may be several documents, and encoding them all costs little.
+        # A row of token ids may be several documents, and encoding all of them is cheap.
         records.append(before + (np.arange(len(documents)) if is_ready else of))
         before += len(documents) if is_ready else len(some)
         parts.append(documents)
@@ -89,7 +84,7 @@ def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
 
 
 def _end_to_end(parts: Sequence[Documents]) -> Documents:
-    """Put documents one after the other."""
+    """Concatenate documents."""
     if len(parts) == 1:
         return parts[0] if parts[0].rows is None else replace(parts[0], rows=None)
     masks = end_to_end([part.loss_mask for part in parts], [len(part.tokens) for part in parts])
@@ -104,7 +99,7 @@ def _end_to_end(parts: Sequence[Documents]) -> Documents:
 
 
 def _only(read: Read, wanted: IntArray) -> Read:
-    """Return some of a chunk's documents."""
+    """Return selected documents of a chunk."""
     documents, chosen = read.documents, np.flatnonzero(np.isin(read.records, wanted))
     bounds = documents.offsets
     index = _joined([np.arange(bounds[d], bounds[d + 1]) for d in chosen.tolist()])
@@ -123,29 +118,28 @@ def _joined(arrays: Sequence[IntArray]) -> IntArray:
 
 
 class BlockReader:
-    """Gives the rows of chunks; several threads may ask for chunks of different stretches."""
+    """Reads the rows of chunks; several threads may request chunks of different stretches."""
 
     def __init__(self, source: Source, blocks: Blocks) -> None:
-        """Take the files, and how they are cut."""
         self._source, self._blocks = source, blocks
         self._lock = threading.Lock()
         self._columns: dict[int, Columns | None] = {}
         self._tables: OrderedDict[tuple[int, int], TableCursor] = OrderedDict()
         self._streams: dict[int, StreamCursor] = {}
+        # Of blocks with served rows: the last chunk of the last complete pass, and its hash.
         self.ends: dict[int, tuple[int, str]] = {}
-        """Of blocks whose rows are given while they are read: the last chunk of the last whole pass, and its hash."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that there are."""
+        """Number of blocks."""
         return len(self._blocks)
 
     def is_cut(self, chunk: Chunk) -> bool:
-        """Whether a chunk is found without reading what comes before it in its file."""
+        """Whether a chunk is found without reading what precedes it in its file."""
         return bool(self._blocks.of_parts[chunk.block])
 
     def has(self, chunk: Chunk) -> bool:
-        """Whether there is such a chunk; of a block that can't be cut, reads on to it and keeps it for `rows`."""
+        """Whether a chunk exists; in a block that can't be cut, reads on to it and keeps it for `rows`."""
         if self._blocks.of_parts[chunk.block]:
             return chunk.number == 0
         stream = self._streams.get(chunk.block)
@@ -158,7 +152,7 @@ class BlockReader:
         return False
 
     def _stream(self, block: int) -> StreamCursor:
-        """Begin to read a block that can't be cut, again if need be."""
+        """Begin to read a block that can't be cut, possibly again."""
         before = self._streams.get(block)
         if before is not None:
             before.close()
@@ -168,29 +162,29 @@ class BlockReader:
         return self._streams[block]
 
     def is_live(self, block: int) -> bool:
-        """Whether a block's rows are given while they are read, so that no file's fingerprint tells them."""
+        """Whether a block's rows are served while they are read, so that no file fingerprint identifies them."""
         return self._source.files[int(self._blocks.files[block])].live is not None
 
     def name_of(self, block: int) -> str:
-        """Return what a block's file is called in messages."""
+        """Return the path of a block's file, for messages."""
         return self._source.files[int(self._blocks.files[block])].path
 
     def error_of(self, block: int) -> SourceError | None:
-        """Return why a block that can't be cut couldn't be read any further, if it was read that far."""
+        """Return the error that stopped reading a block that can't be cut, if any."""
         stream = self._streams.get(block)
         return None if stream is None else stream.error
 
     def print_of(self, chunk: Chunk) -> str:
-        """Return the hash of all rows up to the end of a chunk, which is read; "" where there is no such chunk."""
+        """Return the hash of all rows up to the end of a chunk; "" where there is no such chunk."""
         stream = self._streams.get(chunk.block) or self._stream(chunk.block)
         return stream.print_of(chunk.number)
 
     def stretch_of(self, chunk: Chunk) -> tuple[int, int]:
-        """Return what tells chunks that one thread is to read one after the other, in the order of their blocks."""
+        """Return a key of chunks that one thread must read in order."""
         return int(self._blocks.files[chunk.block]), int(self._blocks.starts[chunk.block])
 
     def rows(self, chunk: Chunk) -> Raw:
-        """Read a chunk's rows, as far as they can be read."""
+        """Read a chunk's rows, as far as possible."""
         blocks, block = self._blocks, chunk.block
         index, start, stop, part, of_parts = (
             int(of[block])
@@ -203,11 +197,11 @@ class BlockReader:
         else:
             rows = self._table(index, start, stop).part(part, of_parts)
         file = self._source.files[index]
-        check_unchanged(file.place, file.seen)  # also where what can't be read is skipped
+        check_unchanged(file.place, file.seen)  # also if faults are skipped
         return Raw(chunk=chunk, path=file.path, rows=tuple(rows), columns=self._columns.get(index))
 
     def forget(self) -> None:
-        """Let go of chunks that were asked for, and of tables that haven't been asked for lately."""
+        """Release chunks that were requested, and the least recently used tables."""
         for block, stream in list(self._streams.items()):
             stream.forget()
             if stream.is_over:
@@ -237,7 +231,7 @@ class BlockReader:
         return table
 
     def _rows_of(self, index: int, start: int = 0, stop: int = -1) -> Iterator[Rows]:
-        """Yield the rows of a stretch of a file, none but a fault behind those that can be read."""
+        """Yield the rows of a stretch of a file, and last the fault of what can't be read."""
         file, end = self._source.files[index], None if stop < 0 else stop
         try:
             columns = self._columns_of(index)
@@ -252,21 +246,20 @@ class BlockReader:
         file = self._source.files[index]
         if index not in self._columns:
             columns = columns_of(file, self._source.encoding.columns)
-            # After the first rows were read: of a local file its compression is known by then.
+            # After reading the first rows, a local file's compression is known.
             if file.format == "jsonl" and not file.suffix_compression and compression_of(file) is not None:
                 raise SourceError(f"{file.path} is compressed, though its name doesn't say so; rename it")
             self._columns[index] = columns
         return self._columns[index]
 
 
-# Places in files that are read from their beginning: parts of row groups, chunks of files that can't be cut.
+# Cursors in files that are read from the beginning: parts of row groups, chunks of files that can't be cut.
 
 
 class TableCursor:
-    """Row groups or record batches whose rows are asked for part by part; in order they are read once."""
+    """Row groups or record batches whose rows are requested part by part; requests in order read them once."""
 
     def __init__(self, open_: Callable[[], Iterator[Rows]], count: Callable[[], int], is_kept: bool) -> None:
-        """Take what begins to read, what counts the rows, and whether rows stay once they were read."""
         self._open, self._count, self._is_kept = open_, count, is_kept
         self._total: int | None = None
         self._begin()
@@ -278,10 +271,10 @@ class TableCursor:
         self._is_over = False
 
     def part(self, number: int, of: int) -> list[Rows]:
-        """Return one of so many parts of the rows, about equal in their number.
+        """Return one of `of` parts with about the same number of rows.
 
-        Faults of rows that can't be read are in the part in which these begin; those of bytes are in the one in which
-        they are found, the first where rows can't be counted.
+        A fault of rows belongs to the part in which the rows begin; a fault of bytes to the part in which it is
+        found, the first where rows can't be counted.
         """
         if self._total is None:
             try:
@@ -303,19 +296,19 @@ class TableCursor:
     def _step(self, total: int) -> None:
         some = next(self._reading, None)
         if some is None:
-            self._read, self._is_over = total, True  # a fault has told of the rest
+            self._read, self._is_over = total, True  # a fault covers the rest
             return
         self._held.append(some)
         self._read += some.covers
 
     def _between(self, start: int, stop: int, stop_of_bytes: int) -> list[Rows]:
-        found, at = [], self._first
+        batches, at = [], self._first
         for some in self._held:
             a, b = max(start - at, 0), min(stop - at, some.covers)
             if a < b or (some.covers == 0 and start <= at < stop_of_bytes):
-                found.append(_share(some, a, b) if some.covers else some)
+                batches.append(_share(some, a, b) if some.covers else some)
             at += some.covers
-        return found
+        return batches
 
     def close(self) -> None:
         """Close the file."""
@@ -325,7 +318,7 @@ class TableCursor:
 
 
 def _share(rows: Rows, start: int, stop: int) -> Rows:
-    """Return a part of rows by their places among those that can be read and those that can't: these come first."""
+    """Return a range of rows, counting unreadable ones, which come first."""
     at, faults = 0, []
     for fault in rows.faults:
         if start <= at < stop:
@@ -335,35 +328,30 @@ def _share(rows: Rows, start: int, stop: int) -> Rows:
 
 
 class StreamCursor:
-    """A file that is read from its beginning, chunk by chunk of about as many bytes."""
+    """A file read from its beginning, in chunks of about as many bytes."""
 
     def __init__(
         self, rows: Iterator[Rows], chunk_bytes: Callable[[int], int], before: StreamCursor | None = None
     ) -> None:
-        """Begin to read."""
         self._rows, self._chunk_bytes = rows, chunk_bytes
         self._num_bytes = 0
-        self._prints = array("Q")
-        """Of each chunk the hash of all rows to its end; 0 where rows have none."""
-        self._chunks: dict[int, Rows] = {}
-        """Those that were read and not let go of, by number."""
+        self._prints = array("Q")  # hash of all rows to the end of each chunk; 0 where rows have none
+        self._chunks: dict[int, Rows] = {}  # chunks read and not yet released, by number
         self._before: dict[int, Rows] = {} if before is None else {**before._before, **before._chunks}
         self._found = self._asked = 0
         self._is_read = False
-        self.error: SourceError | None = None
-        """Why the file can't be read to its end."""
-        self.is_over = False
-        """Whether a chunk beyond the last has been asked for."""
+        self.error: SourceError | None = None  # why the file can't be read to its end
+        self.is_over = False  # whether a chunk beyond the last was requested
 
     def has(self, number: int) -> bool:
-        """Whether there is such a chunk; reads on to it."""
+        """Whether a chunk exists; reads on to it."""
         self._read_to(number, number)
         self._asked = max(self._asked, number + 1)
         self.is_over = number >= self._found
         return not self.is_over
 
     def _read_to(self, number: int, wanted: int) -> None:
-        """Read on to a chunk; those before the wanted one aren't kept."""
+        """Read on to a chunk; those before `wanted` aren't kept."""
         while self._found <= number and not self._is_read:
             some = next(self._rows, None)
             if some is None:
@@ -375,20 +363,19 @@ class StreamCursor:
                 self._add(some.between(start, stop, some.faults if start == 0 else ()), wanted)
 
     def chunk(self, number: int) -> list[Rows]:
-        """Return a chunk that was found, by this cursor or the one before."""
+        """Return a chunk that was found by this cursor or the previous one."""
         return [self._chunks[number] if number in self._chunks else self._before[number]]
 
     def lacks(self, number: int) -> bool:
-        """Whether a chunk was read and isn't held any more."""
+        """Whether a chunk was read and released."""
         return number < self._found and number not in self._chunks
 
     def print_of(self, number: int) -> str:
-        """Return the hash of all rows to the end of a chunk, after reading on to it; "" where there is none."""
+        """Return the hash of all rows to the end of a chunk, reading on to it; "" where there is none."""
         self._read_to(number, number + 1)
         return f"{self._prints[number]:016x}" if number < self._found and self._prints[number] else ""
 
     def _add(self, chunk: Rows, wanted: int) -> None:
-        """Take a chunk that was read."""
         if self._found >= wanted:
             self._chunks[self._found] = chunk
         if not len(chunk) and any(fault.number == 0 for fault in chunk.faults):
@@ -399,7 +386,7 @@ class StreamCursor:
         self._found += 1
 
     def forget(self) -> None:
-        """Let go of the chunks that were asked for."""
+        """Release the chunks that were requested."""
         for number in [n for n in self._chunks if n < self._asked]:
             del self._chunks[number]
         self._before.clear()
@@ -412,7 +399,7 @@ class StreamCursor:
 
 
 def _chunk_bounds(rows: Rows, chunk_bytes: int) -> tuple[list[int], int]:
-    """Return where to cut rows into chunks of about as many bytes, and the bytes of all."""
+    """Return where to cut rows into chunks of about as many bytes, and the total bytes."""
     sizes = np.zeros(len(rows), dtype=np.int64)
     for name, column in rows.columns.items():
         if name != PRINT:
@@ -423,7 +410,7 @@ def _chunk_bounds(rows: Rows, chunk_bytes: int) -> tuple[list[int], int]:
 
 
 def _row_sizes(column: Column) -> IntArray:
-    """Estimate the bytes of each of a column's values."""
+    """Estimate the bytes of each value of a column."""
     if isinstance(column, list):
         return np.fromiter(map(_value_size, column), dtype=np.int64, count=len(column))
     return np.full(len(column), column.nbytes // max(len(column), 1), dtype=np.int64)
@@ -439,11 +426,11 @@ def _value_size(value: object) -> int:
     return 8
 
 
-# How far reading has come: parts that are done, and the bytes read of the one that is being read.
+# Progress: the parts that are done, and the bytes read of the current one.
 
 
 class Watch:
-    """Tells how far reading has come, as parts are done and, where it is told of them, as bytes are read."""
+    """Reports progress as parts are done and as bytes are read."""
 
     def __init__(self, sizes: Sequence[int], on_progress: Callable[[int, int, str], None]) -> None:
         self._sizes, self._total = sizes, max(sum(sizes), 1)
@@ -453,10 +440,10 @@ class Watch:
         on_progress(0, self._total, "tokenizing")
 
     def read(self, path: str, start: int, stop: int) -> None:
-        """Take note of a file's bytes [start, stop), read for the first part that isn't done.
+        """Record that bytes [start, stop) of a file were read for the first unfinished part.
 
-        A file is opened several times, to see what it is; its bytes count once. Of tables, whose end is read first,
-        nothing counts until a part of them is done.
+        A file is opened several times, to detect its format; its bytes count once. Of tables, whose end is read
+        first, nothing counts until a part is done.
         """
         reached = self._reached.get(path, 0)
         if stop <= reached:
@@ -467,7 +454,7 @@ class Watch:
         self._on_progress(self._done + within, self._total, "tokenizing")
 
     def finish(self, part: int) -> None:
-        """Take note of a part that is done, by its number."""
+        """Record that a part is done."""
         self._done += self._sizes[part]
         self._parts += 1
         self._read = 0

@@ -1,4 +1,4 @@
-"""Blocks: an epoch's input as small stretches of files that can be read in any order, and the order they come in.
+"""Blocks: an epoch's input as small stretches of files that can be read in any order, and their order.
 
 ::
 
@@ -26,51 +26,38 @@ from varlen.types import IntArray
 
 MOST_BLOCK_BYTES = 1 << 20
 FEWEST_BLOCK_BYTES = 4 << 10
+# Blocks per lane and epoch for little data, so that the last ones are small compared with the total.
 BLOCKS_OF_A_LANE = 100
-"""Blocks that a lane gets in an epoch of little data, so that the last ones are small against all that it gets."""
+# Tables with at most so many bytes in total stay in memory, so that their parts can be read in any order.
 KEPT_BYTES = 64 << 20
-"""Tables of no more bytes are kept in memory, and then their parts come in any order."""
-SPREAD = 8
-"""Large row groups that are read side by side where they are shuffled."""
-_MOST_PARTS = 1 << 20
-"""Of one row group or record batch."""
+SPREAD = 8  # large row groups that are read concurrently where they are shuffled
+_MOST_PARTS = 1 << 20  # of one row group or record batch
+# First chunk size of served rows, which may end soon, when lanes should have about equal amounts.
 _FEWEST_LIVE_BYTES = 512
-"""Of a chunk of what has just begun: it may be over soon, and lanes are to have about as much then."""
-_ENDLESS = 1 << 50
-"""Bytes, about, of what may have no end."""
-_UNPACKED = 4
-"""Bytes that a compressed byte stands for, about."""
+_ENDLESS = 1 << 50  # approximate bytes of served rows, which may have no end
+_UNPACKED = 4  # assumed compression ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blocks:
-    """All blocks of an epoch, in the order of the files; arrays of one entry a block."""
+    """All blocks of an epoch, in file order; arrays have one entry per block."""
 
-    files: IntArray
-    """int64: index among the source's files."""
-    starts: IntArray
-    """int64: in bytes, row groups or record batches, as the format is cut."""
-    stops: IntArray
-    """int64: -1 where it is the file's end."""
-    parts: IntArray
-    """int64: which part of the stretch's rows this is."""
+    files: IntArray  # int64: index among the source's files
+    starts: IntArray  # int64: in bytes, row groups or record batches, depending on the format
+    stops: IntArray  # int64: -1 for the end of the file
+    parts: IntArray  # int64: index of the part within the stretch
+    # int64: number of parts of the stretch; 0: chunks from the file's beginning, in an unknown number.
     of_parts: IntArray
-    """int64: parts that the stretch is read in; 0: one after the other from the file's beginning, as many as come."""
-    sizes: IntArray
-    """int64: bytes, about."""
-    block_bytes: int
-    """Of a block, at most, but for its last document."""
-    is_kept: bool = False
-    """Whether what was read of tables stays in memory."""
-    lanes: int = 1
-    """Among which the blocks are dealt."""
+    sizes: IntArray  # int64: approximate bytes
+    block_bytes: int  # maximum bytes of a block, except for its last document
+    is_kept: bool = False  # whether rows of tables stay in memory once read
+    lanes: int = 1  # number of lanes that the blocks are divided among
 
     def __len__(self) -> int:
-        """Count the blocks; one that can't be cut counts as one."""
         return len(self.files)
 
     def where(self, block: int, chunk: int, files: Sequence[File]) -> str:
-        """Say where a block lies, or a chunk of one that can't be cut."""
+        """Describe the location of a block, or of a chunk of one that can't be cut."""
         path, start, parts = (
             files[int(self.files[block])].path,
             int(self.starts[block]),
@@ -87,13 +74,13 @@ class Blocks:
         )
 
     def order(self, seed: int | None, epoch: int) -> IntArray:
-        """Return the numbers of the blocks in the order in which an epoch takes them, int64 `[blocks]`."""
+        """Return the block numbers in the order of an epoch, int64 `[blocks]`."""
         if seed is None:
             return np.arange(len(self))
         seed = int(hashed(np.array([epoch]), seed)[0])
         if self.is_kept:
             return np.argsort(hashed(np.arange(len(self)), seed), kind="stable")
-        # Parts of one stretch stay in order and near each other, among those of a few others.
+        # Parts of one stretch stay in order and close together, interleaved with those of a few others.
         firsts = np.arange(len(self)) - self.parts
         groups, group_of, sizes = np.unique(firsts, return_inverse=True, return_counts=True)
         shuffled = np.argsort(hashed(groups, seed), kind="stable")
@@ -102,21 +89,21 @@ class Blocks:
         return np.argsort(begins[group_of] + self.parts * SPREAD, kind="stable")
 
     def live_bytes(self, before: int) -> int:
-        """Return how large the next chunks are of rows whose number nobody knows.
+        """Return the size of the next chunks of served rows.
 
-        They are as small against what has come as other blocks are against all that there is.
+        They are as small compared with what was read as other blocks are compared with the total.
         """
         return min(MOST_BLOCK_BYTES, max(_FEWEST_LIVE_BYTES, before // (BLOCKS_OF_A_LANE * self.lanes)))
 
     def chunks_about(self) -> IntArray:
-        """Estimate how often each block is asked for something: once, or as often as its chunks fill blocks."""
+        """Estimate the number of chunks of each block."""
         return np.where(self.of_parts == 0, -(-self.sizes // self.block_bytes), 1)
 
 
 def cut_blocks(source: Source, lanes: int) -> Blocks:
     """Cut the files of a source into blocks.
 
-    Cost: one look into each table.
+    Cost: reads the metadata of each table.
     """
     stretches = [_stretches(source, file) for file in source.files]
     sizes = [_size(file, some) for file, some in zip(source.files, stretches)]
@@ -141,17 +128,17 @@ def cut_blocks(source: Source, lanes: int) -> Blocks:
 
 
 def block_bytes_for(total_bytes: int, lanes: int) -> int:
-    """Return the most bytes of a block."""
+    """Return the maximum bytes of a block."""
     return min(MOST_BLOCK_BYTES, max(FEWEST_BLOCK_BYTES, total_bytes // (BLOCKS_OF_A_LANE * lanes)))
 
 
 def read_by_all(source: Source, blocks: Blocks) -> list[str]:
-    """Name the files that can't be cut, so that every rank reads all of each."""
+    """Name the files that can't be cut, each of which every rank reads completely."""
     return [source.files[index].path for index in blocks.files[blocks.of_parts == 0].tolist()]
 
 
 def _stretches(source: Source, file: File) -> list[int] | None:
-    """Return the bytes of a table's row groups or record batches; None for what isn't cut there."""
+    """Return the bytes of a table's row groups or record batches; None for other files."""
     if file.format not in ("parquet", "arrow"):
         return None
     try:
@@ -160,7 +147,7 @@ def _stretches(source: Source, file: File) -> list[int] | None:
     except SourceError:
         if source.on_error == "raise":
             raise
-        return []  # reading will tell
+        return []  # reading reports it
 
 
 def _size(file: File, stretches: Sequence[int] | None) -> int:
@@ -191,7 +178,7 @@ def _cut(
 
 
 def _cut_table(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, int, int, int]]:
-    """Join small row groups to blocks, and cut large ones into parts."""
+    """Combine small row groups into blocks, and cut large ones into parts."""
     cuts: list[tuple[int, int, int, int, int]] = []
     first = filled = 0
     for group, size in enumerate(sizes):

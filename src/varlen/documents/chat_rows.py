@@ -1,4 +1,4 @@
-"""Rows of chats, of prompts and completions, and of instructions, as steps that write each by the chat template."""
+"""Rows of chats, of prompts and completions, and of instructions, rendered by the chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def steps_of(
     template: ChatTemplate,
     choice: Choice,
 ) -> list[Callable[[], Rendered]]:
-    """Return what writes each row, or says why it can't be written."""
+    """Return a function per row that renders it, or raises."""
     nothing = [None] * num_rows
     tools, systems = values.get("tools", nothing), values.get("system", nothing)
     variables = values.get("chat_template_kwargs", nothing)
@@ -60,7 +60,7 @@ def steps_of(
 
 
 def _check_label(label: Any) -> None:
-    """Refuse a completion that is there to be learned from as a bad one."""
+    """Raise for a completion that is a negative example."""
     if label is None or label is True:
         return
     if label is False or label == 0 or (isinstance(label, str) and label.strip().lower() in ("false", "0")):
@@ -72,7 +72,7 @@ def _check_label(label: Any) -> None:
 
 
 def _as_chats(prompt: Any, completion: Any, *, weighs: bool) -> tuple[Any, Any]:
-    """Return a prompt and a completion of messages as chats, whatever form they have; texts as they are."""
+    """Normalize a prompt and a completion of messages; return texts as they are."""
     if isinstance(prompt, str) and isinstance(completion, str):
         if not (prompt.startswith("[{") and completion.startswith("[{")):
             return prompt, completion
@@ -93,7 +93,7 @@ def _as_chats(prompt: Any, completion: Any, *, weighs: bool) -> tuple[Any, Any]:
 
 
 def _with_system(chat: Any, system: Any) -> Any:
-    """Put what a column of its own says to the model before the messages of a chat."""
+    """Prepend the text of the `system` column as a message."""
     if system is None or system == "":
         return chat
     if not isinstance(system, str):
@@ -115,7 +115,7 @@ def _with_system(chat: Any, system: Any) -> Any:
 
 
 def _variables(value: Any) -> dict[str, Any]:
-    """Return what a row gives to its chat template: an object, or its JSON text."""
+    """Return a row's template variables, from an object or its JSON text."""
     if isinstance(value, str):
         value = from_json(value, "`chat_template_kwargs`") if value.strip() else None
     if value is None:
@@ -129,13 +129,13 @@ def _variables(value: Any) -> dict[str, Any]:
     return value
 
 
-# An instruction and what it asks for, as Alpaca, Dolly and Megatron-LM's files of answers have them, as a chat.
+# Instructions, as in Alpaca, Dolly and Megatron-LM's question-answer files, as chats.
 
 
 def instruction_messages(
     instruction: Any, context: Any, output: Any, history: Any = None
 ) -> list[dict[str, Any]]:
-    r"""Return the chat that an instruction and its answer are.
+    r"""Return an instruction and its output as a chat.
 
     >>> instruction_messages("Sum up.", "A long text.", "Short.")[0]["content"]
     'Sum up.\n\nA long text.'

@@ -1,4 +1,4 @@
-"""Rows to documents: texts and chats are encoded, ready tokens are checked, and all become flat arrays."""
+"""Rows to documents: texts and chats are encoded, token ids are validated, and all become flat arrays."""
 
 from __future__ import annotations
 
@@ -25,34 +25,28 @@ from varlen.text.tokenizer import FastTokenizer, Tokenizer, backend_faults
 from varlen.types import Int32Array, IntArray
 
 Supervise = Literal["assistant", "last", "all"]
+# By role, functions that drop the null keys that a table gives to all objects.
 _PRUNE = {
     role: partial(without_nulls, is_chat=role not in ("tools", "chat_template_kwargs"))
     for role in ("messages", "tools", "prompt", "completion", "chat_template_kwargs")
 }
-"""Of roles whose values may hold objects, what takes away the keys that a table gives to all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Documents:
-    """Documents end to end: document d is `tokens[offsets[d]:offsets[d + 1]]`."""
+    """Concatenated documents: document d is `tokens[offsets[d]:offsets[d + 1]]`."""
 
-    tokens: Int32Array
-    """int32 `[num_tokens]`."""
-    offsets: IntArray
-    """int64 `[num_documents + 1]`."""
+    tokens: Int32Array  # int32 `[num_tokens]`
+    offsets: IntArray  # int64 `[num_documents + 1]`
+    # uint8 `[num_tokens]`: 1 where a token is trained on; None where all are. With row weights float32: the weight of
+    # a token's label, 0 for none.
     loss_mask: Mask | None = None
-    """uint8 `[num_tokens]`: 1 where a token is trained on; None where all are. Where rows have weights float32: what
-    a token's label weighs, 0 for none."""
-    faults: tuple[Fault, ...] = ()
-    """Records that were skipped."""
-    losses: Losses = NO_LOSSES
-    """What chat templates left out of these documents, and all that `faults` stand for."""
+    faults: tuple[Fault, ...] = ()  # skipped records
+    losses: Losses = NO_LOSSES  # what chat templates left out of these documents, and everything in `faults`
+    # int64 `[num_documents]`: index of each document's row; None where document d is of row d, and for token ids.
     rows: IntArray | None = None
-    """int64 `[num_documents]`: index of each document's row among the rows that texts or chats were encoded from;
-    None where document d is of row d, and for ready tokens."""
 
     def __len__(self) -> int:
-        """Count the documents, empty ones too."""
         return len(self.offsets) - 1
 
     @property
@@ -66,24 +60,19 @@ class Encoding:
     """How rows become tokens."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate
-    """Of chats."""
-    append_eos: bool = True
-    """End every text, and every completion given as text, with the tokenizer's EOS."""
-    supervise: Supervise = "assistant"
-    """Which tokens of chats and completions are trained on."""
+    template: ChatTemplate  # for chats
+    append_eos: bool = True  # end every text, and every completion given as text, with the tokenizer's EOS
+    supervise: Supervise = "assistant"  # which tokens of chats and completions are trained on
+    # Count what a chat template leaves out of an assistant's turn, instead of raising.
     allow_unwritten: bool = False
-    """Count what a chat template leaves out of an assistant's own turn, where it would be an error."""
-    row_weights: bool = False
-    """Take other weights of messages and tokens than 0 and 1 as those of their losses."""
-    vocab_size: int | None = None
-    """Ready tokens at or above are refused; None to take any."""
+    row_weights: bool = False  # take weights of messages and tokens other than 0 and 1 as loss weights
+    vocab_size: int | None = None  # token ids at or above are rejected; None: any are accepted
+    # Column names by role, where they aren't the usual ones.
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Names of columns by role, where they aren't the usual ones."""
 
 
 def targets_of(documents: Documents) -> IntArray:
-    """Count the labels that each document gives: of all supervised tokens but its first, which nothing predicts."""
+    """Count the labels of each document: all supervised tokens except its first, which nothing predicts."""
     if documents.loss_mask is None:
         return np.maximum(documents.lengths - 1, 0)
     before = np.concatenate([[0], np.cumsum(as_marks(documents.loss_mask), dtype=np.int64)])
@@ -93,9 +82,9 @@ def targets_of(documents: Documents) -> IntArray:
 
 
 def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
-    """Turn rows into documents.
+    """Encode rows as documents.
 
-    An empty text is a document of no tokens, without EOS: there is nothing to train on, and it is counted.
+    An empty text becomes a document of no tokens, without EOS: there is nothing to train on, and it is counted.
     """
     documents = _encoded(rows, columns, encoding)
     if not documents.faults:
@@ -104,7 +93,7 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
 
 
 def none_of(faults: tuple[Fault, ...]) -> Documents:
-    """Return no documents, and why."""
+    """Return no documents, with faults."""
     return Documents(
         tokens=np.zeros(0, dtype=np.int32),
         offsets=np.zeros(1, dtype=np.int64),
@@ -114,7 +103,7 @@ def none_of(faults: tuple[Fault, ...]) -> Documents:
 
 
 def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
-    """Turn rows into documents, of whose losses those of faults are still to be counted."""
+    """Encode rows as documents, without the losses of faults."""
     if columns.kind == "tokens":
         taken = {role: rows.columns[name] for role, name in columns.names.items()}
         tokens, offsets, mask, wrong = ready_documents(
@@ -134,7 +123,7 @@ def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     for role, column in values.items():
         for index in (index for index, cell in enumerate(column) if type(cell) is NotJson):
             steps[index] = partial(refuse, f"`{columns.names[role]}` holds {column[index].said}")
-    # What a template renders has a beginning of its own; a prompt that is plain text has none.
+    # A template's rendering has its own beginning; a plain-text prompt has none.
     is_plain = [
         columns.kind == "prompt" and isinstance(prompt, str) for prompt in values.get("prompt", steps)
     ]
@@ -170,22 +159,24 @@ def _chats(
     begins: list[bool] = []
     for index, step in enumerate(steps):
         try:
-            one = _ending(step())
-            if not one.text.isascii() and _half_character(one.text):
+            rendering = _ending(step())
+            if not rendering.text.isascii() and _half_character(rendering.text):
                 wrong[index] = "holds half a character (a lone surrogate)"
             else:
-                rendered.append(one)
+                rendered.append(rendering)
                 begins.append(is_plain[index])
         except SourceError as error:
             wrong[index] = f"can't be used: {error}"
-    losses = sum((one.losses for one in rendered if one.losses), NO_LOSSES)
-    of_ends = [one.weights[-1] if one.weights else 1 for one in rendered]  # before others are trained too
+    losses = sum((rendering.losses for rendering in rendered if rendering.losses), NO_LOSSES)
+    of_ends = [
+        rendering.weights[-1] if rendering.weights else 1 for rendering in rendered
+    ]  # before more of the text is trained
     is_all = encoding.supervise == "all"
-    if is_all and any(one.off or one.weights for one in rendered):
-        rendered, is_all = [_all_of(one) for one in rendered], False
+    if is_all and any(rendering.off or rendering.weights for rendering in rendered):
+        rendered, is_all = [_all_of(rendering) for rendering in rendered], False
     mask: Mask | None
     tokens, offsets, mask = _encode_spans(rendered, encoding.tokenizer)
-    needs_eos = np.array([one.needs_eos for one in rendered], dtype=bool)
+    needs_eos = np.array([rendering.needs_eos for rendering in rendered], dtype=bool)
     if needs_eos.any():
         starts, prefix = np.array(begins, dtype=bool), encoding.tokenizer.specials.prefix_ids
         eos = eos_of(encoding)
@@ -202,7 +193,7 @@ def _chats(
 
 
 def _all_of(one: Rendered) -> Rendered:
-    """Return a conversation all of which is supervised but what its author switches off."""
+    """Supervise all of a conversation except what its author switches off."""
     weighed = [(span, weight) for span, weight in zip(one.spans, one.weights) if weight != 1]
     apart = sorted([*one.off, *(span for span, _ in weighed)])
     every = sorted([*((span, 1.0) for span in between(apart, len(one.text))), *weighed])
@@ -211,12 +202,12 @@ def _all_of(one: Rendered) -> Rendered:
 
 
 def _rows_but(wrong: Mapping[int, str], num_rows: int) -> IntArray | None:
-    """Return the rows that can be used, by index, or None where all can."""
+    """Return the indexes of usable rows, or None where all are."""
     return np.delete(np.arange(num_rows), list(wrong)) if wrong else None
 
 
 def _ending(rendered: Rendered) -> Rendered:
-    """Cut blanks off that follow the last turn where the EOS is to follow it at once."""
+    """Strip blanks after the last turn if the EOS must follow it immediately."""
     if not (rendered.needs_eos and rendered.spans):
         return rendered
     stop = rendered.spans[-1][1]
@@ -224,13 +215,13 @@ def _ending(rendered: Rendered) -> Rendered:
 
 
 def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[Int32Array, IntArray, Mask]:
-    """Encode texts with the spans of their characters that are supervised.
+    """Encode texts with their supervised spans.
 
-    A text is cut at the ends of spans, so that no token straddles one: at inference the model continues from
-    the tokens of the prompt as well. Where cutting would change all tokens, whole texts are encoded, and a token is
-    supervised if any of its characters is.
+    A text is cut at span boundaries, so that no token straddles one: at inference the model also continues from the
+    tokens of the prompt. Where cutting would change all tokens, whole texts are encoded, and a token is supervised if
+    any of its characters is.
     """
-    each: list[float] = []  # what each span weighs, where one of them weighs other than 1
+    each: list[float] = []  # weight of each span, where any isn't 1
     if any(one.weights for one in rendered):
         each = [weight for one in rendered for weight in one.weights or (1.0,) * len(one.spans)]
     if isinstance(tokenizer, FastTokenizer) and not tokenizer.is_cuttable:
@@ -240,7 +231,7 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
         if not each:
             return tokens, offsets, (marked > 0).astype(np.uint8)
         return tokens, offsets, np.array([0, *each], dtype=np.float32)[marked]
-    parts: list[list[str]] = []  # of each text those before, in and between its spans, and behind the last
+    parts: list[list[str]] = []  # of each text: before, in and between its spans, and after the last
     values: list[float] = []  # of each part
     firsts = [0]
     of_spans = iter(each)
@@ -270,9 +261,9 @@ def _enclose(
     eos: int | None,
     of_ends: Sequence[float] = (),
 ) -> tuple[Int32Array, IntArray, Mask | None]:
-    """Put ids before some documents, and the EOS after some of those that don't end in it.
+    """Prepend ids to some documents, and append the EOS to some that don't end in it.
 
-    What is put before is never supervised in chats, the EOS always is, and weighs as the last turn does (`of_ends`).
+    In chats prepended ids are never supervised; the EOS always is, with the weight of the last turn (`of_ends`).
     """
     before = np.where(starts, len(prefix), 0)
     after = np.zeros(len(ends), dtype=np.int64)
@@ -301,7 +292,7 @@ def _enclose(
 
 
 def eos_of(encoding: Encoding) -> int | None:
-    """Return what ends a document, if anything is to."""
+    """Return the id that ends a document, if any."""
     if not encoding.append_eos:
         return None
     if encoding.tokenizer.specials.eos_id is None:
@@ -331,26 +322,26 @@ def _not_text(name: str, value: Any) -> str:
     return f"holds {json_kind(value)} in `{name}`, which must be a string"
 
 
-# Parts of texts encoded at once, with a special token between them that the tokenizer surely splits at.
+# Encode the parts of texts in one call, joined by a special token at which the tokenizer reliably splits.
 
+# By the tokenizer's fingerprint and its special tokens.
 _DIVIDERS: dict[tuple[str, frozenset[str]], tuple[str, int]] = {}
-"""By the tokenizer's fingerprint and its special tokens."""
 _MOST_TRIED = 16
+# Texts for probing both sides of a special token.
 _BESIDE = ("Hi there", "user\n", " and", "  ", "\n\n", "1", ".", "<|", "é")
-"""Texts that are tried on either side of a special token."""
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[Sequence[str]]) -> tuple[Int32Array, IntArray]:
-    """Return the ids of texts in parts, each part's own, and where each begins and the last ends.
+    """Return the ids of texts in parts, each part encoded by itself, and the bounds of the parts.
 
-    Where the tokenizer surely splits at a special token, the parts of a text are encoded at once with that between
-    them, whose ids are taken out again: as if each part were encoded, sooner.
+    Where the tokenizer reliably splits at a special token, the parts of a text are joined by it, encoded at once, and
+    its ids removed: the same result, faster.
     """
     divider, id_ = _divider(tokenizer) if isinstance(tokenizer, FastTokenizer) else ("", -1)
     if divider:
-        found = _at_once(tokenizer, parts, divider, id_)
-        if found is not None:
-            return found
+        encoded = _at_once(tokenizer, parts, divider, id_)
+        if encoded is not None:
+            return encoded
     whole = list(chain.from_iterable(parts))
     if all(whole):
         return tokenizer.encode(whole, is_chat=True)
@@ -363,7 +354,7 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[Sequence[str]]) -> tuple[
 def _at_once(
     tokenizer: Tokenizer, parts: Sequence[Sequence[str]], divider: str, id_: int
 ) -> tuple[Int32Array, IntArray] | None:
-    """Encode the parts of each text at once; None where the special token doesn't come as often as it must."""
+    """Encode the joined parts of each text; None where the special token doesn't occur as often as expected."""
     tokens, offsets = tokenizer.encode([divider.join(own) for own in parts], is_chat=True)
     counts = np.array([len(own) for own in parts], dtype=np.int64)
     before = np.concatenate([[0], np.cumsum(counts - 1)])
@@ -383,9 +374,9 @@ def _at_once(
 
 
 def dividing_id(tokenizer: FastTokenizer, mark: str) -> int | None:
-    """Return the id of a special token beside which a text has the same ids whether it is cut there or not.
+    """Return the id of a special token at which cutting a text doesn't change its ids.
 
-    None for what is no such token, or where another one may take a part of it.
+    None if it is no special token, or overlaps another one.
     """
     with backend_faults(tokenizer.name):
         known = tokenizer.backend.get_added_tokens_decoder().values()
@@ -403,16 +394,16 @@ def dividing_id(tokenizer: FastTokenizer, mark: str) -> int | None:
     wholes = [f"{before}{mark}{after}" for before in _BESIDE for after in _BESIDE]
     tokens, offsets = tokenizer.encode([*wholes, *_BESIDE])
     ids = [tokens[a:b].tolist() for a, b in pairwise(offsets.tolist())]
-    alone = ids[len(wholes) :]
-    parted = [[*before, id_, *after] for before in alone for after in alone]
-    return id_ if ids[: len(wholes)] == parted else None
+    pieces = ids[len(wholes) :]
+    joined = [[*before, id_, *after] for before in pieces for after in pieces]
+    return id_ if ids[: len(wholes)] == joined else None
 
 
 def _divider(tokenizer: FastTokenizer) -> tuple[str, int]:
-    """Return a special token that surely parts what stands on either side, and its id; "" where none is known."""
+    """Return a special token that reliably separates the texts beside it, and its id; "" where none is known."""
     key = tokenizer.fingerprint, tokenizer.specials.end_marks
     if key not in _DIVIDERS:
         marks = sorted(tokenizer.specials.end_marks)[:_MOST_TRIED]
-        found = ((mark, dividing_id(tokenizer, mark)) for mark in marks)
-        _DIVIDERS[key] = next(((mark, id_) for mark, id_ in found if id_ is not None), ("", -1))
+        candidates = ((mark, dividing_id(tokenizer, mark)) for mark in marks)
+        _DIVIDERS[key] = next(((mark, id_) for mark, id_ in candidates if id_ is not None), ("", -1))
     return _DIVIDERS[key]

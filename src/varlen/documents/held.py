@@ -1,4 +1,4 @@
-"""A resource that is released once, on request or when the last reference to it is gone."""
+"""A resource that is released once, explicitly or by garbage collection."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import Any
 
 
 class Held:
-    """Releases a resource on request, or when it is garbage collected.
+    """Releases a resource once, explicitly or when garbage collected.
 
-    It pickles to None: the process that made the resource outlives those that use it, and releases it alone.
+    It pickles to None: the process that made the resource outlives those that use it, and releases it.
     """
 
     def __init__(self, end: Callable[..., None], *given: Any) -> None:
-        """Take the function that releases the resource."""
         self._end = weakref.finalize(self, end, *given)
 
     def release(self) -> None:
-        """Release the resource now; later calls do nothing."""
+        """Release the resource; later calls do nothing."""
         self._end()
 
     def __reduce__(self) -> Any:
-        """Pickle to None."""
         return _nothing, ()
 
 

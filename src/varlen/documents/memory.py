@@ -34,12 +34,12 @@ def placed(
     *,
     is_streamed: bool = False,
 ) -> Any:
-    """Return data in which rows in memory are files; paths, URLs and files are left as they are."""
+    """Replace rows in memory by files; paths, URLs and files stay as they are."""
     if isinstance(data, str):
         refuse_text(data, "data")
     if isinstance(data, str | os.PathLike | File):
         return data
-    from varlen.documents.memory_forms import file_of  # which most data needs not
+    from varlen.documents.memory_forms import file_of  # rarely needed
 
     file = file_of(data, columns or {}, cache, is_streamed=is_streamed)
     if file is not None:
@@ -49,7 +49,7 @@ def placed(
 
 
 def let_go(data: Any) -> None:
-    """Let go of the files of rows in memory; nobody is to read them any more."""
+    """Release the files of rows in memory."""
     for entry in entries_of(data):
         if isinstance(entry, File) and isinstance(entry.hold, Held):
             entry.hold.release()

@@ -1,6 +1,6 @@
-"""The forms that rows in memory have: which of them data is, its columns, and how its rows are taken out of it.
+"""The accepted forms of rows in memory: detect them, their columns, and how to read their rows.
 
-No library is imported to find out: where an object is of one, that library is loaded already.
+No library is imported for this: if an object is of a library's class, the library is loaded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from varlen.files.paths import File, refuse_text
 from varlen.files.rows import listed
 
 _log = logging.getLogger(__name__)
-_READ_ROWS = 1024
-"""Rows of a data set that are taken in one go."""
-_MEDIA = {"Image", "Audio", "Video", "Pdf", "Nifti"}
-"""Features of `datasets` that hold what isn't text."""
+_READ_ROWS = 1024  # rows of a data set that are read at a time
+_MEDIA = {"Image", "Audio", "Video", "Pdf", "Nifti"}  # features of `datasets` that hold media
+# Classes whose objects are sources.
 _SETS = (
     ("datasets", "Dataset"),
     ("datasets", "DatasetDict"),
@@ -35,7 +34,6 @@ _SETS = (
     ("pyarrow", "RecordBatch"),
     ("pandas", "DataFrame"),
 )
-"""Classes whose objects are sources by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +42,8 @@ class Objects:
 
     where: str
     rows: Callable[[], Iterable[Any]]
-    is_iterable: bool = False
-    """Whether nobody knows how many there are."""
-    is_once: bool = False
-    """Whether they can be iterated over once only."""
+    is_iterable: bool = False  # whether their number is unknown
+    is_once: bool = False  # whether they can be iterated over only once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,21 +52,20 @@ class Table:
 
     where: str
     names: Sequence[str]
+    # From column names to tables or record batches of these columns.
     batches: Callable[[list[str]], Iterable[Any]]
-    """Takes names of columns; gives tables or record batches of these."""
-    media: Mapping[str, str]
-    """What columns hold that isn't text, by name."""
+    media: Mapping[str, str]  # kinds of media by column name
 
 
 Rows = Objects | Table
 
 
 def rows_in(data: Any) -> Rows | None:
-    """Return the rows that data is; None where it is a list of paths or of several sources."""
+    """Return the rows in `data`; None where it is a list of paths or of several sources."""
     for of_form in (_of_datasets, _of_arrow, _of_pandas, _of_mapping):
-        found = of_form(data)
-        if found is not None:
-            return found
+        rows = of_form(data)
+        if rows is not None:
+            return rows
     if isinstance(data, list | tuple):
         return _of_list(data)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, bytes | bytearray):
@@ -89,22 +84,22 @@ def _unknown(data: Any) -> str:
 
 
 def _of_list(data: Sequence[Any]) -> Rows | None:
-    """Return rows, where a list is none of paths and other sources."""
+    """Return rows, unless a list holds paths and other sources."""
     if not any(isinstance(entry, Mapping) and not _is_split(entry) for entry in data):
         for number, entry in enumerate(data):
             _refuse_nameless(entry, number)
         return None
-    sources = [entry for entry in data if isinstance(entry, os.PathLike | File) or _is_set(entry)]
-    if sources:
+    others = [entry for entry in data if isinstance(entry, os.PathLike | File) or _is_set(entry)]
+    if others:
         raise SourceError(
-            f"a list holds rows and other sources, such as a {type(sources[0]).__name__}; put the rows into a list "
+            f"a list holds rows and other sources, such as a {type(others[0]).__name__}; put the rows into a list "
             "of their own: [rows, other]"
         )
     return Objects(where=f"memory (list of {many(len(data), 'row')})", rows=lambda: data)
 
 
 def _refuse_nameless(entry: Any, number: int) -> None:
-    """Refuse texts, tokens and messages in a list of sources, with the line to write."""
+    """Raise for texts, tokens or messages in a list of sources, with the call to write instead."""
     if isinstance(entry, str):
         refuse_text(entry, f"entry {number:,} of the list")
     first = (
@@ -130,13 +125,13 @@ def _is_set(entry: Any) -> bool:
 
 
 def _is(value: Any, module: str, name: str) -> bool:
-    """Return whether a value is of a library's class; a library that isn't loaded has made none."""
+    """Whether a value is of a library's class, without importing the library."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
 
 
 def _of_numbered(data: Any) -> Rows:
-    """Return the rows of what is indexed by number, such as torch's data sets."""
+    """Return the rows of an indexable object, such as a torch data set."""
 
     def rows() -> Iterator[Any]:
         return (data[number] for number in range(len(data)))
@@ -145,7 +140,7 @@ def _of_numbered(data: Any) -> Rows:
 
 
 def _of_iterable(data: Any) -> Rows:
-    """Return the rows of a function that returns an iterator, or of an iterable: all of them, once."""
+    """Return the rows of a function that returns an iterator, or of an iterable."""
     name = getattr(data, "__name__", type(data).__name__)
     is_once = not callable(data) and iter(data) is data
     rows = data if callable(data) else lambda: iter(data)
@@ -153,7 +148,7 @@ def _of_iterable(data: Any) -> Rows:
 
 
 def _of_mapping(data: Any) -> Rows | None:
-    """Return the rows of a mapping from names to columns."""
+    """Return the rows of a dict of columns."""
     if not isinstance(data, Mapping):
         return None
     if _is_split(data):
@@ -181,17 +176,17 @@ def _of_mapping(data: Any) -> Rows | None:
 
 
 def _plain_column(column: Any) -> Any:
-    """Return a column whose entries are a row's values."""
+    """Return a column as Python values."""
     return column.to_pylist() if hasattr(column, "to_pylist") else column
 
 
 def _is_split(data: Any) -> bool:
-    """Return whether a mapping is one from names of splits to data sets."""
+    """Whether a mapping is one from split names to data sets."""
     return isinstance(data, Mapping) and bool(data) and all(map(_is_set, data.values()))
 
 
 def _split(splits: Mapping[Any, Any], what: str) -> Any:
-    """Return the split that is meant."""
+    """Return the default split."""
     chosen = next(iter(splits)) if len(splits) == 1 else "train"
     if chosen not in splits:
         first = next(iter(splits), "")
@@ -206,7 +201,7 @@ def _split(splits: Mapping[Any, Any], what: str) -> Any:
 
 
 def _of_pandas(data: Any) -> Rows | None:
-    """Return the rows of a pandas DataFrame; what pandas counts as missing is null."""
+    """Return the rows of a pandas DataFrame; missing values are null."""
     if not _is(data, "pandas", "DataFrame"):
         return None
     names = list(data.columns)
@@ -226,14 +221,14 @@ def _column_of(series: Any) -> list[Any]:
 
 
 def _refuse_twice(names: Sequence[Any], what: str) -> None:
-    """Refuse two columns of one name."""
+    """Raise if two columns have the same name."""
     twice = [name for name in dict.fromkeys(names) if list(names).count(name) > 1]
     if twice:
         raise SourceError(f"{what} has several columns of the name `{twice[0]}`; rename or drop all but one")
 
 
 def _of_arrow(data: Any) -> Rows | None:
-    """Return the rows of an Arrow table, batch, reader or data set, or of what gives itself as an Arrow stream."""
+    """Return the rows of an Arrow table, batch, reader or data set, or of an Arrow C stream."""
     count = ""
     read: Callable[[list[str]], Iterable[Any]]
     if _is(data, "pyarrow", "Table") or _is(data, "pyarrow", "RecordBatch"):
@@ -254,7 +249,7 @@ def _of_arrow(data: Any) -> Rows | None:
 
 
 def _reader(data: Any) -> Any:
-    """Return a reader of Arrow's batches; None where data is, or gives, no stream of them."""
+    """Return a record batch reader; None where `data` is, or exports, no stream."""
     if _is(data, "pyarrow", "RecordBatchReader"):
         return data
     if not hasattr(data, "__arrow_c_stream__"):
@@ -263,19 +258,19 @@ def _reader(data: Any) -> Any:
 
     try:
         return pa.RecordBatchReader.from_stream(data)
-    except (pa.ArrowException, TypeError, ValueError):  # of one column, without a name
+    except (pa.ArrowException, TypeError, ValueError):  # of a single column, without a name
         return None
 
 
 def _of_datasets(data: Any) -> Rows | None:
-    """Return the rows of a data set of Hugging Face's `datasets`, as it gives them: chosen, in order, transformed."""
+    """Return the rows of a Hugging Face data set, with its selection, order and transform."""
     if _is(data, "datasets", "DatasetDict") or _is(data, "datasets", "IterableDatasetDict"):
         return rows_in(data[_split(data, f"a {type(data).__name__}")])
     if not _is(data, "datasets", "Dataset"):
         return None
     where = f"memory (Dataset of {many(len(data), 'row')})"
     shown = data.format
-    if shown["type"] == "custom":  # a transform, which may make anything of a row
+    if shown["type"] == "custom":  # a transform may make anything of a row
         return Objects(where=where, rows=lambda: _transformed(data))
     names = data.column_names if shown["output_all_columns"] else shown["columns"] or data.column_names
 
@@ -288,7 +283,7 @@ def _of_datasets(data: Any) -> Rows | None:
 
 
 def _transformed(data: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows as a data set's transform makes them."""
+    """Yield rows as a data set's transform returns them."""
     for start in range(0, len(data), _READ_ROWS):
         columns = data[start : start + _READ_ROWS]
         for row in zip(*columns.values()):
@@ -296,7 +291,7 @@ def _transformed(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def _media(feature: Any) -> str | None:
-    """Return what a feature holds that isn't text, if anything, by the name of its class."""
+    """Return the class name of a feature's media type, if it has one."""
     if isinstance(feature, Mapping):
         inside: Iterable[Any] = feature.values()
     elif isinstance(feature, list | tuple):
@@ -306,28 +301,27 @@ def _media(feature: Any) -> str | None:
         if name in _MEDIA:
             return name
         inside = [getattr(feature, "feature", None)] if hasattr(feature, "feature") else []
-    return next((found for one in inside if (found := _media(one))), None)
+    return next((kind for inner in inside if (kind := _media(inner))), None)
 
 
-# The files that rows in memory become: written to a spool, or served while they are read.
+# Rows in memory as files: written to a spool, or served while they are read.
 
 _BATCH_ROWS = 1024
-_BATCH_BYTES = 4 << 20
-"""A record batch of more bytes is cut in halves."""
+_BATCH_BYTES = 4 << 20  # larger record batches are cut in halves
 
 
 def file_of(data: Any, columns: Mapping[str, str], cache: Path | None, *, is_streamed: bool) -> File | None:
-    """Return the file that data becomes if it is rows in memory; None for a list of paths."""
-    found = rows_in(data)
-    if found is None:
+    """Return the file for rows in memory; None for a list of paths."""
+    rows = rows_in(data)
+    if rows is None:
         return None
-    if isinstance(found, Objects) and found.is_iterable and is_streamed:
-        return _served(found, columns)
-    return _written(found, columns, cache)
+    if isinstance(rows, Objects) and rows.is_iterable and is_streamed:
+        return _served(rows, columns)
+    return _written(rows, columns, cache)
 
 
 def _served(rows: Objects, columns: Mapping[str, str]) -> File:
-    """Return the file of rows that are given while it is read."""
+    """Return the file of rows that are served while it is read."""
     serving = Serving(rows.rows, rows.where, columns, is_once=rows.is_once)
     return File(
         path=rows.where,
@@ -335,14 +329,13 @@ def _served(rows: Objects, columns: Mapping[str, str]) -> File:
         size=-1,
         format="jsonl",
         stored=str(serving.path),
-        content="of an iterable",  # which states tell by what was read of it
+        content="of an iterable",  # states identify it by the hash of what was read
         live=serving.live,
         hold=serving,
     )
 
 
 def _written(rows: Rows, columns: Mapping[str, str], cache: Path | None) -> File:
-    """Return the file of some rows."""
     if isinstance(rows, Table):
         wanted = _wanted(rows, columns)
         counted = [0]
@@ -375,8 +368,8 @@ def _write_objects(rows: Objects, columns: Mapping[str, str], sink: Sink, counte
 
 def _wanted(table: Table, columns: Mapping[str, str]) -> list[str]:
     """Return the columns that documents are made of."""
-    found = find_columns(table.names, columns, table.where).names.values()
-    wanted = [name for name in dict.fromkeys(table.names) if name in set(found)]
+    used = find_columns(table.names, columns, table.where).names.values()
+    wanted = [name for name in dict.fromkeys(table.names) if name in set(used)]
     media = [name for name in wanted if name in table.media]
     if media:
         raise SourceError(
@@ -387,7 +380,7 @@ def _wanted(table: Table, columns: Mapping[str, str]) -> list[str]:
 
 
 def _write_table(table: Table, wanted: list[str], sink: Sink, counted: list[int]) -> None:
-    """Write record batches that are cut by the rows alone."""
+    """Write record batches whose boundaries depend only on the rows."""
     import pyarrow as pa
 
     writer: Any = None
@@ -405,7 +398,7 @@ def _write_table(table: Table, wanted: list[str], sink: Sink, counted: list[int]
 
 
 def _cut(tables: Iterable[Any]) -> Iterator[Any]:
-    """Yield record batches of the same rows wherever tables are cut."""
+    """Yield record batches with the same boundaries however tables are chunked."""
     import pyarrow as pa
 
     waiting: list[Any] = []
@@ -425,7 +418,7 @@ def _cut(tables: Iterable[Any]) -> Iterator[Any]:
 
 
 def _batches(table: Any) -> Iterator[Any]:
-    """Yield a table's rows in batches that aren't too large, with nothing but the rows behind them."""
+    """Yield a table's rows in batches of bounded size, without other rows in their buffers."""
     import pyarrow as pa
 
     columns = [

@@ -1,9 +1,8 @@
-"""The order in which documents of a store are packed: as they lie, or shuffled in bounded memory.
+"""The order in which documents of a store are packed: as stored, or shuffled in bounded memory.
 
-A shuffle permutes runs of neighbours over the whole store, then the documents of every stretch (65,536 places unless
-said) among themselves. Neighbours stay near each other on disk for a while, but not in packs; a set of no more
-documents than a stretch is permuted freely. Keys are hashes, so the order depends on the seed and the counts of
-documents alone.
+A shuffle permutes runs of neighbours over the whole store, then the documents within every stretch (65,536 places by
+default). Neighbours stay close to each other on disk for a while, but not in packs; a set with no more documents than
+a stretch is permuted completely. Keys are hashes, so the order depends only on the seed and the counts of documents.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ STRETCH = 1 << 16
 
 
 class DocumentOrder:
-    """Says which document stands at which place."""
+    """A permutation of all documents."""
 
     def __init__(self, documents: IntArray, seed: int | None, *, stretch: int | None = None) -> None:
-        """Take the number of documents in each shard, the seed of a shuffle or None, and the places of a stretch."""
+        """Create the order of shards with these numbers of documents; a seed of None doesn't shuffle."""
         self._seed, self._size = seed, stretch or STRETCH
         self._first = np.concatenate([[0], np.cumsum(documents)]).astype(np.int64)
         if seed is None or self.num_documents <= self._size:
@@ -31,7 +30,7 @@ class DocumentOrder:
         shards = np.repeat(np.arange(len(documents)), counts)
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         begins = self._first[shards] + within * _RUN
-        order = np.argsort(hashed(begins, seed))  # no two hashes are equal: any sort will do
+        order = np.argsort(hashed(begins, seed))  # hashes are distinct: any sort will do
         sizes = np.minimum(begins + _RUN, self._first[shards + 1]) - begins
         self._runs, self._run_ends = begins[order], np.cumsum(sizes[order])
         self._run_starts = self._run_ends - sizes[order]
@@ -43,22 +42,22 @@ class DocumentOrder:
 
     @property
     def num_stretches(self) -> int:
-        """Stretches that hold all documents; the last may be shorter."""
+        """Number of stretches; the last may be shorter."""
         return -(-self.num_documents // self._size)
 
     def stretch(self, number: int) -> tuple[IntArray, IntArray]:
-        """Return the shards, and the numbers within them, of the documents at the places of a stretch."""
+        """Return the shards, and the numbers within them, of a stretch's documents."""
         start = number * self._size
         stop = min(start + self._size, self.num_documents)
         documents = self._permuted(start, stop)
         shards = np.searchsorted(self._first, documents, side="right") - 1
         if self._seed is not None:
-            order = np.argsort(hashed(documents, self._seed + 1))  # no two hashes are equal: any sort will do
+            order = np.argsort(hashed(documents, self._seed + 1))  # hashes are distinct: any sort will do
             documents, shards = documents[order], shards[order]
         return shards.astype(np.int64), documents - self._first[shards]
 
     def _permuted(self, start: int, stop: int) -> IntArray:
-        """Return the documents at places [start, stop), once runs are permuted."""
+        """Return the documents at places [start, stop) after permuting runs."""
         if len(self._runs) == 0:
             return np.arange(start, stop)
         first, last = np.searchsorted(self._run_ends, [start, max(stop - 1, start)], side="right")
@@ -72,9 +71,9 @@ class DocumentOrder:
 
 
 def hashed(values: IntArray, seed: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Hash numbers with a seed, or each with its own; the same on every machine.
+    """Hash numbers with one seed or one seed each; the same on every machine.
 
-    It is the finalizer of splitmix64 (Steele et al. 2014).
+    The finalizer of splitmix64 (Steele et al. 2014).
     """
     factor = 0xD1342543DE82EF95
     added = np.uint64(seed * factor % 2**64) if isinstance(seed, int) else seed * np.uint64(factor)

@@ -1,4 +1,4 @@
-"""Ready tokens: rows of ids, with labels, masks or boundaries beside them, checked and made flat."""
+"""Pretokenized rows: token ids, with labels, masks or boundaries, validated and flattened."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from varlen.text.loss_masks import ALLOWED, OPTION, Mask
 from varlen.types import Int32Array, IntArray
 
 _Values = npt.NDArray[Any]
-_Flat = dict[str, tuple[_Values, IntArray]]
-"""Values and offsets of each role."""
+_Flat = dict[str, tuple[_Values, IntArray]]  # values and offsets by role
 _MOST_ID = 2**31 - 1
 _MASKS = ("loss_mask", "attention_mask")
 _WEIGHTS = "loss_weights"
-_MOST = 10**300
-"""Of whole numbers as weights, before they are refused."""
+_MOST = 10**300  # of integers as weights, before validation
 _NUMBERS = "which must be a list of whole numbers"
 
 
 def ready_documents(
     columns: Mapping[str, Any], num_rows: int, vocab_size: int | None, *, weighs: bool = False
 ) -> tuple[Int32Array, IntArray, Mask | None, dict[int, str]]:
-    """Turn rows of ids into documents.
+    """Turn rows of token ids into documents.
 
-    Tokens at which `attention_mask` is 0 are padding and are left out; `seq_lengths` cuts a packed row into the
-    documents in it, or where there are none `position_ids` that begin again at 0; a token is supervised unless its
-    label is -100 or its `loss_mask` or `loss_weights` is 0. Where rows have `seq_start_id` they are Megatron's, and
-    masks and lengths are read as `packed_starts` says.
+    Tokens with an `attention_mask` of 0 are padding and are left out. `seq_lengths` cuts a packed row into its
+    documents; without them, `position_ids` that restart at 0 do. A token is supervised unless its label is -100 or
+    its `loss_mask` or `loss_weights` is 0. Rows with `seq_start_id` are Megatron's; their masks and lengths are read
+    as `without_starts` says.
     """
     wrong: dict[int, str] = {}
     flat: _Flat = {role: _flat(column, role, num_rows, wrong) for role, column in columns.items()}
@@ -51,16 +49,16 @@ def ready_documents(
         lambda flat: _weights_out_of_range(flat, weighs=weighs),
         *([starts_differ] if STARTS in flat else [_boundaries_differ, _positions_jump]),
     ]
-    for check in checks:  # each may rely on those before it, since the rows they blame are gone
-        found = check(flat)
-        if found:
-            wrong.update({int(rows[index]): why for index, why in found.items()})
-            flat, rows = _without(flat, rows, found)
+    for check in checks:  # each relies on the previous ones, whose faulty rows were removed
+        faulty = check(flat)
+        if faulty:
+            wrong.update({int(rows[index]): why for index, why in faulty.items()})
+            flat, rows = _without(flat, rows, faulty)
     return *_assembled(without_starts(flat) if STARTS in flat else flat), wrong
 
 
 def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple[_Values, IntArray]:
-    """Return a column's values end to end and its offsets; rows that hold no numbers are empty and blamed."""
+    """Return a column's concatenated values and offsets; rows without numbers become empty faults."""
     if not isinstance(column, list):
         import pyarrow as pa
 
@@ -79,7 +77,7 @@ def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple
 
 
 def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Values, IntArray]:
-    """Return the values of an Arrow list array of whole numbers and its offsets, where they lie if they can."""
+    """Return the values and offsets of an Arrow list array of integers, without copying if possible."""
     import pyarrow as pa
 
     if not pa.types.is_fixed_size_list(column.type) and not pa.types.is_boolean(column.type.value_type):
@@ -106,14 +104,14 @@ def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Values,
 
 
 def _owners(positions: IntArray, offsets: IntArray) -> dict[int, int]:
-    """Return the rows that positions stand in, and the first position in each."""
+    """Return the rows that contain positions, and the first position in each."""
     owners = np.searchsorted(offsets, positions, side="right") - 1
     rows, first = np.unique(owners, return_index=True)
     return dict(zip(rows.tolist(), positions[first].tolist()))
 
 
 def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> Sequence[float]:
-    """Return one row's numbers; what isn't a list of them is blamed and empty."""
+    """Return one row's numbers; anything else is a fault."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -142,31 +140,31 @@ def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> Sequen
 
 
 def _without(flat: _Flat, rows: IntArray, wrong: Mapping[int, str]) -> tuple[_Flat, IntArray]:
-    """Leave out the blamed rows."""
-    kept = np.ones(len(rows), dtype=bool)
-    kept[list(wrong)] = False
+    """Remove faulty rows."""
+    is_kept = np.ones(len(rows), dtype=bool)
+    is_kept[list(wrong)] = False
     left: _Flat = {}
     for role, (values, offsets) in flat.items():
         lengths = np.diff(offsets)
-        bounds = np.concatenate([[0], np.cumsum(lengths[kept])]).astype(np.int64)
-        left[role] = values[np.repeat(kept, lengths)], bounds
-    return left, rows[kept]
+        bounds = np.concatenate([[0], np.cumsum(lengths[is_kept])]).astype(np.int64)
+        left[role] = values[np.repeat(is_kept, lengths)], bounds
+    return left, rows[is_kept]
 
 
 def _lengths_differ(flat: _Flat) -> dict[int, str]:
-    """Blame rows whose columns are of different lengths."""
-    found: dict[int, str] = {}
+    """Find rows whose columns differ in length."""
+    faults: dict[int, str] = {}
     ids = np.diff(flat["input_ids"][1])
     for role, (_, offsets) in flat.items():
         others = np.diff(offsets)
         if role not in ("seq_lengths", STARTS):
             for index in np.flatnonzero(ids != others).tolist():
-                found.setdefault(index, f"has {ids[index]:,} `input_ids` but {others[index]:,} `{role}`")
-    return found
+                faults.setdefault(index, f"has {ids[index]:,} `input_ids` but {others[index]:,} `{role}`")
+    return faults
 
 
 def _ids_out_of_range(flat: _Flat, vocab_size: int | None) -> dict[int, str]:
-    """Blame rows with ids that no vocabulary, or not this one, has."""
+    """Find rows with ids outside the vocabulary."""
     ids, offsets = flat["input_ids"]
     most = _MOST_ID if vocab_size is None else vocab_size - 1
     if len(ids) == 0 or (ids.min() >= 0 and ids.max() <= most):
@@ -180,7 +178,7 @@ def _ids_out_of_range(flat: _Flat, vocab_size: int | None) -> dict[int, str]:
 
 
 def _labels_differ(flat: _Flat) -> dict[int, str]:
-    """Blame rows with a label that is neither -100 nor its token's id."""
+    """Find rows with a label that is neither -100 nor its token's id."""
     if "labels" not in flat:
         return {}
     (ids, offsets), (labels, _) = flat["input_ids"], flat["labels"]
@@ -193,8 +191,8 @@ def _labels_differ(flat: _Flat) -> dict[int, str]:
 
 
 def _masks_out_of_range(flat: _Flat) -> dict[int, str]:
-    """Blame rows with masks that aren't 0 or 1."""
-    found: dict[int, str] = {}
+    """Find rows with masks other than 0 and 1."""
+    faults: dict[int, str] = {}
     for role in _MASKS:
         if role in flat:
             mask, offsets = flat[role]
@@ -203,12 +201,12 @@ def _masks_out_of_range(flat: _Flat) -> dict[int, str]:
             )
             for row, at in _owners(np.flatnonzero((mask < 0) | (mask > 1)), offsets).items():
                 why = f"holds {int(mask[at])} at token {at - int(offsets[row]):,} of `{role}` (0 or 1{hint})"
-                found.setdefault(row, why)
-    return found
+                faults.setdefault(row, why)
+    return faults
 
 
 def _weights_out_of_range(flat: _Flat, *, weighs: bool) -> dict[int, str]:
-    """Blame rows with weights that can't be such, or may not be taken."""
+    """Find rows with weights that are invalid, or not accepted."""
     if _WEIGHTS not in flat:
         return {}
     weights, offsets = flat[_WEIGHTS]
@@ -218,34 +216,34 @@ def _weights_out_of_range(flat: _Flat, *, weighs: bool) -> dict[int, str]:
     with np.errstate(over="ignore"):
         single = weights.astype(np.float32)
     wrong = ~((weights >= 0) & np.isfinite(single) & ((single > 0) | (weights == 0)))
-    found: dict[int, str] = {}
+    faults: dict[int, str] = {}
     for row, at in _owners(np.flatnonzero(wrong), offsets).items():
         seen = f"{float(weights[at]):g} at token {at - int(offsets[row]):,}"
-        found[row] = f"holds {seen} of `{_WEIGHTS}` ({ALLOWED})"
+        faults[row] = f"holds {seen} of `{_WEIGHTS}` ({ALLOWED})"
     if weighs:
-        return found
+        return faults
     for row, at in _owners(np.flatnonzero((weights != 0) & (weights != 1)), offsets).items():
         seen = f"{float(weights[at]):g} at token {at - int(offsets[row]):,}"
         why = f"holds {seen} of `{_WEIGHTS}`; only 0 and 1 can be kept: {OPTION}, or leave the column out"
-        found.setdefault(row, why)
-    return found
+        faults.setdefault(row, why)
+    return faults
 
 
 def _boundaries_differ(flat: _Flat) -> dict[int, str]:
-    """Blame packed rows whose documents don't add up to them."""
-    found: dict[int, str] = {}
+    """Find packed rows whose document lengths don't add up to their length."""
+    faults: dict[int, str] = {}
     if "seq_lengths" not in flat:
-        return found
+        return faults
     (_, offsets), (lengths, owners) = flat["input_ids"], flat["seq_lengths"]
     running = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     sums, widths = np.diff(running[owners]), np.diff(offsets)
-    limits = np.repeat(widths, np.diff(owners))  # none above, so that no sum can turn over
+    limits = np.repeat(widths, np.diff(owners))  # none above, so that no sum can overflow
     for row, at in _owners(np.flatnonzero((lengths < 0) | (lengths > limits)), owners).items():
-        found[row] = f"holds {int(lengths[at])} in `seq_lengths`, but {widths[row]:,} `input_ids`"
+        faults[row] = f"holds {int(lengths[at])} in `seq_lengths`, but {widths[row]:,} `input_ids`"
     for row in np.flatnonzero(sums != widths).tolist():
         why = f"has `seq_lengths` that add up to {sums[row]:,}, but {widths[row]:,} `input_ids`"
-        found.setdefault(row, why)
-    return found
+        faults.setdefault(row, why)
+    return faults
 
 
 def _real(flat: _Flat) -> npt.NDArray[np.bool_]:
@@ -257,7 +255,7 @@ def _real(flat: _Flat) -> npt.NDArray[np.bool_]:
 
 
 def _positions_jump(flat: _Flat) -> dict[int, str]:
-    """Blame rows whose positions neither run on nor begin again at 0: they don't tell where documents begin."""
+    """Find rows whose positions neither continue nor restart at 0, so that document boundaries are unknown."""
     if "position_ids" not in flat:
         return {}
     positions, offsets = flat["position_ids"]
@@ -272,7 +270,7 @@ def _positions_jump(flat: _Flat) -> dict[int, str]:
 
 
 def _document_bounds(flat: _Flat) -> IntArray:
-    """Return where documents begin and end: by lengths, by positions, or where rows do."""
+    """Return the bounds of documents: from lengths, from positions, or those of rows."""
     bounds = flat["input_ids"][1]
     if "seq_lengths" in flat:
         return np.concatenate([[0], np.cumsum(flat["seq_lengths"][0], dtype=np.int64)]).astype(np.int64)
@@ -283,7 +281,7 @@ def _document_bounds(flat: _Flat) -> IntArray:
 
 
 def _assembled(flat: _Flat) -> tuple[Int32Array, IntArray, Mask | None]:
-    """Cut packed rows, leave out padding, and join masks; everything is in order by now."""
+    """Cut packed rows, remove padding, and combine masks of validated rows."""
     ids, bounds = flat["input_ids"][0], _document_bounds(flat)
     supervised: npt.NDArray[np.bool_] | None = None
     if "labels" in flat:
@@ -308,55 +306,55 @@ def _assembled(flat: _Flat) -> tuple[Int32Array, IntArray, Mask | None]:
     return ids.astype(np.int32, copy=False), bounds, mask
 
 
-# Packed rows of Megatron's, which say where documents begin: `seq_start_id` is turned into what the others say.
+# Megatron's packed rows, whose `seq_start_id` gives the beginnings of documents, converted to the common columns.
 #
-# Each document is stored with its last target, and the mask stands at the input that a target belongs to, one token
-# before it. `seq_lengths`, where such a row has them, are the inputs of each document that aren't padding.
+# Each document is stored with its last target, and the mask belongs to the input of a target, one token before it.
+# `seq_lengths`, where such a row has them, are the inputs of each document that aren't padding.
 
 STARTS = "seq_start_id"
 _Column = tuple[npt.NDArray[np.integer[Any]], IntArray]
 
 
 def starts_differ(flat: Mapping[str, _Column]) -> dict[int, str]:
-    """Blame rows whose documents don't begin at 0, rise and end within them."""
-    found: dict[int, str] = {}
+    """Find rows whose document starts don't begin at 0, rise and stay within the row."""
+    faults: dict[int, str] = {}
     (_, offsets), (starts, owners) = flat["input_ids"], flat[STARTS]
     widths, counts = np.diff(offsets), np.diff(owners)
     for row in np.flatnonzero(counts == 0).tolist():
         if widths[row]:
-            found[row] = f"has no `{STARTS}`, but {widths[row]:,} `input_ids`"
+            faults[row] = f"has no `{STARTS}`, but {widths[row]:,} `input_ids`"
     of = np.repeat(np.arange(len(counts)), counts)
     is_first = np.zeros(len(starts), dtype=bool)
     is_first[owners[:-1][counts > 0]] = True
     before = np.concatenate([[-1], starts[:-1]])
     wrong = np.where(is_first, starts != 0, starts <= before) | (starts >= widths[of])
-    for at in np.flatnonzero(wrong)[::-1].tolist():  # the first of a row is what is said
+    for at in np.flatnonzero(wrong)[::-1].tolist():  # the first of a row is reported
         row = int(of[at])
-        found[row] = (
+        faults[row] = (
             f"holds {int(starts[at]):,} at place {at - int(owners[row]):,} of `{STARTS}`, which must begin at "
             f"0, rise, and stay below its {widths[row]:,} `input_ids`"
         )
-    if "seq_lengths" in flat and not found:
+    if "seq_lengths" in flat and not faults:
         lengths, length_owners = flat["seq_lengths"]
         for row in np.flatnonzero(np.diff(length_owners) != counts).tolist():
-            found[row] = (
+            faults[row] = (
                 f"has {int(np.diff(length_owners)[row]):,} `seq_lengths` but {counts[row]:,} `{STARTS}`"
             )
-        if not found:
+        if not faults:
             stored = _stored(flat)
             for at in np.flatnonzero((lengths < 0) | (lengths >= stored))[::-1].tolist():
                 row = int(of[at])
-                found[row] = (
+                faults[row] = (
                     f"holds {int(lengths[at]):,} at place {at - int(owners[row]):,} of `seq_lengths`, but stores "
                     f"{int(stored[at]):,} tokens of that document, the last target among them"
                 )
-    return found
+    return faults
 
 
 def without_starts(flat: Mapping[str, _Column]) -> dict[str, _Column]:
-    """Return columns that say the same by `seq_lengths`, a `loss_mask` of each token itself, and an `attention_mask`.
+    """Return equivalent columns with `seq_lengths`, a `loss_mask` per token, and an `attention_mask`.
 
-    The mark of a document's first token, which nothing predicts and no such file keeps, is that of its second.
+    The mark of a document's first token, which nothing predicts and such files don't store, is that of its second.
     """
     same = {name: column for name, column in flat.items() if name not in (STARTS, "position_ids")}
     (ids, offsets), (_, owners) = flat["input_ids"], flat[STARTS]
@@ -378,7 +376,7 @@ def without_starts(flat: Mapping[str, _Column]) -> dict[str, _Column]:
 
 
 def _stored(flat: Mapping[str, _Column]) -> IntArray:
-    """Return int64 `[documents]`: stored tokens of each."""
+    """Return the number of stored tokens of each document, int64 `[documents]`."""
     (_, offsets), (starts, owners) = flat["input_ids"], flat[STARTS]
     counts = np.diff(owners)
     begins = starts.astype(np.int64) + np.repeat(offsets[:-1], counts)

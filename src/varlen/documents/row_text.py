@@ -1,9 +1,10 @@
-"""Rows of Python values as JSON lines: what `json.dumps` writes, and a sentence for each row that JSON can't hold.
+"""Rows of Python values as JSON lines, with a message for each row that JSON can't represent.
 
-A key that a row hasn't stays absent, which a table couldn't say. Arrays of numpy, torch and Arrow become lists. A
-column that no document is made of may hold anything: what JSON can't hold of it is null.
+A key that a row lacks stays absent, unlike in a table. Arrays of numpy, torch and Arrow become lists. In columns that
+documents aren't made of, values that JSON can't represent become null.
 
-A row that can't be used becomes a line that is a JSON string: the reader of such files tells it as the row's fault.
+A row that can't be used becomes a JSON string with the reason, which the reader of such files reports as the row's
+fault.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from varlen.files.rows import json_kind
 
 _dumps = json.JSONEncoder(allow_nan=False).encode
 _FLUSHED = 1 << 20
+# Rows with keys that are inspected to find the columns, and rows that are searched for them.
 _LOOKED_AT, _MOST_LOOKED_AT = 8, 1000
-"""Rows with names that tell what all hold, as `reading` looks at them, and rows among which they are looked for."""
 _Wrong = (TypeError, ValueError, RecursionError, OverflowError)
 
 
 def write_rows(
     rows: Iterable[Any], named: Mapping[str, str], where: str, write: Callable[[bytes], object]
 ) -> int:
-    """Write rows as lines; returns how many."""
+    """Write rows as lines; return how many."""
     lines: list[str] = []
     size = count = 0
     given = raised_by_rows(rows, where)
@@ -48,7 +49,7 @@ def write_rows(
 
 
 def raised_by_rows(rows: Iterable[Any], where: str) -> Iterator[Any]:
-    """Yield rows; what is raised by whoever gives them is told as a fault of the source."""
+    """Yield rows; an exception of the iterable becomes a SourceError."""
     count = 0
     try:
         for row in rows:
@@ -61,7 +62,7 @@ def raised_by_rows(rows: Iterable[Any], where: str) -> Iterator[Any]:
 
 
 def first_rows(rows: Iterator[Any]) -> tuple[list[Any], tuple[tuple[str, ...], ...]]:
-    """Take the first rows, as many as tell what all hold; returns them, and the names of those that have any."""
+    """Take as many first rows as needed to find the columns; return them, and the keys of those that have any."""
     seen: list[Any] = []
     names: list[tuple[str, ...]] = []
     for row in rows:
@@ -70,15 +71,15 @@ def first_rows(rows: Iterator[Any]) -> tuple[list[Any], tuple[tuple[str, ...], .
             names.append(tuple(name for name in row if isinstance(name, str)))
         if len(names) == _LOOKED_AT or len(seen) == _MOST_LOOKED_AT:
             break
-    return seen, tuple(one for one in names if one)
+    return seen, tuple(keys for keys in names if keys)
 
 
 def used_columns(names: Iterable[tuple[str, ...]], named: Mapping[str, str], where: str) -> frozenset[str]:
-    """Return the columns that documents are made of, as first rows tell; all that may be where they don't."""
+    """Return the columns that documents are made of, by the first rows; all possible ones where these don't tell."""
     used: set[str] = set()
-    for one in names:
-        with suppress(SourceError):  # reading will tell, or another row is what this one isn't
-            used.update(find_columns(one, named, where, are_fields=True).fields.names)
+    for keys in names:
+        with suppress(SourceError):  # reading reports it, or other rows differ from this one
+            used.update(find_columns(keys, named, where, are_fields=True).fields.names)
     return frozenset(used or (*ROLES, *named.values()))
 
 
@@ -88,7 +89,7 @@ def row_line(row: Any, used: frozenset[str]) -> str:
         return fault_line(f"is {_called(row)}, not a mapping with named fields such as `text`")
     try:
         plain = row if isinstance(row, dict) else dict(row)
-    except Exception as error:  # of whoever made it
+    except Exception as error:  # of the user's class
         return fault_line(f"can't be read: {type(error).__name__}: {error}")
     try:
         line = _dumps(plain)
@@ -100,16 +101,16 @@ def row_line(row: Any, used: frozenset[str]) -> str:
 
 
 def fault_line(why: str) -> str:
-    """Return the line of a row that can't be used."""
+    """Return the line for a row that can't be used."""
     return _dumps(why) + "\n"
 
 
 def _slowly(row: dict[Any, Any], used: frozenset[str]) -> str:
-    """Return a row, or why it can't be used, where JSON can't hold all of it as it is."""
+    """Return a row, or why it can't be used, converting field by field."""
     fields: list[str] = []
     for name, value in row.items():
         if not isinstance(name, str):
-            continue  # no document is made of it
+            continue  # never a document column
         try:
             text = (_with_arrays if name in used else _dumps)(value)
         except _Wrong as error:
@@ -121,7 +122,7 @@ def _slowly(row: dict[Any, Any], used: frozenset[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold in place of an array, a number of a library's own or a mapping."""
+    """Convert arrays, library scalars and mappings to what JSON can represent."""
     if isinstance(value, Mapping):
         return dict(value)
     numpy, torch, arrow = (sys.modules.get(name) for name in ("numpy", "torch", "pyarrow"))
@@ -144,37 +145,37 @@ _with_arrays = json.JSONEncoder(allow_nan=False, default=_plain).encode
 
 
 def _why(name: str, value: Any, error: Exception) -> str:
-    """Say which value of a column JSON can't hold."""
+    """Say which value of a column JSON can't represent."""
     if isinstance(error, RecursionError) or "Circular" in str(error):
         return f"nests too deeply in `{name}`, or holds itself"
-    place, found = _culprit(name, value)
-    if isinstance(found, Mapping):
+    place, culprit = _culprit(name, value)
+    if isinstance(culprit, Mapping):
         return f"holds an object in `{place}` whose keys aren't all strings; JSON has no other keys"
     out = (
         "decode it to text first"
-        if isinstance(found, bytes | bytearray)
+        if isinstance(culprit, bytes | bytearray)
         else "turn it into text or numbers first"
     )
-    return f"holds {_called(found)} in `{place}`, for which JSON has no form; {out}"
+    return f"holds {_called(culprit)} in `{place}`, for which JSON has no form; {out}"
 
 
 def _culprit(place: str, value: Any) -> tuple[str, Any]:
-    """Return the first value within one that JSON can't hold, and where it stands."""
+    """Return the first nested value that JSON can't represent, and its path."""
     if isinstance(value, Mapping):
-        inside = ((f"{place}.{key}", one) for key, one in value.items())
+        inside = ((f"{place}.{key}", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        inside = ((f"{place}[{index}]", one) for index, one in enumerate(value))
+        inside = ((f"{place}[{index}]", item) for index, item in enumerate(value))
     else:
         try:
             plain = _plain(value)
         except TypeError:
             return place, value
         return _culprit(place, plain) if isinstance(plain, list | dict) else (place, plain)
-    for where, one in inside:
+    for where, item in inside:
         try:
-            _with_arrays(one)
+            _with_arrays(item)
         except _Wrong:
-            return _culprit(where, one)
+            return _culprit(where, item)
     return place, value
 
 

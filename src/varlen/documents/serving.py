@@ -1,4 +1,4 @@
-"""Rows that are given one by one while they are read: iterables, which may have no end, as a file over a socket.
+"""Rows of iterables, possibly endless, served one by one over a socket while they are read.
 
 ::
 
@@ -34,18 +34,17 @@ from varlen.errors import SourceError
 from varlen.files.paths import END, FAILED, Live
 from varlen.workers.child import await_end
 
-_SENT_BYTES, _SENT_S = 64 << 10, 0.05
-"""Rows are sent when they are so many bytes, or when so much time has gone by since some were sent."""
+_SENT_BYTES, _SENT_S = 64 << 10, 0.05  # rows are sent in batches of so many bytes, or after so many seconds
 _PATIENCE_S = 5.0
 
 
 class Serving(Held):
-    """A local socket through which the rows of an iterable are read, until it is released."""
+    """A local socket that serves the rows of an iterable until it is released."""
 
     def __init__(
         self, begin: Callable[[], Any], where: str, columns: Mapping[str, str], *, is_once: bool
     ) -> None:
-        """Begin the first pass, and look at its first row."""
+        """Begin the first pass, and inspect its first rows."""
         self._passes = passes = _Passes(begin=begin, where=where, is_once=is_once)
         names = passes.peeked()
         passes.used = used_columns(names, columns, where)
@@ -69,27 +68,25 @@ class Serving(Held):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Passes:
-    """The passes over an iterable, and those who read them."""
+    """The passes over an iterable, and their readers."""
 
     begin: Callable[[], Any]
     where: str
     is_once: bool
     used: frozenset[str] = frozenset()
     listener: socket.socket | None = None
+    # Held while a row is requested: the iterable is never called concurrently.
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a row is asked for: the iterable is never in two calls at once."""
     readers: set[socket.socket] = field(default_factory=set)
     threads: list[threading.Thread] = field(default_factory=list)
     begun: int = 0
     has_rows: bool = False
-    last: Any = None
-    """The iterator of the pass before."""
-    waiting: Iterator[Any] | None = None
-    """The first pass, as long as nobody reads it."""
+    last: Any = None  # the iterator of the previous pass
+    waiting: Iterator[Any] | None = None  # the first pass, until somebody reads it
     is_over: bool = False
 
     def peeked(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the first rows that have any, and keep what was read for the first reader."""
+        """Return the keys of the first rows that have any; the rows are kept for the first reader."""
         rows = self._next_pass()
         seen, names = first_rows(rows)
         if not seen:
@@ -102,7 +99,6 @@ class _Passes:
         return names
 
     def next_pass(self) -> Iterator[Any]:
-        """Return the rows of the next pass."""
         with self.lock:
             if self.waiting is not None:
                 rows, self.waiting = self.waiting, None
@@ -128,7 +124,7 @@ class _Passes:
         return self._counted(iterator, number)
 
     def _counted(self, iterator: Iterator[Any], number: int) -> Iterator[Any]:
-        """Yield the rows of a pass; a later one without any is a mistake."""
+        """Yield the rows of a pass; raise if a later pass has none."""
         count = 0
         for row in raised_by_rows(iterator, self.where):
             count += 1
@@ -141,7 +137,7 @@ class _Passes:
 
 
 def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    """Yield rows that were taken already, and those that follow; closes what gives these."""
+    """Yield rows taken earlier, then the rest; close its source."""
     try:
         yield from first
         yield from rest
@@ -152,7 +148,7 @@ def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
 
 
 def _accept(passes: _Passes) -> None:
-    """Begin a pass for each that comes."""
+    """Begin a pass for each connection."""
     listener = cast(socket.socket, passes.listener)
     while not passes.is_over:
         try:
@@ -161,12 +157,12 @@ def _accept(passes: _Passes) -> None:
             return
         thread = threading.Thread(target=_serve, args=(passes, reader), name="varlen rows pass", daemon=True)
         passes.readers.add(reader)
-        passes.threads = [*(one for one in passes.threads if one.is_alive()), thread]
+        passes.threads = [*(running for running in passes.threads if running.is_alive()), thread]
         thread.start()
 
 
 def _serve(passes: _Passes, reader: socket.socket) -> None:
-    """Send the rows of a pass until all are sent, or nobody takes them."""
+    """Send the rows of a pass until all are sent, or the reader disconnects."""
     try:
         with closing(reader), suppress(OSError):
             try:
@@ -180,7 +176,7 @@ def _serve(passes: _Passes, reader: socket.socket) -> None:
 
 
 def _send(passes: _Passes, reader: socket.socket) -> None:
-    """Send rows, in pieces that are neither small nor late."""
+    """Send rows in batches that are neither small nor late."""
     lines: list[str] = []
     size, sent = 0, time.monotonic()
     with closing(cast(Any, passes.next_pass())) as rows:
@@ -200,14 +196,14 @@ def _send(passes: _Passes, reader: socket.socket) -> None:
 
 
 def _stop(passes: _Passes, folder: Path, process: int) -> None:
-    """End all passes; one in which the iterable itself stands still ends when that goes on."""
-    if os.getpid() != process:  # a fork has no thread that gives rows
+    """End all passes; one that is blocked in the iterable ends when that continues."""
+    if os.getpid() != process:  # a fork has no serving thread
         return
     passes.is_over = True
     ends = [passes.listener, *passes.readers]
-    for one in ends:
+    for end in ends:
         with suppress(OSError, AttributeError):
-            cast(socket.socket, one).shutdown(socket.SHUT_RDWR)
+            cast(socket.socket, end).shutdown(socket.SHUT_RDWR)
     cast(socket.socket, passes.listener).close()
     until = time.monotonic() + _PATIENCE_S
     for thread in passes.threads:

@@ -1,4 +1,4 @@
-"""A source: files, what to take from them and how to encode it; cut into parts that can be read side by side."""
+"""A source: files, what to read from them and how to encode it; cut into parts that can be read concurrently."""
 
 from __future__ import annotations
 
@@ -28,46 +28,39 @@ from varlen.text.tokenizer import BYTE_EOS, ByteTokenizer, Tokenizer, digest
 
 OnError = Literal["raise", "skip"]
 TextCut = Literal["auto", "file", "paragraph", "line"]
-_LOOKED_AT = 16
-"""Files whose columns tell whether anything is to be tokenized."""
+_LOOKED_AT = 16  # files whose columns show whether anything needs a tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     """A stretch of one file."""
 
-    file: int
-    """Index among the source's files."""
-    start: int = 0
-    """In bytes, row groups or record batches, as the format is cut."""
-    stop: int | None = None
-    """None: to the end."""
+    file: int  # index among the source's files
+    start: int = 0  # in bytes, row groups or record batches, depending on the format
+    stop: int | None = None  # None: to the end
 
 
-Part = tuple[Span, ...]
-"""What is read in one go: a stretch of a large file, or several small files."""
+Part = tuple[Span, ...]  # a unit of work: a stretch of a large file, or several small files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Documents in files, and how they become tokens. Cheap to hand to another process."""
+    """Documents in files, and how they become tokens. Cheap to send to another process."""
 
     files: tuple[File, ...]
     encoding: Encoding
+    # Data files of folders that aren't read: other splits, caches.
     left_out: tuple[LeftOut, ...] = field(default=(), compare=False)
-    """Files of folders that hold data and aren't read: other splits, caches."""
-    taken: tuple[str, ...] = field(default=(), compare=False)
-    """Splits that were taken of folders with several."""
+    taken: tuple[str, ...] = field(default=(), compare=False)  # splits chosen from folders with several
     on_error: OnError = "raise"
-    text_cut: Cut = "file"
-    """What a document is in text files."""
+    text_cut: Cut = "file"  # what a document is in text files
+    # The tokenizer named by the manifests of packed sets among the files.
     packed_by: TokenizerMark | None = None
-    """Of packed sets among the files: the tokenizer that their manifests name."""
+    # Changes with everything that determines the tokens, except the files' contents.
     fingerprint: str = field(default="", compare=False)
-    """Changes with whatever decides the tokens, but for the files' contents."""
 
     def parts(self, target_bytes: int = 64 << 20) -> list[Part]:
-        """Cut the files into parts of about as many bytes; the same files give the same parts anywhere.
+        """Cut the files into parts of about as many bytes; deterministic for the same files.
 
         Files that can't be cut (compressed, CSV, JSON arrays) are one span, however large.
         """
@@ -96,35 +89,35 @@ class Source:
         except SourceError:
             if self.on_error == "raise":
                 raise
-            return None  # reading will tell
+            return None  # reading reports it
 
     def part_bytes(self, part: Part, target_bytes: int = 64 << 20) -> int:
-        """Estimate the bytes of a part: of whole files, or of a stretch of one, as long as `parts` makes it."""
+        """Estimate the bytes of a part: of whole files, or of a stretch made by `parts`."""
         sizes = [max(self.files[span.file].size, 1) for span in part]
         is_stretch = len(part) == 1 and (part[0].start > 0 or part[0].stop is not None)
         return min(sizes[0], target_bytes) if is_stretch else sum(sizes)
 
     def watched(self, on_read: Callable[[str, int, int], None]) -> Source:
-        """Return the same source, which tells what bytes are read of which file; for this process alone."""
+        """Return the same source with a callback for bytes read; for this process only."""
         return replace(self, files=tuple(replace(file, on_read=on_read) for file in self.files))
 
     def unread(self) -> str | None:
-        """Say which split is read, what of folders isn't, and how to read it; None where all is."""
+        """Say which split is read, what is left out of folders, and how to read it; None where nothing is."""
         return unread(self.left_out, self.taken)
 
     def counts_bytes(self) -> bool:
-        """Whether texts or chats are to become bytes: no tokenizer is given, and not all is tokens already.
+        """Whether texts or chats will become bytes: no tokenizer is given, and not all rows are token ids.
 
-        Looks at the columns of the first files only; one that can't be read is left to reading.
+        Inspects the columns of the first files only, and skips unreadable ones.
         """
         if not isinstance(self.encoding.tokenizer, ByteTokenizer):
             return False
         return any(columns.kind != "tokens" for columns in self._first_columns())
 
     def said_of_template(self) -> str | None:
-        """Say that chats are written as ChatML since the tokenizer has no chat template, and none was named.
+        """Say that chats are written as ChatML because the tokenizer has no chat template, and none was given.
 
-        Looks at the columns of the first files only; one that can't be read is left to reading.
+        Inspects the columns of the first files only, and skips unreadable ones.
         """
         tokenizer = self.encoding.tokenizer
         if self.encoding.template.source is not CHATML or isinstance(tokenizer, ByteTokenizer):
@@ -137,9 +130,9 @@ class Source:
         )
 
     def made_by(self) -> TokenizerMark | None:
-        """Return the tokenizer that makes the tokens, or made those that are there; None where nobody says which.
+        """Return the tokenizer that makes the tokens, or made those that exist; None if unknown.
 
-        Looks at the columns of the first files only, where no tokenizer is given.
+        Without a tokenizer, inspects the columns of the first files.
         """
         tokenizer = self.encoding.tokenizer
         if not isinstance(tokenizer, ByteTokenizer) or self.counts_bytes():
@@ -147,9 +140,9 @@ class Source:
         return self.packed_by
 
     def check_eos(self) -> None:
-        """Refuse to end texts with a token that the tokenizer doesn't name, before they are read.
+        """Raise if texts need an EOS and the tokenizer has none, before they are read.
 
-        Looks at the columns of the first files only; one that can't be read is left to reading.
+        Inspects the columns of the first files only, and skips unreadable ones.
         """
         if not self.encoding.append_eos or self.encoding.tokenizer.specials.eos_id is not None:
             return
@@ -157,7 +150,7 @@ class Source:
             eos_of(self.encoding)
 
     def _first_columns(self) -> Iterator[Columns]:
-        """Yield what the rows of the first files hold, of those that can be read."""
+        """Yield the columns of the first readable files."""
         for file in self.files[:_LOOKED_AT]:
             try:
                 columns = columns_of(file, self.encoding.columns)
@@ -167,7 +160,7 @@ class Source:
                 yield columns
 
     def read(self, part: Part) -> Iterator[Documents]:
-        """Yield the documents of a part, in the order of the files, a few megabytes at a time."""
+        """Yield the documents of a part, in file order, a few megabytes at a time."""
         for span in part:
             yield from self._read_span(span)
 
@@ -205,7 +198,7 @@ def open_source(
     retry: Retry | None = None,
     cache: Path | None = None,
 ) -> Source:
-    """Say what documents are read from where, and how they become tokens. Nothing is read yet but names."""
+    """Resolve files, tokenizer and template to a source. Only names are read so far."""
     if on_error not in ("raise", "skip"):
         raise SettingError(f'on_error must be "raise" or "skip", got {on_error!r}')
     if supervise not in ("assistant", "last", "all"):
@@ -215,7 +208,7 @@ def open_source(
     check_reading(split, format)
     named = dict(columns or {})
     check_named(named)
-    from varlen.files.finding import Naming, find  # which workers need not
+    from varlen.files.finding import Naming, find  # workers don't need it
 
     naming = Naming(
         split=split,
@@ -250,7 +243,7 @@ def open_source(
     )
     cut: Cut = text_cut if text_cut != "auto" else "paragraph" if len(files) == 1 else "file"
     matters: Cut = cut if any(file.format == "text" for file in files) else "file"
-    # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
+    # The vocabulary determines which records are rejected, and so with on_error="skip" which are left out.
     deciding = (_reading(made), template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
     given = _given(allow_unwritten=allow_unwritten, binary_as_text=binary_as_text, row_weights=row_weights)
     settings = (*deciding, encoding.vocab_size, *given, *([format] if format else []))
@@ -267,18 +260,18 @@ def open_source(
 
 
 def _given(**switches: bool) -> list[str]:
-    """Name switches that are on, so that what was made before there were any is known again."""
+    """Name the switches that are on: fingerprints from before a switch existed stay valid."""
     return [name for name, is_on in switches.items() if is_on]
 
 
 def _reading(tokenizer: Tokenizer) -> str:
-    """Return what changes with the ids of documents, their ends among them."""
+    """Return what changes with the ids of documents, including their EOS."""
     eos, usual = tokenizer.specials.eos_id, isinstance(tokenizer, ByteTokenizer)
     return tokenizer.fingerprint if usual and eos == BYTE_EOS else f"{tokenizer.fingerprint} eos {eos}"
 
 
 def check_reading(split: str | None, format_: str | None) -> None:
-    """Refuse a split without a name, and formats that aren't read."""
+    """Raise for an empty split name or an unknown format."""
     if split is not None and not (isinstance(split, str) and split):
         raise SettingError(f'split must be the name of one, or "all", got {split!r}')
     if format_ is not None and format_ not in get_args(Format):
@@ -286,7 +279,7 @@ def check_reading(split: str | None, format_: str | None) -> None:
 
 
 def _refuse_cut_rows(files: Sequence[File]) -> None:
-    """Refuse a packed set as documents if packing cut some: its pieces would pass for documents."""
+    """Raise for a packed set with split documents: their pieces would be taken for documents."""
     for folder in sorted({file.folder for file in files if file.folder is not None}):
         if cut := split_documents(folder):
             raise SourceError(
@@ -296,8 +289,8 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
 
 
 def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark | None:
-    """Return the tokenizer that made the packed sets among files; None where none of them says."""
-    found: tuple[Path, TokenizerMark] | None = None
+    """Return the tokenizer that made the packed sets among files; None where none names it."""
+    earlier: tuple[Path, TokenizerMark] | None = None
     for folder in sorted({file.folder for file in files if file.folder is not None}):
         manifest = read_manifest(folder)
         mark = made_by(manifest)
@@ -309,20 +302,20 @@ def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark 
             )
         if mark is None:
             continue
-        if found is not None:
-            check_same(str(folder), mark, found[1], f"which made those in {found[0]}: read the two apart")
-        found = found or (folder, mark)
-    return None if found is None else found[1]
+        if earlier is not None:
+            check_same(str(folder), mark, earlier[1], f"which made those in {earlier[0]}: read the two apart")
+        earlier = earlier or (folder, mark)
+    return None if earlier is None else earlier[1]
 
 
 def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mapping[str, str]:
-    """Return the chat template that is meant, or those of the tokenizer by name."""
+    """Return the chosen chat template, or those of the tokenizer by name."""
     if chosen is None:
         return own
     return training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)
 
 
-# A mixture: several sources of documents, and what share of the training each is to have.
+# A mixture: several sources of documents, and their shares.
 
 Unit = Literal["tokens", "documents"]
 Until = Literal["first", "all", "endless"]

@@ -1,4 +1,4 @@
-"""The folder of rows that were given in memory: files by their content, removed when nobody reads them any more.
+"""The folder of rows given in memory: files named by content, removed when nobody reads them any more.
 
 ::
 
@@ -43,8 +43,8 @@ _LOCK, _MARK = "lock", "varlen.json"
 _OURS = {TEXT_ROWS, TABLE, _LOCK, _MARK}
 _MAKING, _LEAVING = ".making-", ".leaving-"
 _NAME_DIGITS = 40
+# How often, and how long between, to retry a folder that another process is removing.
 _TRIES, _PAUSE_S = 100, 0.02
-"""How often a folder that another process is removing is looked at, before the rows get a folder of their own."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -54,14 +54,12 @@ class Spooled:
 
     path: Path
     size: int
-    content: str
-    """Its fingerprint, as `fingerprints.fingerprint` gives that of a file of the same bytes."""
-    hold: Held
-    """It is removed when the last hold on it, of any process, is gone."""
+    content: str  # its fingerprint, as `fingerprints.fingerprint` computes for a file of the same bytes
+    hold: Held  # the file is removed when the last hold on it, of any process, is released
 
 
 class Sink:
-    """A file that is written from its beginning to its end, and hashed meanwhile."""
+    """A file that is hashed while it is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash = file, hashlib.sha256()
@@ -69,7 +67,7 @@ class Sink:
         self.closed = False
 
     def write(self, content: Any) -> int:
-        """Write some bytes, or any buffer; returns how many."""
+        """Write bytes, or any buffer; return how many."""
         self._hash.update(content)
         self._file.write(content)
         written = memoryview(content).nbytes
@@ -77,36 +75,36 @@ class Sink:
         return written
 
     def tell(self) -> int:
-        """Return how many bytes are written."""
+        """Return the number of bytes written."""
         return self.size
 
     def flush(self) -> None:
-        """Do nothing: who reads comes later."""
+        """Do nothing: reading begins later."""
 
     def close(self) -> None:
-        """Write no more."""
+        """Mark the file as closed."""
         self.closed = True
 
     @property
     def content(self) -> str:
-        """The fingerprint of what is written so far."""
+        """The fingerprint of what was written so far."""
         return f"sha256:{self._hash.hexdigest()}"
 
 
 def cache_folder(cache: Path | None) -> Path | None:
-    """Return varlen's cache folder: the one that was named, else that of the user; None where there is no home."""
+    """Return varlen's cache folder: the given one, else the user's; None without a home folder."""
     if cache is not None:
         return Path(cache)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "varlen"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # a user without a home folder
         return None
 
 
 def spool(write: Callable[[Sink], None], name: str, cache: Path | None) -> Spooled:
     """Write a file into the spool, or find the same bytes there.
 
-    Several processes may do so at once: each writes its own, and the first that is done stands for all.
+    Concurrent processes each write a file; the first one finished is used by all.
     """
     making, lock = _begun(cache)
     try:
@@ -136,7 +134,7 @@ def spool(write: Callable[[Sink], None], name: str, cache: Path | None) -> Spool
 
 
 def _begun(cache: Path | None) -> tuple[Path, IO[bytes]]:
-    """Return a new folder to write in, and its lock, which is held; stale ones beside it are removed."""
+    """Return a new folder to write in, and its held lock; remove stale ones beside it."""
     named = cache_folder(cache)
     faults: list[str] = []
     for place in _places(named):
@@ -171,17 +169,17 @@ def _places(named: Path | None) -> Iterator[Callable[[], Path]]:
 
 
 def _temporary() -> Path:
-    """Return a folder of this user's below the temporary folder, in which nobody else can have laid anything."""
+    """Return this user's folder below the temporary folder, which nobody else could have prepared."""
     own = Path(tempfile.gettempdir()) / f"varlen-{os.getuid()}"
     own.mkdir(mode=0o700, exist_ok=True)
-    found = own.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = own.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         own = Path(tempfile.mkdtemp(prefix="varlen-"))
     return own / "rows"
 
 
 def _published(making: Path, lock: IO[bytes], name: str, sink: Sink) -> tuple[Path, IO[bytes]]:
-    """Have a finished file appear under its content, or take the one that is there; returns its folder and lock."""
+    """Rename a finished folder to the name of its content, or use the existing one; return folder and lock."""
     target = making.with_name(sink.content.removeprefix("sha256:")[:_NAME_DIGITS])
     for _ in range(_TRIES):
         try:
@@ -198,9 +196,9 @@ def _published(making: Path, lock: IO[bytes], name: str, sink: Sink) -> tuple[Pa
                 return target, theirs
             theirs.close()
         time.sleep(_PAUSE_S)
-    alone = making.with_name(f"{target.name}-{uuid.uuid4().hex}")  # somebody laid something else there
-    making.rename(alone)
-    return alone, lock
+    unique = making.with_name(f"{target.name}-{uuid.uuid4().hex}")  # another file has the name
+    making.rename(unique)
+    return unique, lock
 
 
 def _size_of(path: Path) -> int:
@@ -211,7 +209,7 @@ def _size_of(path: Path) -> int:
 
 
 def _shared(folder: Path) -> IO[bytes] | None:
-    """Return the lock of a folder of ours, held; None where it isn't ours, or is being removed."""
+    """Return the held lock of one of our folders; None where it isn't ours, or is being removed."""
     lock = _locked(folder, fcntl.LOCK_SH)
     if lock is not None and not _is_ours(folder):
         lock.close()
@@ -220,11 +218,9 @@ def _shared(folder: Path) -> IO[bytes] | None:
 
 
 def _locked(folder: Path, how: int) -> IO[bytes] | None:
-    """Return the lock of a folder, held; None where others hold it otherwise, or it is gone."""
+    """Return the held lock of a folder; None where it conflicts with others, or is gone."""
     try:
-        lock = (folder / _LOCK).open(
-            "r+b"
-        )  # network file systems lock against others only what may be written
+        lock = (folder / _LOCK).open("r+b")  # network file systems need write access for exclusive locks
     except OSError:
         return None
     try:
@@ -246,7 +242,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _remove_stale(base: Path) -> None:
-    """Remove what processes left that are gone."""
+    """Remove folders of processes that have ended."""
     for folder in list(base.iterdir()):
         if folder.is_symlink() or not _is_ours(folder):
             continue
@@ -256,18 +252,18 @@ def _remove_stale(base: Path) -> None:
 
 
 def _remove(folder: Path, lock: IO[bytes]) -> None:
-    """Remove a folder whose lock is held against all others; nobody sees half of it."""
+    """Remove a folder whose exclusive lock is held; nobody sees half of it."""
     leaving = folder.with_name(f"{_LEAVING}{uuid.uuid4().hex}")
     with suppress(OSError):
-        if _OURS.issuperset(path.name for path in folder.iterdir()):  # nothing that somebody laid beside it
+        if _OURS.issuperset(path.name for path in folder.iterdir()):  # keep folders with foreign files
             folder.rename(leaving)
             shutil.rmtree(leaving, ignore_errors=True)
     lock.close()
 
 
 def _let_go(folder: Path, lock: IO[bytes], process: int) -> None:
-    """Give a shared lock back; the last who does removes the folder."""
-    if os.getpid() != process:  # a fork has the same lock as the process that it came from
+    """Release a shared lock; the last holder removes the folder."""
+    if os.getpid() != process:  # a fork shares the lock with its parent
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

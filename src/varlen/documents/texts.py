@@ -1,4 +1,4 @@
-"""The text of documents, for those who make their own tokens of it: the demo, which learns its tokenizer."""
+"""The text of documents, for callers that tokenize it themselves: the demo, which trains its tokenizer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _READ: dict[Kind, tuple[str, ...]] = {
 
 
 def read_texts(data: Data, split: str | None = None) -> Iterator[str]:
-    """Yield the text of every document, files in the order of their names and rows in the order of the file.
+    """Yield the text of every document, in file and row order.
 
-    Messages become lines of `role: content`; a prompt is followed by its completion. A single text file is cut at its
+    Messages become lines of `role: content`; a prompt is followed by its completion. A single text file is cut at
     blank lines, since one document alone can't be packed with anything. Empty documents are left out. Memory is
     bounded by a few megabytes, or the longest row.
     """
@@ -85,12 +85,11 @@ def _text(value: Any, role: str) -> str:
     return str(value)
 
 
-# The Python sources of the running interpreter as documents: real, long-tailed text, present everywhere.
+# The Python sources of the running interpreter as documents: real, long-tailed text, available everywhere.
 #
-# Functions and classes at the top level of every module are documents of their own; about 5 % of the
-# modules, chosen by a hash of their names, stay whole and make the tail long. Tests and third-party
-# packages are left out by name, so that two machines with the same Python version see the same documents
-# whether or not the tests are installed.
+# Top-level functions and classes of every module are separate documents; about 5 % of the modules, chosen by a hash
+# of their names, stay whole and make the tail long. Tests and third-party packages are left out by name, so that two
+# machines with the same Python version have the same documents whether or not the tests are installed.
 
 _LEFT_OUT_FOLDERS = {
     "test",
@@ -105,10 +104,10 @@ _WHOLE_MODULES_PERCENT = 5
 
 
 def interpreter_texts(folder: Path | None = None) -> Iterator[str]:
-    """Yield functions, classes and some whole modules of the standard library, in the order of their files.
+    """Yield functions, classes and some whole modules of the standard library, in file order.
 
-    Deterministic: the same files give the same documents in the same order. Files that don't parse or
-    decode are left out; parsing costs about 3 s for all of the standard library.
+    Deterministic: the same files give the same documents in the same order. Files that don't parse or decode are left
+    out; parsing all of the standard library takes about 3 s.
     """
     root = folder or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not _is_left_out(path.relative_to(root)))
@@ -122,7 +121,7 @@ def interpreter_texts(folder: Path | None = None) -> Iterator[str]:
 
 
 def _is_left_out(relative: Path) -> bool:
-    """Return whether a file belongs to tests or to packages that aren't the interpreter's own."""
+    """Whether a file belongs to tests or third-party packages."""
     return not _LEFT_OUT_FOLDERS.isdisjoint(relative.parts[:-1])
 
 
@@ -131,7 +130,7 @@ def _module_texts(path: Path, name: str) -> Iterator[str]:
     try:
         source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the library's own invalid escapes are not the user's business
+            warnings.simplefilter("ignore")  # the library's own invalid escapes don't concern the user
             tree = parse_python(source)
     except (OSError, SyntaxError, UnicodeDecodeError, ValueError):
         return

@@ -1,4 +1,4 @@
-"""Files to rows: find what the user names, open it wherever it lies, read rows in batches of bounded size.
+"""Files to rows: find what the user names, open it locally or by URL, read rows in batches of bounded size.
 
     paths, globs, URLs ──► finding ──► paths.File ──► opening ──► formats/reader ──► rows.Rows
                            folders                   remote       one file each      columns

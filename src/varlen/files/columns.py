@@ -11,6 +11,7 @@ from varlen.files.rows import listed
 
 Kind = Literal["tokens", "messages", "prompt", "instruction", "text"]
 
+# Columns that a row of each kind must have, in order of preference: token ids before the text they came from.
 _NEEDED: dict[Kind, tuple[str, ...]] = {
     "tokens": ("input_ids",),
     "messages": ("messages",),
@@ -18,7 +19,6 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
-"""What a row of each kind must have, in the order of preference: ready tokens before the text they came from."""
 _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     "tokens": (
         "labels",
@@ -34,8 +34,10 @@ _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     "instruction": ("context", "history", "system", "chat_template_kwargs"),
     "text": (),
 }
+# Roles that some objects of a file have and others lack.
 _OF_SOME_ROWS = ("tools", "system", "context", "history", "label", "chat_template_kwargs")
-"""Roles that one object may have and the next one not."""
+# Alternative names, used where the first is absent. `completion_mask` and `assistant_masks` are TRL's. Alpaca's
+# `input` is the context of an instruction; in files of `input` and `output` it is the whole question.
 _ALSO_CALLED = {
     "messages": ("conversations", "conversation"),
     "tools": ("functions",),
@@ -45,8 +47,7 @@ _ALSO_CALLED = {
     "context": ("input",),
     "output": ("response", "answer", "completion"),
 }
-"""Other usual names, taken where the first is absent; the masks are TRL's. What Alpaca calls the input of an
-instruction is the whole question in files of `input` and `output`."""
+# Column names that only documents have, so that they tell a row from any other object.
 DOCUMENT_FIELDS = frozenset(
     spelling
     for kind in _NEEDED
@@ -54,7 +55,6 @@ DOCUMENT_FIELDS = frozenset(
     if role not in ("instruction", "output")
     for spelling in (role, *_ALSO_CALLED.get(role, ()))
 ) | {"instruction", "output", "response", "chosen", "rejected"}
-"""Names of columns that documents stand in, which by themselves tell a row from other objects."""
 _MOST_FOUND = 256
 _FOUND: dict[tuple[Any, ...], Columns] = {}
 ROLES = tuple(dict.fromkeys(role for kind in _NEEDED for role in (*_NEEDED[kind], *_OPTIONAL[kind])))
@@ -62,15 +62,13 @@ ROLES = tuple(dict.fromkeys(role for kind in _NEEDED for role in (*_NEEDED[kind]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """What a file's rows hold, and in which columns."""
+    """The kind of data in a file's rows, and the columns that hold it."""
 
     kind: Kind
-    names: Mapping[str, str]
-    """Name of the column for each role, such as {"text": "body"}."""
+    names: Mapping[str, str]  # column name by role, such as {"text": "body"}
+    # Usual names of roles for which the caller named another column.
     passed_over: frozenset[str] = frozenset()
-    """Usual names of roles for which the caller named another column."""
-    fields: Fields = field(init=False)
-    """What is taken of rows that are objects."""
+    fields: Fields = field(init=False)  # what is read from rows that are objects
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", self._fields())
@@ -101,7 +99,7 @@ class Columns:
         )
 
     def _instead(self) -> tuple[str, ...]:
-        """Return the names that go before the instruction's own: a row with one of them asks something else."""
+        """Return the spellings preferred to the instruction's column: a row with one of them holds something else."""
         names = _spellings("instruction") if self.kind == "instruction" else ()
         chosen = self.names.get("instruction", "")
         return names[: names.index(chosen)] if chosen in names else ()
@@ -109,22 +107,22 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """What is taken of rows that are objects, each with fields of its own."""
+    """The fields that are read from rows that are objects, each with keys of its own."""
 
     needed: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    """None where a row has none."""
+    optional: tuple[str, ...] = ()  # None where a row lacks the key
+    # Keys that the inspected rows lack, so no other row may have them: silently ignoring a mask would be worse than
+    # failing.
     refused: frozenset[str] = frozenset()
-    """The rows that told have none, so no other may: a mask that were overlooked would be worse than an error."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that are taken."""
+        """All fields that are read."""
         return self.needed + self.optional
 
 
 def check_named(named: Mapping[str, str]) -> None:
-    """Refuse names for roles that don't exist."""
+    """Raise if a column is named for an unknown role."""
     unknown = [role for role in named if role not in ROLES]
     if unknown:
         raise SettingError(f"columns can be named for {', '.join(ROLES)}; got {unknown[0]!r}")
@@ -140,19 +138,19 @@ def find_columns(
 ) -> Columns:
     """Choose the columns that hold documents."""
     key = (tuple(present), tuple(named.items()), are_fields)
-    found = _FOUND.get(key)  # files of one form are many, and each asks
-    if found is None:
-        found = _find(present, named, where, are_fields=are_fields, are_a_line=are_a_line)
+    columns = _FOUND.get(key)  # many files have the same columns
+    if columns is None:
+        columns = _find(present, named, where, are_fields=are_fields, are_a_line=are_a_line)
         if len(_FOUND) >= _MOST_FOUND:
             _FOUND.clear()
-        _FOUND[key] = found
-    return found
+        _FOUND[key] = columns
+    return columns
 
 
 def _find(
     present: Sequence[str], named: Mapping[str, str], where: str, *, are_fields: bool, are_a_line: bool
 ) -> Columns:
-    """Choose the columns of a form that is seen for the first time; as `find_columns`."""
+    """Choose the columns of a combination seen for the first time; arguments as in `find_columns`."""
     absent = [(role, name) for role, name in named.items() if name not in present]
     if absent:
         role, name = absent[0]
@@ -189,7 +187,7 @@ def _find(
 
 
 def _refuse_others(present: Sequence[str], where: str) -> None:
-    """Refuse rows that are something else than documents, by what they are."""
+    """Raise if the rows are a known kind of data other than documents."""
     if list(present) == ["indices"]:
         raise SourceError(
             f"{where} has the column `indices` alone: it says which rows of another file are meant and in which "
@@ -215,17 +213,16 @@ def _refuse_others(present: Sequence[str], where: str) -> None:
 
 
 def _other_of(name: str) -> str:
-    """Return what the worse answer's column is called beside the better one's; "" where it is none."""
+    """Return the name of the rejected column beside a chosen one; "" for other names."""
     return name.replace("chosen", "rejected") if "chosen" in name else ""
 
 
 def _spellings(role: str) -> tuple[str, ...]:
-    """Return the names that a role's column may have, in the order of preference."""
+    """Return the possible column names of a role, in order of preference."""
     return (role, *_ALSO_CALLED.get(role, ()))
 
 
 def _name(role: str, named: Mapping[str, str], present: Sequence[str]) -> str | None:
-    """Return the column that a role stands in, or None."""
     for name in (named.get(role), *_spellings(role)):
         if name in present:
             return name
@@ -240,14 +237,14 @@ def _context(
     *,
     are_fields: bool,
 ) -> str | None:
-    """Return the column of the instructions' context; of objects, the first row may lack it."""
+    """Return the column of the instruction's context; of objects, the first row may lack it."""
     if "context" in named:
         return named["context"]
     known = [name for name in ("context", "input") if name != names["instruction"]]
-    found = [name for name in known if name in present]
-    if len(found) > 1:
+    matches = [name for name in known if name in present]
+    if len(matches) > 1:
         raise SourceError(
-            f"{where} has {listed(found)}, and both may be what an instruction is about; name one: "
-            f"--column context={found[0]}"
+            f"{where} has {listed(matches)}, and both may be what an instruction is about; name one: "
+            f"--column context={matches[0]}"
         )
-    return found[0] if found else known[-1] if are_fields else None
+    return matches[0] if matches else known[-1] if are_fields else None

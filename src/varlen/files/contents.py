@@ -1,4 +1,4 @@
-"""What a file holds, by its first bytes: what goes before a name that says nothing, or says something else.
+"""Detect what a file holds by its first bytes, which take precedence over its name.
 
 =====================================  ==========================================================================
 first bytes                            are those of
@@ -25,10 +25,8 @@ from typing import Any
 
 from varlen.files.paths import Format
 
-LOOKED_AT_BYTES = 64 << 10
-"""Of a file whose name says nothing."""
-MARK_BYTES = 512
-"""At the beginning of a file, in which all marks stand."""
+LOOKED_AT_BYTES = 64 << 10  # read of a file whose name doesn't say its format
+MARK_BYTES = 512  # at the beginning of a file; all magic numbers lie in them
 _MARKS: dict[bytes, str] = {
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
@@ -45,17 +43,16 @@ _MARKS: dict[bytes, str] = {
     b"\x7fELF": "a program",
     b"7z\xbc\xaf": "a 7z archive",
 }
+# Byte order marks of text that isn't UTF-8.
 OTHER_TEXT: dict[bytes, str] = {
     b"\xff\xfe\x00\x00": "text in UTF-32",
     b"\xff\xfe": "text in UTF-16",
     b"\xfe\xff": "text in UTF-16",
 }
-"""Marks of text that isn't UTF-8."""
 _ALL_MARKS = _MARKS | OTHER_TEXT
-_FIRST_BYTES = {mark[:1] for mark in _ALL_MARKS}
-"""Looked at first: most of thousands of small files begin with none of these."""
+_FIRST_BYTES = {mark[:1] for mark in _ALL_MARKS}  # checked first: most small files begin with none of these
+# Magic numbers that text could begin with; they count only where a NUL byte follows.
 _NUL_BEHIND = (b"Obj\x01", b"ORC")
-"""Marks that text could begin with, which count where a NUL byte follows."""
 _TAR, _TAR_AT = b"ustar", 257
 _STREAM = b"\xff\xff\xff\xff"
 _MOST_SCHEMA_BYTES = 1 << 26
@@ -63,7 +60,7 @@ _BLANKS = " \t\r\n"
 
 
 def mark_of(head: bytes) -> str | None:
-    """Return what a file is by its first bytes, as "a tar archive"; None where they could be those of text."""
+    """Return the file type that the first bytes indicate, such as "a tar archive"; None where they may be text."""
     if head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
         return "a tar archive"
     if head[:1] in _FIRST_BYTES:
@@ -74,7 +71,7 @@ def mark_of(head: bytes) -> str | None:
 
 
 def rows_in(head: bytes, fields: Collection[str], *, is_whole: bool) -> Format | None:
-    """Return the format of the rows that a file holds, by its first bytes; None where it isn't one of rows."""
+    """Return the format of the rows in a file, by its first bytes; None where it holds no rows."""
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"ARROW1") or _is_stream(head):
@@ -96,13 +93,13 @@ def rows_in(head: bytes, fields: Collection[str], *, is_whole: bool) -> Format |
 
 
 def _are_lines(text: str, fields: Collection[str], *, is_whole: bool) -> bool:
-    """Whether text is objects line by line, as far as it is seen."""
+    """Whether the text, as far as it was read, has one object per line."""
     lines = [line for line in text.split("\n") if line.strip(_BLANKS)]
     whole = lines if is_whole or text.endswith("\n") else lines[:-1]
     if not whole:
         return not fields_in(lines[0]).isdisjoint(fields)
     objects = [_object(line) for line in whole]
-    if any(found is None for found in objects[:-1]) or objects[0] is None:
+    if any(obj is None for obj in objects[:-1]) or objects[0] is None:
         return False
     if len(objects) > 1:
         return objects[1] is not None
@@ -120,26 +117,26 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def fields_in(text: str) -> set[str]:
-    """Return the names of the first fields of an object, as far as its text is seen."""
+    """Return the first keys of an object, as far as its text was read."""
     decoder, at = json.JSONDecoder(), 1
-    found: set[str] = set()
+    names: set[str] = set()
     try:
         while True:
             at = _past_blanks(text, at)
             if text[at] != '"':
-                return found
+                return names
             name, at = scanstring(text, at + 1, True)
             at = _past_blanks(text, at)
             if text[at] != ":":
-                return found
-            found.add(name)
+                return names
+            names.add(name)
             _, at = decoder.raw_decode(text, _past_blanks(text, at + 1))
             at = _past_blanks(text, at)
             if text[at] != ",":
-                return found
+                return names
             at += 1
     except (ValueError, IndexError, RecursionError):
-        return found
+        return names
 
 
 def _past_blanks(text: str, at: int) -> int:
@@ -149,7 +146,7 @@ def _past_blanks(text: str, at: int) -> int:
 
 
 def _is_stream(head: bytes) -> bool:
-    """Whether bytes begin as a stream of Arrow's does: a mark, and the length of its schema."""
+    """Whether bytes begin like an Arrow stream: a marker, and the length of its schema."""
     if not head.startswith(_STREAM) or len(head) < len(_STREAM) + 4:
         return False
     length = int.from_bytes(head[len(_STREAM) : len(_STREAM) + 4], "little", signed=True)

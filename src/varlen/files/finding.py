@@ -1,4 +1,4 @@
-"""From what the user names - paths, folders, globs, URLs - to the files that are read, in a fixed order."""
+"""Resolve paths, folders, globs and URLs to the files that are read, in a fixed order."""
 
 from __future__ import annotations
 
@@ -31,45 +31,39 @@ from varlen.files.written import (
 )
 from varlen.regular import read_regular
 
-_THREADS = 16
-"""Side by side, that look into remote files."""
+_THREADS = 16  # that inspect remote files concurrently
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Naming:
-    """What the caller says of files beside their names."""
+    """How the caller wants files to be selected and read."""
 
-    split: str | None = None
-    """Of folders that hold several: its name, or "all"; None for `train`."""
-    format: Format | None = None
-    """Of every file; None where names and contents say it."""
-    binary_as_text: bool = False
-    """Binary columns of tables are UTF-8 text."""
-    fields: Collection[str] = ()
-    """Columns of documents that have other names than the usual ones."""
-    leave_out: Sequence[Path] = ()
-    """Folders that results go to; where they lie in a folder or match a glob, they aren't read."""
+    split: str | None = None  # for folders with several: its name, or "all"; None for `train`
+    format: Format | None = None  # of every file; None: detected by name and content
+    binary_as_text: bool = False  # read binary columns of tables as UTF-8 text
+    fields: Collection[str] = ()  # document columns with unusual names
+    leave_out: Sequence[Path] = ()  # output folders, skipped where a folder or a glob contains them
     retry: Retry = field(default_factory=Retry)
 
 
 def find_files(data: Data, leave_out: Sequence[Path] = (), retry: Retry | None = None) -> list[File]:
-    """List the files that paths, folders, globs or URLs stand for; arguments and errors as of `find`."""
+    """List the files that paths, folders, globs or URLs resolve to; errors as in `find`."""
     return list(find(data, Naming(leave_out=leave_out, retry=retry or Retry())).files)
 
 
 def find(data: Data, naming: Naming | None = None) -> Found:
-    """List the files that paths, folders, globs or URLs stand for, and what of their folders isn't read.
+    """List the files that paths, folders, globs or URLs resolve to, and the files in their folders that aren't read.
 
-    Each of them gives its files sorted by name, one after the other in the order they were named. Folders that are
-    links are followed; one that is met again is not. A file, and whatever a glob matches, is always read.
+    Each entry gives its files sorted by name; entries keep their order. Folders that are symbolic links are followed;
+    a folder reached twice is read once. A file, and whatever a glob matches, is always read.
     """
     naming = naming or Naming()
     entries = entries_of(data)
     if not entries:
         raise SourceError("no data was named; pass a file, a folder, a glob or a URL")
-    found = [_find(entry, naming) for entry in entries]
-    files = [file for each in found for file in each.files]
-    if naming.split not in (None, ALL) and not any(each.is_folder for each in found):
+    entries_found = [_find(entry, naming) for entry in entries]
+    files = [file for entry in entries_found for file in entry.files]
+    if naming.split not in (None, ALL) and not any(entry.is_folder for entry in entries_found):
         raise SourceError(
             f"{no_such_split(str(naming.split), {}, str(entries[0]))}: files and globs are read as they are named"
         )
@@ -80,13 +74,13 @@ def find(data: Data, naming: Naming | None = None) -> Found:
         raise SourceError(f"{files[0].path} is empty (0 bytes){more}; was it written to the end?")
     return Found(
         files=tuple(files),
-        left_out=tuple(one for each in found for one in each.left_out),
-        taken=tuple(dict.fromkeys(split for each in found for split in each.taken)),
+        left_out=tuple(one for entry in entries_found for one in entry.left_out),
+        taken=tuple(dict.fromkeys(split for entry in entries_found for split in entry.taken)),
     )
 
 
 def _refuse_twice(files: Sequence[File]) -> None:
-    """Refuse a file that is met twice, by its own name or by that of a link to it."""
+    """Raise if a file is listed twice, by name or through a link."""
     seen: dict[str, str] = {}
     for file in files:
         place = file.path if file.is_remote else os.path.realpath(file.place)
@@ -100,7 +94,7 @@ def _refuse_twice(files: Sequence[File]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """What one of the things that are named stands for."""
+    """The files that one entry of the caller's data resolves to."""
 
     files: list[File]
     is_folder: bool = False
@@ -109,8 +103,7 @@ class _Entry:
 
 
 def _find(data: str | Path | File, naming: Naming) -> _Entry:
-    """List the files of one entry."""
-    if isinstance(data, File):  # rows in memory, which say what they are
+    if isinstance(data, File):  # rows in memory, whose format is known
         return _Entry(files=[replace(data, binary_as_text=naming.binary_as_text)])
     if not str(data):
         raise SourceError("an empty path was given; pass a file, a folder, or a glob ('.' is this folder)")
@@ -120,14 +113,13 @@ def _find(data: str | Path | File, naming: Naming) -> _Entry:
         return _find_local(data, naming)
     except OSError as error:
         raise SourceError(f"{data} can't be read: {error.strerror or error}") from error
-    except (RuntimeError, ValueError) as error:  # "~" of nobody, "**" beside other letters
+    except (RuntimeError, ValueError) as error:  # "~" of an unknown user, "**" beside other characters
         if isinstance(error, SourceError):
             raise
         raise SourceError(f"{data} can't be a path or a glob: {error}") from error
 
 
 def _find_local(data: str | Path, naming: Naming) -> _Entry:
-    """List the files of a path or a glob."""
     path = Path(data).expanduser()
     if path.is_file():
         return _as_named([_listed(path, path.parent)], naming)
@@ -148,12 +140,11 @@ def _find_local(data: str | Path, naming: Naming) -> _Entry:
 
 
 def _unread(naming: Naming) -> list[Path]:
-    """Return the folders whose files aren't read, and those in which they are made."""
+    """Return the output folders, and the folders in which outputs are prepared."""
     return [path for out in naming.leave_out if out.name for path in (out, out.with_name(out.name + PARTIAL))]
 
 
 def _find_remote(url: str, naming: Naming) -> _Entry:
-    """List the files behind a URL."""
     listing, kind = list_remote(url, naming.retry)
     if kind != "folder":
         return _as_named(listing, naming)
@@ -167,10 +158,12 @@ def _find_remote(url: str, naming: Naming) -> _Entry:
 
 
 def _as_named(listing: Sequence[Listed], naming: Naming) -> _Entry:
-    """Return files that the user named by themselves: all are read, and those that say nothing are looked into."""
+    """Return files named individually: all are read; the content of those with uninformative names is inspected."""
     files = [_file(entry, naming) for entry in listing]
     unknown = [
-        file for file in files if not file.is_told and file.format == "text" and not says_text(file.name)
+        file
+        for file in files
+        if not file.is_format_given and file.format == "text" and not says_text(file.name)
     ]
     seen = {
         file.path: format_ for file, format_ in zip(unknown, _look(unknown, naming)) if format_ is not None
@@ -179,7 +172,7 @@ def _as_named(listing: Sequence[Listed], naming: Naming) -> _Entry:
 
 
 def _of_folder(folder: Folder, naming: Naming) -> _Entry:
-    """Return those files of a folder that hold documents."""
+    """Return the files of a folder that hold documents."""
     chosen: Chosen = choose_files(folder, naming.split, naming.format)
     files = [_file(entry, naming) for entry in chosen.entries]
     if naming.format is None:
@@ -188,7 +181,7 @@ def _of_folder(folder: Folder, naming: Naming) -> _Entry:
 
 
 def _look(files: Sequence[File], naming: Naming) -> list[Format | None]:
-    """Return the formats of rows that files hold, by their first bytes; what can't be read is left to reading."""
+    """Return the row format of each file, by its first bytes; None if unreadable, which is reported later."""
     fields = DOCUMENT_FIELDS.union(naming.fields)
 
     def look(file: File) -> Format | None:
@@ -204,27 +197,28 @@ def _look(files: Sequence[File], naming: Naming) -> list[Format | None]:
 
 
 def _matching(path: Path, data: str | Path, unread: Sequence[Path]) -> list[Listed]:
-    """List what a local glob matches."""
     fixed = Path(*_before_magic(path.parts))
     pattern = path.relative_to(fixed)
-    if pattern.name == "**":  # to older Pythons, folders alone
+    if pattern.name == "**":  # older Pythons match folders only
         pattern /= "*"
     matched = sorted(fixed.glob(str(pattern)))
     gone = [str(p) for p in matched if p.is_symlink() and not p.exists()]
     if gone:
         raise SourceError(dangling_links(gone))
-    found = _without([p for p in matched if p.is_file() and not is_beside_results(p)], unread)
-    if not found:
+    files = _without([p for p in matched if p.is_file() and not is_beside_results(p)], unread)
+    if not files:
         raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
-    folders = {p.parent for p in found} - {fixed}
+    folders = {p.parent for p in files} - {fixed}
     results = sorted(folder for folder in folders if what_varlen_wrote(folder) is not None)
-    if results and any(p.parent not in results for p in found):  # else they are meant
+    if results and any(
+        p.parent not in results for p in files
+    ):  # otherwise the results are what the user means
         raise SourceError(_result_in_data(results, str(data)))
-    return [_listed(p, fixed) for p in found]
+    return [_listed(p, fixed) for p in files]
 
 
 def _without(paths: Sequence[Path], unread: Sequence[Path]) -> list[Path]:
-    """Leave out what lies in some folders, whatever links lead there."""
+    """Leave out paths below some folders, with links resolved."""
     places = {path.resolve() for path in unread if path.exists()}
     if not places:
         return list(paths)
@@ -234,7 +228,7 @@ def _without(paths: Sequence[Path], unread: Sequence[Path]) -> list[Path]:
 
 
 def _before_magic(parts: Iterable[str]) -> list[str]:
-    """Return the parts of a pattern before the first that is one, and not the name of a folder."""
+    """Return the parts of a pattern before the first one with wildcards that isn't the name of a folder."""
     fixed: list[str] = []
     for part in parts:
         if glob.has_magic(part) and not Path(*fixed, part).is_dir():
@@ -257,7 +251,7 @@ def _file(listed: Listed, naming: Naming) -> File:
         size=listed.size,
         format=naming.format or format_,
         suffix_compression=compression,
-        is_told=naming.format is not None,
+        is_format_given=naming.format is not None,
         binary_as_text=naming.binary_as_text,
         mark=listed.mark,
         seen=listed.seen,
@@ -266,7 +260,7 @@ def _file(listed: Listed, naming: Naming) -> File:
 
 
 def _local_folder(path: Path, naming: Naming) -> Folder:
-    """List a folder, and refuse results of ours among its data."""
+    """List a folder; raise if it contains results of varlen beside data."""
     every, gone = _walk(path)
     unread = _unread(naming)
     files = _without(every, unread)
@@ -287,8 +281,8 @@ def _local_folder(path: Path, naming: Naming) -> Folder:
 
 
 def _walk(path: Path) -> tuple[list[Path], list[Path]]:
-    """List all files below a folder, those of linked folders too, each place once; and links that lead nowhere."""
-    found: list[Path] = []
+    """List all files below a folder, linked folders included, each location once; and broken links."""
+    paths: list[Path] = []
     seen: set[str] = set()
 
     def fail(error: OSError) -> None:
@@ -301,20 +295,20 @@ def _walk(path: Path) -> tuple[list[Path], list[Path]]:
             continue
         seen.add(place)
         subfolders.sort()
-        found += [Path(folder, name) for name in names]
-    files = {p: p.is_file() for p in sorted(found)}
+        paths += [Path(folder, name) for name in names]
+    files = {p: p.is_file() for p in sorted(paths)}
     gone = [p for p, is_file in files.items() if not is_file and p.is_symlink() and not p.exists()]
     return [p for p, is_file in files.items() if is_file], gone
 
 
 def _refuse_results(path: Path, files: Sequence[Path]) -> None:
-    """Refuse a folder with results of varlen's below it, whose rows would be read beside what they were made of."""
+    """Raise if a folder contains results of varlen, which would be read in addition to their source data."""
     if is_unfinished(path):
         raise SourceError(
             f"{path} is an unfinished output; run the command that makes it again, and name what it gives"
         )
     unfinished = {file.parents[1] for file in files if file.parent.name == WORK}
-    unfinished &= {file.parent for file in files}  # without rows yet, there is nothing that could be read
+    unfinished &= {file.parent for file in files}  # without rows, there is nothing that could be read
     folders = sorted((unfinished | {file.parent for file in files if file.name in MANIFESTS}) - {path})
     shown = [f for f in folders if not any(part.startswith(".") for part in f.relative_to(path).parts)]
     results = [folder for folder in shown if what_varlen_wrote(folder) is not None]
@@ -323,7 +317,6 @@ def _refuse_results(path: Path, files: Sequence[Path]) -> None:
 
 
 def _result_in_data(results: Sequence[Path], data: str) -> str:
-    """Say that there are results among the data."""
     more = f" ({len(results):,} such folders lie there)" if len(results) > 1 else ""
     return (
         f"{results[0]} is {what_varlen_wrote(results[0])} that varlen wrote{more}, and would be read as data beside "

@@ -1,4 +1,4 @@
-"""What changes whenever the content of files does: by all of it, or by samples where that is too much to read."""
+"""Fingerprints that change with the content of files: of all bytes, or of samples of large files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from varlen.files.paths import File
 from varlen.files.remote import remote_mark
 from varlen.files.seen import PIECE_BYTES, sampled_digest, whole_digest
 
-WHOLE_BYTES = 256 << 20
-"""Files that together have at most so many bytes are read whole."""
+WHOLE_BYTES = 256 << 20  # files with at most so many bytes in total are read whole
 _THREADS = 16
 
 
 def fingerprint(file: File) -> str:
-    """Return a text that changes whenever a file's content does: its SHA-256, or a server's mark for it.
+    """Return a string that changes whenever a file's content does: its SHA-256, or the server's ETag or checksum.
 
-    Cost: reads a local file whole, about a second a GB.
+    Cost: reads a local file whole, about a second per GB.
     """
     if file.content is not None:
         return file.content
@@ -30,11 +29,11 @@ def fingerprint(file: File) -> str:
 
 
 def quick_fingerprint(file: File) -> str:
-    """Return a text that changes with a file's size and almost always with its content.
+    """Return a string that changes with a file's size and almost always with its content.
 
-    It is a server's mark, where there is one, or the size of a remote file; of a local file its size and the SHA-256
-    of 64 pieces of 64 KB: the first, the last, and 62 spread evenly between them. A change of the same size between
-    the pieces stays unseen. Files of up to 4 MB are read whole.
+    Of a remote file it is the server's ETag or checksum, else its size; of a local file its size and the SHA-256 of
+    64 pieces of 64 KB: the first, the last, and 62 spread evenly between them. A change of the same size between the
+    pieces goes unnoticed. Files of up to 4 MB are read whole.
 
     Cost: 64 reads of a local file, whatever its size.
     """
@@ -48,31 +47,31 @@ def quick_fingerprint(file: File) -> str:
 
 
 def fingerprint_files(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> str:
-    """Return a text that changes whenever the names, the order, the sizes or the contents of files do.
+    """Return a string that changes whenever the names, the order, the sizes or the contents of files do.
 
-    Local files are read whole if together they have at most `whole_bytes`, and else in samples, as
-    `quick_fingerprint` says. Neither folders nor times of change matter: the same data gives the same anywhere.
+    Local files are read whole if they have at most `whole_bytes` in total, otherwise sampled as `quick_fingerprint`
+    does. Neither folders nor modification times matter: the same data has the same fingerprint anywhere.
 
-    Cost: about half a second for the most that is read whole; of more, 4 MB a file.
+    Cost: about half a second for the most that is read whole; otherwise 4 MB per file.
     """
     return fingerprint_of(files, known_prints(files, whole_bytes=whole_bytes))
 
 
 def known_prints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> list[str]:
-    """Return the fingerprint of each file, as `fingerprint_files` takes them."""
+    """Return the fingerprint of each file that `fingerprint_files` combines."""
     is_small = sum(file.size for file in files if not file.is_remote) <= whole_bytes
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="varlen-fingerprint") as threads:
         return list(threads.map(_whole if is_small else quick_fingerprint, files))
 
 
 def fingerprint_of(files: Sequence[File], prints: Sequence[str]) -> str:
-    """Return what `fingerprint_files` does, of files whose fingerprints are known."""
+    """Combine the known fingerprints of files as `fingerprint_files` does."""
     digest = hashlib.sha256()
-    for file, said in zip(files, prints):
-        digest.update(repr((file.name, file.size, said)).encode())
+    for file, print_ in zip(files, prints):
+        digest.update(repr((file.name, file.size, print_)).encode())
     return f"sha256:{digest.hexdigest()}"
 
 
 def _whole(file: File) -> str:
-    """Read local files whole; remote ones never, since a server's mark or size must do."""
+    """Read local files whole, but never remote ones, for which an ETag or a size must do."""
     return quick_fingerprint(file) if file.is_remote else fingerprint(file)

@@ -1,4 +1,4 @@
-"""Which files of a folder are data: of saved sets, caches and hub layouts of Hugging Face, or of any other."""
+"""Which files of a folder are data: Hugging Face's saved data sets, caches and hub layouts, or any other folder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from varlen.files.splits import ALL, Choice, Groups, among, canonical, choose, n
 from varlen.files.written import MANIFEST
 from varlen.parsed import UnreadableError, parse_yaml
 
+# Prefixes of the names of text files that describe the data beside them.
 _ABOUT_DATA = ("readme", "license", "licence", "changelog", "notice", "contributing")
-"""Beginnings of the names of text files that speak of the data beside them."""
+# Written beside packed rows by Megatron-Bridge, and by `varlen pack` for it: counts and lengths.
 _ABOUT_PACKS = re.compile(r"\d+_metadata\.jsonl")
-"""What Megatron-Bridge, and `varlen pack` for it, write beside packed rows: how many there are, and how long."""
 _INFO, _INFOS, _STATE, _DICT = "dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"
 _OF_DATA_SETS = {_INFO, _INFOS, _DICT, _STATE, MANIFEST, "_manifest.json"}
-_OFTEN_ABOUT = {"config.json"}
-"""Which `datasets` never reads, and here is data only where nothing else is."""
+_OFTEN_ABOUT = {"config.json"}  # `datasets` never reads these; here they are data only where nothing else is
+# Suffixes of parts of a file, as `split` and Spark name them.
 _PIECE = re.compile(r"(\.\d+|\.part[\w-]*|\.chunk[\w-]*)?")
-"""Ends of the names of pieces of a file, as `split` and Spark make them."""
 _CACHED = re.compile(r"(?:cache|indices)-[^/]*\.arrow")
 _CACHE = "cached result of `datasets`"
 _GONE = "link that leads nowhere"
@@ -35,28 +34,25 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folder:
-    """A folder's files, local or behind a URL, and ways to look into them."""
+    """A local or remote folder: its files, and how to read and inspect them."""
 
-    path: str
-    """As the user named it."""
-    listing: Sequence[Listed]
-    """All files below, sorted by name."""
+    path: str  # as the user named it
+    listing: Sequence[Listed]  # all files below, sorted by name
     read: Callable[[Listed], bytes]
+    # Returns the row format of each file by its first bytes; None for other files.
     look: Callable[[Sequence[Listed]], list[Format | None]]
-    """Returns the formats of rows that files hold, by their first bytes; None for other files."""
-    gone: frozenset[str] = frozenset()
-    """Paths of links that lead nowhere."""
+    gone: frozenset[str] = frozenset()  # paths of broken links
 
     def find(self, name: str) -> Listed | None:
-        """Return a file by its name, or None."""
+        """Return the file of this name, or None."""
         return next((entry for entry in self.listing if entry.name == name), None)
 
     def place(self, name: str = "") -> str:
-        """Return the path or URL of something in it, for messages."""
+        """Return the path or URL of an entry, for messages."""
         return f"{self.path.rstrip('/')}/{name}" if name else self.path
 
     def below(self, name: str) -> Folder:
-        """Return a folder in it."""
+        """Return a subfolder."""
         listing = [
             replace(e, name=e.name[len(name) + 1 :]) for e in self.listing if e.name.startswith(f"{name}/")
         ]
@@ -65,23 +61,20 @@ class Folder:
 
 @dataclass(kw_only=True, slots=True)
 class Chosen:
-    """Files that are read, and those that aren't though they hold data."""
+    """The files that are read, and data files that aren't."""
 
     entries: list[Listed]
-    formats: Mapping[str, Format] = field(default_factory=dict)
-    """By path, of files whose names don't say it."""
-    left_out: dict[str, list[Listed]] = field(default_factory=dict)
-    """By reason."""
-    taken: tuple[str, ...] = ()
-    """The split that was taken of several."""
+    formats: Mapping[str, Format] = field(default_factory=dict)  # by path, for files whose names don't say it
+    left_out: dict[str, list[Listed]] = field(default_factory=dict)  # by reason
+    taken: tuple[str, ...] = ()  # the split chosen among several
 
     def leave_out(self, why: str, entries: Sequence[Listed]) -> None:
-        """Note that some files aren't read."""
+        """Record files that aren't read."""
         if entries:
             self.left_out.setdefault(why, []).extend(entries)
 
     def summary(self) -> tuple[LeftOut, ...]:
-        """Return what is left out, counted."""
+        """Return the files left out, counted by reason."""
         return tuple(
             LeftOut(
                 why=why,
@@ -93,15 +86,15 @@ class Chosen:
         )
 
 
-def choose_files(folder: Folder, split: str | None, told: Format | None) -> Chosen:
+def choose_files(folder: Folder, split: str | None, format_: Format | None) -> Chosen:
     """Choose the files of a folder that hold documents.
 
-    What speaks of the data (README.md, LICENSE.txt, metadata of packed rows) isn't data where rows lie beside it;
+    Files about the data (README.md, LICENSE.txt, metadata of packed rows) aren't data where rows lie beside them;
     names that begin with a dot are left out.
     """
     chosen = _saved(folder, split)
     if chosen is None:
-        chosen = _named(folder, split, told)
+        chosen = _named(folder, split, format_)
     dangling = [entry for entry in chosen.entries if entry.path in folder.gone]
     if dangling:
         raise SourceError(dangling_links([entry.path for entry in dangling]))
@@ -118,7 +111,7 @@ def choose_files(folder: Folder, split: str | None, told: Format | None) -> Chos
 
 
 def dangling_links(paths: Sequence[str]) -> str:
-    """Say that links lead nowhere."""
+    """Return the message for broken links."""
     more = f" ({many(len(paths), 'such link')})" if len(paths) > 1 else ""
     return f"{paths[0]} is a link to something that isn't there{more}; put it back, or remove the link"
 
@@ -153,7 +146,7 @@ def _saved(folder: Folder, split: str | None) -> Chosen | None:
 
 
 def _of_splits(folder: Folder, splits: Sequence[object], split: str | None) -> Chosen:
-    """Choose a split of a saved data set that has some."""
+    """Choose a split of a saved data set with several."""
     names = [str(name) for name in splits]
     if split == ALL:
         wanted = names
@@ -191,14 +184,14 @@ def _of_splits(folder: Folder, splits: Sequence[object], split: str | None) -> C
     return chosen
 
 
-def _named(folder: Folder, split: str | None, told: Format | None) -> Chosen:
-    """Choose files by their names, and by what a data set's card says."""
+def _named(folder: Folder, split: str | None, format_: Format | None) -> Chosen:
+    """Choose files by their names, and by what a data set's card lists."""
     shown = [entry for entry in folder.listing if not is_hidden(entry.name)]
     beside, caches = _without_caches(folder, shown)
     card = folder.find(CARD)
     content = folder.read(card) if card is not None and 0 <= card.size <= MOST_BYTES else b""
     is_hub = is_card(content) or folder.find(_INFOS) is not None
-    data, formats = _of_data(folder, beside, told, is_hub=is_hub)
+    data, formats = _of_data(folder, beside, format_, is_hub=is_hub)
     if not data:
         raise SourceError(_no_data(folder, beside, caches))
     names = [entry.name for entry in data]
@@ -244,7 +237,7 @@ def _by_card(
 
 
 def _cache_folders(entries: Sequence[Listed]) -> list[str]:
-    """Return the folders in which `datasets` keeps what it has made of a data set."""
+    """Return the folders in which `datasets` caches a data set."""
     described_in = {_parent(entry.name) for entry in entries if _last(entry.name) == _INFO}
     saved = {_parent(entry.name) for entry in entries if _last(entry.name) == _STATE}
     with_rows = {_parent(entry.name) for entry in entries if entry.name.endswith(".arrow")}
@@ -252,7 +245,7 @@ def _cache_folders(entries: Sequence[Listed]) -> list[str]:
 
 
 def _without_caches(folder: Folder, entries: Sequence[Listed]) -> tuple[list[Listed], list[Listed]]:
-    """Return a folder's files without results of `.map` and its like that `datasets` keeps, and those."""
+    """Separate the cached results of `datasets` (of `.map` and the like) from the other files."""
     kept = _cache_folders(entries)
     if len(kept) > 1:
         raise SourceError(
@@ -275,7 +268,7 @@ def _without_caches(folder: Folder, entries: Sequence[Listed]) -> tuple[list[Lis
 
 
 def _by_cache(folder: Folder, names: Sequence[str], split: str | None) -> Choice | None:
-    """Choose the split of a data set that `datasets` keeps: it is called NAME-SPLIT.arrow; None for other folders."""
+    """Choose the split of a data set cached by `datasets`, in files NAME-SPLIT.arrow; None for other folders."""
     kept = _cache_folders(folder.listing)
     if len(kept) != 1:
         return None
@@ -284,18 +277,18 @@ def _by_cache(folder: Folder, names: Sequence[str], split: str | None) -> Choice
     groups: dict[str, list[str]] = {}
     for name in names:
         stem = re.sub(r"(-\d{5}-of-\d{5})?\.arrow$", "", _last(name))
-        of = [one for one in splits if stem == one or stem.endswith(f"-{one}")]
+        of = [s for s in splits if stem == s or stem.endswith(f"-{s}")]
         if of and _parent(name) == kept[0]:
             groups.setdefault(max(of, key=len), []).append(name)
     return among(groups, names, split, folder.path, "no split") if groups else None
 
 
 def _of_data(
-    folder: Folder, entries: Sequence[Listed], told: Format | None, *, is_hub: bool
+    folder: Folder, entries: Sequence[Listed], format_: Format | None, *, is_hub: bool
 ) -> tuple[list[Listed], dict[str, Format]]:
-    """Return the files that hold documents, in their order, and the formats of those whose names don't say it."""
+    """Return the files that hold documents, in order, and the formats of those whose names don't say them."""
     entries = [entry for entry in entries if _last(entry.name) not in _OF_DATA_SETS]
-    if told is not None:
+    if format_ is not None:
         named = [entry for entry in entries if not _is_about(entry)]
         return [e for e in named if not _ABOUT_PACKS.fullmatch(_last(e.name))] or list(entries), {}
     rows = [entry for entry in entries if _is_rows(entry.name)]
@@ -320,7 +313,6 @@ def _looked_into(folder: Folder, entries: Sequence[Listed]) -> dict[str, Format]
 
 
 def _no_data(folder: Folder, entries: Sequence[Listed], caches: Sequence[Listed]) -> str:
-    """Say that a folder holds no data, and what it holds."""
     known = ", ".join(sorted(FORMATS.keys() | TEXT_SUFFIXES))
     others = [entry for entry in entries if _last(entry.name) not in _OF_DATA_SETS] or caches
     holds = f"; it holds {many(len(others), 'other file')}, such as {others[0].name}" if others else ""
@@ -339,7 +331,7 @@ def _is_about(entry: Listed) -> bool:
 
 
 def _is_piece(entry: Listed) -> bool:
-    """Whether a name is that of a piece of a file: it has no end, or a number for one."""
+    """Whether a name is that of a part of a file: without a suffix, or with a number for one."""
     is_named = not _is_about(entry) and not _last(entry.name).startswith("_")
     return is_named and not _is_rows(entry.name) and _PIECE.fullmatch(suffix_of(entry.name)) is not None
 
@@ -352,10 +344,11 @@ def _parent(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-# What the card of a data set on the Hugging Face hub says of its files: README.md, or .huggingface.yaml.
+# The card of a data set on the Hugging Face hub (README.md, or .huggingface.yaml), as far as it lists files.
 
 CARD, MORE = "README.md", ".huggingface.yaml"
 MOST_BYTES = 16 << 20
+# Keys of which every card has some.
 _KEYS = (
     "configs",
     "dataset_info",
@@ -366,7 +359,6 @@ _KEYS = (
     "task_categories",
     "size_categories",
 )
-"""Of which a card has some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -375,18 +367,17 @@ class Config:
 
     name: str
     is_default: bool
-    groups: Groups
-    """Names of files by split."""
+    groups: Groups  # file names by split
 
 
 def is_card(content: bytes) -> bool:
-    """Whether a README.md is the card of a data set: it begins with YAML that has a card's keys."""
+    """Whether a README.md is a data set's card: it begins with YAML that has a card's keys."""
     block = _yaml_of(content)
     return block is not None and any(re.search(rf"^{key}\s*:", block, re.MULTILINE) for key in _KEYS)
 
 
 def configs_of(content: bytes, path: str, names: Sequence[str], *, is_yaml: bool = False) -> list[Config]:
-    """Return the configurations that a card lists, of those whose files are there."""
+    """Return the configurations that a card lists and whose files exist."""
     block = content.decode(errors="replace") if is_yaml else _yaml_of(content)
     if block is None or not re.search(r"^configs\s*:", block, re.MULTILINE):
         return []
@@ -401,10 +392,11 @@ def configs_of(content: bytes, path: str, names: Sequence[str], *, is_yaml: bool
             patterns = {"": [f"{prefix}**"]}
         else:
             patterns = {
-                split: [prefix + one for one in some] for split, some in _patterns(files, path).items()
+                split: [prefix + pattern for pattern in listed]
+                for split, listed in _patterns(files, path).items()
             }
-        groups = {split: _matching(some, names) for split, some in patterns.items()}
-        groups = {split: found for split, found in groups.items() if found}
+        groups = {split: _matching(listed, names) for split, listed in patterns.items()}
+        groups = {split: matched for split, matched in groups.items() if matched}
         if groups:
             is_default = name == "default" or entry.get("default") is True
             configs.append(Config(name=str(name), is_default=is_default, groups=groups))
@@ -412,7 +404,7 @@ def configs_of(content: bytes, path: str, names: Sequence[str], *, is_yaml: bool
 
 
 def chosen_config(configs: Sequence[Config], folder: str) -> Config | None:
-    """Return the configuration that is meant where none is named; None where the card lists none."""
+    """Return the default configuration; None where the card lists none."""
     if len(configs) < 2:
         return configs[0] if configs else None
     defaults = [config for config in configs if config.is_default]
@@ -437,7 +429,7 @@ def _yaml_of(content: bytes) -> str | None:
 
 
 def _entries(block: str, path: str) -> list[Mapping[str, Any]]:
-    """Return the entries under `configs`; the rest of a card, which may be long, isn't parsed."""
+    """Return the entries under `configs`, without parsing the rest of the card, which may be long."""
     begun = re.search(r"^configs\s*:.*$", block, re.MULTILINE)
     if begun is None:
         return []
@@ -445,12 +437,12 @@ def _entries(block: str, path: str) -> list[Mapping[str, Any]]:
     ended = re.search(r"^[^\s#-]", after, re.MULTILINE)
     text = block[begun.start() : begun.end()] + after[: ended.start() if ended else None]
     try:
-        found = parse_yaml(text)
+        document = parse_yaml(text)
     except UnreadableError as error:
         raise SourceError(
             f"{path} lists configurations that can't be read ({error}); mend it, or name the files by a glob"
         ) from error
-    entries = found.get("configs") if isinstance(found, dict) else None
+    entries = document.get("configs") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and "config_name" in entry for entry in entries
     ):
@@ -462,13 +454,13 @@ def _entries(block: str, path: str) -> list[Mapping[str, Any]]:
 
 
 def _patterns(files: Any, path: str) -> dict[str, list[str]]:
-    """Return patterns of files by split: one or several, or such by split."""
-    some = [files] if isinstance(files, str) else files
-    if isinstance(some, list) and some and all(isinstance(one, str) for one in some):
-        return {"train": some}
-    found: dict[str, list[str]] = {}
-    for one in some if isinstance(some, list) else [None]:
-        split, paths = (one.get("split"), one.get("path")) if isinstance(one, dict) else (None, None)
+    """Return patterns of files by split, from one pattern, a list, or a list by split."""
+    entries = [files] if isinstance(files, str) else files
+    if isinstance(entries, list) and entries and all(isinstance(entry, str) for entry in entries):
+        return {"train": entries}
+    patterns: dict[str, list[str]] = {}
+    for entry in entries if isinstance(entries, list) else [None]:
+        split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (None, None)
         listed = [paths] if isinstance(paths, str) else paths
         if (
             not isinstance(split, str)
@@ -479,12 +471,12 @@ def _patterns(files: Any, path: str) -> dict[str, list[str]]:
                 f"{path} lists `data_files` that aren't paths, or splits with a path each; mend it, or name the "
                 "files by a glob"
             )
-        found.setdefault(split, []).extend(listed)
-    return found
+        patterns.setdefault(split, []).extend(listed)
+    return patterns
 
 
 def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that some patterns match, as fsspec's globs do."""
+    """Return the names that match any of the patterns, by fsspec's glob rules."""
     from fsspec.utils import glob_translate
 
     matched: dict[str, None] = {}
@@ -498,14 +490,14 @@ def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return sorted(matched)
 
 
-# Data sets that Hugging Face's `datasets` wrote to disk: what their descriptions say.
+# Data sets that Hugging Face's `datasets` saved to disk: how their metadata describes them.
 
+# Where old versions of `datasets` record that rows were selected or shuffled.
 _INDICES = ("_indices_data_files", "_indices_files")
-"""Where a data set names the rest that was selected from or shuffled and saved by an older version of `datasets`."""
 
 
 def refuse_indices(content: bytes, path: str) -> None:
-    """Refuse a data set of which only some rows are meant, or in another order."""
+    """Raise if only some rows of the data set are selected, or in another order."""
     try:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -518,7 +510,7 @@ def refuse_indices(content: bytes, path: str) -> None:
 
 
 def described(content: bytes, path: str, key: str) -> list[Any]:
-    """Return a list that a data set's description holds."""
+    """Return a list from a data set's metadata."""
     try:
         value = json.loads(content)[key]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -529,7 +521,7 @@ def described(content: bytes, path: str, key: str) -> list[Any]:
 
 
 def splits_described(content: bytes) -> list[str]:
-    """Return the names of the splits that a dataset_info.json lists; none where it lists none."""
+    """Return the names of the splits that a dataset_info.json lists; [] where it lists none."""
     try:
         splits = json.loads(content)["splits"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a source holds that no token stands for, each loss counted in its own unit, and said in sentences."""
+"""Input that doesn't become tokens: each kind of loss counted in its own unit, and described in sentences."""
 
 from __future__ import annotations
 
@@ -9,28 +9,23 @@ from typing import Any
 from varlen.counts import many
 from varlen.types import Ledger
 
+# (messages, characters) by the key of a message that holds them (`reasoning_content`, `tool_calls`).
 Texts = Mapping[str, tuple[int, int]]
-"""By the key of a message that holds them (`reasoning_content`, `tool_calls`): messages, and characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """Losses of some rows; those of several are added by `+`."""
+    """Losses of some rows; `+` adds them up."""
 
-    records: int = 0
-    """Records that can't be used: rows, or documents of packed rows."""
-    rows: int = 0
-    """Rows of stretches that can't be read, where the file says how many they hold."""
-    num_bytes: int = 0
-    """Bytes, as stored, of stretches that can't be read and whose rows can't be counted."""
-    cut_files: int = 0
-    """Files that end too early: what stood behind their end can't be counted."""
+    records: int = 0  # unusable records: rows, or documents of packed rows
+    rows: int = 0  # rows of unreadable stretches, where the file says how many they hold
+    num_bytes: int = 0  # stored bytes of unreadable stretches whose rows can't be counted
+    cut_files: int = 0  # truncated files: what is missing can't be counted
+    # Texts of earlier turns that a chat template drops by design, since a later user turn follows.
     dropped: Texts = field(default_factory=dict)
-    """Texts of earlier turns that a chat template leaves out by design, since a later user turn follows."""
+    # Texts of an assistant's turn that a chat template doesn't write, which the caller allows.
     unwritten: Texts = field(default_factory=dict)
-    """Texts of an assistant's own turn that a chat template doesn't write; the caller allows this."""
-    empty_turns: int = 0
-    """Turns of an assistant that say nothing, of which the end mark alone is trained."""
+    empty_turns: int = 0  # assistant turns without text, of which only the end mark is trained
 
     def __add__(self, other: Losses) -> Losses:
         if self is NO_LOSSES or other is NO_LOSSES:
@@ -46,7 +41,7 @@ class Losses:
         )
 
     def __sub__(self, before: Losses) -> Losses:
-        """Return what has come since."""
+        """Return the losses added since `before`."""
         return Losses(
             records=self.records - before.records,
             rows=self.rows - before.rows,
@@ -58,61 +53,60 @@ class Losses:
         )
 
     def __bool__(self) -> bool:
-        """Whether anything is lost."""
         return self is not NO_LOSSES and self != NO_LOSSES
 
     @property
     def of_reading(self) -> int:
-        """Whatever can't be read, in all units: 0 where everything is read."""
+        """Everything that can't be read, in all units: 0 where everything was read."""
         return self.records + self.rows + self.num_bytes + self.cut_files
 
     @property
     def num_rows(self) -> int:
-        """Rows that are known to be lost, those of stretches that can't be read among them."""
+        """Rows known to be lost, including those of unreadable stretches."""
         return self.records + self.rows
 
     def numbers(self) -> list[int]:
-        """Return all counts."""
-        texts = [count for found in (self.dropped, self.unwritten) for count in found.values()]
+        """Return all counts in one list."""
+        texts = [count for texts_by_key in (self.dropped, self.unwritten) for count in texts_by_key.values()]
         counts = [self.records, self.rows, self.num_bytes, self.cut_files, self.empty_turns]
         return [*counts, *(number for count in texts for number in count)]
 
     def stretches(self) -> list[str]:
-        """Say what can't be read of whole stretches of files, one sentence a unit; these losses come first."""
-        found = []
+        """Describe unreadable stretches of files, one sentence per unit; these losses are listed first."""
+        sentences = []
         if self.rows:
-            found.append(f"{many(self.rows, 'row')} of damaged stretches can't be read")
+            sentences.append(f"{many(self.rows, 'row')} of damaged stretches can't be read")
         if self.num_bytes:
-            found.append(f"{many(self.num_bytes, 'byte')} can't be read, nor the rows in them be counted")
+            sentences.append(f"{many(self.num_bytes, 'byte')} can't be read, nor the rows in them be counted")
         if self.cut_files:
-            found.append(
+            sentences.append(
                 f"{many(self.cut_files, 'file ends', 'files end')} too early: what is missing can't be counted"
             )
-        return found
+        return sentences
 
     def texts(self) -> list[str]:
-        """Say which texts of messages aren't written by a chat template, one sentence a key."""
+        """Describe the texts of messages that a chat template doesn't write, one sentence per key."""
         whys = (
             (self.unwritten, "aren't written by the chat template (allowed)"),
             (self.dropped, "are left out by the chat template, as a later user turn follows"),
         )
-        found = [
+        sentences = [
             f"{many(messages, 'message')}: {many(characters, 'character')} of `{key}` {why}"
             for texts, why in whys
             for key, (messages, characters) in sorted(texts.items())
         ]
         if self.empty_turns:
             turns = many(self.empty_turns, "turn of the assistant says", "turns of the assistant say")
-            found.append(f"{turns} nothing: the end mark alone is trained")
-        return found
+            sentences.append(f"{turns} nothing: the end mark alone is trained")
+        return sentences
 
     def sentences(self) -> list[str]:
-        """Say all that is lost, what can't be read first."""
+        """Describe all losses, unreadable input first."""
         records = [f"{many(self.records, 'record')} skipped"] if self.records else []
         return [*self.stretches(), *records, *self.texts()]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, keys of texts in order."""
+        """Return plain values, with sorted keys."""
         dropped, unwritten = (
             {key: list(texts[key]) for key in sorted(texts)} for texts in (self.dropped, self.unwritten)
         )
@@ -127,41 +121,41 @@ class Losses:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Losses:
-        """Return losses from what `to_json` gives; what is absent is nothing, as in results of version 0.1.0."""
-        if not any(found.values()):
+    def from_json(cls, stored: Mapping[str, Any]) -> Losses:
+        """Return losses from what `to_json` returned; missing entries are 0, as in results of version 0.1.0."""
+        if not any(stored.values()):
             return NO_LOSSES
         texts: dict[str, Any] = {
-            name: {str(key): (int(count[0]), int(count[1])) for key, count in found.get(name, {}).items()}
+            name: {str(key): (int(count[0]), int(count[1])) for key, count in stored.get(name, {}).items()}
             for name in ("dropped", "unwritten")
         }
         return cls(
-            records=int(found.get("records", 0)),
-            rows=int(found.get("rows", 0)),
-            num_bytes=int(found.get("num_bytes", 0)),
-            cut_files=int(found.get("cut_files", 0)),
+            records=int(stored.get("records", 0)),
+            rows=int(stored.get("rows", 0)),
+            num_bytes=int(stored.get("num_bytes", 0)),
+            cut_files=int(stored.get("cut_files", 0)),
             dropped=texts["dropped"],
             unwritten=texts["unwritten"],
-            empty_turns=int(found.get("empty_turns", 0)),
+            empty_turns=int(stored.get("empty_turns", 0)),
         )
 
 
 NO_LOSSES = Losses()
 
 
-def total(found: Iterable[Losses]) -> Losses:
-    """Return the sum of losses."""
-    return sum(found, NO_LOSSES)
+def total(losses: Iterable[Losses]) -> Losses:
+    """Add losses up."""
+    return sum(losses, NO_LOSSES)
 
 
-def stored(found: Mapping[str, Any]) -> Losses:
-    """Return the losses of a shard or a manifest; version 0.1.0 wrote the number of records alone."""
-    losses = found.get("losses")
-    return Losses(records=int(found.get("num_skipped", 0))) if losses is None else Losses.from_json(losses)
+def stored(record: Mapping[str, Any]) -> Losses:
+    """Return the losses stored in a shard or a manifest; version 0.1.0 stored only the number of records."""
+    losses = record.get("losses")
+    return Losses(records=int(record.get("num_skipped", 0))) if losses is None else Losses.from_json(losses)
 
 
 def nothing_read(paths: Sequence[str], documents: int, losses: Losses, example: str | None) -> str:
-    """Say that files hold nothing to train on, what became of it, and of what can't be read one example."""
+    """Say that files hold nothing to train on, what was lost, and one example of an unreadable record."""
     more = f" and {many(len(paths) - 1, 'more file')}" if len(paths) > 1 else ""
     why = many(documents, "empty document") if documents else "no document"
     such_as = [f"the first: {example}"] if example else []
@@ -169,23 +163,23 @@ def nothing_read(paths: Sequence[str], documents: int, losses: Losses, example: 
 
 
 def nothing_left(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> str:
-    """Say what became of everything, where nothing is left to train on."""
+    """Account for every document where nothing is left to train on."""
     times = f" in {many(epochs, 'epoch')}" if epochs > 1 and ledger.documents_in else ""
-    found = [f"{many(ledger.documents_in, 'document')} read{times}"]
+    facts = [f"{many(ledger.documents_in, 'document')} read{times}"]
     whys = (
         (ledger.dropped_documents, f"longer than {many(capacity, 'token')} and dropped"),
         (ledger.empty_documents, "without a token"),
     )
-    found += [f"{count:,} {why}" for count, why in whys if count]
+    facts += [f"{count:,} {why}" for count, why in whys if count]
     if ledger.packed:
-        found.append(f"{many(ledger.packed, 'token')} packed, none of which has a label")
-    return "; ".join([", ".join(found), *losses.sentences()])
+        facts.append(f"{many(ledger.packed, 'token')} packed, none of which has a label")
+    return "; ".join([", ".join(facts), *losses.sentences()])
 
 
-def _added(one: Texts, other: Texts) -> Texts:
-    if not one or not other:
-        return one or other
-    pairs = {key: (one.get(key, (0, 0)), other.get(key, (0, 0))) for key in {**one, **other}}
+def _added(first: Texts, second: Texts) -> Texts:
+    if not first or not second:
+        return first or second
+    pairs = {key: (first.get(key, (0, 0)), second.get(key, (0, 0))) for key in {**first, **second}}
     return {key: (a[0] + b[0], a[1] + b[1]) for key, (a, b) in pairs.items()}
 
 

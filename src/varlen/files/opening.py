@@ -1,4 +1,4 @@
-"""Open a file for reading, unpacked where it is compressed; every fault names the file.
+"""Open a file for reading, decompressed if need be; every error names the file.
 
 A file's first bytes say whether it is compressed, whatever its name.
 """
@@ -26,6 +26,7 @@ from varlen.files.seen import Seen, changed_file_error, difference, forget_chang
 from varlen.regular import open_with_status
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+# Magic numbers of unsupported compressions, whose files would otherwise be reported as broken text.
 _REFUSED = {
     b"\xfd7zXZ\x00": "xz",
     b"BZh91AY&SY": "bzip2",
@@ -34,22 +35,20 @@ _REFUSED = {
     b"\x04\x22\x4d\x18": "lz4",
     b"\xff\x06\x00\x00sNaPpY": "snappy",
 }
-"""First bytes of compressed files that aren't unpacked here, and would otherwise be called broken text."""
-HEAD_BYTES = 64 << 10
-"""Read at a time where only a file's first row is wanted."""
-TRUNCATED = "the compressed file is truncated"
-"""In the error of a compressed file that ends too early."""
+HEAD_BYTES = 64 << 10  # read at a time where only a file's first row is needed
+TRUNCATED = "the compressed file is truncated"  # part of the error for a compressed file that ends early
 _MOST_MAGIC = max(map(len, [*_MAGIC, *_REFUSED]))
 _BUFFER_BYTES = 1 << 20
 _MOST_REMEMBERED = 1 << 16
+# By what identifies a file's content: the server's ETag or checksum, or the local file's status.
 _compressions: dict[tuple[object, ...], Compression | None] = {}
-"""By what tells a file's content: the server's mark of it, or what was seen of a local one."""
 
 
 class _Stored(io.RawIOBase):
-    """A local file that reports what is read of it, and notices if it isn't the one that was listed.
+    """A local file that reports what is read, and detects if it isn't the file that was listed.
 
-    Reads name their position, so that a stretch of a file takes five system calls: `io.FileIO` takes eight.
+    Reads are positional (`preadv`), so that reading a stretch of a file takes five system calls; `io.FileIO` takes
+    eight.
     """
 
     _descriptor = -1
@@ -80,9 +79,7 @@ class _Stored(io.RawIOBase):
             offset += os.fstat(self._descriptor).st_size
         elif whence == os.SEEK_CUR:
             offset += self._position
-        self._position = (
-            offset if offset >= 0 else os.lseek(self._descriptor, offset, os.SEEK_SET)
-        )  # which fails
+        self._position = offset if offset >= 0 else os.lseek(self._descriptor, offset, os.SEEK_SET)  # raises
         return self._position
 
     def close(self) -> None:
@@ -92,15 +89,15 @@ class _Stored(io.RawIOBase):
                 os.close(self._descriptor)
 
     def _check_same(self, status: os.stat_result) -> None:
-        """Require that what is open, of which this is the status, holds what was listed."""
+        """Raise unless the open file, which has this status, holds what was listed."""
         file, now = self._file, Seen.of(status)
         self._at = status.st_size, status.st_mtime_ns, status.st_ctime_ns
         if 0 <= file.size != now.size:
             raise changed_file_error(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
         if isinstance(file.seen, Seen):
-            said = difference(file.place, file.seen, now, file.known, self._descriptor)
-            if said is not None:
-                raise changed_file_error(file.place, file.seen, replaced_words(file.path, said))
+            difference_ = difference(file.place, file.seen, now, file.known, self._descriptor)
+            if difference_ is not None:
+                raise changed_file_error(file.place, file.seen, replaced_words(file.path, difference_))
         forget_change(file.place, file.seen)
 
     def readinto(self, buffer: Any, /) -> int:
@@ -109,9 +106,10 @@ class _Stored(io.RawIOBase):
         return count
 
     def _check(self, count: int, *, is_end: bool) -> None:
-        """Report the bytes read; refuse an end before the listed size, and a file that was written to meanwhile.
+        """Report the bytes read; raise if the file ends before the listed size or was written to meanwhile.
 
-        A write changes the file's time before its content, so a status taken after the read covers what was read.
+        A write changes the modification time before the content, so a status taken after the read covers what was
+        read.
         """
         start, stop = self._position, self._position + count
         self._position = stop
@@ -119,9 +117,9 @@ class _Stored(io.RawIOBase):
             words = changed(self._file.path, self._file.size, f"{stop:,}")
             raise changed_file_error(self._file.place, self._file.seen, words)
         if self._file.seen is not None:
-            said = os.fstat(self._descriptor)
-            if (said.st_size, said.st_mtime_ns, said.st_ctime_ns) != self._at:
-                self._check_same(said)
+            status = os.fstat(self._descriptor)
+            if (status.st_size, status.st_mtime_ns, status.st_ctime_ns) != self._at:
+                self._check_same(status)
         if self._file.on_read is not None:
             self._file.on_read(self._file.path, start, stop)
 
@@ -149,9 +147,9 @@ def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
 
 
 def compression_of(file: File, stored: BinaryIO | None = None) -> Compression | None:
-    """Return how a file is compressed, by its first bytes: those of its open stream, where there is one.
+    """Return a file's compression by its first bytes, read from its open stream if there is one.
 
-    Cost: one small request for a remote file, once as long as it stays what it is.
+    Cost: one small request for a remote file, cached as long as the file doesn't change.
     """
     if file.live is not None:
         return None
@@ -160,10 +158,10 @@ def compression_of(file: File, stored: BinaryIO | None = None) -> Compression | 
         return _compression_of(file, stored)
     key = file.place, content, file.format, file.suffix_compression
     if key not in _compressions:
-        found = _compression_of(file, stored)  # faults are not remembered
+        compression = _compression_of(file, stored)  # errors are not cached
         if len(_compressions) >= _MOST_REMEMBERED:
             _compressions.clear()
-        _compressions[key] = found
+        _compressions[key] = compression
     return _compressions[key]
 
 
@@ -187,15 +185,15 @@ def _compression_of(file: File, stored: BinaryIO | None) -> Compression | None:
 
 
 def _is_unpacked_on_the_way(file: File) -> bool:
-    """Whether a client may have unpacked a file already: a web server that says Content-Encoding says no size."""
+    """Whether an HTTP client may have decompressed the file: with Content-Encoding, a web server reports no size."""
     return file.size < 0 and file.path.startswith("http")
 
 
 @contextmanager
 def open_plain(file: File, buffer_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """Give a file's bytes, unpacked, as a buffered stream to be read once from beginning to end."""
+    """Open a file's bytes, decompressed, as a buffered stream to be read once from beginning to end."""
     with _unpacked(file, buffer_bytes) as stream:
-        # Rows that are given while they are read are JSON lines, and wouldn't wait for being looked at.
+        # Served rows are JSON lines, and peeking could block until enough of them arrive.
         is_given = file.live is not None
         kind = None if is_given else mark_of(cast(io.BufferedReader, stream).peek(MARK_BYTES)[:MARK_BYTES])
         if kind is not None:
@@ -205,7 +203,7 @@ def open_plain(file: File, buffer_bytes: int | None = None) -> Iterator[BinaryIO
 
 @contextmanager
 def _unpacked(file: File, buffer_bytes: int | None) -> Iterator[BinaryIO]:
-    """Give a file's bytes, unpacked, whatever they are."""
+    """Open a file's bytes, decompressed, whatever they are."""
     compression = compression_of(file) if file.is_remote else None
     with faults(file), open_stored(file, buffer_bytes) as stored:
         if not file.is_remote:
@@ -219,16 +217,16 @@ def _unpacked(file: File, buffer_bytes: int | None) -> Iterator[BinaryIO]:
 
 
 def rows_at(file: File, fields: Collection[str]) -> Format | None:
-    """Return the format of the rows that a file holds, by its first bytes; None where it isn't one of rows.
+    """Return the format of a file's rows by its first bytes; None where it holds no rows.
 
-    Cost: reads 64 KB, by one request where it is remote, once as long as it stays what it is.
+    Cost: reads 64 KB, by one request if remote, cached as long as the file doesn't change.
     """
     head, is_whole = _head(file) if file.mark is None else _head_by_mark(replace(file, on_read=None))
     return rows_in(head, fields, is_whole=is_whole)
 
 
 def _head(file: File) -> tuple[bytes, bool]:
-    """Return a file's first bytes, unpacked, and whether they are all."""
+    """Return a file's first bytes, decompressed, and whether they are the whole file."""
     with faults(file), open_stored(file, LOOKED_AT_BYTES) as stored:
         first = stored.read(LOOKED_AT_BYTES)
     is_whole = len(first) < LOOKED_AT_BYTES
@@ -249,8 +247,8 @@ def _head(file: File) -> tuple[bytes, bool]:
     return bytes(unpacked), is_whole and len(unpacked) < LOOKED_AT_BYTES
 
 
+# Cached by the server's ETag or checksum of the file; errors are not cached.
 _head_by_mark = lru_cache(maxsize=1 << 7)(_head)
-"""Remembered by the server's mark of the file's content; faults are not remembered."""
 _SAID: dict[Format, str] = {
     "jsonl": "JSON lines",
     "json": "JSON",
@@ -271,7 +269,7 @@ _READABLE: dict[str, Format] = {
 
 
 def other_content(file: File, fields: Collection[str]) -> str | None:
-    """Say what a file holds if its name or the caller says otherwise; None where its first bytes don't tell."""
+    """Say what a file holds if its name or the caller says otherwise; None where the first bytes don't tell."""
     with _unpacked(file, None) as stream:
         head = stream.read(LOOKED_AT_BYTES)
     kind = mark_of(head[:MARK_BYTES])
@@ -283,18 +281,17 @@ def other_content(file: File, fields: Collection[str]) -> str | None:
 
 
 def _binary(file: File, head: bytes) -> str | None:
-    """Say that a file of text, or of rows as text, is none."""
     is_text = file.format not in ("parquet", "arrow", "npz")
     return "binary data" if is_text and b"\0" in head else None
 
 
 def _holds(file: File, kind: str) -> str:
-    """Say what a file holds, what it should, and what to do about it."""
-    should = f"though --read-as (format=) says {_SAID[file.format]}" if file.is_told else ""
+    """Say what a file holds, what was expected, and what to do about it."""
+    should = f"though --read-as (format=) says {_SAID[file.format]}" if file.is_format_given else ""
     if not should:
         named = file.format != "text" or says_text(file.name)
         should = f"though its name says {_SAID[file.format]}" if named else ""
-    if kind in OTHER_TEXT.values():  # that it is text is no contradiction
+    if kind in OTHER_TEXT.values():  # text in another encoding doesn't contradict the name
         should = ""
     if kind in _READABLE:
         format_ = _READABLE[kind]
@@ -310,12 +307,12 @@ def _holds(file: File, kind: str) -> str:
 
 @contextmanager
 def open_seekable(file: File) -> Iterator[BinaryIO]:
-    """Give a file's bytes, unpacked, as a stream that can be read at any place.
+    """Open a file's bytes, decompressed, as a seekable stream.
 
-    What is compressed is unpacked into a nameless temporary file first: memory stays bounded, disk is needed.
+    A compressed file is decompressed into an unnamed temporary file first, which takes disk space instead of memory.
     """
     if compression_of(file) is None:
-        # Tables and archives are read here and there, a little at a time.
+        # Tables and archives are read at scattered positions, in small pieces.
         with faults(file), open_stored(file, _BUFFER_BYTES) as stored:
             yield stored
         return
@@ -328,40 +325,37 @@ def open_seekable(file: File) -> Iterator[BinaryIO]:
 
 @contextmanager
 def faults(file: File) -> Iterator[None]:
-    """Turn faults of reading and unpacking into a sentence that names the file."""
+    """Turn errors of reading and decompressing into a SourceError that names the file."""
     with remote_faults(file.path) if file.is_remote else nullcontext():
         try:
             yield
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise SourceError(f"{file.path} {_broken(str(error))}") from error
         except OSError as error:
-            said = error.strerror or first_line(error)
-            if "compress" in said.lower():
-                raise SourceError(f"{file.path} {_broken(said)}") from error
-            raise SourceError(f"{file.path} can't be read: {said}") from error
+            message = error.strerror or first_line(error)
+            if "compress" in message.lower():
+                raise SourceError(f"{file.path} {_broken(message)}") from error
+            raise SourceError(f"{file.path} can't be read: {message}") from error
 
 
-def _broken(said: str) -> str:
-    """Say of a compressed file that it ends too early, or is damaged."""
-    if "truncated" in said.lower() or "end-of-stream" in said.lower():
+def _broken(message: str) -> str:
+    if "truncated" in message.lower() or "end-of-stream" in message.lower():
         return f"ends too early: {TRUNCATED}; copy it again"
-    return f"is damaged: {said.splitlines()[0] if said else 'it does not unpack'}"
+    return f"is damaged: {message.splitlines()[0] if message else 'it does not unpack'}"
 
 
-# Compressed files as what they unpack to; of a damaged one, all that stands before the damage.
+# Decompression. Of a damaged file, everything before the damage is returned.
 #
-# Unpackers give what they have in pieces, and nothing of the piece in which they fail. Where one fails, the file is
-# unpacked once more, and its last piece byte by byte.
+# Decompressors return whole pieces, and nothing of the piece in which they fail. After a failure, the file is
+# decompressed once more, and its last piece byte by byte.
 
-UNPACKED_BYTES = 1 << 16
-"""Unpacked at a time."""
+UNPACKED_BYTES = 1 << 16  # decompressed at a time
 _STORED_BYTES = 1 << 13
-_WITH_HEADER = 31
-"""For zlib: gzip, with its header and checksum."""
+_WITH_HEADER = 31  # zlib's `wbits` for gzip, with header and checksum
 
 
 def unpacker(stored: BinaryIO, compression: Compression) -> AbstractContextManager[Any]:
-    """Return what unpacks a stream."""
+    """Return a decompressing stream."""
     if compression == "gzip":
         return gzip.GzipFile(fileobj=stored, mode="rb")
     import pyarrow as pa
@@ -372,7 +366,7 @@ def unpacker(stored: BinaryIO, compression: Compression) -> AbstractContextManag
 
 
 class ToTheFault(io.RawIOBase):
-    """Gives what an unpacker gives; where that fails, first what stands before the fault, and then its error."""
+    """Returns decompressed bytes; if decompressing fails, first those before the fault, then raises the error."""
 
     def __init__(self, stream: Any, reopen: Callable[[], BinaryIO], compression: Compression) -> None:
         super().__init__()
@@ -382,17 +376,17 @@ class ToTheFault(io.RawIOBase):
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
-        """Say that it can be read."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Read some bytes; returns how many, 0 at the end."""
+        """Read into a buffer; return the number of bytes, 0 at the end."""
         if self._error is None:
             try:
                 count: int = self._stream.readinto(buffer)
             except (EOFError, OSError, zlib.error) as error:
                 if isinstance(error, OSError) and not is_damage(error):
-                    raise  # of the disk or the network
+                    raise  # a disk or network error
                 self._error = error
                 self._rest = memoryview(_before_fault(self._reopen, self._compression, self._at))
             else:
@@ -407,28 +401,28 @@ class ToTheFault(io.RawIOBase):
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether an error says that compressed bytes are damaged, and not that they can't be read."""
+    """Whether an error means damaged compressed bytes rather than unreadable ones."""
     return isinstance(error, gzip.BadGzipFile) or "compress" in str(error).lower()
 
 
 def _before_fault(reopen: Callable[[], BinaryIO], compression: Compression, start: int) -> bytes:
-    """Return what can be unpacked from an offset on, of bytes that were found to be damaged soon after it."""
-    found = bytearray()
+    """Return what can be decompressed from an offset on, of bytes known to be damaged soon after it."""
+    content = bytearray()
     with suppress(Exception), reopen() as stored:
-        give = _gzip_pieces(stored, start) if compression == "gzip" else _zstd_pieces(stored, start)
-        for piece in give:
-            found += piece
-            if len(found) >= UNPACKED_BYTES:
+        pieces = _gzip_pieces(stored, start) if compression == "gzip" else _zstd_pieces(stored, start)
+        for piece in pieces:
+            content += piece
+            if len(content) >= UNPACKED_BYTES:
                 break
-    return bytes(found)
+    return bytes(content)
 
 
 def _gzip_pieces(stored: BinaryIO, start: int) -> Iterator[bytes]:
-    """Yield what is unpacked from an offset on, from single bytes: a checksum's fault takes no byte with it."""
+    """Yield decompressed bytes from an offset on, one at a time, so that a wrong checksum loses none."""
     unpacking, at = zlib.decompressobj(_WITH_HEADER), 0
     while packed := stored.read(_STORED_BYTES):
         while True:
-            if unpacking.eof:  # another member follows, or zeros that fill the file
+            if unpacking.eof:  # another gzip member follows, or padding zeros
                 packed = packed.lstrip(b"\0")
                 if packed:
                     unpacking = zlib.decompressobj(_WITH_HEADER)
@@ -443,7 +437,7 @@ def _gzip_pieces(stored: BinaryIO, start: int) -> Iterator[bytes]:
 
 
 def _zstd_pieces(stored: BinaryIO, start: int) -> Iterator[bytes]:
-    """Yield what is unpacked from an offset on, byte by byte."""
+    """Yield decompressed bytes from an offset on, one at a time."""
     with unpacker(stored, "zstd") as stream:
         while start > 0:
             start -= len(stream.read(min(start, UNPACKED_BYTES))) or start
@@ -452,7 +446,7 @@ def _zstd_pieces(stored: BinaryIO, start: int) -> Iterator[bytes]:
 
 
 def fault_of_gzip(stored: BinaryIO) -> int:
-    """Return the byte at which compressed bytes are found to be damaged; their number where they aren't."""
+    """Return the compressed byte at which damage is detected; the total number where there is none."""
     unpacking, at, member = zlib.decompressobj(_WITH_HEADER), 0, 0
     while packed := stored.read(_STORED_BYTES):
         stop = at + len(packed)
@@ -474,7 +468,7 @@ def fault_of_gzip(stored: BinaryIO) -> int:
 
 
 def _sound(unpacking: Any, packed: bytes) -> int:
-    """Return how many bytes can be given to an unpacker before it fails."""
+    """Return how many bytes a decompressor accepts before it fails."""
     for index in range(len(packed)):
         try:
             unpacking.decompress(packed[index : index + 1])

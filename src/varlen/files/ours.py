@@ -1,8 +1,9 @@
-"""What lies where varlen writes: ours, by a mark that was written first; or somebody else's, which stays as it is.
+"""Ownership of output folders: varlen's own carry a marker, written first; everything else is left alone.
 
-Nothing is cleared, cut or replaced without a mark in it, and a link at such a place is never followed. A mark is a
-small file of JSON that begins with the version, and the last of a folder that is removed. Between making a folder and
-marking it a process may be killed, so an empty folder, and an empty mark in it, are nobody's.
+Nothing is removed, truncated or replaced in a folder without a marker, and a link in its place is never followed. A
+marker is a small JSON file that begins with varlen's version; when a folder is removed, the marker goes last. A
+process may be killed between creating a folder and marking it, so a folder that is empty, or holds an empty marker
+only, counts as unowned and may be used.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _MOST_NAMED = 3
 
 
 def is_there(path: Path) -> bool:
-    """Return whether anything has this name, a link that leads nowhere among it."""
+    """Whether anything has this name, including a broken link."""
     return os.path.lexists(path)
 
 
 def refuse_link(path: Path, way_out: str) -> None:
-    """Refuse a link."""
+    """Raise if the path is a link."""
     if path.is_symlink():
         raise SettingError(
             f"{path} is a link (to {path.readlink()}), and links aren't followed where varlen writes; {way_out}"
@@ -37,19 +38,19 @@ def refuse_link(path: Path, way_out: str) -> None:
 
 
 def mark_of_folder(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], object]) -> bool:
-    """Return whether a folder carries a mark, or nothing that anybody could miss."""
+    """Whether a folder carries a marker, or holds nothing that anybody could miss."""
     place = folder / name
     try:
-        if not stat.S_ISREG(place.lstat().st_mode):  # a link, or a pipe that a read would wait for
+        if not stat.S_ISREG(place.lstat().st_mode):  # a link, or a pipe that would block a read
             return False
-        found = json.loads(place.read_bytes())
+        marker = json.loads(place.read_bytes())
     except (OSError, ValueError, RecursionError):
         return _holds_nothing(folder, place.name)
-    return isinstance(found, dict) and bool(is_mark(found))
+    return isinstance(marker, dict) and bool(is_mark(marker))
 
 
 def _holds_nothing(folder: Path, mark: str) -> bool:
-    """Return whether a folder holds nothing but folders, empty files and the mark in the making."""
+    """Whether a folder holds nothing but folders, empty files and an unfinished marker."""
     making = re.compile(rf"\.{re.escape(mark)}\.[0-9a-f]{{12}}\.part")
     return all(
         stat.S_ISDIR(status.st_mode)
@@ -59,9 +60,9 @@ def _holds_nothing(folder: Path, mark: str) -> bool:
 
 
 def entries_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Give every entry below a folder and its status, links not followed.
+    """Yield every entry below a folder and its status, without following links.
 
-    Other processes may write there: what they move or remove meanwhile is left out.
+    Entries that other processes move or remove meanwhile are left out.
     """
     for parent, folders, names in os.walk(folder):
         for name in [*folders, *names]:
@@ -74,10 +75,10 @@ def entries_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def check_names(folder: Path, is_ours: Callable[[Path], bool], way_out: str) -> None:
-    """Refuse to clear or replace a folder in which somebody has laid something of theirs."""
+    """Raise if a folder that is to be cleared or replaced holds files of somebody else."""
     try:
         foreign = sorted(path.name for path in folder.iterdir() if not is_ours(path) and is_there(path))
-    except FileNotFoundError:  # another run has finished it just now
+    except FileNotFoundError:  # another run has just finished it
         return
     if foreign:
         shown = ", ".join(foreign[:_MOST_NAMED]) + (", ..." if len(foreign) > _MOST_NAMED else "")
@@ -88,7 +89,7 @@ def check_names(folder: Path, is_ours: Callable[[Path], bool], way_out: str) -> 
 
 
 def remove_marked(folder: Path, name: str) -> None:
-    """Remove a folder of ours, its mark last, so that half of it is still known as ours."""
+    """Remove a folder of varlen's, its marker last, so that an interrupted removal stays recognizable."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for entry in folder.iterdir():
@@ -100,7 +101,7 @@ def remove_marked(folder: Path, name: str) -> None:
 
 
 def remove_entry(path: Path) -> None:
-    """Remove a file, a link itself, or a folder with all that is in it; what can't be removed stays."""
+    """Remove a file, a link itself, or a folder tree; whatever can't be removed stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -109,7 +110,7 @@ def remove_entry(path: Path) -> None:
 
 
 def open_own(path: Path, way_out: str) -> IO[bytes]:
-    """Open a file to read and write it, and make it if need be; a link isn't followed, and nothing is cut."""
+    """Open a file for reading and writing, created if need be; links aren't followed, and nothing is truncated."""
     refuse_link(path, way_out)
     if is_there(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise SettingError(f"{path} is no file; {way_out}")
@@ -117,12 +118,12 @@ def open_own(path: Path, way_out: str) -> IO[bytes]:
 
 
 def unfinished(path: Path) -> Path:
-    """Return a name for a file in the making that no other process, on any machine, gives it."""
+    """Return a name for an unfinished file that no other process, on any machine, uses."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's names, on the disk before going on: a power cut takes neither."""
+    """Flush a file's content, or a folder's entries, to disk, so that they survive a power failure."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

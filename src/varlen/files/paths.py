@@ -1,4 +1,4 @@
-"""A file of documents: its name, its size, and what its name says that it holds."""
+"""A file of documents: its name, its size, and the format that its name indicates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from varlen.errors import SourceError
 from varlen.files.retry import Retry
 from varlen.files.seen import Seen
 
-# The reader's end of rows that are given one by one while they are read (`serving.py`): a file that is a socket.
+# The reader of rows that are served while they are read (`documents/serving.py`): a socket read like a file.
 
+# The line after the last row, and the prefix of a line that says why there is no next row; no row begins like these.
 END, FAILED = b"\x04\n", b"\x15"
-"""The line behind the last row, and the beginning of one that says why there is no next row; no row begins so."""
 
 
 class ArrowStream(Protocol):
-    """Tables of any library, by Arrow's own interface."""
+    """Tables of any library, through Arrow's C stream interface."""
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         """Return the table's batches."""
@@ -29,19 +29,17 @@ class ArrowStream(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Live:
-    """What is known of rows before they come."""
+    """What is known of served rows before they are read."""
 
-    names: tuple[tuple[str, ...], ...]
-    """Of the first rows' columns, row by row."""
-    is_once: bool
-    """Whether they can be iterated over once only."""
+    names: tuple[tuple[str, ...], ...]  # keys of the first rows, one tuple per row
+    is_once: bool  # whether they can be iterated over only once
 
 
 class _Lines:
-    """The lines of a pass, as a file that is read from its beginning."""
+    """The lines of one pass over served rows, as a file read from its beginning."""
 
     def __init__(self, where: str, path: str) -> None:
-        import socket  # which few readers need
+        import socket  # rarely needed
 
         self._where, self._socket = where, socket.socket(socket.AF_UNIX)
         try:
@@ -55,7 +53,7 @@ class _Lines:
         self._is_over = False
 
     def readline(self, limit: int = -1) -> bytes:
-        """Return the next line; none behind the last row."""
+        """Return the next line; b"" after the last row."""
         if self._is_over:
             return b""
         line = self._file.readline(limit)
@@ -69,29 +67,27 @@ class _Lines:
         return line
 
     def close(self) -> None:
-        """Take no more."""
         self._file.close()
         self._socket.close()
 
     def __enter__(self) -> _Lines:
-        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
 
 def open_live(where: str, path: str) -> BinaryIO:
-    """Begin a pass."""
+    """Begin a pass over served rows."""
     return cast(BinaryIO, _Lines(where, path))
 
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
 Compression = Literal["gzip", "zstd"]
+# A file, folder, glob or URL; rows in memory, in the forms that `memory_forms` accepts; or a list of such sources.
 Data = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any] | Callable[[], Iterable[Any]] | ArrowStream
-"""A file, folder, glob or URL; rows in memory, in the forms that `memory_forms` has; or a list of such sources."""
 
+# Row formats by suffix; any other file is text, unless its content shows that it holds rows.
 FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -105,9 +101,8 @@ FORMATS: dict[str, Format] = {
     ".ipc": "arrow",
     ".npz": "npz",
 }
-"""Formats of rows by the end of a file's name; any other file is text, unless its content says that it holds rows."""
-TEXT_SUFFIXES = {".txt", ".md", ".rst"}
-"""Text files that a folder gives."""
+TEXT_SUFFIXES = {".txt", ".md", ".rst"}  # text files that are read from a folder
+# Source code: text if named, but not read from a folder.
 CODE_SUFFIXES = frozenset(
     f".{end}"
     for line in (
@@ -117,11 +112,10 @@ CODE_SUFFIXES = frozenset(
     )
     for end in line.split()
 )
-"""Source code: names that say text, though a folder doesn't give such files."""
+# Markup and configuration: likewise.
 MARKUP_SUFFIXES = frozenset({".adoc", ".bib", ".cls", ".diff", ".htm", ".html", ".org", ".patch", ".srt"}) | {
     *(".sty", ".tex", ".toml", ".vtt", ".xhtml", ".xml", ".yaml", ".yml")
 }
-"""Markup and settings: the same."""
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 _LONGEST_PATH = 4096
@@ -129,43 +123,35 @@ _LONGEST_PATH = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class File:
-    """One file of documents."""
+    """A file of documents, and how it is to be read."""
 
-    path: str
-    """As it is opened: a local path, or a URL."""
-    name: str
-    """Relative to what the user named, with slashes: the same wherever the data lies."""
-    size: int
-    """Bytes as stored, or -1 where a server doesn't say."""
+    path: str  # as it is opened: a local path, or a URL
+    name: str  # relative to what the user named, with slashes: the same wherever the data lies
+    size: int  # bytes as stored, or -1 where a server doesn't report it
     format: Format
+    # By the suffix of its name; the file's first bytes take precedence.
     suffix_compression: Compression | None = None
-    """What the end of its name says; what the file's first bytes say goes before it."""
-    is_told: bool = False
-    """The caller says the format, whatever the name does."""
-    binary_as_text: bool = False
-    """Binary columns of tables are read as UTF-8 text."""
+    is_format_given: bool = False  # the caller gave the format
+    binary_as_text: bool = False  # read binary columns of tables as UTF-8 text
+    # Called with the path and the byte range that was read, about a megabyte at a time, for local files.
     on_read: Callable[[str, int, int], None] | None = field(default=None, compare=False, repr=False)
-    """Told its path and where what is read of it begins and ends, about a megabyte at a time, where it is local."""
-    mark: str | None = None
-    """What a server said when it was listed that changes whenever its content does: an ETag or a checksum."""
+    mark: str | None = None  # ETag or checksum that the server listed, which changes with the content
+    # Retry policy for reads of a remote file.
     retry: Retry = field(default=Retry(), compare=False, repr=False)
-    """How often and how long a read of it is tried, where it is remote."""
+    # Where it lies, if it holds rows given in memory; `path` then names those, for messages.
     stored: str | None = None
-    """Where it lies, if it holds rows that were given in memory: `path` names those, for messages."""
-    content: str | None = None
-    """Its fingerprint, where that is known already."""
+    content: str | None = None  # its fingerprint, if known
+    # Identifies the file that was listed, to detect a replacement during a run: the status of a local file, or what a
+    # server reports, times included. Never part of a fingerprint.
     seen: Seen | str | None = field(default=None, compare=False, repr=False)
-    """What tells, while a run reads it, that it was replaced: of a local file what was seen when it was listed, of a
-    remote one what the server said, times among it. Never part of a fingerprint."""
+    # Its fingerprint when the run began, if it was computed.
     known: str | None = field(default=None, compare=False, repr=False)
-    """The fingerprint that it had when the run began, where it was computed."""
+    # Set if its rows are served while it is read; it then has neither a size nor a content.
     live: Live | None = None
-    """What is known of it, if its rows are given while it is read; it has neither a size nor a content then."""
+    # Keeps the file in existence while it is referenced.
     hold: object = field(default=None, compare=False, repr=False)
-    """What keeps it there as long as it is held."""
 
     def __str__(self) -> str:
-        """Name it as messages do."""
         return self.path
 
     @property
@@ -175,41 +161,38 @@ class File:
 
     @property
     def folder(self) -> Path | None:
-        """The folder that it lies in, if that is one of the user's."""
+        """The folder that holds it, if that is one of the user's."""
         return None if self.is_remote or self.stored is not None else Path(self.path).parent
 
     @property
     def is_remote(self) -> bool:
-        """Whether fsspec opens it."""
+        """Whether it is behind a URL."""
         return is_url(self.path)
 
 
 def entries_of(data: Data) -> list[Any]:
-    """Return the sources that data names, rows in memory among them as files."""
+    """Return the list of sources in `data`, a single one as a list."""
     return [data] if isinstance(data, str | os.PathLike | File) else list(cast(Iterable[Any], data))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """Files of a folder that hold data and aren't read, for one reason."""
+    """Data files of a folder that aren't read, for one reason."""
 
-    why: str
-    """A noun phrase: "split test"."""
+    why: str  # a noun phrase: "split test"
     num_files: int
-    num_bytes: int
-    """As far as their sizes are known."""
-    names: tuple[str, ...]
-    """Of the first few, relative to what the user named."""
+    num_bytes: int  # as far as sizes are known
+    names: tuple[str, ...]  # of the first few, relative to what the user named
 
 
 def unread(left_out: Sequence[LeftOut], taken: Sequence[str]) -> str | None:
-    """Say which split is read, what of folders isn't, and how to read it; None where all is."""
+    """Say which split is read, what is left out of folders, and how to read it; None where nothing is."""
     if not left_out:
         return None
     shown = [
-        f"{one.why} ({many(one.num_files, 'file')}, {many(one.num_bytes, 'byte')}: "
-        f"{', '.join(one.names[:3])}{', ...' if one.num_files > 3 else ''})"
-        for one in left_out
+        f"{group.why} ({many(group.num_files, 'file')}, {many(group.num_bytes, 'byte')}: "
+        f"{', '.join(group.names[:3])}{', ...' if group.num_files > 3 else ''})"
+        for group in left_out
     ]
     read = f"split {' and '.join(taken)} is read; " if taken else ""
     way_out = "; --split NAME (split=) reads another, all everything" if taken else ""
@@ -218,38 +201,36 @@ def unread(left_out: Sequence[LeftOut], taken: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What the caller's data stands for."""
+    """The files that the caller's data resolves to."""
 
     files: tuple[File, ...]
-    left_out: tuple[LeftOut, ...] = ()
-    """Of folders: other splits, caches, links that lead nowhere."""
-    taken: tuple[str, ...] = ()
-    """Splits that were taken of folders with several, once each."""
+    left_out: tuple[LeftOut, ...] = ()  # of folders: other splits, caches, broken links
+    taken: tuple[str, ...] = ()  # splits chosen from folders with several, without duplicates
 
 
 def is_url(data: str | Path) -> bool:
-    """Whether this names something that isn't a local path."""
+    """Whether this is a URL rather than a local path."""
     return "://" in str(data)
 
 
 def kind_of(name: str) -> tuple[Format, Compression | None]:
-    """Return format and compression by the end of a name."""
+    """Return format and compression by a name's suffixes."""
     suffix, compression = _ends(name)
     return FORMATS.get(suffix, "text"), compression
 
 
 def says_text(name: str) -> bool:
-    """Whether the end of a name says that the file holds text."""
+    """Whether a name's suffix is one of text."""
     return _ends(name)[0] in TEXT_SUFFIXES | CODE_SUFFIXES | MARKUP_SUFFIXES
 
 
 def is_code(name: str) -> bool:
-    """Whether the end of a name says source code."""
+    """Whether a name's suffix is one of source code."""
     return _ends(name)[0] in CODE_SUFFIXES
 
 
 def suffix_of(name: str) -> str:
-    """Return the end of a name before that of a compression, in lower case; "" where there is none."""
+    """Return the suffix of a name, in lower case, before that of a compression; "" where there is none."""
     return _ends(name)[0]
 
 
@@ -266,7 +247,7 @@ def _without_suffix(name: str) -> tuple[str, str]:
 
 
 def refuse_text(entry: str, what: str) -> None:
-    """Refuse a string that can't be meant as a path, with the line to write."""
+    """Raise if a string can't be meant as a path, with the call to write instead."""
     if "\n" in entry or len(entry) > _LONGEST_PATH:
         raise SourceError(
             f"{what} is a text ({entry[:40]!r} ...), and strings name files; for rows of texts pass "

@@ -1,4 +1,4 @@
-"""Files behind URLs, by fsspec: s3://, gs://, https://, memory:// and whatever else is installed."""
+"""Files behind URLs, opened by fsspec: s3://, gs://, https://, memory:// and any other installed protocol."""
 
 from __future__ import annotations
 
@@ -37,29 +37,24 @@ _TIMES = (
     "created",
 )
 _S3 = ("s3://", "s3a://")
-Kind = Literal["file", "folder", "glob"]
-"""What a URL names."""
+Kind = Literal["file", "folder", "glob"]  # what a URL names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """A file that a server lists."""
+    """A file in a listing."""
 
-    path: str
-    """Its URL."""
-    name: str
-    """Relative to the URL that was listed."""
-    size: int
-    """Bytes, or -1 where the server doesn't say."""
-    mark: str | None = None
-    """What changes whenever its content does: an ETag or a checksum."""
+    path: str  # its URL
+    name: str  # relative to the URL that was listed
+    size: int  # bytes, or -1 where the server doesn't report it
+    mark: str | None = None  # ETag or checksum, which changes with the content
+    # Detects a replacement during a run: inode and times, or everything the server reports.
     seen: Seen | str | None = None
-    """What tells, as long as a run reads it, that it was replaced: inode and times, or all that a server says."""
 
 
 @contextmanager
 def remote_faults(url: str) -> Iterator[None]:
-    """Turn whatever a file system raises into a sentence that names the URL; clouds have errors of their own."""
+    """Turn any error of a file system, including those of cloud libraries, into a SourceError that names the URL."""
     try:
         yield
     except VarlenError:
@@ -73,10 +68,10 @@ def remote_faults(url: str) -> Iterator[None]:
 def file_system(url: str, retry: Retry) -> tuple[Any, str]:
     """Return the file system of a URL and the path in it.
 
-    Of S3 it is one of our own, so that what is set for it changes no other: it doesn't try again by itself, or
-    each of our tries would be 25 (5 of s3fs by 5 of botocore), and doesn't remember listings. What the user has
-    configured for s3fs goes first. To be called by the thread that reads, not by one that lives for one call: some
-    versions of fsspec keep a file system, with connections of its own, for each thread.
+    For S3 it is an instance of our own, so that its settings affect no other: without retries, or each of our tries
+    would be 25 (5 of s3fs times 5 of botocore), and without cached listings. The user's configuration of s3fs takes
+    precedence. Call it in the thread that reads, not in one that lives for a single call: some versions of fsspec
+    keep a file system, with its own connections, per thread.
     """
     import fsspec
 
@@ -88,10 +83,10 @@ def file_system(url: str, retry: Retry) -> tuple[Any, str]:
 
 
 def _of_s3(retry: Retry) -> dict[str, Any]:
-    """Return what s3fs is told."""
+    """Return the options for s3fs."""
     import fsspec
 
-    # The client gives up a little earlier than we do, and so closes its connection.
+    # The client times out a little before we do, so that it closes its connection.
     quiet_s = 0.8 * retry.silence_s
     ours = {
         "connect_timeout": min(quiet_s, 10.0),
@@ -104,28 +99,27 @@ def _of_s3(retry: Retry) -> dict[str, Any]:
 
 
 def list_remote(url: str, retry: Retry) -> tuple[list[Listed], Kind]:
-    """List the files that a URL stands for, sorted, and say what it names.
+    """List the files behind a URL, sorted, and say what it names.
 
-    A name with the characters of a glob is a glob only where nothing is called so. Of a glob, what is hidden isn't
-    listed.
+    A URL with wildcards is a glob only where no file has that literal name. A glob doesn't match hidden files.
     """
     fs, path = file_system(url, retry)
-    # Long listings take many requests, each with the client's own limit.
+    # Long listings take many requests, each with the client's own timeout.
     return retried(lambda: _list(fs, path, url), url, retry, silence_s=retry.deadline_s)
 
 
 def _list(fs: Any, path: str, url: str) -> tuple[list[Listed], Kind]:
     is_web = url.startswith("http")
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     if has_magic(path) and not is_web:
-        found, info = _glob(fs, path)
+        entries, info = _glob(fs, path)
     else:
         info = _info(fs, path)
     if info is None and has_magic(path):
-        found = fs.glob(path, detail=True) if is_web else found
+        entries = fs.glob(path, detail=True) if is_web else entries
         fixed = "/".join(_before_magic(path))
-        files = [entry for entry in found.items() if entry[1]["type"] == "file"]
-        listing = [one for one in _listed(fs, files, fixed) if not is_hidden(one.name)]
+        files = [entry for entry in entries.items() if entry[1]["type"] == "file"]
+        listing = [listed for listed in _listed(fs, files, fixed) if not is_hidden(listed.name)]
         if not listing:
             raise SourceError(f"no file matches {url}")
         return listing, "glob"
@@ -143,7 +137,7 @@ def is_hidden(name: str) -> bool:
 
 
 def _info(fs: Any, path: str) -> dict[str, Any] | None:
-    """Return what a file system says of a path, or None where nothing is; its `exists` hides other failures."""
+    """Return the information on a path; None where nothing exists. fsspec's `exists` hides other failures."""
     try:
         return dict(fs.info(path))
     except FileNotFoundError as error:
@@ -153,9 +147,9 @@ def _info(fs: Any, path: str) -> dict[str, Any] | None:
 
 
 def _glob(fs: Any, path: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Return what matches, and what is called so itself, or None.
+    """Return what matches, and the entry with the literal name of the pattern, or None.
 
-    fsspec's own leaves out, without a word, folders whose listing failed.
+    fsspec's own glob silently leaves out folders whose listing failed.
     """
     from fsspec.utils import glob_translate
 
@@ -184,12 +178,12 @@ def _glob(fs: Any, path: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]
 
 
 def _is_within(name: str, level: dict[str, Any]) -> bool:
-    """Whether a name lies in a folder that matches so far, and not only in one that is called as the pattern."""
+    """Whether a name lies in a folder that matches so far, and not only in one with the pattern's literal name."""
     return name.rpartition("/")[0] in level
 
 
 def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:
-    """List a folder; one that isn't there holds nothing."""
+    """List a folder; [] where it doesn't exist."""
     try:
         return list(fs.ls(folder, detail=True))
     except FileNotFoundError:
@@ -201,8 +195,8 @@ def _before_magic(path: str) -> list[str]:
     return parts[: next(i for i, part in enumerate(parts) if has_magic(part))]
 
 
-def _listed(fs: Any, found: Any, folder: str) -> list[Listed]:
-    """Return files as they are named from a folder, sorted."""
+def _listed(fs: Any, entries: Any, folder: str) -> list[Listed]:
+    """Return files with names relative to a folder, sorted."""
     return [
         Listed(
             path=fs.unstrip_protocol(path),
@@ -211,7 +205,7 @@ def _listed(fs: Any, found: Any, folder: str) -> list[Listed]:
             mark=_mark(info),
             seen=said_of(info),
         )
-        for path, info in sorted(found, key=itemgetter(0))
+        for path, info in sorted(entries, key=itemgetter(0))
     ]
 
 
@@ -221,73 +215,72 @@ def _size(info: dict[str, Any]) -> int:
 
 
 def _mark(info: dict[str, Any]) -> str | None:
-    """Return what changes whenever the file's content does, or None."""
+    """Return the ETag or checksum, which changes with the content, or None."""
     return next((f"{key.lower()}:{info[key]}" for key in _MARKS if info.get(key)), None)
 
 
 def said_of(info: Mapping[str, Any]) -> str | None:
-    """Return all that a server says of a file that changes when it is replaced, times among it; None for nothing.
+    """Return everything a server reports of a file that changes when it is replaced, as JSON; None for nothing.
 
-    It tells files apart within a run. A listing and a look at one file may say different things of it, so that only
-    what both say counts.
+    It identifies a file within a run. A listing and a request for one file may report different properties, so only
+    those that both have are compared.
     """
-    said = {
+    report = {
         kind: {name.lower(): _spelled(info[name]) for name in names if info.get(name)}
         for kind, names in (("mark", _MARKS), ("time", _TIMES))
     }
-    return json.dumps(said, sort_keys=True) if any(said.values()) else None
+    return json.dumps(report, sort_keys=True) if any(report.values()) else None
 
 
 def _spelled(value: Any) -> str:
-    """Return what is said as text; a time is told as a number by some answers, and as a date by others."""
+    """Return a property as text; times come as numbers in some responses and as dates in others."""
     return str(value.timestamp() if isinstance(value, datetime) else value)
 
 
-def etag_of(said: str | None) -> str | None:
-    """Return the ETag among what a server says of a file, or None."""
-    tag: str | None = None if said is None else json.loads(said)["mark"].get("etag")
+def etag_of(report: str | None) -> str | None:
+    """Return the ETag in a report of `said_of`, or None."""
+    tag: str | None = None if report is None else json.loads(report)["mark"].get("etag")
     return tag
 
 
 def replaced(was: str | None, now: str | None) -> str | None:
-    """Return the name of the first thing that is said otherwise of a file than before, or None."""
+    """Return the name of the first property that differs between two reports of a file, or None."""
     if was is None or now is None:
         return None
     before, after = json.loads(was), json.loads(now)
-    for kind in ("mark", "time"):  # times may be told more or less finely; where there is a mark, it decides
-        both = [name for name in before[kind] if name in after[kind]]
-        if both:
-            return next((name for name in both if before[kind][name] != after[kind][name]), None)
+    for kind in ("mark", "time"):  # times may differ in precision; an ETag or checksum takes precedence
+        common = [name for name in before[kind] if name in after[kind]]
+        if common:
+            return next((name for name in common if before[kind][name] != after[kind][name]), None)
     return None
 
 
 def remote_mark(url: str, retry: Retry) -> str | None:
-    """Return what changes whenever the file behind a URL does (its ETag or checksum), or None."""
+    """Return the ETag or checksum of the file behind a URL, or None."""
     fs, path = file_system(url, retry)
     return retried(lambda: _mark(fs.info(path)), url, retry)
 
 
 def read_remote(url: str, retry: Retry) -> bytes:
-    """Return all bytes of a small file behind a URL."""
+    """Return the whole content of a small file behind a URL."""
     fs, path = file_system(url, retry)
     return retried(lambda: bytes(fs.cat_file(path)), url, retry)
 
 
-# A file behind a URL as a stream: read range by range, each range again where it fails; no byte twice or never.
+# A file behind a URL as a stream: read range by range, each range retried on failure; every byte exactly once.
 
+# Bytes per request: the most that a failure loses, and what must arrive within `silence_s`.
 _MOST_FETCHED = 4 << 20
-"""Bytes of one request: what is lost where it fails, and what must come within `silence_s`."""
 BUFFER_BYTES = 4 << 20
-_NOT_THAT_ONE = 412
-"""What a server answers that has no file with the ETag that is asked for."""
+_NOT_THAT_ONE = 412  # HTTP status "precondition failed": the file has another ETag
+# Protocols where each range is a request: streams of S3 ask for the size first, those of memory are shared.
 _BY_REQUEST = ("s3://", "s3a://", "memory://")
-"""Where a range is a request by itself; streams of S3 ask for the size first, those of memory are shared."""
 
 
 def open_remote(
     url: str, size: int, retry: Retry, buffer_bytes: int = BUFFER_BYTES, seen: str | None = None
 ) -> BinaryIO:
-    """Open a file behind a URL for reading, seekable where its size is known."""
+    """Open a file behind a URL for reading, seekable if its size is known."""
     fs, path = file_system(url, retry)
     by_request = size >= 0 and url.startswith(_BY_REQUEST)
     kind = _Ranges
@@ -300,7 +293,7 @@ def open_remote(
 
 
 def changed(path: str, size: int, now: str) -> str:
-    """Say that a file isn't the one that was listed."""
+    """Say that a file's size isn't the listed one."""
     return (
         f"{path} has changed since the files were listed: it had {size:,} bytes then, now {now}; "
         "let it be written to the end, and begin again"
@@ -308,7 +301,7 @@ def changed(path: str, size: int, now: str) -> str:
 
 
 def replaced_words(path: str, why: str) -> str:
-    """Say that a file of the same size isn't the one that was listed."""
+    """Say that a file of the listed size was replaced."""
     return (
         f"{path} was replaced or rewritten since the files were listed: {why}; put back what was there and go on "
         "from a saved state, or begin again"
@@ -316,7 +309,7 @@ def replaced_words(path: str, why: str) -> str:
 
 
 class _Ranges:
-    """Ranges of a file, by the stream that its file system gives; whatever fails, the next fetch begins anew."""
+    """Ranges of a file, read from the stream of its file system; after a failure, the next fetch opens a new one."""
 
     def __init__(self, url: str, fs: Any, path: str, size: int, seen: str | None = None) -> None:
         self._url, self._fs, self._path, self.seen = url, fs, path, seen
@@ -326,7 +319,7 @@ class _Ranges:
     def open(self) -> Any:
         """Return the stream, opened if need be."""
         if self._stream is None:
-            # Ranges come at the size that is wanted: read ahead would be fetched twice.
+            # Ranges come in the size that is needed: readahead would be fetched twice.
             stream = self._fs.open(self._path, "rb", cache_type="none", **self._conditions())
             self.check(getattr(stream, "details", None))
             now = getattr(stream, "size", None)
@@ -338,21 +331,21 @@ class _Ranges:
         return self._stream
 
     def _conditions(self) -> dict[str, Any]:
-        """Look at the file of a web server, and return how it is opened: with its ETag alone, or not at all."""
+        """Check the file on a web server; return arguments that open it only if its ETag is unchanged."""
         if self.seen is None or not self._url.startswith("http"):
             return {}
         info = self._fs.info(self._path)
         self.check(info)
-        # Opening would look again to know the size.
+        # Without a size, opening would send the request again.
         asked = {"size": info["size"]} if info.get("size") and info.get("partial", True) else {}
         etag = etag_of(self.seen)
         if etag is None or etag.startswith("W/"):
             return asked
-        # What is passed takes the place of what the file system was made with.
+        # The argument replaces the headers that the file system was created with.
         return {**asked, "headers": {**getattr(self._fs, "kwargs", {}).get("headers", {}), "If-Match": etag}}
 
     def check(self, details: Any) -> None:
-        """Require that the file is the one that was listed, as far as what is said of it tells."""
+        """Raise if the file isn't the one that was listed, as far as the reported properties tell."""
         name = replaced(self.seen, said_of(details)) if isinstance(details, Mapping) else None
         if name is not None:
             raise changed_file_error(
@@ -361,8 +354,8 @@ class _Ranges:
         forget_change(self._url, self.seen)
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop), or fewer but not none where there are any."""
-        # Out of reach while it is used: a fetch that was given up may still go on with the stream.
+        """Return the bytes [start, stop), or fewer, but none only at the end."""
+        # Detached while in use: a fetch that was given up on may still be reading from the stream.
         stream, self._stream = self.open(), None
         if stream.tell() != start:
             if stream.seekable():
@@ -374,12 +367,11 @@ class _Ranges:
         return content
 
     def size_now(self) -> int:
-        """Ask for the file's size; -1 where the server doesn't say."""
+        """Request the file's size; -1 where the server doesn't report it."""
         size = self._fs.info(self._path).get("size")
         return -1 if size is None else int(size)
 
     def close(self) -> None:
-        """Let go of the stream."""
         stream, self._stream = self._stream, None
         if stream is not None:
             with suppress(Exception):
@@ -387,11 +379,13 @@ class _Ranges:
 
 
 class _Requests(_Ranges):
-    """Ranges of a file, each by a request of its own."""
+    """Ranges of a file, one request each."""
 
     def fetch(self, start: int, stop: int) -> bytes:
         content = bytes(self._fs.cat_file(self._path, start=start, end=stop))
-        if self.seen is not None and self._url.startswith("memory://"):  # the one that is asked for nothing
+        if self.seen is not None and self._url.startswith(
+            "memory://"
+        ):  # memory:// has no conditional requests
             info = self._fs.info(self._path)
             if info["size"] == self.size:
                 self.check(info)
@@ -399,7 +393,7 @@ class _Requests(_Ranges):
 
 
 class _Objects(_Ranges):
-    """Ranges of an object of S3, each by a request of its own that names the ETag: no other object answers it."""
+    """Ranges of an S3 object, each requested with the expected ETag, so that no other object is returned."""
 
     def fetch(self, start: int, stop: int) -> bytes:
         from fsspec.asyn import sync
@@ -412,7 +406,7 @@ class _Objects(_Ranges):
             "get_object", **asked, **({} if etag is None else {"IfMatch": _quoted(etag)})
         )
         with closing(given["Body"]) as body:
-            self.check(given)  # some servers don't heed what they are asked
+            self.check(given)  # some servers ignore the condition
             return bytes(sync(self._fs.loop, body.read))
 
 
@@ -421,7 +415,7 @@ def _quoted(etag: str) -> str:
 
 
 def _skip(stream: Any, start: int) -> None:
-    """Read up to a place in a stream that can only be read on."""
+    """Read up to a position in a stream that can't seek."""
     if stream.tell() > start:
         raise io.UnsupportedOperation("the server sends the file from its beginning only")
     while (missing := start - stream.tell()) > 0:
@@ -430,7 +424,7 @@ def _skip(stream: Any, start: int) -> None:
 
 
 class _Remote(io.RawIOBase):
-    """A file whose reads are tried again where they stopped."""
+    """A file whose reads are retried from where they stopped."""
 
     def __init__(self, url: str, ranges: _Ranges, retry: Retry) -> None:
         super().__init__()
@@ -469,12 +463,12 @@ class _Remote(io.RawIOBase):
         return b"".join(pieces)
 
     def _fetch(self, count: int) -> bytes:
-        """Return what comes next, at most `count` bytes; none at the end alone."""
+        """Return the next bytes, at most `count`; b"" only at the end."""
         start, size = self._at, self._size
         if 0 <= size <= start:
             return b""
         stop = start + count if size < 0 else min(start + count, size)
-        # A byte more than there should be tells, without a request more, whether the file has grown.
+        # Requesting one byte more than there should be tells, without another request, whether the file has grown.
         more = int(stop == size)
 
         def fetch() -> bytes:
@@ -499,7 +493,7 @@ class _Remote(io.RawIOBase):
         return content
 
     def _not_that_one(self) -> str:
-        """Say what has become of a file that a server has under another ETag only."""
+        """Describe a file that the server has under another ETag."""
         now = self._ranges.size_now()
         if now not in (-1, self._size):
             return changed(self._url, self._size, f"{now:,}")

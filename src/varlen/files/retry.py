@@ -1,4 +1,4 @@
-"""Calls to a server that may fail for a moment: how often and how long they are tried, and what is worth it."""
+"""Retried calls to servers: how often, how long, and which failures are worth a retry."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from varlen.errors import MissingExtraError, SettingError, SourceError, VarlenEr
 
 Result = TypeVar("Result")
 
-"""Within this, a thread that was started runs."""
+# Of a library's message that an error quotes: some quote everything that they have read.
 _MOST_CHARACTERS = 200
-"""Of what a library says that a sentence repeats: some say all that they have read."""
+# What pip installs, by URL protocol.
 _PACKAGES = {
     "s3": '"varlen[s3]"',
     "s3a": '"varlen[s3]"',
@@ -29,7 +29,6 @@ _PACKAGES = {
     "abfs": "adlfs",
     "az": "adlfs",
 }
-"""What pip installs for the URLs that begin so."""
 _NOTHING_THERE = (None, 404, 410)
 _NO_SUCH_RANGE = 416
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
@@ -43,6 +42,7 @@ _PASSING_CODES = {
     "ThrottlingException",
     "TooManyRequests",
 }
+# By package and name, since none of them need be installed; derived classes count too.
 _PASSING_KINDS = {
     "aiohttp.ClientConnectionError",
     "aiohttp.ClientPayloadError",
@@ -56,7 +56,6 @@ _PASSING_KINDS = {
     "requests.ChunkedEncodingError",
     "requests.Timeout",
 }
-"""By package and name, since none of them need be installed; what is derived from them counts too."""
 _LASTING_KINDS = {"aiohttp.ClientSSLError", "botocore.SSLError", "requests.SSLError"}
 _PASSING_ERRNO = {
     errno.EAGAIN,
@@ -69,29 +68,24 @@ _PASSING_ERRNO = {
     errno.EPIPE,
     errno.ETIMEDOUT,
 }
-_jitter = random.Random()
-"""Of its own: the caller's random numbers stay what they were."""
+_jitter = random.Random()  # own state: the caller's random numbers are unaffected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retry:
-    """How often and how long one read of a remote file is tried.
+    """How often and for how long one read of a remote file is tried.
 
-    Waits double from `first_s` up to `most_s`, each shortened by chance to between half and all of it, so that
-    readers that failed together don't come back together.
+    Delays double from `first_s` to `most_s`, each reduced by a random factor of up to one half, so that readers that
+    fail together don't retry together.
     """
 
-    attempts: int = 8
-    """Tries of one read, the first among them."""
+    attempts: int = 8  # tries of one read, including the first
     first_s: float = 0.5
     most_s: float = 20.0
-    silence_s: float = 30.0
-    """A read that has not been answered in full for so long is given up and tried again."""
-    deadline_s: float = 180.0
-    """Seconds for all tries of one read, waits among them."""
+    silence_s: float = 30.0  # timeout of a single try
+    deadline_s: float = 180.0  # seconds for all tries of one read, including delays
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
         if self.attempts < 1:
             raise SettingError(f"attempts must be at least 1, got {self.attempts:,}")
         for name in ("first_s", "most_s", "silence_s", "deadline_s"):
@@ -99,7 +93,7 @@ class Retry:
                 raise SettingError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
 
     def wait_s(self, failures: int) -> float:
-        """Return how long to wait after so many failures in a row."""
+        """Return the delay after so many consecutive failures."""
         longest = min(self.first_s * 2.0 ** min(failures - 1, 60), self.most_s)
         return longest * (0.5 + _jitter.random() / 2)
 
@@ -107,7 +101,7 @@ class Retry:
 def retried(
     call: Callable[[], Result], url: str, retry: Retry, *, place: str = "", silence_s: float | None = None
 ) -> Result:
-    """Return what a call to a server gives, made again while it fails for reasons that pass."""
+    """Return the result of a call to a server, retried on transient failures."""
     began = time.monotonic()
     most_s = silence_s or retry.silence_s
     attempt = 0
@@ -124,7 +118,7 @@ def retried(
         except Exception as error:
             if not is_passing(error):
                 raise SourceError(_sentence(url, error, place)) from as_os_error(error)
-            # A last try cut off by the deadline says less than the one before.
+            # A last try that the deadline cuts off is less informative than the one before.
             failed = failed if failed and left_s < most_s and isinstance(error, TimeoutError) else error
             wait_s = retry.wait_s(attempt)
             spent_s = time.monotonic() - began
@@ -135,9 +129,9 @@ def retried(
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return what a call gives, or give it up.
+    """Return the result of a call, or raise TimeoutError.
 
-    What is given up goes on by itself until its own library gives it up too: nothing can end a thread.
+    The abandoned call continues in its thread until its own library gives up: threads can't be killed.
     """
     given: list[Result] = []
     raised: list[BaseException] = []
@@ -159,60 +153,60 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, short enough for a sentence; its kind where it says nothing."""
-    said = next(iter(str(error).splitlines()), "").rstrip(". ")
-    return (said if len(said) <= _MOST_CHARACTERS else said[:_MOST_CHARACTERS] + "…") or type(error).__name__
+    """Return the first line of an error's message, shortened for a sentence; its class where it has none."""
+    line = next(iter(str(error).splitlines()), "").rstrip(". ")
+    return (line if len(line) <= _MOST_CHARACTERS else line[:_MOST_CHARACTERS] + "…") or type(error).__name__
 
 
 def missing_package(url: str, error: ImportError) -> MissingExtraError:
-    """Say what to install for a URL."""
+    """Return the error that says what to install for a URL."""
     package = _PACKAGES.get(url.partition("://")[0])
     way_out = f"; run: pip install {package}" if package else ""
     return MissingExtraError(f"{url} can't be opened: {first_line(error)}{way_out}")
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a failure may be gone a moment later: overload, silence, a connection that broke."""
+    """Whether a failure is transient: overload, a timeout, a broken connection."""
     chain = list(_chain(error))
-    for each in chain:  # what the server said goes before what a library makes of it
-        status, code = _answer(each)
+    for link in chain:  # a server's response takes precedence over a library's interpretation of it
+        status, code = _answer(link)
         if code in _PASSING_CODES:
             return True
         if status is not None:
             return status in _PASSING_STATUS
-    for each in chain:
-        kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(each).__mro__}
+    for link in chain:
+        kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(link).__mro__}
         if kinds & _LASTING_KINDS:
             return False
-        if isinstance(each, TimeoutError | ConnectionError) or kinds & _PASSING_KINDS:
+        if isinstance(link, TimeoutError | ConnectionError) or kinds & _PASSING_KINDS:
             return True
-        if isinstance(each, OSError) and each.errno in _PASSING_ERRNO:
+        if isinstance(link, OSError) and link.errno in _PASSING_ERRNO:
             return True
     return False
 
 
 def is_outside(error: BaseException) -> bool:
-    """Whether a failure is one of a disk, a network or a server, and none of what a file holds."""
+    """Whether a failure is one of a disk, a network or a server, and not of the file's content."""
     if is_passing(error):
         return True
     chain = list(_chain(error))
-    if any(_answer(each)[0] is not None for each in chain):
+    if any(_answer(link)[0] is not None for link in chain):
         return True
-    return any(isinstance(each, OSError) and each.errno is not None for each in chain)
+    return any(isinstance(link, OSError) and link.errno is not None for link in chain)
 
 
 def is_nothing_there(error: FileNotFoundError) -> bool:
-    """Whether nothing is there; some libraries call so whatever a server refuses."""
+    """Whether nothing exists; some libraries report any refusal so."""
     return not is_passing(error) and answer_of(error)[0] in _NOTHING_THERE
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
-    """Return the status and the code that a server answered with, or (None, "")."""
+    """Return the status and the code of a server's response, or (None, "")."""
     return next((answer for answer in map(_answer, _chain(error)) if answer[0] is not None), (None, ""))
 
 
 def as_os_error(error: BaseException) -> OSError:
-    """Return a failure as one of reading, which readers tell from faults of what they read."""
+    """Return a failure as an OSError, which readers distinguish from faults in the content."""
     if isinstance(error, OSError):
         return error
     failed = OSError(first_line(error))
@@ -221,7 +215,7 @@ def as_os_error(error: BaseException) -> OSError:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it came from."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -231,7 +225,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _answer(error: BaseException) -> tuple[int | None, str]:
-    """Return the status and the code that a server answered with, as the libraries of clouds keep them."""
+    """Return the status and the code of a server's response, as the cloud libraries store them."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -239,7 +233,7 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
     else:
         status = getattr(response, "status_code", None)
         code = ""
-    # What aiohttp calls `code` of a body that it can't read is no answer of the server's.
+    # aiohttp's `code` of an unreadable body isn't a server's response.
     for name in ("status", "status_code", *(["code"] if type(error).__module__.startswith("gcsfs") else [])):
         status = getattr(error, name, None) if status is None else status
     return (status if isinstance(status, int) and 100 <= status < 600 else None), code
@@ -247,12 +241,12 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
 
 def _sentence(url: str, error: BaseException, place: str) -> str:
     """Say what failed, and what the server said."""
-    said = getattr(error, "strerror", None) or first_line(error)
+    message = getattr(error, "strerror", None) or first_line(error)
     status, code = answer_of(error)
-    if status is not None and str(status) not in said:
-        said = f"{said} (status {status}{f', {code}' if code and not code.isdigit() else ''})"
+    if status is not None and str(status) not in message:
+        message = f"{message} (status {status}{f', {code}' if code and not code.isdigit() else ''})"
     if status == _NO_SUCH_RANGE:
-        said = f"{said}; it has become shorter since it was listed"
+        message = f"{message}; it has become shorter since it was listed"
     if isinstance(error, FileNotFoundError) and status in _NOTHING_THERE:
-        said = f"it is not there (any more); {said}" if said != url else "it is not there (any more)"
-    return f"{url} can't be read{f' at {place}' if place else ''}: {said}"
+        message = f"it is not there (any more); {message}" if message != url else "it is not there (any more)"
+    return f"{url} can't be read{f' at {place}' if place else ''}: {message}"

@@ -1,4 +1,4 @@
-"""Rows of a file, some at a time and column by column; and what is wrong with a row, in one sentence."""
+"""Rows of a file, in batches and by column; and faults of rows, one sentence each."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from varlen.errors import SourceError
 from varlen.files.losses import Losses, total
 from varlen.files.token_tables import flat_values
 
-Column = Any
-"""Values of one column, one a row: a list of Python values or an Arrow array."""
+Column = Any  # values of one column, one per row: a list of Python values or an Arrow array
 
-PRINT = "\0print"
-"""Name of a column that no row can have: of rows that are given while they are read, the hash of all rows to each."""
-MOST_LISTED = 12
-"""Names of columns that a sentence lists before it stops."""
+PRINT = "\0print"  # Column name that no row can have: in served rows, the hash of all rows up to each
+MOST_LISTED = 12  # column names that a sentence lists
+# Advice for bytes in Parquet and Arrow where text is expected.
 READ_AS_TEXT = "where they are UTF-8, read them so: --binary-as-text (binary_as_text=True)"
-"""What to do about bytes of Parquet and Arrow in the place of text."""
 
 _RECORD = Losses(records=1)
 
@@ -28,40 +25,34 @@ _RECORD = Losses(records=1)
 class Fault:
     """A record, a stretch of rows, or the rest of a file, that can't be read."""
 
-    where: str
-    """File and row."""
-    why: str
-    """Goes on from there: "is not valid JSON: ..."."""
-    number: int = 0
-    """Of the row in its file, to list faults in order; 0 where it isn't one row's."""
-    losses: Losses = _RECORD
-    """What it stands for, in the unit of the loss."""
-    raises: str = ""
-    """What the error says where nothing may be skipped; the sentence unless given."""
+    where: str  # file and row
+    why: str  # completes the sentence: "is not valid JSON: ..."
+    number: int = 0  # of the row in its file, to sort faults; 0 where it isn't a single row's
+    losses: Losses = _RECORD  # what is lost, in its unit
+    raises: str = ""  # the error's message where nothing may be skipped; the sentence by default
+    # Whether a disk, network or server failed rather than the file, so that reading again may succeed.
     is_outside: bool = False
-    """Whether not the file is at fault but what it lies on, so that the same read may succeed another time."""
 
     def __str__(self) -> str:
-        """Join both to a sentence."""
         return f"{self.where} {self.why}"
 
     def raised(self) -> SourceError:
-        """Return the error to be raised where nothing may be skipped."""
+        """Return the error to raise where nothing may be skipped."""
         return SourceError(self.raises or str(self))
 
     @property
     def covers(self) -> int:
-        """Rows of the file that it stands for, as far as they are known."""
+        """Rows of the file that are lost, as far as known."""
         return self.losses.num_rows
 
 
 def losses_of(faults: Iterable[Fault]) -> Losses:
-    """Return what faults stand for, together."""
+    """Add up the losses of faults."""
     return total(fault.losses for fault in faults)
 
 
 def zero() -> int:
-    """Return 0, where nothing stands before."""
+    """Return 0."""
     return 0
 
 
@@ -73,27 +64,25 @@ class Rows:
     """
 
     columns: Mapping[str, Column]
+    # Number of each row, from 1, counted from `base`; blank lines count, so that an editor finds the row.
     numbers: Sequence[int]
-    """Number of each row, from 1, counted from `base`; blank lines count, so that an editor finds the row."""
     path: str
-    unit: str = "row"
-    """What is counted: "line", "row", "value", "paragraph"; "" where the file is one row."""
+    unit: str = "row"  # what is counted: "line", "row", "value", "paragraph"; "" where the file is one row
+    # Rows of the file before those that `numbers` count from; called only for messages, since it may read.
     base: Callable[[], int] = zero
-    """Rows of the file before those that `numbers` count from; called for messages alone, since it may read."""
+    # Unreadable rows between these; they have no entry in the columns.
     faults: tuple[Fault, ...] = field(default=())
-    """Rows between these that can't be read; they have no entry in the columns."""
 
     def __len__(self) -> int:
-        """Count the rows that could be read."""
         return len(self.numbers)
 
     def between(self, start: int, stop: int, faults: tuple[Fault, ...]) -> Rows:
-        """Return some of the rows, by index."""
+        """Return a slice of the rows."""
         columns = {name: _some(column, start, stop) for name, column in self.columns.items()}
         return replace(self, columns=columns, numbers=self.numbers[start:stop], faults=faults)
 
     def chosen(self, indexes: Sequence[int]) -> Rows:
-        """Return some of the rows, by index, ascending, without faults."""
+        """Return the rows at ascending indexes, without faults."""
         columns = {
             name: [column[index] for index in indexes]
             if isinstance(column, list)
@@ -104,26 +93,26 @@ class Rows:
 
     @property
     def covers(self) -> int:
-        """Rows of the file that these stand for: those that can't be read too."""
+        """Rows of the file that these stand for, unreadable ones included."""
         return len(self) + sum(fault.covers for fault in self.faults)
 
     def where(self, index: int) -> str:
-        """Name the file and a row's place in it."""
+        """Name the file and a row's position in it."""
         return place(self.path, self.unit, self.base() + self.numbers[index])
 
     def blame(self, wrong: Mapping[int, str]) -> tuple[Fault, ...]:
-        """Return the faults of these rows, those that reading found among them, in the order of the file."""
+        """Return the faults of these rows, those found while reading included, in the order of the file."""
         if not wrong:
             return self.faults
-        found = [
+        faults = [
             Fault(where=self.where(index), why=why, number=self.base() + self.numbers[index])
             for index, why in wrong.items()
         ]
-        return tuple(sorted([*self.faults, *found], key=lambda fault: fault.number))
+        return tuple(sorted([*self.faults, *faults], key=lambda fault: fault.number))
 
 
 def faulty(fault: Fault, names: Sequence[str] = ()) -> Rows:
-    """Return no row but a fault."""
+    """Return no rows, but a fault."""
     return Rows(columns={name: [] for name in names}, numbers=(), path=fault.where, faults=(fault,))
 
 
@@ -138,15 +127,15 @@ def _arrow(indexes: Sequence[int]) -> Any:
 
 
 def place(path: str, unit: str, number: int) -> str:
-    """Name a file and a place in it."""
+    """Name a file and a position in it."""
     return f"{path} {unit} {number:,}" if unit else path
 
 
 def as_list(column: Column, prune: Callable[[Any], Any] | None = None) -> list[Any]:
     """Return a column as the Python values that its type means.
 
-    What Arrow can't turn into one stays as it is, and a cell of JSON type that holds none is `NotJson`; both
-    are to be refused by row.
+    What Arrow can't convert stays as it is, and an invalid cell of JSON type becomes `NotJson`; both are to be
+    reported as faults of their rows.
     """
     if isinstance(column, list):
         return column
@@ -154,22 +143,22 @@ def as_list(column: Column, prune: Callable[[Any], Any] | None = None) -> list[A
         if str(column.type) in _LISTS:
             return _numbers(column)
         values = list(column.to_pylist())
-    except Exception:  # text that isn't UTF-8, dates beyond Python's, keys that stand twice in an object
+    except Exception:  # text that isn't UTF-8, dates beyond Python's, duplicate keys in an object
         values = [_value(value) for value in column]
     return decode_column(column.type, values, prune)
 
 
+# Arrow types of token ids.
 _LISTS = {
     f"{kind}<{name}: int{bits}>"
     for kind in ("list", "large_list")
     for name in ("item", "element")
     for bits in (32, 64)
 }
-"""Arrow types of token ids."""
 
 
 def _numbers(column: Any) -> list[Any]:
-    """Return lists of whole numbers, many times as fast as Arrow makes them one by one."""
+    """Return lists of integers, many times as fast as Arrow's conversion."""
     flat = flat_values(column)
     if flat is None:
         return list(column.to_pylist())
@@ -187,7 +176,7 @@ def _value(value: Any) -> Any:
 
 
 def listed(names: Sequence[str]) -> str:
-    """List names of columns for a sentence, the first twelve of them."""
+    """List column names for a sentence, at most twelve."""
     if not names:
         return "none"
     more = f" and {len(names) - MOST_LISTED:,} more" if len(names) > MOST_LISTED else ""
@@ -195,7 +184,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def json_kind(value: object) -> str:
-    """Name a value's kind in JSON's words."""
+    """Name a value's kind in JSON's terms."""
     kinds: dict[type, str] = {
         dict: "object",
         list: "array",
@@ -210,14 +199,14 @@ def json_kind(value: object) -> str:
 
 
 def found_kind(value: object) -> str:
-    """Name a value's kind, and of bytes how they are read as text."""
+    """Name a value's kind; for bytes, add how to read them as text."""
     return f"bytes; {READ_AS_TEXT}" if isinstance(value, bytes) else json_kind(value)
 
 
-# Cells of Arrow columns as the Python values that their types mean.
+# Decode cells of Arrow columns to the Python values that their types mean.
 #
-# `arrow.json` (`datasets.Json`) holds JSON's values as text, alone or within lists, structs and maps, and a map is an
-# object; `to_pylist` gives the text, and a list of pairs.
+# `arrow.json` (`datasets.Json`) holds JSON as text, alone or within lists, structs and maps, and a map is an object;
+# `to_pylist` gives the text, and a list of pairs.
 
 Decode = Callable[[Any], Any]
 _JSON = "arrow.json"
@@ -225,44 +214,44 @@ _JSON = "arrow.json"
 
 @dataclass(frozen=True, slots=True)
 class NotJson:
-    """A cell of JSON type that holds something else."""
+    """An invalid cell of JSON type."""
 
     said: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """A value whose nulls are its author's, and no keys that other rows have."""
+class _Decoded:
+    """A value whose nulls were written by its author, and whose keys aren't shared with other rows."""
 
     value: Any
 
 
 def refuse(why: str) -> NoReturn:
-    """Say why a row can't be used."""
+    """Raise a SourceError."""
     raise SourceError(why)
 
 
 class _UnreadableError(Exception):
-    """A cell can't be decoded; says why."""
+    """A cell that can't be decoded, and why."""
 
 
 def decode_column(type_: Any, values: list[Any], prune: Decode | None) -> list[Any]:
-    """Return the cells of a column as what its type means."""
+    """Return the cells of a column decoded by its type."""
     decode = _decoder(type_)
     if decode is None:
         return values if prune is None else [prune(value) for value in values]
-    found: list[Any] = []
+    cells: list[Any] = []
     for value in values:
         try:
             cell = decode(value)
-            found.append(_plain(cell if prune is None else prune(cell)))
+            cells.append(_plain(cell if prune is None else prune(cell)))
         except _UnreadableError as error:
-            found.append(NotJson(str(error)))
-    return found
+            cells.append(NotJson(str(error)))
+    return cells
 
 
 def _decoder(type_: Any) -> Decode | None:
-    """Return what decodes the values of a type; None where they are what they mean."""
+    """Return the decoder for the values of a type; None where they need no decoding."""
     import pyarrow as pa
 
     kinds = pa.types
@@ -286,7 +275,7 @@ def _from_json(text: Any) -> Any:
     if text is None:
         return None
     try:
-        return _Said(json.loads(text))
+        return _Decoded(json.loads(text))
     except json.JSONDecodeError as error:
         raise _UnreadableError(
             f"text that is not valid JSON ({error.msg} at position {error.pos:,}), in a column of JSON"
@@ -322,14 +311,14 @@ def _map_decoder(of_keys: Decode | None, of_items: Decode | None) -> Decode:
             raise _UnreadableError("a map whose keys aren't text")
         if len(set(keys)) < len(keys):
             raise _UnreadableError("a map that holds a key twice")
-        return _Said(dict(pairs))
+        return _Decoded(dict(pairs))
 
     return decode
 
 
 def _plain(value: Any) -> Any:
-    """Return a decoded value without marks."""
-    if isinstance(value, _Said):
+    """Unwrap a decoded value."""
+    if isinstance(value, _Decoded):
         return _plain_map(value.value)
     if isinstance(value, dict):
         return {key: _plain(held) for key, held in value.items()}
@@ -337,7 +326,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_map(value: Any) -> Any:
-    """Return what was said; the items of a map may be marked themselves, those of JSON are not."""
-    if isinstance(value, dict) and any(isinstance(held, _Said | dict | list) for held in value.values()):
+    """Unwrap the items of a map, which may be wrapped themselves; those of JSON are not."""
+    if isinstance(value, dict) and any(isinstance(held, _Decoded | dict | list) for held in value.values()):
         return {key: _plain(held) for key, held in value.items()}
     return value

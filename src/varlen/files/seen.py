@@ -1,4 +1,4 @@
-"""What was seen of a local file when it was listed, and whether what stands there now holds the same.
+"""The status of a local file when it was listed, and whether the file there now has the same content.
 
 ==========================  ======================================================================================
 what differs                what is done
@@ -26,35 +26,34 @@ from varlen.errors import SourceError
 BLOCK_BYTES = 1 << 20
 PIECE_BYTES = 64 << 10
 PIECES = 64
-WHOLE_MARK = "sha256:"
-"""What a fingerprint begins with that is of all of a file's bytes."""
+WHOLE_MARK = "sha256:"  # prefix of a fingerprint of all of a file's bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What a file system says of a file."""
+    """A file's status, as far as it identifies the file."""
 
     size: int
     modified_ns: int
     device: int
     inode: int
+    # Inode change time: also changed by a rename, by permissions, and by resetting `modified_ns`.
     changed_ns: int
-    """When its inode was changed: also by a rename, by other permissions, and by setting `modified_ns` back."""
 
     @classmethod
-    def of(cls, said: os.stat_result) -> Seen:
-        """Return what counts of it."""
+    def of(cls, status: os.stat_result) -> Seen:
+        """Return the identifying fields of a status."""
         return cls(
-            size=said.st_size,
-            modified_ns=said.st_mtime_ns,
-            device=said.st_dev,
-            inode=said.st_ino,
-            changed_ns=said.st_ctime_ns,
+            size=status.st_size,
+            modified_ns=status.st_mtime_ns,
+            device=status.st_dev,
+            inode=status.st_ino,
+            changed_ns=status.st_ctime_ns,
         )
 
 
 def whole_digest(stored: BinaryIO) -> str:
-    """Return the SHA-256 of all that a stream gives."""
+    """Return the SHA-256 of a stream."""
     digest = hashlib.sha256()
     while chunk := stored.read(BLOCK_BYTES):
         digest.update(chunk)
@@ -62,7 +61,7 @@ def whole_digest(stored: BinaryIO) -> str:
 
 
 def sampled_digest(stored: BinaryIO, size: int) -> str:
-    """Return size and the SHA-256 of 64 pieces of a stream, or of all of one of up to 4 MB."""
+    """Return the size and the SHA-256 of 64 pieces of a stream, or of all of one of up to 4 MB."""
     digest = hashlib.sha256()
     if size <= PIECES * PIECE_BYTES:
         digest.update(stored.read())
@@ -74,40 +73,39 @@ def sampled_digest(stored: BinaryIO, size: int) -> str:
 
 
 def is_of_all(print_: str, size: int) -> bool:
-    """Whether a fingerprint is of all bytes of a file."""
+    """Whether a fingerprint covers all bytes of a file."""
     return print_.startswith(WHOLE_MARK) or size <= PIECES * PIECE_BYTES
 
 
-_replaced: dict[tuple[str, object], str] = {}
-"""By path and what was seen first: what was said of a file that isn't that one any more."""
+_replaced: dict[tuple[str, object], str] = {}  # errors raised for replaced files, by path and listed status
 
 
-def changed_file_error(place: str, seen: object, said: str) -> SourceError:
+def changed_file_error(place: str, seen: object, message: str) -> SourceError:
     """Return the error for a changed file, and remember it, so that `on_error="skip"` can't skip it."""
-    _replaced[place, seen] = said
-    return SourceError(said)
+    _replaced[place, seen] = message
+    return SourceError(message)
 
 
 def forget_change(place: str, seen: object) -> None:
-    """Forget what was said of a file: it is the one that was listed, again."""
+    """Forget the error of a file that is the listed one again."""
     _replaced.pop((place, seen), None)
 
 
 def check_unchanged(place: str, seen: object) -> None:
-    """Require that nobody has found another file in the place of one, whatever became of that error."""
-    if (said := _replaced.get((place, seen))) is not None:
-        raise SourceError(said)
+    """Raise if the file was found to be replaced, even if that error was suppressed."""
+    if (message := _replaced.get((place, seen))) is not None:
+        raise SourceError(message)
 
 
 _lock = threading.Lock()
+# The last status shown to have the same content, by path and listed status.
 _shown: dict[tuple[str, Seen], Seen] = {}
-"""By path and what was seen first: what was last shown to hold the same."""
 
 
 def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:
-    """Say in what a file isn't what it was; None where it is, or is shown to hold the same.
+    """Say how a file differs from the listed one; None where it has the same content.
 
-    Cost: where the two differ, and a fingerprint is known, reading the file once, or 4 MB of a large one.
+    Cost: if the status differs and a fingerprint is known, reads the file once, or 4 MB of a large one.
     """
     if now == was:
         return None
@@ -116,20 +114,20 @@ def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int
             return None
         is_retimed = now.modified_ns != was.modified_ns
         if print_ is None:
-            said = (
+            reason = (
                 "its time of change is another, and its content wasn't compared before"
                 if is_retimed
                 else None
             )
         else:
-            said = _differs(opened, now, print_, is_retimed=is_retimed)
-        if said is None:
+            reason = _differs(opened, now, print_, is_retimed=is_retimed)
+        if reason is None:
             _shown[place, was] = now
-        return said
+        return reason
 
 
 class _Again(io.RawIOBase):
-    """What stands in an open file, read from its beginning without moving whoever reads it."""
+    """An open file, read from its beginning without moving its position."""
 
     def __init__(self, opened: int) -> None:
         self._opened, self._at = opened, 0
@@ -154,11 +152,11 @@ class _Again(io.RawIOBase):
 def _differs(opened: int, now: Seen, print_: str, *, is_retimed: bool) -> str | None:
     """Compare a file's content with a fingerprint."""
     with io.BufferedReader(_Again(opened), BLOCK_BYTES) as file:
-        found = whole_digest(file) if print_.startswith(WHOLE_MARK) else sampled_digest(file, now.size)
+        current = whole_digest(file) if print_.startswith(WHOLE_MARK) else sampled_digest(file, now.size)
     after = os.fstat(opened)
     if (after.st_size, after.st_mtime_ns) != (now.size, now.modified_ns):
         return "it is being written"
-    if found != print_:
+    if current != print_:
         return "its content is another"
     if is_retimed and not is_of_all(print_, now.size):
         return (

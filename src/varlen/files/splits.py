@@ -52,12 +52,10 @@ _SHARD = re.compile(r"(?:(?P<root>.*)/)?data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]
 _NOTHING_ELSE = re.compile(rf"(?:{'|'.join(_SPLIT_OF_WORD)})(?:[-._ 0-9]|of|part|shard)*\.txt(?:\.\w+)?")
 _SHOWN = 6
 
-ALL = "all"
-"""In place of a split's name: everything that a folder holds."""
+ALL = "all"  # instead of a split's name: everything in a folder
 Rule = Literal["shards", "folder", "file", "both"]
 _RULES: tuple[Rule, ...] = ("shards", "folder", "file", "both")
-Groups = dict[str, list[str]]
-"""Names of files by split, in the order in which they are listed."""
+Groups = dict[str, list[str]]  # file names by split, in listing order
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,29 +65,27 @@ class Root:
     by_rule: dict[Rule, Groups] = field(default_factory=dict)
 
     def add(self, rule: Rule, split: str, name: str) -> None:
-        """Note that a file belongs to a split."""
+        """Assign a file to a split."""
         names = self.by_rule.setdefault(rule, {}).setdefault(split, [])
         if not names or names[-1] != name:
             names.append(name)
 
     def groups(self, wanted: str | None) -> Groups | None:
-        """Return the files of each split by the first rule that gives what is wanted; None where none does."""
+        """Return the files of each split by the first rule that gives the wanted one; None where none does."""
         for rule in _RULES:
-            found = self.by_rule.get(rule, {})
-            if wanted in found if wanted is not None else ("train" in found and len(found) > 1):
-                return dict(found)
+            by_split = self.by_rule.get(rule, {})
+            if wanted in by_split if wanted is not None else ("train" in by_split and len(by_split) > 1):
+                return dict(by_split)
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Which files of a folder are taken, and the split of each other one."""
+    """The files of a folder that are read, and why others aren't."""
 
     taken: frozenset[str]
-    left_out: Mapping[str, str]
-    """Why, by name: "split test", "no split"."""
-    split: str | None = None
-    """That was taken, where there were others."""
+    left_out: Mapping[str, str]  # reason by name: "split test", "no split"
+    split: str | None = None  # the one chosen, where there were others
 
 
 def canonical(split: str) -> str:
@@ -98,15 +94,15 @@ def canonical(split: str) -> str:
 
 
 def of_word(name: str, *, is_folder: bool) -> list[str]:
-    """Return the splits whose words stand in the name of a file or folder, apart from the rest."""
+    """Return the splits whose words occur in the name of a file or folder, delimited."""
     parts = _PARTS.split(name)
     if not is_folder:
-        parts = parts[:-1]  # what follows the last of the separators has none behind it
+        parts = parts[:-1]  # the part after the last delimiter has none after it
     return [split for split, words in WORDS.items() if any(word in parts for word in words)]
 
 
 def choose(names: Sequence[str], every: Iterable[str], wanted: str | None, folder: str) -> Choice:
-    """Choose the files of a split, of those that a folder holds."""
+    """Choose the files of a split among those of a folder."""
     if wanted == ALL or not names:
         return Choice(taken=frozenset(names), left_out={})
     split = None if wanted is None else canonical(wanted)
@@ -122,13 +118,13 @@ def choose(names: Sequence[str], every: Iterable[str], wanted: str | None, folde
             _refuse_without_train(roots[root].by_rule.get("shards", {}), folder)
     if not governed and split is not None:
         rules = [groups for root in roots.values() for groups in root.by_rule.values()]
-        known = {one: files for groups in rules for one, files in groups.items()}
+        known = {split_name: files for groups in rules for split_name, files in groups.items()}
         raise SourceError(no_such_split(wanted or "", known, folder))
     return _chosen(names, governed, wanted)
 
 
 def among(groups: Groups, names: Sequence[str], wanted: str | None, folder: str, rest: str) -> Choice:
-    """Choose the files of a split, where a description says which files each split has."""
+    """Choose the files of a split where metadata lists each split's files."""
     if wanted == ALL:
         return Choice(taken=frozenset(names), left_out={})
     if wanted is not None:
@@ -149,7 +145,7 @@ def among(groups: Groups, names: Sequence[str], wanted: str | None, folder: str,
 
 
 def no_such_split(wanted: str, groups: Mapping[str, Sequence[str]], folder: str) -> str:
-    """Say that there is no such split, and which there are."""
+    """Say that a split doesn't exist, and which do."""
     if not groups:
         return (
             f"{folder} names no splits, so there is no split {wanted} to take; leave --split (split=) out, or name "
@@ -159,7 +155,7 @@ def no_such_split(wanted: str, groups: Mapping[str, Sequence[str]], folder: str)
 
 
 def _refuse_without_train(groups: Mapping[str, Sequence[str]], folder: str) -> None:
-    """Refuse splits of which none is called `train`, though one is for training and another isn't."""
+    """Raise if no split is called `train`, though one is for training and another isn't."""
     families = {split for name in groups for split in of_word(name, is_folder=True)}
     if "train" in groups or not ("train" in families and len(families) > 1):
         return
@@ -206,7 +202,7 @@ def _roots(names: Sequence[str], every: Iterable[str]) -> dict[str, Root]:
 
 
 def _folders(name: str) -> list[str]:
-    """Return the folders that a file lies in, outermost first, but for the one that the user named."""
+    """Return the folders that contain a file, outermost first, without the one that the user named."""
     parts = name.split("/")[:-1]
     return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
 
@@ -216,7 +212,7 @@ def _is_below(folder: str, outer: str) -> bool:
 
 
 def _chosen(names: Sequence[str], governed: Sequence[tuple[str, Groups]], wanted: str | None) -> Choice:
-    """Return which files are taken, where some folders hold several splits."""
+    """Choose among files below folders with several splits."""
     keys = {"train"} if wanted is None else {wanted, canonical(wanted)}
     splits_of: list[dict[str, list[str]]] = []
     for _, groups in governed:
@@ -228,7 +224,7 @@ def _chosen(names: Sequence[str], governed: Sequence[tuple[str, Groups]], wanted
     taken: set[str] = set()
     left_out: dict[str, str] = {}
     for name in names:
-        # The outermost root that knows a file decides.
+        # The outermost root with a rule for a file decides.
         splits = next((of[name] for of in splits_of if name in of), None)
         if splits is not None and not keys.isdisjoint(splits):
             taken.add(name)
@@ -238,7 +234,6 @@ def _chosen(names: Sequence[str], governed: Sequence[tuple[str, Groups]], wanted
             taken.add(name)
         else:
             left_out[name] = "no split"
-    known = [
-        one for one in (wanted, canonical(wanted or "train")) if any(one in groups for _, groups in governed)
-    ]
-    return Choice(taken=frozenset(taken), left_out=left_out, split=known[0] if known and left_out else None)
+    spellings = (wanted, canonical(wanted or "train"))
+    chosen = next((s for s in spellings if any(s in groups for _, groups in governed)), None)
+    return Choice(taken=frozenset(taken), left_out=left_out, split=chosen if left_out else None)

@@ -1,4 +1,4 @@
-"""Write tables of token lists to Parquet and Arrow files, in row groups that can be read by themselves."""
+"""Write tables of token lists to Parquet and Arrow files, in row groups that can be read independently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from varlen.types import IntArray
 def write_table(
     columns: Mapping[str, Any], path: Path, kind: Literal["parquet", "arrow"], group_rows: int
 ) -> None:
-    """Write columns to a file."""
+    """Write columns to a Parquet or Arrow file."""
     import pyarrow as pa
 
     table = pa.table(dict(columns))
@@ -25,7 +25,7 @@ def write_table(
         return
     import pyarrow.parquet as pq
 
-    # Bytes of ids of the same rank lie together: as small as with a dictionary, in half the time.
+    # Byte-stream split: as small as with a dictionary, in half the time.
     split = [f"{name}.list.element" for name in table.column_names]
     pq.write_table(
         table,
@@ -38,10 +38,10 @@ def write_table(
     )
 
 
-# Arrow lists over NumPy's memory, and NumPy arrays over Arrow's: values that lie end to end aren't copied.
+# Arrow lists over NumPy's memory, and NumPy arrays over Arrow's, without copying contiguous values.
 #
-# Arrow's own ways (`pyarrow.array`, `Array.to_numpy`) import pandas wherever it is installed, which takes longer than
-# many a set takes to be packed. Buffers say the same.
+# Arrow's own conversions (`pyarrow.array`, `Array.to_numpy`) import pandas where it is installed, which takes longer
+# than packing many a data set. Buffers avoid that.
 
 
 def list_column(values: npt.NDArray[Any], offsets: IntArray) -> Any:
@@ -81,8 +81,7 @@ def flat_values(column: Any) -> tuple[npt.NDArray[Any], IntArray] | None:
     return _numpy(values), offsets.astype(np.int64) - start
 
 
-_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
-"""What Arrow calls them."""
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # Arrow's names of NumPy's types
 
 
 def _dtype(kind: Any) -> np.dtype[Any]:
@@ -90,7 +89,7 @@ def _dtype(kind: Any) -> np.dtype[Any]:
 
 
 def _numpy(values: Any) -> npt.NDArray[Any]:
-    """Return numbers without nulls as they lie; read-only."""
+    """Return numbers without nulls as a read-only view."""
     dtype = _dtype(values.type)
     data = values.buffers()[1]
     if not len(values) or data is None:

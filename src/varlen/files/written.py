@@ -1,8 +1,8 @@
-"""What varlen itself wrote in a folder: finished results by their manifest, unfinished ones by their names.
+"""What varlen wrote in a folder: finished results, recognized by their manifest, and unfinished ones, by their names.
 
 Readers of Parquet and Arrow folders (pyarrow, pandas, `load_dataset`, Ray, Spark) take every file of a folder for
-rows unless its name begins with a dot, so what lies beside packed rows has such a name. A token store is read by
-varlen alone, and keeps names that `cp STORE/*` takes along. Version 0.1.0 gave packed sets the names of stores.
+rows unless its name begins with a dot, so the other files beside packed rows have such names. A token store is read
+by varlen only, and keeps names that `cp STORE/*` copies. Version 0.1.0 gave packed sets the names of stores.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from typing import Any
 from varlen.errors import SourceError
 from varlen.regular import MOST_JSON_BYTES, open_regular, require_regular
 
+# Suffix of an unfinished result's name, and its subfolder of files that aren't part of the result.
 PARTIAL, WORK = ".partial", ".work"
-"""What the name of an unfinished result ends with, and the folder in it that isn't part of the result."""
+# In the work folder: held while a run works, and how many parts the token store will have.
 LOCK, PLAN = "lock", "plan.json"
-"""In that folder: held while a run works, and how many parts of a token store there will be."""
+# Written last: of token stores, and beside packed rows.
 MANIFEST, MANIFEST_OF_ROWS = "manifest.json", ".manifest.json"
-"""What is written last: of token stores, and beside packed rows."""
 MANIFESTS = (MANIFEST_OF_ROWS, MANIFEST)
+# Skipped records, one per line: of a shard of a token store, and beside packed rows.
 SKIPPED, SKIPPED_OF_ROWS = "skipped.log", ".skipped.log"
-"""Records that were left out, one a line: of a shard of a token store, and beside packed rows."""
 _HEAD_BYTES = 64
-_SEAL = "checksum"
-"""Of all else in a manifest; version 0.1.0 wrote none."""
+_SEAL = "checksum"  # of the rest of a manifest; version 0.1.0 wrote none
+# Keys that every manifest of packed rows has.
 _OF_ROWS = ("settings", "source", "num_packs", "ledger", "packs_without_target", "parts")
-"""What a manifest of packed rows has, at least."""
 _KINDS = {
     "packed": "a packed set",
     "tokens": "a token store",
@@ -39,24 +38,24 @@ _KINDS = {
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a folder that varlen wrote, or None where it is something else, however large."""
-    found = _found(folder)
-    return None if found is None else found[1]
+    """Return the manifest of a folder that varlen wrote; None for any other folder."""
+    located = _located(folder)
+    return None if located is None else located[1]
 
 
 def manifest_name(folder: Path) -> str:
-    """Return the name of the manifest of a packed set, which this version or 0.1.0 wrote."""
-    found = _found(folder)
-    return MANIFEST_OF_ROWS if found is None else found[0].name
+    """Return the name of a packed set's manifest, as written by this version or 0.1.0."""
+    located = _located(folder)
+    return MANIFEST_OF_ROWS if located is None else located[0].name
 
 
 def skipped_path(folder: Path) -> Path:
-    """Return where the records are listed that were left out of a packed set, by this version or 0.1.0."""
+    """Return the path of a packed set's list of skipped records, as written by this version or 0.1.0."""
     path = folder / SKIPPED_OF_ROWS
     return path if path.exists() or not (folder / SKIPPED).exists() else folder / SKIPPED
 
 
-def _found(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def _located(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     for name in MANIFESTS:
         try:
             with open(folder / name, "rb", opener=open_regular) as file:
@@ -75,39 +74,41 @@ def _found(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def check_parts(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Require that the files of a packed set are those that its manifest lists, by name and size."""
+    """Raise unless the files of a packed set match its manifest by name and size."""
     missing = [name for name in _OF_ROWS if name not in manifest]
     if len(missing) < len(_OF_ROWS) and missing:
         raise SourceError(f"{folder} has a damaged manifest: `{missing[0]}` is missing; pack the data again")
     parts = manifest.get("parts", [])
     if not isinstance(parts, list) or not all(
-        isinstance(one, dict) and isinstance(one.get("name"), str) and Path(one["name"]).name == one["name"]
-        for one in parts
+        isinstance(part, dict)
+        and isinstance(part.get("name"), str)
+        and Path(part["name"]).name == part["name"]
+        for part in parts
     ):
         raise SourceError(f"{folder} has a damaged manifest: it lists no parts; pack the data again")
-    for one in parts:
+    for part in parts:
         try:
-            said = (folder / one["name"]).stat()
-            require_regular(said.st_mode)
+            status = (folder / part["name"]).stat()
+            require_regular(status.st_mode)
         except OSError as error:
             raise SourceError(
-                f"{folder} lists {len(parts):,} parts, of which {one['name']} can't be read "
+                f"{folder} lists {len(parts):,} parts, of which {part['name']} can't be read "
                 f"({error.strerror or error}); copy the whole folder again, or pack the data again"
             ) from error
-        if one.get("num_bytes") not in (None, 0, said.st_size):
+        if part.get("num_bytes") not in (None, 0, status.st_size):
             raise SourceError(
-                f"{folder / one['name']} has {said.st_size:,} bytes, and {one['num_bytes']} were written; copy it "
-                "again, or pack the data again"
+                f"{folder / part['name']} has {status.st_size:,} bytes, and {part['num_bytes']} were written; "
+                "copy it again, or pack the data again"
             )
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest as it is written: with a checksum of its own."""
+    """Return a manifest with its checksum."""
     return {**manifest, _SEAL: _seal_of(manifest)}
 
 
 def is_sealed(manifest: Mapping[str, Any]) -> bool:
-    """Whether what was written is as it was; without a checksum, as version 0.1.0 wrote it, nobody knows."""
+    """Whether a manifest matches its checksum; True without one, as in version 0.1.0."""
     return _SEAL not in manifest or manifest[_SEAL] == _seal_of(manifest)
 
 
@@ -117,13 +118,13 @@ def _seal_of(manifest: Mapping[str, Any]) -> str:
 
 
 def is_beside_results(path: Path) -> bool:
-    """Return whether a file lies beside the rows of a result of varlen's, and holds none."""
+    """Whether a file lies beside the rows of a result of varlen's, and holds none itself."""
     names = (*MANIFESTS, SKIPPED, SKIPPED_OF_ROWS)
     return path.name in names and read_manifest(path.parent) is not None
 
 
 def what_varlen_wrote(folder: Path) -> str | None:
-    """Return what a folder is in words, if varlen wrote it, and else None."""
+    """Describe a folder that varlen wrote; None for any other."""
     manifest = read_manifest(folder)
     if manifest is not None:
         return _KINDS.get(str(manifest.get("kind")), "a result")
@@ -131,13 +132,13 @@ def what_varlen_wrote(folder: Path) -> str | None:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether a folder holds what a run has not finished."""
+    """Whether a folder holds an unfinished result."""
     named = folder.resolve().name  # "." has no name of its own
     return named.endswith(PARTIAL) and (folder / WORK).is_dir() and read_manifest(folder) is None
 
 
 def split_documents(folder: Path) -> int:
-    """Return how many documents were cut into pieces in a packed set; 0 where there is none."""
+    """Return how many documents of a packed set were split; 0 for other folders."""
     manifest = read_manifest(folder) or {}
     ledger = manifest.get("ledger")
     count = ledger.get("split_documents") if isinstance(ledger, dict) else 0

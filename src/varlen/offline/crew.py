@@ -1,7 +1,7 @@
-"""Run tasks side by side: in this process, over fresh processes of this machine, or over a Ray cluster.
+"""Run tasks concurrently: in this process, in fresh processes of this machine, or on a Ray cluster.
 
-Every task is a plain function of (what all share, its own arguments), and what it writes depends on those alone, so
-that the bytes are the same whoever runs it and however many there are.
+Every task is a function of (shared arguments, its own arguments), and its output depends only on these, so that the
+bytes are the same with any number of processes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crew:
-    """Who runs tasks."""
+    """Where tasks run."""
 
-    processes: int = 1
-    """Processes on this machine; 1: this one."""
+    processes: int = 1  # on this machine; 1: this one
+    # On the Ray cluster at RAY_ADDRESS, or a local one. Its machines must share the folders of the data, of the
+    # output and of the tokens.
     ray: bool = False
-    """Over the Ray cluster that RAY_ADDRESS names, or one on this machine. Its machines must share the folders of the
-    data, of the output and of the tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse a crew of nobody."""
         if self.processes < 1:
             raise SettingError(f"processes must be at least 1, got {self.processes}")
 
     @contextmanager
     def hired(self) -> Iterator[Team]:
-        """Give those who run tasks; the processes stay for all the work in between."""
+        """Start processes for the duration of the context."""
         workers = Workers(self.processes) if self.processes > 1 and not self.ray else None
         try:
             yield Team(self, workers)
@@ -50,24 +48,24 @@ class Crew:
     def run(
         self, function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]
     ) -> Iterator[Result]:
-        """Hire, run all tasks as `Team.run` does, and let go."""
+        """Run all tasks as `Team.run` does, with processes of their own."""
         with self.hired() as team:
             yield from team.run(function, shared, tasks)
 
 
 class Team:
-    """A crew at work."""
+    """Running processes of a crew."""
 
     def __init__(self, crew: Crew, workers: Workers | None) -> None:
         self._crew, self._workers = crew, workers
 
     def start(self) -> None:
-        """Start all processes now: there will be work for them."""
+        """Start all processes in advance."""
         if self._workers is not None:
             self._workers.start()
 
     def is_here(self, *, is_one: bool) -> bool:
-        """Return whether this process does the tasks itself; `is_one` as in `run`."""
+        """Whether this process runs the tasks itself; `is_one` as in `run`."""
         return not self._crew.ray and (self._workers is None or is_one)
 
     def run(
@@ -78,7 +76,7 @@ class Team:
         *,
         is_one: bool = False,
     ) -> Iterator[Result]:
-        """Yield the results of all tasks as they are done, in any order."""
+        """Yield the results of all tasks as they complete, in any order; `is_one`: there is a single task."""
         if self._crew.ray:
             return over_ray(function, shared, tasks)
         if self._workers is not None and not is_one:
@@ -86,11 +84,11 @@ class Team:
         return (function(shared, task) for task in tasks)
 
 
-# Run tasks over a Ray cluster: the one that RAY_ADDRESS names, or one on this machine.
+# Ray: the cluster at RAY_ADDRESS, or a local one.
 
 
 def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]) -> Iterator[Result]:
-    """Yield the results of all tasks as they are done, in any order."""
+    """Yield the results of all tasks as they complete, in any order."""
     ray = _connected()
     handed = ray.put((Path.cwd(), function, shared))
     remote = ray.remote(_task)
@@ -107,8 +105,10 @@ def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterabl
             try:
                 is_done, value = ray.get(done[0])
             except ray.exceptions.RayError as error:
-                said = str(error).strip().rpartition("\n")[2]
-                raise WorkerDiedError(f"Ray lost a part ({type(error).__name__}: {said}); {KEPT}") from error
+                reason = str(error).strip().rpartition("\n")[2]
+                raise WorkerDiedError(
+                    f"Ray lost a part ({type(error).__name__}: {reason}); {KEPT}"
+                ) from error
             if not is_done:
                 raise value
             yield value
@@ -118,7 +118,7 @@ def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterabl
 
 
 def _connected() -> Any:
-    """Return Ray, connected to the cluster of RAY_ADDRESS, or to one that it starts here."""
+    """Return Ray, connected to the cluster at RAY_ADDRESS, or to one that it starts here."""
     try:
         import ray
     except ImportError as error:
@@ -126,26 +126,24 @@ def _connected() -> Any:
             '--ray takes Ray, not installed here; run: pip install "varlen[ray]"'
         ) from error
     if not ray.is_initialized():
-        os.environ.setdefault(
-            "RAY_USAGE_STATS_ENABLED", "0"
-        )  # nobody asked for this call to be told to others
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # don't report usage to Ray's developers
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = os.environ.get("RAY_ADDRESS", "this machine")
-            said = str(error).strip().partition("\n")[0]
+            reason = str(error).strip().partition("\n")[0]
             raise SettingError(
-                f"no Ray cluster at {where} ({said}); set RAY_ADDRESS to one, or leave --ray out"
+                f"no Ray cluster at {where} ({reason}); set RAY_ADDRESS to one, or leave --ray out"
             ) from error
     return ray
 
 
 def _task(handed: Any, task: Any) -> tuple[bool, Any]:
-    """Run a task on a machine of a cluster: one processor is what it was given."""
+    """Run a task on a cluster's machine, with one processor."""
     folder, function, shared = handed
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        os.chdir(folder)  # what paths are relative to
+        os.chdir(folder)  # paths are relative to it
     except OSError:
         return False, SettingError(
             f"{folder} isn't there on {platform.node()}; over Ray, all machines must share the folders of the data "

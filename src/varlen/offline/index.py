@@ -1,4 +1,4 @@
-"""Tokenize a source into a token store: part by part, in parallel, resumable, atomic; and let a store grow."""
+"""Tokenize a source into a token store: in parts, concurrently, resumable and atomic; and add files to a store."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ PART_BYTES = 64 << 20
 
 
 def quiet(done: int, total: int, text: str) -> None:
-    """Take note of no progress."""
+    """Ignore progress."""
 
 
 def source_marks(source: Source) -> dict[str, Any]:
     """Return what identifies a source: its files by name, size and content, and how they become tokens.
 
-    Beside that stands what of its folders isn't read, which decides nothing.
+    Also includes what is left out of its folders, which isn't part of the identity.
     """
     with ThreadPoolExecutor(max_workers=4) as pool:
         marks = list(pool.map(fingerprint, source.files))
@@ -58,7 +58,7 @@ def source_marks(source: Source) -> dict[str, Any]:
         {"name": file.name, "size": file.size, "fingerprint": mark} for file, mark in zip(source.files, marks)
     ]
     encoding, mark = source.encoding, source.made_by()
-    unread = {"left_out": [asdict(one) for one in source.left_out], "taken": list(source.taken)}
+    unread = {"left_out": [asdict(group) for group in source.left_out], "taken": list(source.taken)}
     return {
         **({name: json.loads(json.dumps(value)) for name, value in unread.items() if value}),
         "files": files,
@@ -81,10 +81,10 @@ def index_source(
     marks: dict[str, Any] | None = None,
     on_progress: OnProgress = quiet,
 ) -> tuple[TokenStore, bool]:
-    """Tokenize a source into a token store; returns the store, and whether an earlier run had finished it.
+    """Tokenize a source into a token store; return the store, and whether an earlier run had finished it.
 
-    The bytes depend on the data, how it becomes tokens and varlen's version, not on who does the work or how often it
-    was interrupted.
+    The bytes depend on the data, the tokenization and varlen's version, but not on the number of processes or
+    interruptions.
     """
     folder = folder.resolve() if folder.is_symlink() else folder
     check_places(source.files, folder)
@@ -97,7 +97,7 @@ def index_source(
 
 
 def look_at(source: Source, output: Path, team: Team, on_progress: OnProgress) -> dict[str, Any]:
-    """Return what identifies a source, while processes start if there will be work for them."""
+    """Return what identifies a source, starting processes meanwhile if there will be work for them."""
     on_progress(0, 1, "looking at the files")
     if not output.exists() and sum(file.size for file in source.files) > PART_BYTES:
         team.start()
@@ -113,58 +113,58 @@ def build_store(
     on_progress: OnProgress,
     overwrite: bool = False,
 ) -> TokenStore:
-    """Tokenize a source into a store, or return the finished store that is there already.
+    """Tokenize a source into a store, or return the existing finished store.
 
-    A store that was made of some of these files, in the same way, keeps what it holds and is given the others.
+    A store made from some of these files in the same way is kept, and the other files are added to it.
     """
-    there = read_manifest(folder)
-    source, marks = in_stored_order(source, marks, there)
-    grown = stages_before(there, marks)
+    existing = read_manifest(folder)
+    source, marks = in_stored_order(source, marks, existing)
+    grown = stages_before(existing, marks)
     print_ = fingerprint_of_marks(marks, grown)
-    if there is not None and there.get("fingerprint") == print_:
+    if existing is not None and existing.get("fingerprint") == print_:
         tidy(folder)
         return open_store(folder)
-    if overwrite or there is None or not grown or len(marks["files"]) == len(there["source"]["files"]):
+    if overwrite or existing is None or not grown or len(marks["files"]) == len(existing["source"]["files"]):
         if not overwrite:
-            check_tokenizer(folder, there, marks)
-        there, grown, print_ = None, [], fingerprint_of_marks(marks)
+            check_tokenizer(folder, existing, marks)
+        existing, grown, print_ = None, [], fingerprint_of_marks(marks)
         check_output(folder, overwrite=overwrite)
     with working_folder(folder, print_) as partial:
-        if there is not None:
-            take_back(partial, folder, there)
+        if existing is not None:
+            take_back(partial, folder, existing)
         first = grown[-1]["parts"] if grown else 0
         source = replace(source, files=source.files[grown[-1]["files"] :]) if grown else source
         plan = _Plan(partial, print_, first, {name: marks[name] for name in TOLD if name in marks})
         listed, num_parts = _index_parts(source, plan, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
-            said = _nothing(source, listed, partial)
-            remove_unfinished(partial)  # nobody resumes this
-            raise SourceError(said)
-        every = [*(there["shards"] if there is not None else []), *listed]
+            message = _nothing(source, listed, partial)
+            remove_unfinished(partial)  # nothing to resume
+            raise SourceError(message)
+        all_shards = [*(existing["shards"] if existing is not None else []), *listed]
         manifest = {
             "varlen": __version__,
             "kind": "tokens",
-            "format": format_of(every),
+            "format": format_of(all_shards),
             "fingerprint": print_,
             "source": marks,
             "num_parts": num_parts,
-            "num_documents": sum(shard["num_documents"] for shard in every),
-            "num_tokens": sum(shard["num_tokens"] for shard in every),
-            "num_targets": sum(shard["num_targets"] for shard in every),
-            "num_skipped": sum(shard["num_skipped"] for shard in every),
-            "losses": total(map(stored, every)).to_json(),
-            "shards": every,
+            "num_documents": sum(shard["num_documents"] for shard in all_shards),
+            "num_tokens": sum(shard["num_tokens"] for shard in all_shards),
+            "num_targets": sum(shard["num_targets"] for shard in all_shards),
+            "num_skipped": sum(shard["num_skipped"] for shard in all_shards),
+            "losses": total(map(stored, all_shards)).to_json(),
+            "shards": all_shards,
         }
-        if there is None:
+        if existing is None:
             finish(partial, folder, manifest, MANIFEST)
         else:
             append(partial, folder, [shard["name"] for shard in listed], {**manifest, "grown": grown})
     return open_store(folder)
 
 
-def check_tokenizer(folder: Path, there: dict[str, Any] | None, marks: dict[str, Any]) -> None:
-    """Refuse by name to replace what another tokenizer made."""
-    was, now = made_by(there), mark_in(marks.get("tokenizer"))
+def check_tokenizer(folder: Path, existing: dict[str, Any] | None, marks: dict[str, Any]) -> None:
+    """Raise if a store was made by another tokenizer, naming both."""
+    was, now = made_by(existing), mark_in(marks.get("tokenizer"))
     if was is not None and now is not None and was.is_same(now) is False:
         raise SettingError(
             f"{folder} holds a set made from other data or settings: of tokens of the tokenizer {was.words}, and "
@@ -173,22 +173,18 @@ def check_tokenizer(folder: Path, there: dict[str, Any] | None, marks: dict[str,
 
 
 class _Plan(NamedTuple):
-    """What is told of a store before its parts are there."""
+    """Metadata of a store, available before its parts are."""
 
-    partial: Path
-    """Where shards go."""
-    fingerprint: str
-    """Of the store."""
-    first: int
-    """Number of the first part that is new."""
-    source: dict[str, Any]
-    """Marks of what is read that are told."""
+    partial: Path  # the folder that shards are written to
+    fingerprint: str  # of the store
+    first: int  # number of the first new part
+    source: dict[str, Any]  # marks of the source that readers of an unfinished store need
 
 
 def _index_parts(
     source: Source, plan: _Plan, team: Team, on_progress: OnProgress
 ) -> tuple[list[dict[str, Any]], int]:
-    """Tokenize all parts of a source; returns their shards, and how many parts the store has with them."""
+    """Tokenize all parts of a source; return their shards, and the store's total number of parts."""
     parts = source.parts(PART_BYTES)
     partial, first = plan.partial, plan.first
     write_plan(partial, plan.fingerprint, first + len(parts), plan.source)
@@ -196,8 +192,10 @@ def _index_parts(
     is_one = len(parts) == 1
     reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
     shards: dict[int, list[dict[str, Any]]] = {}
-    for number, found in team.run(index_part, (reading, partial), enumerate(parts, first), is_one=is_one):
-        shards[number] = found
+    for number, shards_of_part in team.run(
+        index_part, (reading, partial), enumerate(parts, first), is_one=is_one
+    ):
+        shards[number] = shards_of_part
         watch.finish(number - first)
     return [shard for number in sorted(shards) for shard in shards[number]], first + len(parts)
 
@@ -210,7 +208,7 @@ def _nothing(source: Source, shards: list[dict[str, Any]], folder: Path) -> str:
 
 
 def _first_skipped(folder: Path, shards: list[dict[str, Any]]) -> str | None:
-    """Return the first line about what can't be read, of those that shards in a folder have."""
+    """Return the first message about an unreadable record in some shards."""
     for shard in shards:
         with suppress(OSError), (folder / shard["name"] / SKIPPED).open(encoding="utf-8") as listed:
             return next(listed, "").rstrip("\n") or None
@@ -218,7 +216,7 @@ def _first_skipped(folder: Path, shards: list[dict[str, Any]]) -> str | None:
 
 
 def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int, list[dict[str, Any]]]:
-    """Tokenize one part into shards of its own; returns its number, and what the shards hold."""
+    """Tokenize one part into its own shards; return its number, and the content of the shards."""
     (source, folder), (number, part) = shared, task
     note = folder / WORK / f"{number:05d}.json"
     finished = _finished(folder, note)
@@ -246,7 +244,7 @@ def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int
 
 
 def _finished(folder: Path, note: Path) -> list[dict[str, Any]] | None:
-    """Return the shards that an earlier run made of a part, if they are there and whole."""
+    """Return the shards that an earlier run made of a part, if they are intact."""
     try:
         shards: list[dict[str, Any]] = json.loads(read_regular(note))
         for shard in shards:
@@ -266,10 +264,10 @@ def _closed(writer: ShardWriter, part: int, shard: int) -> dict[str, Any]:
     return {"name": _name(part, shard), **writer.close().to_json()}
 
 
-# Stores that grow: more files become parts of their own, behind those that are there.
+# Growing stores: additional files become new parts after the existing ones.
 #
-# A manifest lists the stages that a store went through, each with the fingerprint that it had then. What was there
-# keeps its names, places and bytes, so whoever reads it reads on, and takes in the rest when it opens the store anew.
+# A manifest lists the earlier stages of a store, each with its fingerprint at the time. Existing shards keep their
+# names, positions and bytes, so readers can continue, and see the rest when they reopen the store.
 
 
 def fingerprint_of_marks(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
@@ -279,24 +277,23 @@ def fingerprint_of_marks(marks: dict[str, Any], grown: Sequence[dict[str, Any]] 
 
 
 def deciding(marks: dict[str, Any]) -> dict[str, Any]:
-    """Return those marks of a source that its tokens depend on: not what of its folders isn't read."""
+    """Return the marks that a source's tokens depend on, excluding what is left out of its folders."""
     return {name: value for name, value in unnamed(marks).items() if name not in ("left_out", "taken")}
 
 
 def unnamed(marks: dict[str, Any]) -> dict[str, Any]:
-    """Return what identifies a source without its tokenizer's name: folders are moved, and their ids stay."""
+    """Return marks without the tokenizer's name: it may be a path, which doesn't affect ids."""
     tokenizer = marks.get("tokenizer") or {}
     if not tokenizer or tokenizer.get("name") == ByteTokenizer().name:
         return marks
     return {**marks, "tokenizer": {**tokenizer, "name": ""}}
 
 
-TOLD = ("tokenizer", ROW_WEIGHTS)
-"""Marks of a source that are told while a store is made of it."""
+TOLD = ("tokenizer", ROW_WEIGHTS)  # marks of a source that are written to the plan of its store
 
 
 def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[str, Any]) -> None:
-    """Say how many parts a token store will have, and of what, for those who read it while it is made."""
+    """Write the plan of a token store, for those who read it while it is written."""
     with disk_faults(partial):
         write_json(
             partial / WORK / PLAN, sealed({"fingerprint": fingerprint, "num_parts": num_parts, **told})
@@ -306,7 +303,7 @@ def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[st
 def in_stored_order(
     source: Source, marks: dict[str, Any], manifest: dict[str, Any] | None
 ) -> tuple[Source, dict[str, Any]]:
-    """Put the files that a store was made of before those that are new, whatever their names; others stay."""
+    """Put the files that a store was made from before new ones; unchanged if some are missing."""
     known_files = _files(manifest)
     if not known_files:
         return source, marks
@@ -327,7 +324,7 @@ def in_stored_order(
 
 
 def stages_before(manifest: dict[str, Any] | None, marks: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the stages that a store will have behind it; none where it is to be made from the beginning."""
+    """Return the earlier stages that a store will have; [] where it is to be made from scratch."""
     count = len(_files(manifest))
     if manifest is None or not 0 < count <= len(marks["files"]):
         return []
@@ -348,15 +345,15 @@ def stages_before(manifest: dict[str, Any] | None, marks: dict[str, Any]) -> lis
 
 
 def _files(manifest: dict[str, Any] | None) -> list[Any]:
-    """Return the files that a store was made of; none where there is no store."""
+    """Return the files that a store was made from; [] where there is no store."""
     if manifest is None or manifest.get("kind") != "tokens" or manifest.get("format") not in STORE_FORMATS:
         return []
-    found = manifest.get("source", {}).get("files")
-    return found if isinstance(found, list) else []
+    files = manifest.get("source", {}).get("files")
+    return files if isinstance(files, list) else []
 
 
 def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Fetch shards that a run moved into the store before it ended too early to list them."""
+    """Move shards back that an interrupted run moved into the store before listing them."""
     if read_manifest(folder) != manifest:
         raise SettingError(f"{folder} was changed by another run meanwhile; run the same again")
     listed = {shard["name"] for shard in manifest["shards"]}
@@ -370,7 +367,7 @@ def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str, Any]) -> None:
-    """Move shards into a store, and then list them, all at once."""
+    """Move shards into a store, then list them atomically."""
     with disk_faults(folder):
         for name in names:
             (partial / name).replace(folder / name)

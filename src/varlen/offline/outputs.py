@@ -1,4 +1,4 @@
-"""Where results go: under another name until they are whole, one run at a time, and never half of them.
+"""Outputs: written under another name until they are complete, by one run at a time, and renamed atomically.
 
 ::
 
@@ -57,16 +57,16 @@ from varlen.regular import read_regular
 from varlen.store.shard import SHARD_FILES
 from varlen.store.store import TABLES
 
+# How long to try for a lock: readers of an unfinished store hold it for a moment to see whether a run does.
 _LOCK_S = 0.5
-"""How long a lock is tried for: those who wait for a store hold it for a moment, to see whether anybody does."""
 _MOST_ATTEMPTS = 100
 _FREE = "varlen_free_bytes"
+# Errors of network file systems without locks, where the user must avoid concurrent runs.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-"""What file systems of many machines say where they have no locks: then it is up to the user."""
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a place that can't be written, or holds something else, before hours of work are done for it."""
+    """Raise if an output can't be written, or its name is taken, before hours of work are done for it."""
     if folder.suffix in (".parquet", ".arrow", ".jsonl"):
         raise SettingError(
             f"{folder} names a file, but a packed set is a folder of them; pass {folder.with_suffix('')}"
@@ -93,7 +93,7 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
 
 
 def check_places(data: Sequence[File] | Path, output: Path, tokens: Path | None = None) -> None:
-    """Refuse to write where something is read from."""
+    """Raise if an output overlaps the data."""
     for place in (output, tokens):
         if place is not None and place.name in ("", ".."):
             raise SettingError(
@@ -108,23 +108,23 @@ def check_places(data: Sequence[File] | Path, output: Path, tokens: Path | None 
         written = [output, tokens] if tokens else [output]
     places = {place for path in written for place in (path.resolve(), partial_of(path).resolve())}
     for folder in sorted(read):
-        found = places.intersection([folder.resolve(), *folder.resolve().parents])
-        if found:
+        overlap = places.intersection([folder.resolve(), *folder.resolve().parents])
+        if overlap:
             raise SettingError(
-                f"{folder} is to be read, but {found.pop()} is to be written; name an output outside the data"
+                f"{folder} is to be read, but {overlap.pop()} is to be written; name an output outside the data"
             )
 
 
 def partial_of(folder: Path) -> Path:
-    """Return where a result is made until it is whole."""
+    """Return the folder in which an output is prepared."""
     return folder.with_name(folder.name + PARTIAL)
 
 
 @contextmanager
 def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Iterator[Path]:
-    """Give the folder in which a result is made, with what an earlier run of the same left there.
+    """Yield the folder in which an output is prepared, with what an earlier run of the same settings left there.
 
-    What failed before anything was finished leaves nothing.
+    A run that fails before anything was finished leaves nothing behind.
     """
     partial = partial_of(folder)
     with disk_faults(folder):
@@ -145,7 +145,7 @@ def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Itera
 
 
 def _holds_finished(partial: Path) -> bool:
-    """Return whether a later run takes anything over: tokens by their manifest, or parts by their notes."""
+    """Whether a later run can resume: from a manifest of tokens, or from notes of parts."""
     return any(
         note.name in MANIFESTS or (note.parent.name == WORK and note.name not in (STATE, PLAN))
         for note in partial.rglob("*.json")
@@ -153,7 +153,7 @@ def _holds_finished(partial: Path) -> bool:
 
 
 def _locked(partial: Path, folder: Path) -> IO[bytes]:
-    """Return the open lock of a folder, which is made if need be; closing it, or dying, gives it back."""
+    """Return a folder's held lock, created if need be; released by closing it, or when the process ends."""
     path = partial / WORK / LOCK
     attempts = _MOST_ATTEMPTS
     while True:
@@ -176,7 +176,7 @@ def _locked(partial: Path, folder: Path) -> IO[bytes]:
             if error.errno not in NO_LOCKS:
                 lock.close()
                 raise
-        # The run before may have finished since, and renamed the folder with the lock in it.
+        # An earlier run may have finished since, and renamed the folder with the lock in it.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 return lock
@@ -196,11 +196,11 @@ def _take_lock(lock: IO[bytes]) -> None:
 
 
 def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> None:
-    """Make a result appear under its own name, all at once."""
+    """Move a complete output to its own name atomically."""
     with disk_faults(folder):
-        for left in partial.glob(".*.part"):  # of a manifest, by a run that ended just then
+        for left in partial.glob(".*.part"):  # a manifest's, left by a run that ended at this point
             left.unlink()
-        for other in MANIFESTS:  # by a run of version 0.1.0 that ended just then
+        for other in MANIFESTS:  # left by a run of version 0.1.0 that ended at this point
             (partial / other).unlink(missing_ok=True)
         write_json(partial / name, sealed(manifest))
         if folder.exists():
@@ -212,13 +212,13 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
 
 
 def tidy(folder: Path) -> None:
-    """Remove what the making of a finished result left beside it."""
+    """Remove the work files beside a finished output."""
     remove_work(folder)
 
 
 @contextmanager
 def made_whole(path: Path) -> Iterator[Path]:
-    """Give a name to write a file under, which has its own when it is on the disk, or leaves nothing."""
+    """Yield a temporary name to write a file under; rename it once it is on disk, or remove it."""
     part = unfinished(path)
     try:
         yield part
@@ -232,13 +232,13 @@ def made_whole(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file whole or not at all."""
+    """Write a JSON file atomically."""
     with made_whole(path) as part:
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def note_free(error: OSError, place: Path) -> int | None:
-    """Note how much is free while a disk is full, before what can't be finished is removed."""
+    """Record the free space when the disk is full, before the unfinished file is removed."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     if not hasattr(error, _FREE):
@@ -247,14 +247,14 @@ def note_free(error: OSError, place: Path) -> int | None:
 
 
 def free_words(error: OSError, place: Path) -> str:
-    """Say how much is free, where an error says that the disk is full; arguments as in `note_free`."""
+    """Return the free space for the message of a full disk; arguments as in `note_free`."""
     free = note_free(error, place)
     return "" if free is None else f" ({free / 1e6:,.0f} MB free)"
 
 
 @contextmanager
 def disk_faults(place: Path) -> Iterator[None]:
-    """Turn faults of writing into a sentence."""
+    """Turn write errors into a SettingError."""
     try:
         yield
     except OSError as error:
@@ -272,10 +272,9 @@ def _existing(place: Path) -> Path:
     return next(folder for folder in (place, *place.absolute().parents) if folder.exists())
 
 
-# Which entries of a result's folder, finished or in the making, are those that varlen wrote.
+# Recognize varlen's own files in an output folder, finished or not.
 
-STATE = "state.json"
-"""Among the work: what a run makes; the mark of an unfinished result."""
+STATE = "state.json"  # in the work folder: the run's fingerprint, and the marker of an unfinished output
 _BESIDE = {*MANIFESTS, SKIPPED, SKIPPED_OF_ROWS, WORK, TABLES}
 _SHARD = re.compile(r"(\d{5,})-\d{4,}")
 _IN_THE_MAKING = r"\..+\.[0-9a-f]{12}\.part"
@@ -288,19 +287,19 @@ _INDEX = {f"{name}.npy" for name in ("offsets", "documents", "positions", "start
 
 
 def part_of(shard: str) -> int | None:
-    """Return the part that a folder of this name holds a shard of; None where it is no shard's."""
-    found = _SHARD.fullmatch(shard)
-    return None if found is None else int(found[1])
+    """Return the part number in a shard's folder name; None for other names."""
+    match = _SHARD.fullmatch(shard)
+    return None if match is None else int(match[1])
 
 
 def is_made(path: Path) -> bool:
-    """Return whether an entry of an unfinished result has a name of those that varlen gives there, and no link."""
+    """Whether an entry of an unfinished output has a name that varlen uses there, and is no link."""
     named = path.name in _BESIDE or _SHARD.fullmatch(path.name) or _MADE.fullmatch(path.name)
     return bool(named) and not path.is_symlink()
 
 
 def check_unfinished(partial: Path) -> None:
-    """Refuse to work where somebody else's folder has the name of an unfinished result."""
+    """Raise if the folder for an unfinished output belongs to somebody else."""
     way_out = "move it away, or name another output"
     refuse_link(partial, way_out)
     refuse_link(partial / WORK, way_out)
@@ -309,7 +308,7 @@ def check_unfinished(partial: Path) -> None:
             return
         raise SettingError(f"{partial} is a file, and the result is made in a folder of that name; {way_out}")
     if not mark_of_folder(
-        partial, f"{WORK}/{STATE}", lambda found: isinstance(found.get("fingerprint"), str)
+        partial, f"{WORK}/{STATE}", lambda marker: isinstance(marker.get("fingerprint"), str)
     ):
         raise SettingError(
             f"{partial} isn't varlen's: it has the name in which the result is made, and no mark of an unfinished "
@@ -320,7 +319,7 @@ def check_unfinished(partial: Path) -> None:
 
 
 def clear_unfinished(partial: Path, keep: str) -> None:
-    """Remove what a run that made something else left in a folder of `check_unfinished`."""
+    """Remove the files of a run with other settings from a folder that passed `check_unfinished`."""
     work = partial / WORK
     for entry in [*partial.iterdir(), *work.iterdir()]:
         is_kept = entry.name in (WORK, LOCK) or (entry.parent == work and entry.name.startswith(keep))
@@ -329,7 +328,7 @@ def clear_unfinished(partial: Path, keep: str) -> None:
 
 
 def remove_unfinished(partial: Path) -> None:
-    """Remove a folder in which nobody goes on; what somebody has laid there stays."""
+    """Remove an unfinished output that won't be resumed; foreign files stay."""
     if partial.is_symlink() or not partial.is_dir():
         return
     for entry in partial.iterdir():
@@ -341,15 +340,15 @@ def remove_unfinished(partial: Path) -> None:
 
 
 def remove_work(folder: Path) -> None:
-    """Remove what the making of a result left beside it, if that carries our mark."""
+    """Remove the work folder, if it has our marker."""
     work = folder / WORK
-    if not work.is_symlink() and mark_of_folder(work, STATE, lambda found: "fingerprint" in found):
+    if not work.is_symlink() and mark_of_folder(work, STATE, lambda marker: "fingerprint" in marker):
         remove_marked(work, STATE)
 
 
 def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:
-    """Refuse to replace a finished result beside whose files somebody has laid others."""
-    listed = {str(one.get("name")) for key in ("parts", "shards") for one in manifest.get(key) or ()}
+    """Raise if a finished output that is to be replaced holds foreign files."""
+    listed = {str(entry.get("name")) for key in ("parts", "shards") for entry in manifest.get(key) or ()}
     listed |= {str(manifest.get("metadata")), str(manifest.get("data"))}
     listed |= _INDEX if manifest.get("data") == "." else set()
 
@@ -357,7 +356,7 @@ def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:
         part = part_of(path.name)
         is_moved = part is not None and part >= int(
             manifest.get("num_parts", 0)
-        )  # by a run that ended just then
+        )  # moved by a run that ended before listing them
         return not path.is_symlink() and (
             path.name in _BESIDE
             or path.name in listed
@@ -371,7 +370,7 @@ def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _check_within(folder: Path, way_out: str) -> None:
-    """Refuse to clear or replace a folder in whose shards or tables somebody has laid something of theirs."""
+    """Raise if the shards or tables in a folder hold foreign files."""
 
     def is_ours(path: Path) -> bool:
         is_table = path.parent.name == TABLES and _TABLE.fullmatch(path.name)
@@ -379,7 +378,7 @@ def _check_within(folder: Path, way_out: str) -> None:
 
     try:
         entries = list(folder.iterdir())
-    except FileNotFoundError:  # another run has finished it just now
+    except FileNotFoundError:  # another run has just finished it
         return
     for entry in entries:
         if (entry.name == TABLES or _SHARD.fullmatch(entry.name)) and entry.is_dir():
@@ -387,7 +386,7 @@ def _check_within(folder: Path, way_out: str) -> None:
 
 
 def fingerprint_in(partial: Path) -> str | None:
-    """Return the fingerprint of the run that left a folder."""
+    """Return the fingerprint of the run that left a folder, or None."""
     try:
         return str(json.loads(read_regular(partial / WORK / STATE))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -395,7 +394,7 @@ def fingerprint_in(partial: Path) -> str | None:
 
 
 def replaced_place(partial: Path) -> Path:
-    """Return a name among the work for the result that is replaced; what an earlier run put there is gone."""
+    """Return a name in the work folder for the replaced output, removing an earlier one."""
     place = partial / WORK / "replaced"
     shutil.rmtree(place, ignore_errors=True)
     return place

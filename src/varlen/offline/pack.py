@@ -1,4 +1,4 @@
-"""Pack a data set into files that a trainer reads: tokenize, plan, write; resumable, and finished or not there."""
+"""Pack a data set into files for trainers: tokenize, plan, write; resumable and atomic."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ from varlen.text.tokenizer import digest
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 _TOKENS = "tokens"
+# Writes a packed set of a store's tokens into a folder, resuming an earlier run; returns the manifest.
 Write: TypeAlias = Callable[[TokenStore, Path, Team], dict[str, Any]]
-"""Writes a set of a store's tokens into a folder, where an earlier run may have begun; returns the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +58,8 @@ class PackedSet:
     """A finished packed data set."""
 
     folder: Path
-    manifest: dict[str, Any]
-    """As written beside the rows: settings, source, ledger, parts."""
-    was_there: bool
-    """An earlier run had finished it."""
+    manifest: dict[str, Any]  # settings, source, ledger and parts, as written beside the rows
+    was_there: bool  # whether an earlier run had finished it
 
 
 def pack_source(
@@ -76,12 +74,12 @@ def pack_source(
 ) -> PackedSet:
     """Pack a source, or a token store, into a folder of Parquet or Arrow files with a manifest.
 
-    The rows have the columns of TRL's packed data sets: `input_ids`, `labels` (-100 where nothing is trained, at the
-    first token of every document too) and `seq_lengths`. The bytes depend on the data, the settings and varlen's
-    version, not on who does the work or how often it was interrupted.
+    The rows have the columns of TRL's packed data sets: `input_ids`, `labels` (-100 where nothing is trained,
+    including the first token of every document) and `seq_lengths`. The bytes depend on the data, the settings and
+    varlen's version, but not on the number of processes or interruptions.
 
-    Cost: memory of a window (`window` documents, about 200 bytes each) and of a part for each process (about 20 bytes
-    a token of `part_tokens`); disk for the tokens, 2 or 4 bytes each, while it works.
+    Cost: memory for a window (`window` documents, about 200 bytes each) and a part per process (about 20 bytes per
+    token of `part_tokens`); temporary disk space for the tokens, 2 or 4 bytes each.
     """
 
     def write(store: TokenStore, partial: Path, team: Team) -> dict[str, Any]:
@@ -119,7 +117,7 @@ def _made(
     overwrite: bool,
     on_progress: OnProgress,
 ) -> PackedSet:
-    """Make a set, unless an earlier run did; arguments as in `make_set`."""
+    """Make a set, with running processes; arguments as in `make_set`."""
     if isinstance(source, Path):
         store = open_store(source)
         marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest.get("source", {})}
@@ -155,7 +153,7 @@ def _made(
             opened_store.cache_clear()  # open files would keep a removed store's space
         manifest["fingerprint"], manifest["source"] = wanted, marks
         with disk_faults(output):
-            (partial / SKIPPED).unlink(missing_ok=True)  # by a run of version 0.1.0
+            (partial / SKIPPED).unlink(missing_ok=True)  # left by a run of version 0.1.0
             _gather_skipped(store, partial / SKIPPED_OF_ROWS)
         manifest = sealed(manifest)
         finish(partial, output, manifest, MANIFEST_OF_ROWS)
@@ -165,7 +163,7 @@ def _made(
 def _write(
     store: TokenStore, partial: Path, settings: PackSettings, team: Team, on_progress: OnProgress
 ) -> dict[str, Any]:
-    """Write all parts; returns the manifest."""
+    """Write all parts; return the manifest."""
     plan = Plan(store, settings)
     total = max(int(store.tokens.sum()), 1)
     parts: list[PartCounts] = []
@@ -178,12 +176,12 @@ def _write(
     parts.sort(key=lambda counts: (len(counts.name), counts.name))
     if not parts:
         were = many(plan.ledger.dropped_documents, "document is", "documents are")
-        said = [
+        reasons = [
             f"{were} longer than {many(settings.capacity, 'token')} and dropped",
             *store.losses.sentences(),
         ]
         raise OverlongDocumentError(
-            f"no document is left to pack: {'; '.join(said)}; pass --overlong split, or a larger --capacity"
+            f"no document is left to pack: {'; '.join(reasons)}; pass --overlong split, or a larger --capacity"
         )
     ledger = plan.ledger.check()
     packs, packed = sum(p.num_packs for p in parts), sum(p.num_tokens for p in parts)
@@ -211,7 +209,7 @@ def _write(
 
 
 def _gather_skipped(store: TokenStore, path: Path) -> None:
-    """Put the lists of what was skipped together."""
+    """Concatenate the shards' lists of skipped records."""
     if not store.losses.of_reading:
         return
     with path.open("wb") as gathered:
@@ -221,7 +219,7 @@ def _gather_skipped(store: TokenStore, path: Path) -> None:
                 gathered.write(listed.read_bytes())
 
 
-# From the lengths in a store to the rows of a packed set, window by window and file by file.
+# Plan the rows of a packed set from the lengths in a store, window by window and file by file.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -229,15 +227,11 @@ class PartPlan:
     """The rows of one file: row r holds the pieces `offsets[r]:offsets[r + 1]`."""
 
     number: int
-    shards: IntArray
-    """int64 `[pieces]`: the shard of each piece's document."""
-    documents: IntArray
-    """int64 `[pieces]`: the document's number within its shard."""
+    shards: IntArray  # int64 `[pieces]`: the shard of each piece's document
+    documents: IntArray  # int64 `[pieces]`: the document's number within its shard
     starts: IntArray
-    stops: IntArray
-    """int64 `[pieces]`: the piece is its document's tokens [start, stop)."""
-    offsets: IntArray
-    """int64 `[rows + 1]`."""
+    stops: IntArray  # int64 `[pieces]`: the piece is its document's tokens [start, stop)
+    offsets: IntArray  # int64 `[rows + 1]`
 
 
 class Plan:
@@ -245,8 +239,7 @@ class Plan:
 
     def __init__(self, store: ReadableTokens, settings: PackSettings) -> None:
         self._store, self._settings = store, settings
-        self.long_tokens = 0
-        """Of documents longer than a row, in the parts that were taken."""
+        self.long_tokens = 0  # tokens of documents longer than a row, in the parts yielded so far
         self._order = DocumentOrder(store.documents, settings.seed if settings.shuffle else None)
         self._packer = WindowPacker(
             capacity=settings.capacity,
@@ -258,7 +251,7 @@ class Plan:
 
     @property
     def ledger(self) -> Ledger:
-        """What became of every token, once all parts have been taken."""
+        """The balance of all tokens, once all parts were yielded."""
         return self._packer.ledger
 
     def __iter__(self) -> Iterator[PartPlan]:
@@ -277,7 +270,7 @@ class Plan:
                 yield part
 
     def packings(self) -> Iterator[Packing]:
-        """Yield packs as windows fill, documents named by their places in the order."""
+        """Yield packs as windows fill; document ids are positions in the order."""
         for stretch in range(self._order.num_stretches):
             shards, documents = self._order.stretch(stretch)
             self._store.will_need(shards, documents)
@@ -293,7 +286,7 @@ class Plan:
             number += 1
 
     def _cut(self, waiting: list[Packing], number: int) -> tuple[PartPlan, list[Packing]]:
-        """Take as many packs as a part holds; returns the part, and the packs left."""
+        """Take as many packs as a part holds; return the part, and the packs left."""
         joined = _join(waiting)
         ends = np.cumsum(joined.pack_sums(joined.lengths)) if joined.num_packs else np.zeros(0)
         rows = min(int(np.searchsorted(ends, self._settings.part_tokens)) + 1, joined.num_packs)
@@ -310,18 +303,18 @@ class Plan:
         return part, [_tail(joined, rows)] if rows < joined.num_packs else []
 
     def located(self, places: IntArray) -> tuple[IntArray, IntArray]:
-        """Return shards and numbers of the documents at places."""
+        """Return shards and numbers of the documents at positions of the order."""
         shards, documents = np.empty_like(places), np.empty_like(places)
         for stretch in np.unique(places // STRETCH).tolist():
             at = places // STRETCH == stretch
-            found = self._order.stretch(stretch)
-            shards[at] = found[0][places[at] - stretch * STRETCH]
-            documents[at] = found[1][places[at] - stretch * STRETCH]
+            stretch_ = self._order.stretch(stretch)
+            shards[at] = stretch_[0][places[at] - stretch * STRETCH]
+            documents[at] = stretch_[1][places[at] - stretch * STRETCH]
         return shards, documents
 
 
 def check_lengths(store: ReadableTokens, capacity: int) -> None:
-    """Refuse documents longer than a row."""
+    """Raise if a document is longer than a row."""
     first, length, count, before = -1, 0, 0, 0
     for index, documents in enumerate(store.documents.tolist()):
         lengths = store.lengths(np.full(documents, index), np.arange(documents))
@@ -340,7 +333,7 @@ def check_lengths(store: ReadableTokens, capacity: int) -> None:
 
 
 def _join(packings: list[Packing]) -> Packing:
-    """Put packings one after the other."""
+    """Concatenate packings."""
     if len(packings) == 1:
         return packings[0]
     shifts = np.cumsum([0] + [p.num_pieces for p in packings[:-1]])
@@ -382,7 +375,7 @@ def _like(
     )
 
 
-# Write the rows of one part to a Parquet or Arrow file, whole or not at all.
+# Write the rows of one part to a Parquet or Arrow file, atomically.
 
 _IGNORED = -100
 _ROW_GROUP_TOKENS = 1 << 20
@@ -390,7 +383,7 @@ _ROW_GROUP_TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartCounts:
-    """What a written file holds."""
+    """The content of a written file."""
 
     name: str
     num_packs: int
@@ -399,8 +392,7 @@ class PartCounts:
     num_targets: int
     packs_without_target: int
     sha256: str
-    num_bytes: int = 0
-    """0: not known, as version 0.1.0 didn't note it."""
+    num_bytes: int = 0  # 0 if unknown: version 0.1.0 didn't record it
 
 
 def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> PartCounts:
@@ -434,7 +426,7 @@ def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> 
 
 
 def _written(folder: Path, note: Path) -> PartCounts | None:
-    """Return what an earlier run wrote, if it is there and whole."""
+    """Return the part that an earlier run wrote, if it is intact."""
     try:
         counts = PartCounts(**json.loads(read_regular(note)))
         return counts if _sha256(folder / counts.name) == counts.sha256 else None
@@ -449,7 +441,7 @@ def _sha256(path: Path) -> str:
 
 @lru_cache(maxsize=2)
 def opened_store(folder: Path, fingerprint: str) -> TokenStore:
-    """Open a store once a process."""
+    """Open a store once per process."""
     store = open_store(folder)
     if store.fingerprint != fingerprint:
         raise SourceError(f"{folder} was replaced while it was read; pack it again")
@@ -465,21 +457,21 @@ def _row_bounds(part: PartPlan) -> npt.NDArray[np.int64]:
 def _columns(
     store: TokenStore, part: PartPlan, settings: PackSettings
 ) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
-    """Make the columns of a part: those of TRL's packed data sets first; returns the flat labels too."""
+    """Return the columns of a part, those of TRL's packed data sets first, and the flat labels."""
     lengths = part.stops - part.starts
     begins = np.cumsum(lengths) - lengths
     tokens, mask = store.gather(part.shards, part.documents, part.starts, lengths)
     labels = tokens.copy()
     if mask is not None:
         labels[mask == 0] = _IGNORED
-    labels[begins] = _IGNORED  # what stands before it in the row is another document
+    labels[begins] = _IGNORED  # in the row, the token before it belongs to another document
     bounds = _row_bounds(part)
     columns = {
         "input_ids": list_column(tokens, bounds),
         "labels": list_column(labels, bounds),
         "seq_lengths": list_column(lengths.astype(np.int32), part.offsets),
     }
-    if weighs(store):  # in all parts, as the columns of a set are the same in all of its files
+    if weighs(store):  # in all parts, as all files of a set have the same columns
         weights = np.ones(len(tokens), np.float32) if mask is None else mask.astype(np.float32)
         columns["loss_weights"] = list_column(np.where(labels == _IGNORED, np.float32(0), weights), bounds)
     if settings.position_ids:
@@ -492,7 +484,7 @@ def _columns(
     return columns, labels
 
 
-# What a packed data set is to be like; all of it decides the bytes that are written.
+# The settings of a packed data set, all of which determine its bytes.
 
 OutputFormat = Literal["parquet", "arrow"]
 
@@ -501,30 +493,21 @@ OutputFormat = Literal["parquet", "arrow"]
 class PackSettings:
     """How documents are packed and written."""
 
-    capacity: int
-    """Tokens a row can hold."""
-    method: Method = "best_fit"
-    """Of `vl.pack`. Best fit keeps rows nearly random samples of the documents."""
-    overlong: Overlong = "split"
-    """What becomes of documents longer than `capacity`: split, they lose no token."""
-    max_documents: int | None = None
-    """Most documents of a row; None for no limit."""
-    shuffle: bool = True
-    """Permute documents before packing; else they are packed as they come."""
-    seed: int = 0
-    """Of the shuffle."""
-    window: int = 1 << 16
-    """Documents packed at a time; memory grows with it."""
+    capacity: int  # tokens per row
+    method: Method = "best_fit"  # of `vl.pack`; best fit keeps rows nearly random samples of the documents
+    overlong: Overlong = "split"  # for documents longer than `capacity`; split loses no token
+    max_documents: int | None = None  # maximum documents per row; None for no limit
+    shuffle: bool = True  # permute documents before packing
+    seed: int = 0  # of the shuffle
+    window: int = 1 << 16  # documents packed at a time; memory grows with it
     format: OutputFormat = "parquet"
+    # Also write `position_ids`: 0, 1, ... in each document.
     position_ids: bool = False
-    """Write `position_ids` too: 0, 1, ... in each document."""
+    # Also write `document_ids` and `document_starts`: the document of each piece, and where the piece begins in it.
     trace: bool = False
-    """Write `document_ids` and `document_starts` too: which document of the data each piece is, and from where."""
-    part_tokens: int = 1 << 23
-    """Tokens of one written file, about; memory grows with it."""
+    part_tokens: int = 1 << 23  # approximate tokens per file; memory grows with it
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
         choices: dict[str, Sequence[Any]] = {
             "method": get_args(Method),
             "overlong": get_args(Overlong),

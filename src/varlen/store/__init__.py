@@ -1,4 +1,4 @@
-"""Tokens at rest, which can be read at any place.
+"""Tokens on disk with random access.
 
     token store ─┐
     .bin/.idx   ─┼─► open.open_tokens ──► tokens.TokenDocuments ──► lengths, targets, pieces

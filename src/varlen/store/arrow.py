@@ -1,10 +1,10 @@
-"""Arrow files of ready tokens, Hugging Face's saved data sets among them, read at any place where they lie.
+"""Arrow files of token ids, Hugging Face's saved data sets among them, with random access in place.
 
-A file is mapped into memory and rows are taken out of it as they are. That is so where it isn't compressed and a row
-is one document: `input_ids`, with `labels`, `loss_mask` and an `attention_mask` of padding before or after them.
-Parquet isn't read so: a row group can only be decoded whole, and documents in random order come from all of them.
-That takes about a thousand times as long a document as reading it where it lies, and `varlen index` makes a store of
-the whole in little more than twice the time that decoding takes.
+A file is memory-mapped and rows are read directly. That requires an uncompressed file in which a row is one document:
+`input_ids`, with `labels`, `loss_mask` and an `attention_mask` of padding before or after the tokens. Parquet isn't
+supported: a row group can only be decoded whole, and documents in random order come from all of them. That takes
+about a thousand times as long per document as direct access, and `varlen index` makes a store of the whole in little
+more than twice the time of decoding.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from varlen.store.token_files import Unchanged, sampled_mark
 from varlen.text.loss_masks import Mask
 from varlen.types import IntArray
 
+# Roles with which a row is one document of contiguous tokens.
 _READ = {"input_ids", "labels", "loss_mask", "attention_mask"}
-"""Roles that leave a row one document, whose tokens stand together."""
 _KEPT_BATCHES = 4096
 _MAGIC = b"ARROW1"
 _Flat = tuple[npt.NDArray[Any], IntArray]
 
 
 class ArrowFile:
-    """One mapped file of rows that are documents."""
+    """A memory-mapped file whose rows are documents."""
 
     def __init__(self, file: File, mapped: Any, batches: list[Any], columns: Columns) -> None:
-        """Take the file, mapped, its record batches as they lie there, and where a row's tokens and marks stand."""
         self._file, self.path, self.name, self._mapped = file, file.path, file.name, mapped
         self._batches, self._names = batches, dict(columns.names)
         self._rows = np.cumsum([0] + [batch.num_rows for batch in batches])
@@ -51,7 +50,7 @@ class ArrowFile:
         self._unchanged = Unchanged(file.place, sampled_mark)
 
     def _flat(self, number: int) -> dict[str, _Flat]:
-        """Return values and offsets of each role of one batch, checked to be of one length."""
+        """Return validated values and offsets of each role of one batch."""
         batch = self._batches[number]
         with table_faults(self._file):
             batch = batch.select(list(self._names.values()))
@@ -88,7 +87,7 @@ class ArrowFile:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def _real(self, number: int, rows: slice) -> tuple[IntArray, IntArray]:
-        """Return where the tokens of rows that aren't padding begin within their batch, and how many there are."""
+        """Return where the unpadded tokens of rows begin within their batch, and how many there are."""
         flat = self._batch(number)
         offsets = flat["input_ids"][1][rows.start : rows.stop + 1]
         begins, lengths = offsets[:-1], np.diff(offsets)
@@ -103,9 +102,11 @@ class ArrowFile:
             )
         if marks.all():
             return begins, lengths
-        # A run of ones begins where a row does or a zero stands before it; more than one in a row is no document.
+        # A run of ones begins at a row's start or after a zero; a row with several runs is no document.
         edges = np.concatenate([[0], marks.astype(np.int8)])
-        edges[offsets[:-1][lengths > 0] - offsets[0]] = 0  # what stands before a row's first token
+        edges[offsets[:-1][lengths > 0] - offsets[0]] = (
+            0  # treat a row's first token as if a zero preceded it
+        )
         runs = np.flatnonzero((marks == 1) & (edges[:-1] == 0))
         owners = np.searchsorted(offsets - offsets[0], runs, side="right") - 1
         if (twice := np.flatnonzero(np.diff(owners) == 0)).size:
@@ -120,7 +121,7 @@ class ArrowFile:
         return begins, sizes
 
     def _check_size(self) -> None:
-        """Require that the file is all there still; touching mapped memory that isn't would kill the process."""
+        """Raise if the file was truncated; touching missing mapped memory would kill the process."""
         self._check_same()
         size = os.fstat(self._mapped.fileno()).st_size
         if size < self._file.size:
@@ -130,22 +131,22 @@ class ArrowFile:
             )
 
     def __enter__(self) -> ArrowFile:
-        """Look whether the file is there; it is mapped."""
+        """Check that the file is still there; it is already mapped."""
         self._check_size()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Look whether it was written to while it was read."""
+        """Check that the file wasn't written to while it was read."""
         if kind is None:
             self._check_same()
 
     def _check_same(self) -> None:
-        """Require that a file of the user's is what was mapped."""
+        """Raise if one of the user's files was changed since it was mapped."""
         if self._file.stored is None:
             self._unchanged.check()
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
-        """Return tokens [start, stop) of one document, as they lie."""
+        """Return tokens [start, stop) of one document, as stored."""
         return self._values("input_ids", start, stop)
 
     def _values(self, role: str, start: int, stop: int) -> npt.NDArray[Any]:
@@ -154,7 +155,7 @@ class ArrowFile:
         return self._batch(number)[role][0][start - first : stop - first]
 
     def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:
-        """Return which of the tokens [start, stop) of one document are supervised."""
+        """Return the loss mask of tokens [start, stop) of one document."""
         mask = np.ones(stop - start, dtype=np.uint8)
         if "labels" in self._names:
             labels, ids = self._values("labels", start, stop), self._values("input_ids", start, stop)
@@ -173,19 +174,19 @@ class ArrowFile:
         return mask
 
     def will_need(self, start: int, stop: int) -> None:
-        """Do nothing: the system maps what is read."""
+        """Do nothing: mapped pages are read on access."""
 
     def mark(self) -> str:
-        """Return what changes with the content, and with what is taken of it."""
+        """Return a fingerprint of the content, and of the columns that are read."""
         return f"{sorted(self._names.items())} {self._file.content or self._unchanged.mark()}"
 
     def older_mark(self) -> str:
-        """Return the same: it is what it was."""
+        """Return the same as `mark`."""
         return self.mark()
 
 
 def map_arrow(file: File) -> ArrowFile | None:
-    """Map a file whose rows are documents of ready tokens; None where it is something else, or can't be read so."""
+    """Map a file whose rows are documents of token ids; None where it is something else, or can't be mapped."""
     import pyarrow as pa
 
     if file.format != "arrow" or file.is_remote or file.suffix_compression is not None or file.size <= 0:
@@ -214,7 +215,7 @@ def map_arrow(file: File) -> ArrowFile | None:
 
 
 def _token_columns(schema: Any, path: str) -> Columns | None:
-    """Return the columns of ready tokens, one document a row; None where rows are something else."""
+    """Return the columns of token ids, one document per row; None for other rows."""
     import pyarrow as pa
 
     try:
@@ -224,7 +225,7 @@ def _token_columns(schema: Any, path: str) -> Columns | None:
     if columns.kind != "tokens" or not _READ.issuperset(columns.names):
         return None
     if any(schema.names.count(name) > 1 for name in columns.names.values()):
-        return None  # reading refuses it
+        return None  # reading raises for it
     for name in columns.names.values():
         kind = schema.field(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
@@ -234,13 +235,13 @@ def _token_columns(schema: Any, path: str) -> Columns | None:
 
 
 def _lies_in(column: Any, whole: Any) -> bool:
-    """Return whether a column's values are the file's own bytes: what is compressed has been unpacked elsewhere."""
+    """Whether a column's values lie in the file's own bytes: compressed ones are decompressed elsewhere."""
     values = column.values.buffers()[1]
     return bool(whole.address <= values.address < whole.address + whole.size)
 
 
 def _num_values(column: Any) -> int:
-    """Return the values that the rows of a list array take up."""
+    """Return the number of values in a list array."""
     import pyarrow as pa
 
     if not len(column):

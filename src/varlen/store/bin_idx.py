@@ -33,12 +33,11 @@ _FRACTIONS = {6: "float64", 7: "float32"}
 
 
 class MegatronFile:
-    """One pair."""
+    """One pair of `.bin` and `.idx`."""
 
     has_mask = False
 
     def __init__(self, prefix: Path, name: str, *, check_tokens: bool = True) -> None:
-        """Open a pair."""
         self._bin, self._idx = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
         self.path, self.name = str(self._bin), name
         try:
@@ -68,18 +67,18 @@ class MegatronFile:
                 f"{self._idx} is damaged: its documents must rise from sequence 0 to {sequences:,}, but go from "
                 f"{int(self._sequences[0]):,} to {int(self._sequences[-1]):,}"
             )
-        # Of the index alone, so that ranks plan the same where one's tokens were cut.
+        # Of the index only, so that ranks plan the same even if one has truncated tokens.
         ends = self._begins[-1:].astype(np.int64) // self._dtype.itemsize + self._lengths[-1:]
         self.num_tokens = int(np.clip(ends, 0, _MOST_TOKENS).max(initial=0))
         self._file = -1
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The kind of numbers that tokens are stored as."""
+        """The type of the stored tokens."""
         return self._dtype
 
     def _read_head(self, head: bytes) -> tuple[np.dtype[Any], int, int]:
-        """Return the kind of numbers, and how many sequences and bounds of documents there are."""
+        """Return the number type, and the number of sequences and of document bounds."""
         if head[: len(MAGIC)] != MAGIC:
             raise SourceError(
                 f"{self._idx} is not an index of Megatron's: it begins with {head[:9]!r} instead of {MAGIC!r}; older "
@@ -107,7 +106,7 @@ class MegatronFile:
     def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
         """Return where the documents [first, stop) begin, in tokens of the file, and their lengths."""
         mapped: Any = self._sequences.base
-        if mapped.size() < self._idx_bytes:  # touching what isn't there any more would kill the process
+        if mapped.size() < self._idx_bytes:  # touching missing mapped memory would kill the process
             raise SourceError(f"{self._idx} was cut short while it was in use; copy it again, and go on")
         self._index.check()
         bounds = self._sequences[first : stop + 1].astype(np.int64)
@@ -119,7 +118,7 @@ class MegatronFile:
         if (sizes < 0).any() or (begins < 0).any() or (begins % width).any():
             raise self._damaged("lengths or places of sequences are out of range", first, stop)
         ends = begins + sizes * width
-        is_behind = (begins > self._size) | (ends > self._size)  # a sum of any numbers may turn over
+        is_behind = (begins > self._size) | (ends > self._size)  # a sum of arbitrary numbers may overflow
         if is_behind.any() and (self._check_tokens or not self._is_cut(begins, ends, sizes)):
             raise self._damaged(
                 f"sequences end behind the {self._size:,} bytes of {self._bin.name}", first, stop
@@ -137,9 +136,9 @@ class MegatronFile:
         return starts, lengths
 
     def _is_cut(self, begins: IntArray, ends: IntArray, sizes: IntArray) -> bool:
-        """Return whether tokens are missing, and the index agrees with itself.
+        """Whether tokens are missing from a consistent index.
 
-        It does where sequences stand in a row, none of them longer than what is there.
+        An index is consistent if sequences are contiguous and none is longer than the file.
         """
         in_a_row = bool((ends[:-1] == begins[1:]).all() and (ends >= begins).all())
         return in_a_row and bool((sizes * self._dtype.itemsize <= self._size).all())
@@ -150,7 +149,6 @@ class MegatronFile:
         )
 
     def __enter__(self) -> MegatronFile:
-        """Open the tokens."""
         self._tokens.check()
         self._index.check()
         try:
@@ -160,14 +158,13 @@ class MegatronFile:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Close them."""
         os.close(self._file)
         self._file = -1
         if kind is None:
             self._tokens.check()
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
-        """Return tokens [start, stop) of the open file, as they are stored."""
+        """Return tokens [start, stop) of the open file, as stored."""
         width = self._dtype.itemsize
         try:
             content = os.pread(self._file, (stop - start) * width, start * width)
@@ -179,20 +176,20 @@ class MegatronFile:
             )
         return np.frombuffer(content, dtype=self._dtype)
 
-    def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:  # noqa: ARG002 - any is one
-        """Return that all tokens are supervised."""
+    def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:  # noqa: ARG002 - all are valid
+        """Return a mask of ones: all tokens are supervised."""
         return np.ones(stop - start, dtype=np.uint8)
 
     def will_need(self, start: int, stop: int) -> None:
-        """Have the system read tokens in; nothing where it can't."""
+        """Prefetch tokens; do nothing where unsupported."""
         width = self._dtype.itemsize
         if stop > start and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, start * width, (stop - start) * width, os.POSIX_FADV_WILLNEED)
 
     def mark(self) -> str:
-        """Return what changes with the tokens and their bounds: all of these, and samples of those."""
+        """Return a fingerprint of the tokens and their bounds: of the whole index, and of samples of the tokens."""
         return f"{self._index.mark()} {self._tokens.mark()}"
 
     def older_mark(self) -> str:
-        """Return what version 0.1.0 called so: samples of both."""
+        """Return the fingerprint of version 0.1.0: samples of both."""
         return f"{sampled_mark(self._idx)} {self._tokens.mark()}"

@@ -1,6 +1,6 @@
-"""Documents of which only the lengths are known, in the form in which a token store gives its documents.
+"""Documents of which only the lengths are known, with the interface of a token store.
 
-Whatever packs a store packs these in the same way, so that its packs are known before a token is written.
+They are packed as a store is, so that its packs are known before a token is written.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from varlen.types import Int32Array, IntArray
 
 
 class BlankTokens:
-    """A token store of blanks: every token of its documents is 0."""
+    """A token store whose tokens are all 0."""
 
     def __init__(self, lengths: IntArray | Int32Array, shards: IntArray | None = None) -> None:
-        """Take the lengths of all documents, empty ones too.
+        """Create it from the lengths of all documents, empty ones included.
 
-        Args:
-            lengths: `[documents]`, in the order of the store.
-            shards: int64 `[parts]`: documents of each part of the store, which is one shard; None: all are in one.
+        Arrays: `lengths` is `[documents]`, in store order; `shards` is int64 `[parts]`, the documents of each part,
+        which is one shard; None: all are in one.
         """
         self._lengths = lengths
         self._counts = np.array([lengths.size], np.int64) if shards is None else shards
@@ -33,7 +32,7 @@ class BlankTokens:
 
     @property
     def documents(self) -> IntArray:
-        """int64 `[shards]`."""
+        """int64 `[shards]`: documents of each shard."""
         return self._counts
 
     @property
@@ -43,51 +42,51 @@ class BlankTokens:
 
     @property
     def tokens(self) -> IntArray:
-        """int64 `[shards]`."""
+        """int64 `[shards]`: tokens of each shard."""
         return self._tokens
 
     @property
     def num_parts(self) -> int:
-        """Parts of the whole."""
+        """Number of parts."""
         return int(self._counts.size)
 
     @property
     def fingerprint(self) -> str:
-        """Of the lengths."""
+        """Hash of the lengths."""
         return digest(self._lengths.astype("<i8").tobytes().hex())
 
     @property
     def tables(self) -> Path | None:
-        """Nothing is kept."""
+        """None: nothing is cached."""
         return None
 
     def fingerprint_at(self, num_parts: int) -> str | None:
-        """Return the fingerprint of all parts; the first ones alone never were a whole."""
+        """Return the fingerprint of all parts; the first ones alone never were a store."""
         return self.fingerprint if num_parts == self.num_parts else None
 
     def wait_for(self, num_parts: int) -> None:
-        """Return at once: all parts are there."""
+        """Return immediately: all parts are there."""
 
     def where(self, shard: int) -> str:
-        """Say where a shard lies."""
+        """Describe a shard's location."""
         return f"part {shard:,} of the documents"
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there."""
-        found: IntArray = self._lengths[self._first[shards] + documents].astype(np.int64)
-        return found
+        """Return the lengths of documents, given by shard and number."""
+        lengths_: IntArray = self._lengths[self._first[shards] + documents].astype(np.int64)
+        return lengths_
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Do nothing: no file is read."""
 
     def count_targets(
         self,
-        shards: IntArray,  # noqa: ARG002 - all tokens are supervised, whichever document they are of
+        shards: IntArray,  # noqa: ARG002 - all tokens are supervised
         documents: IntArray,  # noqa: ARG002
         starts: IntArray,
         stops: IntArray,
     ) -> IntArray:
-        """Count the labels that pieces give: all tokens but the first of each."""
+        """Count the labels of pieces: all tokens but the first of each."""
         labels: IntArray = np.maximum(stops - starts - 1, 0)
         return labels
 
@@ -98,5 +97,5 @@ class BlankTokens:
         starts: Sequence[int] | IntArray,  # noqa: ARG002
         lengths: IntArray,
     ) -> tuple[Int32Array, Mask | None]:
-        """Return as many blanks as the pieces have tokens, all of them supervised."""
+        """Return zeros for the pieces' tokens, all of them supervised."""
         return np.zeros(int(lengths.sum()), np.int32), None

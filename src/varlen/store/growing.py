@@ -33,16 +33,14 @@ from varlen.store.tokens import ROW_WEIGHTS
 from varlen.text.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
 
-_Answer = TypeVar("_Answer")
-PATIENCE_S = 1800.0
-"""How long to wait for the next part while a run writes, unless said."""
+_Result = TypeVar("_Result")
+PATIENCE_S = 1800.0  # default for how long to wait for the next part while a run writes
 _STOPPED_S = 60.0
-_SHORTEST_S, _LONGEST_S = 0.05, 2.0
-"""Between two looks at what is finished."""
+_SHORTEST_S, _LONGEST_S = 0.05, 2.0  # bounds of the polling interval
 
 
 class PartialStore:
-    """A token store in the making, of which the first parts are there."""
+    """A token store that is still being written, of which the first parts are finished."""
 
     def __init__(
         self,
@@ -52,7 +50,6 @@ class PartialStore:
         stopped_s: float = _STOPPED_S,
         check_tokens: bool = True,
     ) -> None:
-        """Open it."""
         self.folder = folder
         self._partial = folder.with_name(folder.name + PARTIAL)
         self._patience_s, self._stopped_s = patience_s, min(stopped_s, patience_s)
@@ -60,8 +57,8 @@ class PartialStore:
         if plan is None:
             raise SourceError(f"{folder} is no token store, and none is being written there (varlen index)")
         self.fingerprint, self.num_parts = plan
-        said = _read_json(self._partial)
-        self._source = {name: said.get(name) for name in ("tokenizer", ROW_WEIGHTS)}
+        written_plan = _read_json(self._partial)
+        self._source = {name: written_plan.get(name) for name in ("tokenizer", ROW_WEIGHTS)}
         self._listed: list[dict[str, Any]] = []
         self._finished_parts = 0
         self._is_whole = False
@@ -75,12 +72,12 @@ class PartialStore:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What is known of the store so far."""
+        """The manifest of the finished parts."""
         return self._store.manifest
 
     @property
     def documents(self) -> IntArray:
-        """int64 `[shards]`: documents of each shard of the first parts, as far as they are finished."""
+        """int64 `[shards]`: documents of each finished shard."""
         return self._store.documents
 
     @property
@@ -95,22 +92,22 @@ class PartialStore:
 
     @property
     def tables(self) -> Path | None:
-        """Folder for what is computed from the lengths once and kept, once the store is finished."""
+        """Folder for tables computed from the lengths, once the store is finished."""
         return self._store.tables if self._is_whole else None
 
     @property
     def losses(self) -> Losses:
-        """What the source of the finished parts holds that no token of them stands for."""
-        with suppress(SourceError):  # who reads them is told
+        """Losses of the finished parts."""
+        with suppress(SourceError):  # reading reports it
             self._look()
         return self._store.losses
 
     def fingerprint_at(self, num_parts: int) -> str | None:
-        """Return the fingerprint of the first parts alone: that of all, as it hasn't grown yet."""
+        """Return the fingerprint of the first parts alone: that of all, as the store hasn't grown yet."""
         return self.fingerprint if num_parts == self.num_parts else None
 
     def wait_for(self, num_parts: int) -> None:
-        """Return when the first so many parts are finished."""
+        """Wait until the first `num_parts` parts are finished."""
         if self._finished_parts >= min(num_parts, self.num_parts):
             return
         begun = since = time.monotonic()
@@ -146,12 +143,12 @@ class PartialStore:
         )
 
     def _look(self) -> None:
-        """Take in what has been finished since."""
+        """Update to the parts finished since the last call."""
         if self._is_whole or self._has_moved():
             return
         plan = _read_plan(self._partial)
         if plan != (self.fingerprint, self.num_parts):
-            if self._has_moved():  # between the two looks
+            if self._has_moved():  # between the two reads
                 return
             raise SourceError(
                 f"{self._partial} is gone, or written from other data by now; begin anew with what is there"
@@ -164,7 +161,7 @@ class PartialStore:
                 self._check_note(number, listed)
                 self._listed = self._listed + listed
             except SourceError:
-                if self._is_being_written():  # it may be made again just now
+                if self._is_being_written():  # it may be rewritten at this moment
                     break
                 raise
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -179,7 +176,7 @@ class PartialStore:
                 ) from error
 
     def _check_note(self, number: str, listed: Any) -> None:
-        """Require that the note of a part lists the shards that are there, which were written before it."""
+        """Raise unless a part's note lists the shards that exist, which are written before it."""
         there = {path.name for path in self._partial.iterdir() if path.name.startswith(f"{number}-")}
         if {shard["name"] for shard in listed} != there:
             raise SourceError(
@@ -188,7 +185,7 @@ class PartialStore:
             )
 
     def _has_moved(self) -> bool:
-        """Go on with the finished store, if there is one; returns whether."""
+        """Switch to the finished store, if there is one; return whether."""
         if read_manifest(self.folder) is None:
             return False
         store = open_store(self.folder, check_tokens=self._check_tokens)
@@ -198,20 +195,20 @@ class PartialStore:
         return True
 
     def _is_being_written(self) -> bool:
-        """Return whether a run holds the lock, or that can't be told."""
+        """Whether a run holds the lock, or that is unknown."""
         try:
             with (self._partial / WORK / LOCK).open("rb") as lock:
                 fcntl.flock(
                     lock, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # given back at once: a run waits so long for it
+                )  # released at once: a run waits this short time for it
         except FileNotFoundError:
             return False
         except OSError:
             return True
         return False
 
-    def _asked(self, ask: Callable[[TokenStore], _Answer]) -> _Answer:
-        """Ask the store; once more where it was renamed meanwhile."""
+    def _asked(self, ask: Callable[[TokenStore], _Result]) -> _Result:
+        """Call the store; retry if it was renamed meanwhile."""
         try:
             return ask(self._store)
         except SourceError:
@@ -220,37 +217,37 @@ class PartialStore:
             return ask(self._store)
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there."""
+        """Return the lengths of documents, given by shard and number."""
         return self._asked(lambda store: store.lengths(shards, documents))
 
     def where(self, shard: int) -> str:
-        """Say where a shard lies."""
+        """Describe a shard's location."""
         return self._store.where(shard)
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
-        """Have the system read documents in while other things are done; arguments as in `lengths`."""
+        """Prefetch documents; arguments as in `lengths`."""
         self._asked(lambda store: store.will_need(shards, documents))
 
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
     ) -> IntArray:
-        """Count the labels that pieces of documents give; arguments as `TokenDocuments` has them."""
+        """Count the labels of pieces; arguments as in `TokenDocuments`."""
         return self._asked(lambda store: store.count_targets(shards, documents, starts, stops))
 
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them."""
+        """Read pieces of documents in the given order; arguments as in `TokenDocuments`."""
         return self._asked(lambda store: store.gather(shards, documents, starts, lengths))
 
 
 def is_begun(folder: Path) -> bool:
-    """Return whether a store is being written that will have this name."""
+    """Whether a store with this name is being written."""
     return bool(folder.name) and _read_plan(folder.with_name(folder.name + PARTIAL)) is not None
 
 
 def _read_plan(partial: Path) -> tuple[str, int] | None:
-    """Return the fingerprint of what will be, and its parts; None where there is no plan."""
+    """Return the store's fingerprint and number of parts; None where there is no plan."""
     plan = _read_json(partial)
     if not is_sealed(plan):
         return None
@@ -261,7 +258,7 @@ def _read_plan(partial: Path) -> tuple[str, int] | None:
 
 
 def _read_json(partial: Path) -> dict[str, Any]:
-    """Return what a run says of the store that it makes; nothing where it doesn't."""
+    """Return the plan that a run wrote for its store; {} where there is none."""
     try:
         plan = json.loads(read_regular(partial / WORK / PLAN))
     except (OSError, ValueError, RecursionError):

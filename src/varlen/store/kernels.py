@@ -1,4 +1,4 @@
-"""The kernel that reads pieces of token files, whose oracle is in `tests/oracles/store.py`."""
+"""The kernel that reads pieces of token files; its oracle is in `tests/oracles/store.py`."""
 
 # Kernels mix Python and numpy integers, which numba types by itself.
 # mypy: disable-error-code="assignment,return-value,no-any-return"
@@ -16,7 +16,7 @@ from varlen.jit import compiled
 Int64 = NDArray[np.int64]
 Values = NDArray[Any]
 
-# The system's own, found by their names, so that the compiled kernel can be kept on disk.
+# The C library's own, looked up by name, so that the compiled kernel can be cached on disk.
 _pread: Any = types.ExternalFunction("pread", types.intp(types.int32, types.intp, types.intp, types.int64))
 _memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
@@ -33,21 +33,12 @@ def read_pieces(
     first: int,
     values: Values,
 ) -> int:
-    """Read pieces of documents end to end into an array; the oracle says how.
+    """Read pieces of documents into one array; return -1, or the first piece that can't be read.
 
-    Args:
-        shards: int64 `[pieces]`.
-        documents: int64 `[pieces]`: numbers within the shards.
-        starts: int64 `[pieces]`: the first token of each piece within its document.
-        lengths: int64 `[pieces]`: tokens of each.
-        files: int64 `[shards]`: open files; -1 for none, -2 where nothing is to be read.
-        widths: int64 `[shards]`: bytes of a value in the file: those of `values`, or 2 for uint16.
-        offsets: int64 `[shards]`: where in memory the offsets of each shard's documents begin.
-        first: pieces before it are there already.
-        values: written.
-
-    Returns:
-        -1, or the first piece that can't be read.
+    Arrays: `shards`, `documents` (numbers within the shards), `starts` (first tokens within the documents) and
+    `lengths` are int64 `[pieces]`. Of each shard, int64 `[shards]`: `files` are open files, -1 for none, -2 where
+    nothing is to be read; `widths` are bytes of a value in the file, those of `values` or 2 for uint16; `offsets` are
+    addresses of the documents' offsets. Pieces before `first` are already in `values`.
     """
     narrow = np.empty(0, np.uint16)
     begin = np.zeros(1, np.int64)

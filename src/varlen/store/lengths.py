@@ -1,4 +1,4 @@
-"""The lengths of documents, for looking at data: read and tokenized, or counted before."""
+"""The lengths of documents, for inspection: read and tokenized, stored, or given."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from varlen.types import IntArray
 
 OnProgress = Callable[[int, int, str], None]
 _EXCERPT_TOKENS = 32
+# Exceptions that damaged archives cause in the standard library and numpy.
 _DAMAGED = (
     *(
         OSError,
@@ -36,35 +37,27 @@ _DAMAGED = (
     ),
     *(MemoryError, TokenError, zipfile.BadZipFile, zlib.error),
 )
-"""What damaged archives of arrays make the standard library and numpy raise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lengths:
     """How long documents are."""
 
-    lengths: IntArray
-    """int64 `[num_documents]`, empty ones too."""
+    lengths: IntArray  # int64 `[num_documents]`, including empty ones
+    # int64 `[num_documents]`: labels of each document; None where every token is trained on.
     targets: IntArray | None
-    """int64 `[num_documents]`: labels that each document gives; None where every token is trained on."""
-    excerpts: dict[int, str]
-    """How some documents begin, by their number."""
-    skipped: Sequence[str]
-    """Records that couldn't be read."""
-    losses: Losses = NO_LOSSES
-    """What these stand for, and what chat templates left out."""
-    unread: str | None = None
-    """Which split was read, and what of folders wasn't."""
+    excerpts: dict[int, str]  # the beginnings of some documents, by number
+    skipped: Sequence[str]  # records that couldn't be read
+    losses: Losses = NO_LOSSES  # these, and what chat templates left out
+    unread: str | None = None  # which split was read, and what was left out of folders
+    # int64: documents of each part that is tokenized separately; None: unknown, or only one.
     parts: IntArray | None = None
-    """int64: documents of each part that is tokenized by itself; None: it isn't known, or there is one."""
-    are_bytes: bool = False
-    """Whether bytes were counted, since no tokenizer was given."""
-    are_counted: bool = False
-    """Whether they were lengths already: there are no tokens to pack."""
+    are_bytes: bool = False  # whether bytes were counted, since no tokenizer was given
+    are_counted: bool = False  # whether lengths were given, so that there are no tokens to pack
 
 
 def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int = 0) -> Lengths:
-    """Read and tokenize a source, and keep the lengths alone."""
+    """Read and tokenize a source, and keep only the lengths."""
     lengths: list[IntArray] = []
     targets: list[IntArray] = []
     skipped: list[str] = []
@@ -128,7 +121,7 @@ def stored_lengths(store: TokenStore) -> Lengths:
 
 
 def counted_lengths(path: Path) -> Lengths | None:
-    """Return the lengths that an `.npz` file holds as `lengths`, or None where it is something else."""
+    """Return the array `lengths` of an `.npz` file, or None where it has none."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             with zipfile.ZipFile(file) as archive:

@@ -1,4 +1,4 @@
-"""From what the user names to documents that are tokens already and can be read at any place, whoever wrote them."""
+"""Open data of any supported kind that consists of tokens with random access."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def open_tokens(
     split: str | None = None,
     format: Format | None = None,
 ) -> TokenDocuments | None:
-    """Open documents that needn't be tokenized or copied to be read at any place.
+    """Open documents that can be read at random without tokenizing or copying; None for other data.
 
-    These are a token store, also while it is being written; Megatron's pairs of `.bin` and `.idx`, by either name, by
-    the name without a suffix, a glob or a folder of them; and Arrow files of ready tokens, one document a row and not
-    compressed, as Hugging Face's `save_to_disk` writes them.
+    These are a token store, even while it is written; Megatron's pairs of `.bin` and `.idx`, named by either file, by
+    the common prefix, by a glob or by a folder; and uncompressed Arrow files of token ids, one document per row, as
+    Hugging Face's `save_to_disk` writes them.
     """
     data = placed(data, cache=cache)
     entries = entries_of(data)
@@ -67,7 +67,7 @@ def open_tokens(
 
 
 def is_token_store(entry: str | Path | File) -> bool:
-    """Return whether an entry of data is a token store, also one that is being written."""
+    """Whether an entry of data is a token store, even one that is being written."""
     if isinstance(entry, File) or is_url(entry):
         return False
     folder = Path(entry).expanduser()
@@ -76,7 +76,7 @@ def is_token_store(entry: str | Path | File) -> bool:
 
 
 def is_megatron(entry: str | Path | File) -> bool:
-    """Return whether an entry of data names Megatron's pairs of `.bin` and `.idx`, both halves of which are there."""
+    """Whether an entry of data names complete Megatron pairs of `.bin` and `.idx`."""
     try:
         return bool(_pairs(entry))
     except SourceError:
@@ -84,28 +84,28 @@ def is_megatron(entry: str | Path | File) -> bool:
 
 
 def _mapped(data: Data, check_tokens: bool, split: str | None, format: Format | None) -> FileTokens | None:
-    """Open Arrow files, if all are of the kind that can be read at any place."""
-    from varlen.files.finding import Naming, find  # which workers need not
+    """Open Arrow files, if all of them support random access."""
+    from varlen.files.finding import Naming, find  # workers don't need it
 
-    found = find(data, Naming(split=split, format=format))
+    resolved = find(data, Naming(split=split, format=format))
     files: list[ArrowFile] = []
-    for file in found.files:
+    for file in resolved.files:
         mapped = map_arrow(file)
         if mapped is None:
             return None
         files.append(mapped)
-    return FileTokens(files, check_tokens=check_tokens, unread=unread(found.left_out, found.taken))
+    return FileTokens(files, check_tokens=check_tokens, unread=unread(resolved.left_out, resolved.taken))
 
 
 def _of_split(
     entry: str | Path, pairs: list[tuple[Path, str]], split: str | None
 ) -> tuple[list[tuple[Path, str]], str | None]:
-    """Choose the pairs of a split, where a folder of them is named; returns what to say of the others, too."""
+    """Choose the pairs of a split in a folder; also return a sentence on the others."""
     if not Path(entry).expanduser().is_dir():
         return pairs, None
     names = {
         f"{name}.arrow": pair for name, pair in zip((name for _, name in pairs), pairs)
-    }  # as rows are named
+    }  # named as rows are
     choice = choose(list(names), names, split, str(entry))
     reasons: dict[str, list[tuple[Path, str]]] = {}
     for name, why in choice.left_out.items():
@@ -119,27 +119,27 @@ def _of_split(
         )
         for why, some in reasons.items()
     ]
-    said = unread(left_out, [] if choice.split is None else [choice.split])
-    return [names[name] for name in names if name in choice.taken], said
+    sentence = unread(left_out, [] if choice.split is None else [choice.split])
+    return [names[name] for name in names if name in choice.taken], sentence
 
 
 def _pairs(entry: str | Path | File) -> list[tuple[Path, str]]:
-    """List Megatron's pairs that are named, by path without a suffix and by name; none where it is something else."""
+    """List the Megatron pairs of an entry, by common prefix and name; [] where it is something else."""
     if isinstance(entry, File) or is_url(entry):
         return []
     path = Path(entry).expanduser()
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*.idx") if _is_index(p))
-        return [(p.with_suffix(""), p.relative_to(path).with_suffix("").as_posix()) for p in found]
+        paths = sorted(p for p in path.rglob("*.idx") if _is_index(p))
+        return [(p.with_suffix(""), p.relative_to(path).with_suffix("").as_posix()) for p in paths]
     if path.suffix in _SUFFIXES and path.is_file():
         return [_pair(path)]
     if Path(f"{path}.idx").is_file():
         return [(path, path.name)]
     if glob.has_magic(str(path)):
         root = Path(path.anchor)
-        found = sorted(root.glob(str(path.relative_to(path.anchor))))
-        if found and all(p.suffix in _SUFFIXES and p.is_file() for p in found):
-            return list(dict.fromkeys(_pair(p) for p in found))
+        paths = sorted(root.glob(str(path.relative_to(path.anchor))))
+        if paths and all(p.suffix in _SUFFIXES and p.is_file() for p in paths):
+            return list(dict.fromkeys(_pair(p) for p in paths))
     return []
 
 
@@ -152,7 +152,7 @@ def _pair(path: Path) -> tuple[Path, str]:
 
 
 def _is_index(path: Path) -> bool:
-    """Return whether a file begins as Megatron's indices do."""
+    """Whether a file begins like Megatron's indexes."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -164,13 +164,16 @@ def _is_index(path: Path) -> bool:
 
 
 class JoinedTokens:
-    """Reads documents of any of several sets, which hold what they held when they were joined."""
+    """Several sets of documents as one, with the parts that they had when they were joined."""
 
     def __init__(self, sets: Sequence[TokenDocuments], num_parts: Sequence[int] | None = None) -> None:
-        """Take the sets, all of whose parts are there."""
+        """Join sets, all of whose parts are there."""
         self._sets = tuple(sets)
-        kept = [one.num_parts for one in sets] if num_parts is None else num_parts
-        held = [one.documents[: np.searchsorted(one.parts, parts)] for one, parts in zip(sets, kept)]
+        parts_of = [tokens_.num_parts for tokens_ in sets] if num_parts is None else num_parts
+        held = [
+            tokens_.documents[: np.searchsorted(tokens_.parts, parts)]
+            for tokens_, parts in zip(sets, parts_of)
+        ]
         self._first = np.cumsum([0, *map(len, held)])
         self._documents: IntArray = np.concatenate(held)
 
@@ -180,66 +183,66 @@ class JoinedTokens:
         return self._documents
 
     def with_parts(self, num_parts: Sequence[int]) -> JoinedTokens:
-        """Return the same sets, of each of which so many parts are held."""
+        """Return the same sets with these numbers of parts."""
         return JoinedTokens(self._sets, num_parts)
 
     def first_shard(self, number: int) -> int:
-        """Return the shard with which a set begins."""
+        """Return a set's first shard."""
         return int(self._first[number])
 
     def where(self, shard: int) -> str:
-        """Say where a shard lies."""
+        """Describe a shard's location."""
         number = int(np.searchsorted(self._first, shard, side="right")) - 1
         return self._sets[number].where(shard - int(self._first[number]))
 
     def _each(self, shards: IntArray, ask: Callable[[TokenDocuments, IntArray, IntArray], None]) -> None:
-        """Ask each set for its documents, given by their places among all and the shards within the set."""
+        """Call a function for each set with the positions of its documents and the shards within the set."""
         owners = np.searchsorted(self._first, shards, side="right") - 1
         for number in np.unique(owners).tolist():
             places = np.flatnonzero(owners == number)
             ask(self._sets[number], places, shards[places] - self._first[number])
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents; arguments as `TokenDocuments` has them."""
-        found = np.empty(len(shards), dtype=np.int64)
+        """Return the lengths of documents; arguments as in `TokenDocuments`."""
+        lengths_ = np.empty(len(shards), dtype=np.int64)
 
-        def ask(one: TokenDocuments, places: IntArray, within: IntArray) -> None:
-            found[places] = one.lengths(within, documents[places])
+        def ask(tokens_: TokenDocuments, places: IntArray, within: IntArray) -> None:
+            lengths_[places] = tokens_.lengths(within, documents[places])
 
         self._each(shards, ask)
-        return found
+        return lengths_
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
-        """Have the system read documents in while other things are done; arguments as in `lengths`."""
-        self._each(shards, lambda one, places, within: one.will_need(within, documents[places]))
+        """Prefetch documents; arguments as in `lengths`."""
+        self._each(shards, lambda tokens_, places, within: tokens_.will_need(within, documents[places]))
 
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
     ) -> IntArray:
-        """Count the labels that pieces of documents give; arguments as `TokenDocuments` has them."""
-        found = np.empty(len(shards), dtype=np.int64)
+        """Count the labels of pieces; arguments as in `TokenDocuments`."""
+        counts = np.empty(len(shards), dtype=np.int64)
 
-        def ask(one: TokenDocuments, places: IntArray, within: IntArray) -> None:
-            found[places] = one.count_targets(within, documents[places], starts[places], stops[places])
+        def ask(tokens_: TokenDocuments, places: IntArray, within: IntArray) -> None:
+            counts[places] = tokens_.count_targets(within, documents[places], starts[places], stops[places])
 
         self._each(shards, ask)
-        return found
+        return counts
 
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them."""
+        """Read pieces of documents in the given order; arguments as in `TokenDocuments`."""
         begins = np.cumsum(lengths) - lengths
         tokens = np.empty(int(lengths.sum()), dtype=np.int32)
         mask: Mask = np.ones(len(tokens), dtype=np.uint8)
         is_masked = False
 
-        def ask(one: TokenDocuments, places: IntArray, within: IntArray) -> None:
+        def ask(tokens_: TokenDocuments, places: IntArray, within: IntArray) -> None:
             nonlocal is_masked, mask
             sizes = lengths[places]
-            found, marks = one.gather(within, documents[places], np.asarray(starts)[places], sizes)
-            where = np.repeat(begins[places] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(found))
-            tokens[where] = found
+            ids, marks = tokens_.gather(within, documents[places], np.asarray(starts)[places], sizes)
+            where = np.repeat(begins[places] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(ids))
+            tokens[where] = ids
             if marks is not None:
                 is_masked, mask = True, as_wide(mask, marks)
                 mask[where] = marks

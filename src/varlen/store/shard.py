@@ -1,4 +1,4 @@
-"""Shards of a token store: written whole or not at all, and read piece by piece."""
+"""Shards of a token store: written atomically, and read in pieces."""
 
 from __future__ import annotations
 
@@ -28,41 +28,38 @@ from varlen.text.loss_masks import Mask
 from varlen.types import IntArray
 
 _MASK, _WEIGHTS = "loss_mask.bin", "loss_weights.bin"
+# Names of all files in a shard's folder.
 SHARD_FILES = frozenset(("shard.json", "offsets.npy", "targets.npy", "tokens.bin", _MASK, _WEIGHTS, SKIPPED))
-"""Names of all that is in a shard's folder."""
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCounts:
-    """What a shard holds."""
+    """The content of a shard."""
 
     num_documents: int
     num_tokens: int
     num_targets: int
-    num_skipped: int
-    """Rows lost, each a record or one of a stretch that can't be read."""
+    num_skipped: int  # rows lost, as records or in unreadable stretches
     dtype: str
-    has_mask: bool
-    """Whether there is a file of a value a token: of the mask, or of weights."""
+    has_mask: bool  # whether there is a file with one value per token: a mask or weights
+    # `Losses` as JSON; None in shards of version 0.1.0, which store only `num_skipped`.
     losses: Mapping[str, Any] | None = None
-    """As `Losses` has them; None in shards of version 0.1.0, which know `num_skipped` alone."""
+    # Of the arrays in `offsets.npy` and `targets.npy`, which are read whole anyway; None in shards of 0.1.0.
     crc32: Mapping[str, int] | None = None
-    """Of the numbers in `offsets.npy` and `targets.npy`, which are read whole anyway; None in shards of 0.1.0."""
-    has_weights: bool = False
-    """Whether these values are what labels weigh."""
+    has_weights: bool = False  # whether these values are label weights
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for shard.json, where weights are named only if there are some."""
+        """Return plain values, without `has_weights` if it is False."""
         return {name: value for name, value in asdict(self).items() if name != "has_weights" or value}
 
 
 class ShardWriter:
-    """Writes one shard under another name, in `work`, and gives it its own when it is whole."""
+    """Writes a shard under another name in `work`, and renames it when it is complete."""
 
     def __init__(self, folder: Path, work: Path | None = None) -> None:
         self._folder = folder
-        # A run that was killed may have left a process that still writes this shard.
+        # A process of a killed run may still be writing this shard.
         self._partial = (work or folder.parent) / f".{folder.name}.{uuid.uuid4().hex[:12]}.part"
         self._partial.mkdir(parents=True)
         self._tokens = (self._partial / "tokens.bin").open("wb")
@@ -101,7 +98,7 @@ class ShardWriter:
         self.num_tokens += len(tokens)
 
     def _widen(self) -> None:
-        """Write again, with wider ids, what has been written so far."""
+        """Rewrite the tokens written so far as int32."""
         self._tokens.close()
         path = self._partial / "tokens.bin"
         wide = np.fromfile(path, dtype=np.uint16).astype(np.int32)
@@ -110,7 +107,7 @@ class ShardWriter:
         self._tokens.write(wide.data)
 
     def _weigh(self) -> None:
-        """Write weights in place of the mask, of what has been written so far too."""
+        """Rewrite the mask written so far as weights."""
         self._mask.close()
         weights = np.fromfile(self._partial / _MASK, dtype=np.uint8).astype(np.float32)
         (self._partial / _MASK).unlink()
@@ -118,7 +115,7 @@ class ShardWriter:
         self._mask.write(weights.data)
 
     def close(self) -> ShardCounts:
-        """Finish the shard."""
+        """Complete the shard."""
         self._tokens.close()
         if self._mask is not None:
             self._mask.close()
@@ -145,21 +142,23 @@ class ShardWriter:
         for file in self._partial.iterdir():
             sync(file)
         if shard_counts(self._folder) is not None and not self._folder.is_symlink():
-            shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed before its note
+            shutil.rmtree(
+                self._folder, ignore_errors=True
+            )  # left by a run that was killed before writing its note
         self._partial.replace(self._folder)
         return counts
 
     def abandon(self) -> None:
-        """Remove what has been written."""
+        """Remove what was written."""
         for file in (self._tokens, self._mask):
             if file is not None:
-                with suppress(OSError):  # a full disk, again
+                with suppress(OSError):  # the disk may be full again
                     file.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def shard_counts(folder: Path) -> ShardCounts | None:
-    """Return what a finished shard holds, or None where there is none."""
+    """Return the content of a finished shard, or None where there is none."""
     try:
         return ShardCounts(**json.loads(read_regular(folder / "shard.json")))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -167,13 +166,13 @@ def shard_counts(folder: Path) -> ShardCounts | None:
 
 
 def _check_crc32(name: str, array: npt.NDArray[Any], counts: ShardCounts) -> None:
-    """Require that numbers are those that were written."""
+    """Raise if an array doesn't match its checksum."""
     if counts.crc32 is not None and zlib.crc32(np.ascontiguousarray(array).data) != counts.crc32[name]:
         raise SourceError(f"{name}.npy isn't what was written: its checksum is another")
 
 
 def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
-    """Require that offsets are those of a shard."""
+    """Raise unless these are valid offsets of the shard."""
     is_flat = isinstance(offsets, np.ndarray) and offsets.dtype == np.int64
     if not is_flat or offsets.shape != (counts.num_documents + 1,):
         raise SourceError(f"offsets.npy doesn't hold int64 offsets of {counts.num_documents:,} documents")
@@ -182,17 +181,17 @@ def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
 
 
 class ShardFiles:
-    """Open files of a shard, as numbers; closed when nobody holds this object any more."""
+    """Open files of a shard, closed when this object is garbage collected."""
 
     def __init__(self, tokens: int, mask: int, width: int, *, is_weighted: bool) -> None:
-        """Take the open files, to have them open once more, and the bytes of a stored token; -1 for no mask."""
+        """Duplicate open files; `mask` is -1 for none, `width` is the bytes of a stored token."""
         self.is_weighted = is_weighted
         self.tokens, self.mask = os.dup(tokens), -1 if mask < 0 else os.dup(mask)
         self.width = width
         held = [file for file in (self.tokens, self.mask) if file >= 0]
         weakref.finalize(self, _close, held).atexit = False
         for file in held:
-            if hasattr(os, "posix_fadvise"):  # so that the system reads nothing around what is asked for
+            if hasattr(os, "posix_fadvise"):  # disable readahead
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
 
 
@@ -202,13 +201,12 @@ def _close(files: list[int]) -> None:
 
 
 class Shard:
-    """A finished shard: its offsets are mapped, and `with shard:` opens its files.
+    """A finished shard: its offsets are memory-mapped, and `with shard:` opens its files.
 
-    Tokens are read and not mapped, so that what a process holds stays bounded however large the store is.
+    Tokens are read rather than mapped, so that a process's memory stays bounded however large the store is.
     """
 
     def __init__(self, folder: Path, *, check_tokens: bool = True) -> None:
-        """Open it."""
         counts = shard_counts(folder)
         if counts is None:
             raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
@@ -230,7 +228,7 @@ class Shard:
             self._check_tokens()
 
     def _check_tokens(self) -> None:
-        """Require that the tokens are there, and the mask, as many as were written."""
+        """Raise unless tokens and mask have the size that was written."""
         counts = self.counts
         with self:
             sizes = [os.fstat(file).st_size for file in (self._tokens, self._mask) if file >= 0]
@@ -242,7 +240,7 @@ class Shard:
             )
 
     def check_offsets(self) -> None:
-        """Require that the offsets are all there still; touching mapped memory that isn't would kill the process."""
+        """Raise if the offsets were truncated; touching missing mapped memory would kill the process."""
         if self._mapped.size() < self._mapped_bytes:
             raise SourceError(f"{self._path} is damaged: offsets.npy was cut short while it was in use")
 
@@ -264,19 +262,16 @@ class Shard:
             raise SourceError(f"{self._path / name} can't be read: {error.strerror or error}") from error
 
     def __exit__(self, *_: object) -> None:
-        """Close them."""
+        """Close the files."""
         for file in (self._tokens, self._mask):
             if file >= 0:
                 os.close(file)
         self._tokens = self._mask = -1
 
     def will_need(self, documents: IntArray) -> None:
-        """Have the system read documents in while other things are done; nothing where it can't.
+        """Prefetch documents, given by ascending numbers; do nothing where unsupported.
 
-        Reading ahead of single documents would take in megabytes around each of them, so it is switched off.
-
-        Args:
-            documents: int64, ascending numbers in this shard.
+        Readahead for single documents would read megabytes around each of them, so it is disabled.
         """
         if not hasattr(os, "posix_fadvise"):
             return
@@ -289,11 +284,11 @@ class Shard:
         ):
             if file >= 0:
                 for start, stop in zip((starts * size).tolist(), (stops * size).tolist()):
-                    if stop > start:  # no bytes would mean all that follow
+                    if stop > start:  # a length of 0 would mean the rest of the file
                         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def targets(self) -> IntArray:
-        """Return int64 `[documents]`: the labels that each document gives."""
+        """Return the labels of each document, int64 `[documents]`."""
         path, count = self._path / "targets.npy", self.counts.num_documents
         try:
             mapped = map_array(path)
@@ -315,7 +310,7 @@ class Shard:
         return targets
 
     def count_marked(self, starts: IntArray, stops: IntArray) -> list[int]:
-        """Count the supervised tokens of stretches [start, stop), by the mask alone, which there is."""
+        """Count the supervised tokens of stretches [start, stop) of a shard with a mask."""
         self._mask = self._opened(self._mask_name)
         try:
             stretches = zip(starts.tolist(), stops.tolist())
@@ -327,18 +322,18 @@ class Shard:
             self.__exit__()
 
     def files(self) -> ShardFiles:
-        """Open the files for reading here and there."""
+        """Open the files for random access."""
         with self:
             is_weighted = self.counts.has_weights
             return ShardFiles(self._tokens, self._mask, self._dtype.itemsize, is_weighted=is_weighted)
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return tokens [start, stop) of the open shard, as they are stored."""
+        """Return tokens [start, stop) of the open shard, as stored."""
         size = self._dtype.itemsize
         return np.frombuffer(self._read(self._tokens, start * size, stop * size), dtype=self._dtype)
 
     def read_mask(self, start: int, stop: int) -> Mask | None:
-        """Return the mask or the weights of tokens [start, stop) of the open shard; None: all are supervised."""
+        """Return the mask or weights of tokens [start, stop) of the open shard; None: all are supervised."""
         return self._marks(start, stop) if self.counts.has_mask else None
 
     def _marks(self, start: int, stop: int) -> Mask:
@@ -359,19 +354,18 @@ class Shard:
         return content
 
 
-# Arrays that numpy wrote to files of their own, mapped: whatever is damaged or none is an error of a few kinds.
+# Memory-mapped numpy arrays; damaged files raise only a few kinds of errors.
 
-_PARSES = 10
-"""Of a header, before its failure is believed."""
+_PARSES = 10  # tries to parse a header
 _MAGIC = b"\x93NUMPY"
 
 
 def map_array(path: Path) -> Any:
     """Map an array that numpy wrote.
 
-    A header that promises more than there is takes no memory, as nothing is read. numpy parses it as Python, and
-    CPython before 3.11.8 fails at that now and then where another thread parses something at the same time
-    (github.com/python/cpython/issues/106905): it is asked again.
+    Nothing is read, so a header with an excessive shape takes no memory. numpy parses the header as Python, which
+    before CPython 3.11.8 fails at random if another thread parses something at the same time
+    (github.com/python/cpython/issues/106905), so it is retried.
     """
     with open(path, "rb", opener=open_regular) as file:
         if file.read(len(_MAGIC)) != _MAGIC:

@@ -33,26 +33,25 @@ from varlen.store.shard import Shard, ShardCounts, ShardFiles, shard_counts
 from varlen.text.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
 
+# Formats of stores without and with weights; version 0.1.0 would ignore the weights.
 STORE_FORMAT, WEIGHTED_FORMAT = 1, 2
-"""Of stores, and of those with weights, which version 0.1.0 would read without them."""
 STORE_FORMATS = (STORE_FORMAT, WEIGHTED_FORMAT)
-TABLES = ".tables"
-"""Folder in a store for what is computed from its lengths once and kept."""
+TABLES = ".tables"  # folder in a store for tables computed from its lengths
 _OPEN_SHARDS = 8192
-_KEPT_TARGETS = 64
-"""Shards whose counts of labels stay in memory: 4 bytes a document."""
+_KEPT_TARGETS = 64  # shards whose label counts stay in memory: 4 bytes per document
 
 
 class TokenStore:
-    """A finished token store; what was added to it since it was opened is there after `reread`."""
+    """A finished token store; `reread` picks up documents added since it was opened."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], *, check_tokens: bool = True) -> None:
-        """Open it; arguments as `open_store` has them."""
         self.folder = folder
         self.shards: list[str] = []
         self._listed: list[Mapping[str, Any]] = []
         self.take(manifest)
-        listed = self._listed  # and not self, which would keep mappings until a collection of garbage
+        listed = (
+            self._listed
+        )  # not self, whose reference cycle would keep mappings until a garbage collection
         opened = lru_cache(maxsize=_OPEN_SHARDS)(
             lambda index: _opened(folder, listed[index], check_tokens=check_tokens)
         )
@@ -61,7 +60,7 @@ class TokenStore:
         self._targets = lru_cache(maxsize=_KEPT_TARGETS)(lambda index: opened(index).targets())
 
     def take(self, manifest: dict[str, Any]) -> None:
-        """Take in what a manifest lists; it begins with what is there already."""
+        """Replace the listing by that of a manifest, which begins with the same shards."""
         check_listing(self.folder, manifest)
         listed = manifest["shards"]
         names = [shard["name"] for shard in listed]
@@ -84,12 +83,12 @@ class TokenStore:
 
     @property
     def losses(self) -> Losses:
-        """What its source holds that no token of it stands for."""
+        """Losses of its source."""
         is_whole = "losses" in self.manifest or "num_skipped" in self.manifest
         return stored(self.manifest) if is_whole else total(map(stored, self.manifest["shards"]))
 
     def fingerprint_at(self, num_parts: int) -> str | None:
-        """Return the fingerprint that the store had with its first parts alone; None: it never had just these."""
+        """Return the fingerprint that the store had with only its first parts; None if it never had exactly these."""
         if num_parts == self.num_parts:
             return self.fingerprint
         for stage in self.manifest.get("grown", ()):
@@ -99,14 +98,14 @@ class TokenStore:
 
     @property
     def tables(self) -> Path | None:
-        """Folder for what is computed from the lengths once and kept."""
+        """Folder for tables computed from the lengths."""
         return self.folder / TABLES
 
     def wait_for(self, num_parts: int) -> None:
-        """Return at once: all parts of a finished store are there."""
+        """Return immediately: a finished store has all parts."""
 
     def reread(self) -> None:
-        """Take in what was added since; what was there keeps its place."""
+        """Pick up documents added since; existing ones keep their positions."""
         now = open_store(self.folder)
         if now.fingerprint_at(self.num_parts) != self.fingerprint:
             raise SourceError(
@@ -119,7 +118,7 @@ class TokenStore:
         return self._open(index)
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there."""
+        """Return the lengths of documents, given by shard and number."""
         lengths = np.empty(len(shards), dtype=np.int64)
         for index in np.unique(shards).tolist():
             at, shard = shards == index, self.shard(index)
@@ -129,11 +128,11 @@ class TokenStore:
         return lengths
 
     def where(self, shard: int) -> str:
-        """Say where a shard lies."""
+        """Describe a shard's location."""
         return f"shard {self.shards[shard]} of {self.folder.name}"
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
-        """Have the system read documents in while other things are done; arguments as in `lengths`."""
+        """Prefetch documents; arguments as in `lengths`."""
         for index in np.unique(shards).tolist():
             with self.shard(index) as shard:
                 shard.will_need(np.sort(documents[shards == index]))
@@ -141,16 +140,9 @@ class TokenStore:
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
     ) -> IntArray:
-        """Count the labels that pieces of documents give: of supervised tokens but each piece's first.
+        """Count the labels of pieces; arguments as in `TokenDocuments`.
 
-        Args:
-            shards: int64 `[pieces]`.
-            documents: int64 `[pieces]`, numbers within the shards.
-            starts: int64 `[pieces]`.
-            stops: int64 `[pieces]`; a piece is its document's tokens [start, stop).
-
-        Returns:
-            int64 `[pieces]`. Cost: masks are read only of documents that are cut.
+        Cost: reads the masks only of documents that are cut.
         """
         counts: IntArray = np.maximum(stops - starts - 1, 0)
         if not self._may_have_masks:
@@ -173,22 +165,12 @@ class TokenStore:
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end, in the order asked for.
-
-        Args:
-            shards: int64 `[pieces]`.
-            documents: int64 `[pieces]`, numbers within the shards.
-            starts: int `[pieces]`, the first token of each piece within its document.
-            lengths: int64 `[pieces]`, tokens of each piece.
-
-        Returns:
-            Tokens, and the mask; None where all are supervised, and float32 where shards of the pieces hold
-        """
+        """Read pieces of documents in the given order; arguments as in `TokenDocuments`."""
         return self._reader.read(shards, documents, np.asarray(starts), lengths)
 
 
 def _opened(folder: Path, listed: Mapping[str, Any], *, check_tokens: bool) -> Shard:
-    """Open a shard, and hold it against what the manifest says of it."""
+    """Open a shard, and compare it with the manifest."""
     path = folder / listed["name"]
     shard = Shard(path, check_tokens=check_tokens)
     check_listed(path, listed, shard.counts)
@@ -215,34 +197,32 @@ def format_of(shards: Sequence[Mapping[str, Any]]) -> int:
     return WEIGHTED_FORMAT if any(shard.get("has_weights") for shard in shards) else STORE_FORMAT
 
 
-# Pieces of documents out of the files of many shards, read by one call; the files stay open for the next.
+# Read pieces of documents from many shards by one kernel call; files stay open for the next.
 
-OPEN_SHARDS = 64
-"""Shards whose files stay open: the documents of a window come from a few dozen."""
+OPEN_SHARDS = 64  # shards whose files stay open: the documents of a window come from a few dozen
 
 
 _TOKENS, _MASK, _WEIGHTS, _WIDTH, _MASK_WIDTH, _WEIGHTS_WIDTH, _OFFSETS, _HAS_MASK, _HAS_WEIGHTS = range(9)
-_CLOSED, _NOTHING = -1, -2
-"""Files that aren't open, and those that aren't there, of which nothing is read."""
+_CLOSED, _NOTHING = -1, -2  # a file that isn't open, and one that doesn't exist
 
 
 class Reader:
-    """Reads pieces of documents of a store's shards, for one thread at a time."""
+    """Reads pieces of documents of a store's shards; not thread-safe."""
 
     def __init__(self, shard: Callable[[int], Shard]) -> None:
-        """Take what opens a shard by its number."""
+        """Create it from a function that opens a shard by its number."""
         self._shard = shard
         self._opened: OrderedDict[int, tuple[Shard, ShardFiles]] = OrderedDict()
+        # The kernel's arguments for each shard: open files, bytes per value, the address of its offsets, and whether
+        # it has a mask or weights.
         self._table: IntArray = np.full((9, 0), _CLOSED, dtype=np.int64)
-        """Of every shard its open files, the bytes of a value in them, the address of its offsets, and whether it has
-        a mask or weights: what the kernel takes."""
 
     def read(
         self, shards: IntArray, documents: IntArray, starts: IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces end to end; arguments as `TokenStore.gather` has them."""
+        """Read pieces; arguments as in `TokenStore.gather`."""
         pieces = [np.ascontiguousarray(part, dtype=np.int64) for part in (shards, documents, starts, lengths)]
-        for index in np.unique(shards).tolist():  # the kernel looks into their offsets
+        for index in np.unique(shards).tolist():  # the kernel reads the mapped offsets
             self._shard(index).check_offsets()
         most = int(shards.max(initial=-1)) + 1
         if most > self._table.shape[1]:
@@ -261,7 +241,7 @@ class Reader:
         return tokens, weights
 
     def _fill(self, pieces: list[IntArray], role: int, width: int, values: npt.NDArray[Any]) -> None:
-        """Read one value a token."""
+        """Fill one value per token."""
         table, first = self._table, 0
         shards, documents, starts, lengths = pieces
         places = table[role], table[width], table[_OFFSETS]
@@ -274,14 +254,14 @@ class Reader:
                 first = failed
                 continue
             to = int(pieces[3][:failed].sum())
-            with self._shard(index) as shard:  # once more, in a way that says what is wrong
+            with self._shard(index) as shard:  # read again in Python for a proper error
                 at = int(shard.offsets[document]) + start
                 again = shard.read_tokens if role == _TOKENS else shard.read_mask
                 values[to : to + length] = again(at, at + length)
             first = failed + 1
 
     def _open(self, index: int) -> None:
-        """Open a shard's files, and close those of the one that was opened longest ago."""
+        """Open a shard's files, and close those opened longest ago."""
         shard = self._shard(index)
         files = shard.files()
         while len(self._opened) >= OPEN_SHARDS:
@@ -295,18 +275,17 @@ class Reader:
         self._table[:, index] = (files.tokens, mask, weights, files.width, 1, 4, address, *has)
 
 
-# What the manifest of a token store lists, held against itself and against the shards that it speaks of.
+# Validate a token store's manifest, by itself and against its shards.
 
-_MOST = 1 << 47
-"""Documents or tokens: bytes of them fit any file system, and sums of them 63 bits."""
+_MOST = 1 << 47  # documents or tokens, so that their bytes fit any file system and sums fit 63 bits
+# Documents of a shard above which its own metadata is checked before memory is allocated.
 _MANY_DOCUMENTS = 1 << 20
-"""Of a shard, above which its own description is looked at before anything is made room for."""
 _COUNTS = ("num_documents", "num_tokens", "num_targets", "num_skipped")
 _COMPARED = ("num_documents", "num_tokens", "num_targets", "dtype", "has_mask", "has_weights", "crc32")
 
 
 def check_listing(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Require that a manifest agrees with itself and with the sizes of its shards."""
+    """Raise unless a manifest is consistent and matches the sizes of its shards."""
     why = _wrong_in(manifest)
     if why is not None:
         raise SourceError(f"{folder} has a damaged manifest: {why}; index the data again")
@@ -317,65 +296,67 @@ def check_listing(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def check_listed(path: Path, listed: Mapping[str, Any], counts: ShardCounts | None) -> None:
-    """Require that a shard holds what the manifest says."""
+    """Raise unless a shard matches the manifest."""
     if counts is None:
         raise SourceError(
             f"{path} is not a finished shard of tokens, though the manifest lists it; index again"
         )
     for name in _COMPARED:
-        is_, said = getattr(counts, name), listed.get(name)
-        if name in listed and said != is_:
+        actual, listed_value = getattr(counts, name), listed.get(name)
+        if name in listed and listed_value != actual:
             raise SourceError(
-                f"{path} holds {_said(is_)} {name.removeprefix('num_')}, and the manifest of its store says "
-                f"{_said(said)}; put back the one that belongs to the other, or index the data again"
+                f"{path} holds {_shown(actual)} {name.removeprefix('num_')}, and the manifest of its store says "
+                f"{_shown(listed_value)}; put back the one that belongs to the other, or index the data again"
             )
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"{value:,}" if type(value) is int else repr(value)[:40]
 
 
 def _wrong_in(manifest: Mapping[str, Any]) -> str | None:
-    """Say what a manifest says wrongly; None where it agrees with itself."""
+    """Return what is inconsistent in a manifest's shards; None if nothing is."""
     shards = manifest.get("shards")
-    if not isinstance(shards, list) or not all(isinstance(one, dict) for one in shards):
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
         return "it lists no shards"
-    for one in shards:
-        name = one.get("name")
+    for shard in shards:
+        name = shard.get("name")
         if not isinstance(name, str) or Path(name).name != name or not name.split("-")[0].isdecimal():
-            return f"{_said(name)} is no name of a shard"
+            return f"{_shown(name)} is no name of a shard"
         for count in _COUNTS:
-            if (count in one or count in _COUNTS[:2]) and not _is_count(one.get(count)):
-                return f"shard {name} has {_said(one.get(count))} {count.removeprefix('num_')}"
-    if len({one["name"] for one in shards}) < len(shards):
+            if (count in shard or count in _COUNTS[:2]) and not _is_count(shard.get(count)):
+                return f"shard {name} has {_shown(shard.get(count))} {count.removeprefix('num_')}"
+    if len({shard["name"] for shard in shards}) < len(shards):
         return "it lists a shard twice"
     for count in _COUNTS:
-        said = manifest.get(count)
-        if count in manifest and all(count in one for one in shards):
-            held = sum(one[count] for one in shards)
-            if said != held:
-                return f"its shards have {held:,} {count.removeprefix('num_')} together, and it says {_said(said)}"
+        total_ = manifest.get(count)
+        if count in manifest and all(count in shard for shard in shards):
+            held = sum(shard[count] for shard in shards)
+            if total_ != held:
+                return f"its shards have {held:,} {count.removeprefix('num_')} together, and it says {_shown(total_)}"
     return _wrong_beside(manifest, shards)
 
 
 def _wrong_beside(manifest: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say what a manifest says wrongly beside its list of shards."""
+    """Return what is inconsistent in the rest of a manifest; None if nothing is."""
     if not isinstance(manifest.get("fingerprint"), str):
         return "it has no fingerprint"
     if "num_parts" in manifest and not _is_count(manifest["num_parts"]):
-        return f"it has {_said(manifest['num_parts'])} parts"
+        return f"it has {_shown(manifest['num_parts'])} parts"
     source = manifest.get("source", {})
     if not isinstance(source, dict) or not isinstance(source.get("tokenizer") or {}, dict):
         return "it doesn't say what it was made of"
     stages = manifest.get("grown", [])
     if not isinstance(stages, list) or not all(
-        isinstance(one, dict) and _is_count(one.get("parts")) and isinstance(one.get("fingerprint"), str)
-        for one in stages
+        isinstance(entry, dict)
+        and _is_count(entry.get("parts"))
+        and isinstance(entry.get("fingerprint"), str)
+        for entry in stages
     ):
         return "it doesn't say how it grew"
     try:
-        for one in [manifest, *shards]:
-            stored(one)
+        for entry in [manifest, *shards]:
+            stored(entry)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         return "it doesn't say what was lost"
     return None

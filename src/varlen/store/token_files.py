@@ -1,7 +1,7 @@
-"""Files that users already have, whose documents are tokens and can be read at any place: read as a store is.
+"""Files of the user's with token documents and random access, read like a token store.
 
-Nothing is copied: a file says where each document lies, 65,536 documents at a time, and pieces are read from there.
-Every 65,536 documents of a file are a shard, and a part, so that work and memory for an order, a window or a restart
+Nothing is copied: a file tells the positions of its documents, 65,536 at a time, and pieces are read from there.
+Every 65,536 documents of a file are a shard and a part, so that work and memory for an order, a window or a restart
 are bounded however large the file is.
 """
 
@@ -27,21 +27,18 @@ from varlen.text.tokenizer import digest
 from varlen.types import Int32Array, IntArray
 
 _SHARD_DOCUMENTS = 1 << 16
-_KEPT = 64
-"""Shards whose documents' places stay in memory: 16 bytes a document."""
+_KEPT = 64  # shards whose document positions stay in memory: 16 bytes per document
 _MOST_ID = 2**31 - 1
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
 class TokenFile(Protocol):
-    """A file of tokens; `with file:` opens it."""
+    """A file of token documents; `with file:` opens it."""
 
-    name: str
-    """Relative to what the user named."""
+    name: str  # relative to what the user named
     path: str
     num_documents: int
-    num_tokens: int
-    """All that it has room for, padding too."""
+    num_tokens: int  # including padding
     has_mask: bool
 
     def __enter__(self) -> TokenFile:
@@ -54,30 +51,29 @@ class TokenFile(Protocol):
         """Return where the documents [first, stop) begin, in tokens of the file, and their lengths."""
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
-        """Return tokens [start, stop) of one document of the open file, as they are stored."""
+        """Return tokens [start, stop) of one document of the open file, as stored."""
 
     def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:
-        """Return which of the tokens [start, stop) of one document of the open file are supervised."""
+        """Return the loss mask of tokens [start, stop) of one document of the open file."""
 
     def will_need(self, start: int, stop: int) -> None:
-        """Have the system read tokens [start, stop) of the open file in."""
+        """Prefetch tokens [start, stop) of the open file."""
 
     def mark(self) -> str:
-        """Return what changes with the content."""
+        """Return a fingerprint of the content."""
 
     def older_mark(self) -> str:
-        """Return what an earlier version called so, whose states are read; nothing new is told by it."""
+        """Return the fingerprint of an earlier version, whose states can still be read."""
 
 
 class FileTokens:
-    """The documents of such files, one file after the other."""
+    """The documents of several files, one file after the other."""
 
-    tables: Path | None = None  # nothing is written among data that isn't ours
+    tables: Path | None = None  # nothing is written beside the user's data
 
     def __init__(
         self, files: Sequence[TokenFile], *, check_tokens: bool = True, unread: str | None = None
     ) -> None:
-        """Take the files."""
         self._files, self._check_tokens = list(files), check_tokens
         self.unread = unread
         counts = [file.num_documents for file in files]
@@ -95,7 +91,7 @@ class FileTokens:
         self.documents: IntArray = np.array(
             [min(_SHARD_DOCUMENTS, counts[number] - first) for number, first in cuts], dtype=np.int64
         )
-        # About so many, as where each document ends isn't read before it is asked for.
+        # An estimate, as documents' ends aren't read before they are requested.
         shares = [
             files[number].num_tokens * held // counts[number]
             for (number, _), held in zip(cuts, self.documents.tolist())
@@ -107,20 +103,20 @@ class FileTokens:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the tokens and their order: of names, sizes and pieces of each file all over it."""
+        """Changes with the tokens and their order: a hash of names, sizes and samples of each file."""
         return digest(json.dumps([[file.name, file.num_documents, file.mark()] for file in self._files]))
 
     def fingerprint_at(self, num_parts: int) -> str | None:
-        """Return the fingerprint of the first parts alone: that of all, as these don't grow."""
+        """Return the fingerprint of the first parts alone: that of all, as files don't grow."""
         return self.fingerprint if num_parts == self.num_parts else None
 
-    def had_fingerprint(self, num_parts: int, said: str) -> bool:
-        """Whether an earlier version gave these files a fingerprint, by samples where now all is read."""
+    def had_fingerprint(self, num_parts: int, fingerprint_: str) -> bool:
+        """Whether an earlier version gave these files this fingerprint, by samples instead of all bytes."""
         older = [[file.name, file.num_documents, file.older_mark()] for file in self._files]
-        return num_parts == self.num_parts and said == digest(json.dumps(older))
+        return num_parts == self.num_parts and fingerprint_ == digest(json.dumps(older))
 
     def wait_for(self, num_parts: int) -> None:
-        """Return at once: all is there."""
+        """Return immediately: all is there."""
 
     def _places(self, shard: int) -> tuple[TokenFile, IntArray, IntArray]:
         number, first = self._cuts[shard]
@@ -129,7 +125,7 @@ class FileTokens:
         return file, starts, lengths
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there."""
+        """Return the lengths of documents, given by shard and number."""
         lengths = np.empty(len(shards), dtype=np.int64)
         for shard in np.unique(shards).tolist():
             at = shards == shard
@@ -137,12 +133,12 @@ class FileTokens:
         return lengths
 
     def where(self, shard: int) -> str:
-        """Say where a shard lies."""
+        """Describe a shard's location."""
         number, first = self._cuts[shard]
         return f"{self._files[number].name} from document {first:,}"
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
-        """Have the system read documents in while other things are done; arguments as in `lengths`."""
+        """Prefetch documents; arguments as in `lengths`."""
         for shard in np.unique(shards).tolist():
             file, starts, lengths = self._placed(shard)
             held = np.sort(documents[shards == shard])
@@ -153,9 +149,9 @@ class FileTokens:
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
     ) -> IntArray:
-        """Count the labels that pieces of documents give; arguments as `TokenDocuments` has them.
+        """Count the labels of pieces; arguments as in `TokenDocuments`.
 
-        Cost: where there is a mask, reading that of the pieces.
+        Cost: reads the pieces' masks, if there are any.
         """
         counts: IntArray = np.maximum(stops - starts - 1, 0)
         for shard in np.unique(shards).tolist():
@@ -176,7 +172,7 @@ class FileTokens:
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them."""
+        """Read pieces of documents in the given order; arguments as in `TokenDocuments`."""
         ends = np.cumsum(lengths)
         tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int32)
         mask: Mask | None = None
@@ -200,7 +196,7 @@ class FileTokens:
 
 
 def _check_ids(ids: npt.NDArray[np.integer[Any]], file: TokenFile, at: int) -> None:
-    """Require that ids are some that a vocabulary may have."""
+    """Raise unless ids are in the range of any vocabulary."""
     if ids.min() < 0 or ((ids.dtype.itemsize > 4 or ids.dtype.kind == "u") and ids.max() > _MOST_ID):
         place = int(np.flatnonzero((ids < 0) | (ids > _MOST_ID))[0])
         raise SourceError(
@@ -210,25 +206,24 @@ def _check_ids(ids: npt.NDArray[np.integer[Any]], file: TokenFile, at: int) -> N
 
 
 class Unchanged:
-    """Holds a local file against what it was when it was opened: cheap to ask for as often as it is read."""
+    """Detects changes of a local file since it was opened; cheap enough to call for every read."""
 
     def __init__(self, path: str | Path, mark: Callable[[str | Path], str]) -> None:
-        """Take a file that is there."""
-        said = Path(path).stat()
-        require_regular(said.st_mode)
+        status = Path(path).stat()
+        require_regular(status.st_mode)
         self._path, self._take = path, mark
-        self._seen = self._last = Seen.of(said)
+        self._seen = self._last = Seen.of(status)
         self._mark: str | None = None
 
     def mark(self) -> str:
-        """Return what changes with its content."""
+        """Return a fingerprint of its content."""
         if self._mark is None:
             self.check()
             self._mark = self._take(self._path)
         return self._mark
 
     def check(self) -> None:
-        """Require an unchanged file: by inode and times, or else by its fingerprint, if that is known."""
+        """Raise if the file changed: by inode and times, else by its fingerprint, if known."""
         try:
             now = Seen.of(Path(self._path).stat())
         except OSError as error:
@@ -252,9 +247,9 @@ class Unchanged:
 
 
 def whole_mark(path: str | Path) -> str:
-    """Return a text that changes with a file's content; of a file of up to 4 MB the same as `sampled_mark`.
+    """Return a string that changes with a file's content; for up to 4 MB the same as `sampled_mark`.
 
-    Cost: reads it whole, one to two seconds a GB.
+    Cost: reads it whole, one to two seconds per GB.
     """
     try:
         with open(path, "rb", opener=open_regular) as file:
@@ -266,9 +261,9 @@ def whole_mark(path: str | Path) -> str:
 
 
 def sampled_mark(path: str | Path) -> str:
-    """Return a text that changes with a file's size and, all but surely, with its content.
+    """Return a string that changes with a file's size and almost always with its content.
 
-    Cost: reads 64 pieces of 64 kB evenly over the file, its beginning and end among them; a smaller file whole.
+    Cost: reads 64 pieces of 64 KB spread over the file, its beginning and end included; a smaller file whole.
     """
     try:
         with open(path, "rb", opener=open_regular) as file:

@@ -1,4 +1,4 @@
-"""What the feed asks of documents that are tokens already, wherever they lie."""
+"""The interface of token documents with random access, wherever they lie."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Protocol
 from varlen.text.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
 
-ROW_WEIGHTS = "row_weights"
-"""What the marks of a source say where it is read with weights."""
+ROW_WEIGHTS = "row_weights"  # key of a source's marks, set if it is read with weights
 
 
 class ReadableTokens(Protocol):
-    """Documents as token ids, shard by shard, of which any can be read at any time."""
+    """Documents as token ids, in shards, with random access."""
 
     @property
     def documents(self) -> IntArray:
-        """int64 `[shards]`: documents of each shard that is there; more may come behind them."""
+        """int64 `[shards]`: documents of each existing shard; more may be appended."""
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there."""
+        """Return the lengths of documents, given by shard and number."""
 
     def where(self, shard: int) -> str:
-        """Say where a shard lies."""
+        """Describe a shard's location."""
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
-        """Have the system read documents in while other things are done; arguments as in `lengths`."""
+        """Prefetch documents; arguments as in `lengths`."""
 
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
@@ -61,10 +60,10 @@ class ReadableTokens(Protocol):
 
 
 class TokenDocuments(ReadableTokens, Protocol):
-    """Documents as token ids, shard by shard, of which any can be read at any time.
+    """Documents as token ids, in shards and parts, with random access.
 
-    Shards come in parts, which are numbered; a part may have any number of shards, none too. The order of all of them
-    is fixed before the first can be read, so that whatever is made of them doesn't depend on when it is asked for.
+    A part may have any number of shards, including none. The order of all parts is fixed before the first can be
+    read, so that results don't depend on when they are read.
     """
 
     @property
@@ -73,25 +72,25 @@ class TokenDocuments(ReadableTokens, Protocol):
 
     @property
     def tokens(self) -> IntArray:
-        """int64 `[shards]`: tokens of each shard, or about so many; a function of the content."""
+        """int64 `[shards]`: tokens of each shard, possibly estimated; a function of the content."""
 
     @property
     def num_parts(self) -> int:
-        """Parts of the whole, though not all may be there yet."""
+        """Number of parts, including unfinished ones."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the tokens and their order; never with where they lie."""
+        """Changes with the tokens and their order, but not with their location."""
 
     @property
     def tables(self) -> Path | None:
-        """Folder for what is computed from the lengths once and kept; None: not among the data."""
+        """Folder for tables computed from the lengths; None: not among the data."""
 
     def fingerprint_at(self, num_parts: int) -> str | None:
-        """Return the fingerprint of the first parts alone; None where they never were a whole."""
+        """Return the fingerprint of the first parts alone; None where they never were a store."""
 
     def wait_for(self, num_parts: int) -> None:
-        """Return when the first so many parts are there."""
+        """Wait until the first `num_parts` parts are there."""
 
 
 def weighs(tokens: object) -> bool:

@@ -1,13 +1,13 @@
-"""Find in a rendered chat what the assistant says, for templates that don't mark it themselves.
+"""Locate the assistant's messages in a rendered chat, for templates that don't mark them themselves.
 
-What an assistant generates begins where the generation prompt ends and stops behind its end-of-turn mark. Where
-these stand is read off a skeleton: the same roles with a short mark of private-use characters in place of each
-content. The real text must be the skeleton with the real contents put in, character by character; nothing is
-searched for in it, so what a user writes can't pass for a template's words.
+What an assistant generates begins where the generation prompt ends, and ends after its end-of-turn mark. Both are
+read off a skeleton: the same roles with a short placeholder of private-use characters for each content. The real text
+must equal the skeleton with the real contents filled in, character by character. Nothing is searched for, so user
+content can't be mistaken for the template's text.
 
-A chat that is no skeleton filled in, because it calls tools or because the template looks into its contents, is
-measured by prefixes instead: a turn is what the chat with it has more than the chat before it. Where that fails
-too, because the template rewrites what was said before, a turn is what stands between the messages around it.
+Where that fails, because the chat calls tools or the template inspects contents, turns are measured by prefixes: a
+turn is what rendering the chat with it adds to the chat before it. Where that fails too, because the template
+rewrites earlier turns, a turn is the text between the messages around it.
 """
 
 from __future__ import annotations
@@ -18,43 +18,41 @@ from typing import Any, NamedTuple
 
 from varlen.text.skeleton import EndMarks, Render, Skeleton, Turn, cut, free_character, masked, try_render
 
-Value = str | dict[str, Any]
-"""What stands in a slot: a text, or the arguments of a call."""
+Value = str | dict[str, Any]  # what fills a slot: a text, or the arguments of a call
 Forms = Callable[[Value], Iterable[str]]
-Way = tuple[Any, ...]
-"""Empty, or the way to a place, where it begins and where it stops."""
+Way = tuple[Any, ...]  # linked list of (previous, start, stop); empty at the beginning
 
 
-class Said(NamedTuple):
+class Located(NamedTuple):
     """Where one assistant's message stands in the text."""
 
     message: int
+    # Ascending; usually one; several if another's message stands within it; none if nothing of it is written.
     spans: tuple[tuple[int, int], ...]
-    """Ascending; one, but where another's message stands within it; none where nothing of it is written."""
     has_mark: bool
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """The end of its last span."""
         return self.spans[-1][1] if self.spans else 0
 
 
-def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[Said] | None:
-    """Return where assistants speak in a text that is the skeleton with these texts, else None.
+def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[Located] | None:
+    """Return where assistants speak in a text that is the skeleton filled in, else None.
 
-    Not for skeletons that are open, which `fill_masked` closes.
+    For closed skeletons; `fill_masked` handles open ones.
     """
     values = [slot.value_in(messages) for slot in skeleton.slots]
-    return _said(skeleton, skeleton.pieces, values, text, skeleton.hole)
+    return _turns_in(skeleton, skeleton.pieces, values, text, skeleton.hole)
 
 
 def fill_masked(
     skeleton: Skeleton, render: Render, messages: list[dict[str, Any]], source: str, text: str, foreign: str
-) -> list[Said] | None:
+) -> list[Located] | None:
     """Return where assistants speak in a text that has tools, or calls with arguments of any form, else None.
 
-    The chat is rendered once more, with marks for all texts but arguments: what stands between them is the
-    template's own, a tool or an argument, and what ends a turn stands at the end of that.
+    Renders the chat once more, with placeholders for all texts but arguments: the text between them is the template's
+    own, a tool or an argument, and ends with what ends a turn.
     """
     slot = free_character(foreign + text)
     marked, slots = masked(messages, slot, source, arguments=False)
@@ -64,18 +62,18 @@ def fill_masked(
     pieces, order = cut(rendered, slot)
     if [slots[number] for number in order] != list(skeleton.slots):
         return None
-    return _said(skeleton, pieces, [slot.value_in(messages) for slot in skeleton.slots], text)
+    return _turns_in(skeleton, pieces, [slot.value_in(messages) for slot in skeleton.slots], text)
 
 
-def _said(
+def _turns_in(
     skeleton: Skeleton, pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
-) -> list[Said] | None:
-    """Find the turns in a text that is these pieces with these values between them, one piece but for a hole."""
+) -> list[Located] | None:
+    """Find the turns in a text made of these pieces and the values between them; piece `hole` may be any text."""
     places = _places(pieces, values, text, hole)
     if places is None:
         return None
     begins, ends = [0, *(stop for _, stop in places)], [*(start for start, _ in places), len(text)]
-    said = []
+    located = []
     for turn in skeleton.turns:
         spans = []
         for region in turn.regions:
@@ -94,14 +92,14 @@ def _said(
             if region.opened and text.startswith(region.opened, start, stop):
                 start += len(region.opened)
             spans.append((start, stop))
-        said.append(Said(message=turn.message, spans=tuple(spans), has_mark=turn.has_mark))
-    return said
+        located.append(Located(message=turn.message, spans=tuple(spans), has_mark=turn.has_mark))
+    return located
 
 
 def _places(
     pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
 ) -> list[tuple[int, int]] | None:
-    """Find where contents stand in the text, each as it is or trimmed, else as JSON spells it."""
+    """Find the positions of contents in the text, verbatim or trimmed, else as JSON."""
     if hole is None and (whole := _as_they_are(pieces, values, text)) is not None:
         return whole
     for forms in (_forms, _json_forms):
@@ -114,7 +112,7 @@ def _places(
 
 
 def _as_they_are(pieces: Sequence[str], values: Sequence[Value], text: str) -> list[tuple[int, int]] | None:
-    """Find where contents stand if all are texts that are written as they are: the first way of `_walk`, sooner."""
+    """Find the positions of contents that are all written verbatim: a fast path for the first result of `_walk`."""
     places, stop = [], 0
     for value, piece in zip(values, pieces):
         start = stop + len(piece)
@@ -128,10 +126,7 @@ def _as_they_are(pieces: Sequence[str], values: Sequence[Value], text: str) -> l
 def _around(
     pieces: Sequence[str], values: Sequence[Value], text: str, forms: Forms, hole: int
 ) -> list[tuple[int, int]] | None:
-    """Find where contents stand on both sides of a piece that may be any text.
-
-    Everything is known from either end. None where that leaves a choice of where the piece begins or ends.
-    """
+    """Find the positions of contents around a piece that may be any text, from both ends; None if ambiguous."""
     before = _walk([*pieces[:hole], ""], values[:hole], text, forms)
     length, behind = len(text), [piece[::-1] for piece in pieces[:hole:-1]]
     after = _walk(
@@ -146,7 +141,7 @@ def _around(
 
 
 def _walk(pieces: Sequence[str], values: Sequence[Value], text: str, forms: Forms) -> dict[int, Way]:
-    """Walk through the text, content by content; return where that may end, and the places on the way to it."""
+    """Match contents one by one; return the possible end positions, with the path to each."""
     reached: dict[int, Way] = {len(pieces[0]): ()} if text.startswith(pieces[0]) else {}
     for value, piece in zip(values, pieces[1:]):
         following: dict[int, Way] = {}
@@ -156,13 +151,13 @@ def _walk(pieces: Sequence[str], values: Sequence[Value], text: str, forms: Form
                 if text.startswith(form, position) and text.startswith(piece, stop):
                     following.setdefault(stop + len(piece), (way, position, stop))
                     if type(value) is not str:
-                        break  # no spelling of an object begins another
+                        break  # no spelling of an object is a prefix of another
         reached = following
     return reached
 
 
 def _along(way: Way) -> list[tuple[int, int]]:
-    """Return the places on a way."""
+    """Return the positions on a path."""
     places = []
     while way:
         way, start, stop = way
@@ -171,7 +166,7 @@ def _along(way: Way) -> list[tuple[int, int]]:
 
 
 def _forms(content: Value) -> Iterator[str]:
-    """Yield a content as templates write it: whole first, then trimmed in their ways; arguments as JSON."""
+    """Yield the spellings of a content: verbatim first, then trimmed; arguments as JSON."""
     if isinstance(content, dict):
         yield json.dumps(content, ensure_ascii=False)
         if text := getattr(content, "text", None):
@@ -187,7 +182,7 @@ def _forms(content: Value) -> Iterator[str]:
 
 
 def _json_forms(content: Value) -> Iterator[str]:
-    """Yield a content as templates write it, those that write JSON among them."""
+    """Yield the spellings of a content, including those as JSON strings."""
     yield from _forms(content)
     if isinstance(content, str):
         yield from dict.fromkeys(json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True))
@@ -195,10 +190,10 @@ def _json_forms(content: Value) -> Iterator[str]:
 
 def by_prefixes(
     render: Render, messages: list[dict[str, Any]], text: str, skeleton: Skeleton | None, marks: EndMarks
-) -> list[Said] | None:
-    """Measure each assistant's message as what the chat with it has more than the chat before it."""
+) -> list[Located] | None:
+    """Measure each assistant's message as what rendering the chat with it adds to the chat before it."""
     known = {turn.message: turn for turn in skeleton.turns} if skeleton else {}
-    said: list[Said] = []
+    located: list[Located] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -212,7 +207,7 @@ def by_prefixes(
         if not (text.startswith(until) and until.startswith(before)):
             return None
         turn, start = known.get(number), len(before)
-        if prompted == plain:  # no generation prompt, so a header must be told from what the assistant says
+        if prompted == plain:  # without a generation prompt, skip the header
             if turn is None or turn.opening is None or not until.startswith(turn.opening, start):
                 return None
             start += len(turn.opening)
@@ -222,10 +217,10 @@ def by_prefixes(
             token = marks.at(text, start + length)
             if token is not None and turn.closing[: turn.mark].endswith(token[0]):
                 length, has_mark = length + len(token[0]), True
-        if said and start < said[-1].stop:
+        if located and start < located[-1].stop:
             return None
-        said.append(Said(message=number, spans=((start, start + length),), has_mark=has_mark))
-    return said
+        located.append(Located(message=number, spans=((start, start + length),), has_mark=has_mark))
+    return located
 
 
 def _turn_length(turn: str, known: Turn | None, marks: EndMarks) -> tuple[int, bool]:
@@ -241,8 +236,8 @@ def _turn_length(turn: str, known: Turn | None, marks: EndMarks) -> tuple[int, b
 
 def by_frames(
     render: Render, messages: list[dict[str, Any]], text: str, skeleton: Skeleton | None, foreign: str
-) -> list[Said] | None:
-    """Take as the assistant's what stands between the messages of others, less what the template frames it by."""
+) -> list[Located] | None:
+    """Take what stands between the other messages, minus the template's framing, as the assistant's."""
     others = [n for n, message in enumerate(messages) if message["role"] != "assistant"]
     contents = [messages[n]["content"] for n in others]
     if skeleton is None or not all(isinstance(content, str) for content in contents):
@@ -260,20 +255,22 @@ def by_frames(
     if places is None:
         return None
     starts = [0, *(stop for _, stop in places)]
-    said = []
+    located = []
     for turn in skeleton.turns:
         if len(turn.regions) != 1:
             return None
         region = turn.regions[0]
         after = skeleton.pieces[region.last]
-        alone = turn.message + 1 == len(messages) or messages[turn.message + 1]["role"] != "assistant"
+        is_single = turn.message + 1 == len(messages) or messages[turn.message + 1]["role"] != "assistant"
         number = sum(n < turn.message for n in others)
         opening = skeleton.pieces[region.first].removesuffix(region.lead)
         piece = pieces[number]
         fits = len(opening) + len(after) <= len(piece) and piece.startswith(opening) and piece.endswith(after)
-        if not (alone and fits) or (turn.message and messages[turn.message - 1]["role"] == "assistant"):
+        if not (is_single and fits) or (turn.message and messages[turn.message - 1]["role"] == "assistant"):
             return None
         start = starts[number]
         stop = start + len(piece) - len(after) + turn.mark
-        said.append(Said(message=turn.message, spans=((start + len(opening), stop),), has_mark=turn.mark > 0))
-    return said
+        located.append(
+            Located(message=turn.message, spans=((start + len(opening), stop),), has_mark=turn.mark > 0)
+        )
+    return located

@@ -1,9 +1,9 @@
-"""Chats to text, and exactly which characters of it the assistant said.
+"""Render chats to text, and locate exactly the characters that the assistant generates.
 
-What is supervised is what an assistant generates when asked: from the end of the generation prompt through its
-content and its tool calls to its end-of-turn mark. Where a template marks this itself by `{% generation %}`, its
-marks alone decide; otherwise it is found by rendering, and a chat in which it can't be found is refused rather
-than guessed at. So is a chat of which the template leaves out what the assistant says.
+What is supervised is what an assistant generates when prompted: from the end of the generation prompt through its
+content and its tool calls to its end-of-turn mark. Where a template marks this itself by `{% generation %}`, only its
+marks count; otherwise it is located by rendering. A chat in which it can't be located is rejected rather than guessed
+at, and so is a chat of which the template drops the assistant's text.
 """
 
 from __future__ import annotations
@@ -28,24 +28,22 @@ if TYPE_CHECKING:
     from varlen.text.skeleton import Skeleton
     from varlen.text.wants import Wants
 
+# Template variables that hold the chat itself.
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")
-"""Names that a template sees the chat itself by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatTemplate:
-    """A chat template that compiles. Make one by `chat_template`; it can be sent to other processes."""
+    """A chat template that compiles, made by `chat_template`; it can be sent to other processes."""
 
-    source: str
-    """The template, in jinja's language."""
+    source: str  # in Jinja's language
+    # SHA-256 of everything that determines text and spans: sources, special tokens, end marks and variables.
     fingerprint: str
-    """SHA-256 of what decides text and spans: the sources, the special tokens, the end marks and the variables."""
     special_tokens: Mapping[str, str]
     end_marks: tuple[str, ...]
+    # Template variables besides the chat, such as `enable_thinking`.
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the template sees beside the chat, such as `enable_thinking`."""
-    tool_use: ChatTemplate | None = None
-    """What writes conversations with tools in its place."""
+    tool_use: ChatTemplate | None = None  # the template for conversations with tools
     marks: EndMarks = field(repr=False)
     _chatml_mark: int = field(repr=False)
     skeletons: dict[Any, Skeleton | None] = field(repr=False, default_factory=dict)
@@ -59,7 +57,7 @@ class ChatTemplate:
 
     @property
     def program(self) -> Program:
-        """Compiled when it is first asked for: most data is no chat, and the compiler takes long to import."""
+        """Compiled on first use: most data is no chat, and importing the compiler is slow."""
         if not self._compiled:
             from varlen.text.jinja_sandbox import compile_template
 
@@ -67,7 +65,7 @@ class ChatTemplate:
         return self._compiled[0]
 
     def check(self) -> None:
-        """Compile it now, so that it fails before data is read."""
+        """Compile now, to fail before data is read."""
         _ = self.program
 
     def render(
@@ -78,14 +76,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         choice: Choice = ALL,
     ) -> Rendered:
-        """Render a conversation and find what the assistant says in it."""
+        """Render a conversation and locate the assistant's text in it."""
         chat = as_chat(messages, weighs=choice.row_weights)
         return self.render_from(chat, tools, 0, variables or {}, choice)
 
     def render_from(
         self, chat: Chat, tools: Any, first: int, variables: Mapping[str, Any], choice: Choice
     ) -> Rendered:
-        """Render all messages, the assistant's from number `first` on supervised; as `render`."""
+        """Render all messages, supervising the assistant's from index `first` on; as `render`."""
         tools = as_tools(tools) if tools else None
         if tools and self.tool_use is not None:
             return self.tool_use.render_from(chat, tools, first, variables, choice)
@@ -107,14 +105,14 @@ class ChatTemplate:
         return replace(made, off=between(made.spans, len(made.text)))
 
     def twin(self) -> ChatTemplate | None:
-        """Return the training twin that TRL has of the template, or None."""
+        """Return TRL's training twin of the template, or None."""
         if not twin_of(self.source):
             return None
         source = training_twin(self.source)
         return chat_template(source, special_tokens=self.special_tokens, end_marks=self.end_marks)
 
     def wants(self, variables: Mapping[str, Any]) -> Wants:
-        """Return what the template wants to be handed, found when it is first asked for."""
+        """Return the form in which the template takes messages, probed on first use."""
         key = spelled(variables, "the variables of a chat template")
         if key not in self._wants:
             from varlen.text.wants import wants_of
@@ -174,7 +172,7 @@ def chat_template(
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
-    """Refuse variables by whose names a template sees the chat itself."""
+    """Raise if a variable would hide the chat itself."""
     for name in variables:
         if name in _OWN or not str(name).isidentifier():
             raise SettingError(
@@ -192,7 +190,7 @@ def prompt_and_completion(
     variables: Mapping[str, Any] | None = None,
     choice: Choice = ALL,
 ) -> Rendered:
-    """Join a prompt and its completion, of which the completion alone is supervised."""
+    """Join a prompt and its completion, of which only the completion is supervised."""
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise SourceError("the completion is empty, so there is nothing to train on; leave out the row")
@@ -227,12 +225,12 @@ def _again(
     end_marks: tuple[str, ...],
     variables: dict[str, Any],
 ) -> ChatTemplate:
-    """Make a template anew in the process that it was sent to."""
+    """Rebuild a template in the process that it was sent to."""
     return chat_template(named, special_tokens=special_tokens, end_marks=end_marks, variables=variables)
 
 
 def _trained(chat: Chat, first: int, choice: Choice) -> list[int]:
-    """Return the messages that are supervised."""
+    """Return the indexes of the supervised messages."""
     speaking = [n for n, message in enumerate(chat.messages) if n >= first and message["role"] == "assistant"]
     what = "completion" if first else "chat"
     if not speaking:
@@ -250,7 +248,7 @@ def _trained(chat: Chat, first: int, choice: Choice) -> list[int]:
 
 
 def _are_others_off(chat: Chat) -> bool:
-    """Whether all that isn't the assistant's is switched off, so that its messages alone are trained."""
+    """Whether all messages but the assistant's are switched off, so that only these are trained."""
     others = {n: message["role"] for n, message in enumerate(chat.messages) if message["role"] != "assistant"}
     if others.keys() <= chat.off:
         return bool(others)
@@ -264,7 +262,7 @@ def _are_others_off(chat: Chat) -> bool:
 
 
 def template_text(template: str | Path) -> str:
-    """Return a chat template's text: what is given, or what stands in the file that it names."""
+    """Return a chat template's text, given as text or as a file name."""
     if isinstance(template, str) and ("{" in template or "\n" in template):
         return template
     try:
@@ -274,7 +272,7 @@ def template_text(template: str | Path) -> str:
         raise SettingError(f"the chat template {template} can't be read: {said}") from error
 
 
-# ChatML, the template where a tokenizer has none of its own; plain chats are written without running it.
+# ChatML, the default for tokenizers without a template; plain chats are written without running it.
 
 CHATML = """\
 {% for message in messages %}

@@ -1,7 +1,7 @@
-"""What tells one tokenizer from another: the ids that it gives, in a form that no version of a library changes.
+"""Identify a tokenizer by the ids that it produces, independently of library versions.
 
-A store, a packed set and a loader's state carry the mark of the tokenizer that made their tokens; where they meet
-another one, it is refused by its name.
+A store, a packed set and a loader's state record the tokenizer that made their tokens; where they are used with
+another, an error names both.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from varlen.errors import SettingError
 from varlen.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+# Prefixes of fingerprints: of ids in canonical form, of a function's results, of the built-in tokenizer.
 _IDS, _FUNCTION, _BYTES = "ids:", "function:", "bytes:"
-"""How fingerprints begin: of ids in canonical form, of a function's answers, of the built-in tokenizer."""
+# Defaults of a step's fields that a file may omit. Of fields not listed, null, false and "" are defaults: a library
+# that adds a switch leaves it off.
 _USUAL: Mapping[str, Mapping[str, Any]] = {
     "ByteLevel": {"add_prefix_space": True, "use_regex": True},
     "Metaspace": {"replacement": "▁", "prepend_scheme": "always", "split": True},
@@ -35,26 +37,20 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
     "WordLevel": {"unk_token": "<unk>"},
     "BPE": {"unk_token": None},
 }
-"""Values that a step has where a file doesn't say.
-
-Of what isn't listed, null, false and "" are usual: a library that learns a new switch leaves it off."""
-_NEVER = {"ByteLevel": ("trim_offsets",)}
-"""Settings that change places in the text alone."""
+_NEVER = {"ByteLevel": ("trim_offsets",)}  # fields that affect only offsets in the text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerMark:
-    """Which tokenizer made tokens, as far as what holds them says."""
+    """Which tokenizer made tokens, as far as recorded."""
 
     name: str
-    fingerprint: str | None
-    """None where varlen 0.1.0 wrote one that its library's version went into."""
-    vocab_size: int | None = None
-    """All ids are below."""
+    fingerprint: str | None  # None where varlen 0.1.0 wrote one that depends on the library's version
+    vocab_size: int | None = None  # all ids are below
     eos_id: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for a manifest or a state."""
+        """Return plain values."""
         return asdict(self)
 
     @property
@@ -64,21 +60,21 @@ class TokenizerMark:
 
     @property
     def words(self) -> str:
-        """Its name, and the beginning of its fingerprint, since folders share names."""
+        """Its name, and the beginning of its fingerprint, since different folders may have the same name."""
         if self.are_bytes:
             return "the built-in one, bytes"
         short = "" if self.fingerprint is None else f" ({self.fingerprint.rpartition(':')[2][:8]})"
         return f"{self.name}{short}"
 
     def is_same(self, other: TokenizerMark) -> bool | None:
-        """Return whether two give the same ids; None where that can't be told."""
+        """Return whether both produce the same ids; None if unknown."""
         if self.fingerprint is None or other.fingerprint is None:
             return False if self.are_bytes or other.are_bytes else None
         if self.fingerprint == other.fingerprint:
             return True
         is_function = [mark.fingerprint.startswith(_FUNCTION) for mark in (self, other) if mark.fingerprint]
         if any(is_function) and not (self.are_bytes or other.are_bytes):
-            return None  # a function may well call the other one
+            return None  # a function may call the other tokenizer
         return False
 
 
@@ -92,31 +88,31 @@ def mark_of(tokenizer: Tokenizer) -> TokenizerMark:
     )
 
 
-def mark_in(said: object) -> TokenizerMark | None:
-    """Return the mark that a manifest or a state holds; None where it names no tokenizer."""
-    if not isinstance(said, Mapping) or not said:
+def mark_in(record: object) -> TokenizerMark | None:
+    """Return the mark stored in a manifest or a state; None where it names no tokenizer."""
+    if not isinstance(record, Mapping) or not record:
         return None
-    found, size, eos = (said.get(key) for key in ("fingerprint", "vocab_size", "eos_id"))
-    if found is None and said.get("name") == "bytes":
-        found = f"{_BYTES}1"
-    is_known = isinstance(found, str) and found.startswith((_IDS, _FUNCTION, _BYTES))
+    print_, size, eos = (record.get(key) for key in ("fingerprint", "vocab_size", "eos_id"))
+    if print_ is None and record.get("name") == "bytes":
+        print_ = f"{_BYTES}1"
+    is_known = isinstance(print_, str) and print_.startswith((_IDS, _FUNCTION, _BYTES))
     return TokenizerMark(
-        name=str(said.get("name", "of another name")),
-        fingerprint=str(found).partition(" ")[0] if is_known else None,  # 0.1.0 wrote "bytes:1 eos 7"
+        name=str(record.get("name", "of another name")),
+        fingerprint=str(print_).partition(" ")[0] if is_known else None,  # 0.1.0 wrote "bytes:1 eos 7"
         vocab_size=size if isinstance(size, int) else None,
         eos_id=eos if isinstance(eos, int) else None,
     )
 
 
 def made_by(tokens: object) -> TokenizerMark | None:
-    """Return the tokenizer that a store's or packed set's manifest names; None where it names none."""
+    """Return the tokenizer named in a store's or packed set's manifest; None where it names none."""
     manifest = tokens if isinstance(tokens, Mapping) else getattr(tokens, "manifest", None)
     source = manifest.get("source") if isinstance(manifest, Mapping) else None
     return mark_in(source.get("tokenizer")) if isinstance(source, Mapping) else None
 
 
 def check_same(where: str, made_by: TokenizerMark | None, meant: TokenizerMark, out: str) -> None:
-    """Refuse tokens that another tokenizer made; where that can't be told, say so."""
+    """Raise if another tokenizer made the tokens; warn if that is unknown."""
     same = None if made_by is None else made_by.is_same(meant)
     if same is True:
         return
@@ -138,22 +134,21 @@ def check_same(where: str, made_by: TokenizerMark | None, meant: TokenizerMark, 
 
 
 def function_fingerprint(name: str, answers: object) -> str:
-    """Return the fingerprint of a tokenizer that is known by what it gives for some texts alone."""
+    """Return the fingerprint of a tokenizer that is known only by its ids of some texts."""
     return f"{_FUNCTION}{_digest([name, answers])}"
 
 
 def backend_fingerprint(spec: Mapping[str, Any], *, prefix_ids: Sequence[int], splits_specials: bool) -> str:
-    """Return the fingerprint of a tokenizer of the `tokenizers` library; equal ids of any text, equal fingerprint.
+    """Return the fingerprint of a tokenizer of the `tokenizers` library; equal if it produces equal ids for any text.
 
-    Vocabulary, merges, added tokens, normalizer and pre-tokenizer decide; the decoder, truncation, padding and the
-    order of what has none don't, and neither do fields at their usual values, which versions of the library write or
-    leave out.
+    It covers vocabulary, merges, added tokens, normalizer and pre-tokenizer, but not the decoder, truncation,
+    padding, insignificant order, or fields at their defaults, which library versions write or omit.
     """
     return f"{_IDS}1:{_digest([canonical(spec, splits_specials=splits_specials), list(prefix_ids)])}"
 
 
 def canonical(spec: Mapping[str, Any], *, splits_specials: bool = False) -> dict[str, Any]:
-    """Return what decides the ids of any text, in one form; arguments as in `backend_fingerprint`."""
+    """Return what determines the ids of any text, in canonical form; arguments as in `backend_fingerprint`."""
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     added = [
         [token["id"], token["content"], *(bool(token.get(flag)) for flag in flags)]
@@ -169,9 +164,9 @@ def canonical(spec: Mapping[str, Any], *, splits_specials: bool = False) -> dict
 
 
 def _model(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model in one form: its vocabulary by token or in order, its merges as pairs."""
+    """Return a model in canonical form: vocabulary by token or in order, merges as pairs."""
     rest = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
-    if "type" not in rest:  # files of old have none
+    if "type" not in rest:  # old files have none
         rest["type"] = _kind_of(model)
     vocabulary = model.get("vocab") or {}
     made: dict[str, Any] = {
@@ -199,12 +194,12 @@ def _steps(step: Mapping[str, Any] | None, inner: str) -> list[dict[str, Any]]:
     if step is None:
         return []
     if step.get("type") == "Sequence":
-        return [made for one in step.get(inner) or () for made in _steps(one, inner)]
+        return [made for inner_step in step.get(inner) or () for made in _steps(inner_step, inner)]
     return [_step(step)]
 
 
 def _step(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one step without what is usual."""
+    """Return a step without fields at their defaults."""
     kind = str(step.get("type"))
     usual, never = _USUAL.get(kind, {}), _NEVER.get(kind, ())
     return {

@@ -1,9 +1,9 @@
-"""What a stranger's template may use: how large its values may grow, and how long it may compute.
+"""Limits of what an untrusted chat template may use: the size of its values, its computing time and its memory.
 
-Each operation that can make more than it takes is asked beforehand.
-A text has a limit, and so has all that stands in a list, tuple or mapping that the template makes, where what stands
-in it twice counts twice: lists of lists of the same list are short, and their text isn't. So the text of every value
-is bounded, and what makes no more than it takes (`trim`, `upper`, a comparison) needs no limit of its own.
+Every operation whose result can exceed its operands is checked beforehand. A text has a limit, and so has the total
+content of a list, tuple or mapping that the template makes, where repeated references count repeatedly: a list that
+contains one list many times is short, but its text isn't. So the text of every value is bounded, and operations that
+don't grow their operands (`trim`, `upper`, a comparison) need no check.
 """
 
 from __future__ import annotations
@@ -23,29 +23,23 @@ from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 
-LONGEST = 2**20
-"""Characters, items or bits that one number of a template may ask for; more is a mistake or an attack."""
-LARGEST_TEXT = 2**27
-"""Bytes of one text."""
-LARGEST = 2**25
-"""Characters of all that stands in a list or mapping that a template makes."""
-MOST_ITEMS = 2**21
-"""Pieces of one text, or items that one filter takes at once."""
-MOST_UNASKED = 4
-"""Values that become one before it is asked how large that is; each of them is within the limit."""
-LARGE = 2**12
-"""Characters from which on it is counted what a template makes."""
+LONGEST = 2**20  # characters, items or bits that one number of a template may request
+LARGEST_TEXT = 2**27  # bytes of one text
+LARGEST = 2**25  # characters of everything in a list or mapping that a template makes
+MOST_ITEMS = 2**21  # pieces of one text, or items that one filter consumes
+MOST_UNASKED = 4  # operands joined before their result is checked; each of them is within the limit
+LARGE = 2**12  # characters above which values are accounted for
 _DEEPEST = 200
 _VIEWS: tuple[type, ...] = (type({}.items()), type({}.keys()), type({}.values()))
 _CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS)
 
 
 class TooLongError(TemplateError):
-    """A template asked for more text than a chat can have."""
+    """A template requested more text than a chat can have."""
 
 
 def check_number(length: int) -> None:
-    """Refuse a number that would be a very large size."""
+    """Raise if a number requests a very large size."""
     if length > LONGEST:
         raise TooLongError(
             f"one expression asks for {length:.3g} characters, items or bits; {LONGEST:,} at most"
@@ -53,7 +47,7 @@ def check_number(length: int) -> None:
 
 
 def check_text(length: int, what: str) -> None:
-    """Refuse an operation that would make a very large text."""
+    """Raise if an operation would make a very large text."""
     if length > LARGEST_TEXT:
         raise TooLongError(
             f"{what} asks for a text of {length:.3g} characters; {LARGEST_TEXT:,} bytes at most"
@@ -63,7 +57,7 @@ def check_text(length: int, what: str) -> None:
 
 
 def within(value: Any) -> Any:
-    """Return a value that an expression has made, unless it is very large."""
+    """Return the value of an expression; raise if it is very large."""
     if type(value) is str:
         if len(value) > LARGE:
             _check_made(value)
@@ -85,7 +79,7 @@ def _check_made(value: str | bytes) -> None:
 
 
 def made(value: Any) -> Any:
-    """Return a list, tuple or mapping that a template has made, unless what stands in it is very large."""
+    """Return a list, tuple or mapping that a template made; raise if its content is very large."""
     run = current()
     if run is None:
         return value
@@ -103,7 +97,7 @@ def made(value: Any) -> Any:
 
 
 def repeated(value: Any, once: Any, times: int) -> Any:
-    """Return what stands in something `times` times, unless that is very large."""
+    """Return a repeated list or tuple; raise if its content is very large."""
     run = current()
     if run is None or isinstance(value, str | bytes):
         return within(value)
@@ -117,7 +111,7 @@ def repeated(value: Any, once: Any, times: int) -> Any:
 
 
 def joined(parts: tuple[Any, ...], join: Callable[[Iterable[Any]], Any]) -> Any:
-    """Return several values as one text (`~`)."""
+    """Join several values into one text (`~`)."""
     if len(parts) <= MOST_UNASKED:  # each of them is within the limit
         return within(join(parts))
     check_text(sum(map(size_of, parts)), "'~'")
@@ -125,7 +119,7 @@ def joined(parts: tuple[Any, ...], join: Callable[[Iterable[Any]], Any]) -> Any:
 
 
 def size_of(value: Any) -> int:
-    """Return about how many characters a value takes when it is written."""
+    """Return the approximate number of characters that a value takes when written."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -139,13 +133,13 @@ def size_of(value: Any) -> int:
 
 
 def _measured(value: Any, known: dict[int, Any]) -> tuple[int, int]:
-    """Return how much stands in a container, and how deep it is."""
-    found = known.get(id(value))
-    if found is not None and found[0] is value:
-        return found[1], found[2]
+    """Return the size of a container's content, and its depth."""
+    entry = known.get(id(value))
+    if entry is not None and entry[0] is value:
+        return entry[1], entry[2]
     items: Iterable[Any] = value
     if isinstance(value, dict):
-        items = (one for pair in value.items() for one in pair)
+        items = (element for pair in value.items() for element in pair)
     size, depth = 2, 0
     for item in items:
         if type(item) is str:
@@ -163,7 +157,7 @@ def _measured(value: Any, known: dict[int, Any]) -> tuple[int, int]:
 
 
 def items_of(values: Any) -> Any:
-    """Return what a filter takes all of, unless these are very many."""
+    """Return the items that a filter consumes; raise if there are very many."""
     if isinstance(values, str | bytes):
         if len(values) > MOST_ITEMS:
             raise TooLongError(f"a filter takes {len(values):,} characters as items; {MOST_ITEMS:,} at most")
@@ -176,7 +170,7 @@ def items_of(values: Any) -> Any:
     return items
 
 
-# What jinja's filters and Python's methods would make of what they are given, asked before they are run.
+# Checks before Jinja's filters and Python's methods are run.
 
 _NUMBERS = re.compile(r"\d+")
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{7})")
@@ -185,7 +179,7 @@ _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 def check_percent(form: str, values: Any) -> None:
-    """Refuse a text that is filled in with very much (`'%s' % value`)."""
+    """Raise if `'%s' % value` would make a very large text."""
     if _WIDE_PERCENT.search(form):
         raise TooLongError(f"{form[:40]!r} asks for a text of more than {LONGEST:,} characters")
     given = values if isinstance(values, tuple) else (values,)
@@ -195,7 +189,7 @@ def check_percent(form: str, values: Any) -> None:
 
 
 def check_braces(form: str, values: Iterable[Any]) -> None:
-    """Refuse a text that is filled in with very much (`'{}'.format(value)`)."""
+    """Raise if `'{}'.format(value)` would make a very large text."""
     if _WIDE_BRACES.search(form):
         raise TooLongError(f"{form[:40]!r} asks for a text of more than {LONGEST:,} characters")
     largest = max(map(size_of, values), default=0)
@@ -265,16 +259,17 @@ def _check_join(text: Any, values: Any = (), *_: Any) -> None:
         check_text(sum(map(size_of, values)) + len(text) * max(len(values) - 1, 0), "'join'")
 
 
-def asked(
+def check_call(
     check: Callable[..., None], owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Ask whether a method makes very much; returns its arguments."""
+    """Check a method call; return its arguments."""
     if check is _check_join and args:
         args = (items_of(args[0]), *args[1:])
     check(owner, *args, **kwargs)
     return args
 
 
+# Methods of Python's types whose result can exceed their operands, checked with the object and the arguments.
 METHODS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
     "center": _check_width,
@@ -289,7 +284,6 @@ METHODS: dict[str, Callable[..., None]] = {
     "fromkeys": _check_keys,
     "join": _check_join,
 }
-"""Methods of Python's own types that make more than they take: asked with the object and the arguments."""
 
 
 def _check_indent(text: Any, width: Any = 4, *_: Any, **more: Any) -> None:
@@ -320,7 +314,7 @@ def _check_format(form: Any, *values: Any, **more: Any) -> None:
 
 
 def _check_mapped(_: Any, *names: Any, **more: Any) -> None:
-    """Refuse to put one large value in the place of many."""
+    """Raise if one large default value would stand for many items."""
     last = names[1:] if names and names[0] in ("default", "d") else ()
     for value in (*last, *(more[name] for name in ("default", "default_value") if name in more)):
         if size_of(value) > LARGE:
@@ -336,7 +330,7 @@ def _check_numbers(_: Any, *values: Any, **more: Any) -> None:
 
 
 def _of_size(name: str, most: int) -> Callable[..., None]:
-    """Bound a filter that compares a text with itself, or takes long for other reasons."""
+    """Limit the input of a filter with superlinear or otherwise high cost."""
 
     def check(*values: Any, **more: Any) -> None:
         size = sum(map(size_of, (*values, *more.values())))
@@ -370,16 +364,16 @@ _TAKE_ALL = ("batch", "dictsort", "groupby", "join", "list", "reverse", "slice",
 
 
 def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter of jinja that asks before it makes more than it takes."""
+    """Return a Jinja filter that checks its call beforehand."""
     check, takes_all = FILTERS.get(name), name in _TAKE_ALL
     if check is None and not takes_all:
         return function
     skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-    @wraps(function)  # jinja's notes on what to pass it are attributes of the function
+    @wraps(function)  # Jinja stores what to pass to it as attributes of the function
     def asking(*args: Any, **kwargs: Any) -> Any:
         run = current()
-        if run is None or run.is_compiling:  # jinja computes what is constant when it compiles
+        if run is None or run.is_compiling:  # Jinja evaluates constants while compiling
             raise TooLongError("a filter is computed when the template runs")
         if takes_all and len(args) > skip:
             args = (*args[:skip], items_of(args[skip]), *args[skip + 1 :])
@@ -391,83 +385,71 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_sum(iterable: Iterable[Any], start: Any) -> Any:
-    """Return a sum as Python's, of lists and tuples too, in a time that grows with what is summed up."""
+    """Return a sum as Python's, also of lists and tuples, in linear time."""
     kind = type(start)
     if kind not in (list, tuple):
         return sum(iterable, start)
     total = list(start)
-    for one in iterable:
-        if not isinstance(one, kind):
-            return start + one  # which says that they can't be added up
-        total += one
+    for item in iterable:
+        if not isinstance(item, kind):
+            return start + item  # raises the TypeError
+        total += item
     return made(kind(total))
 
 
-# Watch what runs programs of strangers: one that computes for long, or takes much memory, is stopped, in any thread.
+# Watchdog for untrusted templates: stops one that computes for long or takes much memory, in any thread.
 #
-# A thread looks several times a second at what runs, and raises an exception in a thread whose program is
-# over its limit. Beside that, programs say what they make (`account`), so that a few large values don't wait
-# for the next look.
+# A thread checks several times a second what runs, and raises an exception in a thread that exceeds a limit. In
+# addition, templates report large values (`account`), so that a few of them don't go unnoticed until the next check.
 
 Result = TypeVar("Result")
 
-LONGEST_S = 10.0
-"""Seconds of computing after which a program is stopped."""
-_LONGEST_WALL_S = 40.0
-"""The same where other threads take the processor meanwhile."""
-MOST_BYTES = 2**29
-"""Memory by which the process may grow while a program runs; with several of them, each may take so much."""
+LONGEST_S = 10.0  # seconds of computing after which a run is stopped
+_LONGEST_WALL_S = 40.0  # the same in wall time, where other threads use the processor
+MOST_BYTES = 2**29  # growth of the process's memory during a run; concurrent runs may each take so much
 _LOOK_S = 0.1
-_LONGEST_LOOK_S = 1.0
-"""A look that comes later than that came late for another reason, such as a process that was halted."""
+_LONGEST_LOOK_S = 1.0  # longer intervals between checks have other causes, such as a suspended process
 _IDLE_LOOKS = 100
-_ACCOUNT_BYTES = 2**26
-"""What programs make between two looks at the memory."""
-_MOST_OVERDUE = 3
-"""How often a program may be stopped for its time before it isn't run again."""
+_ACCOUNT_BYTES = 2**26  # bytes that templates make between two checks of the memory
+_MOST_OVERDUE = 3  # stops for computing time after which a template isn't run again
 _SLOW_S = 0.5
-_MOST_SLOW_S = 30.0
-"""Seconds of its slow runs together after which a program isn't run again, if its runs are slow in the mean."""
+_MOST_SLOW_S = 30.0  # Total seconds of slow runs after which a template isn't run again, if its mean is slow
 
 
 class StoppedError(BaseException):
-    """A program was stopped; no handler of errors within it is to go on."""
+    """A run was stopped; not an Exception, so that the template's own error handling doesn't catch it."""
 
 
 class Run:
-    """One run of a program."""
+    """One run of a template."""
 
-    why = ""
-    """Why it is stopped, once it is."""
+    why = ""  # why it is stopped
     is_overdue = False
-    is_compiling = False
-    """It computes nothing yet but what is constant."""
+    is_compiling = False  # only constants are evaluated so far
     made = 0
     looked = 0
     grown_from: int | None = None
     began: float | None = None
     waited = 0.0
+    # Containers that it made, and the size of their content.
     known: dict[int, tuple[object, int, int]] | None = None
-    """Containers that it made, and how much stands in each."""
 
 
 _running: dict[int, Run] = {}
-_overdue: Counter[str] = Counter()
-"""How often each program was stopped for its time."""
+_overdue: Counter[str] = Counter()  # stops for computing time, by template
 _runs: Counter[str] = Counter()
-_slow_s: dict[str, float] = {}
-"""How often each program was run, and seconds of computing of its slow runs."""
+_slow_s: dict[str, float] = {}  # runs of each template, and seconds of computing of its slow runs
 _lock = threading.Lock()
 _watcher: threading.Thread | None = None
 
 
 def current() -> Run | None:
-    """Return the run of this thread."""
+    """Return the run of this thread, or None."""
     return _running.get(get_ident())
 
 
 def watched(program: str, call: Callable[..., Result], *arguments: object) -> Result:
-    """Run a program of a stranger."""
+    """Run a function of an untrusted template under the watchdog."""
     if _watcher is None:
         _begin()
     if _overdue and _overdue[program] >= _MOST_OVERDUE:
@@ -491,7 +473,7 @@ def watched(program: str, call: Callable[..., Result], *arguments: object) -> Re
             del _running[ident]
             if run.why:
                 _settle(ident)
-    except StoppedError as error:  # it may come anywhere above
+    except StoppedError as error:  # it may be raised anywhere above
         _running.pop(ident, None)
         _settle(ident)
         if run.is_overdue:
@@ -504,7 +486,7 @@ def watched(program: str, call: Callable[..., Result], *arguments: object) -> Re
 
 
 def account(size: int) -> None:
-    """Say that the program of this thread has made something large."""
+    """Record that the template of this thread made something large."""
     run = _running.get(get_ident())
     if run is None:
         return
@@ -525,7 +507,7 @@ def _too_large(run: Run) -> str:
 
 
 def _settle(ident: int) -> None:
-    """Take back an exception that was raised in this thread and hasn't come yet."""
+    """Cancel an exception that was scheduled in this thread and hasn't been raised yet."""
     while True:
         try:
             with _lock:
@@ -543,7 +525,6 @@ def _raise_in(ident: int, error: type[BaseException] | None) -> None:
 
 
 def _begin() -> None:
-    """Start the thread that looks."""
     global _watcher
     with _lock:
         if _watcher is None:
@@ -552,7 +533,7 @@ def _begin() -> None:
 
 
 def _forked() -> None:
-    """Begin anew in a fork, where there is no such thread."""
+    """Reset in a forked process, which has no watchdog thread."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
     _running.clear()
@@ -571,7 +552,7 @@ def _watch() -> None:
         idle = 0 if _running else idle + 1
         for ident, run in list(_running.items()):
             _look(ident, run, passed)
-    _watcher = None  # the next program starts another one
+    _watcher = None  # the next run starts another one
 
 
 def _look(ident: int, run: Run, passed: float) -> None:
@@ -579,7 +560,7 @@ def _look(ident: int, run: Run, passed: float) -> None:
         if _running.get(ident) is not run:
             return
         computed = _computed(ident)
-        if run.began is None:  # it may have run for one look already
+        if run.began is None:  # it may have run since the last check
             run.began = computed
             if run.grown_from is None:
                 run.grown_from = _memory()
@@ -597,7 +578,7 @@ def _look(ident: int, run: Run, passed: float) -> None:
 
 
 def _computed(ident: int) -> float:
-    """Return the seconds that a thread has computed; where the system can't tell, the time."""
+    """Return a thread's CPU seconds; where unavailable, wall time."""
     if hasattr(time, "pthread_getcpuclockid"):
         with suppress(OSError):
             return time.clock_gettime(time.pthread_getcpuclockid(ident))
@@ -605,9 +586,9 @@ def _computed(ident: int) -> float:
 
 
 def _memory() -> int:
-    """Return the bytes that this process holds; where the system can't tell, the most that it held."""
+    """Return the resident memory of this process in bytes; where unavailable, its peak."""
     try:
-        # No file object, which a thread that is stopped in the midst would leave open, with a warning.
+        # No file object: a thread stopped at this point would leave it open, with a warning.
         place = os.open("/proc/self/statm", os.O_RDONLY)
         try:
             return int(os.read(place, 128).split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,8 @@
-"""Run the chat templates of Hugging Face's tokenizers, which are programs of strangers, in a sandbox.
+"""Run chat templates of Hugging Face tokenizers, which are untrusted programs, in a sandbox.
 
-A template comes with a model, so it is held to text: it sees the messages as plain data, reaches no attribute
-that begins with an underscore, no file and no other template. Its values can't grow beyond `limits`, and `watch`
-stops it where it computes for long or takes much memory all the same. What it does wrong becomes a sentence.
+A template can only produce text: it sees the messages as plain data, and can't reach attributes that begin with an
+underscore, files or other templates. `jinja_limits` bounds its values, and stops it if it computes for long or takes
+much memory. Its errors become a SourceError.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ from varlen.text.jinja_limits import (
     watched,
 )
 
-# Compile templates as jinja does, and ask `limits` where a value can be larger than what it is made of.
+# Compile templates as Jinja does, with checks where a value can be larger than its operands.
 
 
 class Compiler(CodeGenerator):
-    """jinja's compiler; sums, lists and mappings ask how large they are."""
+    """Jinja's compiler, with size checks for sums, lists and mappings."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._written: set[int] = set()
-        """Expressions that are written at once, and asked there."""
+        self._written: set[int] = set()  # expressions that are output immediately, and checked there
 
     def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802, it is jinja's
-        """Note what is written and not kept."""
+        """Record expressions that are output and not stored."""
         for child in node.nodes:
             self._note(child)
         super().visit_Output(node, frame)
@@ -65,7 +64,7 @@ class Compiler(CodeGenerator):
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
-        """Write a sum, with a question unless little is added up and written at once."""
+        """Generate a sum, with a check unless few operands are output immediately."""
         terms: list[nodes.Expr] = []
         left: nodes.Expr = node
         while isinstance(left, nodes.Add):
@@ -96,7 +95,7 @@ class Compiler(CodeGenerator):
 
     @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        """Write values that become one text; few of them by a sum, which is faster than jinja's way."""
+        """Generate a concatenation; of few values by `+`, which is faster than Jinja's way."""
         if not frame.eval_ctx.volatile and not frame.eval_ctx.autoescape and len(node.nodes) <= MOST_UNASKED:
             is_asked = id(node) not in self._written
             self.write("(environment.within(" * is_asked + "(" * (not is_asked))
@@ -118,17 +117,17 @@ class Compiler(CodeGenerator):
         self.write(f"), {join})")
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
-        """Write a list."""
+        """Generate a list."""
         self._made(node, frame, node.items, super().visit_List)
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
-        """Write a tuple, or what it is assigned to."""
+        """Generate a tuple, or an assignment target."""
         self._made(node, frame, node.items if node.ctx == "load" else [], super().visit_Tuple)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        """Write a mapping."""
+        """Generate a mapping."""
         self._made(
-            node, frame, [one for pair in node.items for one in (pair.key, pair.value)], super().visit_Dict
+            node, frame, [expr for pair in node.items for expr in (pair.key, pair.value)], super().visit_Dict
         )
 
     def _made(self, node: nodes.Expr, frame: Frame, items: list[nodes.Expr], visit: Any) -> None:
@@ -138,18 +137,16 @@ class Compiler(CodeGenerator):
         self.write(")" if is_asked else "")
 
 
+# Characters that a template may output: beyond any context length, below what exhausts a machine.
 _LONGEST_TEXT = 2**26
-"""Characters that a template may write in all: beyond any context, below what breaks a machine."""
-_LONGEST_SOURCE = 2**20
-"""Characters of a template itself."""
+_LONGEST_SOURCE = 2**20  # characters of a template
 
-_OWN = ("_loop_vars", "_block_vars")
-"""Arguments that jinja adds to every call, for its own functions."""
+_OWN = ("_loop_vars", "_block_vars")  # arguments that Jinja adds to every call, for its own functions
+# Variables that are output before and after each generation block.
 _BEGIN, _END = "varlen_generation_begins", "varlen_generation_ends"
-"""Variables that are written before and after each generation block."""
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+# Types whose attributes are either accessible for every object, or for none.
 _KINDS = (str, list, dict, LoopContext)
-"""Types whose attributes may be reached for every object, or for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,13 +155,12 @@ class Program:
 
     template: Template
     source: str
-    variables: Mapping[str, Any]
-    """What it sees beside the chat: jinja's globals and the special tokens."""
+    variables: Mapping[str, Any]  # besides the chat: Jinja's globals and the special tokens
     has_generation: bool
+    # Whether all {% generation %} blocks are output directly, none is stored in a variable or filtered.
     has_bare_generation: bool = False
-    """All its {% generation %} blocks are written as they stand, and none is kept in a variable or filtered."""
+    # Whether contents must be lists of parts, which templates of vision models may require.
     takes_parts: bool = False
-    """Contents are given as lists of parts, which templates of models that see pictures may insist on."""
 
     def run(
         self,
@@ -196,13 +192,13 @@ class Program:
             raise SourceError(
                 f"the chat template was stopped, since a template may not do this: {_line(error)}"
             ) from error
-        except Exception as error:  # a template's own mistakes come as any error there is
+        except Exception as error:  # a template may raise any error
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise SourceError(f"the chat template fails on this chat: {kind}{_line(error)}") from error
 
     def _text(self, seen: dict[str, Any]) -> str:
         template, pieces, length = self.template, [], 0
-        # `Template.new_context` would merge the globals anew, which takes long beside a short chat.
+        # `Template.new_context` would copy the globals, which is slow compared with a short chat.
         context = Context(template.environment, seen, template.name, template.blocks)
         for piece in template.root_render_func(context):
             pieces.append(piece)
@@ -213,7 +209,7 @@ class Program:
 
 
 def compile_template(source: str, variables: Mapping[str, str]) -> Program:
-    """Compile a template, to be run often."""
+    """Compile a template."""
     if len(source) > _LONGEST_SOURCE:
         raise SettingError(f"the chat template has {len(source):,} characters; {_LONGEST_SOURCE:,} at most")
     environment = _Sandbox()
@@ -242,12 +238,12 @@ def compile_template(source: str, variables: Mapping[str, str]) -> Program:
 
 
 def _are_bare(node: nodes.Node) -> bool:
-    """Whether generation blocks stand in loops and conditions alone, which write what they hold as it is."""
+    """Whether generation blocks stand only in loops and conditions, which output their content unchanged."""
     for child in node.iter_child_nodes():
         is_plain = isinstance(child, (nodes.For, nodes.If, nodes.Output, nodes.Scope))
         if _is_generation(child):
             continue
-        if not is_plain and any(_is_generation(found) for found in child.find_all(nodes.Scope)):
+        if not is_plain and any(_is_generation(inner) for inner in child.find_all(nodes.Scope)):
             return False
         if is_plain and not _are_bare(child):
             return False
@@ -261,7 +257,7 @@ def _is_generation(node: nodes.Node) -> bool:
 
 
 def _writes(program: Program) -> bool:
-    """Return whether a template writes what a user says."""
+    """Whether a template outputs the user's content."""
     try:
         return "\U000f0000" in program.run([{"role": "user", "content": "\U000f0000"}], None)
     except SourceError:
@@ -277,7 +273,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _line(error: BaseException) -> str:
-    """Return an error's words as one line of bounded length."""
+    """Return an error's message as one line of bounded length."""
     words = " ".join(str(error.args[0] if error.args else "").split()) or type(error).__name__
     return words if len(words) <= 300 else words[:300] + "…"
 
@@ -287,7 +283,7 @@ class _RefusalError(TemplateError):
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which says what of the text the assistant writes."""
+    """`{% generation %} ... {% endgeneration %}`, which marks the text that the assistant generates."""
 
     tags = {"generation"}  # noqa: RUF012, it is jinja's
 
@@ -303,7 +299,7 @@ class _Generation(Extension):
 
 
 def _leaves_loop(node: nodes.Node) -> bool:
-    """Whether a `break` or `continue` within leaves a loop that stands around it."""
+    """Whether a `break` or `continue` leaves an enclosing loop."""
     if isinstance(node, (nodes.Break, nodes.Continue)):
         return True
     inner = node.else_ if isinstance(node, nodes.For) else node.iter_child_nodes()
@@ -311,16 +307,16 @@ def _leaves_loop(node: nodes.Node) -> bool:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that templates of tokenizers expect, within narrower limits than jinja's sandbox."""
+    """The environment that tokenizers' templates expect, more restricted than Jinja's sandbox."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
     code_generator_class = Compiler
+    # Called by compiled templates.
     within, made, joined = (
         staticmethod(jinja_limits.within),
         staticmethod(jinja_limits.made),
         staticmethod(jinja_limits.joined),
     )
-    """What compiled templates ask."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation])
@@ -339,32 +335,32 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def compiled(self, source: str) -> Template:
-        """Compile a template, and leave what its filters make of constants to its runs."""
+        """Compile a template; calls of filters with constants are left to its runs."""
         if (run := current()) is not None:
             run.is_compiling = True
         return self.from_string(source)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return what a template calls `obj.attribute`; of a dict at once where that is no method of it."""
+        """Return a template's `obj.attribute`; with a fast path for keys of dicts."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if (kind, attribute) in self._known:
             return getattr(obj, attribute)
-        if kind is _Notes and attribute[:1] != "_":  # what it holds was reached by the template before
+        if kind is _Notes and attribute[:1] != "_":  # the template could reach its content before
             held = _held(obj, _HELD)
             return held[attribute] if attribute in held else self.undefined(obj=obj, name=attribute)
         value = super().getattr(obj, attribute)
         if kind in _KINDS and hasattr(kind, attribute) and not attribute.startswith(("_", "format")):
-            self._known.add((kind, attribute))  # it may be reached, whatever the object
+            self._known.add((kind, attribute))  # accessible for any object of the type
         return value
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """Refuse at once, where jinja would print nothing."""
+        """Raise, where Jinja would output nothing."""
         raise SecurityError(f"reach for {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Work out a product, power or filled-in text unless it would be very long."""
+        """Evaluate a product, power or `%` unless its result would be very large."""
         if operator == "*":
             for text, times in ((left, right), (right, left)):
                 if isinstance(text, (str, bytes, list, tuple)) and isinstance(times, int):
@@ -380,8 +376,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call a function or method with what can't make it write very much."""
-        # What a row says, such as a time, is no size for a macro, and for what keeps it.
+        """Call a function or method, with checked arguments."""
+        # A number in the data, such as a time, isn't a size when passed to a macro or stored.
         if type(__obj) is Macro:
             for own in _OWN:
                 kwargs.pop(own, None)
@@ -394,8 +390,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 for own in _OWN:
                     kwargs.pop(own, None)
                 if check is None:
-                    return __obj(*args, **kwargs)  # a method that `getattr` let pass
-                args = jinja_limits.asked(check, __obj.__self__, args, kwargs)
+                    return __obj(*args, **kwargs)  # a method that `getattr` allowed
+                args = jinja_limits.check_call(check, __obj.__self__, args, kwargs)
                 return jinja_limits.within(__obj(*args, **kwargs))
         elif __obj is _Notes or __obj is make_dict:
             for own in _OWN:
@@ -404,7 +400,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, (str, bytes, type)) and (check := METHODS.get(__obj.__name__)) is not None:
             given = {name: value for name, value in kwargs.items() if name not in _OWN}
-            args = jinja_limits.asked(check, owner, args, given)
+            args = jinja_limits.check_call(check, owner, args, given)
         if not isinstance(owner, dict):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, int):
@@ -412,7 +408,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Take `str.format` with widths that aren't very large."""
+        """Wrap `str.format` with a check of its widths."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -427,7 +423,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Notes(Namespace):
-    """jinja's namespace, whose names may not begin with an underscore."""
+    """Jinja's namespace, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # "self" may be a name in it
         Namespace.__init__(*args, **kwargs)
@@ -441,12 +437,12 @@ class _Notes(Namespace):
         _held(self, _HELD)[name] = value
 
     def __repr__(self) -> str:
-        """Write what it holds, which may be another one, twice."""
+        """Return the representation, which may contain another namespace twice."""
         return str(jinja_limits.within(super().__repr__()))
 
 
+# Reads a namespace without its own `__getattribute__`, which runs in Python for every name.
 _held, _HELD = object.__getattribute__, "_Namespace__attrs"
-"""What a namespace holds, past its own `__getattribute__`, which runs in Python for every name."""
 
 
 def _hidden(name: str) -> SecurityError:
@@ -461,14 +457,14 @@ def _raise_exception(message: object) -> NoReturn:
     raise _RefusalError(str(message))
 
 
-# What chat templates may call beside jinja's own, and what of jinja's own is written anew, within `limits`.
+# Functions for templates besides Jinja's, and Jinja's own reimplemented with limits.
 
 _MOST_CHUNKS = 2**12
 _LONGEST_FORM = 1000
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """Return what a macro or block has written."""
+    """Join the output of a macro or block."""
     pieces = pieces if isinstance(pieces, list) else list(pieces)
     if (length := sum(map(len, pieces))) > jinja_limits.LARGE:
         check_text(length, "a macro or block")
@@ -477,26 +473,26 @@ def concat(pieces: Iterable[str]) -> str:
 
 @pass_environment
 def sum_up(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
-    """Sum up, as jinja does."""
+    """Sum up, as Jinja does."""
     if attribute is not None:
         iterable = map(make_attrgetter(environment, attribute), iterable)
     return plain_sum(iterable, start)
 
 
 def make_cycler(*items: Any) -> Cycler:
-    """Return what gives one of its items after the other."""
+    """Return a cycler over some items."""
     return Cycler(*jinja_limits.made(items))
 
 
 def strftime_now(form: str) -> str:
-    """Return the time of day in a form."""
+    """Return the formatted local time."""
     if len(form) > _LONGEST_FORM:
         raise TooLongError(f"the form of a time has {len(form):,} characters; {_LONGEST_FORM:,} at most")
     return datetime.now().strftime(form)
 
 
 def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """Stand for `dict` without being the class, whose methods a template could reach."""
+    """Stand in for `dict` without exposing the class, whose methods a template could reach."""
     made: dict[Any, Any] = jinja_limits.made(dict(*args, **kwargs))
     return made
 
@@ -508,7 +504,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON for a reader that is a model: no HTML escapes, every script in its own letters."""
+    """Write JSON as models read it: without HTML escapes, with non-ASCII characters as they are."""
     for option in (indent, *(separators or ())):
         if (len(option) if isinstance(option, str) else option or 0) > _LONGEST_FORM:
             raise TooLongError(

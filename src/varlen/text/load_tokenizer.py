@@ -1,4 +1,4 @@
-"""Get a tokenizer: from a file, a folder, an object, a function, or trained on the spot."""
+"""Load a tokenizer from a file, a folder, an object or a function, or train one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from varlen.text.tokenizer import is_cuttable
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Train a byte-level BPE, which can spell any text, on the texts given.
+    """Train a byte-level BPE, which can encode any text, on the given texts.
 
-    Deterministic. Half a second for 4 million characters.
+    Deterministic. Takes half a second for 4 million characters.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -49,7 +49,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def load_tokenizer(tokenizer: Any = None, *, eos: int | str | None = None) -> Tokenizer:
-    """Return what encodes texts."""
+    """Return the tokenizer in varlen's form."""
     made = _made(tokenizer)
     if eos is None:
         return made
@@ -69,7 +69,7 @@ def load_tokenizer(tokenizer: Any = None, *, eos: int | str | None = None) -> To
 
 
 def _made(tokenizer: Any) -> Tokenizer:
-    """Return a tokenizer with its own end of text."""
+    """Return a tokenizer with its own EOS."""
     if tokenizer is None or (isinstance(tokenizer, str) and tokenizer == "bytes"):
         return ByteTokenizer()
     if isinstance(tokenizer, ByteTokenizer | FastTokenizer | FunctionTokenizer):
@@ -87,7 +87,7 @@ def _made(tokenizer: Any) -> Tokenizer:
         )
         try:
             ids = made.encode([PROBE])[0].tolist()
-        except SettingError:  # it may know other letters alone
+        except SettingError:  # it may accept other characters only
             ids = []
         return replace(made, fingerprint=function_fingerprint(name, ids))
     raise SettingError(
@@ -97,7 +97,7 @@ def _made(tokenizer: Any) -> Tokenizer:
 
 
 def _by_batch(function: Callable[..., Any]) -> Callable[[list[str]], Sequence[Sequence[int]]]:
-    """Return a function of a list of texts, whichever of both the caller's takes."""
+    """Return a function of a list of texts, from a function of a text or of a list."""
     for batch in (False, True):
         try:
             ids = list(function(["a"]) if batch else function("a"))
@@ -116,7 +116,7 @@ def _by_batch(function: Callable[..., Any]) -> Callable[[list[str]], Sequence[Se
 
 
 class _EachText:
-    """Calls a function of one text for each of a list; a class, so that other processes can have it."""
+    """Applies a function of one text to each of a list; a class, so that it can be pickled."""
 
     def __init__(self, function: Callable[[str], Sequence[int]]) -> None:
         self._function = function
@@ -127,13 +127,13 @@ class _EachText:
 
 # Tokenizers in folders and on hubs: the ids of transformers' `AutoTokenizer`, read without it where that is certain.
 #
-# A folder is plain where its `tokenizer.json` alone decides the ids, whatever lies beside it: every file and key that
-# transformers reads is one that is known here, and none of them changes anything. All others are left to
-# transformers, once, in this process; other processes get what came of it.
+# A folder is read directly if its `tokenizer.json` alone determines the ids: every file and key that transformers
+# reads is known here, and none changes the ids. All others are loaded by transformers, once, in this process; other
+# processes receive the result.
 
 _log = logging.getLogger(__name__)
+# File suffixes; a name on a hub may have another one, as `Llama-3.1-8B` has.
 _FILES = (".json", ".model", ".txt", ".jinja", ".gz", ".zst")
-"""Endings of files; a name on a hub may end in another, as `Llama-3.1-8B` does."""
 _BACKEND, _CONFIG, _MAP, _ADDED, _MODEL = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -144,8 +144,8 @@ _BACKEND, _CONFIG, _MAP, _ADDED, _MODEL = (
 _TEMPLATE, _TEMPLATES, _PROCESSORS = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes that take tokenizer.json as it stands."""
+_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that use tokenizer.json as it is
+# Models whose tokenizer has such a class if the configuration names one; transformers overrides it for others.
 _MODEL_TYPES = frozenset(
     {
         "apertus",
@@ -169,7 +169,7 @@ _MODEL_TYPES = frozenset(
         "smollm3",
     }
 )
-"""Models whose tokenizer is of such a class if the configuration names one; of others transformers knows better."""
+# Configuration keys that don't affect ids.
 _WITHOUT_EFFECT = frozenset(
     {
         "tokenizer_class",
@@ -190,8 +190,8 @@ _WITHOUT_EFFECT = frozenset(
         "response_schema",
     }
 )
-"""Keys of a configuration that no ids depend on."""
 _OTHER_FORMS = ("tekken.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
+# Files that transformers' tokenizers are read from.
 _PATTERNS = (
     "tokenizer*.*",
     "tokenization*.json",
@@ -209,12 +209,11 @@ _PATTERNS = (
     "bpe.codes",
     "emoji.json",
 )
-"""Names of the files that tokenizers of transformers are read from."""
 _PLAIN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a file or a folder; a name that is neither is one of a hub, which transformers knows."""
+    """Load a file or a folder; any other name is loaded from a hub, by transformers."""
     place = Path(path).expanduser()
     if place.is_file():
         if place.name == _BACKEND and (place.parent / _CONFIG).is_file():
@@ -224,7 +223,7 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
                 place,
                 _CONFIG,
             )
-        return _from_file(place)
+        return wrap_backend(_read_backend(place), str(place), is_own=True)
     if place.is_dir():
         return _from_folder(place, str(path))
     looks_local = place.is_absolute() or str(path).count("/") != 1 or place.suffix in _FILES
@@ -237,7 +236,7 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def holds_tokenizer(path: str | Path) -> bool:
-    """Return whether a model's folder holds a tokenizer too; of a name on a hub it is taken for granted."""
+    """Whether a model's folder holds a tokenizer too; True for a name on a hub."""
     place = Path(path).expanduser()
     return not place.is_dir() or any(
         file.name not in (_TEMPLATE, _TEMPLATES, _PROCESSORS, _MAP) for file in tokenizer_files(place)
@@ -251,13 +250,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
     )
 
 
-def _from_file(path: Path) -> Tokenizer:
-    """Load a JSON file of the `tokenizers` library, which says no more than ids."""
-    return wrap_backend(_read_backend(path), str(path), is_own=True)
-
-
 def _read_backend(path: Path) -> Any:
-    """Return what the `tokenizers` library makes of a file."""
+    """Load a file with the `tokenizers` library."""
     from tokenizers import Tokenizer as Backend
 
     try:
@@ -268,7 +262,6 @@ def _read_backend(path: Path) -> Any:
 
 
 def _from_folder(folder: Path, name: str) -> Tokenizer:
-    """Load a folder."""
     config = _read_json(folder / _CONFIG)
     special_map = _read_json(folder / _MAP)
     templates = _templates(folder, config)
@@ -279,13 +272,13 @@ def _from_folder(folder: Path, name: str) -> Tokenizer:
     why = _changing(backend, config, special_map, _read_json(folder / _ADDED))
     if why is not None:
         return _by_transformers(name, why, folder)
-    said = {**special_map, **config}
-    texts = {key: text for key in _NAMED if (text := _content(said.get(key))) is not None}
+    special = {**special_map, **config}
+    texts = {key: text for key in _NAMED if (text := _content(special.get(key))) is not None}
     return wrap_backend(backend, name, texts=texts, templates=templates, is_own=True)
 
 
 def _unread(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Say what isn't read here of a folder, by the names of its files and keys; None where all is."""
+    """Say which file or key of a folder isn't supported here; None where all are."""
     if not (folder / _BACKEND).is_file():
         return f"holds no {_BACKEND}"
     for other in _OTHER_FORMS:
@@ -319,8 +312,8 @@ def _changing(
         token.content: {"id": number, **{flag: getattr(token, flag) for flag in _PLAIN_FLAGS}}
         for number, token in backend.get_added_tokens_decoder().items()
     }
-    for where, said in ((_CONFIG, config), (_MAP, special_map)):
-        for key, value in said.items():
+    for where, values in ((_CONFIG, config), (_MAP, special_map)):
+        for key, value in values.items():
             if where == _MAP and key not in (*_NAMED, *_LISTS):
                 return f"has the key {key!r} in {_MAP}, which isn't read here"
             if where == _MAP and key in config and _contents(config[key]) != _contents(value):
@@ -339,9 +332,9 @@ def _changing(
 
 
 def _odd_token(value: Any, tokens: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the first token that isn't special in tokenizer.json, in the plainest way; None where all are."""
+    """Return the first token that isn't a plain special token in tokenizer.json; None where all are."""
     if isinstance(value, Mapping) and "content" not in value:
-        return str(next(iter(value), "{}"))  # names of a model's own
+        return str(next(iter(value), "{}"))  # a model's own names
     for token in value if isinstance(value, list | tuple) else [value]:
         if token is None:
             continue
@@ -355,14 +348,14 @@ def _odd_token(value: Any, tokens: Mapping[str, Mapping[str, Any]]) -> str | Non
 
 
 def _has_flags(token: Any, known: Mapping[str, Any]) -> bool:
-    """Return whether a token is spelled as tokenizer.json has it; a flag that isn't given is."""
+    """Whether a token has the flags of tokenizer.json, which are its defaults."""
     return isinstance(token, Mapping) and all(
         token.get(flag, known.get(flag)) == known.get(flag) for flag in _PLAIN_FLAGS
     )
 
 
 def _by_transformers(name: str, why: str, folder: Path | None = None) -> Tokenizer:
-    """Load a folder or a name of the hub as `AutoTokenizer` does, and never with code of its own."""
+    """Load a folder or a name on the hub as `AutoTokenizer` does, and never with remote code."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -389,13 +382,13 @@ def _by_transformers(name: str, why: str, folder: Path | None = None) -> Tokeniz
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a folder by name: files of their own go before the configuration."""
+    """Return a folder's chat templates by name; template files take precedence over the configuration."""
     files = dict(_template_files(folder))
     return files or named_templates(config.get("chat_template")) or _of_processor(folder)
 
 
 def _template_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the templates that are files, by name."""
+    """Yield the template files, by name."""
     paths = {"default": folder / _TEMPLATE} if (folder / _TEMPLATE).is_file() else {}
     paths |= {
         path.name.removesuffix(".jinja"): path for path in sorted((folder / _TEMPLATES).glob("*.jinja"))
@@ -408,12 +401,12 @@ def _template_files(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_processor(folder: Path) -> dict[str, str]:
-    """Return the templates that a processor of old left in a file of its own."""
+    """Return the templates in a processor's file, as older versions wrote them."""
     return named_templates(_read_json(folder / _PROCESSORS).get("chat_template"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return what a tokenizer's folder says beside its vocabulary; nothing where the file is absent."""
+    """Return the JSON object in a file; {} where the file is absent."""
     if not path.is_file():
         return {}
     try:
@@ -426,7 +419,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """Return a special token's text, however a configuration spells it."""
+    """Return a special token's text, in any spelling of a configuration."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 
@@ -436,8 +429,9 @@ def _contents(value: Any) -> list[str | None]:
     return [_content(token) for token in (value if isinstance(value, list | tuple) else [value])]
 
 
-# Objects of the tokenizer libraries as varlen's: a serializable backend where there is one, else a function.
+# Wrap tokenizer objects: by their serializable backend where there is one, else as a function.
 
+# End-of-document tokens of common vocabularies: a tokenizer's JSON file doesn't name it.
 _USUAL_EOS = (
     "<|endoftext|>",
     "</s>",
@@ -448,9 +442,8 @@ _USUAL_EOS = (
     "[EOS]",
     "<|end|>",
 )
-"""What ends a document in the usual vocabularies: a tokenizer's JSON file alone doesn't say which token does."""
+# A text whose ids distinguish functions.
 PROBE = "Call me Ishmael. Some years ago - never mind how long\n\tdef f(x): return x**2 + 0.5\nżółć 🦆 你好"
-"""A text whose ids tell functions apart."""
 _PROBES = (
     PROBE,
     "",
@@ -459,10 +452,9 @@ _PROBES = (
     "It 's , isn't it ? \n\n\n  CAFÉ e\u0301 ﬁ 1234567",
     "\u200b▁x</s><s>",
 )
-_WORDS = ("a", "the", "A", "1", ".", "user")
-"""Texts of which a vocabulary knows one, to see what is put before it."""
+_WORDS = ("a", "the", "A", "1", ".", "user")  # texts of which any vocabulary knows one, to detect the prefix
+# Methods of transformers' tokenizers; a class that overrides one does more than its backend.
 _ENCODERS = ("__call__", "_call_one", "_encode_plus", "_batch_encode_plus", "prepare_for_tokenization")
-"""Methods of transformers' tokenizers; whose class has its own does more than its backend."""
 _STRIPPING = ("lstrip", "rstrip", "single_word")
 
 
@@ -494,18 +486,18 @@ def wrap_backend(
     added = {token["content"]: token for token in spec["added_tokens"]}
     special = {content for content, token in added.items() if token["special"]}
     usual = next((text for text in _USUAL_EOS if text in special), None)
-    said = dict(texts) if texts is not None else {} if usual is None else {"eos_token": usual}
+    texts_by_name = dict(texts) if texts is not None else {} if usual is None else {"eos_token": usual}
     with backend_faults(name):
-        # Beside a token that takes blanks with it, or looks at its neighbours, no text can be cut.
+        # Texts can't be cut beside tokens that strip blanks or match whole words only.
         can_be_cut = not any(token[flag] for token in added.values() for flag in _STRIPPING) and is_cuttable(
             lambda text: own.encode(text, add_special_tokens=False).ids
         )
         prefix = _prefix_of(own)
     specials = Specials(
-        eos_id=own.token_to_id(said["eos_token"]) if "eos_token" in said else None,
-        pad_id=own.token_to_id(said["pad_token"]) if "pad_token" in said else None,
+        eos_id=own.token_to_id(texts_by_name["eos_token"]) if "eos_token" in texts_by_name else None,
+        pad_id=own.token_to_id(texts_by_name["pad_token"]) if "pad_token" in texts_by_name else None,
         prefix_ids=prefix,
-        texts=said,
+        texts=texts_by_name,
         end_marks=frozenset([*special, *marks]),
         chat_templates=dict(templates or {}),
     )
@@ -520,7 +512,7 @@ def wrap_backend(
 
 
 def put_before(made: FastTokenizer, ids: Sequence[int]) -> FastTokenizer:
-    """Return the same tokenizer, which puts these ids before a document."""
+    """Return the tokenizer with other prefix ids."""
     print_ = backend_fingerprint(
         json.loads(made.backend.to_str()),
         prefix_ids=ids,
@@ -530,7 +522,7 @@ def put_before(made: FastTokenizer, ids: Sequence[int]) -> FastTokenizer:
 
 
 def _prefix_of(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Return the ids that a tokenizer puts before a text by itself."""
+    """Return the ids that a tokenizer prepends to a text."""
     for text in _WORDS:
         whole, bare = (backend.encode(text, add_special_tokens=more).ids for more in (True, False))
         if bare:
@@ -539,7 +531,7 @@ def _prefix_of(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
 
 
 def prefix(whole: Sequence[int], bare: Sequence[int]) -> tuple[int, ...]:
-    """Return the ids before a text, from its ids with and without what a tokenizer adds."""
+    """Return the prepended ids, given a text's ids with and without special tokens."""
     for start in range(len(whole) - len(bare) + 1):
         if list(whole[start : start + len(bare)]) == list(bare):
             return tuple(whole[:start])
@@ -547,7 +539,7 @@ def prefix(whole: Sequence[int], bare: Sequence[int]) -> tuple[int, ...]:
 
 
 def wrap_transformers(tokenizer: Any, name: str, templates: Mapping[str, str] | None = None) -> Tokenizer:
-    """Wrap a tokenizer of transformers: its backend where that gives its ids, else its own code."""
+    """Wrap a tokenizer of transformers: by its backend if that produces the same ids, else by its own code."""
     texts = {key: str(text) for key, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
     own = named_templates(getattr(tokenizer, "chat_template", None)) or dict(templates or {})
     marks = [str(mark) for mark in tokenizer.all_special_tokens]
@@ -570,7 +562,7 @@ def wrap_transformers(tokenizer: Any, name: str, templates: Mapping[str, str] | 
     word = next((word for word in _WORDS if _tried(encode.one, word)), "")
     try:
         whole = tokenizer([word], verbose=False)["input_ids"][0]
-        bare, answers = encode.one(word), _tried(encode.one, PROBE)
+        bare, probe_ids = encode.one(word), _tried(encode.one, PROBE)
     except Exception as error:  # whatever it raises, it can't be used
         raise SettingError(
             f"the tokenizer {name} failed: {type(error).__name__}: {str(error)[:200]}"
@@ -589,25 +581,25 @@ def wrap_transformers(tokenizer: Any, name: str, templates: Mapping[str, str] | 
         function=encode,
         name=name,
         specials=specials,
-        fingerprint=function_fingerprint(kind, [known, answers, specials.prefix_ids]),
+        fingerprint=function_fingerprint(kind, [known, probe_ids, specials.prefix_ids]),
         vocab_size=max((id_ for _, id_ in known), default=-1) + 1,
         is_cuttable=is_cuttable(lambda text: _tried(encode.one, text) or []),
     )
 
 
-def named_templates(said: Any) -> dict[str, str]:
-    """Return chat templates by name, however they are spelled; a single one is `default`."""
-    if isinstance(said, str):
-        return {"default": said}
-    if isinstance(said, list | tuple):
-        said = {entry.get("name"): entry.get("template") for entry in said if isinstance(entry, Mapping)}
-    if not isinstance(said, Mapping):
+def named_templates(given: Any) -> dict[str, str]:
+    """Return chat templates by name, from any spelling; a single one is `default`."""
+    if isinstance(given, str):
+        return {"default": given}
+    if isinstance(given, list | tuple):
+        given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, Mapping)}
+    if not isinstance(given, Mapping):
         return {}
-    return {name: text for name, text in said.items() if isinstance(name, str) and isinstance(text, str)}
+    return {name: text for name, text in given.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _encodes_itself(kind: type) -> bool:
-    """Return whether a class of transformers does something of its own before or after its backend."""
+    """Whether a class of transformers does something of its own before or after its backend."""
     usual = next(
         (base for base in kind.__mro__ if base.__name__ in ("TokenizersBackend", "PreTrainedTokenizerFast")),
         None,
@@ -618,7 +610,7 @@ def _encodes_itself(kind: type) -> bool:
 
 
 def _is_equal(made: FastTokenizer, encode: _Calls, probes: list[str]) -> bool:
-    """Return whether a backend gives the ids of the tokenizer around it, or fails where that does."""
+    """Whether a backend produces the ids of its tokenizer, or fails on the same texts."""
     return all(
         _tried(lambda text: made.encode([text])[0].tolist(), text) == _tried(encode.one, text)
         for text in probes
@@ -631,12 +623,12 @@ def _tried(encode: Callable[[str], list[int]], text: str) -> list[int] | None:
         return list(encode(text))
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException:  # panics of Rust are no Exceptions
+    except BaseException:  # Rust panics aren't Exceptions
         return None
 
 
 class _Calls:
-    """Calls a tokenizer of transformers as its own users do."""
+    """Calls a tokenizer of transformers as users do."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

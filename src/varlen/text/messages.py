@@ -1,4 +1,4 @@
-"""Messages of a chat, from whatever a row holds, in one form; each fault in a sentence.
+"""Normalize a chat's messages, from any form that rows have; each fault is a sentence.
 
 Each message is an object of these keys, whatever the row calls them:
 
@@ -32,9 +32,10 @@ from varlen.files.rows import READ_AS_TEXT, found_kind
 from varlen.text.loss_masks import ALLOWED, OPTION
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Keys of a message's thoughts; the first is the common one.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's thoughts; the first is the common one."""
 
+# Roles by the names of ShareGPT, Gemma and old OpenAI formats, and the common ones.
 _ROLE_OF = {role: role for role in ROLES} | {
     "human": "user",
     "gpt": "assistant",
@@ -50,22 +51,20 @@ _ROLE_OF = {role: role for role in ROLES} | {
     "tool_response": "tool",
     "ipython": "tool",
 }
-"""ShareGPT's words, Gemma's and OpenAI's old ones beside the common ones."""
-_SPOKEN_CALLS = ("function_call", "tool_call")
-"""Roles of ShareGPT whose content is the JSON text of calls."""
+_SPOKEN_CALLS = ("function_call", "tool_call")  # roles of ShareGPT whose content is the JSON text of calls
 
 _NEITHER = "a chat must be a list of messages or the JSON text of one; this text is neither"
 _CALLS = ("tool_calls", "function_call")
 
 
 def as_messages(value: object) -> list[dict[str, Any]]:
-    """Return a row's messages with content as text; flags stay. Arguments and errors as `as_chat` has them."""
+    """Return a row's normalized messages with content as text; flags are kept. Arguments as in `as_chat`."""
     messages = _messages(value)
     return joined(messages) if any(type(message.get("content")) is list for message in messages) else messages
 
 
 def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are text, parts of text joined."""
+    """Return messages whose contents are text, with parts joined."""
     return [
         {**message, "content": "".join(part["text"] for part in message["content"])}
         if type(message.get("content")) is list
@@ -75,7 +74,7 @@ def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def apart_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose thoughts stand apart, which the contents hold as `<think>...</think>`."""
+    """Move `<think>...</think>` from contents to `reasoning_content`."""
     return [_apart(message) for message in messages]
 
 
@@ -92,9 +91,9 @@ def _apart(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_chat(value: object, *, weighs: bool = False) -> Chat:
-    """Return a row's messages in the one form, and which of them are not trained on.
+    """Normalize a row's messages, and return which of them aren't trained on.
 
-    Messages of role and text alone by their common names are handed on as they are, not copied.
+    Messages of a common role and text only are passed on without a copy.
     """
     if isinstance(value, Chat):
         return value
@@ -111,7 +110,7 @@ def as_chat(value: object, *, weighs: bool = False) -> Chat:
 
 
 def _messages(value: object) -> list[dict[str, Any]]:
-    """Return a row's messages in the one form but for their flags; a list that has it already, as it is."""
+    """Normalize a row's messages but for their flags; return a list that needs no change as it is."""
     if isinstance(value, str):
         value = from_json(value, "the chat", _NEITHER)
     if isinstance(value, dict):
@@ -136,7 +135,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
     for number, message in enumerate(value, start=1):
         made, is_call = _of_texts(message) or _as_message(message, number)
         if is_call and messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-            # What ShareGPT says in two messages is one turn.
+            # ShareGPT's message and the call after it are one turn.
             check_one_turn(messages[-1], made, number)
             messages[-1] = {**made, **messages[-1], "tool_calls": made["tool_calls"]}
         else:
@@ -145,7 +144,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
 
 
 def well_formed(text: str) -> str:
-    """Return the text of a chat, which must be such as a tokenizer can take."""
+    """Return the text of a chat; raise if it can't be encoded."""
     if text.isascii():
         return text
     try:
@@ -159,14 +158,14 @@ def well_formed(text: str) -> str:
 
 
 def without_nulls(value: Any, *, is_chat: bool) -> Any:
-    """Return a value of a table without what its objects hold as null: there, that is how a key is absent.
+    """Drop null keys from objects in a table's value: in tables, null means absent.
 
-    A column of a table gives every object all keys that any row's has, so a call's `arguments` would name those of
-    all other calls, and a model would learn to write them.
+    A table gives every object the keys of all rows, so a call's `arguments` would name those of all other calls, and
+    a model would learn to write them.
     """
     if not is_chat:
         return _pruned(value)
-    if isinstance(value, dict):  # of lists, or a wrapper of messages
+    if isinstance(value, dict):  # a dict of lists, or a wrapper of messages
         return {
             key: _pruned(held) if key in _CALLS else without_nulls(held, is_chat=True)
             for key, held in value.items()
@@ -182,16 +181,16 @@ def without_nulls(value: Any, *, is_chat: bool) -> Any:
 
 
 def _pruned(value: Any) -> Any:
-    """Return a value without the nulls of objects, however deep they lie."""
+    """Drop null keys of objects at any depth."""
     if isinstance(value, dict):
         return {key: _pruned(held) for key, held in value.items() if held is not None}
     return [_pruned(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _rows(columns: dict[Any, Any]) -> object:
-    """Return an object of lists as a list of objects: `datasets` gives a sequence of objects so.
+    """Turn an object of lists into a list of objects (`datasets` stores sequences of objects so).
 
-    A wrapper of one key, `{"messages": [...]}`, is what it holds.
+    Unwraps `{"messages": [...]}` with a single key.
     """
     wrapped = [columns[key] for key in ("messages", "conversations") if isinstance(columns.get(key), list)]
     if wrapped:
@@ -204,7 +203,7 @@ def _rows(columns: dict[Any, Any]) -> object:
 
 
 def _of_texts(message: object) -> tuple[dict[str, Any], bool] | None:
-    """Return a message of role and texts alone as `_as_message`, sooner; None for any other."""
+    """Fast path of `_as_message` for messages of role and text only; None for any other."""
     if type(message) is not dict or len(message) != 2:
         return None
     role, content = message.get("role"), message.get("content")
@@ -223,47 +222,47 @@ def _of_texts(message: object) -> tuple[dict[str, Any], bool] | None:
 
 
 def _as_message(message: object, number: int) -> tuple[dict[str, Any], bool]:
-    """Return one message in the one form, and whether it is one of ShareGPT's that holds calls alone."""
+    """Normalize one message; return it, and whether it is ShareGPT's with calls only."""
     if not isinstance(message, dict):
         raise SourceError(
             f"message {number} must be an object with role and content, found {_json_kind(message)}"
         )
-    said, role = _role_of(message, number)
+    given_role, role = _role_of(message, number)
     if "content" not in message and isinstance(message.get("value"), str):
         message = {("content" if key == "value" else key): value for key, value in message.items()}
-    kept: dict[str, Any] = {"role": role}
+    result: dict[str, Any] = {"role": role}
     for key, value in message.items():
         if not isinstance(key, str):
             raise SourceError(f"message {number} has the key {key!r}; keys must be text")
         if key in _CALLS and not value and value != "":
-            continue  # an empty list, as tables give one to every message
+            continue  # tables give every message an empty list
         if key == "content" or (value is not None and key not in ("role", "from")):
-            kept[key] = value
+            result[key] = value
     calls = None
-    if said in _SPOKEN_CALLS and isinstance(kept.get("content"), str) and "tool_calls" not in kept:
-        calls = spoken_calls(kept["content"], number)
+    if given_role in _SPOKEN_CALLS and isinstance(result.get("content"), str) and "tool_calls" not in result:
+        calls = spoken_calls(result["content"], number)
         if calls:
-            kept["tool_calls"], kept["content"] = calls, None
-    if isinstance(kept.get("content"), list):
-        _take_parts(kept, number)
+            result["tool_calls"], result["content"] = calls, None
+    if isinstance(result.get("content"), list):
+        _take_parts(result, number)
     if role == "assistant":
-        _take_thoughts(kept, number)
-        if "function_call" in kept and "tool_calls" not in kept:
-            kept["tool_calls"] = [kept.pop("function_call")]
-        if "tool_calls" in kept:
-            kept["tool_calls"] = as_calls(kept["tool_calls"], number)
-            if not kept["tool_calls"]:
-                del kept["tool_calls"]
-    _check_content(kept, number)
-    return kept, bool(calls)
+        _take_thoughts(result, number)
+        if "function_call" in result and "tool_calls" not in result:
+            result["tool_calls"] = [result.pop("function_call")]
+        if "tool_calls" in result:
+            result["tool_calls"] = as_calls(result["tool_calls"], number)
+            if not result["tool_calls"]:
+                del result["tool_calls"]
+    _check_content(result, number)
+    return result, bool(calls)
 
 
-def _check_content(kept: dict[str, Any], number: int) -> None:
-    """Require that a message says something, or calls."""
-    content, role = kept.get("content"), kept["role"]
+def _check_content(message: dict[str, Any], number: int) -> None:
+    """Raise if a message has neither content nor calls."""
+    content, role = message.get("content"), message["role"]
     if content is None:
-        if role != "assistant" or not (kept.get("tool_calls") or kept.get("reasoning_content")):
-            seen = ", ".join(f"`{key}`" for key in list(kept)[:12] if key != "content")
+        if role != "assistant" or not (message.get("tool_calls") or message.get("reasoning_content")):
+            seen = ", ".join(f"`{key}`" for key in list(message)[:12] if key != "content")
             raise SourceError(
                 f"message {number} ({role}) has no content; only an assistant's message with tool_calls may have "
                 f"none; found the keys {seen}"
@@ -277,7 +276,7 @@ def _check_content(kept: dict[str, Any], number: int) -> None:
 
 
 def _role_of(message: dict[Any, Any], number: int) -> tuple[str, str]:
-    """Return who speaks, as the row says it and by its common name."""
+    """Return the role as given, and its common name."""
     role = message.get("role")
     if role is None:
         role = message.get("from")
@@ -293,26 +292,26 @@ def _role_of(message: dict[Any, Any], number: int) -> tuple[str, str]:
     return role, known
 
 
-def _take_parts(kept: dict[str, Any], number: int) -> None:
-    """Put the one form in place of a content's parts: text where there is one, thoughts where they belong."""
+def _take_parts(message: dict[str, Any], number: int) -> None:
+    """Normalize a content's parts: a single text to a string, thoughts to their key."""
     texts: list[str] = []
     thoughts: list[str] = []
-    for part in kept["content"]:
+    for part in message["content"]:
         if (
             isinstance(part, dict)
             and part.get("type") in ("thinking", "reasoning")
-            and kept["role"] == "assistant"
+            and message["role"] == "assistant"
         ):
             held = [part[key] for key in ("thinking", "reasoning", "text") if part.get(key) is not None]
             thoughts.append(_joined_text(held[0] if held else None, number))
         else:
             texts.append(_part_text(part, number))
-    if thoughts and not any(kept.get(key) for key in THOUGHTS):
-        kept["reasoning_content"] = "".join(thoughts)
+    if thoughts and not any(message.get(key) for key in THOUGHTS):
+        message["reasoning_content"] = "".join(thoughts)
     if len(texts) > 1:
-        kept["content"] = [{"type": "text", "text": text} for text in texts]
+        message["content"] = [{"type": "text", "text": text} for text in texts]
     else:
-        kept["content"] = "".join(texts) if texts or not thoughts else None
+        message["content"] = "".join(texts) if texts or not thoughts else None
 
 
 def _joined_text(held: object, number: int) -> str:
@@ -322,24 +321,24 @@ def _joined_text(held: object, number: int) -> str:
     return _part_text({"type": "text", "text": held}, number)
 
 
-def _take_thoughts(kept: dict[str, Any], number: int) -> None:
-    """Give an assistant's thoughts their common name."""
-    found = {key: kept[key] for key in THOUGHTS if key in kept}
-    if not found:
+def _take_thoughts(message: dict[str, Any], number: int) -> None:
+    """Store an assistant's thoughts under their common key."""
+    given = {key: message[key] for key in THOUGHTS if key in message}
+    if not given:
         return
     texts = {
-        key: _joined_text(held, number) if isinstance(held, list) else held for key, held in found.items()
+        key: _joined_text(held, number) if isinstance(held, list) else held for key, held in given.items()
     }
     odd = [key for key, held in texts.items() if not isinstance(held, str)]
     if odd:
-        raise SourceError(f"`{odd[0]}` of message {number} must be text, found {_json_kind(found[odd[0]])}")
-    said = {held for held in texts.values() if held} or {""}
-    if len(said) > 1:
+        raise SourceError(f"`{odd[0]}` of message {number} must be text, found {_json_kind(given[odd[0]])}")
+    distinct = {held for held in texts.values() if held} or {""}
+    if len(distinct) > 1:
         names = " and ".join(f"`{key}`" for key, held in texts.items() if held)
         raise SourceError(f"message {number} has {names}, which differ; both are its thoughts: keep one")
-    for key in found:
-        del kept[key]
-    kept["reasoning_content"] = said.pop()
+    for key in given:
+        del message[key]
+    message["reasoning_content"] = distinct.pop()
 
 
 def _part_text(part: object, number: int) -> str:
@@ -365,7 +364,7 @@ def _part_text(part: object, number: int) -> str:
 
 
 def _json_kind(value: object) -> str:
-    """Name a value's kind in JSON's words."""
+    """Name a value's kind in JSON's terms."""
     kinds = {
         dict: "an object",
         list: "a list",
@@ -378,21 +377,19 @@ def _json_kind(value: object) -> str:
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 
-# Flags of a message by which its author switches its labels on or off, or says what they weigh.
+# Flags of a message that switch its labels on or off, or weigh them.
 
+# Keys that say whether a message is trained on: of OpenAI, Mistral, axolotl and ms-swift.
 FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale")
-"""Keys that say whether a message is trained on: OpenAI's and Mistral's, axolotl's, ms-swift's."""
-_SWITCHES = ("train", "training", "trainable", "masked")
-"""Keys that switch labels and never weigh them."""
-_MASKED = "masked"
-"""Torchtune's key, which says that it isn't."""
+_SWITCHES = ("train", "training", "trainable", "masked")  # keys that switch labels and never weigh them
+_MASKED = "masked"  # Torchtune's key, with inverted meaning
+# Axolotl's keys for parts of a message.
 _DETAILS = ("training_detail", "train_detail", "reasoning_training_detail", "train_details")
-"""Keys of axolotl that say it of some characters."""
 _ALL = frozenset((*FLAGS, _MASKED, *_DETAILS))
 
 
 def weight_of(message: dict[str, Any], number: int, *, weighs: bool) -> float:
-    """Take the flags out of a message; return what its labels weigh: 0 where it isn't trained on, 1 where it is."""
+    """Remove the flags of a message; return the weight of its labels: 0 where it isn't trained on, 1 by default."""
     if _ALL.isdisjoint(message):
         return 1.0
     for key in _DETAILS:
@@ -401,7 +398,7 @@ def weight_of(message: dict[str, Any], number: int, *, weighs: bool) -> float:
                 f"message {number} has `{key}`, labels of single characters, which are not read; switch whole "
                 "messages by `train`, or mark the parts by `{% generation %}` in the template"
             )
-    is_on, found = True, {}
+    is_on, weights = True, {}
     for key in (*FLAGS, _MASKED):
         value = message.pop(key, None)
         if value is None:
@@ -410,18 +407,18 @@ def weight_of(message: dict[str, Any], number: int, *, weighs: bool) -> float:
         if flag in (0, 1):
             is_on = is_on and bool(flag) != (key == _MASKED)
             continue
-        found[key] = _weight(key, flag, value, number, weighs=weighs)
-    if len(set(found.values())) > 1:
-        said = " and ".join(f"the {key} {weight:g}" for key, weight in found.items())
-        raise SourceError(f"message {number} has {said}, and one weight is meant; keep one of them")
-    return next(iter(found.values()), 1.0) if is_on else 0.0
+        weights[key] = _weight(key, flag, value, number, weighs=weighs)
+    if len(set(weights.values())) > 1:
+        listed = " and ".join(f"the {key} {weight:g}" for key, weight in weights.items())
+        raise SourceError(f"message {number} has {listed}, and one weight is meant; keep one of them")
+    return next(iter(weights.values()), 1.0) if is_on else 0.0
 
 
 def check_one_turn(earlier: dict[str, Any], message: dict[str, Any], number: int) -> None:
-    """Refuse two messages of one turn whose flags differ, since it has one weight."""
+    """Raise if two messages of one turn have different flags, since a turn has one weight."""
     for key in _ALL.intersection((*earlier, *message)):
         usual = 0 if key == _MASKED else None if key in _DETAILS else 1
-        held = [usual if one.get(key) is None else one[key] for one in (earlier, message)]
+        held = [usual if each.get(key) is None else each[key] for each in (earlier, message)]
         if _number(held[0]) != _number(held[1]):
             raise SourceError(
                 f"messages {number - 1} and {number} are one turn, and have the {key} {held[0]!r} and {held[1]!r}; "
@@ -430,7 +427,7 @@ def check_one_turn(earlier: dict[str, Any], message: dict[str, Any], number: int
 
 
 def _number(value: Any) -> Any:
-    """Return a flag as a number, where it is one or spells one."""
+    """Return a flag as a number if it is or spells one."""
     if isinstance(value, str):
         text = value.strip().lower()
         if text in ("true", "false"):
@@ -441,7 +438,7 @@ def _number(value: Any) -> Any:
 
 
 def _weight(key: str, flag: Any, value: Any, number: int, *, weighs: bool) -> float:
-    """Return a weight that is neither 0 nor 1."""
+    """Validate a weight other than 0 and 1."""
     weight = math.nan
     if isinstance(flag, Number):
         with suppress(OverflowError):
@@ -464,13 +461,13 @@ def _weight(key: str, flag: Any, value: Any, number: int, *, weighs: bool) -> fl
 
 
 def is_weight(weight: float) -> bool:
-    """Whether a number can weigh a loss: not negative, finite in float32, and 0 there only if it is 0."""
+    """Whether a number is a valid loss weight: not negative, finite in float32, and not underflowing to 0."""
     if not 0 <= weight <= float(np.finfo(np.float32).max):
         return False
     return weight == 0 or float(np.float32(weight)) > 0
 
 
-# A chat: messages in the one form, and what the author says of their labels.
+# A chat: normalized messages, and the weights of their labels.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -478,46 +475,43 @@ class Chat:
     """The messages of a row, and which of them are trained on."""
 
     messages: list[dict[str, Any]]
-    off: frozenset[int] = frozenset()
-    """Index of each message whose labels its author switches off."""
-    is_plain: bool = False
-    """All are known to be of role and text alone."""
+    off: frozenset[int] = frozenset()  # indexes of messages whose labels are switched off
+    is_plain: bool = False  # all messages consist of role and text only
+    # Weight of a message's labels by index, where neither 0 nor 1.
     weights: Mapping[int, float] = field(default_factory=dict)
-    """What the labels of a message weigh, by its index, where that is neither 0 nor 1."""
 
     def behind(self, number: int) -> tuple[frozenset[int], dict[int, float]]:
-        """Return `off` and `weights` of the same messages behind some others."""
+        """Return `off` and `weights` shifted by a number of preceding messages."""
         return (
             frozenset(index + number for index in self.off),
             {index + number: weight for index, weight in self.weights.items()},
         )
 
 
-# Tool calls and tools, from whatever a row holds, in the form of OpenAI's chat completions.
+# Normalize tool calls and tools to the form of OpenAI's chat completions.
 #
-# A call is `{"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}`, a tool
-# `{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}`. A template that wants
-# arguments as text is handed text: `wants.py`.
+# A call is `{"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}`, a tool `{"type":
+# "function", "function": {"name": ..., "description": ..., "parameters": {...}}}`. `wants.py` converts arguments back
+# to text for templates that need it.
 
 _SHOWN = 40
 _TOOL_KEYS = ("description", "parameters", "input_schema", "strict")
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call, by name, and the text that the row gives them as."""
+    """The arguments of a call, by name, and their JSON text in the row."""
 
     __slots__ = ("text",)
 
     def __init__(self, named: Mapping[str, Any], text: str | None = None) -> None:
         super().__init__(named)
-        self.text = text
-        """JSON, as the row has it; None where it has an object."""
+        self.text = text  # None where the row has an object
 
 
 def as_calls(value: object, number: int) -> list[dict[str, Any]]:
-    """Return the tool calls of a message, each in the one form."""
+    """Normalize the tool calls of a message."""
     if isinstance(value, str):
-        with suppress(ValueError, RecursionError):  # what is no JSON is refused as text
+        with suppress(ValueError, RecursionError):  # text that isn't JSON is rejected below
             value = json.loads(value)
     if isinstance(value, dict) and ("function" in value or "name" in value):
         value = [value]
@@ -529,7 +523,7 @@ def as_calls(value: object, number: int) -> list[dict[str, Any]]:
 
 
 def spoken_calls(content: str, number: int) -> list[dict[str, Any]] | None:
-    """Return the calls that a ShareGPT message of `function_call` has as its text: JSON of one call, or of a list."""
+    """Return the calls in the text of a ShareGPT `function_call`: JSON of a call, or of a list."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
@@ -538,11 +532,9 @@ def spoken_calls(content: str, number: int) -> list[dict[str, Any]] | None:
 
 
 def as_tools(value: object) -> list[Any] | None:
-    """Return the tools of a row as objects; None where there are none."""
+    """Normalize the tools of a row; None where there are none."""
     if isinstance(value, str):
-        value = (
-            from_json(value, "`tools`") if value.strip() else None
-        )  # a CSV file says "none" by an empty field
+        value = from_json(value, "`tools`") if value.strip() else None  # an empty CSV field means none
     if value is None:
         return None
     if isinstance(value, dict):
@@ -553,19 +545,19 @@ def as_tools(value: object) -> list[Any] | None:
 
 
 def from_json(text: str, what: str, wrong: str = "") -> Any:
-    """Return what JSON text holds."""
+    """Parse JSON text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
         wrong = wrong or f"{what} is text, but not valid JSON"
         raise SourceError(f"{wrong} ({error.msg} at position {error.pos:,}): {shown!r}") from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits; lists within lists
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
         raise SourceError(f"the JSON text of {what} can't be read: {error}") from error
 
 
 def _call(call: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return one call in the one form; a key whose value is null is absent, as in tables."""
+    """Normalize one call; null keys are absent, as in tables."""
     call = {key: value for key, value in call.items() if value is not None}
     function = call.get("function")
     if isinstance(function, str) and "arguments" in call:  # {"function": "name", "arguments": ...}
@@ -587,7 +579,7 @@ def _call(call: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _arguments(given: object, number: int) -> Arguments | str:
-    """Return arguments by name; text that is no JSON object stays text, which some templates take."""
+    """Return arguments by name; text that is no JSON object stays text, which some templates accept."""
     if given is None or (isinstance(given, str) and not given.strip()):
         return Arguments({})
     if isinstance(given, dict):
@@ -605,7 +597,7 @@ def _arguments(given: object, number: int) -> Arguments | str:
 
 
 def _tool(tool: object, number: int) -> dict[str, Any]:
-    """Return one tool in the one form."""
+    """Normalize one tool."""
     if isinstance(tool, str):
         tool = from_json(tool, f"tool {number}")
     if not isinstance(tool, dict):

@@ -1,4 +1,4 @@
-"""One conversation through a chat template: rendered, located, compared with its row; and training twins."""
+"""Render one conversation through a chat template, locate the assistant's text, and find what was lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SourceError
 from varlen.files.losses import NO_LOSSES, Losses
-from varlen.text.assistant_spans import Said, by_frames, by_prefixes, fill, fill_masked
+from varlen.text.assistant_spans import Located, by_frames, by_prefixes, fill, fill_masked
 from varlen.text.messages import Chat, apart_thoughts, joined, well_formed
 from varlen.text.skeleton import (
     Kind,
@@ -55,7 +55,7 @@ _CALLED: list[dict[str, Any]] = [
 
 
 class Rendering:
-    """One conversation on its way through a template."""
+    """One conversation rendered through a template."""
 
     def __init__(
         self, template: ChatTemplate, chat: Chat, tools: list[Any] | None, variables: Mapping[str, Any]
@@ -80,11 +80,11 @@ class Rendering:
             self._tools = hand_tools(tools, template.wants(variables))
         self._foreign = template.source
         if not self._is_plain or variables:
-            told = (spelled(tools, "the tools of a chat") if tools else "", spelled(variables, "variables"))
-            self._foreign = "".join((template.source, *template.special_tokens.values(), *told))
+            given = (spelled(tools, "the tools of a chat") if tools else "", spelled(variables, "variables"))
+            self._foreign = "".join((template.source, *template.special_tokens.values(), *given))
 
     def render(self, some: list[dict[str, Any]], prompts: bool) -> str:
-        """Render messages of the one form as the template wants them."""
+        """Render normalized messages in the form that the template takes."""
         if not self._is_plain or some is not self._messages:
             from varlen.text.wants import hand
 
@@ -92,34 +92,40 @@ class Rendering:
         return self._program.run(some, self._tools, prompts=prompts, variables=self._variables)
 
     def rendered(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
-        """Render, find what is said, and count what is lost."""
+        """Render, locate the assistant's text, and count losses."""
         if self._program.has_generation:
             return self._generated(first, trained, choice)
         text = well_formed(self.render(self._messages, False))
         if self._tools:
             self._check_tools(text)
         try:
-            said, skeleton, is_exact = self._said(text)
+            located, skeleton, is_exact = self._said(text)
         except SourceError:
             if not choice.everything or self._off or self._weights:
                 raise
             ends = self._messages[-1]["role"] == "assistant" and not self._template.marks.end(text.rstrip())
             return Rendered(text=text, spans=((0, len(text)),), needs_eos=ends)
         turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
-        spoken = {one.message: one for one in said}
-        if skeleton is not None and skeleton.is_open:  # by arguments that stand in no slot
+        spoken = {turn_.message: turn_ for turn_ in located}
+        if skeleton is not None and skeleton.is_open:  # by arguments without slots
             is_exact = is_exact and self._template.wants(self._variables).whole_arguments
         texts = (
-            None if is_exact else {n: "".join(text[a:b] for a, b in one.spans) for n, one in spoken.items()}
+            None
+            if is_exact
+            else {n: "".join(text[a:b] for a, b in turn_.spans) for n, turn_ in spoken.items()}
         )
         losses = self._losses(trained, turns, texts, choice)
-        spans = [span for one in said if one.message in trained for span in one.spans if span[0] < span[1]]
+        spans = [
+            span for turn_ in located if turn_.message in trained for span in turn_.spans if span[0] < span[1]
+        ]
         if not spans:
             raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
         weights: tuple[float, ...] = ()
         if self._weights:
-            mine = [one for one in said if one.message in trained]
-            weights = self._weigh([one.message for one in mine for span in one.spans if span[0] < span[1]])
+            mine = [turn_ for turn_ in located if turn_.message in trained]
+            weights = self._weigh(
+                [turn_.message for turn_ in mine for span in turn_.spans if span[0] < span[1]]
+            )
         last = len(self._messages) - 1
         needs_eos = last in trained and last in spoken and not spoken[last].has_mark
         off = tuple(span for number in sorted(self._off & spoken.keys()) for span in spoken[number].spans)
@@ -128,57 +134,59 @@ class Rendering:
         )
 
     def _weigh(self, owners: Sequence[int]) -> tuple[float, ...]:
-        """Return what spans weigh, by the message of each."""
+        """Return the weight of each span, given its message."""
         return tuple(self._weights.get(number, 1.0) for number in owners)
 
-    def _said(self, text: str) -> tuple[list[Said], Skeleton | None, bool]:
+    def _said(self, text: str) -> tuple[list[Located], Skeleton | None, bool]:
         """Locate the assistant's messages by the skeleton of their shape, else by prefixes, else by frames."""
         messages, source = self._messages, self._template.source
-        said, skeleton = self._filled(messages, text)
-        if said is None and any("</think>" in (message.get("content") or "") for message in messages):
+        located, skeleton = self._filled(messages, text)
+        if located is None and any("</think>" in (message.get("content") or "") for message in messages):
             apart = apart_thoughts(messages)
-            if self.render(apart, False) == text:  # the template takes both for the same
+            if self.render(apart, False) == text:  # the template treats both alike
                 self._messages = messages = apart
                 self._is_plain = False
-                said, skeleton = self._filled(messages, text)
-        if said is not None:
-            return said, skeleton, True
+                located, skeleton = self._filled(messages, text)
+        if located is not None:
+            return located, skeleton, True
         marks = self._template.marks
         if not (marks.of_answers and any("tool_calls" in message for message in messages)):
             roles = [{"role": message["role"], "content": "."} for message in messages]
             bare = self._skeleton(shape_of(roles, source), roles)
-            said = by_prefixes(self.render, messages, text, bare, marks)
-            said = said or by_frames(self.render, messages, text, bare, self._foreign)
-        if said is None:
+            located = by_prefixes(self.render, messages, text, bare, marks)
+            located = located or by_frames(self.render, messages, text, bare, self._foreign)
+        if located is None:
             raise SourceError(
                 "the chat template rewrites earlier turns, or their contents, so that what the assistant said "
                 f"can't be located in the text; {twin_of(source) or _WAYS_OUT}"
             )
-        return said, skeleton, False
+        return located, skeleton, False
 
-    def _filled(self, messages: list[dict[str, Any]], text: str) -> tuple[list[Said] | None, Skeleton | None]:
-        """Locate the assistant's messages in a text that is the skeleton of their shape filled in."""
+    def _filled(
+        self, messages: list[dict[str, Any]], text: str
+    ) -> tuple[list[Located] | None, Skeleton | None]:
+        """Locate the assistant's messages in a text that is the filled-in skeleton of their shape."""
         source = self._template.source
         shape = self._shape(messages)
         skeleton = self._skeleton(shape, messages) if shape is not None else None
         if skeleton is None:
             return None, None
-        said = None if skeleton.is_open else fill(skeleton, messages, text)
-        if said is None and (self._tools or any("tool_calls" in message for message in messages)):
+        located = None if skeleton.is_open else fill(skeleton, messages, text)
+        if located is None and (self._tools or any("tool_calls" in message for message in messages)):
             if any(slot.key == "arguments" for slot in skeleton.slots):
                 skeleton = self._skeleton(shape, messages, "apart")
             if skeleton is not None:
-                said = fill_masked(skeleton, self.render, messages, source, text, self._foreign)
-        return said, skeleton
+                located = fill_masked(skeleton, self.render, messages, source, text, self._foreign)
+        return located, skeleton
 
     def _shape(self, messages: list[dict[str, Any]]) -> Shape | None:
-        """Return the shape of messages, which is the same for all of role and text alone."""
+        """Return the shape of messages; fast for those of role and text only."""
         if self._is_plain and messages is self._messages:
             return tuple([(message["role"], 1) for message in messages])
         return shape_of(messages, self._template.source)
 
     def _skeleton(self, shape: Any, messages: list[dict[str, Any]], kind: Kind = "joined") -> Skeleton | None:
-        """Return the skeleton of a shape, made when it is first seen."""
+        """Return the cached skeleton of a shape."""
         template = self._template
         key = (kind, shape, bool(self._tools), spelled(self._variables, "variables"))
         if key not in template.skeletons:
@@ -186,7 +194,7 @@ class Rendering:
                 self._know_marks()
             if len(template.skeletons) >= _MOST_SKELETONS:
                 template.skeletons.clear()
-            # A row may have tools of its own, which stand between texts and bound no turn.
+            # A row's tools stand between texts and bound no turn, so a placeholder stands for them.
             tool = free_character(self._foreign) if self._tools else None
             like = Rendering(
                 template, Chat(messages=messages), _tools_named(tool) if tool else None, self._variables
@@ -197,7 +205,7 @@ class Rendering:
         return template.skeletons[key]
 
     def _know_marks(self) -> None:
-        """Find what ends a turn without calls, and what the template writes for each answer of a tool."""
+        """Probe what ends a turn without calls, and what the template writes for each tool response."""
         marks = self._template.marks
         marks.is_known = True
         asked = Rendering(self._template, Chat(messages=_ASKED), None, self._template.variables)
@@ -210,15 +218,19 @@ class Rendering:
             marks.usual = found.turns[0].closing[: found.turns[0].mark]
 
     def _losses(
-        self, trained: Sequence[int], turns: Mapping[int, Any], said: Mapping[int, str] | None, choice: Choice
+        self,
+        trained: Sequence[int],
+        turns: Mapping[int, Any],
+        texts: Mapping[int, str] | None,
+        choice: Choice,
     ) -> Losses:
-        """Count what isn't written of the messages that are trained."""
+        """Count what isn't written of the trained messages."""
         messages = self._messages
         empty = sum(_is_empty(messages[number]) for number in trained)
-        if said is None and not any(turn.missing for turn in turns.values()):
+        if texts is None and not any(turn.missing for turn in turns.values()):
             return Losses(empty_turns=empty) if empty else NO_LOSSES
         lost = list(
-            lost_texts(messages, trained, turns, said, lambda n: self.render(messages[: n + 1], False))
+            lost_texts(messages, trained, turns, texts, lambda n: self.render(messages[: n + 1], False))
         )
         if not lost and not empty:
             return NO_LOSSES
@@ -226,7 +238,7 @@ class Rendering:
         return replace(counted, empty_turns=empty)
 
     def _way_out(self, lost: Sequence[Lost]) -> str:
-        """Say what keeps what is lost: the training twin of the template, if it has one that writes it."""
+        """Suggest how to keep what is lost: by the template's training twin, if it has one that writes it."""
         allow = "or allow the loss (allow_unwritten=True, --allow-unwritten)"
         twin = self._template.twin()
         if twin is not None:
@@ -240,7 +252,7 @@ class Rendering:
         return f"choose another template, {allow}"
 
     def _check_tools(self, text: str) -> None:
-        """Refuse tools that the template doesn't write."""
+        """Raise if the template doesn't write the tools."""
         tools = self._tools or []
         if self._template.wants(self._variables).tools:
             return
@@ -261,9 +273,9 @@ class Rendering:
 
             handed = hand(handed, self._template.wants(self._variables))
         messages = self._messages
-        said = "".join(m["content"] for m in messages) if self._is_plain else spelled(messages, "a chat")
-        start = free_character(said + self._foreign)
-        stop = free_character(said + self._foreign + start)
+        content = "".join(m["content"] for m in messages) if self._is_plain else spelled(messages, "a chat")
+        start = free_character(content + self._foreign)
+        stop = free_character(content + self._foreign + start)
         marked = program.run(handed, self._tools, marks=start + stop, variables=self._variables)
         text = marked.replace(start, "").replace(stop, "")
         if not program.has_bare_generation and text != self.render(messages, False):
@@ -318,12 +330,14 @@ class Rendering:
     def _owned(
         self, text: str, spans: list[tuple[int, int]], speaking: Sequence[int]
     ) -> dict[int, list[tuple[int, int]]] | None:
-        """Return which generation blocks are whose of the assistant's messages; None where that can't be told."""
+        """Assign generation blocks to the assistant's messages; None where that is ambiguous."""
         owned = of_messages(self.render, self._messages, text, spans, speaking)
         if owned is None:
             with suppress(SourceError):
-                said = self._said(text)[0]
-                owned = of_located([(one.message, one.spans[0][0]) for one in said if one.spans], spans)
+                located = self._said(text)[0]
+                owned = of_located(
+                    [(turn.message, turn.spans[0][0]) for turn in located if turn.spans], spans
+                )
         if owned is None and len(spans) == len(speaking):
             return {number: [span] for number, span in zip(speaking, spans)}
         return owned if owned is not None and set(speaking) <= owned.keys() else None
@@ -332,84 +346,76 @@ class Rendering:
 def _merged(
     spans: Sequence[tuple[int, int]], weights: Sequence[float]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]:
-    """Return spans, those that follow at once and weigh the same as one, and what they weigh."""
+    """Merge adjacent spans of equal weight."""
     merged: list[tuple[int, int]] = []
-    kept: list[float] = []
+    merged_weights: list[float] = []
     for (start, stop), weight in zip(spans, weights or itertools.repeat(1.0)):
-        if merged and merged[-1][1] == start and kept[-1] == weight:
+        if merged and merged[-1][1] == start and merged_weights[-1] == weight:
             start = merged.pop()[0]
-            kept.pop()
+            merged_weights.pop()
         merged.append((start, stop))
-        kept.append(weight)
-    return tuple(merged), tuple(kept) if weights else ()
+        merged_weights.append(weight)
+    return tuple(merged), tuple(merged_weights) if weights else ()
 
 
 def _tools_named(name: str) -> list[Any]:
-    """Return a tool that stands for those of a row."""
+    """Return a placeholder for a row's tools."""
     parameters = {"type": "object", "properties": {}}
     return [{"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}]
 
 
 def _is_empty(message: dict[str, Any]) -> bool:
-    """Whether an assistant's message says nothing at all."""
+    """Whether an assistant's message has no content."""
     content = message.get("content")
     if type(content) is str and content and not content[0].isspace():
         return False
-    said = (
+    text = (
         any(part["text"].strip() for part in content)
         if isinstance(content, list)
         else (content or "").strip()
     )
-    return not (said or message.get("tool_calls") or (message.get("reasoning_content") or "").strip())
+    return not (text or message.get("tool_calls") or (message.get("reasoning_content") or "").strip())
 
 
-# What becomes of a conversation: its text, what of it is supervised, and what is lost; and what is asked for.
+# The result of rendering, and the options that determine what is supervised.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
-    """A conversation as text, and what of it the assistant said."""
+    """A conversation as text, and which of its characters are supervised."""
 
-    text: str
-    """The conversation as its template writes it."""
-    spans: tuple[tuple[int, int], ...]
-    """Supervised characters [start, stop), ascending, disjoint, none empty."""
+    text: str  # as the template writes it
+    spans: tuple[tuple[int, int], ...]  # supervised characters [start, stop), ascending, disjoint, none empty
+    # The last message is the assistant's and no end-of-turn mark follows it, so a supervised EOS is to be appended.
     needs_eos: bool
-    """The last message is the assistant's and no end-of-turn mark follows it: an EOS token must be appended, and
-    supervised."""
+    # Assistant text that isn't supervised, because its author switched it off.
     off: tuple[tuple[int, int], ...] = ()
-    """Characters that the assistant says and that aren't supervised, since their author switches them off."""
-    weights: tuple[float, ...] = ()
-    """What a label in each of the spans weighs; empty where each weighs 1."""
-    losses: Losses = NO_LOSSES
-    """What the template leaves out of the conversation."""
+    weights: tuple[float, ...] = ()  # label weight of each span; empty where all are 1
+    losses: Losses = NO_LOSSES  # what the template left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What of a conversation is supervised, and what may be lost."""
+    """Options: what of a conversation is supervised, and what may be lost."""
 
-    everything: bool = False
-    """Supervise all of the text but what its author switches off."""
-    last: bool = False
-    """Supervise the last of the assistant's messages alone."""
+    everything: bool = False  # supervise all of the text except what its author switches off
+    last: bool = False  # supervise only the last of the assistant's messages
+    # Count text of an assistant's turn that the template doesn't write, instead of raising.
     allow_unwritten: bool = False
-    """Count the texts of an assistant's own turn that the template doesn't write, where it would be an error."""
-    row_weights: bool = False
-    """Take other weights of messages than 0 and 1."""
+    row_weights: bool = False  # accept message weights other than 0 and 1
 
 
 ALL = Choice()
 
 
 def between(spans: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
-    """Return the stretches of a text between others."""
+    """Return the gaps between spans of a text."""
     bounds = [0, *(place for span in spans for place in span), length]
     return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)
 
 
 def spelled(value: Any, what: str) -> str:
-    """Return JSON of what a row gives to a template."""
+    """Return JSON of a row's value that a template receives."""
     if not value:
         return ""
     try:
@@ -419,11 +425,11 @@ def spelled(value: Any, what: str) -> str:
         raise SourceError(f"{what} must be JSON{schemas}; these are not: {error}") from error
 
 
-# Read what the assistant says off a template's own {% generation %} marks.
+# Spans from a template's own {% generation %} marks.
 
 
 def marked_spans(marked: str, start: str, stop: str) -> list[tuple[int, int]]:
-    """Return where outermost blocks stand, in positions of the text without marks."""
+    """Return the spans of outermost blocks, in positions of the text without marks."""
     spans, position, depth, opened = [], 0, 0, 0
     for number, piece in enumerate(marked.replace(stop, start).split(start)):
         if number:
@@ -440,7 +446,7 @@ def marked_spans(marked: str, start: str, stop: str) -> list[tuple[int, int]]:
 def after_prompt(
     render: Render, messages: list[dict[str, Any]], text: str, spans: list[tuple[int, int]], first: int
 ) -> list[tuple[int, int]]:
-    """Return the spans that lie behind the first messages, which are a prompt."""
+    """Return the spans after the first messages, which are a prompt."""
     before = render(messages[:first], False).rstrip()
     if not text.startswith(before):
         raise SourceError(
@@ -457,7 +463,7 @@ def of_messages(
     spans: list[tuple[int, int]],
     speaking: Collection[int],
 ) -> dict[int, list[tuple[int, int]]] | None:
-    """Return which spans belong to which of the assistant's messages; None where that can't be told."""
+    """Assign spans to the assistant's messages by rendering prefixes; None where that is ambiguous."""
     owned: dict[int, list[tuple[int, int]]] = {}
     rest = list(spans)
     for number in speaking:
@@ -472,7 +478,7 @@ def of_messages(
 def of_located(
     begins: Collection[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> dict[int, list[tuple[int, int]]] | None:
-    """Return the spans of each assistant message by where messages begin; None where a span holds two."""
+    """Assign spans to the assistant's messages by where these begin; None where a span holds two."""
     owned: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in begins}
     for start, stop in spans:
         before = [number for number, begin in begins if begin < stop]
@@ -482,15 +488,14 @@ def of_located(
     return owned
 
 
-# What of an assistant's messages a chat template doesn't write, by message, key and characters.
+# What a chat template doesn't write of the assistant's messages, by message, key and characters.
 #
-# A template is a program: it may drop thoughts, calls, or what stands before `</think>`, without an error.
-# Where a text is the skeleton of its shape filled in, the skeleton says what has no slot. Elsewhere each
-# text is looked for in the turn that it belongs to; JSON counts by value, and white space at either end is no loss.
+# A template is a program: it may silently drop thoughts, calls, or the text before `</think>`. Where a text is a
+# filled-in skeleton, the skeleton tells what has no slot. Otherwise each text is searched for in its turn; JSON is
+# compared by value, and white space at either end doesn't count.
 
 _THOUGHTS = "reasoning_content"
-_INLINE = "content (<think>)"
-"""Thoughts that stand within a content."""
+_INLINE = "content (<think>)"  # thoughts within a content
 _SHOWN = 40
 _SPACES = re.compile(r"\s+")
 
@@ -502,18 +507,17 @@ class Lost:
     message: int
     key: str
     text: str
-    by_design: bool
-    """It is an earlier turn's thoughts, which are written where no later user's turn follows."""
+    by_design: bool  # it is an earlier turn's thoughts, which are written where no later user turn follows
 
 
 def lost_texts(
     messages: Sequence[dict[str, Any]],
     trained: Collection[int],
     turns: Mapping[int, Turn],
-    said: Mapping[int, str] | None,
-    alone: Callable[[int], str],
+    texts: Mapping[int, str] | None,
+    render_to: Callable[[int], str],
 ) -> Iterator[Lost]:
-    """Yield the texts of trained messages that a rendering doesn't hold."""
+    """Yield the texts of trained messages that a rendering doesn't contain."""
     last_user = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for number in sorted(trained):
         message, turn = messages[number], turns.get(number)
@@ -527,13 +531,13 @@ def lost_texts(
             )
             by_design = key == _THOUGHTS and is_earlier and designed
             yield Lost(message=number, key=key, text=_text(message, key), by_design=by_design)
-        if said is None or number not in said:
+        if texts is None or number not in texts:
             continue
         content = message.get("content")
-        if len(message) == 2 and type(content) is str and content.strip() in said[number]:
+        if len(message) == 2 and type(content) is str and content.strip() in texts[number]:
             continue
-        for key, text in _unfound(message, said[number], missing):
-            by_design = key in (_THOUGHTS, _INLINE) and is_earlier and _stands_in(text, alone(number))
+        for key, text in _unfound(message, texts[number], missing):
+            by_design = key in (_THOUGHTS, _INLINE) and is_earlier and _stands_in(text, render_to(number))
             yield Lost(message=number, key=key, text=text, by_design=by_design)
 
 
@@ -552,7 +556,7 @@ def _spelled(call: dict[str, Any]) -> str:
 
 
 def _unfound(message: dict[str, Any], turn: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield key and text of what stands nowhere in a turn, but for what is known to be missing."""
+    """Yield key and text of what a turn doesn't contain, except what is known to be missing."""
     content, thoughts = message.get("content"), message.get(_THOUGHTS)
     if content and "content" not in known:
         for text in [part["text"] for part in content] if isinstance(content, list) else [content]:
@@ -562,15 +566,15 @@ def _unfound(message: dict[str, Any], turn: str, known: Collection[str]) -> Iter
     if "tool_calls" not in known:
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
-            found = call["function"]["name"] in turn and (
+            is_written = call["function"]["name"] in turn and (
                 _holds(turn, arguments) if not isinstance(arguments, str) else arguments.strip() in turn
             )
-            if not found:
+            if not is_written:
                 yield "tool_calls", _spelled(call)
 
 
 def _unfound_content(text: str, turn: str) -> Iterator[tuple[str, str]]:
-    """Yield what of a content is missing; thoughts that stand within it are told apart."""
+    """Yield what is missing of a content; thoughts within it are treated separately."""
     if text.strip() in turn:
         return
     before, end, answer = text.rpartition("</think>")
@@ -583,12 +587,12 @@ def _unfound_content(text: str, turn: str) -> Iterator[tuple[str, str]]:
 
 
 def _stands_in(text: str, turn: str) -> bool:
-    """Whether a turn holds a text, which the template may have written in other letters or with other spaces."""
+    """Whether a turn contains a text, ignoring white space and case."""
     return text.strip() in turn or _SPACES.sub("", text).casefold() in _SPACES.sub("", turn).casefold()
 
 
 def _holds(turn: str, value: Any) -> bool:
-    """Whether a turn holds every key and leaf of a JSON value, in JSON's spelling or as plain text."""
+    """Whether a turn contains every key and leaf of a JSON value, as JSON or as plain text."""
     if isinstance(value, dict):
         return all(_holds(turn, key) and _holds(turn, held) for key, held in value.items())
     if isinstance(value, list):
@@ -600,22 +604,22 @@ def _holds(turn: str, value: Any) -> bool:
 
 
 def losses_of(lost: Sequence[Lost], *, allowed: bool, way_out: Callable[[], str]) -> Losses:
-    """Count what isn't written."""
-    own = [one for one in lost if not one.by_design]
+    """Count what isn't written; raise if that isn't allowed."""
+    own = [first for first in lost if not first.by_design]
     if own and not allowed:
-        one = own[0]
-        shown = one.text.strip()
+        first = own[0]
+        shown = first.text.strip()
         shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
         more = f", and {len(own) - 1:,} more" if len(own) > 1 else ""
         raise SourceError(
-            f"the chat template doesn't write `{one.key}` of message {one.message + 1} "
-            f"({len(one.text.strip()):,} characters: {shown!r}{more}), which would not be trained; {way_out()}"
+            f"the chat template doesn't write `{first.key}` of message {first.message + 1} "
+            f"({len(first.text.strip()):,} characters: {shown!r}{more}), which would not be trained; {way_out()}"
         )
-    return Losses(dropped=_counted([one for one in lost if one.by_design]), unwritten=_counted(own))
+    return Losses(dropped=_counted([first for first in lost if first.by_design]), unwritten=_counted(own))
 
 
 def _counted(lost: Sequence[Lost]) -> dict[str, tuple[int, int]]:
-    """Return messages and characters by key."""
+    """Return (messages, characters) by key."""
     keys = dict.fromkeys(one.key for one in lost)
     return {
         key: (
@@ -626,17 +630,16 @@ def _counted(lost: Sequence[Lost]) -> dict[str, tuple[int, int]]:
     }
 
 
-# The training twins of chat templates that TRL ships: templates that keep earlier turns as they were written.
+# Training twins: variants of chat templates in TRL that keep earlier turns as they were written.
 #
-# A template that rewrites earlier turns can't be trained on all turns of a row. For some families TRL has a twin of
-# the template that doesn't, with `{% generation %}` marks. Both are found in the installed package by their text.
+# A template that rewrites earlier turns can't be trained on all turns of a row. For some families TRL has a variant
+# that doesn't, with `{% generation %}` marks. Both are found in the installed package by their text.
 
-TWIN = "trl-training"
-"""What the caller says to use it."""
+TWIN = "trl-training"  # value of `chat_template` that selects it
 
 
 def twin_of(source: str) -> str:
-    """Say which twin a template has and how to use it; nothing where none is known."""
+    """Name the twin of a template and the option that selects it; "" where there is none."""
     name = _twins().get(source, ("", ""))[0]
     return (
         f"TRL's training twin of this template ({name}) keeps earlier turns: --chat-template {TWIN}"
@@ -646,7 +649,7 @@ def twin_of(source: str) -> str:
 
 
 def training_twin(source: str | None) -> str:
-    """Return the text of a template's twin."""
+    """Return the text of a template's training twin."""
     if _folder() is None:
         raise MissingExtraError(
             f"chat_template={TWIN!r} takes the training templates of TRL, which isn't installed; run: pip install trl"
@@ -662,19 +665,19 @@ def training_twin(source: str | None) -> str:
 
 
 def _folder() -> Path | None:
-    """Return where TRL keeps its templates, without importing it."""
+    """Return the folder of TRL's templates, without importing TRL."""
     try:
-        found = find_spec("trl")
+        spec = find_spec("trl")
     except (ImportError, ValueError):
         return None
-    places = list(found.submodule_search_locations or ()) if found is not None else []
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
     folder = Path(places[0]) / "chat_templates" if places else None
     return folder if folder is not None and folder.is_dir() else None
 
 
 @lru_cache(maxsize=1)
 def _twins() -> dict[str, tuple[str, str]]:
-    """Return by the text of each template the name and the text of its twin."""
+    """Return the name and the text of each template's twin, by the template's text."""
     folder = _folder()
     if folder is None:
         return {}

@@ -1,7 +1,7 @@
-"""What a chat template writes around the texts of a chat of some shape: a skeleton with slots, and its turns.
+"""The text that a chat template writes around the contents of a chat: a skeleton with slots, and its turns.
 
-A skeleton is the rendering of marks of private-use characters in place of every text: contents, thoughts, names and
-arguments of calls. It says where a turn begins and ends, and which texts the template doesn't write at all.
+A skeleton is the rendering of a chat with a placeholder of private-use characters for every text: contents, thoughts,
+names and arguments of calls. It tells where a turn begins and ends, and which texts the template doesn't write.
 """
 
 from __future__ import annotations
@@ -13,31 +13,24 @@ from typing import Any, Literal
 
 from varlen.errors import SourceError, VarlenError
 
+# A skeleton's purpose. "joined": to be filled in, with arguments written as JSON; "apart": to be filled in, with
+# arguments and tools as rendered; "unwritten": to tell what isn't written.
 Kind = Literal["joined", "apart", "unwritten"]
-"""What a skeleton is for: to be filled in, arguments written as JSON among its texts; to be filled in with arguments
-and tools as a rendering has them; or to tell what isn't written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
     """A stretch of text that an assistant generates; pieces are counted without the slots of arguments."""
 
-    first: int
-    """The piece that it begins in, which stands before its first slot."""
-    lead: str
-    """What it generates before that slot: the end of the piece."""
+    first: int  # the piece that it begins in, before its first slot
+    lead: str  # the end of that piece that it generates
+    # What the generation prompt has after the piece, such as `<think>`: not generated where a text begins with it.
     opened: str
-    """What the generation prompt has after the piece, as `<think>`: not generated where a text begins with it."""
-    last: int
-    """The piece that it ends in, which stands after its last slot."""
-    mark: str
-    """What of that piece it generates, or the end of that where arguments stand before it."""
-    tail: str
-    """What follows in that piece."""
-    is_bare: bool
-    """No argument of a call stands between its last slot and the mark."""
-    seal: str
-    """What the text must end with there, where one does: the last special token of the mark, or nothing."""
+    last: int  # the piece that it ends in, after its last slot
+    mark: str  # what it generates of that piece, or the end of that where arguments stand before it
+    tail: str  # the rest of that piece
+    is_bare: bool  # no argument of a call stands between its last slot and the mark
+    seal: str  # what the text must end with, if anything: the last special token of the mark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,34 +38,28 @@ class Turn:
     """What a template writes for an assistant's message."""
 
     message: int
+    # Usually one; several if another's message is written in between; none if nothing of it is written.
     regions: tuple[Region, ...]
-    """One, but where another's message is written in between; none where nothing of it is written."""
     has_mark: bool
+    # The header between earlier messages and the turn, for templates without a generation prompt; None: unknown.
     opening: str | None
-    """The header between earlier messages and the turn, for templates without a generation prompt; None: unknown."""
-    closing: str
-    """What of the text after its last slot belongs to this message."""
-    mark: int
-    """Characters of it up to where its end-of-turn mark stops; 0 where there is none."""
-    missing: tuple[Slot, ...] = ()
-    """Texts that aren't written."""
+    closing: str  # the part of the text after its last slot that belongs to this message
+    mark: int  # length of `closing` up to the end of its end-of-turn mark; 0 where there is none
+    missing: tuple[Slot, ...] = ()  # texts that aren't written
+    # Those of `missing` that are written where no later message follows.
     by_design: frozenset[Slot] = frozenset()
-    """Those of them that are written where no later message follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skeleton:
-    """What a template writes for a shape, with slots where texts stand."""
+    """What a template writes for a shape, with slots for texts."""
 
+    # The template's own text before, between and after the slots, except those of arguments.
     pieces: tuple[str, ...]
-    """The template's own text before, between and after the slots, those of arguments left out."""
-    slots: tuple[Slot, ...]
-    """In the order of the text, those of arguments left out; one may stand twice."""
+    slots: tuple[Slot, ...]  # in text order, except those of arguments; may repeat
     turns: tuple[Turn, ...]
-    is_open: bool
-    """Arguments are left out, or tools stand in several pieces, so that it can't be filled in."""
-    hole: int | None
-    """The one piece in which tools stand, whose text is another for each row."""
+    is_open: bool  # it can't be filled in: arguments are left out, or tools stand in several pieces
+    hole: int | None  # the one piece with tools, which differ between rows
 
 
 def skeleton_of(
@@ -87,7 +74,7 @@ def skeleton_of(
 ) -> Skeleton | None:
     """Render the skeleton of a chat's shape.
 
-    Cost: three renderings of the chat, at most, for each of the assistant's messages.
+    Cost: at most three renderings of the chat for each of the assistant's messages.
     """
     slot = free_character(foreign)
     marked, slots = masked(messages, slot, source, arguments=True)
@@ -99,7 +86,7 @@ def skeleton_of(
         pieces, order, slots = _joined(pieces, order, slots)
     own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     firsts = {number: at for at, number in reversed(list(enumerate(order)))}
-    once = {n for n, one in enumerate(slots) if one.is_said and one.call < 0 and one.message in own}
+    once = {n for n, slot_ in enumerate(slots) if slot_.is_said and slot_.call < 0 and slot_.message in own}
     if any(order.count(number) > 1 for number in once & set(order)):
         return None
     builder = _Builder(render, marked, slots, slot, marks, pieces, order, firsts)
@@ -112,8 +99,8 @@ def skeleton_of(
     unsaid = any(slot.key == "content" for turn in turns for slot in turn.missing)
     if begins != sorted(begins) or (unsaid and not begins):
         return None
-    kept = [at for at, number in enumerate(order) if not slots[number].is_argument]
-    bounds = [-1, *kept, len(order)]
+    own_slots = [at for at, number in enumerate(order) if not slots[number].is_argument]
+    bounds = [-1, *own_slots, len(order)]
     kept_pieces = tuple(
         "".join([pieces[a + 1], *(f"{slot}{pieces[at + 1]}" for at in range(a + 1, b))])
         for a, b in zip(bounds, bounds[1:])
@@ -121,9 +108,9 @@ def skeleton_of(
     holes = [at for at, piece in enumerate(kept_pieces) if tool and tool in piece]
     return Skeleton(
         pieces=kept_pieces,
-        slots=tuple(slots[order[at]] for at in kept),
+        slots=tuple(slots[order[at]] for at in own_slots),
         turns=tuple(turns),
-        is_open=any(one.is_argument for one in slots) or len(holes) > 1,
+        is_open=any(slot_.is_argument for slot_ in slots) or len(holes) > 1,
         hole=holes[0] if holes else None,
     )
 
@@ -131,32 +118,34 @@ def skeleton_of(
 def _joined(
     pieces: list[str], order: list[int], slots: list[Slot]
 ) -> tuple[list[str], list[int], list[Slot]]:
-    """Take arguments that are written as the JSON of an object as one text, in the slot of their value."""
-    if len(set(order)) < len(order):  # what stands twice may be written in two ways
+    """Merge arguments that are written as a JSON object into one text, in the slot of their value."""
+    if len(set(order)) < len(order):  # repeated slots may be written in two ways
         return pieces, order, slots
-    kept, numbers, slots, at = [pieces[0]], [], list(slots), 0
+    merged, numbers, slots, at = [pieces[0]], [], list(slots), 0
     while at < len(order):
         number, following = order[at], pieces[at + 1]
         is_json = (
             slots[number].is_argument
             and slots[number].key == "key"
             and order[at + 1 : at + 2] == [number + 1]
-            and (kept[-1].endswith('{"') and following in ('": "', '":"') and pieces[at + 2].startswith('"}'))
+            and (
+                merged[-1].endswith('{"') and following in ('": "', '":"') and pieces[at + 2].startswith('"}')
+            )
         )
         if is_json:
             slots[number] = replace(slots[number], key="")
             number, at = number + 1, at + 1
             slots[number] = replace(slots[number], key="arguments")
-            kept[-1], following = kept[-1][:-2], pieces[at + 1][2:]
-        kept.append(following)
+            merged[-1], following = merged[-1][:-2], pieces[at + 1][2:]
+        merged.append(following)
         numbers.append(number)
         at += 1
-    return kept, numbers, slots
+    return merged, numbers, slots
 
 
 @dataclass(slots=True)
 class _Builder:
-    """Finds the turns of a rendering of marks."""
+    """Finds the turns in a rendering of placeholders."""
 
     render: Render
     marked: list[dict[str, Any]]
@@ -165,16 +154,15 @@ class _Builder:
     marks: EndMarks
     pieces: list[str]
     order: list[int]
-    firsts: dict[int, int]
-    """Where each slot first stands, among the slots in the order of the text."""
+    firsts: dict[int, int]  # index of each slot's first occurrence in the text
 
     def turn(self, number: int) -> Turn:
-        """Return what is written for the assistant's message of a number."""
-        found = self.unwritten(number)
+        """Return what is written for the assistant's message of an index."""
+        missing_turn = self.unwritten(number)
         alone = try_render(self.render, self.marked[: number + 1], False) or ""
         at = self._places(self._said_in(number), alone)
         if not at:
-            return found
+            return missing_turn
         runs = self._runs(at, number)
         regions = []
         opening, closing, mark = None, "", 0
@@ -185,13 +173,13 @@ class _Builder:
                 plain, prompted = (try_render(self.render, earlier, prompts) for prompts in (False, True))
                 opening, lead = opening_of(plain, prompted, self.pieces[run[0]], self.slot, self.marks)
                 opened = opened_by(plain, prompted, self.pieces[run[0]], self.slot)
-            else:  # the turn goes on after others' messages
+            else:  # the turn continues after others' messages
                 until = max(self.slots[n].message for n in self.order[: run[0]])
                 alone = try_render(self.render, self.marked[: until + 1], False) or ""
             closing, mark = self._closing(alone, run[-1], number)
             regions.append(self._region(run, lead, opened, mark))
         return replace(
-            found,
+            missing_turn,
             regions=tuple(regions),
             has_mark=self._ends(closing[:mark], runs[-1][-1]) or self._asks_a_tool(alone, runs[-1][-1]),
             opening=opening,
@@ -200,7 +188,7 @@ class _Builder:
         )
 
     def unwritten(self, number: int) -> Turn:
-        """Return what isn't written of the assistant's message of a number, as a turn that stands nowhere."""
+        """Return a turn without a position that lists what isn't written of a message."""
         missing = [n for n in self._said_in(number) if n not in self.firsts]
         alone = (try_render(self.render, self.marked[: number + 1], False) or "") if missing else ""
         return Turn(
@@ -215,11 +203,11 @@ class _Builder:
         )
 
     def _said_in(self, number: int) -> list[int]:
-        """Return the slots of what the message says."""
+        """Return the slots of the message's generated texts."""
         return [n for n, slot in enumerate(self.slots) if slot.message == number and slot.is_said]
 
     def _places(self, mine: list[int], alone: str) -> list[int]:
-        """Return where a message's slots stand; a call's name may stand twice, and once more in its answer."""
+        """Return the positions of a message's slots. A call's name may occur twice, and again in its response."""
         places: list[int] = []
         for n in mine:
             if n in self.firsts:
@@ -228,7 +216,7 @@ class _Builder:
         return sorted(places)
 
     def _runs(self, at: list[int], number: int) -> list[list[int]]:
-        """Part a message's slots where another message's stands between them."""
+        """Group a message's slots, separated by another message's."""
         runs = [[at[0]]]
         for place in at[1:]:
             between = range(runs[-1][-1] + 1, place)
@@ -238,7 +226,7 @@ class _Builder:
         return runs
 
     def _closing(self, alone: str, last: int, number: int) -> tuple[str, int]:
-        """Return what belongs to the message after its slot `last`, and where its mark stops."""
+        """Return the text after slot `last` that belongs to the message, and where its mark ends."""
         rest = self._after(alone, last)
         own, piece = rest.partition(self.slot)[0], self.pieces[last + 1]
         if self.slots[self.order[last]].key == "content":
@@ -247,13 +235,13 @@ class _Builder:
         return call_closing(own, piece, self.marks, is_answered=follows == "tool")
 
     def _ends(self, closing: str, last: int) -> bool:
-        """Whether a mark ends the turn; after a call, or thoughts, not any word does."""
+        """Whether a mark ends the turn; after a call, or thoughts, only known marks count."""
         if self.slots[self.order[last]].key == "content":
             return bool(closing)
         return self.marks.end(closing) or bool(self.marks.usual and closing.endswith(self.marks.usual))
 
     def _asks_a_tool(self, alone: str, last: int) -> bool:
-        """Whether the template opens a tool's answer after the turn, which so has ended."""
+        """Whether the template opens a tool response after the turn, which ends it."""
         return self._after(alone, last).startswith(tuple(self.marks.of_answers))
 
     def _after(self, alone: str, last: int) -> str:
@@ -284,13 +272,13 @@ class _Builder:
         )
 
 
-# The texts of a chat as slots: its shape, and the same chat with a mark of private-use characters for each text.
+# The texts of a chat as slots: its shape, and the same chat with a placeholder for each text.
 
+# For each message, everything but its texts that determines how it is written.
 Shape = tuple[tuple[Any, ...], ...]
-"""Of each message what decides how it is written, but for its texts."""
 
+# From normalized messages, and whether to add a generation prompt, to text.
 Render = Callable[[list[dict[str, Any]], bool], str]
-"""From messages of the one form, and whether to end with a generation prompt, to text."""
 
 _THOUGHTS = "reasoning_content"
 _ALWAYS = {"role", "content", _THOUGHTS, "tool_calls"}
@@ -303,26 +291,24 @@ class Slot:
     """A place for one text of a chat."""
 
     message: int
+    # Of the message; of a call `name` or `id`, and `key` and `value`, which stand for its arguments, or `arguments`
+    # where these are one JSON text.
     key: str
-    """Of the message; of a call `name` or `id`, and `key` and `value`, which stand for its arguments, or `arguments`
-    where those are one JSON text."""
-    call: int = -1
-    """Of the message's calls; -1: of the message itself."""
-    part: int = -1
-    """Of a content that is given as parts."""
+    call: int = -1  # index among the message's calls; -1: the message itself
+    part: int = -1  # index in a content that is given as parts
 
     @property
     def is_argument(self) -> bool:
-        """Whether it stands for arguments that are no one text, which are as many as a row has."""
+        """Whether it stands for arguments that aren't one text, and vary in number."""
         return self.key in ("key", "value") and self.call >= 0
 
     @property
     def is_said(self) -> bool:
-        """Whether it stands for what an assistant says."""
+        """Whether it stands for text that an assistant generates."""
         return self.key in (_OF_CALLS if self.call >= 0 else ("content", _THOUGHTS))
 
     def value_in(self, messages: Sequence[dict[str, Any]]) -> str | dict[str, Any]:
-        """Return what stands in its place in a chat of the shape: a text, or the arguments of a call."""
+        """Return its value in a chat of the shape: a text, or the arguments of a call."""
         message = messages[self.message]
         if self.part >= 0:
             return str(message[self.key][self.part]["text"])
@@ -336,7 +322,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Marked:
-    """Messages of a shape with marks for texts."""
+    """Messages of a shape with placeholders for texts."""
 
     slot: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -348,7 +334,7 @@ class _Marked:
         return f"{self.slot}{len(self.slots) - 1:0{digits}d}{self.slot}"
 
     def mark_id(self, slot: Slot, value: str) -> str:
-        """Return a mark for an id: nine characters, as Mistral's templates ask for, the same for the same id."""
+        """Return a placeholder for an id: nine characters, as Mistral's templates require; equal for equal ids."""
         if value not in self.ids:
             self.ids[value] = self.mark(slot, 7)
         return self.ids[value]
@@ -357,7 +343,7 @@ class _Marked:
 def shape_of(messages: Sequence[dict[str, Any]], source: str) -> Shape | None:
     """Return the shape of a chat; None where it holds more than texts and calls.
 
-    Keys that the source of the template doesn't speak of don't matter.
+    Keys that don't occur in the template's source are ignored.
     """
     shape: list[tuple[Any, ...]] = []
     ids: dict[str, int] = {}
@@ -388,7 +374,7 @@ def shape_of(messages: Sequence[dict[str, Any]], source: str) -> Shape | None:
 
 
 def _is_slot(message: dict[str, Any], key: str) -> bool:
-    """Whether a text stands in a slot; one that is blank beside others is told by templates, and is none."""
+    """Whether a text has a slot; templates treat blank texts beside others specially, so these have none."""
     value = message.get(key)
     if not isinstance(value, str):
         return False
@@ -415,7 +401,7 @@ def _call_shape(call: dict[str, Any], ids: dict[str, int]) -> tuple[Any, ...] | 
 def masked(
     messages: Sequence[dict[str, Any]], slot: str, source: str, *, arguments: bool
 ) -> tuple[Any, list[Slot]]:
-    """Return messages of some shape with a mark in place of every text, and what each mark stands for."""
+    """Return messages with a placeholder for every text, and the slot of each placeholder."""
     made = _Marked(slot)
     for number, message in enumerate(messages):
         given: dict[str, Any] = {}
@@ -458,13 +444,13 @@ def _masked_call(
 
 
 def cut(text: str, slot: str) -> tuple[list[str], list[int]]:
-    """Cut a rendering at its marks; return what stands between them, and their numbers."""
+    """Cut a rendering at its placeholders; return the text between them, and their numbers."""
     parts = re.split(f"{slot}(\\d+){slot}", text)
     return parts[::2], [int(part) for part in parts[1::2]]
 
 
 def try_render(render: Render, messages: list[dict[str, Any]], prompts: bool) -> str | None:
-    """Render what a template may refuse, such as a chat that ends early."""
+    """Render, or return None where the template refuses, such as for a chat that ends early."""
     try:
         return render(messages, prompts)
     except SourceError:
@@ -472,7 +458,7 @@ def try_render(render: Render, messages: list[dict[str, Any]], prompts: bool) ->
 
 
 def free_character(text: str) -> str:
-    """Return a private-use character that doesn't stand in a text."""
+    """Return a private-use character that doesn't occur in a text."""
     free = next((c for c in map(chr, range(0xF0000, 0xF0008)) if c not in text), "")
     if not free:
         used = set(text)
@@ -482,32 +468,26 @@ def free_character(text: str) -> str:
     return free
 
 
-# Where a turn begins and ends in what a chat template writes around it: generation prompts and end-of-turn marks.
+# Find where a turn begins and ends in the template's text: generation prompts and end-of-turn marks.
 
 
 class EndMarks:
     """The texts that end a turn: a tokenizer's special tokens."""
 
     def __init__(self, marks: Sequence[str], eos: str) -> None:
-        """Take the texts of all special tokens, and the EOS."""
         known = sorted({m for m in (*marks, eos) if m.strip()}, key=lambda m: (-len(m), m))
         self.known = tuple(known)
         self.eos = eos
-        self.usual = ""
-        """What ends a turn without calls; empty where that isn't known."""
-        self.of_answers: Collection[str] = ()
-        """Special tokens that a template writes for each answer of a tool."""
-        self.headers: Collection[str] = ()
-        """Special tokens of a generation prompt, none of which ends a turn."""
+        self.usual = ""  # what ends a turn without calls; empty if unknown
+        self.of_answers: Collection[str] = ()  # special tokens that a template writes for each tool response
+        self.headers: Collection[str] = ()  # special tokens of a generation prompt, none of which ends a turn
+        # The special token that begins a turn with thoughts, right after the generation prompt.
         self.begins = ""
-        """The special token that a turn of thoughts begins with, right after the generation prompt."""
-        self.prompt = ""
-        """The generation prompt after a user's message; empty where the template writes none."""
+        self.prompt = ""  # the generation prompt after a user's message; empty where the template writes none
+        # Turns have no mark of their own, and end with the token that opens the next message.
         self.opens = False
-        """Turns have no mark of their own, and end with the token that opens the next message."""
         self._usual_tokens: frozenset[str] = frozenset()
-        self.is_known = False
-        """Whether these have been looked for."""
+        self.is_known = False  # whether these have been probed
         self._any = re.compile("|".join(map(re.escape, known))) if known else None
         self._many = re.compile(f"(?:{self._any.pattern})+") if self._any else None
 
@@ -516,21 +496,21 @@ class EndMarks:
         return self._any.search(text) if self._any else None
 
     def at(self, text: str, start: int) -> re.Match[str] | None:
-        """Return the special token that begins at a place of a text."""
+        """Return the special token that begins at a position."""
         return self._any.match(text, start) if self._any else None
 
     def runs(self, text: str) -> list[re.Match[str]]:
-        """Return the stretches of a text that are special tokens, one right after the other."""
+        """Return the runs of consecutive special tokens in a text."""
         return list(self._many.finditer(text)) if self._many else []
 
     def stop(self, closing: str) -> int:
-        """Return where the end-of-turn mark stops in what is written after a content for its message, 0: no mark.
+        """Return where the end-of-turn mark ends in the text after a content, 0: no mark.
 
-        Special tokens that follow the mark at once, such as the EOS, are what a model must write to stop, too.
+        Special tokens right after the mark, such as the EOS, belong to it: a model must write them to stop.
         """
-        # What the tokenizer doesn't know as one token can be a mark too, right after the content.
-        found = self.first(closing) or re.match(r"\S+", closing)
-        stop = found.end() if found else 0
+        # Text right after the content that isn't a single token can be a mark too.
+        match = self.first(closing) or re.match(r"\S+", closing)
+        stop = match.end() if match else 0
         while stop and (more := self.at(closing, stop)):
             stop = more.end()
         # Phi-3 ends a chat with a line end and the EOS.
@@ -542,13 +522,13 @@ class EndMarks:
         )
 
     def with_eos(self, text: str, stop: int) -> int:
-        """Return where the EOS stops that follows a mark at once; `stop`, where none does."""
+        """Return where EOS tokens right after a mark end; `stop`, where there are none."""
         while stop and self.eos.strip() and text.startswith(self.eos, stop):
             stop += len(self.eos)
         return stop
 
     def know_prompt(self, render: Callable[[list[Any], bool], str], asked: list[Any]) -> None:
-        """Take note of a template's generation prompt."""
+        """Probe a template's generation prompt."""
         answer = {"role": "assistant", "content": asked[1]["content"]}
         try:
             plain, prompted = render(asked[:1], False), render(asked[:1], True)
@@ -562,7 +542,7 @@ class EndMarks:
         self.begins = begin[0] if begin else ""
 
     def know_answers(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> None:
-        """Take note of how a template goes on after a turn of calls."""
+        """Probe how a template continues after a turn of calls."""
         try:
             none, one, two = (render(called[:count], False) for count in (2, 3, 4))
         except VarlenError:
@@ -574,16 +554,16 @@ class EndMarks:
         self.opens = token is not None and token[0] not in self.of_answers
 
     def end(self, turn: str) -> bool:
-        """Return whether a turn stops with a special token."""
+        """Whether a turn ends with a special token."""
         return turn.endswith(self.known)
 
 
 def opening_of(
     plain: str | None, prompted: str | None, piece: str, slot: str, marks: EndMarks
 ) -> tuple[str | None, int]:
-    """Return a header that is nobody's, and how many characters before a turn's first slot are generated."""
+    """Return the header before a turn, and how many characters before its first slot are generated."""
     usual = marks.prompt
-    if plain is None:  # a chat can't end there, such as one that begins with the assistant
+    if plain is None:  # a chat can't end there, for example one that begins with the assistant
         return None, _after_usual(usual, piece)
     before = plain.rpartition(slot)[2]
     if prompted is not None and prompted != plain:
@@ -602,16 +582,16 @@ def opening_of(
             return None, _after_usual(usual, piece) if usual in piece else len(piece)
         return None, len(piece) - same if usual and marks.end(piece[:same]) else 0
     opening = piece[len(before) :]
-    if usual:  # a turn that goes on after the answer of a tool, with a header or without
+    if usual:  # a turn that continues after a tool response, with a header or without
         return "", len(opening) - (len(usual) if opening.startswith(usual) else 0)
-    # Without a generation prompt the assistant is asked right after the message before, so a space is its own.
+    # Without a generation prompt, the assistant continues right after the message before, so it generates the space.
     return (opening, 0) if opening.strip() else ("", len(opening))
 
 
 def opened_by(plain: str | None, prompted: str | None, piece: str, slot: str) -> str:
-    """Return what a generation prompt has more than the text before a turn's first slot: that slot may begin with it.
+    """Return what a generation prompt adds to the text before a turn's first slot: that slot may begin with it.
 
-    Arguments as of `opening_of`.
+    Arguments as in `opening_of`.
     """
     if plain is None or prompted is None or not prompted.startswith(plain):
         return ""
@@ -620,7 +600,7 @@ def opened_by(plain: str | None, prompted: str | None, piece: str, slot: str) ->
 
 
 def _after_usual(usual: str, piece: str) -> int:
-    """Return how many characters follow the generation prompt, or as much of it as is written, before a turn."""
+    """Return how many characters follow the generation prompt, or its written prefix, before a turn."""
     for length in range(len(usual), 0, -1):
         at = piece.rfind(usual[:length])
         if at >= 0:
@@ -630,11 +610,6 @@ def _after_usual(usual: str, piece: str) -> int:
 
 
 def _partly(plain: str, prompt: str, piece: str, slot: str, marks: EndMarks) -> int:
-    r"""Return how many characters are generated where the text goes on otherwise than the end of the prompt.
-
-    `<think>\n` asks for thoughts, and a turn without any is written as `<think></think>`, of which the prompt has
-    written `<think>`. DeepSeek-V3 writes no header before calls after the first ones of a chat.
-    """
     before = plain.rpartition(slot)[2]
     if not prompt or not piece.startswith(before):
         return 0
@@ -648,7 +623,7 @@ def _partly(plain: str, prompt: str, piece: str, slot: str, marks: EndMarks) -> 
 
 
 def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
-    """Return what after a content belongs to its message, and where in it the end-of-turn mark stops."""
+    """Return the text after a content that belongs to its message, and where its end-of-turn mark ends."""
     for opener in marks.of_answers:
         own = own.partition(opener)[0]
     for closing in (own, own.rstrip()):
@@ -667,16 +642,16 @@ def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
     if token and token[0] not in marks.headers:
         return piece[: token.end()], token.end()
     same = _common(own, piece)
-    word = re.match(r"\S+(?=\s)", own[:same])  # a mark, and not the beginning of two that differ
+    word = re.match(r"\S+(?=\s)", own[:same])  # a mark, unlike the common prefix of two that differ
     return (word[0], word.end()) if word else (own if piece.startswith(own) else "", 0)
 
 
 def call_closing(own: str, piece: str, marks: EndMarks, *, is_answered: bool) -> tuple[str, int]:
-    """Return what after a call belongs to its message, and where in it the mark stops that ends the turn.
+    """Return the text after a call that belongs to its message, and where the mark that ends the turn ends.
 
-    A turn of calls may end with what other turns end with, with a mark of calls alone (`<|call|>`), or with the
-    special token that opens the answers of tools (`<|observation|>`): that is what a model must write to stop. What
-    the template writes for every single answer is no part of the turn.
+    A turn of calls may end like other turns, with a mark for calls (`<|call|>`), or with the special token that opens
+    tool responses (`<|observation|>`), which a model must write to stop. What the template writes for every single
+    response is no part of the turn.
     """
     same = own[: _common(own, piece)]
     if marks.usual and marks.usual in same:
@@ -697,6 +672,6 @@ def call_closing(own: str, piece: str, marks: EndMarks, *, is_answered: bool) ->
     return same[:stop], stop
 
 
-def _common(one: str, other: str) -> int:
-    """Return how many characters two texts begin with in common."""
-    return next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+def _common(first: str, second: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    return next((k for k, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

@@ -1,7 +1,7 @@
-"""Tokenizers as the readers see them: texts in, one flat array of ids out, whatever makes the ids.
+"""Tokenizers for readers: texts in, one flat array of ids out, from any library.
 
-Ids never hold what a tokenizer adds by itself; `prefix_ids` says what it puts before a document (often BOS) and
-`eos_id` what ends one, and the reader adds them where they belong.
+Ids never include what a tokenizer adds by itself. `prefix_ids` are what it puts before a document (often BOS) and
+`eos_id` is what ends one; the reader adds them.
 """
 
 from __future__ import annotations
@@ -23,54 +23,53 @@ from varlen.types import Int32Array, IntArray
 if TYPE_CHECKING:
     import tokenizers
 
+# Characters per call of a tokenizer: enough for its threads, and bounded in memory.
 _ENCODE_CHARACTERS = 4 << 20
-"""Text given to a tokenizer at a time: enough for its threads, and little enough for the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Specials:
-    """What a tokenizer knows beside text."""
+    """A tokenizer's special ids and texts, and its chat templates."""
 
     eos_id: int | None = None
     pad_id: int | None = None
+    # Prepended to every document that isn't a chat, as the tokenizer itself would: often BOS.
     prefix_ids: tuple[int, ...] = ()
-    """Put before every document that isn't a chat, as the tokenizer itself would: often BOS."""
+    # For chat templates: {"bos_token": "<s>", "eos_token": "</s>", ...}.
     texts: Mapping[str, str] = field(default_factory=dict)
-    """For chat templates: {"bos_token": "<s>", "eos_token": "</s>", ...}."""
-    end_marks: frozenset[str] = frozenset()
-    """Texts of all special tokens: where a chat's turn may end."""
+    end_marks: frozenset[str] = frozenset()  # texts of all special tokens: where a chat's turn may end
+    # By name: `default`, and others such as `tool_use`; a single one is the default.
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    """The tokenizer's own by name: `default`, and others such as `tool_use`; a single one is the default."""
 
 
 class Tokenizer(Protocol):
-    """What reads text; frozen, and cheap to hand to another process."""
+    """Encodes text; immutable, and cheap to send to another process."""
 
     @property
     def name(self) -> str:
-        """What to call it in messages and manifests."""
+        """Name for messages and manifests."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the ids of any text would, or what is put before it; what ends one is no part of it."""
+        """Changes whenever the ids of any text would, or the prefix; the EOS is not included."""
 
     @property
     def vocab_size(self) -> int | None:
-        """All ids are below; None where it isn't known."""
+        """All ids are below; None if unknown."""
 
     @property
     def specials(self) -> Specials:
-        """What it knows beside text."""
+        """Special ids and texts."""
 
     @property
     def is_cuttable(self) -> bool:
-        """Whether a text's ids don't depend on what stands before it, but for merges across the cut."""
+        """Whether a text's ids don't depend on the text before it, except for merges across the cut."""
 
     def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:
-        """Return ids end to end, int32, and int64 `[texts + 1]` offsets; nothing is added to the texts."""
+        """Return concatenated ids, int32, and int64 `[texts + 1]` offsets; nothing is added to the texts."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return about the text that ids stand for, for pictures."""
+        """Return the approximate text of ids, for display."""
 
 
 BYTE_EOS, BYTE_PAD, BYTE_TURN, BYTE_TURN_END = 256, 257, 258, 259
@@ -85,9 +84,9 @@ _BYTE_MARK = re.compile(b"(" + b"|".join(map(re.escape, _BYTE_MARKS)) + b")")
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """The built-in tokenizer: one id a byte of UTF-8 text, then four marks: end, padding, turn, end of turn.
+    """The built-in tokenizer: the bytes of UTF-8 text, and four marks: end, padding, turn, end of turn.
 
-    The marks are read in chats alone; in documents their spelling is text like any other.
+    Marks are recognized only in chats; in documents they are text like any other.
     """
 
     name: str = "bytes"
@@ -98,7 +97,7 @@ class ByteTokenizer:
 
     @property
     def specials(self) -> Specials:
-        """The four marks."""
+        """The EOS, the padding and the marks of turns."""
         texts = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>", "bos_token": ""}
         marks = frozenset(mark.decode() for mark in _BYTE_MARKS)
         return Specials(eos_id=self.eos_id, pad_id=BYTE_PAD, texts=texts, end_marks=marks)
@@ -117,7 +116,7 @@ class ByteTokenizer:
 
 
 def _marked(piece: bytes) -> Int32Array:
-    """Return the ids of a text whose marks count."""
+    """Return the ids of a text with its marks recognized."""
     parts = [
         np.array([_BYTE_MARKS[part]], dtype=np.int32)
         if part in _BYTE_MARKS
@@ -129,24 +128,23 @@ def _marked(piece: bytes) -> Int32Array:
 
 @contextmanager
 def backend_faults(name: str) -> Iterator[None]:
-    """Turn what the `tokenizers` library raises, or panics about, into a sentence."""
+    """Turn exceptions and panics of the `tokenizers` library into a SettingError."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # its panics are no Exceptions
+    except BaseException as error:  # Rust panics aren't Exceptions
         raise SettingError(f"the tokenizer {name} failed: {str(error)[:200]}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library, run on as many threads as that library takes.
+    """A tokenizer of the `tokenizers` library, which encodes on several threads.
 
-    It goes to other processes as that library serializes it, so that none of them imports anything else.
+    It is sent to other processes in the library's serialization, so that none of them imports anything else.
     """
 
-    backend: tokenizers.Tokenizer
-    """Without truncation and padding."""
+    backend: tokenizers.Tokenizer  # without truncation and padding
     name: str
     specials: Specials
     fingerprint: str
@@ -159,7 +157,7 @@ class FastTokenizer:
         return _again, (values, bool(self.backend.encode_special_tokens))
 
     def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:  # noqa: ARG002
-        """Return the ids of texts, special tokens in them included, as this library does."""
+        """Return the ids of texts, including special tokens in them, as the library does."""
         parts: list[bytes] = []
         lengths: list[int] = []
         for batch in _batches(texts):
@@ -172,13 +170,12 @@ class FastTokenizer:
     def encode_spans(
         self, texts: Sequence[str], spans: IntArray, span_offsets: IntArray
     ) -> tuple[Int32Array, IntArray, Int32Array]:
-        """Encode whole texts, and say of each token which of the given spans it holds a character of.
+        """Encode whole texts, and return for each token which of the given spans it overlaps.
 
-        For tokenizers whose texts can't be cut at the spans; about twice as slow as `encode`.
+        For tokenizers whose texts can't be cut at spans; about half as fast as `encode`.
 
-        Args:
-            spans: int64 `[spans, 2]`, characters [start, stop) of a text.
-            span_offsets: int64 `[texts + 1]`: text t has the spans `span_offsets[t]:span_offsets[t + 1]`.
+        Arrays: `spans` is int64 `[spans, 2]`, characters [start, stop) of a text; `span_offsets` is int64 `[texts +
+        1]`: text t has the spans `span_offsets[t]:span_offsets[t + 1]`.
         """
         parts, lengths, marks = [], [], []
         encodings = self._encode(list(texts), with_places=True)
@@ -188,7 +185,7 @@ class FastTokenizer:
             mark = np.zeros(len(bounds), dtype=np.int32)
             for number, (start, stop) in reversed(
                 ranges
-            ):  # the first one has a token that holds parts of two
+            ):  # a token that overlaps two spans belongs to the first
                 mark[(bounds[:, 1] > start) & (bounds[:, 0] < stop)] = number
             parts.append(np.array(encoding.ids, dtype=np.int32))
             lengths.append(len(bounds))
@@ -196,7 +193,7 @@ class FastTokenizer:
         return _concatenated(parts), _offsets(lengths, len(lengths)), _concatenated(marks)
 
     def _encode(self, batch: list[str], *, with_places: bool = False) -> list[tokenizers.Encoding]:
-        """Encode a batch, with the place of each token in its text if asked for."""
+        """Encode a batch, with each token's position in its text if asked for."""
         encode = self.backend.encode_batch if with_places else self.backend.encode_batch_fast
         with backend_faults(self.name):
             return encode(batch, add_special_tokens=False)
@@ -207,7 +204,7 @@ class FastTokenizer:
 
 
 def _again(values: tuple[Any, ...], splits_specials: bool) -> FastTokenizer:
-    """Make a tokenizer anew in the process that it was sent to."""
+    """Rebuild a tokenizer in the process that it was sent to."""
     made = FastTokenizer(*values)
     made.backend.encode_special_tokens = splits_specials
     return made
@@ -217,8 +214,7 @@ def _again(values: tuple[Any, ...], splits_specials: bool) -> FastTokenizer:
 class FunctionTokenizer:
     """Any function from texts to ids."""
 
-    function: Callable[[list[str]], Sequence[Sequence[int]]]
-    """Takes texts, and returns the ids of each."""
+    function: Callable[[list[str]], Sequence[Sequence[int]]]  # from texts to the ids of each
     name: str
     specials: Specials
     fingerprint: str
@@ -230,48 +226,48 @@ class FunctionTokenizer:
         parts: list[Int32Array] = []
         for batch in _batches(texts):
             try:
-                found = [np.asarray(row) for row in self.function(batch)]
+                rows = [np.asarray(row) for row in self.function(batch)]
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                raise SettingError(f"the tokenizer {self.name} failed: {said}") from error
-            odd = [row for row in found if not _are_ids(row)]
-            if odd or len(found) != len(batch):
+                message = f"{type(error).__name__}: {error}"
+                raise SettingError(f"the tokenizer {self.name} failed: {message}") from error
+            odd = [row for row in rows if not _are_ids(row)]
+            if odd or len(rows) != len(batch):
                 got = (
                     f"numbers from {odd[0].min()} to {odd[0].max()}"
                     if odd and odd[0].ndim == 1 and odd[0].dtype.kind in "iu"
                     else f"an array of {odd[0].dtype} of shape {list(odd[0].shape)}"
                     if odd
-                    else f"{len(found):,} results of {len(batch):,} texts"
+                    else f"{len(rows):,} results of {len(batch):,} texts"
                 )
                 raise SettingError(
                     f"the tokenizer {self.name} must return a list of ids for each text, got {got}"
                 )
-            parts += [row.astype(np.int32) for row in found]
+            parts += [row.astype(np.int32) for row in rows]
         return _joined(parts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the ids themselves: a function can't be turned around."""
+        """Return the ids themselves: a function can't be inverted."""
         return " ".join(map(str, ids))
 
 
 def _are_ids(row: npt.NDArray[Any]) -> bool:
-    """Whether these are ids: whole numbers from 0 to 2^31 - 1."""
+    """Whether these are integers from 0 to 2^31 - 1."""
     if row.ndim != 1 or row.size == 0:
         return row.ndim == 1
     return row.dtype.kind in "iu" and row.min() >= 0 and row.max() < 2**31
 
 
 def is_cuttable(encode: Callable[[str], list[int]]) -> bool:
-    """Try whether a text's ids are those of its parts, where a line end or a bracket stands before the cut.
+    """Probe whether a text's ids are those of its parts when cut after a line end or a bracket.
 
-    True for byte-level vocabularies; not where a mark is put before every text's first word.
+    True for byte-level vocabularies; False where a mark is prepended to a text's first word.
     """
     probes = (("user\n", "Hello there"), ("user>", "Hi, you"))
     return all(encode(a + b) == encode(a) + encode(b) for a, b in probes)
 
 
 def digest(text: str | bytes) -> str:
-    """Return a fingerprint of a text."""
+    """Return the SHA-256 of a text."""
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 

@@ -1,9 +1,8 @@
-"""What a chat template wants to be handed, found by rendering short chats of marks; and messages in that form.
+"""Probe the form in which a chat template takes messages, by rendering short chats; and convert messages to it.
 
-Templates differ in what they take: arguments of calls as an object or as text, null content as an absent key, as
-empty text or as null, thoughts under one key or another. What a template doesn't take it drops, or writes as Python
-would print it, without an error. So each way is tried with marks that stand nowhere else, and the first that writes
-all of them is used.
+Templates differ: they take arguments of calls as an object or as text; null content as an absent key, as empty text
+or as null; thoughts under one key or another. What a template doesn't support it drops, or writes as Python's repr,
+without an error. So each form is tried with unique placeholders, and the first that writes all of them is used.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ Blank = Literal["absent", "empty", "null"]
 
 _USER, _SAID, _NAME, _KEY, _VALUE, _THOUGHT, _TOOL, _OTHER, _MORE = (chr(0xF0000 + n) for n in range(9))
 _NUMBER, _FRACTION = 9_081_726_354, 0.8172635
+# Arguments of several types, of which a template may write some.
 _ARGUMENTS: dict[str, Any] = {
     _KEY: _VALUE,
     _OTHER: {_SAID: _NUMBER, _THOUGHT: [_MORE, {_USER: _FRACTION}]},
     "last": -_NUMBER // 7,
 }
-"""Arguments of several kinds, which a template may write in part."""
+# Transformers drops keys whose value is null, so that is tried first.
 _BLANKS: tuple[Blank, ...] = ("absent", "empty", "null")
-"""transformers leaves keys out whose value is null, so that goes first."""
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -43,26 +42,22 @@ _PROBE_TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wants:
-    """In which form a template takes what is more than text."""
+    """The form in which a template takes what is more than text."""
 
-    arguments: Literal["object", "text"] | None
-    """Of calls; None: it writes no calls."""
-    null: Blank
-    """How a null content beside calls is given."""
-    empty: Blank
-    """How an empty content beside calls is given."""
-    thoughts: tuple[str, ...]
-    """Keys under which thoughts are given, beside those that transformers gives them under."""
+    arguments: Literal["object", "text"] | None  # of calls; None: it writes no calls
+    null: Blank  # how a null content beside calls is passed
+    empty: Blank  # how an empty content beside calls is passed
+    thoughts: tuple[str, ...]  # keys for thoughts, in addition to those of transformers
+    # Any arguments are written in full; otherwise those of each row must be searched for.
     whole_arguments: bool
-    """Arguments are written whole, whatever they are; else those of each row must be looked for."""
+    # Parts of a content are written as their joined texts, or unsupported, so that they are joined.
     joins: bool
-    """Parts of a content are written as their texts joined, or not taken at all, so that they are given as one."""
+    # Tools in OpenAI's form, or only their `function`; None: it writes no tools.
     tools: Literal["wrapped", "bare"] | None
-    """Tools as OpenAI has them, or what stands under `function` there alone; None: it writes no tools."""
 
 
 def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
-    """Find what a template wants."""
+    """Probe what a template takes."""
     probe = _Probe(program, variables)
     arguments: Literal["object", "text"] | None = None
     null: Blank = "empty"
@@ -86,12 +81,12 @@ def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
 
 
 def hand(messages: Sequence[dict[str, Any]], wants: Wants) -> list[dict[str, Any]]:
-    """Return messages of the one form as a template wants them."""
+    """Convert normalized messages to the template's form."""
     return [_handed(message, number, wants) for number, message in enumerate(messages, start=1)]
 
 
 def hand_tools(tools: list[Any] | None, wants: Wants) -> list[Any] | None:
-    """Return tools as a template wants them."""
+    """Convert tools to the template's form."""
     if not tools or wants.tools != "bare":
         return tools
     return [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
@@ -146,13 +141,13 @@ def _arguments(
 
 
 class _Probe:
-    """Renders chats of marks."""
+    """Renders chats of placeholders."""
 
     def __init__(self, program: Program, variables: Mapping[str, Any]) -> None:
         self._program, self._variables = program, variables
 
     def _render(self, message: dict[str, Any], tools: list[Any] | None = None, *, user: str = _USER) -> str:
-        """Render a user's message and an assistant's; nothing where the template fails."""
+        """Render a user's message and an assistant's; "" where the template fails."""
         try:
             asked = [{"role": "user", "content": user}, message]
             return self._program.run(asked, tools, variables=self._variables)
@@ -160,7 +155,7 @@ class _Probe:
             return ""
 
     def writes_call(self, form: str, blank: str) -> bool:
-        """Whether a call is written with its arguments in this form, and nothing of Python's own around them."""
+        """Whether a call with its arguments in this form is written without Python's repr."""
         named: Any = {_KEY: _VALUE}
         given = json.dumps(named, ensure_ascii=False) if form == "text" else named
         call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": given}}
@@ -182,7 +177,7 @@ class _Probe:
         return False
 
     def writes_all(self, form: str, blank: str) -> bool:
-        """Whether arguments of several kinds are written with all their keys and values."""
+        """Whether arguments of several types are written with all their keys and values."""
         given = json.dumps(_ARGUMENTS, ensure_ascii=False) if form == "text" else _ARGUMENTS
         call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": given}}
         message: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
@@ -194,12 +189,12 @@ class _Probe:
         return any(all(mark in text for mark in marks) for text in texts)
 
     def _writes_none(self, message: dict[str, Any], text: str, tools: list[Any] | None) -> bool:
-        """Whether what is no content is written as a word."""
-        said = self._render({**message, "content": _SAID}, tools)
-        return _SAID in said and text == said.replace(_SAID, "None")
+        """Whether absent content is written as "None"."""
+        text_with_content = self._render({**message, "content": _SAID}, tools)
+        return _SAID in text_with_content and text == text_with_content.replace(_SAID, "None")
 
     def thoughts(self) -> tuple[str, ...]:
-        """Return the other key under which thoughts must be given, where the usual two aren't read."""
+        """Return another key under which thoughts must be passed, if the usual two aren't read."""
         usual = {"thinking": _THOUGHT, "reasoning_content": _THOUGHT}
         ways = [
             usual,
@@ -211,7 +206,7 @@ class _Probe:
         return ()
 
     def joins_parts(self) -> bool:
-        """Whether two parts are written as one text of both, or not taken at all."""
+        """Whether two parts are written as one text, or unsupported."""
         texts = (f" {_SAID} ", f" {_VALUE}\n")
         parts = [{"type": "text", "text": text} for text in texts]
         for role in ("user", "assistant"):
@@ -222,15 +217,17 @@ class _Probe:
         return True
 
     def _chat(self, messages: list[dict[str, Any]], role: str, content: Any) -> str:
-        """Render a chat in which a role has a content."""
-        given = [{**one, "content": content} if one["role"] == role else one for one in messages]
+        """Render a chat with a content for one role; "" where the template fails."""
+        given = [
+            {**message, "content": content} if message["role"] == role else message for message in messages
+        ]
         try:
             return self._program.run(given, None, variables=self._variables)
         except SourceError:
             return ""
 
     def writes_tools(self, form: Literal["wrapped", "bare"]) -> bool:
-        """Whether the names of two tools are written that are given in this form."""
+        """Whether the names of two tools in this form are written."""
         function: dict[str, Any] = _PROBE_TOOL["function"]
         tools: list[Any] = [function, {**function, "name": _OTHER}]
         if form == "wrapped":

@@ -1,4 +1,4 @@
-"""A child is a fresh interpreter that speaks through pipes: no fork, and no guard in the user's script."""
+"""Child processes: fresh interpreters that communicate over pipes, without fork or a guard in the user's script."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from typing import IO, cast
 from varlen.errors import WorkerDiedError
 from varlen.signals import held_back
 
+# The code that a child runs: it imports the module and its dependencies before adding the current folder to the path.
+# So a `json.py` in the current folder doesn't replace a module that the parent had imported from elsewhere: a
+# notebook has the folder on its path, but started without it. Where the module itself is found only there, the folder
+# is added at once.
 _BEGIN = """
 import sys
 from importlib import import_module
@@ -39,101 +43,86 @@ if search is not None:
     os.environ["PYTHONPATH"] = search
 import_module(module).main()
 """
-"""What a child runs: it imports all that the module needs before the current folder, and then takes it in, too.
-
-So a `json.py` in the current folder stands for nothing that the parent had imported before it looked there: a
-notebook has the folder on its path, but began without it. Where the module itself is found only there, the folder is
-taken in at once.
-"""
 
 
 CANNOT_BE_SENT = (
     "a tokenizer that is a function of this session can't be handed to other processes ({error}); put it into a "
     "module, or use one process (processes=1)"
 )
-MOST_DEATHS = 3
-"""Deaths one after the other, without a message between them, after which it is no accident."""
+MOST_DEATHS = 3  # consecutive deaths without a message after which a child isn't restarted
 _STARTS_S = 1.0
+# Standard modules imported within functions, and by numba.
 _LATER = ("decimal", "selectors", "socket", "subprocess", "tomllib")
-"""Of Python's own, what modules import within functions, and what numba imports."""
 
 
 class Child:
-    """A process, and the messages to it and from it; one thread may send while another one receives."""
+    """A process, and its message pipes; one thread may send while another receives."""
 
     def __init__(self, module: str, *arguments: str, threads: int, files: Sequence[int] = ()) -> None:
-        """Start it; arguments as `fresh_interpreter` takes them."""
         self._process = fresh_interpreter(module, *arguments, threads=threads, files=files)
         self.pid = self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
     def end(self) -> str:
-        """How it ended, for a sentence."""
+        """How it ended, for a message."""
         code = self._process.returncode
         return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
 
     def send(self, message: bytes) -> None:
-        """Send a message; an OSError or ValueError says that it is gone."""
+        """Send a message; raises OSError or ValueError if the process has ended."""
         send(cast(IO[bytes], self._process.stdin), message)
 
     def receive(self) -> bytes:
-        """Wait for a message; an EOFError or OSError says that it is gone."""
+        """Wait for a message; raises EOFError or OSError if the process has ended."""
         return receive(cast(IO[bytes], self._process.stdout))
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self._process.kill()
 
     def close(self) -> None:
         """Wait for its end, and close the pipes."""
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # what it had not read yet
+            with suppress(OSError):  # unread messages
                 cast(IO[bytes], pipe).close()
 
 
 def supervise(
     start: Callable[[], Child | None], listen: Callable[[Child], bool], died: Callable[[Child], None]
 ) -> Child | None:
-    """Replace a child each time that it dies, until it dies three times without a message between.
+    """Restart a child each time it dies, until it dies three times without a message in between.
 
-    Args:
-        start: returns a child, or None where none is wanted any more.
-        listen: takes the child's messages until it is gone; returns whether there was one.
-        died: is called once the child has ended and its pipes are closed.
-
-    Returns:
-        The last child; None where `start` gave none.
-
-    Raises:
-        WorkerDiedError: none can be started.
+    `start` returns a child, or None to stop; `listen` receives messages until the child is gone, and returns whether
+    there were any; `died` is called after the child has ended and its pipes are closed. Returns the last child; None
+    if `start` returned None. Raises WorkerDiedError if none can be started.
     """
     in_a_row = 0
     while in_a_row < MOST_DEATHS:
         child = start()
         if child is None:
             return None
-        is_heard = listen(child)
+        had_message = listen(child)
         child.close()
         died(child)
-        in_a_row = 1 if is_heard else in_a_row + 1
+        in_a_row = 1 if had_message else in_a_row + 1
     return child
 
 
 def send(pipe: IO[bytes], content: bytes) -> None:
-    """Write a message and its length."""
+    """Write a message with its length."""
     pipe.write(struct.pack("<q", len(content)))
     pipe.write(content)
     pipe.flush()
 
 
 def receive(pipe: IO[bytes]) -> bytes:
-    """Read a message; an EOFError says that the other end is gone."""
+    """Read a message; raises EOFError if the other end is closed."""
     head = pipe.read(8)
     if len(head) < 8:
         raise EOFError
@@ -145,19 +134,19 @@ def receive(pipe: IO[bytes]) -> bytes:
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Run something in a thread that doesn't keep the process alive."""
+    """Start a daemon thread."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     return thread
 
 
 def await_end(thread: threading.Thread, seconds: float | None = None) -> None:
-    """Wait until a thread has ended, at most some seconds; also for one whose start Ctrl-C has interrupted."""
+    """Wait for a thread to end, at most some seconds, even if Ctrl-C interrupted its start."""
     until = time.monotonic() + _STARTS_S
     while True:
         try:
             return thread.join(seconds)
-        except RuntimeError:  # it hasn't said yet that it runs, and may never do so
+        except RuntimeError:  # it hasn't reported its start, and may never do so
             if time.monotonic() > until:
                 return None
             time.sleep(_STARTS_S / 100)
@@ -166,13 +155,13 @@ def await_end(thread: threading.Thread, seconds: float | None = None) -> None:
 def fresh_interpreter(
     module: str, *arguments: str, threads: int, files: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start the `main` of a module in an interpreter of its own, with pipes to its standard input and output.
+    """Start the `main` of a module in a fresh interpreter, with pipes to its standard input and output.
 
-    The child begins without the current folder and PYTHONPATH on its path, so that no file there stands for a module
-    of Python's own, and then takes this process's `sys.path` as it is: what is imported here is imported there.
+    The child starts without the current folder and PYTHONPATH on its path, so that no file there shadows a standard
+    module, and then takes over this process's `sys.path`, so that it imports the same modules.
 
-    It is a session of its own, so that Ctrl-C is for this process alone, which then stops the others; signals of
-    schedulers, which may go to every process of a job, don't end it either.
+    It has its own session, so that Ctrl-C reaches only this process, which then stops the others; schedulers'
+    signals, which may go to every process of a job, don't end it either.
     """
     environment = {
         **os.environ,
@@ -180,14 +169,14 @@ def fresh_interpreter(
         "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
     }
     search = environment.pop("PYTHONPATH", None)
-    environment.pop("PYTHONINSPECT", None)  # it would keep the child waiting for commands at its end
+    environment.pop("PYTHONINSPECT", None)  # otherwise the child would wait for input at its end
     path = [entry for entry in sys.path if isinstance(entry, str)]
     first = [entry for entry in path if not _is_here(entry)]
-    told = json.dumps([first, path, [] if first == path else _LATER, search, module])
+    start_arguments = json.dumps([first, path, [] if first == path else _LATER, search, module])
     try:
         with held_back():
             return subprocess.Popen(
-                [sys.executable or "python", *_flags(), "-c", _BEGIN, told, *arguments],
+                [sys.executable or "python", *_flags(), "-c", _BEGIN, start_arguments, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
@@ -202,7 +191,7 @@ def fresh_interpreter(
 
 
 def _flags() -> list[str]:
-    """Return options that leave the current folder out, and those of this interpreter that say what is imported."""
+    """Return options that exclude the current folder, and this interpreter's options that affect imports."""
     flags = sys.flags
     chosen = {
         "-I": flags.isolated,
@@ -215,7 +204,7 @@ def _flags() -> list[str]:
 
 
 def _is_here(entry: str) -> bool:
-    """Return whether an entry of `sys.path` is the current folder."""
+    """Whether an entry of `sys.path` is the current folder."""
     try:
         return not entry or Path(entry).samefile(".")
     except OSError:

@@ -1,4 +1,4 @@
-"""Processes of this machine that run tasks, hired once for all the work of a run."""
+"""A pool of processes on this machine that run tasks, started once per run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from varlen.workers.processors import processors
 from varlen.workers.task_worker import KEPT
 
 Result = TypeVar("Result")
-_AHEAD = 8
-"""Tasks made ahead of the processes: the parts of a window, while the next one is planned."""
+_AHEAD = 8  # tasks prepared in advance: the parts of one window, while the next one is planned
 
 
 class Workers:
-    """A number of fresh interpreters, each started when there is a task for it or when `start` asks for all."""
+    """Fresh interpreters, each started when there is a task for it or when `start` is called."""
 
     def __init__(self, count: int) -> None:
         self._each = max(processors() // count, 1)
@@ -27,12 +26,12 @@ class Workers:
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def start(self) -> None:
-        """Start all of them, while something else is done here."""
+        """Start all processes in the background."""
         for place in range(len(self._workers)):
-            self._hired(place)
+            self._started(place)
 
-    def _hired(self, place: int) -> _Worker | None:
-        with self._lock:  # so that none starts behind the back of who stops them
+    def _started(self, place: int) -> _Worker | None:
+        with self._lock:  # so that none starts after `_kill`
             if not self._stopped.is_set() and self._workers[place] is None:
                 self._workers[place] = _Worker(self._each)
             return self._workers[place]
@@ -40,7 +39,7 @@ class Workers:
     def run(
         self, function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]
     ) -> Iterator[Result]:
-        """Yield the results of all tasks as they are done, in any order; after a failure nobody is left."""
+        """Yield the results of all tasks as they complete, in any order; a failure stops all processes."""
         try:
             head = pickle.dumps((function, shared))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -57,7 +56,7 @@ class Workers:
                     room.acquire() and not self._stopped.is_set() and (task := next(coming, None)) is not None
                 ):
                     waiting.put(task)
-            except BaseException as error:  # from the iterator of tasks: it belongs to the caller
+            except BaseException as error:  # of the caller's task iterator
                 results.put((False, error))
             for _ in places:
                 waiting.put(None)
@@ -66,7 +65,7 @@ class Workers:
             try:
                 while (task := waiting.get()) is not None:
                     room.release()
-                    worker = None if self._stopped.is_set() else self._hired(place)
+                    worker = None if self._stopped.is_set() else self._started(place)
                     if worker is None:
                         break
                     results.put(worker.ask(head, task))
@@ -100,7 +99,7 @@ class Workers:
                     await_end(thread)
 
     def _kill(self) -> None:
-        """Stop everybody, whatever they do."""
+        """Kill all processes."""
         self._stopped.set()
         with self._lock:
             for worker in self._workers:
@@ -108,7 +107,7 @@ class Workers:
                     worker.child.kill()
 
     def close(self) -> None:
-        """Leave neither a process nor a pipe behind."""
+        """Stop all processes, and close their pipes."""
         self._kill()
         for worker in self._workers:
             if worker is not None:
@@ -123,16 +122,16 @@ class _Worker:
         self._head = b""
 
     def ask(self, head: bytes, task: Any) -> tuple[bool, Any]:
-        """Have a task done by a function that is sent where it isn't that of the task before."""
+        """Run a task; the function is only sent if it differs from the previous one."""
         given = pickle.dumps(task)
         try:
             if head != self._head:
                 self.child.send(b"head" + head)
                 self._head = head
             self.child.send(b"task" + given)
-            answer = self.child.receive()
+            reply = self.child.receive()
         except (EOFError, OSError):
             self.child.close()
-            said = f"a process that worked on a part {self.child.end} (out of memory?); {KEPT}"
-            return False, WorkerDiedError(said)
-        return cast(tuple[bool, Any], pickle.loads(answer))
+            message = f"a process that worked on a part {self.child.end} (out of memory?); {KEPT}"
+            return False, WorkerDiedError(message)
+        return cast(tuple[bool, Any], pickle.loads(reply))

@@ -1,4 +1,4 @@
-"""A process that takes tasks from its standard input and answers on its standard output."""
+"""A process that reads tasks from its standard input and writes results to its standard output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ KEPT = "what is finished is kept: run the same again, with fewer processes if me
 
 
 def main() -> None:
-    """Run tasks until there are none; what they print goes to the standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
+    """Run tasks until the input ends; tasks print to the standard error."""
+    results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     inbox: SimpleQueue[bytes] = SimpleQueue()
-    tasks = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at the end while it is listened to
+    tasks = os.fdopen(
+        os.dup(0), "rb"
+    )  # unlike a descriptor of our own, sys.stdin can't be closed while it is read
     threading.Thread(target=_listen, args=(tasks, inbox), daemon=True).start()
     head: Any = None
     while True:
@@ -32,14 +34,14 @@ def main() -> None:
         if isinstance(head, bytes):
             try:
                 head = pickle.loads(head)
-            except Exception as error:  # it is what the user handed over
-                send(answers, pickle.dumps((False, SettingError(CANNOT_BE_SENT.format(error=error)))))
+            except Exception as error:  # the user's own object
+                send(results, pickle.dumps((False, SettingError(CANNOT_BE_SENT.format(error=error)))))
                 continue
-        send(answers, pickle.dumps(outcome(head[0], head[1], pickle.loads(content))))
+        send(results, pickle.dumps(outcome(head[0], head[1], pickle.loads(content))))
 
 
 def outcome(function: Callable[[Any, Any], Any], shared: Any, task: Any) -> tuple[bool, Any]:
-    """Run a task; an error is a result too, so that it can cross processes."""
+    """Run a task; return (True, result), or (False, error), which can be sent to another process."""
     try:
         return True, function(shared, task)
     except VarlenError as error:
@@ -48,14 +50,14 @@ def outcome(function: Callable[[Any, Any], Any], shared: Any, task: Any) -> tupl
         return False, WorkerDiedError(f"a process that worked on a part ran out of memory; {KEPT}")
     except OSError as error:
         return False, OSError(error.errno, error.strerror or str(error), error.filename)
-    except Exception as error:  # a bug of ours: its traceback would be lost with the process
+    except Exception as error:  # a bug: its traceback would be lost with the process
         import traceback
 
         return False, RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 def _listen(tasks: IO[bytes], inbox: SimpleQueue[bytes]) -> None:
-    """Pass messages on; once whoever sent them is gone, nobody waits for what is being done."""
+    """Forward messages; exit when the sender is gone, as nobody needs the results."""
     try:
         while True:
             inbox.put(receive(tasks))

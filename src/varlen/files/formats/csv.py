@@ -1,4 +1,4 @@
-"""CSV and TSV files: a line of names, then rows of text; quotes may hold line ends."""
+"""CSV and TSV files: a line of names, then rows of text; quoted fields may contain line ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from varlen.files.paths import File
 from varlen.files.rows import Rows, listed, place
 
 _MOST_FIELD_CHARACTERS = 256 << 20
-_JUDGED = 16
-"""Lines that tell whether those that an open quote has taken in are rows."""
-_ODD = re.compile("[\udc80-\udcff]")
-"""What is made of bytes that aren't UTF-8."""
+_JUDGED = 16  # lines inspected to decide whether those consumed by an open quote are rows
+_ODD = re.compile("[\udc80-\udcff]")  # surrogates that stand for bytes that aren't UTF-8
 
 
 def column_names(file: File) -> list[str]:
@@ -32,9 +30,9 @@ def column_names(file: File) -> list[str]:
 def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
     """Yield the rows of a file, about a megabyte at a time."""
     with open_plain(file) as stream:
-        found = _rows(_Reader(stream, file), wanted)
-        # A row of nothing but commas has no size.
-        yield from gather(found, names=wanted, path=file.path, unit="line", count_faults=True)
+        rows = _rows(_Reader(stream, file), wanted)
+        # A row of nothing but commas has size 0.
+        yield from gather(rows, names=wanted, path=file.path, unit="line", count_faults=True)
 
 
 def _rows(reader: _Reader, wanted: Sequence[str]) -> Iterator[Found]:
@@ -56,30 +54,29 @@ def _rows(reader: _Reader, wanted: Sequence[str]) -> Iterator[Found]:
 
 
 class _Reader:
-    """Iterates over (line, fields), blank lines left out; `line` is the one that the row begins on.
+    """Iterates over (line, fields) without blank lines; `line` is the one that the row begins on.
 
-    Where a row isn't CSV, what is wrong with it stands in place of its fields. An open quote takes in the lines that
-    follow: they are read again where they are rows by themselves, as they are where a quote stands in a row by
-    mistake, and aren't where a text of several lines is cut.
+    For a row that isn't CSV, a message takes the place of its fields. An open quote consumes the lines that follow.
+    They are parsed again if they are rows by themselves, as when a stray quote stands in a row, but not if a text of
+    several lines is truncated.
     """
 
     def __init__(self, stream: BinaryIO, file: File) -> None:
         csv.field_size_limit(_MOST_FIELD_CHARACTERS)
         self._delimiter = "\t" if file.format == "tsv" else ","
         self.path, self._stream = file.path, stream
-        self.width, self.is_odd = 0, False
-        """Fields of a row, once they are known; and whether bytes weren't UTF-8, and are halves of characters."""
+        self.width = 0  # fields of a row, once known
+        self.is_odd = False  # whether bytes weren't UTF-8, and became surrogates
         self._row_lines: list[str] = []
         self._lines, self._spans_lines, self._begins = self._decoded(), False, 1
-        self._again: deque[str] = deque()
-        """Lines that are to be read once more."""
+        self._again: deque[str] = deque()  # lines to be parsed again
         self._rows = self._reader(self._lines)
 
     def _reader(self, lines: Iterator[str]) -> Any:
         return csv.reader(lines, delimiter=self._delimiter, strict=True)
 
     def _replayed(self) -> Iterator[str]:
-        """Yield the lines that are to be read once more, and those after them; all are kept for the row at hand."""
+        """Yield the lines to be parsed again, and those after them; all are recorded for the current row."""
         keep, again = self._row_lines.append, self._again
         while True:
             while again:
@@ -114,10 +111,10 @@ class _Reader:
                 yield begins, row
 
     def _cut(self, row: list[str] | str) -> tuple[list[str] | str, int]:
-        """Return what a damaged row of several lines comes to, and its lines; others are read again."""
+        """Return the result for a damaged row of several lines, and how many it takes; the rest is parsed again."""
         lines = list(self._row_lines)
         is_error = isinstance(row, str)
-        # The last line of an error may be damaged too: it holds a quote where none may be.
+        # The last line of an error may be damaged too: it holds a misplaced quote.
         judged = lines[1:-1] if is_error and "end of data" not in row else lines[1:]
         if self.width and self._are_rows(judged, is_error=is_error):
             self._again.extendleft(reversed(lines[1:]))
@@ -127,12 +124,12 @@ class _Reader:
             return row, len(lines)
         self._rows = self._reader(self._replayed())
         size = sum(len(line.encode("utf-8", "surrogateescape")) for line in lines)
-        said = f"{row} (a quote is open over {len(lines):,} lines)"
-        return Lost.of(said, Losses(num_bytes=size)), len(lines)
+        why = f"{row} (a quote is open over {len(lines):,} lines)"
+        return Lost.of(why, Losses(num_bytes=size)), len(lines)
 
     def _are_rows(self, lines: Sequence[str], *, is_error: bool) -> bool:
-        """Whether lines that an open quote has taken in are rows by themselves, as far as the first ones tell."""
-        if self.width == 1:  # any line is one
+        """Whether the lines consumed by an open quote are rows by themselves, judged by the first ones."""
+        if self.width == 1:  # any line is a row
             return is_error and not self._spans_lines
         judged = lines[:_JUDGED]
         sound = sum(self._is_row(line) for line in judged)
@@ -146,7 +143,7 @@ class _Reader:
             return False
 
     def _decoded(self) -> Iterator[str]:
-        """Yield lines with their ends as they are, since quotes may hold them; decoded one by one."""
+        """Yield decoded lines with their line ends, which quoted fields may contain."""
         mark, stream, keep = "\ufeff", self._stream, self._row_lines.append
         while line := stream.readline(_MOST_FIELD_CHARACTERS):
             if len(line) >= _MOST_FIELD_CHARACTERS:
@@ -160,7 +157,7 @@ class _Reader:
                 text = line.decode(errors="surrogateescape")
             text = text.removeprefix(mark)
             mark = ""
-            if text.count("\r") > text.endswith("\r\n"):  # line ends of old, or within quotes
+            if text.count("\r") > text.endswith("\r\n"):  # old Mac line ends, or ones within quotes
                 for part in io.StringIO(text, newline=""):
                     keep(part)
                     yield part
@@ -170,7 +167,7 @@ class _Reader:
 
 
 def _names(reader: _Reader) -> list[str]:
-    """Take the first row as names."""
+    """Read the first row as column names."""
     for line, names in reader:
         if isinstance(names, str):
             raise SourceError(f"{place(reader.path, 'line', line)} {names}; it must name the columns")

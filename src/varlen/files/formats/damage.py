@@ -1,4 +1,4 @@
-"""Whose fault a failure of reading is: the file's, or the disk's, the network's or this machine's."""
+"""Whether a failed read is due to the file, or to the disk, the network or this machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import re
 
 from varlen.errors import VarlenError
 
-_NO_MEMORY = 1 << 42
-"""Bytes that no machine has."""
+_NO_MEMORY = 1 << 42  # more bytes than any machine has
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether a failure is the file's, and neither the disk's nor the network's nor this machine's."""
-    if isinstance(error, MemoryError):  # a damaged length asks for more than there is anywhere
+    """Whether a failure is due to the file, and not to the disk, the network or this machine."""
+    if isinstance(error, MemoryError):  # a damaged length requests an absurd allocation
         return any(int(size) >= _NO_MEMORY for size in re.findall(r"\d+", str(error)))
     return not isinstance(error, VarlenError) and getattr(error, "errno", None) is None

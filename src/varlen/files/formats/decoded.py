@@ -1,4 +1,4 @@
-"""What Arrow's values take once they are decoded, row by row: shared values count as often as they are used."""
+"""The decoded size of Arrow values, row by row: shared values count as often as they are used."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import numpy as np
 
 from varlen.types import IntArray
 
-BATCH_BYTES = 4 << 20
-"""Of a batch, about."""
+BATCH_BYTES = 4 << 20  # target size of a batch
 MOST_ROWS = 8192
 _VIEW_BYTES = 16
+# Types of varying width whose values aren't shared.
 _APART = ("string", "binary", "large_string", "large_binary", "null")
-"""Types of varying width whose values each have a place of their own."""
 
 
 def row_sizes(array: Any) -> IntArray:
-    """Return the bytes that each value takes by itself, int64 `[len(array)]`.
+    """Return the decoded bytes of each value, int64 `[len(array)]`.
 
-    What an array shares between rows (a dictionary's entries, the values of runs) counts for every row.
+    Values that rows share (a dictionary's entries, the values of runs) count for every row.
 
     Cost: a few passes over offsets and indices; no value is decoded.
     """
@@ -58,7 +57,7 @@ def row_sizes(array: Any) -> IntArray:
 
 
 def batch_sizes(batch: Any) -> IntArray:
-    """Return the bytes that each row of a batch takes by itself, int64 `[rows]`."""
+    """Return the decoded bytes of each row of a batch, int64 `[rows]`."""
     sizes = np.zeros(batch.num_rows, dtype=np.int64)
     for column in batch.columns:
         sizes += row_sizes(column)
@@ -66,7 +65,7 @@ def batch_sizes(batch: Any) -> IntArray:
 
 
 def cuts(sizes: IntArray, most_bytes: int, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield where to cut rows so that no piece takes more than so much, but for single rows that do."""
+    """Yield [start, stop) of pieces with at most so many bytes and rows; a single larger row is a piece."""
     ends = np.cumsum(sizes)
     start = 0
     while start < len(sizes):
@@ -78,7 +77,7 @@ def cuts(sizes: IntArray, most_bytes: int, most_rows: int) -> Iterator[tuple[int
 
 
 def pieces(batch: Any) -> Iterator[Any]:
-    """Cut a batch where it is large, by what its rows take once they are decoded."""
+    """Cut a batch by the decoded size of its rows."""
     if not any(map(shares, batch.schema.types)) and batch.nbytes <= 2 * BATCH_BYTES:
         for start in range(0, batch.num_rows, MOST_ROWS):
             yield batch.slice(start, MOST_ROWS)
@@ -88,7 +87,7 @@ def pieces(batch: Any) -> Iterator[Any]:
 
 
 def shares(kind: Any) -> bool:
-    """Whether values of a type may share what they hold."""
+    """Whether values of a type may be shared between rows."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):
@@ -101,7 +100,7 @@ def shares(kind: Any) -> bool:
 
 
 def list_counts(array: Any) -> IntArray:
-    """Return how many of the innermost values stand in each row of nested lists, int64 `[len(array)]`."""
+    """Return the number of innermost values in each row of nested lists, int64 `[len(array)]`."""
     import pyarrow as pa
 
     bounds = np.arange(len(array) + 1)
@@ -121,7 +120,7 @@ def list_counts(array: Any) -> IntArray:
 
 
 def plain(array: Any, kind: Any) -> Any:
-    """Return an array with its dictionaries decoded, wherever they stand."""
+    """Return an array with all its dictionaries decoded."""
     import pyarrow as pa
 
     types = pa.types
@@ -153,12 +152,12 @@ def plain(array: Any, kind: Any) -> Any:
 def _chosen(sizes: IntArray, places: Any) -> IntArray:
     if not len(sizes):
         return np.zeros(len(places), dtype=np.int64)
-    found: IntArray = sizes[np.clip(places, 0, len(sizes) - 1)]
-    return found
+    chosen: IntArray = sizes[np.clip(places, 0, len(sizes) - 1)]
+    return chosen
 
 
 def _of_lists(array: Any, offset_type: type[np.signedinteger[Any]]) -> IntArray:
-    """Sum the sizes of the values of each list."""
+    """Sum the sizes of each list's values."""
     offsets = _offsets(array, offset_type)
     count = len(array.values)
     start, stop = (min(max(int(offset), 0), count) for offset in (offsets[0], offsets[-1]))
@@ -171,13 +170,13 @@ def _of_lists(array: Any, offset_type: type[np.signedinteger[Any]]) -> IntArray:
 
 
 def _offsets(array: Any, offset_type: type[np.signedinteger[Any]]) -> IntArray:
-    """Return where the values begin and end, int64 `[len(array) + 1]`, counted in the buffer or child behind it."""
+    """Return the offsets of values in the buffer or child array behind them, int64 `[len(array) + 1]`."""
     stored = array.buffers()[1]
     if stored is None or not len(array):  # an empty array may have none
         return np.zeros(len(array) + 1, dtype=np.int64)
     width = np.dtype(offset_type).itemsize
-    found = np.frombuffer(stored, dtype=offset_type, count=len(array) + 1, offset=array.offset * width)
-    return found.astype(np.int64)
+    offsets = np.frombuffer(stored, dtype=offset_type, count=len(array) + 1, offset=array.offset * width)
+    return offsets.astype(np.int64)
 
 
 def _lengths(offsets: IntArray) -> IntArray:
@@ -185,10 +184,10 @@ def _lengths(offsets: IntArray) -> IntArray:
 
 
 def _width(kind: Any) -> int | None:
-    """Return the bytes of a type whose values all take the same, at least 1; None for others."""
+    """Return the bytes of a fixed-width type's values, at least 1; None for other types."""
     import pyarrow as pa
 
-    if pa.types.is_dictionary(kind):  # whose width is that of its indices
+    if pa.types.is_dictionary(kind):  # its bit width is that of the indices
         return None
     try:
         return max(int(kind.bit_width) // 8, 1)

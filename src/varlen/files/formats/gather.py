@@ -1,4 +1,4 @@
-"""Rows that a reader finds one by one, gathered into batches: each reader keeps what its format is about."""
+"""Gather single rows, as readers find them, into batches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from varlen.files.losses import Losses
 from varlen.files.rows import Fault, Rows, place, zero
 
+# A row's number, its size, and its values by column; or why it can't be read; or None where it is blank.
 Found = tuple[int, int, list[Any] | str | None]
-"""A row's number, its size, and its values by column; or why it can't be read; or None where it is blank."""
 
 
 class Lost(str):
@@ -19,20 +19,19 @@ class Lost(str):
 
     @classmethod
     def of(cls, why: str, losses: Losses) -> Lost:
-        """Return both."""
+        """Attach the losses to the message."""
         lost = cls(why)
         lost.losses = losses
         return lost
 
 
-BATCH_SIZE = 1 << 20
-"""Bytes or characters of rows that make a batch large enough."""
+BATCH_SIZE = 1 << 20  # bytes or characters of rows that fill a batch
 _MOST_ROWS = 4096
 _RECORD = Losses(records=1)
 
 
 def gather(
-    found: Iterable[Found],
+    rows_found: Iterable[Found],
     *,
     names: Sequence[str],
     path: str,
@@ -42,7 +41,7 @@ def gather(
     count_faults: bool = False,
     size: int = BATCH_SIZE,
 ) -> Iterator[Rows]:
-    """Yield rows in batches of about as many bytes; where reading fails, what was found before it comes first."""
+    """Yield rows in batches of about as many bytes; if reading fails, the rows before come first."""
     taken: list[list[Any]] = []
     numbers: list[int] = []
     faults: list[Fault] = []
@@ -53,7 +52,7 @@ def gather(
         return Rows(columns=columns, numbers=numbers, path=path, unit=unit, base=base, faults=tuple(faults))
 
     try:
-        for number, more, values in found:
+        for number, more, values in rows_found:
             filled += more
             if isinstance(values, list):
                 taken.append(values)
@@ -66,7 +65,7 @@ def gather(
             if filled >= size or count >= most_rows:
                 yield rows()
                 taken, numbers, faults, filled = [], [], [], 0
-    except Exception:  # what was read before it is whole
+    except Exception:  # the rows before it are complete
         if numbers or faults:
             yield rows()
         raise

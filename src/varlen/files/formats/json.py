@@ -1,4 +1,4 @@
-"""JSON files: an array of objects, or objects one after the other; read piece by piece, never whole.
+"""JSON files: an array of objects, or concatenated objects; read piece by piece, never whole.
 
 Many `.json` files hold one object a line, and many a pretty-printed array: both are a run of objects between
 optional brackets and commas, and are read as that.
@@ -23,15 +23,13 @@ from varlen.files.paths import File
 from varlen.files.rows import Rows, place
 
 _CHUNK_BYTES = 1 << 20
-_CUT_SHORT = 64
-"""A fault this near to the end of what has been read may be one of what is still missing."""
+_CUT_SHORT = 64  # a fault this close to the end of the buffer may be due to the text not read yet
 _BLANKS = re.compile(r"[ \t\r\n]*")
-_ODD = re.compile("[\udc80-\udcff]")
-"""What is made of bytes that aren't UTF-8."""
+_ODD = re.compile("[\udc80-\udcff]")  # surrogates that stand for bytes that aren't UTF-8
 
 
 def row_names(file: File, most: int) -> list[tuple[str, ...]]:
-    """Return the names that the first objects have; none where there is no value."""
+    """Return the keys of the first objects; [] where there is no value."""
     with open_plain(file, HEAD_BYTES) as stream:
         values = enumerate(_Values(stream, file.path), start=1)
         rows = (
@@ -47,8 +45,8 @@ def row_names(file: File, most: int) -> list[tuple[str, ...]]:
 def read(file: File, fields: Fields) -> Iterator[Rows]:
     """Yield the objects of a file, about a megabyte at a time."""
     with open_plain(file) as stream:
-        found = _rows(_Values(stream, file.path), fields)
-        yield from gather(found, names=fields.names, path=file.path, unit="value")
+        rows = _rows(_Values(stream, file.path), fields)
+        yield from gather(rows, names=fields.names, path=file.path, unit="value")
 
 
 def _rows(values: _Values, fields: Fields) -> Iterator[Found]:
@@ -62,26 +60,24 @@ def _rows(values: _Values, fields: Fields) -> Iterator[Found]:
 
 
 class _Bad(str):
-    """Why a value is none."""
+    """Why a value can't be read."""
 
     __slots__ = ()
 
 
 class _Values:
-    """Iterates over the JSON values of a stream; an array at the top counts as its entries.
+    """Iterates over the JSON values of a stream, or over the entries of an array at the top level.
 
-    In place of one that can't be read stands what is wrong with it.
+    A message takes the place of an unreadable value.
     """
 
     def __init__(self, stream: BinaryIO, path: str) -> None:
-        self.consumed = 0
-        """Characters taken from the stream and not needed any more."""
+        self.consumed = 0  # characters taken from the stream and dropped from the buffer
         self._stream, self._path = stream, path
         self._decoder = json.JSONDecoder()
         self._undecoded, self._is_odd = b"", False
         self._buffer, self._at, self._is_over, self._count = "", 0, False, 0
-        self._last: Any = None
-        """The last value that could be read."""
+        self._last: Any = None  # the last readable value
 
     def __iter__(self) -> Iterator[Any]:
         in_array = self._next() == "["
@@ -107,17 +103,17 @@ class _Values:
             yield Lost.of(why, Losses(cut_files=1))
 
     def _behind_array(self) -> Lost:
-        """Return the fault of what follows an array at the top, counted as far as the file goes."""
+        """Return the fault of what follows a top-level array, counted to the end of the file."""
         num_bytes = 0
         while self._at < len(self._buffer) or self._more():
             num_bytes += len(self._buffer[self._at :].encode("utf-8", "surrogateescape"))
             self._at = len(self._buffer)
             self._drop()
-        said = "can't be read: the file goes on after the end of its array"
-        return Lost.of(f"{said}; name it .jsonl if it holds one object a line", Losses(num_bytes=num_bytes))
+        why = "can't be read: the file goes on after the end of its array"
+        return Lost.of(f"{why}; name it .jsonl if it holds one object a line", Losses(num_bytes=num_bytes))
 
     def _next(self) -> str:
-        """Skip blanks and return the next character, or nothing at the end; it isn't taken."""
+        """Skip blanks and return the next character without consuming it; "" at the end."""
         while True:
             self._at = _BLANKS.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._buffer):
@@ -127,7 +123,7 @@ class _Values:
                 return ""
 
     def _value(self) -> Any:
-        """Decode the value at hand, reading on where it isn't whole yet; or say why it can't be."""
+        """Decode the next value, reading on if it is incomplete; or say why it is invalid."""
         wanted, start = _CHUNK_BYTES, self._at
         while True:
             try:
@@ -136,12 +132,12 @@ class _Values:
                 cut_short = "Unterminated" in error.msg or error.pos >= len(self._buffer) - _CUT_SHORT
                 too_long = len(self._buffer) - self._at > MOST_RECORD_BYTES
                 if not cut_short or too_long or not self._more(wanted):
-                    said = f"longer than {MOST_RECORD_BYTES >> 20:,} MB" if too_long else error.msg
-                    return self._after_fault(f"is not valid JSON: {said}", error.pos)
+                    why = f"longer than {MOST_RECORD_BYTES >> 20:,} MB" if too_long else error.msg
+                    return self._after_fault(f"is not valid JSON: {why}", error.pos)
                 wanted *= 2
             except (ValueError, RecursionError):
-                said = "can't be read: a number of too many digits, or brackets nested too deeply"
-                return self._after_fault(said, self._at)
+                why = "can't be read: a number of too many digits, or brackets nested too deeply"
+                return self._after_fault(why, self._at)
             else:
                 if self._buffer[stop : stop + 1] != ",":
                     odd, is_same_line = self._behind(stop)
@@ -155,36 +151,36 @@ class _Values:
                 return value
 
     def _behind(self, stop: int) -> tuple[str, bool]:
-        """Return what follows a value that ends there, nothing at the end, and whether it is on the same line."""
+        """Return the character after a value, "" at the end, and whether it is on the same line."""
         while True:
             at = _BLANKS.match(self._buffer, stop).end()  # type: ignore[union-attr]
             if at < len(self._buffer) or not self._more():
                 return self._buffer[at : at + 1], "\n" not in self._buffer[stop:at]
 
-    def _after_fault(self, said: str, position: int) -> _Bad | Lost:
-        """Go on with the record after a value that can't be read, where it is plain where that begins."""
+    def _after_fault(self, why: str, position: int) -> _Bad | Lost:
+        """Skip to the record after an invalid value, if it is clear where that begins."""
         where = f"(character {self.consumed + position + 1:,} of the file)"
         wanted = _CHUNK_BYTES
-        while (found := self._next_record()) is None:
+        while (following := self._next_record()) is None:
             left = len(self._buffer) - self._at
             if self._is_over:
                 rest = self._buffer[self._at :].encode("utf-8", "surrogateescape")
-                return Lost.of(f"{said} {where}; nothing after it can be read", Losses(num_bytes=len(rest)))
+                return Lost.of(f"{why} {where}; nothing after it can be read", Losses(num_bytes=len(rest)))
             if left > MOST_RECORD_BYTES:
                 raise SourceError(
-                    f"{place(self._path, 'value', self._count)} {said} {where}; nothing after it can be read"
+                    f"{place(self._path, 'value', self._count)} {why} {where}; nothing after it can be read"
                 )
             self._more(wanted)
-            wanted *= 2  # what was read is looked through again
-        self._at = found
-        return _Bad(f"{said} {where}")
+            wanted *= 2  # the text read so far is scanned again
+        self._at = following
+        return _Bad(f"{why} {where}")
 
     def _next_record(self) -> int | None:
         key = next(iter(self._last), "") if isinstance(self._last, dict) else ""
         return next_record(self._buffer, self._at, key, is_begun=self.consumed > 0, is_all=self._is_over)
 
     def _more(self, wanted: int = _CHUNK_BYTES) -> bool:
-        """Read on; returns whether there was anything. Bytes that aren't UTF-8 become halves of characters."""
+        """Read on; return whether there was anything. Bytes that aren't UTF-8 become surrogates."""
         if self._is_over:
             return False
         chunk = self._stream.read(wanted)
@@ -202,39 +198,38 @@ class _Values:
         return bool(text) or not self._is_over
 
     def _drop(self) -> None:
-        """Forget what has been decoded, now and then: cutting the text at every value would copy it each time."""
+        """Drop decoded text from time to time: dropping it after each value would copy the rest each time."""
         if self._at > max(_CHUNK_BYTES, len(self._buffer) // 2) or self._at == len(self._buffer):
             self.consumed += self._at
             self._buffer, self._at = self._buffer[self._at :], 0
 
 
-# Where the record after a damaged one begins in a text of JSON values, as far as that is plain.
+# Resynchronization: find where the record after a damaged one begins, if that is clear.
 #
 # ::
 #
-# [\n  {"text": "a"},\n  {"text": "b},\n  {"text": "c"}]    a line that begins as that of the damaged record does
-# [{"text": "a"}, {"text": nul}, {"text": "c"}]             behind the bracket that closes it
-# [{"text": "a"}, {"text": "b}, {"text": "c"}]              where an object begins by the name that others begin by
+#     [\n  {"text": "a"},\n  {"text": "b},\n  {"text": "c"}]    a line that begins like that of the damaged record
+#     [{"text": "a"}, {"text": nul}, {"text": "c"}]             after the bracket that closes it
+#     [{"text": "a"}, {"text": "b}, {"text": "c"}]              an object whose first key is the usual one
 #
-# The first of these is taken that is there. Who reads on there may find that the record is damaged too.
+# The first of these that exists is taken. The record found may turn out to be damaged too.
 
 _LINE = re.compile(r"(?:\A|\n)([ \t]*),?[ \t]*\[?[ \t]*\Z")
+# Without the closing quote. Possessive, since a match with backtracking takes 60 bytes per character.
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+'
-"""Without the quote that closes it; possessive, since a match that can be undone takes 60 bytes a character."""
 _PARTS = re.compile(rf'{_STRING}(?P<close>"?)|[{{}}\[\]]', re.DOTALL)
 _BRACKETS = re.compile(r"[{}\[\]]")
 _BLANK = r"[ \t\r\n]*"
 _BEHIND = re.compile(rf"{_BLANK}(?:,{_BLANK}[{{\]]|\{{|\]{_BLANK}\Z)")
 _FIRST_NAME = re.compile(rf'\{{{_BLANK}({_STRING}"){_BLANK}:', re.DOTALL)
 _DECODER = json.JSONDecoder()
+# Characters, and strings and brackets, searched for the closing bracket of a record.
 _MOST_SCANNED, _MOST_PARTS = 64 << 20, 1 << 20
-"""Characters, and strings and brackets, in which the bracket that closes a record is looked for."""
-_BEFORE = 256
-"""Characters before a record that are looked at for the beginning of its line."""
+_BEFORE = 256  # characters before a record that are searched for the beginning of its line
 
 
 def next_record(text: str, start: int, key: str, *, is_begun: bool, is_all: bool) -> int | None:
-    """Return where to go on behind a damaged record, before a comma or at a record; None: nobody can tell."""
+    """Return where to continue after a damaged record, before a comma or at a record; None if unclear."""
     before = _LINE.search(text, max(start - _BEFORE, 0), start)
     if before is not None and is_begun and before.start() == 0 and text[0] != "\n":
         before = None
@@ -246,17 +241,17 @@ def next_record(text: str, start: int, key: str, *, is_begun: bool, is_all: bool
         own = _FIRST_NAME.match(text, start)
         name = own[1] if own is not None and not key else json.dumps(key, ensure_ascii=False) if key else ""
         alike = _next_alike(text, start, end, name) if name else None
-    return next((found for found in (alike, end, line) if found is not None), None)
+    return next((position for position in (alike, end, line) if position is not None), None)
 
 
 def _next_line(text: str, start: int, indent: str) -> int | None:
-    """Return the next record whose line begins as this one's; None where none follows."""
-    found = re.compile(rf"\n{indent}(?:,[ \t]*)?\{{").search(text, start)
-    return None if found is None else found.end() - 1
+    """Return the next record whose line begins like this one's; None where none follows."""
+    match = re.compile(rf"\n{indent}(?:,[ \t]*)?\{{").search(text, start)
+    return None if match is None else match.end() - 1
 
 
 def _closing(text: str, start: int, stop: int, *, is_all: bool) -> int | None:
-    """Return what stands behind the bracket that closes a record, if a record or the end may follow there."""
+    """Return the position after a record's closing bracket, if a record or the end may follow there."""
     if text[start] not in "{[":
         return None
     depth = 0
@@ -273,21 +268,21 @@ def _closing(text: str, start: int, stop: int, *, is_all: bool) -> int | None:
 
 
 def _brackets(text: str, start: int, stop: int) -> Iterator[int]:
-    """Yield where brackets outside of strings and strings begin; of a string that isn't closed, its brackets."""
+    """Yield the positions of brackets and strings; within an unclosed string, those of brackets."""
     for part in _PARTS.finditer(text, start, stop):
-        if part["close"] == "":  # nor are those that would begin within it
-            yield from (found.start() for found in _BRACKETS.finditer(text, part.start(), stop))
+        if part["close"] == "":  # nor are strings that begin within it
+            yield from (bracket.start() for bracket in _BRACKETS.finditer(text, part.start(), stop))
             return
         yield part.start()
 
 
 def _next_alike(text: str, start: int, end: int | None, name: str) -> int | None:
-    """Return the next object that begins by a name, can be read, and stands before where this one seems to end."""
+    """Return the next valid object before `end` that begins with the given key."""
     begins = re.compile(rf"[,}}]{_BLANK}(\{{{_BLANK}{re.escape(name)}{_BLANK}:)")
-    for found in begins.finditer(text, start + 1, len(text) if end is None else end):
+    for match in begins.finditer(text, start + 1, len(text) if end is None else end):
         try:
-            _DECODER.raw_decode(text, found.start(1))
+            _DECODER.raw_decode(text, match.start(1))
         except (ValueError, RecursionError):
             continue
-        return found.start(1)
+        return match.start(1)
     return None

@@ -1,4 +1,4 @@
-"""JSON lines: one object a line. A file is cut at line ends, so that several processes can read it."""
+"""JSON lines: one object per line. Files are cut at line ends, so that several processes can read one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ from varlen.files.remote import BUFFER_BYTES
 from varlen.files.rows import PRINT, Rows, json_kind, listed, place
 
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
-_LAST_LINE_BYTES = 64 << 10
-"""Fetched beyond a stretch of a file, for the line that ends after it."""
-_MOST_TRIED = 1000
-"""Lines in which a first row is looked for."""
+_LAST_LINE_BYTES = 64 << 10  # read past a stretch of a file, for the line that ends after it
+_MOST_TRIED = 1000  # lines searched for a first row
 _PRINT_BYTES = 8
-_LIVE_BYTES = 64 << 10
-"""Of rows that are given while they are read: of those that come slowly, none is to wait for many others."""
+_LIVE_BYTES = 64 << 10  # Batch size of served rows: a slow row mustn't wait for many others
+# Longer lines are a mistake (a file without line ends), and would exhaust memory.
 MOST_RECORD_BYTES = 256 << 20
-"""A line longer than this is a mistake (a file without line ends), and would fill the memory."""
 
 
 def row_names(file: File, most: int) -> list[tuple[str, ...]]:
-    """Return the names that the first rows have, of those that can be read; none where there is no row."""
+    """Return the keys of the first readable rows; [] where there is no row."""
     with open_plain(file, HEAD_BYTES) as stream:
         lines = enumerate(_lines(stream, file.path), start=1)
         rows = (
@@ -44,30 +41,30 @@ def row_names(file: File, most: int) -> list[tuple[str, ...]]:
 def first_names(
     rows: Iterator[tuple[str, dict[str, Any] | str]], path: str, most: int
 ) -> list[tuple[str, ...]]:
-    """Return the names that the first rows in order have; none where there is no row."""
+    """Return the keys of the first valid rows; [] where there is no row."""
     first_fault = ""
-    found: list[tuple[str, ...]] = []
+    names: list[tuple[str, ...]] = []
     try:
         for where, row in islice(rows, _MOST_TRIED):
             if row and not isinstance(row, str):
-                found.append(tuple(row))
-                if len(found) == most:
+                names.append(tuple(row))
+                if len(names) == most:
                     break
                 continue
-            said = f"{where} {row}" if row else f"{path} begins with an object without any field"
-            first_fault = first_fault or said
+            why = f"{where} {row}" if row else f"{path} begins with an object without any field"
+            first_fault = first_fault or why
     except SourceError:
-        if not found:
+        if not names:
             raise
-    if first_fault and not found:
+    if first_fault and not names:
         raise SourceError(first_fault)
-    return found
+    return names
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:
-    """Return the bytes at which a file may be cut, or None where it can't be: a compressed one.
+    """Return the offsets at which a file may be cut; None where it can't be: if compressed.
 
-    A cut is moved to the next line end by `read`, so any byte would do.
+    Any byte would do, since `read` moves a cut to the next line end.
     """
     if file.size < 0 or compression_of(file) is not None:
         return None
@@ -93,7 +90,7 @@ def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) ->
 
 
 def _stretch_bytes(start: int, stop: int | None) -> int | None:
-    """Return what to fetch at a time of a stretch of a file, so that a short one takes one request, and no more."""
+    """Return the buffer size for a stretch of a file, so that a short one takes a single request."""
     if stop is None:
         return None
     return min(stop - max(start - 1, 0) + _LAST_LINE_BYTES, BUFFER_BYTES)
@@ -103,12 +100,12 @@ def _read(stream: BinaryIO, file: File, fields: Fields, start: int, stop: int | 
     base = cache(partial(_count_lines, file, start))
     if file.live is not None:
         return _read_live(stream, file, fields)
-    found = _rows(_lines(stream, file.path), fields, start, stop, _is_ours(file))
-    return gather(found, names=fields.names, path=file.path, unit=_unit(file), base=base)
+    rows = _rows(_lines(stream, file.path), fields, start, stop, _is_ours(file))
+    return gather(rows, names=fields.names, path=file.path, unit=_unit(file), base=base)
 
 
 def _read_live(stream: BinaryIO, file: File, fields: Fields) -> Iterator[Rows]:
-    """Yield rows as they are given, each with the hash of the lines up to it: see `live`."""
+    """Yield served rows, each with the hash of the lines up to it: see `documents/serving.py`."""
     last = [b""]
 
     def lines() -> Iterator[bytes]:
@@ -116,16 +113,16 @@ def _read_live(stream: BinaryIO, file: File, fields: Fields) -> Iterator[Rows]:
             last[0] = blake2b(last[0] + line, digest_size=_PRINT_BYTES).digest()
             yield line
 
-    found = (
+    rows = (
         (number, size, [*values, last[0].hex()] if isinstance(values, list) else values)
         for number, size, values in _rows(lines(), fields, 0, None, is_ours=True)
     )
     names = (*fields.names, PRINT)
-    return gather(found, names=names, path=file.path, unit=_unit(file), size=_LIVE_BYTES)
+    return gather(rows, names=names, path=file.path, unit=_unit(file), size=_LIVE_BYTES)
 
 
 def _is_ours(file: File) -> bool:
-    """Whether lines are rows that were given in memory, and those that are strings say why a row can't be used."""
+    """Whether the lines are rows given in memory, where a string says why a row can't be used."""
     return file.stored is not None
 
 
@@ -140,17 +137,17 @@ def _rows(
     for number, line in enumerate(lines, start=1):
         at += len(line)
         taken: list[Any] | str | None = _take(line, fields)
-        if taken is None and line.strip(_BLANKS):
-            taken = _slowly(line, fields, is_ours)
+        if taken is None and line.strip(_BLANKS):  # a byte order mark may be all
+            taken = in_order(_parse(line, is_ours), fields)
         yield number, len(line), taken
         if stop is not None and at >= stop:
             return
 
 
 def _take(line: bytes, fields: Fields) -> list[Any] | None:
-    """Return the values of one line, or None where it isn't all in order."""
+    """Return the values of one line, or None where it isn't fully valid."""
     try:
-        row = json.loads(line.decode())  # strictly; json by itself would let halves of characters pass
+        row = json.loads(line.decode())  # strict: json itself would accept surrogates
         taken = [row[name] for name in fields.needed]
         taken += [row.get(name) for name in fields.optional]
         return taken if fields.refused.isdisjoint(row) else None
@@ -158,13 +155,8 @@ def _take(line: bytes, fields: Fields) -> list[Any] | None:
         return None
 
 
-def _slowly(line: bytes, fields: Fields, is_ours: bool) -> list[Any] | str:
-    """Return the values of a line, or what is wrong with it."""
-    return in_order(_parse(line, is_ours), fields)  # a byte order mark may be all
-
-
 def _parse(line: bytes, is_ours: bool = False) -> dict[str, Any] | str:
-    """Return a row, or what keeps a line from being one."""
+    """Return a row, or why a line isn't one."""
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError as error:
@@ -184,7 +176,7 @@ def as_object(row: Any) -> dict[str, Any] | str:
 
 
 def in_order(row: dict[str, Any] | str, fields: Fields) -> list[Any] | str:
-    """Return the values of a row, or which needed fields it lacks, or has though the first rows have none."""
+    """Return the values of a row; or the needed fields that it lacks, or the fields that the first rows lack."""
     if isinstance(row, str):
         return row
     absent = [name for name in fields.needed if name not in row]
@@ -197,7 +189,7 @@ def in_order(row: dict[str, Any] | str, fields: Fields) -> list[Any] | str:
 
 
 def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
-    """Yield lines, none of them so long that it would fill the memory."""
+    """Yield lines, limited in length."""
     while line := stream.readline(MOST_RECORD_BYTES):
         if len(line) >= MOST_RECORD_BYTES:
             raise SourceError(
@@ -208,7 +200,7 @@ def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _count_lines(file: File, stop: int) -> int:
-    """Count the lines before a byte, for a message."""
+    """Count the lines before an offset, for a message."""
     if stop == 0:
         return 0
     count = 0

@@ -1,4 +1,4 @@
-"""What is lost where the rest of a file, or of a stretch of it, can't be read: rows if the file tells, or bytes."""
+"""Count what is lost where the rest of a file, or of a stretch, can't be read: in rows if known, else in bytes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def rest_of(
     start: int = 0,
     stop: int | None = None,
 ) -> Fault:
-    """Return the fault of what follows in a file."""
-    said = str(error)
+    """Return the fault for the rest of a file."""
+    message = str(error)
     return Fault(
         where=file.path,
-        why=f"(what is left of it): {said.removeprefix(f'{file.path} ')}",
+        why=f"(what is left of it): {message.removeprefix(f'{file.path} ')}",
         losses=_losses(file, error, rows, read_to, start, stop),
-        raises=said,
+        raises=message,
         is_outside=is_outside(error),
     )
 
@@ -39,7 +39,7 @@ def _losses(file: File, error: SourceError, rows: int, read_to: int, start: int,
             count = npz.count_rows if file.format == "npz" else tables.count_rows
             return Losses(rows=max(count(file, start, stop) - rows, 0)) or Losses(records=1)
         except SourceError:
-            # Of several stretches of one file, the first counts it.
+            # Of several stretches of one file, only the first counts it.
             return Losses(num_bytes=max(file.size, 1)) if start == 0 else NO_LOSSES
     if file.live is not None:
         return Losses(records=1)  # nobody knows how many rows would have come

@@ -25,12 +25,11 @@ from varlen.files.token_tables import list_column
 _BATCH_VALUES = 1 << 20
 _NARROW = np.dtype(np.int32)
 _SPELLINGS = {"ids": "input_ids", "tokens": "input_ids"}
-_BOUNDARIES = ("offsets", "seq_lengths")
-"""Arrays that hold no value per token."""
+_BOUNDARIES = ("offsets", "seq_lengths")  # arrays without a value per token
 
 
 def column_names(file: File) -> list[str]:
-    """Return the arrays of a file but for its boundaries, `ids` and `tokens` called `input_ids`."""
+    """Return the array names except boundaries, with `ids` and `tokens` as `input_ids`."""
     with _archive(file) as archive:
         return [name for name in _members(archive) if name not in _BOUNDARIES]
 
@@ -64,13 +63,13 @@ def count_rows(file: File, _start: int, _stop: int | None) -> int:
 
 
 def _members(archive: zipfile.ZipFile) -> dict[str, str]:
-    """Return the member that each array stands in."""
-    found = {name.removesuffix(".npy"): name for name in archive.namelist()}
-    return {_SPELLINGS.get(name, name): member for name, member in found.items()}
+    """Return the archive member of each array."""
+    arrays = {name.removesuffix(".npy"): name for name in archive.namelist()}
+    return {_SPELLINGS.get(name, name): member for name, member in arrays.items()}
 
 
 def _checked(archive: zipfile.ZipFile, members: dict[str, str], file: File) -> tuple[int, int]:
-    """Return how many documents and values the offsets speak of, checked, a piece of them at a time."""
+    """Validate the offsets piece by piece; return the number of documents and of values."""
     if "offsets" not in members:
         raise SourceError(
             f"{file.path} has no array `offsets` (where documents begin); it has {listed(list(members))}"
@@ -90,13 +89,13 @@ def _checked(archive: zipfile.ZipFile, members: dict[str, str], file: File) -> t
 
 
 def _pieces(stream: _Stream) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the values of an array, so many at a time."""
+    """Yield the values of an array in pieces."""
     for start in range(0, stream.num_values, _BATCH_VALUES):
         yield stream.take(min(_BATCH_VALUES, stream.num_values - start)).astype(np.int64)
 
 
 def _bounds(stream: _Stream) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield where documents begin and end, from 0: of some that have few values together, or of one that has many."""
+    """Yield offsets, from 0, of groups of documents with few values in total, or of one with many."""
     last = np.zeros(0, dtype=np.int64)
     for piece in _pieces(stream):
         offsets = np.concatenate([last, piece])
@@ -110,7 +109,7 @@ def _bounds(stream: _Stream) -> Iterator[npt.NDArray[np.int64]]:
 
 
 class _Stream:
-    """One array of an archive, taken from its beginning to its end."""
+    """One array of an archive, read from beginning to end."""
 
     def __init__(self, archive: zipfile.ZipFile, member: str, file: File) -> None:
         self._stream: IO[bytes] = archive.open(member)
@@ -133,14 +132,14 @@ class _Stream:
         return SourceError(f"{self._path}: `{self._member.removesuffix('.npy')}` ends too early")
 
     def take(self, count: int) -> npt.NDArray[Any]:
-        """Return the next values; many of them in half the space where ids fit into 32 bits."""
+        """Return the next values; many of them as int32 if they fit, in half the space."""
         if count <= _BATCH_VALUES or self._dtype.itemsize <= _NARROW.itemsize:
             return self._next(count)
         values: npt.NDArray[Any] = np.empty(count, dtype=_NARROW)
         for start in range(0, count, _BATCH_VALUES):
             some = self._next(min(_BATCH_VALUES, count - start))
             if values.dtype == _NARROW and (some > np.iinfo(_NARROW).max).any() | (some < 0).any():
-                values = values.astype(some.dtype)  # whoever checks them says what is wrong
+                values = values.astype(some.dtype)  # they are reported where ids are checked
             values[start : start + len(some)] = some
         return values
 
@@ -155,19 +154,19 @@ class _Stream:
 
 @contextmanager
 def _archive(file: File) -> Iterator[zipfile.ZipFile]:
-    """Open an archive; whatever is wrong with it names the file."""
+    """Open an archive; errors name the file."""
     with open_seekable(file) as stored:
         try:
             with zipfile.ZipFile(stored) as archive:
                 yield archive
         except VarlenError:
             raise
-        except Exception as error:  # zipfile, its four ways to pack and numpy's headers raise a dozen kinds
+        except Exception as error:  # zipfile, its four compressions and numpy's headers raise a dozen kinds
             if (other := other_content(file, DOCUMENT_FIELDS)) is not None:
                 raise SourceError(other) from error
-            said = first_line(error)
+            message = first_line(error)
             why = (
-                f"is not a readable .npz file: {said}"
+                f"is not a readable .npz file: {message}"
                 if file.size
                 else "is empty (0 bytes), not an .npz file"
             )

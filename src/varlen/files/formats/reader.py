@@ -1,4 +1,4 @@
-"""Every format by its name: which columns a file has, where it may be cut, and its rows."""
+"""Every format by name: a file's columns, where it may be cut, and its rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from varlen.files.opening import other_content
 from varlen.files.paths import File
 from varlen.files.rows import Fault, Rows, as_list, faulty
 
+# Rows inspected to find the columns: more where these differ, and the most where none can be used.
 _LOOKED_AT = (3, 16, 1000)
-"""Rows that tell what a file holds; more where these differ, and as many as that where none can be used."""
 
 
 def rows_of(
@@ -27,8 +27,8 @@ def rows_of(
 ) -> Iterator[tuple[Rows, Columns | None]]:
     """Yield the rows of a file, or a stretch of it, and what they hold.
 
-    Where nothing more can be read, or there is no column of documents, the last rows are none but a fault; in the
-    second case there are no columns either.
+    Where nothing more can be read, or there is no column of documents, the last batch is empty and has a fault; in
+    the second case there are no columns either.
     """
     try:
         columns = columns_of(file, named)
@@ -41,22 +41,22 @@ def rows_of(
 
 
 def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
-    """Return what a file's rows hold, and in which columns; None where it has no row to tell.
+    """Return what a file's rows hold, and in which columns; None where it has no rows.
 
-    Rows that are objects may differ. What most of the first ones hold is what all of the file are to hold, and others
+    Rows that are objects may differ. The columns of most of the first rows apply to the whole file; rows with others
     are faults.
     """
     try:
         return _columns_of(file, named)
     except SourceError as error:
-        # JSON under the name of another text of rows would be called broken.
+        # Under the name of another text format, JSON would be reported as broken.
         if file.format in ("csv", "tsv", "jsonl") and (other := _rows_otherwise(file)) is not None:
             raise SourceError(other) from error
         raise
 
 
 def _rows_otherwise(file: File) -> str | None:
-    """Say that a file of rows is one of another format; None where nothing says so."""
+    """Say that the file holds rows of another format; None if it doesn't seem to."""
     try:
         return None if file.live is not None else other_content(file, DOCUMENT_FIELDS)
     except SourceError:
@@ -72,7 +72,7 @@ def _columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
                 return columns
     names = column_names(file)
     if not names and file.format in ("csv", "tsv"):
-        return None  # without a row there is no name of a column
+        return None  # without a row, the columns have no names
     columns = find_columns(names, named, file.path, are_a_line=file.format in ("csv", "tsv"))
     _refuse_twice(names, columns, file.path)
     return columns
@@ -81,31 +81,31 @@ def _columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
 def _of_most(
     rows: Sequence[tuple[str, ...]], named: Mapping[str, str], path: str, *, is_last: bool
 ) -> Columns | None:
-    """Return what most rows hold, the first of those that are as many; None where none can be used."""
-    found: dict[str, tuple[int, Columns]] = {}
+    """Return the columns of most rows, the first on a tie; None where none can be used."""
+    by_form: dict[str, tuple[int, Columns]] = {}
     first: tuple[str, ...] = ()
-    for names, count in Counter(rows).items():  # in the order in which they come first
+    for names, count in Counter(rows).items():  # in order of first occurrence
         try:
             columns = _of_names(names, tuple(sorted(named.items())))
         except SourceError:
             first = first or names
             continue
         key = repr((columns.kind, sorted(columns.names.items())))
-        before, columns = found.get(key, (0, columns))
-        found[key] = before + count, columns
-    if found:
-        return max(found.values(), key=lambda one: one[0])[1]
+        before, columns = by_form.get(key, (0, columns))
+        by_form[key] = before + count, columns
+    if by_form:
+        return max(by_form.values(), key=lambda candidate: candidate[0])[1]
     return find_columns(first, named, path, are_fields=True) if first and is_last else None
 
 
 @lru_cache(maxsize=1 << 10)
 def _of_names(names: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Columns:
-    """Return what a row of these names holds; of thousands of files most have the same."""
+    """Return the columns of a row with these keys; cached, as thousands of files mostly have the same."""
     return find_columns(names, dict(named), "", are_fields=True)
 
 
 def _refuse_twice(names: Sequence[str], columns: Columns, path: str) -> None:
-    """Refuse columns that several have the name of: nothing says which is meant."""
+    """Raise if several columns have the name of one that is read."""
     twice = [name for name in columns.fields.names if names.count(name) > 1]
     if twice:
         raise SourceError(
@@ -118,7 +118,7 @@ def rows_in(
 ) -> Iterator[Rows]:
     """Yield the rows of a file, or of a stretch of it, whose columns are known.
 
-    Where nothing more can be read, the last rows are none but a fault.
+    Where nothing more can be read, the last batch is empty and has a fault.
     """
     return _to_the_fault(file, columns.fields, text_cut, start, stop)
 
@@ -126,7 +126,7 @@ def rows_in(
 def _to_the_fault(
     file: File, fields: Fields, text_cut: Cut, start: int = 0, stop: int | None = None
 ) -> Iterator[Rows]:
-    """Yield rows, and in place of an error the fault of what can't be read."""
+    """Yield rows; instead of raising, yield the fault of what can't be read."""
     covered = read_to = at = 0
 
     def note(path: str, first: int, last: int) -> None:
@@ -152,7 +152,7 @@ def _to_the_fault(
 
 
 def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault, ...]]]:
-    """Yield every column of a file's rows as Python values, whatever they hold, and the rows that can't be read."""
+    """Yield every column of a file's rows as Python values, and the unreadable rows."""
     names = column_names(file)
     if not names:
         return
@@ -161,7 +161,7 @@ def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault,
 
 
 def _read(file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:
-    """Yield what is wanted of a file of rows."""
+    """Yield the wanted fields of a file of rows."""
     if file.format in ("parquet", "arrow"):
         return tables.read(file, fields.names, start, stop)
     if file.format == "jsonl":
@@ -174,7 +174,7 @@ def _read(file: File, fields: Fields, start: int, stop: int | None) -> Iterator[
 
 
 def _placed(read: Iterator[Rows]) -> Iterator[Rows]:
-    """Yield rows; where a file can't be unpacked or read on, say how far it was read."""
+    """Yield rows; if decompressing or reading fails, say how far the file was read."""
     last: Rows | None = None
     try:
         for rows in read:
@@ -196,8 +196,8 @@ def column_names(file: File) -> list[str]:
 
 def _column_names(file: File) -> list[str]:
     if file.format in ("jsonl", "json"):
-        found = _names_of_rows(file, _LOOKED_AT[1])
-        return list(max(found, key=found.count)) if found else []
+        rows = _names_of_rows(file, _LOOKED_AT[1])
+        return list(max(rows, key=rows.count)) if rows else []
     readers = {
         "parquet": tables.column_names,
         "arrow": tables.column_names,
@@ -210,12 +210,12 @@ def _column_names(file: File) -> list[str]:
 
 @lru_cache(maxsize=1 << 14)
 def _column_names_by_mark(file: File) -> tuple[str, ...]:
-    """Remember a remote file's columns by the server's mark of its content: each of its parts asks for them."""
+    """Cache a remote file's columns by its ETag or checksum: each of its parts asks for them."""
     return tuple(_column_names(file))
 
 
 def _row_names(file: File, most: int) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the first rows that are objects with some."""
+    """Return the keys of the first rows that are objects."""
     if file.live is not None:
         return file.live.names
     if file.mark is None:

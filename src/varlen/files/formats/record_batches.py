@@ -1,4 +1,4 @@
-"""The sizes of record batches of Arrow files: they may be compressed, or share values between rows."""
+"""The sizes of record batches of Arrow files, which may be compressed, or share values between rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any, BinaryIO
 from varlen.files.formats.damage import is_damage
 from varlen.files.formats.decoded import batch_sizes, shares
 
-_AMPLIFIED = 8
-"""Times its share of the file that a batch decodes to before that is told of it."""
+_AMPLIFIED = 8  # multiple of its share of the file above which a batch's decoded size is used
 
 
 def sizes(table: Any, stored: BinaryIO, wanted: list[str], file_bytes: int) -> list[int]:
     """Estimate the bytes of each record batch: its share of the file, unless it decodes to many times as much.
 
-    The same for the same file anywhere. Where batches are compressed or share values, the first, the middle and the
-    last are looked into, and all of them if one decodes to more.
+    Deterministic for a file. Where batches are compressed or share values, the first, the middle and the last are
+    decoded, and all of them if one decodes to more.
     """
     count = table.num_record_batches
     share = file_bytes // max(count, 1)
@@ -28,17 +27,17 @@ def sizes(table: Any, stored: BinaryIO, wanted: list[str], file_bytes: int) -> l
         return [share] * count
 
     def look(numbers: Sequence[int]) -> dict[int, int]:
-        found = {number: _decoded_bytes(table, wanted, number) for number in numbers}
-        return {number: size for number, size in found.items() if size > _AMPLIFIED * share}
+        decoded = {number: _decoded_bytes(table, wanted, number) for number in numbers}
+        return {number: size for number, size in decoded.items() if size > _AMPLIFIED * share}
 
-    found = look(sorted({0, count // 2, count - 1}))
-    if found:
-        found |= look([number for number in range(count) if number not in found])
-    return [found.get(number, share) for number in range(count)]
+    decoded = look(sorted({0, count // 2, count - 1}))
+    if decoded:
+        decoded |= look([number for number in range(count) if number not in decoded])
+    return [decoded.get(number, share) for number in range(count)]
 
 
 def _decoded_bytes(table: Any, wanted: list[str], number: int) -> int:
-    """Return the bytes that a record batch decodes to; 0 where it can't be read, which reading will tell."""
+    """Return the decoded bytes of a record batch; 0 if unreadable, which reading reports."""
     try:
         chosen = table.get_batch(number).select(wanted)
         chosen.validate()
@@ -49,32 +48,29 @@ def _decoded_bytes(table: Any, wanted: list[str], number: int) -> int:
     return int(batch_sizes(chosen).sum())
 
 
-# What an Arrow file says of its record batches, read without decoding one: where each lies, and its rows.
+# The metadata of an Arrow file, parsed without decoding: offset and number of rows of each record batch.
 #
-# pyarrow gives the rows of a batch that it can decode alone. Of one that it can't, the header of its message says how
+# pyarrow tells the rows only of a batch that it can decode. For one that it can't, the header of its message says how
 # many there are, in the layout of https://arrow.apache.org/docs/format/Columnar.html.
 
 MAGIC = b"ARROW1"
 _CONTINUES = b"\xff\xff\xff\xff"
 _BLOCK = struct.Struct("<qi4xq")
-_BATCH = 3
-"""Of a message's header: it describes a record batch."""
+_BATCH = 3  # type of a message's header: a record batch
 _MOST_HEADER = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A record batch as it lies in a file."""
+    """A record batch as stored in a file."""
 
-    num_bytes: int
-    """Of its header and its values."""
-    num_rows: int | None
-    """None where its header is damaged."""
+    num_bytes: int  # of its header and its values
+    num_rows: int | None  # None where its header is damaged
     is_compressed: bool = False
 
 
 def blocks_of(stored: BinaryIO, start: int = 0, stop: int | None = None) -> list[Block]:
-    """Return the record batches of an Arrow file, as its footer lists them; none where that is damaged.
+    """Return the record batches that an Arrow file's footer lists; [] where it is damaged.
 
     Cost: one read for the footer, and one for each batch.
     """
@@ -109,7 +105,7 @@ def _block(stored: BinaryIO, start: int, header_bytes: int, body_bytes: int) -> 
 
 
 def _described(header: bytes) -> tuple[int | None, bool]:
-    """Return the rows of a message of a record batch, and whether its values are compressed."""
+    """Return the rows of a record batch's message, and whether its values are compressed."""
     header = header[8:] if header.startswith(_CONTINUES) else header[4:]
     message = _table(header)
     if header[message.field(1)] != _BATCH:
@@ -120,7 +116,7 @@ def _described(header: bytes) -> tuple[int | None, bool]:
 
 
 def stream_rows(stored: BinaryIO, start: int) -> int | None:
-    """Return the rows of the message at a byte of a stream; None where it is no batch, or damaged."""
+    """Return the rows of the message at an offset of a stream; None where it is no batch, or damaged."""
     now = stored.tell()
     try:
         stored.seek(start)
@@ -138,16 +134,13 @@ def stream_rows(stored: BinaryIO, start: int) -> int | None:
 
 
 def _table(content: bytes) -> _Table:
-    """Return the table at the root of a flatbuffer."""
+    """Return the root table of a flatbuffer."""
     (at,) = struct.unpack_from("<I", content, 0)
     return _Table(content, at)
 
 
 class _Table:
-    """A table of a flatbuffer."""
-
     def __init__(self, content: bytes, at: int) -> None:
-        """Take the buffer, and where the table stands."""
         if not 0 <= at < len(content):
             raise LookupError(at)
         (back,) = struct.unpack_from("<i", content, at)
@@ -156,7 +149,7 @@ class _Table:
             raise LookupError(back)
 
     def field(self, number: int) -> int:
-        """Return where a field stands."""
+        """Return the position of a field."""
         (size,) = struct.unpack_from("<H", self._content, self._fields)
         slot = 4 + 2 * number
         at = struct.unpack_from("<H", self._content, self._fields + slot)[0] if slot < size else 0
@@ -165,13 +158,13 @@ class _Table:
         return int(self._at + at)
 
     def has(self, number: int) -> bool:
-        """Whether a field is there."""
+        """Whether a field is present."""
         try:
             return self.field(number) > 0
         except LookupError:
             return False
 
     def offset(self, number: int) -> int:
-        """Return where that stands which a field refers to."""
+        """Return the position that a field refers to."""
         at = self.field(number)
         return int(at + struct.unpack_from("<I", self._content, at)[0])

@@ -30,30 +30,24 @@ from varlen.files.paths import File
 from varlen.files.rows import Fault, place
 from varlen.types import IntArray
 
-# Column chunks are streamed through a small buffer: row groups may be larger than memory.
+# Column chunks are streamed through a small buffer: row groups may exceed memory.
 OPENED: dict[str, Any] = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
+# Of a batch, if each of its values were the longest; and of the first batch, before sizes are known.
 _MOST_BYTES, _FIRST_BYTES = 512 << 20, 64 << 20
-"""Of a batch, if each of its values were the longest that there is; and of the first, before anything is known."""
-_MOST_ROW_BYTES = 1 << 30
-"""Of a row, by the same bound; else strings are read as dictionaries."""
-_STRING_BYTES = 2**31 - 1
-"""Of one row, in Arrow's lists of strings."""
+_MOST_ROW_BYTES = 1 << 30  # of a row, by the same bound; above it, strings are read as dictionaries
+_STRING_BYTES = 2**31 - 1  # of one row, in Arrow's lists of strings
 _PAGE_BYTES = 1 << 20
+# Of a batch of dictionaries, and of a batch of strings that may all be long.
 _VALUES, _FEW_VALUES = 1 << 20, 256
-"""Of a batch of dictionaries, and of a batch of strings that may all be long."""
-_SHORT_BYTES = 64 << 10
-"""Dictionaries of no more bytes hold no value that is long."""
+_SHORT_BYTES = 64 << 10  # dictionaries of at most so many bytes hold no long value
+# Ratio of a column's size to its dictionary's from which the dictionary is searched for its longest value.
 _WORTHWHILE = 16
-"""Times its dictionary that a column is large before the dictionary is searched for its longest value."""
-_GROWTH = 4
-"""Times as many rows as in the batch before, at most."""
+_GROWTH = 4  # maximum growth of a batch's rows from one batch to the next
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+# Ratio of decoded to encoded size from which a row group's decoded size is used, and from which it is inspected.
 _AMPLIFIED, _MAYBE_AMPLIFIED = 8, 32
-"""Times its encoded size that a row group decodes to before that is told of it, and before it is looked into."""
-_EXAMINED_BYTES = 16 << 20
-"""Row groups that can't decode to more aren't looked into."""
-_INDEX_BYTES = 32
-"""Bytes of a value behind the dictionary from which on values aren't mere places in it."""
+_EXAMINED_BYTES = 16 << 20  # row groups that can't decode to more aren't inspected
+_INDEX_BYTES = 32  # bytes per value after the dictionary above which values are more than dictionary indices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,42 +58,37 @@ class TooLarge:
     num_rows: int = 1
 
     def fault(self, file: File, before: int) -> Fault:
-        """Return the fault of the row, of which so many stand before it in the file."""
+        """Return the fault of the row, given the number of rows before it."""
         why = f"decodes to {self.num_bytes:,} bytes, more than an array of strings holds (2 GB); cut it"
         return Fault(where=place(file.path, "row", before + 1), why=why, number=before + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A column of values, in all row groups."""
+    """A leaf column, for all row groups."""
 
     index: int
-    width: int | None
-    """Bytes of every value; None for strings of bytes."""
+    width: int | None  # bytes of every value; None for byte strings
     is_nested: bool
-    is_shared: bool
-    """Whether Arrow reads it as a dictionary."""
+    is_shared: bool  # whether Arrow reads it as a dictionary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Leaf:
-    """A column of values in one row group."""
+    """A leaf column of one row group."""
 
     column: Column
     path: str
     values: int
     encoded: int
     compression: str
-    dictionary_at: int | None
-    """Where its dictionary stands, if it has one."""
-    behind_dictionary: int
-    """Compressed bytes that aren't the dictionary's."""
-    has_prefixes: bool
-    """Whether values are stored by what differs from the one before."""
+    dictionary_at: int | None  # offset of its dictionary, if it has one
+    behind_dictionary: int  # compressed bytes after the dictionary
+    has_prefixes: bool  # whether values are delta-encoded against the one before
 
     @property
     def decoded(self) -> int:
-        """Bytes, where nothing is shared."""
+        """Decoded bytes if no value is shared."""
         return max(self.encoded, self.values * (self.column.width or 0))
 
 
@@ -119,10 +108,10 @@ def batches(
 
 
 def sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int]:
-    """Estimate the bytes of each row group: as encoded, unless it decodes to many times as much.
+    """Estimate the bytes of each row group: the encoded size, unless it decodes to many times as much.
 
-    The same for the same file anywhere. Where the description can't exclude it, the first, the middle and the last
-    such row group are looked into, and all of them if one decodes to more.
+    Deterministic for a file. Of the row groups whose metadata allows a much larger size, the first, the middle and
+    the last are decoded, and all of them if one decodes to more.
     """
     columns, metadata = columns_of(table, wanted), table.metadata
     leaves = [_leaves(metadata.row_group(group), columns) for group in range(metadata.num_row_groups)]
@@ -130,30 +119,30 @@ def sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int]:
     doubtful = [group for group, some in enumerate(leaves) if any(map(_is_doubtful, some))]
 
     def look(groups: Sequence[int]) -> dict[int, int]:
-        found = {}
+        decoded = {}
         for group in groups:
             try:
-                found[group] = _decoded_bytes(table, stored, group, leaves[group])
-            except Exception as error:  # reading will tell
+                decoded[group] = _decoded_bytes(table, stored, group, leaves[group])
+            except Exception as error:  # reading reports it
                 if not is_damage(error):
                     raise
-        return {group: size for group, size in found.items() if size > _AMPLIFIED * described[group]}
+        return {group: size for group, size in decoded.items() if size > _AMPLIFIED * described[group]}
 
-    found = look(sorted({doubtful[place] for place in (0, len(doubtful) // 2, -1)}) if doubtful else [])
-    if found:
-        found |= look([group for group in doubtful if group not in found])
-    return [found.get(group, size) for group, size in enumerate(described)]
+    decoded = look(sorted({doubtful[place] for place in (0, len(doubtful) // 2, -1)}) if doubtful else [])
+    if decoded:
+        decoded |= look([group for group in doubtful if group not in decoded])
+    return [decoded.get(group, size) for group, size in enumerate(described)]
 
 
 def _described(leaves: Sequence[_Leaf]) -> int:
-    """Return the bytes of a row group by its description."""
+    """Return a row group's bytes according to its metadata."""
     encoded = sum(leaf.encoded for leaf in leaves)
     decoded = sum(leaf.decoded for leaf in leaves)
     return decoded if decoded > _AMPLIFIED * encoded else encoded
 
 
 def _is_doubtful(leaf: _Leaf) -> bool:
-    """Whether its values may be far longer than what is stored of each."""
+    """Whether values may be far longer than what is stored of each."""
     if leaf.column.width is not None or leaf.values * leaf.encoded <= _EXAMINED_BYTES:
         return False
     if leaf.has_prefixes:
@@ -162,7 +151,7 @@ def _is_doubtful(leaf: _Leaf) -> bool:
 
 
 def _decoded_bytes(table: Any, stored: BinaryIO, group: int, leaves: Sequence[_Leaf]) -> int:
-    """Return the bytes that a row group decodes to; only what may be many times as much is read for it."""
+    """Return the decoded bytes of a row group, reading only columns that may decode to many times their size."""
     encoded = _described(leaves)
     total, rows = 0, table.metadata.row_group(group).num_rows
     for leaf in leaves:
@@ -177,7 +166,7 @@ def _decoded_bytes(table: Any, stored: BinaryIO, group: int, leaves: Sequence[_L
 
 
 def _is_repeated(leaf: _Leaf, stored: BinaryIO, num_bytes: int) -> bool:
-    """Whether values may take more than so many bytes, since most of them have been there before."""
+    """Whether values may exceed so many bytes because most of them are repeated."""
     if leaf.dictionary_at is None:
         return leaf.values * _longest(leaf, stored) > num_bytes
     page = dictionary_page(stored, leaf.dictionary_at)
@@ -187,7 +176,7 @@ def _is_repeated(leaf: _Leaf, stored: BinaryIO, num_bytes: int) -> bool:
 
 
 def columns_of(table: Any, wanted: Sequence[str]) -> list[Column]:
-    """Describe the wanted columns of a table."""
+    """Describe the wanted leaf columns of a table."""
     kinds = [kind for field in table.schema_arrow for kind in _leaf_types(field.type)]
     columns = []
     for index in range(len(table.schema)):
@@ -207,14 +196,14 @@ def columns_of(table: Any, wanted: Sequence[str]) -> list[Column]:
 
 
 def _leaves(shape: Any, columns: Sequence[Column]) -> list[_Leaf]:
-    """Describe the columns of a row group."""
+    """Describe the leaf columns of a row group."""
     leaves = []
     for column in columns:
         chunk = shape.column(column.index)
         encodings, begin, stored = chunk.encodings, chunk.data_page_offset, chunk.total_compressed_size
         at = chunk.dictionary_page_offset if chunk.has_dictionary_page else None
         if at is None and ("RLE_DICTIONARY" in encodings or "PLAIN_DICTIONARY" in encodings):
-            at = begin  # some writers don't tell where it stands
+            at = begin  # some writers don't record its offset
         leaves.append(
             _Leaf(
                 column=column,
@@ -231,7 +220,7 @@ def _leaves(shape: Any, columns: Sequence[Column]) -> list[_Leaf]:
 
 
 def _leaf_types(kind: Any) -> Iterator[Any]:
-    """Yield the types of a column's values, in the order in which Parquet stores them."""
+    """Yield the types of a column's leaves, in Parquet's order."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):
@@ -248,7 +237,7 @@ def _is_dictionary(kind: Any) -> bool:
 
 
 def _longest(leaf: _Leaf, stored: BinaryIO) -> int:
-    """Return what no shared value of a column of strings is longer than."""
+    """Return an upper bound for the length of a column's shared strings."""
     if leaf.dictionary_at is None:
         return min(leaf.encoded, _PAGE_BYTES) if leaf.has_prefixes else 0
     page = dictionary_page(stored, leaf.dictionary_at)
@@ -260,7 +249,7 @@ def _longest(leaf: _Leaf, stored: BinaryIO) -> int:
 
 
 def _limit(table: Any, stored: BinaryIO, group: int, leaves: Sequence[_Leaf]) -> Callable[[int], int] | None:
-    """Return what says how many rows, from one on, decode to few enough bytes; None where a single row may not."""
+    """Return a function from a row to how many rows to decode from there; None if single rows may be too large."""
     rows = table.metadata.row_group(group).num_rows
     share, row_bytes = 0.0, None
     for leaf in leaves:
@@ -295,7 +284,7 @@ def _limit(table: Any, stored: BinaryIO, group: int, leaves: Sequence[_Leaf]) ->
 
 
 def _counts(table: Any, stored: BinaryIO, group: int, leaf: _Leaf, leaves: Sequence[_Leaf]) -> IntArray:
-    """Count the values of each row, by the smallest of the columns that have as many."""
+    """Count the values of each row, using the smallest sibling column."""
     parent = leaf.path.rpartition(".")[0]
     beside = [other for other in leaves if other.path.rpartition(".")[0] == parent and other.column.is_nested]
     least = min(beside, key=lambda other: other.encoded)
@@ -306,10 +295,10 @@ def _counts(table: Any, stored: BinaryIO, group: int, leaf: _Leaf, leaves: Seque
 
 
 def _as_dictionaries(table: Any, stored: BinaryIO, leaves: Sequence[_Leaf]) -> Any:
-    """Open the same file anew, strings as dictionaries: what is shared takes its place once."""
+    """Open the same file anew with strings as dictionaries, in which shared values take space once."""
     import pyarrow.parquet as pq
 
-    # Arrow can't read values as dictionaries that are stored by their prefixes.
+    # Arrow can't read delta-encoded strings as dictionaries.
     paths = [leaf.path for leaf in leaves if leaf.column.width is None and not leaf.has_prefixes]
     return pq.ParquetFile(stored, metadata=table.metadata, read_dictionary=paths, **OPENED)
 
@@ -317,7 +306,7 @@ def _as_dictionaries(table: Any, stored: BinaryIO, leaves: Sequence[_Leaf]) -> A
 def _decoded(
     table: Any, group: int, wanted: list[str], leaves: Sequence[_Leaf], limit: Callable[[int], int]
 ) -> Iterator[Any]:
-    """Yield the rows of a row group, cut where they are large and joined where they are small."""
+    """Yield the rows of a row group, with large batches cut and small ones joined."""
     read = _adapted(table, group, wanted, leaves, limit)
     for batch in read if any(leaf.column.is_shared for leaf in leaves) else _joined(read):
         yield from pieces(batch)
@@ -326,9 +315,9 @@ def _decoded(
 def _adapted(
     table: Any, group: int, wanted: list[str], leaves: Sequence[_Leaf], limit: Callable[[int], int]
 ) -> Iterator[Any]:
-    """Yield the rows of a row group, as many at a time as the last ones let expect to be few enough bytes."""
+    """Yield the rows of a row group, in batches sized by the rows read so far."""
     rows = table.metadata.row_group(group).num_rows
-    # A dictionary is made anew for every batch, and takes its place once, however many rows share it.
+    # A dictionary is rebuilt for every batch, and takes space once, however many rows share it.
     most = MOST_ROWS if any(leaf.column.is_shared for leaf in leaves) else 0
     first = max(limit(0) * _FIRST_BYTES // _MOST_BYTES, 1) if limit(0) < MOST_ROWS else MOST_ROWS
     count = min(max(_fitting(sum(leaf.decoded for leaf in leaves), rows), most), first)
@@ -341,7 +330,7 @@ def _adapted(
 
 
 def _fitting(num_bytes: int, rows: int) -> int:
-    """Return how many rows are to be read at a time, if so many take so many bytes."""
+    """Return how many rows to read at a time, if so many take so many bytes."""
     return max(min(BATCH_BYTES * rows // max(num_bytes, 1), MOST_ROWS), 1)
 
 
@@ -364,7 +353,7 @@ def _joined(read: Iterator[Any]) -> Iterator[Any]:
 def _by_dictionaries(
     table: Any, stored: BinaryIO, group: int, wanted: list[str], leaves: Sequence[_Leaf]
 ) -> Iterator[Any | TooLarge]:
-    """Yield the rows of a row group, of which single ones may be large, without decoding more than is yielded."""
+    """Yield the rows of a row group with large single rows, without decoding more than is yielded."""
     import pyarrow as pa
 
     rows, values = table.metadata.row_group(group).num_rows, max(leaf.values for leaf in leaves)
@@ -387,36 +376,30 @@ def _by_dictionaries(
             yield pa.RecordBatch.from_arrays(decoded, schema=schema)
 
 
-# The page of a Parquet column that holds its shared values: how much it decodes to, and its longest value.
+# The dictionary page of a Parquet column: its decoded size, and its longest value.
 #
-# Its header is a struct of Thrift's compact form, read as far as it is needed.
+# Its header is a struct in Thrift's compact protocol, parsed as far as needed.
 
 _HEADER_BYTES = 256
 _DICTIONARY_PAGE = 2
-_TYPE, _DECODED, _STORED, _ENTRIES = (1,), (2,), (3,), (7, 1)
-"""Fields of a page's header."""
-_TRUE, _FALSE, _FIRST_NUMBER, _LAST_NUMBER, _STRUCT = 1, 2, 4, 6, 12
-"""Kinds of Thrift's fields."""
-_LENGTH_BYTES = 4
-"""Before each value."""
+_TYPE, _DECODED, _STORED, _ENTRIES = (1,), (2,), (3,), (7, 1)  # field numbers in a page's header
+_TRUE, _FALSE, _FIRST_NUMBER, _LAST_NUMBER, _STRUCT = 1, 2, 4, 6, 12  # Thrift's field types
+_LENGTH_BYTES = 4  # of the length before each value
 _CODECS = {"SNAPPY": "snappy", "GZIP": "gzip", "BROTLI": "brotli", "ZSTD": "zstd", "LZ4": "lz4_raw"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DictionaryPage:
-    """Where the shared values of a column stand."""
+    """The location and size of a column's dictionary."""
 
-    begin: int
-    """Of what follows the header."""
-    stored: int
-    """Bytes."""
-    decoded: int
-    """Bytes."""
+    begin: int  # after the header
+    stored: int  # bytes
+    decoded: int  # bytes
     entries: int
 
 
 def dictionary_page(stored: BinaryIO, at: int) -> DictionaryPage | None:
-    """Return the dictionary page that begins at a place, or None where none does."""
+    """Return the dictionary page at an offset, or None where there is none."""
     stored.seek(at)
     try:
         numbers, end = _struct(stored.read(_HEADER_BYTES), 0)
@@ -429,7 +412,7 @@ def dictionary_page(stored: BinaryIO, at: int) -> DictionaryPage | None:
 
 
 def longest_entry(stored: BinaryIO, page: DictionaryPage, compression: str) -> int:
-    """Return the bytes of the longest string of a dictionary; those of all where that can't be told."""
+    """Return the bytes of a dictionary's longest string; those of all where unknown."""
     import pyarrow as pa
 
     stored.seek(page.begin)
@@ -448,7 +431,7 @@ def longest_entry(stored: BinaryIO, page: DictionaryPage, compression: str) -> i
 
 
 def _struct(content: bytes, at: int, path: tuple[int, ...] = ()) -> tuple[dict[tuple[int, ...], int], int]:
-    """Return the numbers of a struct by the path of their fields, and where it ends."""
+    """Return the numbers of a struct by field path, and where it ends."""
     numbers: dict[tuple[int, ...], int] = {}
     field = 0
     while content[at]:
@@ -469,11 +452,11 @@ def _struct(content: bytes, at: int, path: tuple[int, ...] = ()) -> tuple[dict[t
 
 
 def _number(content: bytes, at: int) -> tuple[int, int]:
-    """Return a number of a varying count of bytes, and where it ends."""
-    found = shift = 0
+    """Return a zigzag varint, and where it ends."""
+    value = shift = 0
     while True:
         byte = content[at]
-        found |= (byte & 127) << shift
+        value |= (byte & 127) << shift
         at, shift = at + 1, shift + 7
         if byte < 128:
-            return (found >> 1) ^ -(found & 1), at
+            return (value >> 1) ^ -(value & 1), at

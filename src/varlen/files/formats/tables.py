@@ -52,7 +52,7 @@ def cut_points(file: File, target_bytes: int) -> list[int] | None:
 
 
 def stretch_sizes(file: File, wanted: Sequence[str]) -> list[int] | None:
-    """Estimate the bytes of each row group or record batch, from the file's description of itself alone."""
+    """Estimate the bytes of each row group or record batch, from the file's metadata."""
     if file.size < 0 or compression_of(file) is not None:
         return None
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
@@ -63,7 +63,7 @@ def stretch_sizes(file: File, wanted: Sequence[str]) -> list[int] | None:
 
 
 def count_rows(file: File, start: int, stop: int | None) -> int:
-    """Count the rows of row groups, or record batches, [start, stop), by what the file says of itself."""
+    """Count the rows of row groups, or record batches, [start, stop), by the file's metadata."""
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
         if file.format == "parquet":
             groups = range(start, table.num_row_groups if stop is None else stop)
@@ -76,17 +76,17 @@ def count_rows(file: File, start: int, stop: int | None) -> int:
 def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = None) -> Iterator[Rows]:
     """Yield the rows of a table, a few megabytes at a time, as Arrow arrays.
 
-    A row group or record batch that is damaged is a fault, and those after it are read.
+    A damaged row group or record batch is a fault; those after it are read.
     """
     base = cache(lambda: _rows_before(file, start))
     row = 0
     try:
         with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
             if file.format == "parquet":
-                found = _parquet(table, stored, list(wanted), start, stop)
+                batches = _parquet(table, stored, list(wanted), start, stop)
             else:
-                found = _arrow(table, stored, list(wanted), start, stop)
-            for batch in found:
+                batches = _arrow(table, stored, list(wanted), start, stop)
+            for batch in batches:
                 if isinstance(batch, _Damaged | TooLarge):
                     fault = batch.fault(file, base() + row)
                     yield faulty(fault, wanted)
@@ -101,18 +101,16 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Damaged:
-    """A row group or record batch that can't be read, or what is left of it."""
+    """A row group or record batch that can't be read, or the rest of one."""
 
     name: str
     error: Exception
-    num_rows: int | None
-    """None where the file doesn't tell."""
+    num_rows: int | None  # None if unknown
     num_bytes: int = 0
-    is_cut: bool = False
-    """Whether the file ends within it."""
+    is_cut: bool = False  # whether the file ends within it
 
     def fault(self, file: File, before: int) -> Fault:
-        """Return the fault of its rows, of which so many stand before it in the file."""
+        """Return the fault of its rows, given the number of rows before it."""
         why = f"can't be read, as it is damaged: {first_line(self.error)}"
         if self.num_rows is None:
             losses = Losses(num_bytes=max(self.num_bytes, 1), cut_files=int(self.is_cut))
@@ -130,7 +128,7 @@ class _Damaged:
 
 
 def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
-    """Return the rows of a batch. Rows that point to where there is nothing, or aren't UTF-8, are faults."""
+    """Return the rows of a batch; those with invalid offsets or UTF-8 are faults."""
     import pyarrow as pa
 
     numbers: Sequence[int] = range(before + 1, before + 1 + batch.num_rows)
@@ -145,8 +143,8 @@ def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
                 sound.append(_alone(batch.slice(index, 1)))
                 numbers.append(before + index + 1)
             except pa.ArrowException as error:
-                said = first_line(error)
-                why = "holds text that is not valid UTF-8" if "UTF8" in said else f"is damaged: {said}"
+                message = first_line(error)
+                why = "holds text that is not valid UTF-8" if "UTF8" in message else f"is damaged: {message}"
                 faults.append(Fault(where=place(file.path, "row", number), why=why, number=number))
         columns = [pa.concat_arrays(pieces) for pieces in zip(*sound)]
     named = dict(zip(batch.schema.names, columns))
@@ -154,7 +152,7 @@ def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
 
 
 def _as_text(batch: Any) -> Any:
-    """Return a batch whose bytes pass for text, without copying any; what isn't UTF-8 is found by checking."""
+    """View the bytes of a batch as text without copying; invalid UTF-8 is found by validation."""
     import pyarrow as pa
 
     columns = [column.view(_text_type(column.type)) for column in batch.columns]
@@ -162,7 +160,7 @@ def _as_text(batch: Any) -> Any:
 
 
 def _text_type(kind: Any) -> Any:
-    """Return a type with text in place of bytes, wherever they stand in it."""
+    """Return a type with text in place of bytes, at any depth."""
     import pyarrow as pa
 
     texts = {
@@ -187,10 +185,10 @@ def _text_type(kind: Any) -> Any:
 
 
 def _alone(row: Any) -> list[Any]:
-    """Return a row's columns with nothing behind them but the row itself, checked."""
+    """Return a row's columns as validated arrays of their own."""
     import pyarrow as pa
 
-    row.validate()  # or copying could reach out of the file
+    row.validate()  # otherwise copying could read beyond the buffers
     columns = [pa.concat_arrays([column]) for column in row.columns]
     for column in columns:
         column.validate(full=True)
@@ -203,7 +201,7 @@ def _rows_before(file: File, start: int) -> int:
 
 
 def _parquet(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
-    """Yield batches, and of row groups that can't be read what is left of each."""
+    """Yield batches, and the unread rest of each damaged row group."""
     columns = row_groups.columns_of(table, wanted)
     for group in range(start, table.num_row_groups if stop is None else stop):
         done = 0
@@ -222,7 +220,7 @@ def _parquet(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: 
 
 
 def _arrow(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
-    """Yield batches, cut where they are large, and those that can't be read."""
+    """Yield batches, cut where they are large, and damaged ones."""
     is_file = hasattr(table, "num_record_batches")
     for batch in _file_batches(table, stored, start, stop) if is_file else _stream_batches(table, stored):
         if isinstance(batch, _Damaged):
@@ -257,7 +255,7 @@ def _file_batches(table: Any, stored: BinaryIO, start: int, stop: int | None) ->
 
 
 def _stream_batches(table: Any, stored: BinaryIO) -> Iterator[Any]:
-    """Yield the record batches of a stream; one whose values alone are damaged is passed over."""
+    """Yield the record batches of a stream; one of which only the values are damaged is skipped."""
     for number in itertools.count(1):
         before = stored.tell()
         try:
@@ -268,14 +266,14 @@ def _stream_batches(table: Any, stored: BinaryIO) -> Iterator[Any]:
             if not is_damage(error):
                 raise
             num_rows = stream_rows(stored, before)
-            if num_rows is None:  # nobody can tell where the next one begins
+            if num_rows is None:  # the beginning of the next one is unknown
                 left = stored.seek(0, os.SEEK_END) - before
                 yield _Damaged(
                     name=f"all from record batch {number:,} on", error=error, num_rows=None, num_bytes=left
                 )
                 return
             name, passed = f"record batch {number:,}", stored.tell() - before
-            is_cut = any(said in str(error) for said in ("to be able to read", "but only read"))
+            is_cut = any(part_ in str(error) for part_ in ("to be able to read", "but only read"))
             yield _Damaged(name=name, error=error, num_rows=num_rows, num_bytes=passed, is_cut=is_cut)
             if is_cut:
                 return
@@ -285,7 +283,7 @@ def _stream_batches(table: Any, stored: BinaryIO) -> Iterator[Any]:
 
 @contextmanager
 def _table(file: File, stored: BinaryIO) -> Iterator[Any]:
-    """Open a table; extension types are never rebuilt from code that a file carries."""
+    """Open a table; extension types are never rebuilt from code in the file."""
     import pyarrow as pa
 
     if file.format == "parquet":
@@ -302,7 +300,7 @@ def _table(file: File, stored: BinaryIO) -> Iterator[Any]:
 
 @contextmanager
 def table_faults(file: File) -> Iterator[None]:
-    """Turn what Arrow says of a broken file into a sentence; the disk's own errors are left as they are."""
+    """Turn Arrow's errors about a broken file into a SourceError; the disk's own errors are left as they are."""
     try:
         yield
     except Exception as error:
@@ -318,7 +316,7 @@ def table_faults(file: File) -> Iterator[None]:
 
 
 def _other_content(file: File) -> str | None:
-    """Say that a file is another kind of file altogether; None where it may be a damaged table."""
+    """Say that the file is of another kind; None where it may be a damaged table."""
     try:
         return other_content(file, DOCUMENT_FIELDS) if file.size else None
     except SourceError:

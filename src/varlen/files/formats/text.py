@@ -1,4 +1,4 @@
-"""Text files: one document a file, or one a paragraph, or one a line."""
+"""Text files: one document per file, paragraph or line."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def read(file: File, cut: Cut) -> Iterator[Rows]:
         _refuse_rows(file, stream)
         documents = _whole(stream, file.path) if cut == "file" else _parts(stream, file.path, cut)
         unit = "" if cut == "file" else "line"
-        # Only size fills a batch: no document is without any.
+        # Only size fills a batch: every document has some.
         yield from gather(_rows(documents), names=["text"], path=file.path, unit=unit, most_rows=BATCH_SIZE)
 
 
 def _refuse_rows(file: File, stream: BinaryIO) -> None:
-    """Refuse JSON lines under the name of a text, unless the caller says that they are one."""
-    if file.is_told:
+    """Raise if a file with the name of a text holds JSON lines, unless the caller gave the format."""
+    if file.is_format_given:
         return
     head = cast(io.BufferedReader, stream).peek(LOOKED_AT_BYTES)[:LOOKED_AT_BYTES]
     if head[:4].strip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"{", b"["):
@@ -62,7 +62,7 @@ def _rows(documents: Iterator[tuple[int, bytes]]) -> Iterator[Found]:
 
 
 def _whole(stream: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield all of a file, unless it is empty."""
+    """Yield the whole file, unless it is empty."""
     content = stream.read(_MOST_DOCUMENT_BYTES + 1)
     if len(content) > _MOST_DOCUMENT_BYTES:
         raise SourceError(
@@ -74,7 +74,7 @@ def _whole(stream: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _parts(stream: BinaryIO, path: str, cut: Cut) -> Iterator[tuple[int, bytes]]:
-    """Yield paragraphs or lines with the number of the line that each begins on, blanks around them cut off."""
+    """Yield paragraphs or lines, without blanks around them, and the number of the line that each begins on."""
     gathered: list[bytes] = []
     begins, num_bytes, number = 1, 0, 0
     while line := stream.readline(_MOST_DOCUMENT_BYTES):
