@@ -22,8 +22,7 @@ from benchmarks.gpu.models import BILLION, llama, peak_bytes, seconds, side_by_s
 from benchmarks.gpu.training import documents
 from varlen.cost.shape import BACKWARD_RATIO, ModelShape
 from varlen.plan.one_gpu import one_gpu_plan
-from varlen.runtime.calibrate import calibrate
-from varlen.runtime.probes import attention_probe, quiet, run_once
+from varlen.runtime.calibrate import attention_probe, calibrate, quiet, run_once
 
 WAYS: tuple[dict[str, str], ...] = (
     {"recompute": "full"},

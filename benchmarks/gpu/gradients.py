@@ -15,9 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import varlen as vl
+from varlen.attention.kernels import Kernels
 from varlen.errors import VarlenError
 from varlen.runtime import attention
-from varlen.runtime.choice import Kernels
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

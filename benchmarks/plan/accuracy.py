@@ -28,9 +28,8 @@ from varlen.cost.memory import Saved
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_HEAD, FORWARD_LAYER, INPUT_HEAD, INPUT_LAYER, WEIGHT_HEAD, WEIGHT_LAYER
 from varlen.cost.shape import ModelShape
-from varlen.runtime.calibrate import Bench
+from varlen.runtime.calibrate import Bench, quiet
 from varlen.runtime.clock import bytes_meter
-from varlen.runtime.probes import quiet
 from varlen.runtime.stage_run import TaskRun
 from varlen.runtime.step import run_step
 from varlen.simulate.api import simulate

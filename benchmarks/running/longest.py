@@ -20,9 +20,9 @@ import torch
 import varlen as vl
 from benchmarks.gpu.models import llama, llama_sizes, one_document
 from benchmarks.gpu.slices import checkpointed, chunked_loss
+from varlen.attention import rectangles
 from varlen.cost.memory import HEAD, LOGIT_ROWS, OWN, Kernels, Saved
 from varlen.plan.one_gpu import one_gpu_plan
-from varlen.runtime import flash
 from varlen.runtime.clock import bytes_meter
 from varlen.step_plan import Mesh, Offload, Recompute
 
@@ -252,5 +252,8 @@ def attention_left_out() -> Iterator[None]:
     def backward(_: torch.Tensor, *qkv: Any, **__: Any) -> Any:
         return tuple(torch.zeros_like(x.transpose(1, 2)).transpose(1, 2) for x in qkv[:3])
 
-    with mock.patch.object(flash, "forward", forward), mock.patch.object(flash, "backward", backward):
+    with (
+        mock.patch.object(rectangles, "forward", forward),
+        mock.patch.object(rectangles, "backward", backward),
+    ):
         yield

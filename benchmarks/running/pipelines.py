@@ -25,8 +25,7 @@ from benchmarks.running.steps import CAPACITY, CONFIG, LEAST_ROWS, SETS, Step, l
 from varlen.cost.fit import mape
 from varlen.cost.hardware import Hardware
 from varlen.plan.search import Search
-from varlen.runtime.calibrate import Bench, calibrate
-from varlen.runtime.probes import quiet
+from varlen.runtime.calibrate import Bench, calibrate, quiet
 
 ROUNDS = 7
 BUDGET_S = 30.0

@@ -19,12 +19,12 @@ import varlen as vl
 from benchmarks.running.processes import link_of, side_by_side, turns
 from benchmarks.running.steps import Step, raw_lengths, source_of
 from varlen.plan.search import Search
+from varlen.runtime.calibrate import quiet
 from varlen.runtime.chunk import Key
 from varlen.runtime.clock import Clock
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.failures import Lookout, Notes
 from varlen.runtime.mesh.process_groups import open_groups, seat_of
-from varlen.runtime.probes import quiet
 from varlen.runtime.stage_run import StageRunner, keys_of
 from varlen.simulate.graph import Durations, durations
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT

@@ -21,13 +21,11 @@ from varlen.runtime.calibrate import (
     Calibration,
     Case,
     Machine,
+    Probe,
     attention_levels,
+    attention_probe,
     calibrate,
     layer_levels,
-)
-from varlen.runtime.probes import (
-    Probe,
-    attention_probe,
     layer_probe,
     pairs_of,
     parts_of,

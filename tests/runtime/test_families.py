@@ -17,14 +17,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import varlen as vl
+from varlen.attention.rules import LayerRules
 from varlen.errors import ModelError
 from varlen.model_families import FAMILIES
 from varlen.runtime import casting
-from varlen.runtime.attention import CachedSlice, slice_attention
+from varlen.runtime.attention import slice_attention
 from varlen.runtime.clock import TrackedBytes
 from varlen.runtime.decoder import HEAD_ROWS, SLICED, DecoderParts, Logits
-from varlen.runtime.flash import Rule
-from varlen.runtime.kv_cache import DocumentCache
+from varlen.runtime.kv_cache import CachedSlice, DocumentCache
 from varlen.runtime.step import run_step
 from varlen.step_plan import StepPlan
 
@@ -365,13 +365,13 @@ def test_backward_passes_run_without_it():
     assert not any(seen.values())
 
 
-@pytest.mark.parametrize("rule", [Rule(0.3), Rule(0.3, window=3), Rule(0.3, cap=2.0)])
-def test_attention_takes_its_dtype_and_rounds_nowhere_else(rule):
+@pytest.mark.parametrize("rules", [LayerRules(0.3), LayerRules(0.3, window=3), LayerRules(0.3, softcap=2.0)])
+def test_attention_takes_its_dtype_and_rounds_nowhere_else(rules):
     made = torch.Generator().manual_seed(0)
     given = [torch.randn(1, 2, 12, 8, generator=made, requires_grad=True) for _ in range(3)]
     layer = torch.nn.Identity()
     layer.layer_idx = 0  # type: ignore[assignment]
-    settings = {"scaling": rule.scale, "sliding_window": rule.window, "softcap": rule.cap}
+    settings = {"scaling": rules.scale, "sliding_window": rules.window, "softcap": rules.softcap}
     found = []
     for tensors, autocast in ((given, half()), ([x.bfloat16() for x in given], nullcontext())):
         piece = CachedSlice(cache=DocumentCache(12), start=0, stop=12)

@@ -25,11 +25,11 @@ from tests.support.step_plans import equal_plan
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import varlen as vl
+from varlen.attention import rectangles, tiles
 from varlen.cost.memory import Saved
 from varlen.cost.shape import ModelShape
 from varlen.errors import DeviceMemoryError, VarlenError
 from varlen.plan.one_gpu import one_gpu_plan
-from varlen.runtime import flash, tiles
 from varlen.runtime.clock import Clock, TrackedBytes, bytes_meter, in_host_memory
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.kv_cache import DocumentCache, KeptRows
@@ -242,13 +242,13 @@ def test_gradients_of_earlier_keys_come_some_at_a_time_and_are_exact(monkeypatch
     model, tokens = tiny("llama"), tokens_of([40])
     loss, wanted = uncut(model, tokens, [40])
     most: list[int] = []
-    backward = flash.backward
+    backward = rectangles.backward
 
     def noted(gradient: Any, query: Any, key: Any, *rest: Any, **how: Any) -> Any:
         most.append(key.shape[2])
         return backward(gradient, query, key, *rest, **how)
 
-    monkeypatch.setattr(flash, "backward", noted)
+    monkeypatch.setattr(rectangles, "backward", noted)
     run = run_step(model, tokens, one_gpu_plan(np.array([40], np.int32), 8))
 
     assert run.loss == pytest.approx(loss, rel=1e-12)

@@ -16,18 +16,17 @@ import torch
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from varlen.attention import rectangles, tiles
+from varlen.attention.choice import chosen
+from varlen.attention.kernels import Kernel, Kernels, Lengths, Qkv, heads_of, tokens_of
+from varlen.attention.rectangles import Pair, Partial, joined
+from varlen.attention.rules import LayerRules, rules_of_call
 from varlen.errors import ModelError
-from varlen.runtime import flash, merged, tiles
 from varlen.runtime.casting import lowered, uncast
-from varlen.runtime.choice import Kernels, chosen
-from varlen.runtime.flash import Rule
-from varlen.runtime.kernels import Lengths, Qkv, SliceKernel
-from varlen.runtime.kv_cache import Pair
-from varlen.runtime.tiles import CachedSlice as CachedSlice
+from varlen.runtime.kv_cache import CachedSlice, DocumentCache
+from varlen.runtime.mesh.shared_documents import Share, Span
 
 NAME = "varlen_slices"
-UNKNOWN_PATTERNS = ("position_bias", "indices", "block_indices")
-"""Arguments by which some families change who is attended to or how much, which slices don't compute."""
 
 
 def register() -> str:
@@ -45,8 +44,7 @@ def slice_attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    *,
     s_aux: torch.Tensor | None = None,
     slices: Sequence[CachedSlice] | None = None,
     kernels: Kernels = "auto",
@@ -63,22 +61,20 @@ def slice_attention(
     Returns:
         `[1, rows, query_heads, value_dim]`, and None for the weights, which are never formed.
     """
-    layer = getattr(module, "layer_idx", None)
-    name = type(module).__name__
-    given = [word for word in UNKNOWN_PATTERNS if rest.get(word) is not None]
+    layer, name = getattr(module, "layer_idx", None), type(module).__name__
     if slices is None or attention_mask is not None or layer is None:
         raise ModelError(
             f'the "{NAME}" attention is called by varlen.runtime with slices and no mask, and {name} was called '
             'without; for the model as a whole choose model.set_attn_implementation("sdpa")'
         )
-    if given or dropout:
-        what = ", ".join(given) or f"dropout={dropout}"
-        raise ModelError(f"{name} passes {what}, which the attention of slices doesn't compute")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = Rule(scale, sliding_window, softcap)
+    rules = rules_of_call(module, query, NAME, dropout=dropout, scaling=scaling, **rest)
+    if rules.dropout:
+        raise ModelError(
+            f"{name} passes dropout={rules.dropout}, which the attention of slices doesn't compute"
+        )
     query, key, value = lowered(query), lowered(key), lowered(value)
     with uncast(query):
-        out = attend(query, key, value, slices, layer=layer, rule=rule, sinks=s_aux, kernels=kernels)
+        out = attend(query, key, value, slices, layer=layer, rules=rules, sinks=s_aux, kernels=kernels)
     return out.transpose(1, 2), None
 
 
@@ -89,7 +85,7 @@ def attend(
     slices: Sequence[CachedSlice],
     *,
     layer: int,
-    rule: Rule,
+    rules: LayerRules,
     sinks: torch.Tensor | None = None,
     kernels: Kernels = "auto",
 ) -> torch.Tensor:
@@ -108,8 +104,8 @@ def attend(
 
     Cost: the work of causal attention cut to the slices; memory linear in rows and tokens.
     """
-    kernel = chosen(query, key, value, rule, kernels)
-    call = Call(slices, layer, rule, kernel)
+    kernel = chosen(query, key, value, rules, kernels)
+    call = Call(slices, layer, rules, kernel)
     return _SliceAttention.apply(query, key, value, sinks, call)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -118,8 +114,8 @@ class Call(NamedTuple):
 
     slices: Sequence[CachedSlice]
     layer: int
-    rule: Rule
-    kernel: SliceKernel | None
+    rules: LayerRules
+    kernel: Kernel | None
 
     def groups(self) -> Iterator[Sequence[CachedSlice]]:
         """Yield slices that are computed together: with a kernel, neighbours that begin their documents."""
@@ -135,26 +131,26 @@ class Call(NamedTuple):
     def _is_apart(self, piece: CachedSlice) -> bool:
         return piece.start > 0 or piece.share is not None
 
-    def forward(self, query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice]) -> flash.Partial:
+    def forward(self, query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice]) -> Partial:
         """Attend from the rows of a group.
 
         Args:
             query: `[1, query_heads, rows, dim]`, of the group.
         """
         if self.kernel is None:
-            return tiles.forward(query, pair, group[0], self.rule)
-        return _forward_whole(query, pair, group, self.rule, self.kernel)
+            return tiles.forward(query, pair, group[0].start, self.rules)
+        return _forward_whole(query, pair, group, self.rules, self.kernel)
 
     def backward(
         self,
         gradient: torch.Tensor,
         query: torch.Tensor,
-        whole: flash.Partial,
+        whole: Partial,
         group: Sequence[CachedSlice],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of a group's queries, keys and values; those of earlier tokens go to its cache."""
         if self.kernel is None:
-            return tiles.backward(gradient, query, whole, group[0], self.layer, self.rule)
+            return _backward_in_tiles(gradient, query, whole, group[0], self)
         return _backward_whole(gradient, query, whole, group, self)
 
 
@@ -176,7 +172,7 @@ class _SliceAttention(torch.autograd.Function):
             if group[0].share is not None:
                 rows = slice(row, row + group[0].rows)
                 given = (query[:, :, rows], key[:, :, rows], value[:, :, rows], group[0])
-                parts.append(merged.forward(*given, call.layer, call.rule.window, call.forward))
+                parts.append(_forward_shared(*given, call))
                 row = rows.stop
                 continue
             for piece in group:
@@ -187,11 +183,11 @@ class _SliceAttention(torch.autograd.Function):
             of_rows = call.kernel is not None and not group[0].start
             pair = (key[:, :, rows], value[:, :, rows]) if of_rows else pairs[0]
             parts.append(call.forward(query[:, :, rows], pair, group))
-        out, lse = _joined([x for x, _ in parts]), torch.cat([x for _, x in parts], 2)
+        out, lse = joined([x for x, _ in parts]), torch.cat([x for _, x in parts], 2)
         if sinks is not None:
-            out, lse = flash.with_sinks((out, lse), sinks)
+            out, lse = rectangles.with_sinks((out, lse), sinks)
         ctx.save_for_backward(query, out, lse, sinks)
-        ctx.call, ctx.none = call, merged.none_of(key, value)
+        ctx.call, ctx.none = call, _none_of(key, value)
         return out
 
     @staticmethod
@@ -201,54 +197,58 @@ class _SliceAttention(torch.autograd.Function):
         call: Call = ctx.call
         by_sinks = None
         if ctx.needs_input_grad[3]:
-            by_sinks = flash.sinks_backward(gradient, (out, lse), sinks)
+            by_sinks = rectangles.sinks_backward(gradient, (out, lse), sinks)
         parts, stop = [], query.shape[2]
         for group in reversed(list(call.groups())):
             rows = slice(stop - sum(piece.rows for piece in group), stop)
             given = (gradient[:, :, rows], query[:, :, rows], (out[:, :, rows], lse[:, :, rows]))
             stop = rows.start
             if group[0].share is not None:
-                of_piece = (group[0], call.layer, call.rule.window)
-                parts.append(merged.backward(*given, *of_piece, ctx.none, call.backward))
+                parts.append(_backward_shared(*given, group[0], ctx.none, call))
                 continue
             parts.append(call.backward(*given, group))
             for piece in reversed(group):
                 piece.cache.release(call.layer, piece.start)
-        by_query, by_key, by_value = (_joined(each) for each in zip(*parts[::-1]))
+        by_query, by_key, by_value = (joined(each) for each in zip(*parts[::-1]))
         return by_query, by_key, by_value, by_sinks, None
 
 
+def _backward_in_tiles(
+    gradient: torch.Tensor, query: torch.Tensor, whole: Partial, piece: CachedSlice, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    cache, layer, start = piece.cache, call.layer, piece.start
+    pair, earlier = cache.read(layer, piece.stop), cache.earlier_gradients(layer, start)
+    own = cache.own_gradients(layer, start, piece.stop)
+    return tiles.backward(gradient, query, pair, whole, start, call.rules, earlier=earlier, own=own)
+
+
 def _forward_whole(
-    query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice], rule: Rule, kernel: SliceKernel
-) -> flash.Partial:
+    query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice], rules: LayerRules, kernel: Kernel
+) -> Partial:
     """Attend from the rows of a group in one call.
 
     Args:
         query: `[1, query_heads, rows, dim]`, of the group.
     """
-    first = _first_key(group, rule)
-    given = Qkv(_tokens(query), *(_tokens(x)[first:] for x in pair))
-    out, lse = kernel.forward(given, _lengths(group, first), rule)
-    return out.transpose(0, 1)[None], lse[None]
+    first = _first_key(group, rules)
+    given = Qkv(tokens_of(query), *(tokens_of(x)[first:] for x in pair))
+    out, lse = kernel.forward(given, _lengths(group, first), rules)
+    return heads_of(out), lse[None]
 
 
 def _backward_whole(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    merged: flash.Partial,
-    group: Sequence[CachedSlice],
-    call: Call,
+    gradient: torch.Tensor, query: torch.Tensor, merged: Partial, group: Sequence[CachedSlice], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of a group's queries, keys and values; those of earlier tokens go to their cache."""
-    layer, first = call.layer, _first_key(group, call.rule)
+    layer, first = call.layer, _first_key(group, call.rules)
     assert call.kernel is not None
     pairs = [piece.cache.read(layer, piece.stop) for piece in group]
-    given = Qkv(_tokens(query), *(_tokens(_joined(each))[first:] for each in zip(*pairs)))
-    whole = (_tokens(merged[0]), merged[1][0].contiguous())
+    given = Qkv(tokens_of(query), *(tokens_of(joined(each))[first:] for each in zip(*pairs)))
+    whole = (tokens_of(merged[0]), merged[1][0].contiguous())
     by_query, *by_pair = call.kernel.backward(
-        _tokens(gradient), given, whole, _lengths(group, first), call.rule
+        tokens_of(gradient), given, whole, _lengths(group, first), call.rules
     )
-    found = [x.transpose(0, 1)[None] for x in by_pair]
+    found = [heads_of(x) for x in by_pair]
     if before := group[0].start - first:
         earlier = group[0].cache.earlier_gradients(layer, group[0].start)
         assert earlier is not None
@@ -261,27 +261,181 @@ def _backward_whole(
         for total, part in zip(later or (), found):
             part[:, :, row : row + piece.rows].add_(total)
         row += piece.rows
-    return by_query.transpose(0, 1)[None], found[0], found[1]
+    return heads_of(by_query), found[0], found[1]
 
 
-def _first_key(group: Sequence[CachedSlice], rule: Rule) -> int:
+def _first_key(group: Sequence[CachedSlice], rules: LayerRules) -> int:
     """Return the first token that a group's rows see, of its one document; 0 where it has several."""
-    return 0 if rule.window is None else max(0, group[0].start - rule.window + 1)
+    return 0 if rules.window is None else max(0, group[0].start - rules.window + 1)
 
 
 def _lengths(group: Sequence[CachedSlice], first: int) -> Lengths:
     return Lengths(tuple(piece.rows for piece in group), tuple(piece.stop - first for piece in group))
 
 
-def _tokens(heads: torch.Tensor) -> torch.Tensor:
-    """View `[1, heads, tokens, dim]` as `[tokens, heads, dim]`."""
-    return heads[0].transpose(0, 1)
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join rows, so that heads of a row lie side by side and the output projection needs no copy."""
-    return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts], 1).transpose(1, 2)
-
-
 def _no_mask(*_: Any, **__: Any) -> None:
     """Build no mask: slices say who is attended to."""
+
+
+# The attention of documents that several data-parallel ranks share (DP-Merge): each has some of the rows.
+#
+# A rank keeps the keys and values of its own rows alone. In each layer the group gathers those of all tokens that a
+# slice sees, each rank attends with its own rows, and in the backward the gradients of keys and values are summed
+# where those are kept (as context parallelism does it in Llama 3; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2).
+# What is gathered is there for one layer at a time, as a document of which the rank's rows are ordinary slices.
+
+
+class _GatheredCache(DocumentCache):
+    """What is gathered of a document, for one slice in one layer; gradients are added up from outside."""
+
+    def own_gradients(self, layer: int, start: int, stop: int) -> Pair | None:  # noqa: ARG002
+        """Return None, so that what comes back is of this slice alone."""
+        return None
+
+
+class _Gathered(NamedTuple):
+    cache: DocumentCache
+    slices: list[tuple[CachedSlice, slice]]
+    """This rank's rows, as neighbours that are slices of what is gathered, and where they stand among queries."""
+    span: Span
+
+
+def _forward_shared(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    piece: CachedSlice,
+    call: Call,
+) -> Partial:
+    """Attend from this rank's rows of a slice to the document up to themselves, and keep their keys and values.
+
+    All ranks of the group call it together.
+
+    Args:
+        query: `[1, query_heads, rows, dim]`, of this rank's rows.
+        key: `[1, key_heads, rows, dim]`.
+        value: `[1, key_heads, rows, value_dim]`.
+
+    Cost: the work of attention on the rows given; the keys and values of all tokens seen are gathered, and once more
+    put in their order.
+    """
+    share = _share_of(piece)
+    if share.rows:
+        piece.cache.write(call.layer, share.first, key, value)
+    gathered = _gathered(piece, call, _none_of(key, value))
+    parts = [
+        call.forward(query[:, :, rows], gathered.cache.read(call.layer, own.stop), [own])
+        for own, rows in gathered.slices
+    ]
+    if not parts:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        none = query.new_empty(1, 0, query.shape[1], value.shape[3]).transpose(1, 2)
+        return none, query.new_empty(query.shape[:3], dtype=wide)
+    return joined([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 2)
+
+
+def _backward_shared(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    whole: Partial,
+    piece: CachedSlice,
+    none: Pair,
+    call: Call,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of this rank's queries, keys and values of a slice.
+
+    What its rows and those of the peers send to keys and values is summed where these are kept: that of earlier
+    slices in caches, whose memory of this slice is given back. All ranks of the group call it together.
+
+    Cost: as `forward`; two copies of the gradients of all tokens seen, float32 or wider, are summed and scattered.
+    """
+    gathered = _gathered(piece, call, none)
+    cache, span = gathered.cache, gathered.span
+    wide = torch.promote_types(none[0].dtype, torch.float32)
+    joint = none[0].new_zeros(span.stop - span.start, *_shape(none), dtype=wide)
+    totals = cache.gradients[call.layer] = _parted(joint, none)
+    by_queries = []
+    for own, rows in reversed(gathered.slices):
+        part = (whole[0][:, :, rows], whole[1][:, :, rows])
+        by_query, *by_pair = call.backward(gradient[:, :, rows], query[:, :, rows], part, [own])
+        by_queries.append(by_query)
+        for total, of_rows in zip(totals, by_pair):
+            total[:, :, own.start : own.stop].add_(of_rows)
+    by_query = joined(by_queries[::-1]) if by_queries else torch.empty_like(query)
+    mine = _scattered(joint, _share_of(piece), span, none)
+    return by_query, *_taken(mine, piece, call.layer, span, none)
+
+
+def _none_of(key: torch.Tensor, value: torch.Tensor) -> Pair:
+    """Return keys and values of no row, which hold nothing of those given but their heads, widths and dtype.
+
+    Args:
+        key: `[1, key_heads, rows, dim]`.
+        value: `[1, key_heads, rows, value_dim]`.
+    """
+    none = (x.new_empty(1, x.shape[1], 0, x.shape[3]) for x in (key, value))
+    return next(none), next(none)
+
+
+def _share_of(piece: CachedSlice) -> Share:
+    assert piece.share is not None
+    return piece.share
+
+
+def _gathered(piece: CachedSlice, call: Call, none: Pair) -> _Gathered:
+    """Gather the keys and values of the tokens of a span, in their order."""
+    share = _share_of(piece)
+    span = share.span(call.rules.window)
+    mine = none[0].new_empty(span.width, *_shape(none))
+    if share.last:
+        for into, kept in zip(_parted(mine, none), piece.cache.read(call.layer, share.last)):
+            into[:, :, : share.last - span.first] = kept[:, :, span.first :]
+    everyone = share.document.peers.all_gather(mine).flatten(0, 1)
+    cache = _GatheredCache(span.stop - span.start)
+    # Keys and values of a token stay side by side: both are put in order at once, many times faster than each alone.
+    cache.pairs[call.layer] = _parted(everyone.index_select(0, share.order(span)), none)
+    slices, row = [], 0
+    for start, stop in share.ranges:
+        own = CachedSlice(cache=cache, start=start - span.start, stop=stop - span.start)
+        slices.append((own, slice(row, row + own.rows)))
+        row += own.rows
+    return _Gathered(cache, slices, span)
+
+
+def _scattered(totals: torch.Tensor, share: Share, span: Span, none: Pair) -> Pair:
+    """Sum gradients over ranks, `[tokens, heads, widths]`, and return those of this rank's rows of a span."""
+    size, order = share.document.peers.size, share.order(span)
+    padded = totals.new_zeros(size * span.width, *_shape(none))
+    padded.index_copy_(0, order, totals)
+    summed = share.document.peers.reduce_scatter(padded.view(size, span.width, *_shape(none)))
+    return _parted(summed[: share.last - span.first], none)
+
+
+def _taken(
+    mine: Pair, piece: CachedSlice, layer: int, span: Span, none: Pair
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add gradients of earlier rows to the cache; return those of the slice's rows, which are then done with."""
+    share, cache = _share_of(piece), piece.cache
+    if not share.last:
+        return none  # and the cache of this layer, which holds no row yet or none anymore, is left alone
+    before = share.first - span.first
+    earlier = cache.earlier_gradients(layer, share.first)
+    for total, part in zip(earlier or (), mine):
+        total[:, :, span.first :].add_(part[:, :, :before])
+    own = cache.own_gradients(layer, share.first, share.last)
+    parts = [x[:, :, before:] for x in mine]
+    if own is not None:
+        parts = [part + later for part, later in zip(parts, own)]
+    cache.release(layer, share.first)
+    return parts[0].to(none[0].dtype), parts[1].to(none[1].dtype)
+
+
+def _shape(none: Pair) -> tuple[int, int]:
+    """Heads, and the widths of a key and a value side by side."""
+    return none[0].shape[1], none[0].shape[3] + none[1].shape[3]
+
+
+def _parted(joint: torch.Tensor, none: Pair) -> Pair:
+    """View `[tokens, heads, widths]` as keys and values, each `[1, heads, tokens, dim]`."""
+    keys, values = joint[None].transpose(1, 2).split_with_sizes([none[0].shape[3], none[1].shape[3]], -1)
+    return keys, values

@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
-from varlen.runtime.attention import CachedSlice
 from varlen.runtime.casting import add_product, lowered, uncast, ungraphed
 from varlen.runtime.decoder import DecoderParts, Positions
-from varlen.runtime.kv_cache import DocumentCache, HostCache, HostLink, HostRows, KeptRows, Visit
+from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, KeptRows, Visit
 from varlen.runtime.mesh.shared_documents import Key, SharedDocument, rows_of, tokens_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, Offload
 

@@ -13,13 +13,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from varlen.attention.choice import check_kernels
+from varlen.attention.kernels import Kernels
+from varlen.attention.rules import rotary_settings
 from varlen.cost.memory import LOGIT_ROWS
 from varlen.counts import many
 from varlen.errors import ModelError
 from varlen.model_families import FAMILIES, Sliced, family_named
-from varlen.runtime.attention import CachedSlice, register
+from varlen.runtime.attention import register
 from varlen.runtime.casting import add_product, uncast, ungraphed
-from varlen.runtime.choice import Kernels, check_kernels
+from varlen.runtime.kv_cache import CachedSlice
 
 HEAD_ROWS = LOGIT_ROWS
 """Rows whose logits are there at once."""
@@ -360,9 +363,7 @@ def check_settings(name: str, model: Any) -> None:
             f"this {name} model attends to later tokens (use_bidirectional_attention=True), which no slice has; "
             "set it to False in the config"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if "dynamic" in kinds:
+    if any(each.get("rope_type") == "dynamic" for each in rotary_settings(config)):
         raise ModelError(
             f'this {name} model\'s rotary positions depend on the longest text it has seen (rope_type="dynamic"); '
             'train with "yarn", "linear" or "longrope", which don\'t'
@@ -374,10 +375,7 @@ def check_settings(name: str, model: Any) -> None:
 
 def rope_by_length(config: Any) -> bool:
     """Return whether rotary positions depend on how long a document is in all (`rope_type="longrope"`)."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return any(
-        each.get("rope_type") == "longrope" for each in (rope, *rope.values()) if isinstance(each, dict)
-    )
+    return any(each.get("rope_type") == "longrope" for each in rotary_settings(config))
 
 
 def _check_noise(name: str, model: nn.Module) -> None:

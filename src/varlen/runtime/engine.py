@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from varlen.attention.kernels import Kernels
 from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
-from varlen.runtime.choice import Kernels
 from varlen.runtime.clock import Meter
 from varlen.runtime.decoder import DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs

@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from varlen.attention.rectangles import Pair
 from varlen.runtime.clock import in_host_memory
+from varlen.runtime.mesh.shared_documents import Ranges, Share
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Of keys and of values: `[1, key_heads, tokens, dim]`, neighbouring tokens side by side in memory."""
 FREE_SHARE: Final = 1 / 16
 """A buffer is copied into a smaller one once this share of it is free: then all its copies together are at most
 15 of it, and what is free but not given back is at most a 16th."""
@@ -90,6 +90,32 @@ class DocumentCache:
                 keys, values = held.pop(layer)
                 keys = _copied(keys, start)  # so that not both stand twice
                 held[layer] = keys, _copied(values, start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedSlice:
+    """The rows `start:stop` of a document, which stand in a MicroPack behind those of the slices before it."""
+
+    cache: DocumentCache
+    start: int
+    stop: int
+    share: Share | None = None
+    """Which of them this rank computes, where several share the document."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the slice that this rank computes."""
+        return self.stop - self.start if self.share is None else self.share.rows
+
+    @property
+    def ranges(self) -> Ranges:
+        """Which these are."""
+        return ((self.start, self.stop),) if self.share is None else self.share.ranges
+
+    @property
+    def length(self) -> int:
+        """Tokens of the document."""
+        return self.cache.length if self.share is None else self.share.document.tokens
 
 
 class KeptRows:

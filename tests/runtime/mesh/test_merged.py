@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.runtime.kernel_stand_ins import KERNELS
 from tests.runtime.side_by_side import (
     Holders,
     QueueWires,
@@ -23,6 +22,7 @@ from tests.runtime.side_by_side import (
 )
 from tests.runtime.tiny_families import Wide, family
 from tests.support.distances import largest
+from tests.support.kernel_stand_ins import KERNELS
 from tests.support.random_plans import random_plan
 from tests.support.ranks import as_ranks
 from tests.support.rarely import examples, mostly

@@ -9,14 +9,12 @@ import torch
 
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.mixing import (
-    MASKLESS_KINDS,
     check_family,
     drops_block_masks,
     drops_boundaries,
     segment_arguments,
 )
 from varlen.adapters.hf.model import (
-    SELECTING,
     accepts,
     check_size,
     family,
@@ -24,7 +22,6 @@ from varlen.adapters.hf.model import (
     has_experts,
     implementation,
     model_type,
-    named_kinds,
     only_kind,
     shifts_labels,
     text_config,
@@ -32,6 +29,7 @@ from varlen.adapters.hf.model import (
     uses_registry,
 )
 from varlen.adapters.hf.vision import Media, media_arguments, mrope_positions, reads_text_positions
+from varlen.attention.rules import MASKLESS_KINDS, SELECTING, named_kinds, rotary_settings
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
 
@@ -354,10 +352,8 @@ def check_scaled(batch: PackedBatch, model: Any) -> None:
 
 def _limits(config: Any) -> list[tuple[str, int]]:
     """Return the kinds of rotary frequencies that go by a batch's longest document, and where they change."""
-    told = getattr(config, "rope_parameters", None) or {}
-    each = [told, *(part for part in told.values() if isinstance(part, dict))]
     found = []
-    for part in each:
+    for part in rotary_settings(config):
         kind = str(part.get("rope_type", ""))
         if kind == "longrope":
             found.append((kind, part.get("original_max_position_embeddings")))

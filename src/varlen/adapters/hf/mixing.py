@@ -22,10 +22,8 @@ import torch
 
 from varlen.adapters.hf.heads import acts_on_tokens, head_fault
 from varlen.adapters.hf.model import (
-    MASKED_LAYERS,
     family,
     is_known,
-    named_kinds,
     own_code,
     put_on,
     text_config,
@@ -33,6 +31,7 @@ from varlen.adapters.hf.model import (
     unwrap,
     wrappers,
 )
+from varlen.attention.rules import MASKED_LAYERS, SINGLE_TOKENS, named_kinds
 from varlen.errors import ModelError
 from varlen.model_families import family_named
 from varlen.parsed import parse_python
@@ -350,11 +349,6 @@ def _forward(kind: Any) -> ast.FunctionDef | None:
 
 
 # The arguments that give recurrent and convolving layers the boundaries of segments.
-
-SINGLE_TOKENS = ("moe", "mlp")
-"""Kinds of layers that mix no tokens."""
-MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
-"""Layers in which no mask has a meaning: they take boundaries, or look at single tokens."""
 
 
 def segment_arguments(name: str, ends: torch.Tensor, rows: int, width: int) -> dict[str, Any]:

@@ -17,10 +17,6 @@ from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 from varlen.model_families import Family, family_named
 
-SELECTING = "indexed_attention"
-"""Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
-MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
-"""Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
 
@@ -118,11 +114,6 @@ def implementation(model: Any) -> str:
         model: a transformers model, bare or wrapped.
     """
     return getattr(text_config(model), "_attn_implementation", None) or "eager"
-
-
-def named_kinds(config: Any) -> tuple[str, ...]:
-    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
-    return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
 
 
 def only_kind(model: Any) -> str:

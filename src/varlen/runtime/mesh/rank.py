@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from varlen.attention.kernels import Kernels
 from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_plan as check_whole
 from varlen.plan.serialize import plan_fingerprint
-from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.decoder import IGNORED, DecoderParts, check_model

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from varlen.adapters import hf
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.attention import LayerRules, attend
+from varlen.attention.documents import attend_in_packs
+from varlen.attention.rules import LayerRules
 from varlen.errors import ModelError, SettingError
 from varlen.verify.models.trial import Inputs, Trial
 
@@ -221,8 +222,9 @@ def _varlen_kernel(
         )
     sinks = rest.get("s_aux", rest.get("learnable_sink"))
     window = None if window_size[0] < 0 else window_size[0] + 1
-    rules = LayerRules(scale=softmax_scale, window=window, softcap=softcap or None, sinks=sinks)
-    return attend(q, k, v, ends=cu_seqlens_q, longest=None, rules=rules)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    rules = LayerRules(scale, window, softcap or None)
+    return attend_in_packs(q, k, v, ends=cu_seqlens_q, longest=None, rules=rules, sinks=sinks)
 
 
 def _dense_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

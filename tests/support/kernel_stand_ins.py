@@ -1,4 +1,4 @@
-"""Kernels of whole slices that form all scores, with the arguments that the real ones take."""
+"""Documents to attend in, and kernels of whole slices that form all scores, with the arguments of the real ones."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -6,10 +6,18 @@ from typing import Any
 
 import torch
 
-from varlen.runtime.choice import ByScores
-from varlen.runtime.kernels import FlashAttn, Flex, TorchVarlen
+from varlen.attention.choice import ByScores
+from varlen.attention.kernels import FlashAttn, Flex, TorchVarlen
 
 SCALE = 0.3
+Tensors = list[torch.Tensor]
+
+
+def document(length: int, heads: tuple[int, int], seed: int, dims: tuple[int, int] = (8, 8)) -> Tensors:
+    made = torch.Generator().manual_seed(seed)
+    query, key = heads
+    sizes = [(query, dims[0]), (key, dims[0]), (key, dims[1])]
+    return [torch.randn(1, n, length, dim, dtype=torch.float64, generator=made) for n, dim in sizes]
 
 
 def whole(

@@ -8,49 +8,21 @@ of rows sees wholly is left to the kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from varlen.attention import rectangles
+from varlen.attention.rectangles import Pair
+from varlen.attention.rules import LayerRules
 from varlen.cost import memory
-from varlen.runtime import flash
-from varlen.runtime.flash import Rule
-from varlen.runtime.kv_cache import DocumentCache, Pair
-from varlen.runtime.mesh.shared_documents import Ranges, Share
 
 BLOCK = 512
 """Rows, and keys where scores are formed, that are computed at once."""
 BACKWARD_KEYS = memory.BACKWARD_KEYS
 """Keys before a slice whose gradients a kernel gives at once: else one layer's of the whole document would be there
 beside those that are gathered, and that many keys are enough for its full rate."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CachedSlice:
-    """The rows `start:stop` of a document, which stand in a MicroPack behind those of the slices before it."""
-
-    cache: DocumentCache
-    start: int
-    stop: int
-    share: Share | None = None
-    """Which of them this rank computes, where several share the document."""
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the slice that this rank computes."""
-        return self.stop - self.start if self.share is None else self.share.rows
-
-    @property
-    def ranges(self) -> Ranges:
-        """Which these are."""
-        return ((self.start, self.stop),) if self.share is None else self.share.ranges
-
-    @property
-    def length(self) -> int:
-        """Tokens of the document."""
-        return self.cache.length if self.share is None else self.share.document.tokens
 
 
 class Tile(NamedTuple):
@@ -65,15 +37,15 @@ class Tile(NamedTuple):
     the window."""
 
 
-def tiles_of(start: int, stop: int, rule: Rule) -> Iterator[Tile]:
+def tiles_of(start: int, stop: int, rules: LayerRules) -> Iterator[Tile]:
     """Yield the rectangles that a slice is computed in; of those with the same rows, the first reaches every row.
 
-    >>> [tuple(tile) for tile in tiles_of(10, 14, Rule(1.0))]
+    >>> [tuple(tile) for tile in tiles_of(10, 14, LayerRules(1.0))]
     [(0, 4, 10, 14, 'causal'), (0, 4, 0, 10, 'all')]
     """
-    window = stop if rule.window is None else rule.window
+    window = stop if rules.window is None else rules.window
     rows = stop - start
-    if rule.cap is None and window >= stop:
+    if rules.softcap is None and window >= stop:
         yield Tile(0, rows, start, stop, "causal")
         if start:
             yield Tile(0, rows, 0, start, "all")
@@ -87,61 +59,64 @@ def tiles_of(start: int, stop: int, rule: Rule) -> Iterator[Tile]:
             continue
         yield Tile(first, last, low, high, "causal")
         # Formed scores go in blocks of keys; a kernel takes all keys that every row sees at once.
-        for key in range(whole, low, BLOCK if rule.cap is not None else max(1, low - whole)):
-            end = min(low, key + BLOCK) if rule.cap is not None else low
+        for key in range(whole, low, BLOCK if rules.softcap is not None else max(1, low - whole)):
+            end = min(low, key + BLOCK) if rules.softcap is not None else low
             yield Tile(first, last, key, end, "all")
         if lowest < whole:
             yield Tile(first, last, lowest, whole, "band")
 
 
-def forward(query: torch.Tensor, pair: Pair, piece: CachedSlice, rule: Rule) -> flash.Partial:
+def forward(query: torch.Tensor, pair: Pair, start: int, rules: LayerRules) -> rectangles.Partial:
     """Attend from a slice's rows to its document up to itself.
 
     Args:
-        query: `[1, query_heads, rows, dim]`, of the slice.
+        query: `[1, query_heads, rows, dim]`, of the slice, whose first row is token `start`.
+        pair: keys and values of the document up to the slice's end.
     """
     outs: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
-    block: flash.Partial | None = None
-    tiles = list(tiles_of(piece.start, piece.stop, rule))
+    block: rectangles.Partial | None = None
+    tiles = list(tiles_of(start, start + query.shape[2], rules))
     for tile, following in zip(tiles, [*tiles[1:], None]):
-        part = flash.forward(*_of_tile(query, pair, tile), rule, **_sight(tile, piece, rule, query))
-        block = part if block is None else flash.merge(block, part)
+        part = rectangles.forward(*_of_tile(query, pair, tile), rules, **_sight(tile, start, rules, query))
+        block = part if block is None else rectangles.merge(block, part)
         if following is None or following.first_row != tile.first_row:
             outs.append(block[0].to(query.dtype))
             sums.append(block[1])
             block = None
-    if len(outs) == 1:
-        return outs[0], sums[0]
-    # Joined by rows, so that heads of a row lie side by side.
-    return torch.cat([x.transpose(1, 2) for x in outs], 1).transpose(1, 2), torch.cat(sums, 2)
+    return rectangles.joined(outs), torch.cat(sums, 2)
 
 
 def backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
-    merged: flash.Partial,
-    piece: CachedSlice,
-    layer: int,
-    rule: Rule,
+    pair: Pair,
+    merged: rectangles.Partial,
+    start: int,
+    rules: LayerRules,
+    *,
+    earlier: Pair | None,
+    own: Pair | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of a slice's queries, keys and values; those of earlier tokens go to its cache.
+    """Return the gradients of a slice's queries, keys and values.
 
     Args:
         gradient: of the output, `[1, query_heads, rows, value_dim]`.
+        pair: as `forward` took it.
+        merged: what `forward` gave, sinks merged in.
+        earlier: gradients of the tokens before the slice, to which theirs are added; None where there are none.
+        own: what later slices have sent to the slice's own keys and values, added to in place; None for nothing.
     """
-    start, cache = piece.start, piece.cache
-    pair, earlier = cache.read(layer, piece.stop), cache.earlier_gradients(layer, start)
-    own = cache.own_gradients(layer, start, piece.stop)
+    rows_of_slice = query.shape[2]
     by_queries: dict[int, torch.Tensor] = {}
-    for tile in chain.from_iterable(map(_backward_tiles, tiles_of(start, piece.stop, rule))):
+    for tile in chain.from_iterable(map(_backward_tiles, tiles_of(start, start + rows_of_slice, rules))):
         rows = slice(tile.first_row, tile.stop_row)
-        by_query, *by_pair = flash.backward(
+        by_query, *by_pair = rectangles.backward(
             gradient[:, :, rows],
             *_of_tile(query, pair, tile),
             (merged[0][:, :, rows], merged[1][:, :, rows]),
-            rule,
-            **_sight(tile, piece, rule, query),
+            rules,
+            **_sight(tile, start, rules, query),
         )
         if tile.first_row in by_queries:
             # Sums of many are wide, and of two as wide as the kernel gives them.
@@ -155,7 +130,7 @@ def backward(
                 total[:, :, tile.first_key : tile.first_key + before].add_(part[:, :, :before])
         if tile.stop_key > start:
             first = max(tile.first_key, start) - start
-            own = _added(own, [x[:, :, before:] for x in by_pair], first, piece.rows)
+            own = _added(own, [x[:, :, before:] for x in by_pair], first, rows_of_slice)
     assert own is not None
     parts = list(by_queries.values())
     by_query = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
@@ -187,12 +162,12 @@ def _of_tile(query: torch.Tensor, pair: Pair, tile: Tile) -> tuple[torch.Tensor,
     return query[:, :, tile.first_row : tile.stop_row], pair[0][:, :, keys], pair[1][:, :, keys]
 
 
-def _sight(tile: Tile, piece: CachedSlice, rule: Rule, like: torch.Tensor) -> dict[str, Any]:
+def _sight(tile: Tile, start: int, rules: LayerRules, like: torch.Tensor) -> dict[str, Any]:
     """Return which keys a tile's rows see, as the kernels take it."""
     if tile.sight != "band":
         return {"causal": tile.sight == "causal"}
-    rows = torch.arange(piece.start + tile.first_row, piece.start + tile.stop_row, device=like.device)
+    rows = torch.arange(start + tile.first_row, start + tile.stop_row, device=like.device)
     keys = torch.arange(tile.first_key, tile.stop_key, device=like.device)
     distance = rows[:, None] - keys
-    assert rule.window is not None
-    return {"seen": (distance >= 0) & (distance < rule.window)}
+    assert rules.window is not None
+    return {"seen": (distance >= 0) & (distance < rules.window)}

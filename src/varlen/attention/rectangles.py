@@ -9,10 +9,12 @@ What they don't compute, soft caps and the edges of a sliding window among it, h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import pad
+
+from varlen.attention.rules import LayerRules
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -23,26 +25,17 @@ HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 """The widest head that the CUDA kernels take."""
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Of keys and of values: `[1, key_heads, tokens, dim]`, neighbouring tokens side by side in memory."""
 Partial = tuple[torch.Tensor, torch.Tensor]
 """Output `[1, query_heads, rows, dim]` and log-sum-exp `[1, query_heads, rows]`, float32 or wider."""
-
-
-class Rule(NamedTuple):
-    """How scores are made of queries and keys, and which of them count."""
-
-    scale: float
-    """Of the product of a query and a key."""
-    window: int | None = None
-    """Attend to the last this many tokens, the token itself included; None for all."""
-    cap: float | None = None
-    """Scores s become `cap * tanh(s / cap)` (Gemma 2); None: they stay."""
 
 
 def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rule: Rule,
+    rules: LayerRules,
     *,
     causal: bool = False,
     seen: torch.Tensor | None = None,
@@ -58,12 +51,12 @@ def forward(
     Returns:
         The output, `[1, query_heads, rows, value_dim]`, 0 in rows that see no key, and their log-sum-exp, `-inf` in
     """
-    if seen is not None or rule.cap is not None or not _has_kernel(query, value):
-        return _forward_by_scores(query, key, value, rule, _seen(query, causal, seen))
+    if seen is not None or rules.softcap is not None or not _has_kernel(query, value):
+        return _forward_by_scores(query, key, value, rules, _seen(query, causal, seen))
     width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     query, key, value = _padded(width, query, key, value)
     kernel = _CUDA if query.is_cuda else _CPU
-    out, lse, *_ = kernel(query, key, value, 0.0, causal, scale=rule.scale)
+    out, lse, *_ = kernel(query, key, value, 0.0, causal, scale=rules.scale)
     return (out if value_width == width else out[..., :value_width]), lse
 
 
@@ -73,7 +66,7 @@ def backward(
     key: torch.Tensor,
     value: torch.Tensor,
     merged: Partial,
-    rule: Rule,
+    rules: LayerRules,
     *,
     causal: bool = False,
     seen: torch.Tensor | None = None,
@@ -83,16 +76,16 @@ def backward(
     Returns:
         Gradients in the shapes of `query`, `key` and `value`; float32 or wider where scores are formed.
     """
-    if seen is not None or rule.cap is not None or not _has_kernel(query, value):
-        return _backward_by_scores(gradient, query, key, value, merged, rule, _seen(query, causal, seen))
+    if seen is not None or rules.softcap is not None or not _has_kernel(query, value):
+        return _backward_by_scores(gradient, query, key, value, merged, rules, _seen(query, causal, seen))
     widths = [x.shape[-1] for x in (query, key, value)]
     gradient, query, key, value, out = _padded(max(widths), gradient, query, key, value, merged[0])
     given = (gradient, query, key, value, out, merged[1].contiguous())
     if query.is_cuda:
         rows, keys, none = query.shape[2], key.shape[2], torch.empty(0, dtype=torch.int64)
-        made = _CUDA_BACKWARD(*given, None, None, rows, keys, 0.0, causal, none, none, scale=rule.scale)
+        made = _CUDA_BACKWARD(*given, None, None, rows, keys, 0.0, causal, none, none, scale=rules.scale)
     else:
-        made = _CPU_BACKWARD(*given, 0.0, causal, scale=rule.scale)
+        made = _CPU_BACKWARD(*given, 0.0, causal, scale=rules.scale)
     by_query, by_key, by_value = (x[..., :width] for x, width in zip(made, widths))
     return by_query, by_key, by_value
 
@@ -106,6 +99,11 @@ def merge(one: Partial, other: Partial) -> Partial:
     weight = torch.sigmoid(other[1] - one[1]).unsqueeze(-1)
     out = one[0].lerp_(other[0].to(one[0].dtype), weight.to(one[0].dtype).expand_as(one[0]))
     return out, torch.logaddexp(one[1], other[1])
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join `[1, heads, rows, dim]` by rows, so that heads of a row lie side by side and projections need no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts], 1).transpose(1, 2)
 
 
 def with_sinks(merged: Partial, sinks: torch.Tensor) -> Partial:
@@ -151,21 +149,23 @@ def _grouped(x: torch.Tensor, key_heads: int) -> torch.Tensor:
     return x.reshape(1, key_heads, -1, *x.shape[2:])
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, rule: Rule, seen: torch.Tensor | None) -> torch.Tensor:
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, rules: LayerRules, seen: torch.Tensor | None
+) -> torch.Tensor:
     """Return scores `[1, key_heads, queries a key, rows, keys]`, float32 or wider, `-inf` where not seen."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = _grouped(query, key.shape[1]).to(wide) @ key.to(wide).transpose(-1, -2)[:, :, None]
-    scores *= rule.scale
-    if rule.cap is not None:
-        scores = scores.div_(rule.cap).tanh_().mul_(rule.cap)
+    scores *= rules.scale
+    if rules.softcap is not None:
+        scores = scores.div_(rules.softcap).tanh_().mul_(rules.softcap)
     return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
 
 
 def _forward_by_scores(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, seen: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: LayerRules, seen: torch.Tensor | None
 ) -> Partial:
     """As `forward`; the output is float32 or wider, so that many parts can be merged before it is rounded."""
-    scores = _scores(query, key, rule, seen)
+    scores = _scores(query, key, rules, seen)
     lse = scores.logsumexp(-1)
     # A row that sees nothing would compute `inf - inf`.
     weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
@@ -179,21 +179,21 @@ def _backward_by_scores(
     key: torch.Tensor,
     value: torch.Tensor,
     merged: Partial,
-    rule: Rule,
+    rules: LayerRules,
     seen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads = key.shape[1]
-    scores = _scores(query, key, rule, seen)
+    scores = _scores(query, key, rules, seen)
     bent = None
-    if rule.cap is not None:
-        bent = 1 - (scores / rule.cap).square_()
+    if rules.softcap is not None:
+        bent = 1 - (scores / rules.softcap).square_()
         if seen is not None:
             bent.masked_fill_(~seen, 0.0)
     weights = scores.sub_(_grouped(merged[1], heads).unsqueeze(-1)).exp_()
     g, out = (_grouped(x, heads).to(weights.dtype) for x in (gradient, merged[0]))
     by_value = (weights.transpose(-1, -2) @ g).sum(2)
     by_weight = g @ value.to(weights.dtype).transpose(-1, -2)[:, :, None]
-    by_score = weights.mul_(by_weight.sub_((g * out).sum(-1, keepdim=True))).mul_(rule.scale)
+    by_score = weights.mul_(by_weight.sub_((g * out).sum(-1, keepdim=True))).mul_(rules.scale)
     if bent is not None:
         by_score *= bent
     by_query = (by_score @ key.to(weights.dtype)[:, :, None]).flatten(1, 2)

@@ -1,0 +1,170 @@
+"""The choice of what computes attention, and why not something else.
+
+Slices: a kernel of whole slices, or rectangles one by one. A kernel is used where a small case of the same kind, both
+passes, agrees with scores formed here: versions of the libraries differ in which of their arguments they heed.
+Whole packs: a kernel on CUDA that takes all documents in one call, or each document by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import lru_cache
+from typing import get_args
+
+import torch
+
+from varlen.attention import rectangles
+from varlen.attention.kernels import (
+    MAKERS,
+    FlashAttn,
+    Kernel,
+    Kernels,
+    Lengths,
+    Merged,
+    Qkv,
+    TorchVarlen,
+    WholePacks,
+    heads_of,
+    seen_by,
+    tokens_of,
+)
+from varlen.attention.rectangles import HALF, MAX_HEAD_DIM
+from varlen.attention.rules import LayerRules
+from varlen.errors import ModelError, SettingError
+
+
+def check_kernels(name: str) -> None:
+    """Refuse a name that says nothing."""
+    if name not in get_args(Kernels):
+        raise SettingError(f"kernels={name!r}; there are {', '.join(get_args(Kernels))}")
+
+
+def chosen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: LayerRules, name: str
+) -> Kernel | None:
+    """Return what computes slices whole, or None where they are computed rectangle by rectangle.
+
+    Args:
+        query: `[1, query_heads, rows, dim]`.
+        key: `[1, key_heads, rows, dim]`.
+        value: `[1, key_heads, rows, value_dim]`.
+    """
+    if name == "sdpa" or (name == "auto" and not query.is_cuda):
+        return None
+    why: list[str] = []
+    heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+    for each in MAKERS if name == "auto" else (name,):
+        kernel, fault = _tried(
+            each, query.device, query.dtype, heads, rules.window is not None, rules.softcap is not None
+        )
+        if kernel is not None:
+            return kernel
+        why.append(fault)
+    if name == "auto":
+        return None
+    raise ModelError(
+        f'kernels="{name}" doesn\'t compute this attention: {why[0]}; kernels="auto" finds one that does'
+    )
+
+
+def chosen_for_packs(
+    query: torch.Tensor, value: torch.Tensor, rules: LayerRules, *, has_sinks: bool
+) -> WholePacks | None:
+    """Return what computes all documents of a pack in one call, or None where each is computed by itself.
+
+    Args:
+        query: `[tokens, query_heads, dim]`.
+        value: `[tokens, key_heads, value_dim]`.
+    """
+    if has_sinks or _shape_fault(query.device, query.dtype, query.shape[-1], value.shape[-1]):
+        return None
+    if rules.softcap is None and rules.dropout == 0:
+        return TorchVarlen().whole
+    return FlashAttn.whole if importlib.util.find_spec("flash_attn") is not None else None
+
+
+def _shape_fault(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> str:
+    """Say why no kernel of many documents takes these heads; "" where one may."""
+    if device.type != "cuda" or dtype not in HALF:
+        return f"it takes half precision on CUDA, and this is {dtype} on {device.type}"
+    if width != value_width or width % 8 or width > MAX_HEAD_DIM:
+        return f"heads are {width} and {value_width} wide; it takes one multiple of 8 up to {MAX_HEAD_DIM}"
+    return ""
+
+
+@lru_cache(maxsize=64)
+def _tried(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int, int],
+    windowed: bool,
+    capped: bool,
+) -> tuple[Kernel | None, str]:
+    """Return a kernel that computes a small case right, else None and why not."""
+    query_heads, key_heads, width, value_width = heads
+    if fault := _shape_fault(device, dtype, width, value_width):
+        return None, fault
+    if capped and not MAKERS[name].has_softcap:
+        return None, "it knows no soft cap"
+    rules = LayerRules(width**-0.5, 3 if windowed else None, 5.0 if capped else None)
+    try:
+        kernel = MAKERS[name]()
+        off = error_on_a_small_case(kernel, (query_heads, key_heads, width), rules, device, dtype)
+    except Exception as error:  # whatever a build of it says, another kernel runs
+        return None, f"{type(error).__name__}: {str(error)[:200]}"
+    return (kernel, "") if off < 0.05 else (None, f"it is off by {off:.2g} on a small case")
+
+
+def error_on_a_small_case(
+    kernel: Kernel, heads: tuple[int, int, int], rules: LayerRules, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Return how far a kernel is from scores formed here on two slices, as `error_of`."""
+    return error_of(kernel, Lengths((4, 9), (11, 9)), heads, rules, device, dtype)
+
+
+def error_of(
+    kernel: Kernel,
+    lengths: Lengths,
+    heads: tuple[int, int, int],
+    rules: LayerRules,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
+    """Return how far a kernel is from scores formed here, in both passes; in units of the largest."""
+    query_heads, key_heads, width = heads
+    made = torch.Generator().manual_seed(0)
+    rows, keys = sum(lengths.queries), sum(lengths.keys)
+    sizes = [(rows, query_heads), (keys, key_heads), (keys, key_heads), (rows, query_heads)]
+    *tokens, gradient = (torch.randn(*size, width, generator=made).to(device, dtype) for size in sizes)
+    given, exact = Qkv(*tokens), Qkv(*(x.double() for x in tokens))
+    merged, known = kernel.forward(given, lengths, rules), BY_SCORES.forward(exact, lengths, rules)
+    found = (*merged, *kernel.backward(gradient, given, merged, lengths, rules))
+    wanted = (*known, *BY_SCORES.backward(gradient.double(), exact, known, lengths, rules))
+    off = [float((one - two).abs().max() / two.abs().max()) for one, two in zip(found, wanted)]
+    return math.inf if any(map(math.isnan, off)) else max(off)
+
+
+class ByScores:
+    """What kernels of slices compute, with all scores formed: what they are tried against."""
+
+    def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
+        """As `Kernel.forward`."""
+        query, key, value = (heads_of(x) for x in given)
+        seen = seen_by(lengths, rules.window, query.device)
+        out, lse = rectangles.forward(query, key, value, rules, seen=seen)
+        return tokens_of(out).to(query.dtype), lse[0]
+
+    def backward(
+        self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
+    ) -> Qkv:
+        """As `Kernel.backward`."""
+        query, key, value = (heads_of(x) for x in given)
+        whole = (heads_of(merged[0]), merged[1][None])
+        seen = seen_by(lengths, rules.window, query.device)
+        made = rectangles.backward(heads_of(gradient), query, key, value, whole, rules, seen=seen)
+        return Qkv(*(tokens_of(x).to(query.dtype) for x in made))
+
+
+BY_SCORES = ByScores()

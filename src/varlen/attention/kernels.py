@@ -1,0 +1,300 @@
+"""Kernels that compute the attention of many slices in one call on CUDA, each wrapped once.
+
+What they take is rows of several slices, one behind the other, and the keys of their documents up to each slice's
+end: `cu_seqlens` of queries and of keys that differ, with the causal diagonal at the bottom right. So a slice with
+earlier tokens is one call on its document's cache, nothing to merge, and all slices at the start of a document, as
+short documents are, are one call together. Whole packs are the case in which queries and keys are the same.
+
+A new kernel is a class here that does what `Kernel` says, a name in `Kernels`, and its line in `MAKERS`; the choice
+then tries it on a small case before it is used, and the tests of `tests/attention` want a stand-in of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+
+from varlen.attention.rules import LayerRules
+
+
+class Lengths(NamedTuple):
+    """Rows and keys of the slices of one call."""
+
+    queries: tuple[int, ...]
+    """Of each slice."""
+    keys: tuple[int, ...]
+    """Tokens of its document up to its end, so at least as many."""
+
+
+class Places(NamedTuple):
+    """The same as tensors on the kernels' device; the only form for whole packs, whose lengths nobody reads back."""
+
+    query_ends: torch.Tensor
+    """`cu_seqlens`, int32 `[slices + 1]`."""
+    key_ends: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+
+class Qkv(NamedTuple):
+    """Queries, keys and values, or the gradients of each."""
+
+    query: torch.Tensor
+    """`[rows, query_heads, dim]`."""
+    key: torch.Tensor
+    """`[tokens, key_heads, dim]`."""
+    value: torch.Tensor
+    """As `key`."""
+
+
+Merged = tuple[torch.Tensor, torch.Tensor]
+"""Output, `[rows, query_heads, dim]`, and its log-sum-exp, float32 or wider `[query_heads, rows]`."""
+
+
+class Kernel(Protocol):
+    """Causal attention of slices, `[tokens, heads, dim]`, with the diagonal at the bottom right."""
+
+    def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
+        """Return the output and its log-sum-exp."""
+
+    def backward(
+        self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
+    ) -> Qkv:
+        """Return the gradients of what was given; `merged` is what `forward` made of it, sinks merged in."""
+
+
+WholePacks = Callable[[Qkv, Places, LayerRules], torch.Tensor]
+"""Computes all documents of packs in one call, `[tokens, query_heads, dim]`; differentiated by PyTorch."""
+
+
+class TorchVarlen:
+    """PyTorch's own variable-length kernel, which `torch.nn.attention.varlen` calls.
+
+    `varlen_attn` itself takes no scale, window or grouped heads in PyTorch 2.11.
+    """
+
+    has_softcap: ClassVar = False
+
+    def __init__(
+        self, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None
+    ) -> None:
+        self._forward = forward or torch.ops.aten._flash_attention_forward
+        self._backward = backward or torch.ops.aten._flash_attention_backward
+
+    def forward(self, given: Qkv, lengths: Lengths | Places, rules: LayerRules) -> Merged:
+        """As `Kernel.forward`."""
+        places = _places(lengths, given.query.device)
+        causal, sides = self._sides(rules)
+        out, lse, *_ = self._forward(*given, *places, 0.0, causal, False, scale=rules.scale, **sides)
+        return out, lse
+
+    def backward(
+        self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
+    ) -> Qkv:
+        """As `Kernel.backward`."""
+        places = _places(lengths, gradient.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=gradient.device)  # of a dropout of 0
+        causal, sides = self._sides(rules)
+        of_dropout = 0.0, causal, seed, gradient.new_empty(0)
+        return Qkv(
+            *self._backward(gradient, *given, *merged, *places, *of_dropout, scale=rules.scale, **sides)
+        )
+
+    def whole(self, given: Qkv, places: Places, rules: LayerRules) -> torch.Tensor:
+        """As `WholePacks`."""
+        return self.forward(given, places, rules)[0]
+
+    def _sides(self, rules: LayerRules) -> tuple[bool, dict[str, int | None]]:
+        """Return whether a call is causal, and its window, which has two sides and replaces the causal diagonal."""
+        left, right = (None, None) if rules.window is None else (rules.window - 1, 0)
+        return rules.window is None, {"window_size_left": left, "window_size_right": right}
+
+
+class FlashAttn:
+    """The variable-length kernel of the flash-attn package, 2.7 or later."""
+
+    has_softcap: ClassVar = True
+
+    def __init__(
+        self, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None
+    ) -> None:
+        if forward is None or backward is None:
+            from flash_attn import flash_attn_interface as package
+
+            forward, backward = package._flash_attn_varlen_forward, package._flash_attn_varlen_backward
+        self._forward, self._backward = forward, backward
+
+    def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
+        """As `Kernel.forward`."""
+        places = _places(lengths, given.query.device)
+        out, lse, *_ = self._forward(*given, *places, 0.0, rules.scale, **self._options(rules))
+        return out, lse
+
+    def backward(
+        self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
+    ) -> Qkv:
+        """As `Kernel.backward`."""
+        found = Qkv(*(torch.empty_like(x) for x in given))
+        both = (gradient, *given, *merged, *found, *_places(lengths, gradient.device))
+        options = self._options(rules) | {"alibi_slopes": None, "deterministic": False}
+        self._backward(*both, 0.0, rules.scale, **options)
+        return found
+
+    @staticmethod
+    def whole(given: Qkv, places: Places, rules: LayerRules) -> torch.Tensor:
+        """As `WholePacks`."""
+        from flash_attn import flash_attn_varlen_func
+
+        out: torch.Tensor = flash_attn_varlen_func(
+            *given,
+            *places,
+            dropout_p=rules.dropout,
+            softmax_scale=rules.scale,
+            causal=True,
+            window_size=(_to_the_left(rules), 0),
+            softcap=rules.softcap or 0.0,
+        )
+        return out
+
+    def _options(self, rules: LayerRules) -> dict[str, Any]:
+        sides = {"window_size_left": _to_the_left(rules), "window_size_right": 0}
+        return {"causal": True, **sides, "softcap": rules.softcap or 0.0}
+
+
+def _to_the_left(rules: LayerRules) -> int:
+    """Return how many earlier tokens flash-attn may look back to: it doesn't count the token itself; -1 for all."""
+    return -1 if rules.window is None else rules.window - 1
+
+
+class Flex:
+    """FlexAttention, compiled: windows and soft caps where flash-attn is absent.
+
+    Its backward runs the forward once more, so that nothing of it is kept between the passes.
+    """
+
+    has_softcap: ClassVar = True
+
+    def __init__(self, attention: Callable[..., Any] | None = None) -> None:
+        if attention is None:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            attention = torch.compile(flex_attention, dynamic=True)
+        self._attention = attention
+        self._caps: dict[float, torch.Tensor] = {}
+
+    def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
+        """As `Kernel.forward`."""
+        out, lse = self._run(given, lengths, rules)
+        return tokens_of(out), lse[0]
+
+    def backward(
+        self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
+    ) -> Qkv:
+        """As `Kernel.backward`. Sinks add to the log-sum-exp here, and so only to what the output is of."""
+        with torch.enable_grad():
+            leaves = Qkv(*(x.detach().requires_grad_() for x in given))
+            out, lse = self._run(leaves, lengths, rules)
+            # What sinks took away: `out` of all keys alone is `merged` times this.
+            share = (lse.detach() - merged[1][None]).exp()
+            # d(out * share) = share * d(out) + out * share * (1 - share) * d(lse), the sink's score being fixed.
+            wide = heads_of(gradient).to(lse.dtype)
+            by_lse = (wide * out.detach()).sum(-1) * share * (1 - share)
+            by_out = (wide * share.unsqueeze(-1)).to(out.dtype)
+            return Qkv(*torch.autograd.grad((out, lse), leaves, (by_out, by_lse)))
+
+    def _run(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
+        heads = [heads_of(x) for x in given]
+        if rules.softcap is not None and rules.softcap not in self._caps:
+            self._caps[rules.softcap] = torch.tensor(rules.softcap, device=given.query.device)
+        # A number would become symbolic under dynamic shapes, which the kernel doesn't take.
+        cap = None if rules.softcap is None else self._caps[rules.softcap]
+
+        def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            return score if cap is None else cap * torch.tanh(score / cap)
+
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out, aux = self._attention(
+            *heads,
+            score_mod=None if cap is None else capped,
+            block_mask=_block_mask(lengths, rules.window, given.query.device),
+            scale=rules.scale,
+            enable_gqa=given.query.shape[1] != given.key.shape[1],
+            return_aux=AuxRequest(lse=True),
+            # The kernel for few queries takes at most 128 rows times query heads of a key head.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        )
+        return out, aux.lse
+
+
+def tokens_of(heads: torch.Tensor) -> torch.Tensor:
+    """View `[1, heads, tokens, dim]` as `[tokens, heads, dim]`."""
+    return heads[0].transpose(0, 1)
+
+
+def heads_of(tokens: torch.Tensor) -> torch.Tensor:
+    """View `[tokens, heads, dim]` as `[1, heads, tokens, dim]`."""
+    return tokens.transpose(0, 1)[None]
+
+
+def seen_by(lengths: Lengths, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return which keys the rows of a call see, bool `[rows, keys]`."""
+    row_slice, row_at, key_slice, key_at = positions(lengths, device)
+    distance = row_at[:, None] - key_at
+    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return near & (row_slice[:, None] == key_slice)
+
+
+def _places(lengths: Lengths | Places, device: torch.device) -> Places:
+    return lengths if isinstance(lengths, Places) else _placed(lengths, device)
+
+
+@lru_cache(maxsize=256)
+def _placed(lengths: Lengths, device: torch.device) -> Places:
+    """Return lengths as kernels take them; kept, since the layers of a MicroPack ask for the same."""
+    ends = [list(accumulate(each, initial=0)) for each in lengths]
+    queries, keys = (torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in ends)
+    return Places(queries, keys, max(lengths.queries), max(lengths.keys))
+
+
+def positions(
+    lengths: Lengths, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slice and the position in its document of each row, and of each key; int64."""
+    found = []
+    for each in lengths:
+        count = torch.tensor(each)
+        owner = torch.repeat_interleave(torch.arange(len(each)), count)
+        first = torch.tensor(lengths.keys) - count - (count.cumsum(0) - count)
+        found += [owner.to(device), (torch.arange(sum(each)) + first[owner]).to(device)]
+    return found[0], found[1], found[2], found[3]
+
+
+@lru_cache(maxsize=32)
+def _block_mask(lengths: Lengths, window: int | None, device: torch.device) -> Any:
+    """Return FlexAttention's own form of `seen_by`."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    row_slice, row_at, key_slice, key_at = positions(lengths, device)
+
+    def sees(_batch: Any, _head: Any, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        distance = row_at[row] - key_at[key]
+        near = (distance >= 0) & (row_slice[row] == key_slice[key])
+        return near if window is None else near & (distance < window)
+
+    return create_block_mask(sees, None, None, sum(lengths.queries), sum(lengths.keys), device=device)
+
+
+Kernels = Literal["auto", "sdpa", "varlen", "flash_attn", "flex"]
+"""What computes slices: PyTorch's dense kernels rectangle by rectangle ("sdpa"), its variable-length one ("varlen"),
+the flash-attn package's, FlexAttention, or the first of "varlen", "flash_attn", "flex" and "sdpa" that can."""
+MAKERS: dict[str, type[TorchVarlen | FlashAttn | Flex]] = {
+    "varlen": TorchVarlen,
+    "flash_attn": FlashAttn,
+    "flex": Flex,
+}
+"""Kernels of whole slices, in the order in which "auto" tries them."""

@@ -1,0 +1,84 @@
+"""How an attention layer of transformers weighs what it attends to, read off its call and its configuration once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from varlen.errors import ModelError
+
+NOT_COMPUTED = ("position_bias", "sinks", "indices", "block_indices")
+"""Arguments by which some families change who is attended to or how much, and which no kernel here computes."""
+SELECTING = "indexed_attention"
+"""Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
+MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
+"""Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
+SINGLE_TOKENS = ("moe", "mlp")
+"""Kinds of layers that mix no tokens."""
+MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
+"""Layers in which no mask has a meaning: they take boundaries, or look at single tokens."""
+
+
+class LayerRules(NamedTuple):
+    """How scores are made of queries and keys, and which of them count."""
+
+    scale: float
+    """Of the product of a query and a key."""
+    window: int | None = None
+    """Attend to the last this many tokens, the token itself included; None for all."""
+    softcap: float | None = None
+    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2); None: they stay."""
+    dropout: float = 0.0
+    """Share of attention weights set to 0; for whole packs alone."""
+
+
+def rules_of_call(
+    module: Any,
+    query: torch.Tensor,
+    name: str,
+    /,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **rest: Any,
+) -> LayerRules:
+    """Return the rules that transformers tells the attention function of this name, and refuse what isn't computed.
+
+    Args:
+        module: the attention layer.
+        query: `[..., head_dim]`.
+    """
+    layer = type(module).__name__
+    otherwise = 'choose model.set_attn_implementation("sdpa")'
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ModelError(f'the "{name}" attention is causal, and {layer} attends in both directions')
+    if given := [word for word in NOT_COMPUTED if rest.get(word) is not None]:
+        raise ModelError(
+            f'{layer} passes {", ".join(given)}, which the "{name}" attention doesn\'t compute; {otherwise}'
+        )
+    kinds, index = (
+        getattr(getattr(module, "config", None), "layer_types", None),
+        getattr(module, "layer_idx", None),
+    )
+    if sliding_window is None and kinds and index is not None and kinds[index] == "sliding_attention":
+        raise ModelError(
+            f"layer {index} slides a window, but {layer} doesn't tell the "
+            f'"{name}" attention how wide; {otherwise}'
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return LayerRules(scale, sliding_window, softcap or None, dropout)
+
+
+def named_kinds(config: Any) -> tuple[str, ...]:
+    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
+    return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+
+
+def rotary_settings(config: Any) -> list[dict[str, Any]]:
+    """Return the settings of rotary positions: those of all layers, and those of each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [each for each in (rope, *rope.values()) if isinstance(each, dict)]

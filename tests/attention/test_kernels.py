@@ -1,0 +1,194 @@
+"""Kernels, rectangles and the choice between them: exact, told apart from wrong ones, and refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.kernel_stand_ins import KERNELS, SCALE, aten_backward, aten_forward, document
+
+from varlen.attention import choice, rectangles
+from varlen.attention.choice import BY_SCORES, check_kernels, chosen, error_on_a_small_case
+from varlen.attention.kernels import Flex, Lengths, Qkv, seen_by
+from varlen.attention.rules import LayerRules
+from varlen.attention.tiles import BLOCK, tiles_of
+from varlen.errors import ModelError, SettingError
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([(1, 1), (4, 2)]), st.integers(0, 9))
+@settings(max_examples=40)
+def test_forming_scores_equals_the_kernel(rows, keys, heads, seed):
+    query, (_, key, value) = document(rows, heads, seed)[0], document(keys, heads, seed + 1)
+    gradient, everything = document(rows, heads, seed + 2)[0], torch.ones(rows, keys, dtype=torch.bool)
+
+    kernel = rectangles.forward(query, key, value, LayerRules(SCALE))
+    scores = rectangles.forward(query, key, value, LayerRules(SCALE), seen=everything)
+    back = rectangles.backward(gradient, query, key, value, kernel, LayerRules(SCALE))
+    back_by_scores = rectangles.backward(
+        gradient, query, key, value, kernel, LayerRules(SCALE), seen=everything
+    )
+
+    for ours, theirs in zip((*scores, *back_by_scores), (*kernel, *back)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_row_that_sees_nothing_weighs_nothing_when_merged():
+    query, key, value = document(3, (2, 1), 0)
+    blind = torch.tensor([[False] * 3, [True] * 3, [True] * 3])
+
+    seen = rectangles.forward(query, key, value, LayerRules(SCALE))
+    nothing = rectangles.forward(query, key, value, LayerRules(SCALE), seen=blind)
+
+    assert nothing[0][:, :, 0].eq(0).all()
+    assert nothing[1][:, :, 0].eq(-torch.inf).all()
+    out, lse = rectangles.merge((nothing[0].clone(), nothing[1]), seen)
+    torch.testing.assert_close(out[:, :, 0], seen[0][:, :, 0])
+    torch.testing.assert_close(lse[:, :, 0], seen[1][:, :, 0])
+
+
+def test_a_slice_is_two_rectangles_and_its_windows_are_blocks():
+    assert [tuple(tile) for tile in tiles_of(0, 9, LayerRules(1.0))] == [(0, 9, 0, 9, "causal")]
+    assert [tile.sight for tile in tiles_of(4, 9, LayerRules(1.0, 9))] == ["causal", "all"]
+    assert [tuple(tile) for tile in tiles_of(1000, 2000, LayerRules(1.0, 100))] == [
+        (0, 512, 901, 1512, "band"),
+        (512, 1000, 1413, 2000, "band"),
+    ]
+    assert [tuple(tile) for tile in tiles_of(1000, 1512, LayerRules(1.0, 600))] == [
+        (0, 512, 1000, 1512, "causal"),
+        (0, 512, 912, 1000, "all"),
+        (0, 512, 401, 912, "band"),
+    ]
+    assert [tuple(tile) for tile in tiles_of(600, 1200, LayerRules(1.0, None, 2.0))] == [
+        (0, 512, 600, 1112, "causal"),
+        (0, 512, 0, 512, "all"),
+        (0, 512, 512, 600, "all"),
+        (512, 600, 1112, 1200, "causal"),
+        (512, 600, 0, 512, "all"),
+        (512, 600, 512, 1024, "all"),
+        (512, 600, 1024, 1112, "all"),
+    ]
+
+
+@given(st.integers(0, 1500), st.integers(1, 1200), st.integers(1, 1400), st.booleans())
+@settings(max_examples=40)
+def test_rectangles_cover_what_rows_see_once_and_form_scores_of_blocks_alone(start, rows, window, capped):
+    rules = LayerRules(1.0, window, 2.0 if capped else None)
+    row, key = torch.arange(start, start + rows)[:, None], torch.arange(start + rows)
+    times = torch.zeros(rows, start + rows, dtype=torch.int32)
+    for tile in tiles_of(start, start + rows, rules):
+        at = (slice(tile.first_row, tile.stop_row), slice(tile.first_key, tile.stop_key))
+        far = (row[at[0]] - key[at[1]]) < window
+        near = row[at[0]] >= key[at[1]]
+        if tile.sight == "causal":
+            assert start + tile.first_row == tile.first_key
+            assert tile.stop_row - tile.first_row == tile.stop_key - tile.first_key
+        times[at] += {"all": torch.ones_like(near), "causal": near, "band": near & far}[tile.sight].int()
+        if tile.sight == "band" or capped:
+            assert max(tile.stop_row - tile.first_row, tile.stop_key - tile.first_key) < 2 * BLOCK
+
+    assert torch.equal(times, ((row >= key) & (row - key < window)).int())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_small_case_tells_right_from_wrong(name, window):
+    rules, heads = LayerRules(0.4, window), (4, 2, 8)
+
+    def wrong(change: Callable[[Qkv, Lengths, LayerRules], tuple[Qkv, Lengths, LayerRules]]) -> float:
+        class Wrong:
+            def forward(self, *given: Any) -> Any:
+                return BY_SCORES.forward(*change(*given))
+
+            def backward(self, gradient: Any, given: Any, merged: Any, *rest: Any) -> Any:
+                changed = change(given, *rest)
+                return BY_SCORES.backward(gradient, changed[0], merged, *changed[1:])
+
+        return error_on_a_small_case(Wrong(), heads, rules, CPU, torch.float64)
+
+    assert error_on_a_small_case(KERNELS[name](), heads, rules, CPU, torch.float64) < 1e-12
+    assert wrong(lambda given, lengths, _: (given, lengths, LayerRules(0.4, window, 2.0))) > 0.05
+    assert wrong(lambda given, lengths, _: (given, lengths, LayerRules(0.4, 2))) > 0.05
+    assert wrong(lambda given, lengths, rules: (given, Lengths((4, 9), (4, 16)), rules)) > 0.05
+    assert wrong(lambda given, lengths, rules: (given._replace(key=given.key.flip(1)), lengths, rules)) > 0.05
+    assert (
+        wrong(lambda given, lengths, rules: (given._replace(key=given.key * torch.nan), lengths, rules))
+        > 0.05
+    )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_of_this_torch_masks_as_it_is_told():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    lengths, rules = Lengths((4, 9), (11, 9)), LayerRules(0.4, 5, 2.0)
+    made = torch.Generator().manual_seed(0)
+    given = Qkv(*(torch.randn(n, h, 8, generator=made) for n, h in ((13, 4), (20, 2), (20, 2))))
+
+    found = Flex(flex_attention).forward(given, lengths, rules)
+
+    for ours, known in zip(found, BY_SCORES.forward(given, lengths, rules)):
+        torch.testing.assert_close(ours, known, rtol=0, atol=1e-5)
+
+
+def test_rows_see_their_document_up_to_themselves_from_the_bottom_right():
+    assert seen_by(Lengths((2, 1), (3, 1)), None, CPU).int().tolist() == [
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [0, 0, 0, 1],
+    ]
+    assert seen_by(Lengths((2,), (4,)), 2, CPU).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+def test_arguments_of_this_torch_are_those_of_the_stand_in():
+    for kernel, stand_in in (
+        (torch.ops.aten._flash_attention_forward, aten_forward),
+        (torch.ops.aten._flash_attention_backward, aten_backward),
+    ):
+        theirs = [argument.name for argument in kernel.default._schema.arguments]
+        ours = stand_in.__code__.co_varnames[
+            : stand_in.__code__.co_argcount + stand_in.__code__.co_kwonlyargcount
+        ]
+        assert [x for x in theirs if x in ours] == list(ours)
+        assert theirs[: stand_in.__code__.co_argcount] == list(ours[: stand_in.__code__.co_argcount])
+
+
+def test_kernels_that_cannot_are_refused_by_name_and_auto_finds_one_that_can():
+    query, key, value = document(4, (2, 1), 0)
+
+    assert chosen(query, key, value, LayerRules(1.0), "auto") is None
+    assert chosen(query, key, value, LayerRules(1.0), "sdpa") is None
+    with pytest.raises(
+        ModelError, match=r'kernels="varlen" .* half precision on CUDA, and this is torch.float64 on cpu'
+    ):
+        chosen(query, key, value, LayerRules(1.0), "varlen")
+    with pytest.raises(SettingError, match="kernels='fast'; there are auto, sdpa, varlen, flash_attn, flex"):
+        check_kernels("fast")
+
+
+def test_what_a_kernel_cannot_take_is_said_before_it_is_called():
+    cuda, half = torch.device("cuda"), torch.bfloat16
+
+    assert "4 and 8 wide" in choice._tried("varlen", cuda, half, (2, 1, 4, 8), False, False)[1]
+    assert "12 and 12 wide" in choice._tried("flex", cuda, half, (2, 1, 12, 12), False, False)[1]
+    assert choice._tried("varlen", cuda, half, (2, 1, 8, 8), False, True)[1] == "it knows no soft cap"
+    if not torch.cuda.is_available():
+        assert choice._tried("varlen", cuda, half, (2, 1, 8, 8), False, False)[0] is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of whole slices run on CUDA")
+@pytest.mark.parametrize("name", ["varlen", "flex"])
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("capped", [False, True])
+def test_on_cuda_a_kernel_agrees_with_scores(name, windowed, capped):
+    if capped and name == "varlen":
+        pytest.skip("it knows no soft cap")
+    cuda, half, heads = torch.device("cuda"), torch.bfloat16, (4, 2, 64)
+    kernel, fault = choice._tried(name, cuda, half, (*heads, 64), windowed, capped)
+    assert kernel is not None, fault
+    rules = LayerRules(0.125, 100 if windowed else None, 5.0 if capped else None)
+    for lengths in (Lengths((96,), (96,)), Lengths((96, 204), (300, 204)), Lengths((130, 7), (130, 700))):
+        assert choice.error_of(kernel, lengths, heads, rules, cuda, half) < 0.05, lengths
