@@ -27,9 +27,9 @@ from varlen.files.ours import is_there, mark_of_folder, refuse_link, remove_mark
 from varlen.offline.outputs import free_words, write_json
 from varlen.parsed import parse_json
 from varlen.regular import read_regular
-from varlen.train.data import smallest_batch
 from varlen.train.parallel import Ranks
 from varlen.train.settings import ModelSettings
+from varlen.train.step import smallest_batch
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
