@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import uuid
 import weakref
 import zlib
@@ -204,7 +205,8 @@ def _close(files: list[int]) -> None:
 class Shard:
     """A finished shard: its offsets are mapped, and `with shard:` opens its files.
 
-    Tokens are read and not mapped, so that what a process holds stays bounded however large the store is.
+    Tokens are read and not mapped, so that what a process holds stays bounded however large the store is. Several
+    threads may use it, one at a time within `with`.
     """
 
     def __init__(self, folder: Path, *, check_tokens: bool = True) -> None:
@@ -214,6 +216,7 @@ class Shard:
             raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
         self.counts = counts
         self._path = folder
+        self._lock = threading.RLock()
         try:
             self._dtype = _DTYPES[counts.dtype]
             self._mask_dtype = np.dtype(np.float32 if counts.has_weights else np.uint8)
@@ -248,6 +251,7 @@ class Shard:
 
     def __enter__(self) -> Shard:
         """Open the files."""
+        self._lock.acquire()
         try:
             self._tokens = self._opened("tokens.bin")
             if self.counts.has_mask:
@@ -269,6 +273,7 @@ class Shard:
             if file >= 0:
                 os.close(file)
         self._tokens = self._mask = -1
+        self._lock.release()
 
     def will_need(self, documents: IntArray) -> None:
         """Have the system read documents in while other things are done; nothing where it can't.
@@ -316,8 +321,9 @@ class Shard:
 
     def count_marked(self, starts: IntArray, stops: IntArray) -> list[int]:
         """Count the supervised tokens of stretches [start, stop), by the mask alone, which there is."""
-        self._mask = self._opened(self._mask_name)
+        self._lock.acquire()
         try:
+            self._mask = self._opened(self._mask_name)
             stretches = zip(starts.tolist(), stops.tolist())
             if self.counts.has_weights:
                 return [int(np.count_nonzero(self._marks(*stretch))) for stretch in stretches]

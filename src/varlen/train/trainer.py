@@ -22,8 +22,10 @@ from varlen.adapters import hf
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError, SourceError, VarlenError
 from varlen.feed.loader import PackedLoader
+from varlen.feed.opening import OpenTokens
 from varlen.feed.plans import GivenPlans
 from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread, was_interrupted
+from varlen.store.growing import PartialStore
 from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
 from varlen.train.checkpoint import Checkpoint, load, put_steps, read_weights, save, state_tensors
 from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
@@ -125,7 +127,13 @@ class _Run:
     def _build(self, found: Checkpoint | None) -> Stepper[PackedBatch]:
         """Build model and optimizer, and fill them with what a checkpoint holds."""
         settings, ranks = self._settings, self._ranks
-        model = build_model(self._config, settings.model, settings.run.seed, weights=found is None)
+        model = build_model(
+            self._config,
+            settings.model,
+            settings.run.seed,
+            weights=found is None,
+            is_sliced=self._plans is not None,
+        )
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._tied = tied_names(model)
         gradients: Gradients[PackedBatch]
@@ -156,7 +164,7 @@ class _Run:
             resumed_from=self._done,
             num_parameters=self._num_parameters,
             model=self._config.model_type,
-            attention=hf.implementation(model),
+            attention="varlen" if self._plans is not None else hf.implementation(model),
             world_size=self._ranks.world_size,
             parallel=run.parallel,
             device=self._ranks.device.type,
@@ -377,8 +385,11 @@ def open_loader(
         given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
     source, _ = given.pop("source"), given.pop("tokenizer", None)
     cache = given.pop("cache", None)
+    found: Any = as_data(source)
+    if tokenizer.tokens is not None and not isinstance(tokenizer.tokens, PartialStore):
+        found = OpenTokens(data=found, tokens=tokenizer.tokens)
     return PackedLoader(
-        as_data(source),
+        found,
         tokenizer.for_loader,
         **{"seed": run.seed} | given,
         epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
