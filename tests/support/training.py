@@ -188,7 +188,7 @@ def _train_rank(
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "VARLEN_JIT": 1}
     names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    from varlen.train.step import PlannedStepper, Stepper
+    from varlen.train.step import Stepper
 
     def waiting(inner: Any) -> Any:
         def step(self: Any, number: int, *arguments: Any) -> Any:
@@ -199,8 +199,7 @@ def _train_rank(
 
         return step
 
-    for stepper in (Stepper, PlannedStepper):
-        stepper.step = waiting(stepper.step)  # type: ignore[method-assign]
+    Stepper.step = waiting(Stepper.step)  # type: ignore[method-assign]
     if prepare is not None:
         prepare()
     try:
@@ -224,7 +223,7 @@ def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -
         number: of the call.
     """
     from varlen.train import trainer
-    from varlen.train.step import PlannedStepper, Stepper
+    from varlen.train.step import Stepper
 
     calls = 0
 
@@ -240,8 +239,7 @@ def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -
         return call
 
     if moment == "step":
-        for stepper in (Stepper, PlannedStepper):
-            stepper.step = signalling(stepper.step)  # type: ignore[method-assign]
+        Stepper.step = signalling(Stepper.step)  # type: ignore[method-assign]
         return
     names = {"start": "open_loader", "load": "build_model", "save": "save", "export": "export_model"}
     setattr(trainer, names[moment], signalling(getattr(trainer, names[moment])))

@@ -135,7 +135,7 @@ def test_a_run_that_tokenizes_on_the_fly_goes_on_with_the_same_bits(store, tmp_p
 def test_a_lost_dropout_seed_would_be_seen(whole, store, tmp_path, monkeypatch):
     output, _, _ = whole
     copy = rewound(output, 2, tmp_path / "copy")
-    monkeypatch.setattr("varlen.train.step.Stepper._seed", lambda self, number: 7)
+    monkeypatch.setattr("varlen.train.step.Stepper._seed_of", lambda self, number: 7)
 
     train(settings(store, copy), Notes())
 

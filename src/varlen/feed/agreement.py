@@ -6,6 +6,7 @@ the first time, and says itself what it said.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sys
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 from varlen.counts import many
 from varlen.errors import StalledError
+from varlen.feed.state import TOKENIZER
 
 _FIRST_S, _MOST_S = 0.001, 0.05
 """Pauses between two looks."""
@@ -41,9 +43,11 @@ def job_store() -> Any:
     return store if clone is None else clone()
 
 
-def name_of(belongs_to: str) -> str:
-    """Return a name under which all ranks' loaders of these settings meet: the first, the second ... made here."""
-    return f"varlen/{belongs_to}/{next(_numbers.setdefault(belongs_to, itertools.count()))}"
+def name_of(belongs_to: Mapping[str, Any], prefix: str = "") -> str:
+    """Return the name under which the loaders of these settings meet, one of each rank; it differs with each call."""
+    same = {key: value for key, value in belongs_to.items() if key != TOKENIZER}  # whose folder may differ
+    key = prefix + hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
+    return f"varlen/{key}/{next(_numbers.setdefault(key, itertools.count()))}"
 
 
 class Agreement:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,8 @@ from varlen.documents.documents import Supervise
 from varlen.documents.source import Mixture, OnError, TextCut
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.checks import say_first_cut
-from varlen.feed.lookup import StepDocuments
-from varlen.feed.opening import Opened, open_data
+from varlen.feed.lookup import IndexedLookup, StepDocuments, StreamingLookup
+from varlen.feed.opening import Opened, OpenTokens, open_data
 from varlen.feed.protocol import BatchCounts, Ended, Worker
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
 from varlen.feed.spec import let_go
@@ -248,7 +248,7 @@ class PackedLoader(OfOneProcess):
         )
         self._begin(source, tokenizer)
 
-    def _begin(self, source: Data | Mixture, tokenizer: Any) -> None:
+    def _begin(self, source: Data | Mixture | OpenTokens, tokenizer: Any) -> None:
         """Look at the data, and hire a worker."""
         settings = self._settings
         super().__init__()
@@ -260,11 +260,15 @@ class PackedLoader(OfOneProcess):
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter(None if self._opened.has_said_cut else partial(say_first_cut, settings=settings))
         self._noted = self._meter.noted
-        self._lookup = self._opened.lookup()
-        self._remembers = self._lookup.remembers
+        self._remembers = self._opened.remembers
         self._worker = start_worker(self._opened, settings)
         self._take, self._deadline_s = self._worker.take, settings.deadline_s
         self._end = weakref.finalize(self, self._in_process(self._worker.closer()))
+
+    @cached_property
+    def _lookup(self) -> IndexedLookup | StreamingLookup:
+        """What finds steps."""
+        return self._opened.lookup()
 
     @property
     def settings(self) -> LoaderSettings:
@@ -601,7 +605,7 @@ def start_worker(opened: Opened, settings: LoaderSettings) -> Worker:
         size = slot_bytes(positions, has_weights=opened.has_weights)
         worker = ProcessWorker(opened.spec, settings.ring_slots, size, opened.exchanges)
     else:
-        worker = ThreadWorker(opened.spec, settings.ring_slots, opened.exchanges)
+        worker = ThreadWorker(opened.spec, settings.ring_slots, opened.exchanges, opened.held)
     if settings.device is None:
         return worker
     try:

@@ -52,11 +52,6 @@ class IndexedLookup:
             self._table = WindowTable(stream)
         self._last = FeedState()
 
-    @property
-    def remembers(self) -> bool:
-        """Whether `remember` is to be called after each batch: a store's steps are found without."""
-        return isinstance(self._table, MixedTable)
-
     def num_steps(self, state: FeedState) -> int:
         """Return the steps of all epochs, those without targets counted too."""
         return -(-self._table.num_packs(self._parts(state)) // self._feed.step_packs)
@@ -120,11 +115,6 @@ class StreamingLookup:
         self._feed = feed
         self._rounds: OrderedDict[int, Any] = OrderedDict()
         self._beginning: dict[str, Any] = {}
-
-    @property
-    def remembers(self) -> bool:
-        """Whether `remember` is to be called after each batch."""
-        return True
 
     def num_steps(self, _state: FeedState) -> int:
         """Say that nobody knows."""

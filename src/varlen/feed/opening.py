@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.files.written import LOCK, PARTIAL, WORK
 from varlen.offline.crew import Crew
 from varlen.offline.index import fingerprint_of_marks, index_source, source_marks
+from varlen.store.growing import PartialStore
 from varlen.store.open import is_megatron, is_token_store, open_tokens
 from varlen.store.store import TokenStore
 from varlen.store.token_files import FileTokens
@@ -71,6 +71,13 @@ class Opened:
     """Of the loader's steps, where it has some."""
     has_said_cut: bool = False
     """Whether it was said already how many documents are longer than a pack."""
+    held: tuple[TokenDocuments, ...] = ()
+    """Documents that are open, which a thread beside the trainer may read too."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether steps are found by what was taken; those of a single store are found without."""
+        return not isinstance(self.spec, IndexedSpec)
 
     def losses(self) -> Losses:
         """Return what was lost when tokens were made; documents tell as they are read."""
@@ -81,10 +88,23 @@ class Opened:
         return IndexedLookup(self.feed) if isinstance(self.feed, IndexedFeed) else StreamingLookup(self.feed)
 
 
-def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenTokens:
+    """Documents that were opened before their loader is made, which takes this in the place of its source."""
+
+    data: Data
+    """As `open_tokens` took it."""
+    tokens: TokenDocuments
+
+
+def open_data(data: Data | Mixture | OpenTokens, tokenizer: Any, settings: LoaderSettings) -> Opened:
     """Look at the data, and decide how it is fed."""
     if isinstance(data, Mixture):
         opened = open_mixture(replace(data, sources=placed_in(data, settings)), tokenizer, settings)
+    elif isinstance(data, OpenTokens):
+        _say(getattr(data.tokens, "unread", None), settings)
+        refuse_reading(data.tokens, data.data, settings)
+        opened = open_indexed(data.tokens, absolute(data.data), settings)
     else:
         opened = _open_one(placed_for(data, settings), tokenizer, settings)
     say_bytes(opened.belongs_to[TOKENIZER], settings.ranks[0])
@@ -168,6 +188,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         mode="indexed",
         spec=spec,
         feed=spec.open(held=held),
+        held=_shared(held),
         belongs_to=belongs_to,
         has_weights=has_weights,
         exchanges=exchanges,
@@ -258,13 +279,19 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     return Opened(
         mode="indexed",
         spec=spec,
-        feed=spec.open(tokens=tokens),
+        feed=spec.open(held=[tokens]),
+        held=_shared([tokens]),
         belongs_to=belongs_to,
         has_weights=weighs(tokens),
         exchanges=exchanges,
         plans=plans,
         has_said_cut=has_said,
     )
+
+
+def _shared(held: Sequence[TokenDocuments]) -> tuple[TokenDocuments, ...]:
+    """Return documents that several threads may read; where a store is being written, each looks for parts itself."""
+    return () if any(isinstance(tokens, PartialStore) for tokens in held) else tuple(held)
 
 
 def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
@@ -372,14 +399,13 @@ def _plans(
         return None, exchanges
     from varlen.feed.plans import Plans
 
-    shared = {key: value for key, value in belongs_to.items() if key != TOKENIZER}
     rank, world = settings.ranks
     plans = Plans(
         settings.plan,
         rank=rank,
         num_ranks=world,
         store=store,
-        name=name_of("plans " + digest(json.dumps(shared, sort_keys=True))[:16]),
+        name=name_of(belongs_to, "plans "),
         patience_s=settings.patience_s,
     )
     return plans, plans.exchanges(exchanges)
@@ -390,10 +416,7 @@ def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings)
     if store is None:
         return None
     rank, world = settings.ranks
-    shared = {
-        key: value for key, value in belongs_to.items() if key != TOKENIZER
-    }  # folders' names may differ
-    name = name_of(digest(json.dumps(shared, sort_keys=True))[:16])
+    name = name_of(belongs_to)
     return lambda run: Agreement(store, f"{name}/{run}", rank, world, settings.patience_s)
 
 

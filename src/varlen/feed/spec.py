@@ -30,8 +30,8 @@ from varlen.store.tokens import TokenDocuments
 class Spec(Protocol):
     """Makes a feed, in this process or in another one."""
 
-    def open(self, exchanges: Exchanges | None = None) -> Feed:
-        """Make it."""
+    def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> Feed:
+        """Make it, of documents that are open already or, where none are given, opened here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +61,11 @@ class IndexedSpec:
     is_alone: bool = False
     """Whether exchanges bring plans alone, since no other rank hears."""
 
-    def open(self, exchanges: Exchanges | None = None, tokens: TokenDocuments | None = None) -> IndexedFeed:
-        """Make the feed, of documents that are open already, or opened here."""
-        if tokens is None:
+    def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> IndexedFeed:
+        """Make the feed."""
+        if held:
+            (tokens,) = held
+        else:
             tokens = opened(self.data, self.patience_s, self.on_error, split=self.split, format=self.format)
         plans = step_plans(exchanges, self.planned_ahead)
         exchanges = None if self.is_alone else exchanges
@@ -96,10 +98,8 @@ class MixtureSpec:
     planned_ahead: int | None = None
     """How far ahead steps are planned; None where they have no plans."""
 
-    def open(
-        self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] | None = None
-    ) -> IndexedFeed:
-        """Make the feed, of sources that are open already, or opened here.
+    def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> IndexedFeed:
+        """Make the feed.
 
         All ranks know all lengths, so that exchanges are of plans alone.
         """
@@ -197,6 +197,7 @@ class StreamingSpec:
     batches: BatchSettings
     rank: int
 
-    def open(self, exchanges: Exchanges | None = None) -> StreamingFeed:
+    def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> StreamingFeed:
         """Make the feed."""
+        assert not held, "streaming reads no tokens"
         return StreamingFeed(self.source, self.settings, self.batches, self.rank, exchanges)

@@ -47,7 +47,7 @@ def open_tokens(
         folder = Path(entries[0]).expanduser()
         manifest = read_manifest(folder)
         if manifest is not None and manifest.get("kind") == "tokens":
-            return open_store(folder, check_tokens=check_tokens)
+            return open_store(folder, check_tokens=check_tokens, manifest=manifest)
         if manifest is None and is_begun(folder):
             return PartialStore(folder, patience_s=patience_s, check_tokens=check_tokens)
     pairs = [_pairs(entry) for entry in entries]

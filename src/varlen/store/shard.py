@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import uuid
 import weakref
 import zlib
@@ -203,7 +204,8 @@ def _close(files: list[int]) -> None:
 class Shard:
     """A finished shard: its offsets are memory-mapped, and `with shard:` opens its files.
 
-    Tokens are read rather than mapped, so that a process's memory stays bounded however large the store is.
+    Tokens are read rather than mapped, so that a process's memory stays bounded however large the store is. Several
+    threads may use it, one at a time within `with`.
     """
 
     def __init__(self, folder: Path, *, check_tokens: bool = True) -> None:
@@ -212,6 +214,7 @@ class Shard:
             raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
         self.counts = counts
         self._path = folder
+        self._lock = threading.RLock()
         try:
             self._dtype = _DTYPES[counts.dtype]
             self._mask_dtype = np.dtype(np.float32 if counts.has_weights else np.uint8)
@@ -246,6 +249,7 @@ class Shard:
 
     def __enter__(self) -> Shard:
         """Open the files."""
+        self._lock.acquire()
         try:
             self._tokens = self._opened("tokens.bin")
             if self.counts.has_mask:
@@ -267,6 +271,7 @@ class Shard:
             if file >= 0:
                 os.close(file)
         self._tokens = self._mask = -1
+        self._lock.release()
 
     def will_need(self, documents: IntArray) -> None:
         """Prefetch documents, given by ascending numbers; do nothing where unsupported.
@@ -311,8 +316,9 @@ class Shard:
 
     def count_marked(self, starts: IntArray, stops: IntArray) -> list[int]:
         """Count the supervised tokens of stretches [start, stop) of a shard with a mask."""
-        self._mask = self._opened(self._mask_name)
+        self._lock.acquire()
         try:
+            self._mask = self._opened(self._mask_name)
             stretches = zip(starts.tolist(), stops.tolist())
             if self.counts.has_weights:
                 return [int(np.count_nonzero(self._marks(*stretch))) for stretch in stretches]

@@ -177,9 +177,12 @@ def _opened(folder: Path, listed: Mapping[str, Any], *, check_tokens: bool) -> S
     return shard
 
 
-def open_store(folder: str | Path, *, check_tokens: bool = True) -> TokenStore:
-    """Open a finished token store."""
-    manifest = read_manifest(Path(folder))
+def open_store(
+    folder: str | Path, *, check_tokens: bool = True, manifest: dict[str, Any] | None = None
+) -> TokenStore:
+    """Open a finished token store, whose manifest may be at hand."""
+    if manifest is None:
+        manifest = read_manifest(Path(folder))
     if manifest is None or manifest.get("kind") != "tokens":
         raise SourceError(f"{folder} is not a finished token store: it has no manifest of one")
     if manifest.get("format") not in STORE_FORMATS:

@@ -27,9 +27,9 @@ from varlen.files.ours import is_there, mark_of_folder, refuse_link, remove_mark
 from varlen.offline.outputs import free_words, write_json
 from varlen.parsed import parse_json
 from varlen.regular import read_regular
-from varlen.train.data import smallest_batch
 from varlen.train.parallel import Ranks
 from varlen.train.settings import ModelSettings
+from varlen.train.step import smallest_batch
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,16 +121,26 @@ def _stored_dtype(path: str) -> torch.dtype:
     return next((known[kind] for kind in kinds if kind in known), torch.float32)
 
 
-def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: bool = True) -> Any:
-    """Build the model in float32 on the CPU, equal on every rank, with the attention that keeps documents apart."""
+def build_model(
+    config: Any, settings: ModelSettings, seed: int, *, weights: bool = True, is_sliced: bool = False
+) -> Any:
+    """Build the model in float32 on the CPU, equal on every rank, with an attention that keeps documents apart.
+
+    Args:
+        weights: whether those of `settings.path` are read; a checkpoint has others.
+        is_sliced: whether slices of it are run, which bring their own attention.
+    """
     torch.manual_seed(seed)
     if settings.path is None or not weights:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     else:
         model = _read_model(settings.path, config)
     model.train()
-    _set_attention(model, settings.attention)
-    hf.model_inputs(smallest_batch(), model)  # which refuses what no argument keeps apart
+    if not is_sliced:
+        _set_attention(model, settings.attention)
+        hf.model_inputs(
+            smallest_batch(), model
+        )  # which refuses a model whose documents no argument keeps apart
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from varlen.batch.packed import PackedBatch
 from varlen.cost.hardware import MACHINES, Hardware, load_hardware, save_hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape, check_mesh
@@ -35,8 +37,9 @@ from varlen.runtime.mesh.process_groups import seat_of
 from varlen.runtime.split import cut_to_stage
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, Offload, PlanMethod, Recompute, Sharding, StepPlan
-from varlen.train.parallel import Ranks, sharded
+from varlen.train.parallel import Ranks, computing, sharded
 from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
+from varlen.train.step import Gradients, Part
 from varlen.types import Int32Array
 
 STATE: Final = "plans.json"
@@ -210,8 +213,40 @@ def _cost_of(
     return with_wide_rows(cost, mesh, AUTOCAST if is_autocast else WIDE if run.precision == "fp32" else 1.0)
 
 
-def engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
-    """Cut a model to this process's stage, shard it if that is wanted, and return what runs plans through it."""
+class SliceGradients(Gradients[PackedBatch]):
+    """Runs the slices of a plan through this process's stage of a model; a step is one batch, which has its plan."""
+
+    def __init__(self, model: Any, settings: TrainSettings, ranks: Ranks) -> None:
+        self._engine = _engine_of(model, settings, ranks)
+        self.model, self._settings, self._ranks = self._engine.model, settings, ranks
+
+    def add(self, batch: PackedBatch, *, is_last: bool) -> Part:
+        """See `Gradients`."""
+        assert is_last, "a step with a plan is one batch"
+        with computing(self.model, self._settings.run, self._ranks):
+            stats = self._engine.step(batch)
+        own = int(
+            self._ranks.is_first
+        )  # every rank has the numbers of the whole step, and ranks are added up
+        return Part(
+            loss_sum=torch.tensor(own * stats.loss * batch.step_num_targets, dtype=torch.float64),
+            tokens=own * stats.plan.num_tokens,
+            packs=own * self._settings.data.global_batch_size,
+            step_targets=batch.step_num_targets,
+            plan=stats.plan,
+        )
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """See `Gradients`; the norm is over all stages and shards."""
+        return torch.tensor(self._engine.clip_grad_norm_(max_norm or math.inf), dtype=torch.float64)
+
+    def close(self) -> None:
+        """Leave the groups of the job's processes."""
+        self._engine.close()
+
+
+def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
+    """Cut a model to this process's stage, shard it if settings say so, and return the engine of it."""
     plan, run = settings.plan, settings.run
     assert plan is not None, "such a run is planned"
     mesh = mesh_of(plan, run, ranks.world_size)

@@ -1,12 +1,18 @@
-"""One optimizer step: batches in, gradients added up over micro-batches and ranks, weights changed."""
+"""One optimizer step: batches in, gradients accumulated over micro-batches and ranks, weights updated.
+
+    batch ──► Gradients.add ──► Part ─┐
+    batch ──► Gradients.add ──► Part ─┴─► Gradients.finish, clip ──► AdamW ──► StepDone
+
+`PackGradients` runs whole packs, `plans.SliceGradients` the MicroPacks of a plan, and `demo/run.py` its six layouts.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -15,71 +21,120 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from varlen.adapters import hf
+from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
-from varlen.runtime.engine import SliceEngine
+from varlen.pack.api import pack
 from varlen.step_plan import StepPlan
-from varlen.train.data import smallest_batch
-from varlen.train.parallel import Ranks, accumulating, computing, settle
+from varlen.train.parallel import Ranks, accumulating, computing, settle, shared
 from varlen.train.settings import OptimizerSettings, TrainSettings
 
-Take = Callable[[], PackedBatch | None]
-"""Gives the next batch, or None at the end of the data."""
+Batch = TypeVar("Batch")
+Take = Callable[[], Batch | None]
+"""Returns the next batch, or None at the end of the data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """What this rank has computed of a step, in one batch or in several; on a GPU, tensors may not be ready."""
+
+    loss_sum: torch.Tensor
+    """float64: over this rank's targets, each loss multiplied by its weight."""
+    tokens: Any
+    """Of this rank's documents: a number, or a tensor of one."""
+    packs: int
+    step_targets: int
+    """Of all ranks."""
+    weight: Any = 0
+    """Sum of the weights of this rank's targets, where rows have weights."""
+    plan: StepPlan | None = None
+
+    def __add__(self, other: Part) -> Part:
+        return replace(
+            other,
+            loss_sum=self.loss_sum + other.loss_sum,
+            tokens=self.tokens + other.tokens,
+            packs=self.packs + other.packs,
+            weight=self.weight + other.weight,
+        )
+
+
+class Gradients(Generic[Batch]):
+    """Computes the gradients of a step, batch by batch: the only thing in which packs and slices differ.
+
+    A batch is one or more MicroPacks. Packs are MicroPacks of their own; a batch with a plan is cut into the
+    MicroPacks of the plan.
+    """
+
+    model: Any
+
+    def add(self, batch: Batch, *, is_last: bool) -> Part:
+        """Run a batch forward and backward, and add to the gradients of the mean loss over the step's targets."""
+        raise NotImplementedError
+
+    def finish(self, whole: Part) -> float:
+        """Return the number by which the step's loss is divided, once all batches are added."""
+        return float(whole.step_targets)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients down to a norm, unless it is 0, and return the norm that they had."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters])
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+        if max_norm > 0:
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm.detach()
+
+    def close(self) -> None:
+        """Release what the computation holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepDone:
-    """What a step did, as this rank knows it; on a GPU the numbers in tensors may be on their way yet."""
+    """A step that was launched; on a GPU, tensors may not be ready."""
 
     number: int
     learning_rate: float
-    loss_sum: torch.Tensor
-    """Of this rank's targets, each multiplied by what it weighs."""
-    grad_norm: torch.Tensor
-    """Of all ranks."""
-    step_targets: int
-    """Of all ranks."""
+    part: Part
+    """Of this rank."""
     step_weight: float
-    """What they weigh together, which the loss is divided by: their number, unless rows say otherwise."""
-    tokens: Any
-    """Of this rank's documents: a number, or a tensor of one."""
-    packs: int
+    """The number by which the loss is divided: the step's targets, or the sum of their weights."""
+    grad_norm: torch.Tensor
+    """Over all ranks, before clipping."""
     waited_s: float
-    """Of the host, for batches."""
+    """Seconds for which the host waited for batches."""
     watch: Stopwatch
-    plan: StepPlan | None = None
-    """That was run, where steps are planned."""
     plan_wait_s: float = 0.0
-    """Of the host, for the plan."""
+    """Seconds for which the host waited for the plan."""
 
 
-class Stepper:
-    """Changes a model step by step; a step depends on the weights, the state of AdamW, its number and its batches."""
+class Stepper(Generic[Batch]):
+    """Updates a model step by step; a step depends on the weights, AdamW's state, its number and its batches."""
 
     def __init__(
         self,
-        *,
-        model: Any,
-        shared: Any,
+        gradients: Gradients[Batch],
         optimizer: torch.optim.Optimizer,
-        settings: TrainSettings,
+        *,
         ranks: Ranks,
-        micro_batches: int,
-        has_weights: bool = False,
+        seed: int,
+        max_grad_norm: float = 0.0,
+        micro_batches: int = 1,
     ) -> None:
-        """Take all that a step needs."""
-        self.model, self.optimizer = model, optimizer
-        self._shared, self._settings, self._ranks = shared, settings, ranks
-        self._micro_batches, self._has_weights = micro_batches, has_weights
-        settle(shared, lambda: self._loss_sum(smallest_batch(settings.data.pad_id or 0))[0])
+        self.gradients, self.optimizer = gradients, optimizer
+        self._ranks, self._seed, self._max_grad_norm = ranks, seed, max_grad_norm
+        self._micro_batches = micro_batches
 
-    def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
+    @property
+    def model(self) -> Any:
+        """The model whose parameters are updated."""
+        return self.gradients.model
+
+    def step(self, number: int, learning_rate: float, take: Take[Batch]) -> StepDone | None:
         """Train one step; None where the data is at its end, and nothing has changed."""
         watch = Stopwatch(self._ranks.device)
-        torch.manual_seed(self._seed(number))
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        tokens: Any = 0
-        weight: Any = 0
-        packs = targets = 0
+        torch.manual_seed(self._seed_of(number))
+        whole: Part | None = None
         waited_s = 0.0
         for micro_batch in range(self._micro_batches):
             begun = time.perf_counter()
@@ -87,45 +142,68 @@ class Stepper:
             waited_s += time.perf_counter() - begun
             if batch is None:
                 return None
-            with accumulating(self._shared, is_last=micro_batch + 1 == self._micro_batches):
-                loss, own = self._loss_sum(batch)
-                # Multiplied by what targets weigh, losses are divided by their number first: see `_over_weights`.
-                (loss * unweighted(batch).loss_scale("mean")).backward()  # type: ignore[no-untyped-call]
-            weight = weight + own
-            loss_sum += loss.detach()
-            tokens = tokens + batch.document_lengths.sum()  # on a GPU, without waiting for it
-            packs += len(batch.pack_ids)
-            targets = batch.step_num_targets
-        whole = self._over_weights(weight, targets) if self._has_weights else float(targets)
-        grad_norm = self._clip()
-        update(self.optimizer, learning_rate)
+            part = self.gradients.add(batch, is_last=micro_batch + 1 == self._micro_batches)
+            whole = part if whole is None else whole + part
+        assert whole is not None, "a step has a batch"
+        step_weight = self.gradients.finish(whole)
+        grad_norm = self.gradients.clip(self._max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         watch.stop()
         return StepDone(
             number=number,
             learning_rate=learning_rate,
-            loss_sum=loss_sum,
+            part=whole,
+            step_weight=step_weight,
             grad_norm=grad_norm,
-            step_targets=targets,
-            step_weight=whole,
-            tokens=tokens,
-            packs=packs,
             waited_s=waited_s,
             watch=watch,
         )
 
-    def _over_weights(self, weight: torch.Tensor, targets: int) -> float:
-        """Divide gradients by what the step's targets weigh, in place of their number; returns the weight.
+    def _seed_of(self, number: int) -> int:
+        """Return the seed of dropout: a function of the step, so that a resumed run draws the same."""
+        mixed = np.random.SeedSequence([self._seed, number, self._ranks.rank])
+        return int(mixed.generate_state(1, np.uint64)[0] >> 1)
 
-        Which it is nobody knows before all ranks have had all of their batches.
-        """
-        whole = float(self._ranks.gather([float(weight)]).sum())
+
+class PackGradients(Gradients[PackedBatch]):
+    """Runs whole packs through a model of transformers, which ranks share by DDP or FSDP2."""
+
+    def __init__(
+        self, model: Any, settings: TrainSettings, ranks: Ranks, *, has_weights: bool = False
+    ) -> None:
+        self.model, self._shared = model, shared(model, settings.run, ranks)
+        self._settings, self._ranks, self._has_weights = settings, ranks, has_weights
+        settle(self._shared, lambda: self._loss(smallest_batch(settings.data.pad_id or 0))[0])
+
+    def add(self, batch: PackedBatch, *, is_last: bool) -> Part:
+        """See `Gradients`."""
+        with accumulating(self._shared, is_last=is_last):
+            loss, weight = self._loss(batch)
+            # The divisor is the number of targets even where they have weights; `finish` corrects it.
+            (loss * unweighted(batch).loss_scale("mean")).backward()  # type: ignore[no-untyped-call]
+        return Part(
+            loss_sum=loss.detach().double(),
+            tokens=batch.document_lengths.sum(),  # on a GPU, without waiting for it
+            packs=len(batch.pack_ids),
+            step_targets=batch.step_num_targets,
+            weight=weight,
+        )
+
+    def finish(self, whole: Part) -> float:
+        """Divide gradients by the sum of the targets' weights, which is known once all ranks have all batches."""
+        if not self._has_weights:
+            return float(whole.step_targets)
+        weight = float(self._ranks.gather([float(whole.weight)]).sum())
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(targets / whole)
-        return whole
+                parameter.grad.mul_(whole.step_targets / weight)
+        return weight
 
-    def _loss_sum(self, batch: PackedBatch) -> tuple[torch.Tensor, Any]:
-        """Run the model forward on a batch, whose documents don't see each other."""
+    def _loss(self, batch: PackedBatch) -> tuple[torch.Tensor, Any]:
+        """Return the sum of a batch's losses, and of the weights of its targets."""
         weights = batch.to_torch(self._ranks.device).loss_weights() if self._has_weights else None
         arguments = hf.model_inputs(unweighted(batch), self.model)
         labels = arguments.pop("labels")
@@ -135,81 +213,16 @@ class Stepper:
             return target_loss_sum(logits, labels), 0
         return target_loss_sum(logits, labels, weights), weights.sum(dtype=torch.float64)
 
-    def _clip(self) -> torch.Tensor:
-        """Scale gradients down to the highest norm, and return the norm that they had."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()
-        highest = self._settings.optimizer.max_grad_norm
-        if highest > 0:
-            clip_grads_with_norm_(parameters, highest, norm)
-        return norm.detach()
-
-    def _seed(self, number: int) -> int:
-        """Return what dropout draws from: a function of the step, so that a resumed run draws the same."""
-        mixed = np.random.SeedSequence([self._settings.run.seed, number, self._ranks.rank])
-        return int(mixed.generate_state(1, np.uint64)[0] >> 1)
-
-
-def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Change weights by their gradients, which are gone then."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad()
-
 
 def unweighted(batch: PackedBatch) -> PackedBatch:
-    """Return a batch without what its targets weigh."""
+    """Return a batch without the weights of its targets."""
     return batch if batch.target_weights is None else batch.replace(columns={})
 
 
-# One optimizer step by a plan: this rank's share of a step in, gradients added up slice by slice, weights changed.
-
-
-class PlannedStepper:
-    """Changes a model step by step, as `Stepper` does; each step is one batch, which has its plan."""
-
-    def __init__(
-        self,
-        *,
-        engine: SliceEngine,
-        optimizer: torch.optim.Optimizer,
-        settings: TrainSettings,
-        ranks: Ranks,
-    ) -> None:
-        """Take all that a step needs."""
-        self.model, self.optimizer = engine.model, optimizer
-        self._engine, self._settings, self._ranks = engine, settings, ranks
-
-    def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
-        """Train one step; None where the data is at its end, and nothing has changed."""
-        watch = Stopwatch(self._ranks.device)
-        begun = time.perf_counter()
-        batch = take()
-        waited_s = time.perf_counter() - begun
-        if batch is None:
-            return None
-        with computing(self.model, self._settings.run, self._ranks):
-            stats = self._engine.step(batch)
-        grad_norm = self._engine.clip_grad_norm_(self._settings.optimizer.max_grad_norm or math.inf)
-        update(self.optimizer, learning_rate)
-        watch.stop()
-        own = int(self._ranks.is_first)  # every rank knows of the whole step, and they are added up
-        return StepDone(
-            number=number,
-            learning_rate=learning_rate,
-            loss_sum=torch.tensor(own * stats.loss * batch.step_num_targets, dtype=torch.float64),
-            grad_norm=torch.tensor(grad_norm, dtype=torch.float64),
-            step_targets=batch.step_num_targets,
-            step_weight=float(batch.step_num_targets),
-            tokens=own * stats.plan.num_tokens,
-            packs=own * self._settings.data.global_batch_size,
-            waited_s=waited_s,
-            watch=watch,
-            plan=stats.plan,
-        )
+def smallest_batch(pad_id: int = 0) -> PackedBatch:
+    """Return a batch of one document of two tokens, to try a model with."""
+    tokens = np.full(2, pad_id, dtype=np.int32)
+    return collate((tokens, np.array([0, 2])), pack([2], capacity=2))
 
 
 # The sum of the target losses of a batch, in blocks, so that no second copy of all logits stands in memory.

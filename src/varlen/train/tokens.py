@@ -12,6 +12,7 @@ from typing import Any
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, VarlenError
 from varlen.store.open import open_tokens
+from varlen.store.tokens import TokenDocuments
 from varlen.text.chat_template import template_text
 from varlen.text.identity import check_same, made_by, mark_of
 from varlen.text.load_tokenizer import holds_tokenizer, load_tokenizer, tokenizer_files
@@ -31,8 +32,8 @@ class RunTokenizer:
     """None: bytes, or tokens that are there and that nobody compares."""
     origin: str | None = None
     """The folder, file or name that it came from."""
-    are_tokens: bool = False
-    """The data holds tokens already, so that the loader is given no tokenizer."""
+    tokens: TokenDocuments | None = None
+    """The data, opened, where it is tokens already, so that the loader is given no tokenizer."""
     vocab_size: int | None = None
     """Ids that the data may hold; None where nobody knows before reading it."""
     words: tuple[str, ...] = ()
@@ -41,7 +42,7 @@ class RunTokenizer:
     @property
     def for_loader(self) -> Tokenizer | None:
         """What the loader is given."""
-        return None if self.are_tokens else self.made
+        return None if self.tokens is not None else self.made
 
 
 def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
@@ -49,7 +50,10 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
     own = model.path if model.path is not None and holds_tokenizer(model.path) else None
     origin = data.tokenizer if data.tokenizer is not None else own
     of_folders: dict[str, Any] = {"split": data.split, "format": data.format}
-    tokens = None if data.mode == "streaming" else open_tokens(as_data(data.source), **of_folders)
+    tokens = None
+    if data.mode != "streaming":
+        check_tokens = data.on_error != "skip"
+        tokens = open_tokens(as_data(data.source), check_tokens=check_tokens, **of_folders)
     if tokens is not None:
         return _of_tokens(tokens, data, model, origin)
     made = None if origin is None else _loaded(origin, own if data.tokenizer is None else None)
@@ -66,25 +70,27 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
     return RunTokenizer(made=made, vocab_size=None if mark is None else mark.vocab_size, words=words)
 
 
-def _of_tokens(tokens: Any, data: DataSettings, model: ModelSettings, origin: str | None) -> RunTokenizer:
+def _of_tokens(
+    tokens: TokenDocuments, data: DataSettings, model: ModelSettings, origin: str | None
+) -> RunTokenizer:
     """Compare tokens that are there with the tokenizer that they are taken to be of; arguments as above."""
     mark = made_by(tokens)
     size = None if mark is None else mark.vocab_size
     if origin is None:
-        return RunTokenizer(are_tokens=True, vocab_size=size)
+        return RunTokenizer(tokens=tokens, vocab_size=size)
     try:
         made = load_tokenizer(origin)
     except VarlenError as error:
         if data.tokenizer is not None:
             raise
         words: tuple[str, ...] = (f"whether the data is of the model's own tokenizer can't be told: {error}",)
-        return RunTokenizer(are_tokens=True, vocab_size=size, words=words)
+        return RunTokenizer(tokens=tokens, vocab_size=size, words=words)
     out = f"index the documents again with --tokenizer {origin}"
     if data.tokenizer is None:
         out += ", or name the tokenizer that made them as data.tokenizer, if the model is to learn its ids"
     check_same(str(data.source), mark, mark_of(made), out)
     words = _unlike(made, model.path) if data.tokenizer is not None and model.path is not None else ()
-    return RunTokenizer(made=made, origin=origin, are_tokens=True, vocab_size=size, words=words)
+    return RunTokenizer(made=made, origin=origin, tokens=tokens, vocab_size=size, words=words)
 
 
 def _loaded(origin: str, own: str | None) -> Tokenizer:

@@ -20,13 +20,15 @@ import torch
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.batch.packed import PackedBatch
-from varlen.errors import SourceError, VarlenError
+from varlen.errors import SettingError, SourceError, VarlenError
 from varlen.feed.loader import PackedLoader
+from varlen.feed.opening import OpenTokens
+from varlen.feed.plans import GivenPlans
 from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread, was_interrupted
+from varlen.store.growing import PartialStore
 from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
 from varlen.train.checkpoint import Checkpoint, load, put_steps, read_weights, save, state_tensors
 from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
-from varlen.train.data import open_loader, steps_of
 from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import (
     build_model,
@@ -38,11 +40,11 @@ from varlen.train.model import (
     tied_names,
     whole_weights,
 )
-from varlen.train.parallel import Ranks, joined, shared
-from varlen.train.plans import engine_of, plans_of
+from varlen.train.parallel import Ranks, joined
+from varlen.train.plans import SliceGradients, plans_of
 from varlen.train.settings import TrainSettings
-from varlen.train.step import PlannedStepper, StepDone, Stepper, Take, learning_rate, make_optimizer
-from varlen.train.tokens import run_tokenizer, write_tokenizer
+from varlen.train.step import Gradients, PackGradients, StepDone, Stepper, learning_rate, make_optimizer
+from varlen.train.tokens import RunTokenizer, as_data, run_tokenizer, write_tokenizer
 
 
 def train(settings: TrainSettings, watcher: Watcher, *, allow_changed: bool = False) -> TrainSummary:
@@ -122,45 +124,38 @@ class _Run:
         )
         self._begun_at = found.step if begins_anew else int(found.manifest.get(BEGUN, 0))
 
-    def _build(self, found: Checkpoint | None) -> Stepper | PlannedStepper:
+    def _build(self, found: Checkpoint | None) -> Stepper[PackedBatch]:
         """Build model and optimizer, and fill them with what a checkpoint holds."""
         settings, ranks = self._settings, self._ranks
-        model = build_model(self._config, settings.model, settings.run.seed, weights=found is None)
+        model = build_model(
+            self._config,
+            settings.model,
+            settings.run.seed,
+            weights=found is None,
+            is_sliced=self._plans is not None,
+        )
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._tied = tied_names(model)
-        stepper = self._planned_stepper(model) if self._plans is not None else self._stepper_of(model)
+        gradients: Gradients[PackedBatch]
+        if self._plans is not None:
+            gradients = SliceGradients(model, settings, ranks)
+        else:
+            gradients = PackGradients(model, settings, ranks, has_weights=self._loader.has_weights)
+        self._stack.callback(gradients.close)
+        stepper = Stepper(
+            gradients,
+            make_optimizer(gradients.model, settings.optimizer, ranks.device),
+            ranks=ranks,
+            seed=settings.run.seed,
+            max_grad_norm=settings.optimizer.max_grad_norm,
+            micro_batches=self._loader.micro_batches,
+        )
         if found is not None:
             tensors = state_tensors(stepper.model, stepper.optimizer, self._tied)
             load(found, tensors, ranks)
             put_steps(stepper.model, stepper.optimizer, self._tied, tensors)
             self._total_tokens = int(found.manifest["total_tokens"])
         return stepper
-
-    def _stepper_of(self, model: Any) -> Stepper:
-        """Share the model among ranks, whole packs at a time."""
-        settings, ranks = self._settings, self._ranks
-        together = shared(model, settings.run, ranks)
-        return Stepper(
-            model=model,
-            shared=together,
-            optimizer=make_optimizer(model, settings.optimizer, ranks.device),
-            settings=settings,
-            ranks=ranks,
-            micro_batches=self._loader.micro_batches,
-            has_weights=self._loader.has_weights,
-        )
-
-    def _planned_stepper(self, model: Any) -> PlannedStepper:
-        """Share the model among ranks and stages, slice by slice."""
-        settings, ranks = self._settings, self._ranks
-        engine = engine_of(model, settings, ranks)
-        self._stack.callback(engine.close)
-        return PlannedStepper(
-            engine=engine,
-            optimizer=make_optimizer(engine.model, settings.optimizer, ranks.device),
-            settings=settings,
-            ranks=ranks,
-        )
 
     def _make_plan(self) -> RunPlan:
         run, model = self._settings.run, self._stepper.model
@@ -169,7 +164,7 @@ class _Run:
             resumed_from=self._done,
             num_parameters=self._num_parameters,
             model=self._config.model_type,
-            attention=hf.implementation(model),
+            attention="varlen" if self._plans is not None else hf.implementation(model),
             world_size=self._ranks.world_size,
             parallel=run.parallel,
             device=self._ranks.device.type,
@@ -212,8 +207,8 @@ class _Run:
         done = self._stepper.step(self._done + 1, rate, lambda: next(self._loader, None))
         if done is None:
             return None
-        if self._plans is not None and done.plan is not None:
-            self._plans.taken(self._loader.step - 1, done.plan)
+        if self._plans is not None and done.part.plan is not None:
+            self._plans.taken(self._loader.step - 1, done.part.plan)
             planned = self._loader.plan_wait_s
             done = replace(done, waited_s=max(done.waited_s - planned, 0.0), plan_wait_s=planned)
         return _Launched(done=done, before=before, position=self._position())
@@ -238,9 +233,9 @@ class _Run:
         done = launched.done
         seconds = done.watch.seconds()
         numbers = [
-            float(done.loss_sum),
-            int(done.tokens),
-            done.packs,
+            float(done.part.loss_sum),
+            int(done.part.tokens),
+            done.part.packs,
             done.waited_s,
             seconds,
             self._interrupt.asked,
@@ -254,7 +249,7 @@ class _Run:
             learning_rate=done.learning_rate,
             grad_norm=float(done.grad_norm),
             tokens=int(tokens.sum()),
-            supervised_tokens=done.step_targets,
+            supervised_tokens=done.part.step_targets,
             fill=float(tokens.sum() / (packs.sum() * self._settings.data.capacity)),
             total_tokens=self._total_tokens,
             epoch=launched.position.get("epoch"),
@@ -280,13 +275,14 @@ class _Run:
 
     def _of_plan(self, done: StepDone, waited_s: float) -> dict[str, Any]:
         """What is noted of a step's plan."""
-        if self._plans is None or done.plan is None:
+        plan = done.part.plan
+        if self._plans is None or plan is None:
             return {}
         return {
-            "plan_method": done.plan.method,
-            "plan_answered_by": done.plan.answered_by,
+            "plan_method": plan.method,
+            "plan_answered_by": plan.answered_by,
             "plan_wait_s": waited_s,
-            "plan_simulated_s": self._plans.simulated_s(done.plan),
+            "plan_simulated_s": self._plans.simulated_s(plan),
         }
 
     def _is_checkpoint_due(self) -> bool:
@@ -365,6 +361,61 @@ class _Run:
 
 def _newest_words(step: int) -> str:
     return f"the newest checkpoint is of step {step:,}" if step else "there is no checkpoint yet"
+
+
+# The run's loader, and how many steps it gives.
+
+
+def open_loader(
+    settings: TrainSettings,
+    config: Any,
+    tokenizer: RunTokenizer,
+    ranks: Ranks,
+    plan: GivenPlans | None = None,
+) -> PackedLoader:
+    """Return the loader of this rank, with plans where steps are planned; nothing is read ahead yet."""
+    data, run = settings.data, settings.run
+    given: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(data)}
+    given = {name: value for name, value in given.items() if value is not None}
+    rank, world_size = ranks.rank, ranks.world_size
+    if settings.plan is not None:  # the stages of a data-parallel rank have the same documents
+        world_size //= settings.plan.pp
+        rank %= world_size
+        given.pop("micro_batch_size", None)
+        given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
+    source, _ = given.pop("source"), given.pop("tokenizer", None)
+    cache = given.pop("cache", None)
+    found: Any = as_data(source)
+    if tokenizer.tokens is not None and not isinstance(tokenizer.tokens, PartialStore):
+        found = OpenTokens(data=found, tokens=tokenizer.tokens)
+    return PackedLoader(
+        found,
+        tokenizer.for_loader,
+        **{"seed": run.seed} | given,
+        epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
+        cache=None if cache is None else Path(cache),
+        dp_rank=rank,
+        dp_world_size=world_size,
+        device=None if ranks.device.type == "cpu" else ranks.device,
+        model=config,
+        plan=plan,
+    )
+
+
+def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -> int | None:
+    """Return the optimizer steps of the whole run, or None where only the end of the data will say."""
+    if settings.run.steps is not None:
+        return settings.run.steps
+    try:
+        return begun_at + len(loader) // loader.micro_batches
+    except TypeError:
+        schedule = settings.optimizer.schedule
+        if schedule == "constant":
+            return None
+        raise SettingError(
+            f'optimizer.schedule = "{schedule}" needs the number of steps, which this data doesn\'t say; set '
+            'run.steps, or optimizer.schedule = "constant"'
+        ) from None
 
 
 # What a run says of itself: before its first step, and after its last.
@@ -544,13 +595,6 @@ def raised(number: int, said: str = "") -> KeyboardInterrupt:
 # arXiv:2007.06775), and the stall is `1 - cached / real`.
 
 
-class Steps(Protocol):
-    """What trains a step: `Stepper`, or `PlannedStepper`."""
-
-    def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
-        """Train one step; None where the data is at its end."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exposed:
     """What data cost."""
@@ -596,7 +640,12 @@ class Replay:
             self._steps.popleft()
 
     def measure(
-        self, loader: PackedLoader, stepper: Steps, ranks: Ranks, number: int, say: Callable[[str], None]
+        self,
+        loader: PackedLoader,
+        stepper: Stepper[PackedBatch],
+        ranks: Ranks,
+        number: int,
+        say: Callable[[str], None],
     ) -> Exposed | None:
         """Train the noted steps again, from memory; the weights are none of a run's afterwards."""
         if not self._steps:
@@ -615,7 +664,7 @@ class Replay:
         return Exposed(steps=count, real_s=real_s, cached_s=cached_s, waited_s=waited_s)
 
 
-def _seconds(stepper: Steps, batches: list[PackedBatch], number: int) -> float:
+def _seconds(stepper: Stepper[PackedBatch], batches: list[PackedBatch], number: int) -> float:
     """Train one step that changes no weight, and return what it took."""
     here = iter(batches)
     done = stepper.step(number, 0.0, lambda: next(here))

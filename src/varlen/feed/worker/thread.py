@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Empty, Full, Queue
 
@@ -13,6 +13,7 @@ from varlen.feed.agreement import Exchange, Exchanges
 from varlen.feed.protocol import Ended, Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
+from varlen.store.tokens import TokenDocuments
 from varlen.workers.child import await_end
 
 _LOOK_S = 0.1
@@ -64,8 +65,15 @@ class _Runs:
 class ThreadWorker:
     """Makes batches ahead, as many as asked for."""
 
-    def __init__(self, spec: Spec, ahead: int, exchanges: Exchanges | None = None) -> None:
-        """Take what makes the feed, the batches made ahead, and how ranks agree where they have to."""
+    def __init__(
+        self,
+        spec: Spec,
+        ahead: int,
+        exchanges: Exchanges | None = None,
+        held: Sequence[TokenDocuments] = (),
+    ) -> None:
+        """Take what makes the feed, the batches made ahead, how ranks agree, and documents that are open already."""
+        self._held = held
         self._spec, self._ahead, self._exchanges = spec, ahead, exchanges
         self._feed: Feed | None = None
         self._queue: Queue[_End] = Queue(ahead)
@@ -95,7 +103,7 @@ class ThreadWorker:
         runs = self._current[0]
         self._queue, stop = Queue(self._ahead), runs.begin()
         if self._feed is None:
-            self._feed = self._spec.open(runs.opening())
+            self._feed = self._spec.open(runs.opening(), self._held)
         self._thread = threading.Thread(
             target=_run, args=(self._feed, state, self._queue, stop), name="varlen feed", daemon=True
         )
@@ -137,7 +145,8 @@ class ThreadWorker:
         if self._thread is not None and self._thread is not threading.current_thread():
             await_end(self._thread, _PATIENCE_S)
             if self._thread.is_alive():
-                self._feed, self._current[0] = None, _Runs(self._exchanges, runs.number)
+                self._feed, self._held = None, ()  # which that thread may be reading
+                self._current[0] = _Runs(self._exchanges, runs.number)
         self._thread = None
 
 

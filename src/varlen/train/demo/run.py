@@ -15,13 +15,41 @@ from varlen.batch.packed import IGNORE_INDEX
 from varlen.report.demo import IsolationFigures
 from varlen.train.demo.corpus import Documents
 from varlen.train.demo.job import Job, StepRecord, current_bytes, now, peak_bytes, reset_peak
-from varlen.train.demo.orders import ATTENTION, Order, batches_as_packing, most_crowded_pack, step_inputs
+from varlen.train.demo.orders import (
+    ATTENTION,
+    Order,
+    StepInputs,
+    batches_as_packing,
+    most_crowded_pack,
+    step_inputs,
+)
 from varlen.train.demo.settings import DemoSettings
+from varlen.train.parallel import Ranks
+from varlen.train.settings import OptimizerSettings
+from varlen.train.step import Gradients, Part, Stepper, make_optimizer
 from varlen.verify.models.isolation import IsolationReport, check_isolation
 
 _FEW_DOCUMENTS = 4
 _WARM_UP_LENGTH = 32
 _CHANGED_DOCUMENTS = 4
+
+
+class LayoutGradients(Gradients[StepInputs]):
+    """Runs a step in one of the six layouts, all of which share a loss whose logits are never whole in memory."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def add(self, batch: StepInputs, *, is_last: bool) -> Part:
+        """See `Gradients`."""
+        assert is_last, "a step is one batch"
+        loss = add_gradients(self.model, batch.arguments, batch.labels, batch.num_targets)
+        return Part(
+            loss_sum=torch.tensor(loss * batch.num_targets, dtype=torch.float64),
+            tokens=batch.num_tokens,
+            packs=len(batch.labels),
+            step_targets=batch.num_targets,
+        )
 
 
 class Run:
@@ -32,7 +60,13 @@ class Run:
         torch.set_num_threads(job.settings.threads)
         self.job = job
         self.model = small_llama(job.settings, job.vocab_size, job.seed, ATTENTION[job.layout])
-        self.optimizer = make_optimizer(self.model, job.settings.learning_rate)
+        optimizer = OptimizerSettings(learning_rate=job.settings.learning_rate, weight_decay=0.0)
+        self._stepper = Stepper(
+            LayoutGradients(self.model),
+            make_optimizer(self.model, optimizer, torch.device("cpu")),
+            ranks=Ranks(),
+            seed=job.seed,
+        )
         self._warm_up()
         reset_peak()
         self._start_bytes = current_bytes()
@@ -40,11 +74,15 @@ class Run:
     def step(self, step: int) -> StepRecord:
         """Train one step."""
         start = now()
-        loss, tokens, targets, slots = self._accumulate(self.job.documents, self.job.order, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        inputs = step_inputs(self.job.layout, self.model, self.job.documents, self.job.order, step)
+        done = self._stepper.step(step + 1, self.job.settings.learning_rate, lambda: inputs)
+        assert done is not None, "it was given a batch"
         return StepRecord(
-            loss=loss, num_tokens=tokens, num_targets=targets, num_slots=slots, seconds=now() - start
+            loss=float(done.part.loss_sum) / done.step_weight,
+            num_tokens=inputs.num_tokens,
+            num_targets=inputs.num_targets,
+            num_slots=inputs.num_slots,
+            seconds=now() - start,
         )
 
     def memory_bytes(self) -> int:
@@ -87,17 +125,13 @@ class Run:
             check_isolation(self.model, batch.to_torch(), max_changed=_CHANGED_DOCUMENTS)
         )
 
-    def _accumulate(self, documents: Documents, order: Order, step: int) -> tuple[float, int, int, int]:
-        """Lay out a step and add its gradients."""
-        inputs = step_inputs(self.job.layout, self.model, documents, order, step)
-        loss = add_gradients(self.model, inputs.arguments, inputs.labels, inputs.num_targets)
-        return loss, inputs.num_tokens, inputs.num_targets, inputs.num_slots
-
     def _warm_up(self) -> None:
         """Compile kernels and start threads on a few tokens; the weights stay as they were drawn."""
         documents = self._few_documents()
-        self._accumulate(documents, _one_batch(documents, _WARM_UP_LENGTH), 0)
-        self.optimizer.zero_grad()
+        order = _one_batch(documents, _WARM_UP_LENGTH)
+        inputs = step_inputs(self.job.layout, self.model, documents, order, 0)
+        self._stepper.gradients.add(inputs, is_last=True)
+        self._stepper.optimizer.zero_grad()
 
     def _few_documents(self) -> Documents:
         """Return the first documents of the run."""
@@ -137,11 +171,6 @@ def small_llama(settings: DemoSettings, vocab_size: int, seed: int, attention: s
     )
     model.set_attn_implementation(attention)
     return model
-
-
-def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Return the optimizer that every method uses."""
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def add_gradients(model: Any, arguments: dict[str, Any], labels: torch.Tensor, num_targets: int) -> float:
