@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from varlen.adapters.megatron.batches.boundaries import MegatronBatch
 from varlen.adapters.megatron.batches.collate import RowCollator
 from varlen.adapters.megatron.files.metadata import read_metadata
 from varlen.adapters.megatron.files.opening import open_packed
-from varlen.adapters.megatron.files.reader import PackedReader
+from varlen.adapters.megatron.files.reader import PackedReader, bounds_of
 from varlen.adapters.megatron.rows import NEWEST, PackedRows, as_dialect
 from varlen.adapters.peers import raises_too
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
-from varlen.types import IntArray
 
 # Packed rows one by one, as data sets give them and collate functions take them, and as flat arrays.
 
@@ -37,12 +35,12 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
     ids, masks, bounds = zip(*[_parts(number, item) for number, item in enumerate(batch)])
     lengths = [each for item in batch if (each := item.get("seq_lengths")) is not None]
     return PackedRows(
-        input_ids=_joined(ids),
-        loss_mask=_joined(masks),
-        offsets=_summed([len(tokens) for tokens in ids]),
-        seq_start_id=_joined([ends[:-1] for ends in bounds]),
-        document_offsets=_summed([len(ends) - 1 for ends in bounds]),
-        seq_lengths=_joined(
+        input_ids=np.concatenate(ids),
+        loss_mask=np.concatenate(masks),
+        offsets=bounds_of(map(len, ids)),
+        seq_start_id=np.concatenate([ends[:-1] for ends in bounds]),
+        document_offsets=bounds_of([len(ends) - 1 for ends in bounds]),
+        seq_lengths=np.concatenate(
             [_lengths(number, each, len(bounds[number]) - 1) for number, each in enumerate(lengths)]
         )
         if len(lengths) == len(batch)
@@ -93,11 +91,6 @@ def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray
     return found.astype(np.int32, copy=False)
 
 
-def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return arrays end to end; one array as it is."""
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-
 def named_row(batch: Sequence[Mapping[str, Any]], place: int) -> str:
     """Return the name of a row for messages: as files number them, from 1, where it is known."""
     number = batch[place].get("row")
@@ -119,11 +112,6 @@ def item_of(rows: PackedRows, place: int, number: int, is_padding: bool) -> Item
     if is_padding:
         item["loss_mask"], item["is_padding"] = np.zeros_like(item["loss_mask"]), True
     return item
-
-
-def _summed(sizes: Iterable[int]) -> IntArray:
-    """Return int64 `[sizes + 1]`: the sums of sizes before each, from 0."""
-    return np.array([0, *accumulate(sizes)], np.int64)
 
 
 _SPECIAL_TOKENS = {

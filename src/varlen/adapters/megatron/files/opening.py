@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter, prefix_of
 from varlen.adapters.megatron.files.metadata import PackCounts
@@ -16,35 +16,13 @@ from varlen.adapters.megatron.files.parquet import (
     most_tokens_at_once,
 )
 from varlen.adapters.megatron.files.reader import PARQUET, PackedReader, Spec, resolve_packed
-from varlen.adapters.megatron.rows import PackedRows
+from varlen.adapters.megatron.files.writer import PackedWriter
 from varlen.errors import SettingError, SourceError
 from varlen.store.token_files import whole_mark
 
 _PARQUET, _NPY, _PAIR = "Parquet", "an array (.npy)", "a pair (.sft.bin, .sft.idx)"
 _KINDS = {_PARQUET: PackedParquet, _NPY: PackedNpy, _PAIR: PackedIndexed}
 _SMALL_GROUP = 4 * ROW_GROUP_TOKENS
-
-
-class PackedWriter(Protocol):
-    """What writes packed rows, streamed; the file appears when `close` returns."""
-
-    num_rows: int
-
-    def write(self, rows: PackedRows) -> None:
-        """Add rows.
-
-        Args:
-            rows: packed, in the order in which they are to stand.
-        """
-
-    def close(self) -> None:
-        """Let the file appear under its name."""
-
-    def __enter__(self) -> PackedWriter:
-        """Return the writer."""
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Close the file, or leave none if the block raised."""
 
 
 def open_packed(

@@ -21,24 +21,19 @@ from varlen.adapters.megatron.files.reader import (
     LENGTHS,
     MASK,
     PARQUET,
-    ROWS_AT_A_TIME,
-    RowIds,
-    RowReader,
+    PackedReader,
     Spec,
-    as_stored,
     between,
-    from_dicts,
     from_flat,
     joined,
     resolve_packed_parquet_paths,
-    row_ids,
     taken,
     with_lengths,
 )
+from varlen.adapters.megatron.files.writer import PackedWriter
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.documents.pretokenized import flat_column
 from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError
-from varlen.files.ours import sync, unfinished
 from varlen.files.retry import first_line
 from varlen.files.rows import listed
 from varlen.files.token_tables import list_column
@@ -51,7 +46,7 @@ _MOST_OPEN = 64
 """Files held open at a time, of as many as there are."""
 
 
-class PackedParquet(RowReader):
+class PackedParquet(PackedReader):
     """Packed rows of one or more Parquet files, in the order of their names.
 
     Reads what Megatron-Bridge 0.4 to 0.6 and varlen write: lists of 32- or 64-bit `input_ids`, a `loss_mask` of
@@ -115,21 +110,7 @@ class PackedParquet(RowReader):
         """Row groups of all files."""
         return len(self._bounds) - 1
 
-    def rows(self, indices: RowIds) -> PackedRows:
-        """Return some rows, in the order asked for.
-
-        Args:
-            indices: of rows over all files; repeated ones are given again, negative ones count from the end.
-
-        Raises:
-            SourceError: a file is damaged or was replaced.
-            DocumentsError: a row's boundaries, ids or masks are none; says which.
-
-        Cost:
-            Of the row groups that hold them, each decoded once: about half a millisecond for a pack of 4,096 tokens
-            of ours, of which four are decoded.
-        """
-        ids = row_ids(indices, self.num_rows)
+    def _rows_of(self, ids: IntArray) -> PackedRows:
         if len(ids) == 0:
             return taken(self.rows([0]), ids)
         groups = np.searchsorted(self._bounds, ids, side="right") - 1
@@ -151,12 +132,7 @@ class PackedParquet(RowReader):
         return taken(found, back)
 
     def batches(self) -> Iterator[PackedRows]:
-        """Yield all rows in order, up to a million tokens or one row at a time.
-
-        Raises:
-            SourceError: a file is damaged.
-            DocumentsError: a row isn't a packed row.
-        """
+        """Yield all rows in order, up to a million tokens or one row at a time."""
         for number, path in enumerate(self.paths):
             first = 0
             with _faults(path):
@@ -342,7 +318,7 @@ ROW_GROUP_TOKENS = 1 << 14
 Compression = Literal["zstd", "snappy", "none"]
 
 
-class PackedParquetWriter:
+class PackedParquetWriter(PackedWriter):
     """Write packed rows to one Parquet file, streamed, whole or not at all.
 
     The columns are those that Megatron-Bridge 0.6 writes, of its types: `input_ids` list<int64>, `loss_mask`
@@ -373,54 +349,25 @@ class PackedParquetWriter:
         Raises:
             SettingError: the name ends otherwise, a number is below 1, or the place can't be written.
         """
-        self.path = Path(path)
-        if not str(self.path).lower().endswith(PARQUET):
+        if not str(path).lower().endswith(PARQUET):
             raise SettingError(
-                f"{self.path} must end in .idx.parquet: Megatron-Bridge knows packed Parquet by its name"
+                f"{path} must end in .idx.parquet: Megatron-Bridge knows packed Parquet by its name"
             )
         for name, value in (("row_group_tokens", row_group_tokens), ("row_group_rows", row_group_rows)):
             if value is not None and value < 1:
                 raise SettingError(f"{name} must be at least 1, got {value}")
+        super().__init__(Path(path), Path(path))
         self._tokens, self._rows, self._compression = row_group_tokens, row_group_rows, compression
         self._waiting: list[PackedRows] = []
         self._waiting_tokens = self._waiting_rows = 0
         self._writer: Any = None
-        self._is_done = self._has_lengths = False
-        self.num_rows = self.num_tokens = 0
-        with disk_faults(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = unfinished(self.path)
 
-    def write(self, rows: PackedRows) -> None:
-        """Add rows.
-
-        Args:
-            rows: in the order in which they are to be read.
-
-        Raises:
-            DocumentsError: a row isn't a packed row; says which, counted over all that was written.
-            SettingError: the disk is full, or the file is closed already.
-        """
-        if self._is_done:
-            raise SettingError(f"{self.path} is closed; open another writer")
-        if rows.num_rows == 0:
-            return
-        rows = as_stored(rows, self.num_rows)
-        has_lengths = rows.seq_lengths is not None
-        if self.num_rows and has_lengths != self._has_lengths:
-            raise DocumentsError(
-                f"{self.path}: the rows from {self.num_rows:,} on have {'' if has_lengths else 'no '}`seq_lengths`, "
-                f"and those before have {'none' if has_lengths else 'them'}; give all or none"
-            )
-        self._has_lengths = has_lengths
-        self.num_rows += rows.num_rows
-        self.num_tokens += len(rows.input_ids)
+    def _add(self, rows: PackedRows) -> None:
         self._waiting.append(rows)
         self._waiting_tokens += len(rows.input_ids)
         self._waiting_rows += rows.num_rows
-        if self._waiting_tokens >= self._tokens or self._waiting_rows >= (
-            self._rows or self._waiting_rows + 1
-        ):
+        is_full = self._rows is not None and self._waiting_rows >= self._rows
+        if is_full or self._waiting_tokens >= self._tokens:
             self._flush(is_last=False)
 
     def _flush(self, *, is_last: bool) -> None:
@@ -456,48 +403,19 @@ class PackedParquetWriter:
         table = pa.table(columns)
         with disk_faults(self.path):
             if self._writer is None:
-                self._writer = _opened(self._partial, table.schema, self._compression)
+                self._writer = _opened(self._partial[0], table.schema, self._compression)
             self._writer.write_table(table, row_group_size=rows.num_rows)
 
-    def close(self) -> None:
-        """Write what is left and let the file appear under its name.
+    def _finish(self) -> None:
+        if self.num_rows == 0:
+            raise DocumentsError(f"no rows were written to {self.path}; a packed file needs one at least")
+        self._flush(is_last=True)
+        self._writer.close()
 
-        Raises:
-            DocumentsError: no row was written.
-            SettingError: the disk is full.
-        """
-        if self._is_done:
-            return
-        try:
-            if self.num_rows == 0:
-                raise DocumentsError(f"no rows were written to {self.path}; a packed file needs one at least")
-            self._flush(is_last=True)
-            with disk_faults(self.path):
-                self._writer.close()
-                sync(self._partial)
-                self._partial.replace(self.path)
-                sync(self.path.absolute().parent)
-            self._is_done = True
-        finally:
-            self.abort()
-
-    def abort(self) -> None:
-        """Leave nothing, unless the file was closed."""
-        if not self._is_done and self._writer is not None:
+    def _give_up(self) -> None:
+        self._waiting = []
+        if self._writer is not None:
             self._writer.close()
-        self._is_done, self._waiting = True, []
-        self._partial.unlink(missing_ok=True)
-
-    def __enter__(self) -> PackedParquetWriter:
-        """Return the writer."""
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Close the file, or leave none if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def _opened(path: Path, schema: Any, compression: Compression) -> Any:
@@ -535,6 +453,4 @@ def write_packed_parquet(
         SettingError: the place can't be written.
     """
     with PackedParquetWriter(output_path, row_group_rows=row_group_size) as writer:
-        for start in range(0, len(rows), ROWS_AT_A_TIME):
-            some = rows[start : start + ROWS_AT_A_TIME]
-            writer.write(from_dicts(some, lambda row, start=start: f"row {start + row:,}"))  # type: ignore[misc]
+        writer.write_dicts(rows)
