@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,18 +144,7 @@ _UNUSED: dict[str, Any] = {
     "prompt_completion_config": None,
 }
 """What the releases' class takes for data that is not packed, with its defaults: attributes that change nothing."""
-_COLLATED = (
-    *("dialect", "max_seq_length", "pad_to_max_length", "pad_seq_length_to_mult", "ceil_to_power_2"),
-    *(
-        "return_cu_seqlen",
-        "pad_cu_seqlens",
-        "pack_metadata",
-        "answer_only_loss",
-        "eos_in_loss",
-        "always_padded",
-    ),
-    *("padding_mask", "compatible"),
-)
+_COLLATED = {field.name for field in fields(RowCollator)} - {"eos_id", "pad_id", "pad_seq_to_mult"}
 """Attributes that batches are made by, by the names of `RowCollator`."""
 
 

@@ -91,11 +91,8 @@ def balance_microbatches(
 def dealt(work: FloatArray, ranks: int) -> IntArray:
     """Deal packs to ranks: those of about equal work at the same time, the heaviest where there was least so far.
 
-    Args:
-        work: float64 `[packs]`, a multiple of the ranks.
-
-    Returns:
-        int64 `[packs / ranks, ranks]`: the pack that each rank runs, one after another.
+    `work`: float64 `[packs]`, a multiple of the ranks. Returns int64 `[packs / ranks, ranks]`: the pack that each
+    rank runs, one after another.
 
     >>> dealt(np.array([1.0, 9.0, 5.0, 2.0]), 2).tolist()
     [[1, 2], [0, 3]]

@@ -89,20 +89,16 @@ def _ended(values: Int32Array, counts: IntArray) -> tuple[torch.Tensor, torch.Te
 
 def physical_boundaries(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the boundaries of a batch's places, in any dialect, -1 at the end included; None where it has none."""
-    for name in ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens"):
-        if batch.get(name) is not None:
-            found: torch.Tensor = batch[name]
-            return found
-    return None
+    return _first_of(batch, "cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens")
 
 
 def logical_boundaries(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the boundaries of a batch's real tokens, in any dialect; None where it has none."""
-    for name in ("cu_seqlens_q", "cu_seqlens_unpadded", "cu_seqlens"):
-        if batch.get(name) is not None:
-            found: torch.Tensor = batch[name]
-            return found
-    return None
+    return _first_of(batch, "cu_seqlens_q", "cu_seqlens_unpadded", "cu_seqlens")
+
+
+def _first_of(batch: Mapping[str, Any], *names: str) -> torch.Tensor | None:
+    return next((batch[name] for name in names if batch.get(name) is not None), None)
 
 
 def entries(bounds: torch.Tensor) -> IntArray:

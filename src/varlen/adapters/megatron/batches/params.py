@@ -76,13 +76,7 @@ class PackedSeqParams:
 
 
 def sequence_index(bounds: torch.Tensor, total_tokens: int) -> torch.Tensor:
-    """Return which segment each place belongs to; places behind the last segment belong to one more.
-
-    Args:
-        bounds: whole numbers `[segments + 1]`: places before each segment.
-
-    Returns:
-        int32 `[1, total_tokens]`, or longer where the segments are.
+    """Return which segment each place belongs to (int32 `[1, total_tokens]`); places behind the last, to one more.
 
     >>> sequence_index(torch.tensor([0, 2, 3]), 5).tolist()
     [[0, 0, 1, 2, 2]]

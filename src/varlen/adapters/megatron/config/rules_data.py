@@ -23,6 +23,7 @@ from varlen.adapters.megatron.config.settings import (
     SETTINGS,
 )
 
+VALUE_ERROR = "Megatron-Bridge stops with a ValueError"
 USUAL_PACK = 4096
 """Tokens of a pack, offered where no length is given."""
 TEXT = ("GPTSFTDatasetConfig", "FinetuningDatasetConfig")
@@ -140,18 +141,12 @@ SWITCH_RULES = (
     Rule(
         "pack_size",
         SIZE,
-        lambda r: r.is_new and _has_no_size(r),
+        _has_no_size,
         "a size of 1 or more",
-        "no pack has this size; Megatron-Bridge stops with a ValueError",
-        to=row_size,
-    ),
-    Rule(
-        "pack_size",
-        SIZE,
-        lambda r: not r.is_new and _has_no_size(r),
-        "a size of 1 or more",
-        "no pack has this size; packing is off, though its specs are set",
-        "advice",
+        lambda r: (
+            f"no pack has this size; {VALUE_ERROR if r.is_new else 'packing is off, though its specs are set'}"
+        ),
+        lambda r: "stops" if r.is_new else "advice",
         to=row_size,
     ),
     Rule(
@@ -199,9 +194,9 @@ SWITCH_RULES = (
 
 def _one_row(reading: Reading) -> dict[str, object]:
     """Return micro-batches of one row; with as many tokens a step and in each forward pass, where that can be."""
-    rows, steps, size = reading.micro_batch or 1, reading[GLOBAL], reading.spec("packed_sequence_size")
+    rows, steps, size = reading[MICRO] or 1, reading[GLOBAL], reading.spec("packed_sequence_size")
     if reading.is_packed_here and steps and size > 0 and steps % rows == 0:
-        return {MICRO: 1, GLOBAL: steps // rows, reading.spec_name("packed_sequence_size"): size * rows}
+        return {MICRO: 1, GLOBAL: steps // rows, f"{reading.specs}.packed_sequence_size": size * rows}
     return {MICRO: 1}
 
 
@@ -223,7 +218,7 @@ def processes_divide(reading: Reading) -> Iterator[ConfigFinding]:
 
 def global_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     """The global batch is a multiple of micro-batch size times data-parallel size."""
-    steps, rows = reading[GLOBAL], reading.micro_batch
+    steps, rows = reading[GLOBAL], reading[MICRO]
     if steps is not None and rows is not None and steps % (group := rows * (reading.dp or 1)):
         ranks = f" · data-parallel size = {rows}·{reading.dp} = {group}" if reading.dp else f" = {rows}"
         yield found(
@@ -240,7 +235,7 @@ def global_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
 def evaluation_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     """From 0.6 on: the same in evaluation, whose context parallelism may be another."""
     steps = reading[EVAL_GLOBAL] or reading[GLOBAL]
-    rows = reading[EVAL_MICRO] or reading.micro_batch
+    rows = reading[EVAL_MICRO] or reading[MICRO]
     cp = reading[EVAL_CP] or reading.cp
     group = reading.tp * reading.pp * cp
     if not reading.is_new or reading.dp is None or steps is None or rows is None:
@@ -276,26 +271,18 @@ BATCH_RULES = (
     Rule(
         "micro_batch_packed",
         MICRO,
-        lambda r: (r.is_offline or r["dataset.sft"]) and (r.micro_batch or 1) != 1,
+        lambda r: (r.is_offline or r["dataset.sft"]) and (r[MICRO] or 1) != 1,
         "1 with packed rows",
-        lambda r: (
-            "a packed row holds many documents already, and comes alone; "
-            + (
-                "Megatron-LM stops where it hands the boundaries on"
-                if r.is_arguments
-                else "Megatron-Bridge stops with a ValueError; a custom data set at the first step"
-            )
-        ),
+        "a packed row holds many documents and comes alone; Megatron stops, at the first step at the latest",
         changes=_one_row,
     ),
     # Packing within a micro-batch is the opposite of offline packing.
     Rule(
         "micro_batch_in_batch",
         MICRO,
-        lambda r: r.is_in_batch and r.micro_batch == 1,
+        lambda r: r.is_in_batch and r[MICRO] == 1,
         "2 or more with in-batch packing",
-        "the rows of a micro-batch are packed into one, and there is only one; Megatron-Bridge stops with a "
-        "ValueError",
+        "there is one row only, and nothing to pack it with; Megatron-Bridge stops with a ValueError",
         to=2,
     ),
     Rule(
@@ -303,7 +290,7 @@ BATCH_RULES = (
         EVAL_MICRO,
         lambda r: r.is_offline and (r[EVAL_MICRO] or 1) > 1 and r["dataset.do_validation"],
         "1 with packed rows",
-        "evaluation hands on the boundaries of several rows where attention takes those of one; its first step stops",
+        "evaluation hands boundaries of several rows to attention, which takes one row's; its first step stops",
         to=1,
     ),
     processes_divide,
@@ -328,7 +315,7 @@ def _lengths_differ(reading: Reading) -> bool:
 
 def packs_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
     """A pack is a row: its size is a multiple of `lcm(2·CP, CP·TP)`."""
-    setting = reading.spec_name("packed_sequence_size")
+    setting = f"{reading.specs}.packed_sequence_size"
     size, multiple = reading[setting], reading.alignment
     if not reading.is_offline or size < 1 or size % multiple == 0:
         return
@@ -346,7 +333,7 @@ def packs_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
 
 def documents_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
     """Context parallelism cuts every document of a pack, so each is padded to a multiple; nobody computes it."""
-    setting = reading.spec_name("pad_seq_to_mult")
+    setting = f"{reading.specs}.pad_seq_to_mult"
     given, multiple = reading[setting], reading.alignment
     if not reading.is_offline or given < 1 or given % multiple == 0:
         return
@@ -409,11 +396,7 @@ LENGTH_RULES = (
         SIZE,
         _longer_than_a_pack,
         lambda r: f"at least {r.shown(DATASET)}",
-        lambda r: (
-            f"documents are cut at {r[DATASET]} tokens, so one may be longer than a pack of "
-            f"{r.spec('packed_sequence_size')}; "
-            + ("it can't be packed" if r.is_new else "packing ends with an error at the first")
-        ),
+        "documents are cut at {r[dataset.seq_length]} tokens; one that is longer than a pack can't be packed",
         "advice",
         to=lambda r: multiples(r[DATASET], r.alignment)[1],
     ),

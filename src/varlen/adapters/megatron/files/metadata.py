@@ -83,13 +83,21 @@ class PackCounts:
                 f"a document has {self._longest:,} positions, but the pack size is {pack_size:,}; pack_size must be "
                 "what the documents were packed into"
             )
+        return self.figures(pack_size)
+
+    def figures(self, pack_size: int) -> Entry:
+        """Return the same of any packs, such as those of a document that is longer than a pack.
+
+        Args:
+            pack_size: positions that a pack may hold.
+        """
         return {
             "dataset_max_seqlen": self._longest,
             "max_samples_per_bin": self._most_documents,
             "packing_factor": round(self.num_documents / self.num_packs, 2),
             "packing_efficiency": round(self.num_tokens / self.num_packs / pack_size * 100, 2),
             "pack_size": pack_size,
-            "min_packed_seqlen": self._shortest_pack,
+            "min_packed_seqlen": self._shortest_pack or 0,
         }
 
 

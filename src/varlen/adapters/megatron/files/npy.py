@@ -194,8 +194,8 @@ class PackedNpy(PackedReader):
 
 # A pickle is a program. This reads its opcodes one by one, knows those that lists of dictionaries of numbers and
 # arrays are written with (protocols 2 to 5, numpy 1 and 2), and builds plain values: no name in the pickle is looked
-# up or called. Any other opcode or name is refused, with its place. Numbers go to flat arrays as they are read: on the
-# stack and in a list an array stands for the numbers in it.
+# up or called. Any other opcode or name is refused, with its place. Numbers go to flat arrays as they are read: on
+# the stack and in a list an array stands for the numbers in it.
 
 _RUN = 4096
 """Numbers that are read at once; pickles hold them by the thousand."""

@@ -21,7 +21,7 @@ from varlen.errors import SettingError, SourceError
 from varlen.store.token_files import whole_mark
 
 _PARQUET, _NPY, _PAIR = "Parquet", "an array (.npy)", "a pair (.sft.bin, .sft.idx)"
-_KINDS = {_PARQUET: PackedParquet, _NPY: PackedNpy, _PAIR: PackedIndexed}
+_KINDS: dict[str, Any] = {_PARQUET: PackedParquet, _NPY: PackedNpy, _PAIR: PackedIndexed}
 _SMALL_GROUP = 4 * ROW_GROUP_TOKENS
 
 
@@ -52,8 +52,7 @@ def open_packed(
         raise SourceError(f"{second} is {other}, and {first} is {one}; read them apart")
     if cache is not None:
         paths = [_cached(path, Path(cache)) for path in paths]
-    reader: Any = _KINDS[_kind(paths[0])](paths, masks=masks)
-    return reader  # type: ignore[no-any-return]
+    return _KINDS[_kind(paths[0])](paths, masks=masks)
 
 
 def _cached(path: str, folder: Path) -> str:

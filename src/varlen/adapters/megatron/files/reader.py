@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,7 @@ class PackedReader(ABC):
         """Yield every row as lists."""
         return (self[index] for index in range(self.num_rows))
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         """Return the reader."""
         return self
 

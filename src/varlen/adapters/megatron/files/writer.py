@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from varlen.adapters.megatron.files.reader import as_stored, from_dicts
 from varlen.adapters.megatron.rows import PackedRows
@@ -63,7 +63,7 @@ class WholeFiles(ABC):
         for partial in self._partial:
             partial.unlink(missing_ok=True)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         """Return the writer."""
         return self
 

@@ -38,7 +38,7 @@ from varlen.pack.window import WindowPacker
 from varlen.regular import read_regular
 from varlen.store.store import TokenStore, open_store
 from varlen.store.tokens import weighs
-from varlen.types import Int32Array, IntArray, Method, Overlong, Packing
+from varlen.types import Int32Array, IntArray, Overlong, Packing
 
 _KIND = "megatron"
 _WORK_INDEX = "index"
@@ -231,7 +231,7 @@ def _write_parts(
     parts = _parts(settings, packing)
     total = packing.num_tokens
     if len(parts) == 1 and team.is_here(is_one=True):
-        return [_write_part(shared, parts[0], on_progress, total)]
+        return [write_part(shared, parts[0], on_progress, total)]
     written, done = [], 0
     for counts in team.run(write_part, shared, parts, is_one=len(parts) == 1):
         written.append(counts)
@@ -255,13 +255,10 @@ def _parts(settings: MegatronPackSettings, packing: Packing) -> list[_Part]:
     ]
 
 
-def write_part(shared: _Shared, part: _Part) -> dict[str, Any]:
+def write_part(
+    shared: _Shared, part: _Part, on_progress: OnProgress = quiet, total: int = 1
+) -> dict[str, Any]:
     """Write one file, unless an earlier run did; returns what it holds."""
-    return _write_part(shared, part, quiet, 1)
-
-
-def _write_part(shared: _Shared, part: _Part, on_progress: OnProgress, total: int) -> dict[str, Any]:
-    """Write one file, unless an earlier run did, and say how far it is."""
     path, note = shared.folder / part.name, shared.folder / WORK / f"{part.name}.json"
     found = _found(path, note)
     if found is not None:
@@ -375,9 +372,7 @@ def _replayed(lengths: Int32Array, settings: MegatronPackSettings) -> Packing:
         lengths[some] - 1,
         settings.pack_size,
         settings.seed,
-        algorithm="first_fit_shuffle"
-        if settings.algorithm == "first_fit_shuffle"
-        else "first_fit_decreasing",
+        algorithm=settings.algorithm,  # type: ignore[arg-type]  # one of the releases'
         overlong=settings.overlong,
         multiple=settings.multiple,
         longest=settings.longest,
@@ -410,7 +405,7 @@ def _windowed(lengths: Int32Array, settings: MegatronPackSettings) -> tuple[IntA
     packer = WindowPacker(
         capacity=settings.pack_size,
         window=settings.window,
-        method=WINDOWED[settings.algorithm],
+        method=settings.algorithm,  # type: ignore[arg-type]  # those of the releases are packed by themselves
         max_documents=settings.max_documents,
         document_multiple_of=settings.multiple,
     )
@@ -430,12 +425,6 @@ OfflineAlgorithm: TypeAlias = Literal[
 ]
 """varlen's, by windows of shuffled documents, and the two of the releases, whose very packs they give."""
 RELEASES = ("first_fit_shuffle", "first_fit_decreasing")
-WINDOWED: dict[str, Method] = {
-    "best_fit": "best_fit",
-    "best_fit_decreasing": "best_fit_decreasing",
-    "balanced": "balanced",
-    "next_fit": "next_fit",
-}
 SetFormat: TypeAlias = Literal["parquet", "index"]
 
 

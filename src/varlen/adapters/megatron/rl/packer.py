@@ -88,10 +88,6 @@ def checked_starts(packing_info: PackingInfo, bin_idx: int) -> list[int]:
 def runs(starts: IntArray, lengths: IntArray) -> IntArray:
     """Return the numbers from each start on, as many as its length says, one run after the other.
 
-    Args:
-        starts: int64 `[runs]`.
-        lengths: int64 `[runs]`, at least 0.
-
     >>> runs(np.array([5, 20]), np.array([3, 2])).tolist()
     [5, 6, 7, 20, 21]
     """
@@ -121,11 +117,6 @@ def attention_work(packing_info: PackingInfo, bin_size: int, *, padding: bool = 
         ends = [checked_starts(packing_info, number)[-1:] or [0] for number in range(count)]
         work = work + (bin_size - np.array(ends, np.float64).reshape(-1)) ** 2
     return work
-
-
-def as_algo(packing_algo: object) -> None:
-    """Require one of the ways to deal bins."""
-    as_choice(packing_algo, "packing_algo", get_args(PackingAlgo))
 
 
 _log = logging.getLogger(__name__)

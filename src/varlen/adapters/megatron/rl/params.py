@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,12 @@ from varlen.adapters.megatron.rl.packer import (
     PackingAlgo,
     PackingInfo,
     SequencePacker,
-    as_algo,
     attention_work,
     checked_starts,
 )
 from varlen.adapters.megatron.scheduler import dealt
 from varlen.adapters.peers import raises_too
-from varlen.arguments import as_count
+from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, SettingError
 
 
@@ -393,8 +392,9 @@ def distribute_packed_bins(
     ranks = as_count(dp_size, "dp_size")
     rank = as_count(dp_rank, "dp_rank", least=0, most=ranks - 1)
     algo = packing_info.packing_algo if packing_algo is None else packing_algo
-    as_algo(algo)
-    parts = _as_bins(packed_trajs, packed_position_ids, packed_loss_mask, packing_info)
+    as_choice(algo, "packing_algo", get_args(PackingAlgo))
+    parts = packed_trajs, packed_position_ids, packed_loss_mask
+    _check_bins(*parts, packing_info)
     count, width = packed_trajs.shape
     mine = _bins_of(packing_info, algo, rank, ranks, width, padding_work)
     chosen = torch.tensor(mine, dtype=torch.int64, device=packed_trajs.device)
@@ -418,10 +418,7 @@ def distribute_packed_bins(
     return joined[0], joined[1], joined[2], info
 
 
-def _as_bins(
-    trajs: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, info: PackingInfo
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the three, checked."""
+def _check_bins(trajs: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, info: PackingInfo) -> None:
     if trajs.dim() != 2 or trajs.shape[0] != len(info.bin_seq_indices):
         raise DocumentsError(
             f"packed_trajs must be [num_bins, bin_size], and packing_info has {len(info.bin_seq_indices):,} bins; "
@@ -433,7 +430,6 @@ def _as_bins(
                 f"{name} has the shape {tuple(part.shape)}, but packed_trajs {tuple(trajs.shape)}; they must be "
                 "the same"
             )
-    return trajs, positions, mask
 
 
 def _bins_of(
