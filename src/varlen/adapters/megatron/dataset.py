@@ -82,7 +82,6 @@ def _parts(
 
 
 def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray[np.int32]:
-    """Return the real inputs of a row's documents."""
     found = np.asarray(lengths)
     if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
         raise DocumentsError(
@@ -163,24 +162,15 @@ class GPTSFTPackedDataset(Dataset[Item]):
     Args:
         file_path: a file, glob or folder of packed rows.
         tokenizer: what has `eos_id` (or `eod`, or `eos_token_id`), the token of padding.
-        return_cu_seqlen: give boundaries; else an attention mask.
-        pad_cu_seqlens: give every batch as many boundaries, for CUDA graphs; needs `pack_metadata_file_path` and
-            `pad_to_max_length=True`.
+        pad_cu_seqlens: as `RowCollator` has it, and needs `pack_metadata_file_path`.
         pad_seq_to_mult: what documents were rounded up to when they were packed.
         pack_metadata_file_path: the metadata file beside the packs.
         max_seq_length: the pack size.
-        pad_to_max_length: rows of `max_seq_length`, else as wide as the widest, rounded up.
-        pad_seq_length_to_mult: rows are rounded up to a multiple of it.
         max_num_samples: rows in all: passes over the file, each shuffled, as many as that takes. None: one, in order.
         seed: of the shuffles, which are those of the releases.
-        answer_only_loss: train where the loss mask says; else on every real token.
-        ceil_to_power_2: rows are rounded up to a power of 2.
         virtual_tokens: must be 0: P-tuning isn't possible with packed rows.
         dialect: whose keys the batches have: `"0.4"`, `"0.5"` or `"0.6"`, or a release.
-        compatible: give the release's values, where they are wrong too.
-        eos_in_loss: train where the input is EOS; None: not if `compatible`.
-        always_padded: give padded boundaries where they don't differ too; None: if `compatible`.
-        padding_mask: add `padding_mask`, for routers of experts.
+        pad_to_max_length, padding_mask and others: as `RowCollator` has them.
         others: arguments that the releases take for data that isn't packed; they change nothing.
 
     Arguments are attributes by the releases' names, and may be written: the next batch is made by what they then say.
@@ -277,7 +267,6 @@ class GPTSFTPackedDataset(Dataset[Item]):
         return self.indexed_dataset.num_rows if self.samples_mapping is None else len(self.samples_mapping)
 
     def __getitem__(self, idx: int) -> Item:
-        """Return a row."""
         return self.__getitems__([idx])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
@@ -379,7 +368,6 @@ def _shuffled(num_rows: int, most: int | None, seed: int) -> npt.NDArray[np.int6
 
 
 def _eos_id(tokenizer: Any) -> int:
-    """Return the tokenizer's end-of-text token."""
     for name in ("eos_id", "eod", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         if isinstance(value, int | np.integer) and not isinstance(value, bool):

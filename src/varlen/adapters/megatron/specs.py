@@ -65,7 +65,6 @@ class PackedSequenceSpecs:
     """Which release's meaning the fields have: "0.4", "0.5", "0.6", or a release. Not a field of the release."""
 
     def __post_init__(self) -> None:
-        """Refuse what the release refuses."""
         self.dialect = as_dialect(self.dialect)
         self._check_numbers()
         for name in ("packed_train_data_path", "packed_val_data_path"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +77,6 @@ class RowCollator:
     """Give the release's values, where they are wrong too."""
 
     def __post_init__(self) -> None:
-        """Check the settings against each other."""
         object.__setattr__(self, "dialect", as_dialect(self.dialect))
         for name in ("pad_seq_length_to_mult", "pad_seq_to_mult", "max_seq_length"):
             value = getattr(self, name)
@@ -108,7 +107,6 @@ class RowCollator:
             self._check_static()
 
     def _check_static(self) -> None:
-        """Check what batches of one shape need."""
         if not self.pad_to_max_length:
             raise SettingError(
                 "'pad_to_max_length=True' is required when pad_cu_seqlens is enabled: CUDA graphs need one shape"
@@ -134,14 +132,8 @@ class RowCollator:
     ) -> MegatronBatch:
         """Return the batch of some rows.
 
-        Args:
-            silent: bool `[rows]`: rows that only complete the batch and train nothing.
-
-        Returns:
-            `tokens`, `labels`, `position_ids` int64 `[rows, width]`; `loss_mask` int64, or float32 where the rows
-
-        Cost:
-            One pass over the tokens, by a compiled kernel.
+        `silent`, bool `[rows]`, are rows that only complete the batch and train nothing; `where` names a row in
+        messages.
         """
         stored = StoredRows.of(rows)
         lengths, used, differs = self._measured(rows, stored, where)
@@ -154,11 +146,7 @@ class RowCollator:
             mask = np.empty(mask.shape, np.float32)
         eos_in_loss = not self.compatible if self.eos_in_loss is None else self.eos_in_loss
         kernels.fill_rows(
-            stored.input_ids,
-            stored.loss_mask,
-            stored.offsets,
-            stored.starts,
-            stored.document_offsets,
+            *stored[:5],
             lengths,
             _NOBODY if silent is None else as_silent(silent, rows.num_rows),
             int(self.answer_only_loss),
@@ -195,16 +183,7 @@ class RowCollator:
         lengths, used = np.empty(len(stored.starts), np.int64), np.empty(len(stored.offsets) - 1, np.int64)
         keep = 2 if self.pad_seq_to_mult == 1 else 0 if self.compatible else 1
         wrong, differs = kernels.measure_rows(
-            stored.input_ids,
-            stored.loss_mask,
-            stored.offsets,
-            stored.starts,
-            stored.document_offsets,
-            NOTHING if self.compatible else stored.given,
-            keep,
-            self.eos_id,
-            lengths,
-            used,
+            *stored[:5], NOTHING if self.compatible else stored.given, keep, self.eos_id, lengths, used
         )
         if wrong >= 0:
             rows.check(where)
@@ -214,7 +193,6 @@ class RowCollator:
         return lengths, used, bool(differs)
 
     def _width(self, used: IntArray, where: Callable[[int], str]) -> int:
-        """Return the width of a batch."""
         longest, most = int(max(used.tolist())), self.max_seq_length
         if most is not None and longest > most:
             over = used > most
@@ -241,7 +219,6 @@ class RowCollator:
         differs: bool,
         where: Callable[[int], str],
     ) -> Boundaries:
-        """Return where every row's documents end."""
         multiple = self.pad_seq_to_mult
         always = self.compatible if self.always_padded is None else self.always_padded
         padded = differs or (multiple > 1 and (always or self.pad_cu_seqlens))
@@ -264,9 +241,7 @@ class RowCollator:
         logical, places = np.empty((2, len(used), entries), np.int32)
         counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int32)
         kernels.lay_boundaries(
-            stored.offsets,
-            stored.starts,
-            stored.document_offsets,
+            *stored[2:5],
             lengths,
             width,
             tail,
@@ -308,7 +283,6 @@ class RowCollator:
         return np.full(len(longest), constant, np.int32)
 
     def _check_documents(self, documents: IntArray, most: int, where: Callable[[int], str]) -> None:
-        """Check that no row has more documents than the metadata says."""
         over = documents > most
         if over.any():
             raise SettingError(
@@ -318,7 +292,6 @@ class RowCollator:
             )
 
     def _static(self, name: str, choose: Any) -> int:
-        """Return a number of the metadata over all its entries."""
         return int(choose(entry[name] for entry in self.pack_metadata or ()))
 
 
@@ -352,7 +325,6 @@ def collate_rows(rows: PackedRows, *, silent: npt.ArrayLike | None = None, **set
 
 
 def _is_whole(value: object) -> bool:
-    """Return whether a value is a whole number."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -361,9 +333,8 @@ def _is_whole(value: object) -> bool:
 NOTHING: IntArray = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StoredRows:
-    """The arrays of `PackedRows`, each contiguous."""
+class StoredRows(NamedTuple):
+    """The arrays of `PackedRows`, each contiguous; kernels take the first five."""
 
     input_ids: npt.NDArray[Any]
     loss_mask: npt.NDArray[Any]
@@ -441,11 +412,7 @@ def _check_values(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> None:
 
 
 def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.Tensor:
-    """Return who may not see whom: bool `[rows, 1, width, width]`.
-
-    Cost:
-        Quadratic in the width; boundaries are the way for long rows.
-    """
+    """Return who may not see whom: bool `[rows, 1, width, width]`, quadratic in the width."""
     later = torch.ones((width, width), dtype=torch.bool).triu_(1)
     if bounds is None:
         return later.expand(num_rows, 1, width, width).contiguous()
@@ -457,14 +424,7 @@ def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.T
 
 
 def padding_places(stored: StoredRows, lengths: IntArray, width: int) -> npt.NDArray[np.bool_]:
-    """Return which positions are padding.
-
-    Args:
-        lengths: int64 `[documents]`: real inputs.
-
-    Returns:
-        bool `[rows, width]`.
-    """
+    """Return which positions are padding, bool `[rows, width]`, by the real inputs of each document."""
     num_rows = len(stored.offsets) - 1
     changes = np.zeros(num_rows * width + 1, np.int64)
     owners = np.repeat(np.arange(num_rows), np.diff(stored.document_offsets))
@@ -557,7 +517,6 @@ def megatron_batch(
 
 
 def _moved(values: npt.NDArray[Any], last: object) -> npt.NDArray[Any]:
-    """Return rows moved by one to the left."""
     moved = np.empty_like(values)
     moved[:, :-1], moved[:, -1:] = values[:, 1:], last
     return moved
@@ -583,7 +542,6 @@ def _weighted(trained: npt.NDArray[np.bool_], weights: npt.NDArray[Any]) -> npt.
 
 
 def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return the weight of every label, of the shape of the labels."""
     if isinstance(weights, str):
         if weights not in batch.columns:
             there = ", ".join(map(repr, batch.columns)) or "none"
@@ -605,7 +563,6 @@ def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[An
 
 
 def _row_boundaries(batch: PackedBatch, segments: npt.NDArray[Any], always_padded: bool) -> Boundaries:
-    """Return each row's boundaries from those of the whole batch."""
     num_rows, width = segments.shape
     logical = on_host(batch.cu_seqlens).astype(np.int64)
     is_padded = batch.cu_seqlens_padded is not None

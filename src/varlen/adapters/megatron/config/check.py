@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from varlen.adapters.megatron.config import rules_data, rules_model
 from varlen.adapters.megatron.config.reading import Reading, as_written, read
-from varlen.adapters.megatron.config.report import ConfigFinding, ConfigReport, Outcome, found
-from varlen.adapters.megatron.config.rules_data import BATCH_RULES, LENGTH_RULES, SWITCH_RULES
-from varlen.adapters.megatron.config.rules_model import (
-    ENERGON_RULES,
-    FAMILY_RULES,
-    GRAPH_RULES,
-    LOSS_RULES,
-    RELEASE_RULES,
-)
+from varlen.adapters.megatron.config.report import ConfigFinding, ConfigReport, Outcome, Rules, found
 from varlen.parsed import parse_json
 from varlen.regular import read_regular_text
 
-Rules: TypeAlias = tuple[Callable[[Reading], Iterator[ConfigFinding]], ...]
-"""Each goes over one reading, and yields what breaks it."""
-RULES: Rules = (
-    *SWITCH_RULES,
-    *BATCH_RULES,
-    *LENGTH_RULES,
-    *LOSS_RULES,
-    *GRAPH_RULES,
-    *ENERGON_RULES,
-    *FAMILY_RULES,
-    *RELEASE_RULES,
-)
+RULES: Rules = (*rules_data.RULES, *rules_model.RULES)
 """Every rule over settings alone, in the order in which findings are told and mended."""
 MOST_CHANGES = 100
 """Errors that are mended one after the other; one change may bring another error to light."""
@@ -105,7 +87,6 @@ def _mended(reading: Reading, rules: Rules) -> dict[str, Any]:
 
 
 def _spelled(reading: Reading, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes by the names that the configuration itself has."""
     return {reading.spell(name): value for name, value in changes.items()}
 
 

@@ -357,7 +357,6 @@ def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None)
 
 
 def _go_through(found: _Found, path: str, level: Mapping[str, Any]) -> None:
-    """Gather what one level holds, and what its containers hold."""
     known = CONTAINERS.get(path, path)
     near = [name for name in (*SETTINGS, *CONTAINERS) if name.rpartition(".")[0] == known]
     for last, value in level.items():
@@ -401,7 +400,6 @@ def _go_through_arguments(found: _Found) -> None:
 
 
 def _keep(found: _Found, name: str, written: str, value: Any) -> None:
-    """Keep a setting's value, or say why it is none."""
     found.named.add(name)
     if name in found.values and written in RENAMED:
         return
@@ -420,7 +418,6 @@ def _keep(found: _Found, name: str, written: str, value: Any) -> None:
 
 
 def _suspect(found: _Found, written: str, last: str, near: list[str]) -> None:
-    """Note an unknown name that closely resembles a known one."""
     alike = get_close_matches(last, near, n=1, cutoff=NEAR)
     if alike:
         found.mistyped.append((written, written[: len(written) - len(last)] + alike[0]))
@@ -439,7 +436,6 @@ def _release(dialect: str | None) -> tuple[int, ...] | None:
 
 
 def _counted(tree: Mapping[str, Any]) -> int | None:
-    """Return the number of processes, where the arguments hold it."""
     count = tree.get("world_size")
     return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
 

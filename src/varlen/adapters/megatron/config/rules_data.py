@@ -13,7 +13,7 @@ from varlen.adapters.megatron.config.reading import (
     multiples,
     nearest,
 )
-from varlen.adapters.megatron.config.report import ConfigFinding, Rule, found
+from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, Rules, found
 from varlen.adapters.megatron.config.settings import (
     IN_BATCH_NEW,
     IN_BATCH_OLD,
@@ -67,10 +67,6 @@ def row_size(reading: Reading) -> int:
     return multiples(reading[DATASET] or reading[MODEL] or USUAL_PACK, reading.alignment)[1]
 
 
-def _has_no_size(reading: Reading) -> bool:
-    return reading.specs in reading.held and reading.spec("packed_sequence_size") <= 0
-
-
 def _longest_is_out_of_range(reading: Reading) -> bool:
     longest, size = reading.spec("max_single_sequence_length"), reading.spec("packed_sequence_size")
     return reading.specs in reading.held and longest is not None and size > 0 and not 1 <= longest <= size
@@ -85,12 +81,6 @@ def _unread_specs(reading: Reading) -> str:
     return OFFLINE_OLD if OFFLINE_OLD in reading.held else OFFLINE_NEW
 
 
-def _why_not_both(reading: Reading) -> str:
-    if reading.is_new and reading.is_offline and reading.is_in_batch:
-        return "Megatron-Bridge stops with a ValueError"
-    return "they want opposite micro-batches: one row of one, several of the other"
-
-
 def _packing_switch(reading: Reading) -> str:
     return reading.in_batch_name if reading.is_in_batch else BUFFER
 
@@ -98,16 +88,10 @@ def _packing_switch(reading: Reading) -> str:
 def no_name_is_mistyped(reading: Reading) -> Iterator[ConfigFinding]:
     """A name without effect that is close to that of a setting: probably a typing error."""
     for written, near in reading.mistyped:
-        yield found(
-            reading,
-            "unknown_setting",
-            written,
-            "a name that Megatron reads",
-            f"no rule knows `{written}`; was {near} meant? The release's default stands in its place",
-            "advice",
-            fix=f"rename it to {near}, if that is meant",
-            seen=f"{written} is set",
-        )
+        limit, fix = "a name that Megatron reads", f"rename it to {near}, if that is meant"
+        what = f"no rule knows `{written}`; was {near} meant? The release's default stands in its place"
+        seen = f"{written} is set"
+        yield found(reading, "unknown_setting", written, limit, what, "advice", fix=fix, seen=seen)
 
 
 SWITCH_RULES = (
@@ -117,7 +101,7 @@ SWITCH_RULES = (
         _packing_switch,
         lambda r: r.is_offline + r.is_in_batch + r.is_energon > 1,
         "one way of packing",
-        lambda r: f"{r.packing} are asked for together; {_why_not_both(r)}",
+        "{r.packing} are asked for together; they want opposite micro-batches, and releases from 0.6 on stop",
         changes=lambda r: {_packing_switch(r): False if r.is_in_batch else None},
     ),
     # From 0.6 on: the flag of offline packing and its specs together, or neither.
@@ -141,7 +125,7 @@ SWITCH_RULES = (
     Rule(
         "pack_size",
         SIZE,
-        _has_no_size,
+        lambda r: r.specs in r.held and r.spec("packed_sequence_size") <= 0,
         "a size of 1 or more",
         lambda r: (
             f"no pack has this size; {VALUE_ERROR if r.is_new else 'packing is off, though its specs are set'}"
@@ -205,15 +189,10 @@ def processes_divide(reading: Reading) -> Iterator[ConfigFinding]:
     group = reading.tp * reading.pp * reading.cp
     if reading.world_size is not None and reading.world_size % group:
         counts = sorted({*multiples(reading.world_size, group)})
-        yield found(
-            reading,
-            "world_size",
-            "world_size",
-            f"a multiple of TP·PP·CP = {reading.tp}·{reading.pp}·{reading.cp} = {group}",
-            "the processes can't be shared out; Megatron stops with an AssertionError",
-            fix=f"start {' or '.join(map(str, counts))} processes",
-            seen=f"{reading.world_size} processes",
-        )
+        limit = f"a multiple of TP·PP·CP = {reading.tp}·{reading.pp}·{reading.cp} = {group}"
+        what = "the processes can't be shared out; Megatron stops with an AssertionError"
+        fix, seen = f"start {' or '.join(map(str, counts))} processes", f"{reading.world_size} processes"
+        yield found(reading, "world_size", "world_size", limit, what, fix=fix, seen=seen)
 
 
 def global_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
@@ -221,14 +200,10 @@ def global_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     steps, rows = reading[GLOBAL], reading[MICRO]
     if steps is not None and rows is not None and steps % (group := rows * (reading.dp or 1)):
         ranks = f" · data-parallel size = {rows}·{reading.dp} = {group}" if reading.dp else f" = {rows}"
+        what = "the ranks can't take equally many micro-batches; Megatron stops with an AssertionError"
+        changes, fix = {GLOBAL: multiples(steps, group)[0]}, nearest(steps, group)
         yield found(
-            reading,
-            "global_batch",
-            GLOBAL,
-            f"a multiple of {MICRO}{ranks}",
-            "the ranks can't take equally many micro-batches; Megatron stops with an AssertionError",
-            changes={GLOBAL: multiples(steps, group)[0]},
-            fix=nearest(steps, group),
+            reading, "global_batch", GLOBAL, f"a multiple of {MICRO}{ranks}", what, changes=changes, fix=fix
         )
 
 
@@ -245,25 +220,14 @@ def evaluation_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     assert reading.world_size is not None
     share = rows * (reading.world_size // group)
     if reading.world_size % group:
-        yield found(
-            reading,
-            "world_size",
-            EVAL_CP,
-            f"{reading.world_size} processes are a multiple of TP·PP·CP of evaluation = {group}",
-            "the processes can't be shared out in evaluation; Megatron-Bridge stops with an AssertionError",
-            changes={EVAL_CP: reading.cp},
-        )
+        limit = f"{reading.world_size} processes are a multiple of TP·PP·CP of evaluation = {group}"
+        what = "the processes can't be shared out in evaluation; Megatron-Bridge stops with an AssertionError"
+        yield found(reading, "world_size", EVAL_CP, limit, what, changes={EVAL_CP: reading.cp})
     elif steps % share:
-        yield found(
-            reading,
-            "global_batch",
-            EVAL_GLOBAL,
-            f"a multiple of the evaluation's micro-batch · data-parallel size = {share}",
-            "the ranks can't take equally many micro-batches in evaluation; Megatron-Bridge stops with an "
-            "AssertionError",
-            changes={EVAL_GLOBAL: multiples(steps, share)[0]},
-            fix=nearest(steps, share),
-        )
+        limit = f"a multiple of the evaluation's micro-batch · data-parallel size = {share}"
+        what = "the ranks can't take equally many micro-batches in evaluation; Megatron-Bridge stops"
+        changes, fix = {EVAL_GLOBAL: multiples(steps, share)[0]}, nearest(steps, share)
+        yield found(reading, "global_batch", EVAL_GLOBAL, limit, what, changes=changes, fix=fix)
 
 
 BATCH_RULES = (
@@ -320,15 +284,11 @@ def packs_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
     if not reading.is_offline or size < 1 or size % multiple == 0:
         return
     words, above = nearest(size, multiple), multiples(size, multiple)[1]
-    yield found(
-        reading,
-        "pack_size",
-        setting,
-        f"a multiple of lcm(2·CP, CP·TP) = {multiple}",
-        f"a full pack can't be cut for {reading.alignment_words}; its first step stops",
-        changes={setting: above} if reading.is_packed_here else None,
-        fix=words if reading.is_packed_here else f"pack the data again, to {words or above} tokens",
-    )
+    limit = f"a multiple of lcm(2·CP, CP·TP) = {multiple}"
+    what = f"a full pack can't be cut for {reading.alignment_words}; its first step stops"
+    changes = {setting: above} if reading.is_packed_here else {}
+    fix = words if reading.is_packed_here else f"pack the data again, to {words or above} tokens"
+    yield found(reading, "pack_size", setting, limit, what, changes=changes, fix=fix)
 
 
 def documents_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
@@ -338,20 +298,14 @@ def documents_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
     if not reading.is_offline or given < 1 or given % multiple == 0:
         return
     chunks = math.lcm(*(2 * size if size > 1 else 1 for size in (reading.cp, reading[EVAL_CP] or 1)))
-    is_cut_wrong = given % chunks != 0
-    yield found(
-        reading,
-        "pad_seq_to_mult",
-        setting,
-        f"a multiple of lcm(2·CP, CP·TP) = {multiple}",
-        f"every document of a pack is cut into {chunks} chunks; Transformer Engine asserts on the device that "
-        "they are equal, and stops"
-        if is_cut_wrong
-        else f"NVIDIA pads every document to the multiple of {reading.alignment_words}; rows that don't have it stop",
-        "stops" if is_cut_wrong else "advice",
-        {setting: multiple},
-        fix=None if reading.is_packed_here else "pack the data again with it",
-    )
+    is_uneven = given % chunks != 0
+    what = f"NVIDIA pads every document to the multiple of {reading.alignment_words}; other rows stop"
+    if is_uneven:
+        what = f"every document is cut into {chunks} chunks; Transformer Engine stops where they aren't equal"
+    outcome: Outcome = "stops" if is_uneven else "advice"
+    limit = f"a multiple of lcm(2·CP, CP·TP) = {multiple}"
+    changes, fix = {setting: multiple}, None if reading.is_packed_here else "pack the data again with it"
+    yield found(reading, "pad_seq_to_mult", setting, limit, what, outcome, changes, fix=fix)
 
 
 def _longer_than_a_pack(reading: Reading) -> bool:
@@ -374,7 +328,12 @@ LENGTH_RULES = (
     Rule(
         "seq_length",
         DATASET,
-        lambda r: r.is_new and r[DATASET] is not None and r[DATASET] % r.alignment and _is_collated(r),
+        lambda r: (
+            r.is_new
+            and r[DATASET] is not None
+            and r[DATASET] % r.alignment
+            and (r.is_of(COLLATED) or (r.is_of(TEXT) and r.is_in_batch))
+        ),
         "a multiple of lcm(2·CP, CP·TP) = {r.alignment}",
         "rows are cut for {r.alignment_words}; Megatron-Bridge stops with a ValueError",
         changes=lambda r: r.given(multiples(r[DATASET], r.alignment)[1], DATASET, MODEL),
@@ -401,3 +360,5 @@ LENGTH_RULES = (
         to=lambda r: multiples(r[DATASET], r.alignment)[1],
     ),
 )
+
+RULES: Rules = (*SWITCH_RULES, *BATCH_RULES, *LENGTH_RULES)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from varlen.adapters.megatron.config.reading import CONVERSATIONS, FINE_TUNING, Reading
-from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, found
+from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, Rules, found
 from varlen.adapters.megatron.config.rules_data import BUFFER, LOADER, MICRO, MULTIPLE, SIZE
 from varlen.adapters.megatron.config.settings import OFFLINE_FLAG
 
@@ -56,10 +56,6 @@ def _are_not_one_a_layer(reading: Reading) -> bool:
     if reading.cp == 1 or not isinstance(kinds, tuple) or layers in (None, len(kinds)):
         return False
     return not (reading.is_arguments and len(kinds) == 1)
-
-
-def _product_differs(reading: Reading) -> bool:
-    return reading[HIERARCHY] is not None and math.prod(reading[HIERARCHY]) != reading.cp
 
 
 def _inner_and_outer(reading: Reading) -> tuple[int, int]:
@@ -147,7 +143,7 @@ LOSS_RULES = (
     Rule(
         "cp_sizes",
         HIERARCHY,
-        _product_differs,
+        lambda r: r[HIERARCHY] is not None and math.prod(r[HIERARCHY]) != r.cp,
         "sizes whose product is context_parallel_size = {r.cp}",
         lambda r: f"their product is {math.prod(r[HIERARCHY])}; Megatron stops with an AssertionError",
         to=_inner_and_outer,
@@ -196,10 +192,6 @@ def captured(reading: Reading) -> set[str]:
     return _scopes(reading) - _WHOLE
 
 
-def _captured_words(reading: Reading) -> str:
-    return ", ".join(sorted(captured(reading))) or "no scope"
-
-
 def _scopes(reading: Reading) -> set[str]:
     return {*(reading[SCOPE] or ()), *(reading[MODULES] or ())}
 
@@ -228,10 +220,6 @@ def _graph_checks(reading: Reading) -> str:
     return f"releases before 0.6 don't check it: {replays}"
 
 
-def _graph_outcome(reading: Reading) -> Outcome:
-    return "stops" if reading.is_new else "silently wrong"
-
-
 def _holds_router(reading: Reading) -> bool:
     parts = captured(reading)
     is_packed = (reading.is_offline or reading.is_in_batch) and reading["model.num_moe_experts"]
@@ -249,7 +237,9 @@ GRAPH_RULES = (
         IMPL,
         lambda r: r.is_new and implementation(r) == "local" and not is_full_iteration(r),
         "transformer_engine for parts of layers; local only with the scope full_iteration",
-        lambda r: f"local graphs with {_captured_words(r)}; Megatron-Bridge stops with a ValueError",
+        lambda r: (
+            f"local graphs hold {', '.join(sorted(captured(r))) or 'no scope'}; Megatron-Bridge stops with a ValueError"
+        ),
         to="transformer_engine",
     ),
     # Boundaries padded to one number are those of rows of one width.
@@ -267,7 +257,7 @@ GRAPH_RULES = (
         _graph_varies_in_width,
         lambda r: f"true with CUDA graphs ({implementation(r)})",
         lambda r: f"rows of several widths don't fit one graph; {_graph_checks(r)}",
-        _graph_outcome,
+        lambda r: "stops" if r.is_new else "silently wrong",
         to=True,
     ),
     Rule(
@@ -276,7 +266,7 @@ GRAPH_RULES = (
         lambda r: r.is_offline and _captures_attention(r) and not r.spec("pad_cu_seqlens"),
         lambda r: f"true with CUDA graphs that hold attention ({implementation(r)})",
         lambda r: f"the number of documents differs from pack to pack; {_graph_checks(r)}",
-        _graph_outcome,
+        lambda r: "stops" if r.is_new else "silently wrong",
         changes=lambda r: {f"{r.specs}.pad_cu_seqlens": True, r.width: True},
     ),
     # From 0.6 on the mask that keeps padding from experts doesn't reach a router within a graph.
@@ -323,12 +313,8 @@ def _energon(setting: str, is_wrong: Any, limit: Any, value: Any = None, changes
 
 def _with_energon(setting: str, right: tuple[Any, ...], limit: str) -> Rule:
     """Return the rule that a setting has one of these values with Energon's packing, the last being the usual one."""
-    return _energon(
-        setting,
-        lambda r: r.is_energon and r[setting] not in right,
-        f"{limit} with Energon's packing",
-        right[-1],
-    )
+    limit = f"{limit} with Energon's packing"
+    return _energon(setting, lambda r: r.is_energon and r[setting] not in right, limit, right[-1])
 
 
 def _energon_differs(setting: str) -> Rule:
@@ -450,16 +436,9 @@ def family_packs(reading: Reading) -> Iterator[ConfigFinding]:
             continue
         ways[family.way] = False
         setting, changes = _switched_off(reading, family.way)
-        yield found(
-            reading,
-            "model_family",
-            setting,
-            f"off for {family.name}",
-            f"{matches[0]} is of the family {family.name}: {family.why}",
-            family.outcome,
-            changes,
-            seen=f"{reading.packing} of {matches[0]}",
-        )
+        what = f"{matches[0]} is of the family {family.name}: {family.why}"
+        limit, seen = f"off for {family.name}", f"{reading.packing} of {matches[0]}"
+        yield found(reading, "model_family", setting, limit, what, family.outcome, changes, seen=seen)
 
 
 def _switched_off(reading: Reading, way: str) -> tuple[str, dict[str, Any]]:
@@ -470,10 +449,6 @@ def _switched_off(reading: Reading, way: str) -> tuple[str, dict[str, Any]]:
     if reading.is_in_batch:
         return reading.in_batch_name, {reading.in_batch_name: False}
     return BUFFER, {BUFFER: None}
-
-
-def _has_documents_in_rows(reading: Reading) -> bool:
-    return reading.is_offline or reading.is_in_batch or reading["dataset.sft"]
 
 
 def _pads_documents(reading: Reading) -> bool:
@@ -519,7 +494,9 @@ FAMILY_RULES = (
     Rule(
         "mtp",
         FURTHER,
-        lambda r: r[FURTHER] and _has_documents_in_rows(r) and not _pads_documents(r),
+        lambda r: (
+            r[FURTHER] and (r.is_offline or r.is_in_batch or r["dataset.sft"]) and not _pads_documents(r)
+        ),
         "not given with packing",
         "NVIDIA documents it as not supported with packed fine-tuning, though some of its own runs have it",
         "advice",
@@ -661,3 +638,5 @@ RELEASE_RULES = (
         fix="feed the rows with varlen, which stores lengths and infers none",
     ),
 )
+
+RULES: Rules = (*LOSS_RULES, *GRAPH_RULES, *ENERGON_RULES, *FAMILY_RULES, *RELEASE_RULES)

@@ -28,8 +28,8 @@ from varlen.adapters.megatron.files.reader import (
     Spec,
     bounds_of,
     from_flat,
-    joined,
     resolve_packed,
+    taken_from,
     with_lengths,
 )
 from varlen.adapters.megatron.files.writer import PackedWriter, WholeFiles
@@ -76,16 +76,7 @@ class PackedIndexed(PackedReader):
         return type(self), (self.paths,)
 
     def _rows_of(self, ids: IntArray) -> PackedRows:
-        if len(ids) == 0:
-            return self._some(0, ids)
-        numbers = np.searchsorted(self._bounds, ids, side="right") - 1
-        cuts = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
-        return joined(
-            [
-                self._some(int(numbers[a]), ids[a:b] - self._bounds[numbers[a]])
-                for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist())
-            ]
-        )
+        return taken_from(self._bounds, ids, self._some)
 
     def batches(self) -> Iterator[PackedRows]:
         """Yield all rows in order, about a million words or one row at a time."""
@@ -95,7 +86,6 @@ class PackedIndexed(PackedReader):
                 yield self._some(number, np.arange(start, min(start + step, file.num_sequences)))
 
     def _some(self, number: int, local: IntArray) -> PackedRows:
-        """Return rows of one pair."""
         found: list[tuple[npt.NDArray[Any], ...]] = []
         path = self.paths[number]
         with copy(self._files[number]) as file:  # an open file of its own: several threads may read
@@ -104,22 +94,18 @@ class PackedIndexed(PackedReader):
                 words = file.read_tokens(int(start), int(start + size))
                 found.append(_decoded(words, f"{path}.bin row {row + 1:,}"))
         starts, tokens = ([one[place] for one in found] for place in (0, 1))
-        flat = np.concatenate(tokens).view(np.uint32) if tokens else np.zeros(0, dtype=np.uint32)
+        flat = np.concatenate(tokens).view(np.uint32)
         offsets, document_offsets = bounds_of(map(len, tokens)), bounds_of(map(len, starts))
         columns: dict[str, tuple[npt.NDArray[Any], IntArray]] = {
             "input_ids": ((flat & _ID_BITS).view(np.int32), offsets),
             "loss_mask": ((flat >> np.uint32(31)).astype(np.int8), offsets),
-            "seq_start_id": (
-                np.concatenate(starts) if starts else np.zeros(0, dtype=np.int32),
-                document_offsets,
-            ),
+            "seq_start_id": (np.concatenate(starts), document_offsets),
         }
         lengths = self._lengths[number]
         if lengths is not None:
             before = self._documents_before(number)
             pieces = [lengths[before[row] : before[row + 1]] for row in local.tolist()]
-            values = np.concatenate(pieces) if pieces else lengths[:0]
-            columns["seq_lengths"] = values, bounds_of(map(len, pieces))
+            columns["seq_lengths"] = np.concatenate(pieces), bounds_of(map(len, pieces))
         rows = from_flat(columns, lambda row: f"{path}.bin row {int(local[row]) + 1:,}")
         return with_lengths(rows) if any(one is not None for one in self._lengths) else rows
 
@@ -148,7 +134,6 @@ def _beside(prefix: str | Path) -> Path:
 
 
 def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:
-    """Return the lengths that stand beside a pair, if any do."""
     path = _beside(prefix)
     if not path.is_file():
         return None
@@ -162,7 +147,6 @@ def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:
 
 
 def _opened(prefix: str) -> MegatronFile:
-    """Open a pair, if it can hold packed rows."""
     file = MegatronFile(Path(prefix), Path(prefix).name)
     if file.dtype.kind != "i" or file.dtype.itemsize != 4:
         raise SourceError(f"{prefix}.idx says that its numbers are {file.dtype.name}; packed rows are int32")

@@ -31,7 +31,6 @@ class PackCounts:
     """Counts of packs, added up some at a time, that an entry is made of."""
 
     def __init__(self) -> None:
-        """Count nothing yet."""
         self.num_packs = self.num_documents = self.num_tokens = 0
         self._longest = self._most_documents = 0
         self._shortest_pack: int | None = None
@@ -239,7 +238,6 @@ def _parsed(text: str, where: str) -> list[Any]:
 
 
 def _check(entry: Any, where: str) -> None:
-    """Refuse an entry that can't be what a run said of its packs."""
     if not isinstance(entry, dict):
         raise SourceError(f"{where} must be an object, got {type(entry).__name__}")
     missing = [key for key in _NEEDED if key not in entry]

@@ -133,7 +133,6 @@ def _rows(items: list[Any], path: str, most: int, *, masks: bool) -> PackedRows:
 
 
 def _values(value: Any, name: str, where: str) -> npt.NDArray[Any]:
-    """Return one row's numbers."""
     content = value
     if isinstance(value, Array):
         content = value.content if len(value.shape) == 1 else None
@@ -156,7 +155,6 @@ def _flat(parts: list[Any]) -> npt.NDArray[Any] | None:
 
 
 def _kind(value: Any) -> str:
-    """Name what a pickle held."""
     if isinstance(value, list):
         return "a list with other values"
     names = {"str": "a string", "dict": "a dictionary", "int": "a number", "NoneType": "nothing"}
@@ -254,7 +252,6 @@ class Reader:
     """The state of reading one pickle: a stack, those below the marks, and what was remembered."""
 
     def __init__(self, data: npt.NDArray[np.uint8], start: int, path: str) -> None:
-        """Begin (`data`: uint8, the whole file)."""
         self._data, self._at, self.path = data, start, path
         self._view = memoryview(data)  # type: ignore[arg-type]
         self.stack: list[Any] = []
@@ -289,14 +286,12 @@ class Reader:
         raise self._cut()
 
     def _refused(self, at: int, code: int) -> SourceError:
-        """Say that an opcode isn't permitted."""
         return SourceError(
             f"{self.path} holds the pickle opcode {_opcode(code)} at byte {at:,}, which packed rows don't "
             "have; it was not run: take the file only from who packed it, or pack the data again as Parquet"
         )
 
     def _refused_name(self, at: int, what: str) -> SourceError:
-        """Say that a name isn't permitted."""
         return SourceError(
             f"{self.path} names {what} at byte {at:,} of its pickle, which packed rows don't have; it was "
             "not looked up or called: take the file only from who packed it, or pack the data again as Parquet"
@@ -308,7 +303,6 @@ class Reader:
         )
 
     def _numbers(self, begun: int) -> None:
-        """Read the numbers from here on."""
         count, self._at = self._number_run(self._data, begun, self._buffer)
         if count == 0:
             raise self._cut()

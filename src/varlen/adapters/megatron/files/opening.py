@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter, prefix_of
 from varlen.adapters.megatron.files.metadata import PackCounts
@@ -21,7 +21,11 @@ from varlen.errors import SettingError, SourceError
 from varlen.store.token_files import whole_mark
 
 _PARQUET, _NPY, _PAIR = "Parquet", "an array (.npy)", "a pair (.sft.bin, .sft.idx)"
-_KINDS: dict[str, Any] = {_PARQUET: PackedParquet, _NPY: PackedNpy, _PAIR: PackedIndexed}
+_KINDS: dict[str, Callable[..., PackedReader]] = {
+    _PARQUET: PackedParquet,
+    _NPY: PackedNpy,
+    _PAIR: PackedIndexed,
+}
 _SMALL_GROUP = 4 * ROW_GROUP_TOKENS
 
 
@@ -111,7 +115,6 @@ def convert(spec: Spec, output: str | Path, *, wait_s: float = 0.0) -> PackCount
 
 
 def _kind(path: str) -> str:
-    """Name the kind of a file by its end."""
     if path.lower().endswith(PARQUET):
         return _PARQUET
     return _NPY if path.lower().endswith(".npy") else _PAIR

@@ -28,6 +28,7 @@ from varlen.adapters.megatron.files.reader import (
     joined,
     resolve_packed_parquet_paths,
     taken,
+    taken_from,
     with_lengths,
 )
 from varlen.adapters.megatron.files.writer import PackedWriter
@@ -111,25 +112,7 @@ class PackedParquet(PackedReader):
         return len(self._bounds) - 1
 
     def _rows_of(self, ids: IntArray) -> PackedRows:
-        if len(ids) == 0:
-            return taken(self.rows([0]), ids)
-        groups = np.searchsorted(self._bounds, ids, side="right") - 1
-        first = int(groups[0])
-        if (groups == first).all():
-            return taken(self._group(first), ids - self._bounds[first])
-        order = np.argsort(groups, kind="stable")
-        cuts = np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1))
-        parts = []
-        for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist()):
-            places = order[start:stop]
-            group = int(groups[places[0]])
-            parts.append(taken(self._group(group), ids[places] - self._bounds[group]))
-        found = joined(parts)
-        if (order[1:] > order[:-1]).all():
-            return found
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        return taken(found, back)
+        return taken_from(self._bounds, ids, lambda group, local: taken(self._group(group), local))
 
     def batches(self) -> Iterator[PackedRows]:
         """Yield all rows in order, up to a million tokens or one row at a time."""
@@ -283,7 +266,6 @@ def most_tokens_at_once(path: str | Path) -> int:
 
 
 def _values_in(group: Any) -> int:
-    """Return the tokens of a row group."""
     columns = [group.column(number) for number in range(group.num_columns)]
     return sum(one.num_values for one in columns if one.path_in_schema.startswith(f"{COLUMNS[0]}."))
 
@@ -296,7 +278,6 @@ def _rows_at_a_time(metadata: Any) -> int:
 
 
 def _decoded(batch: Any, path: str, first: int) -> PackedRows:
-    """Return the rows of an Arrow record batch, checked."""
     wrong: dict[int, str] = {}
     flat = {}
     for name in batch.schema.names:

@@ -64,7 +64,6 @@ class WholeFiles(ABC):
             partial.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
-        """Return the writer."""
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

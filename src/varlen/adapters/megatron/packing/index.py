@@ -70,7 +70,6 @@ class PackIndex(PackedReader):
         self.num_rows = len(self._offsets) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Open it again where it is needed."""
         if self._opened_from is None:
             raise SettingError(
                 "this index was never written to a folder, so that no other process can open it"

@@ -107,7 +107,6 @@ def pack_for_megatron(
 
 
 def _entries(place: Path, pack_size: int) -> list[dict[str, int | float]]:
-    """Return the metadata of another split."""
     return read_metadata(place / _metadata_name(pack_size) if place.is_dir() else place, pack_size=pack_size)
 
 
@@ -307,7 +306,6 @@ def _ahead(batches: Iterator[PackedRows]) -> Iterator[PackedRows]:
 
 
 def _check(parts: Sequence[dict[str, Any]], packing: Packing, targets: int) -> None:
-    """Require that what was written is what was planned."""
     planned = {
         "num_packs": packing.num_packs,
         "num_documents": packing.num_pieces,
@@ -463,7 +461,6 @@ class MegatronPackSettings:
     """Stored tokens that are decoded to read a row."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
         as_choice(self.algorithm, "algorithm", get_args(OfflineAlgorithm))
         as_choice(self.overlong, "overlong", get_args(Overlong))
         as_choice(self.format, "format", get_args(SetFormat))

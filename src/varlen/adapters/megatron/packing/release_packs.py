@@ -444,7 +444,6 @@ def _lengths_of(items: Sequence[Any], lengths: Sequence[int] | None) -> Int32Arr
 def _in_bins(
     items: Sequence[Item], order: npt.NDArray[np.intp], lengths: Int32Array, pack_size: int, method: Method
 ) -> Bins[Item]:
-    """Pack items in an order; returns those of each bin."""
     placed, offsets = packed_in_turn(lengths[order], as_count(pack_size, "pack_size"), method)
     taken = [items[number] for number in order[placed].tolist()]
     return [taken[start:stop] for start, stop in pairwise(offsets.tolist())]
@@ -476,7 +475,6 @@ def _masks(group: Sequence[Document], length: int) -> Bins[Any]:
 
 
 def _plain(values: Any) -> list[Any]:
-    """Return a list of Python's numbers, of a list, an array or a tensor."""
     if isinstance(values, list):
         return values
     return values.tolist() if hasattr(values, "tolist") else list(values)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from varlen.adapters.megatron.batches.in_batch import check_shapes, lengths_of
 from varlen.adapters.peers import raises_too
@@ -122,13 +123,13 @@ def attention_work(packing_info: PackingInfo, bin_size: int, *, padding: bool = 
 _log = logging.getLogger(__name__)
 
 PackMethod = Literal["best_fit_decreasing", "balanced"]
-Masks = torch.Tensor | Sequence[torch.Tensor]
+Masks = Tensor | Sequence[Tensor]
 """`[sequences, width]`: one tensor, or one for each sequence."""
-PackedTrajectories = tuple[torch.Tensor, torch.Tensor, torch.Tensor, PackingInfo]
+PackedTrajectories = tuple[Tensor, Tensor, Tensor, PackingInfo]
 """Tokens, positions and loss mask, each `[num_bins, bin_size]`, and where each sequence lies."""
 
 
-def get_actual_sequence_lengths(sequences: torch.Tensor, pad_token: int) -> list[int]:
+def get_actual_sequence_lengths(sequences: Tensor, pad_token: int) -> list[int]:
     """Return how long each row is, up to its last token other than padding, as Megatron-LM's function of this name.
 
     Real tokens that equal the padding are lost from the end of a row: where lengths or masks are known, use those.
@@ -213,11 +214,11 @@ class SequencePacker:
 
     def pack_sequences(
         self,
-        trajs: torch.Tensor,
+        trajs: Tensor,
         generation_masks: Masks | None = None,
         *,
         lengths: npt.ArrayLike | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> PackedTrajectories:
         """Pack trajectories.
 
@@ -262,10 +263,10 @@ class SequencePacker:
 
     def _lengths(
         self,
-        trajs: torch.Tensor,
-        masks: torch.Tensor | None,
+        trajs: Tensor,
+        masks: Tensor | None,
         lengths: npt.ArrayLike | None,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Tensor | None,
     ) -> IntArray:
         """Return the tokens of each sequence, int64 `[sequences]`, from the surest that is known."""
         count, width = trajs.shape
@@ -296,7 +297,6 @@ class SequencePacker:
         return found
 
     def _check_fit(self, tokens: IntArray) -> None:
-        """Require that every sequence fits into a bin."""
         beyond = np.flatnonzero(tokens > self.bin_size)
         if beyond.size:
             raise OverlongDocumentError(
@@ -341,14 +341,13 @@ class SequencePacker:
 
     def _filled(
         self,
-        trajs: torch.Tensor,
-        masks: torch.Tensor | None,
+        trajs: Tensor,
+        masks: Tensor | None,
         tokens: IntArray,
         slots: IntArray,
         order: IntArray,
         counts: IntArray,
     ) -> PackedTrajectories:
-        """Write the sequences to their bins."""
         device, bins = trajs.device, counts.size
         ends = np.cumsum(slots[order])
         bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -382,9 +381,8 @@ class SequencePacker:
         return rows, positions, loss_mask, info
 
 
-def _as_masks(masks: Masks | None) -> torch.Tensor | None:
-    """Return the masks as one tensor."""
-    if masks is None or isinstance(masks, torch.Tensor):
+def _as_masks(masks: Masks | None) -> Tensor | None:
+    if masks is None or isinstance(masks, Tensor):
         return masks
     shapes = [tuple(mask.shape) for mask in masks]
     if len(set(shapes)) > 1:
@@ -397,7 +395,6 @@ def _as_masks(masks: Masks | None) -> torch.Tensor | None:
 
 
 def _as_lengths(lengths: npt.ArrayLike, count: int, width: int) -> IntArray:
-    """Return the lengths given, int64, checked."""
     found = as_lengths(lengths).astype(np.int64)
     if found.size != count:
         raise LengthsError(f"there are {count:,} trajectories, but {found.size:,} lengths")

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from varlen.adapters.megatron.batches.params import PackedSeqParams
 from varlen.adapters.megatron.rl.context import PackingContext
@@ -70,22 +71,12 @@ def create_packed_seq_params_for_bin(
     if not 0 <= bin_idx < count:
         raise DocumentsError(f"there is no bin {bin_idx:,}; packing_info has {count:,}")
     here = packing_info.bin_seq_indices[bin_idx]
-    if not here:
-        return get_default_packed_seq_params(
-            bin_size, max_sequences_per_bin, device, seq_length_multiple, split_padding=split_padding
-        )
     lengths = [packing_info.seq_lengths[number] for number in here]
-    starts = checked_starts(packing_info, bin_idx)
-    return _params(
-        starts,
-        lengths,
-        f"bin {bin_idx:,}",
-        bin_size,
-        max_sequences_per_bin,
-        device,
-        seq_length_multiple,
-        split_padding,
+    starts, name = (
+        (checked_starts(packing_info, bin_idx), f"bin {bin_idx:,}") if here else ([0], "an empty bin")
     )
+    sizes = bin_size, max_sequences_per_bin, seq_length_multiple
+    return _params(starts, lengths, name, *sizes, device, split_padding)
 
 
 def get_default_packed_seq_params(
@@ -113,9 +104,8 @@ def get_default_packed_seq_params(
     >>> get_default_packed_seq_params(16, 4).cu_seqlens_q.tolist()
     [0, 16, 16, 16, 16, 16]
     """
-    return _params(
-        [0], [], "an empty bin", seq_length, max_sequences_per_bin, device, seq_length_multiple, split_padding
-    )
+    sizes = seq_length, max_sequences_per_bin, seq_length_multiple
+    return _params([0], [], "an empty bin", *sizes, device, split_padding)
 
 
 @raises_too(AssertionError)
@@ -154,8 +144,8 @@ def _params(
     name: str,
     bin_size: int,
     most: int,
-    device: torch.device | str | None,
     multiple: int,
+    device: torch.device | str | None,
     split_padding: bool,
 ) -> PackedSeqParams:
     """Return the boundaries of slots, padding behind them, and as many entries as there always are."""
@@ -228,10 +218,10 @@ def _padded(bounds: Iterable[int], entries: int) -> np.ndarray[tuple[int], np.dt
 
 
 def pack_all_trajectories(
-    trajs: torch.Tensor,
-    generation_masks: torch.Tensor,
-    inference_logprobs: torch.Tensor | Sequence[torch.Tensor | None] | None,
-    global_advantages: torch.Tensor,
+    trajs: Tensor,
+    generation_masks: Tensor,
+    inference_logprobs: Tensor | Sequence[Tensor | None] | None,
+    global_advantages: Tensor,
     packer: SequencePacker,
     packing_algo: PackingAlgo = "balanced",
     *,
@@ -299,16 +289,16 @@ def pack_all_trajectories(
 
 # Bins over data-parallel ranks, as many on each: in Megatron-LM's two ways, or with even attention work.
 
-EmptyBins = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, list[dict[str, Any]]]
+EmptyBins = tuple[Tensor | None, Tensor | None, Tensor | None, list[dict[str, Any]]]
 """Tokens, positions and loss mask, and of each bin what `PackingInfo` says of it."""
 
 
 def create_empty_bins(
     num_empty_bins: int,
     bin_size: int,
-    packed_trajs: torch.Tensor,
-    packed_position_ids: torch.Tensor,
-    packed_loss_mask: torch.Tensor,
+    packed_trajs: Tensor,
+    packed_position_ids: Tensor,
+    packed_loss_mask: Tensor,
     tokenizer: Any = None,
     *,
     pad_token: int | None = None,
@@ -349,9 +339,9 @@ def create_empty_bins(
 
 
 def distribute_packed_bins(
-    packed_trajs: torch.Tensor,
-    packed_position_ids: torch.Tensor,
-    packed_loss_mask: torch.Tensor,
+    packed_trajs: Tensor,
+    packed_position_ids: Tensor,
+    packed_loss_mask: Tensor,
     packing_info: PackingInfo,
     *,
     dp_rank: int,
@@ -418,7 +408,7 @@ def distribute_packed_bins(
     return joined[0], joined[1], joined[2], info
 
 
-def _check_bins(trajs: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, info: PackingInfo) -> None:
+def _check_bins(trajs: Tensor, positions: Tensor, mask: Tensor, info: PackingInfo) -> None:
     if trajs.dim() != 2 or trajs.shape[0] != len(info.bin_seq_indices):
         raise DocumentsError(
             f"packed_trajs must be [num_bins, bin_size], and packing_info has {len(info.bin_seq_indices):,} bins; "
