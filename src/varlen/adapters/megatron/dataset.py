@@ -49,9 +49,7 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
     )
 
 
-def _parts(
-    number: int, item: Mapping[str, Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+def _parts(number: int, item: Mapping[str, Any]) -> tuple[npt.NDArray[Any], ...]:
     """Return a row's tokens, its mask, and where its documents begin and the last one ends, from 0."""
     try:
         tokens, mask = np.asarray(item["input_ids"]), np.asarray(item["loss_mask"])

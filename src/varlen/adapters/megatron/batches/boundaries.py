@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from varlen.adapters.megatron.rows import Dialect
+from varlen.adapters.megatron.rows import Dialect, near_multiples
 from varlen.batch.context_parallel import contiguous_indices, zigzag_indices
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
@@ -402,10 +402,9 @@ def _refuse_uneven(bounds: IntArray, cp_world_size: int) -> None:
     uneven = np.flatnonzero(sizes % chunks)
     if len(uneven):
         first, size = int(uneven[0]), int(sizes[uneven[0]])
-        below = size // chunks * chunks
         raise SettingError(
             f"segment {first:,} takes up {size:,} places, which 2 x {cp_world_size} context-parallel ranks can't "
-            f"share evenly; {' or '.join(f'{near:,}' for near in (below, below + chunks) if near)} would do "
+            f"share evenly; {near_multiples(size, chunks)} would do "
             f"({many(len(uneven), 'segment')} of {len(sizes):,}); pack with pad_seq_to_mult={chunks}, or its least "
             "common multiple with CP x TP where sequence parallelism is on"
         )

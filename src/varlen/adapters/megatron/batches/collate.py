@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from varlen.adapters.megatron.batches import kernels
 from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
-from varlen.adapters.megatron.rows import NEWEST, Dialect, PackedRows, as_dialect
+from varlen.adapters.megatron.rows import NEWEST, Dialect, PackedRows, Where, as_dialect, near_multiples
 from varlen.batch.packed import IGNORE_INDEX, TARGET_WEIGHTS, PackedBatch, on_host
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
@@ -92,11 +92,9 @@ class RowCollator:
             raise SettingError("pad_to_max_length=True needs max_seq_length, the pack size")
         most, multiple = self.max_seq_length, self.pad_seq_to_mult
         if most is not None and most % multiple and not self.compatible:
-            below = most // multiple * multiple
             raise SettingError(
                 f"max_seq_length={most:,} is no multiple of pad_seq_to_mult={multiple:,}, so context-parallel ranks "
-                f"can't share its rows; pass "
-                f"{' or '.join(f'{near:,}' for near in (below, below + multiple) if near)}"
+                f"can't share its rows; pass {near_multiples(most, multiple)}"
             )
         if self.ceil_to_power_2 and multiple & (multiple - 1) and not self.compatible:
             raise SettingError(
@@ -125,10 +123,7 @@ class RowCollator:
                 )
 
     def __call__(
-        self,
-        rows: PackedRows,
-        silent: npt.ArrayLike | None = None,
-        where: Callable[[int], str] = "row {:,}".format,
+        self, rows: PackedRows, silent: npt.ArrayLike | None = None, where: Where = "row {:,}".format
     ) -> MegatronBatch:
         """Return the batch of some rows.
 
@@ -177,7 +172,7 @@ class RowCollator:
         return batch
 
     def _measured(
-        self, rows: PackedRows, stored: StoredRows, where: Callable[[int], str]
+        self, rows: PackedRows, stored: StoredRows, where: Where
     ) -> tuple[IntArray, IntArray, bool]:
         """Return each document's real inputs, each row's inputs, and whether any document holds padding."""
         lengths, used = np.empty(len(stored.starts), np.int64), np.empty(len(stored.offsets) - 1, np.int64)
@@ -187,12 +182,10 @@ class RowCollator:
         )
         if wrong >= 0:
             rows.check(where)
-            raise DocumentsError(
-                f"{where(wrong)}: its offsets reach past the tokens or the documents of these rows"
-            )
+            raise DocumentsError(f"{where(wrong)}: offsets reach past the tokens or documents of these rows")
         return lengths, used, bool(differs)
 
-    def _width(self, used: IntArray, where: Callable[[int], str]) -> int:
+    def _width(self, used: IntArray, where: Where) -> int:
         longest, most = int(max(used.tolist())), self.max_seq_length
         if most is not None and longest > most:
             over = used > most
@@ -211,13 +204,7 @@ class RowCollator:
         return width if most is None else min(most, width)
 
     def _boundaries(
-        self,
-        stored: StoredRows,
-        lengths: IntArray,
-        used: IntArray,
-        width: int,
-        differs: bool,
-        where: Callable[[int], str],
+        self, stored: StoredRows, lengths: IntArray, used: IntArray, width: int, differs: bool, where: Where
     ) -> Boundaries:
         multiple = self.pad_seq_to_mult
         always = self.compatible if self.always_padded is None else self.always_padded
@@ -267,9 +254,7 @@ class RowCollator:
             max_seqlen=max_seqlen,
         )
 
-    def _constant_max_seqlen(
-        self, longest: Int32Array, width: int, where: Callable[[int], str]
-    ) -> npt.NDArray[np.int32]:
+    def _constant_max_seqlen(self, longest: Int32Array, width: int, where: Where) -> npt.NDArray[np.int32]:
         """Return int32 `[rows]`: one `max_seqlen` for all batches, as the metadata gives it."""
         constant = max(
             self._static("dataset_max_seqlen", max), width - self._static("min_packed_seqlen", min)
@@ -282,7 +267,7 @@ class RowCollator:
             )
         return np.full(len(longest), constant, np.int32)
 
-    def _check_documents(self, documents: IntArray, most: int, where: Callable[[int], str]) -> None:
+    def _check_documents(self, documents: IntArray, most: int, where: Where) -> None:
         over = documents > most
         if over.any():
             raise SettingError(
@@ -398,7 +383,7 @@ def _check_values(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> None:
         raise DocumentsError(f"`input_ids` hold {int(ids.max())}, which is no token")
     if mask.ndim != 1 or mask.dtype.kind not in "biuf":
         raise DocumentsError(
-            f"`loss_mask` must be numbers of one dimension, got {mask.dtype} of the shape {mask.shape}"
+            f"`loss_mask` must be numbers of one dimension, got {mask.dtype} of shape {mask.shape}"
         )
     if mask.dtype.kind == "f" and not np.isfinite(mask).all():
         wrong = np.flatnonzero(~np.isfinite(mask))
@@ -555,7 +540,7 @@ def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[An
     found = np.asarray(on_host(weights) if isinstance(weights, torch.Tensor) else weights)
     if found.shape != tuple(batch.labels.shape):
         raise SettingError(
-            f"weights must have the shape of the labels, {tuple(batch.labels.shape)}; got {found.shape}"
+            f"weights must have the labels' shape, {tuple(batch.labels.shape)}; got {found.shape}"
         )
     if found.dtype.kind not in "biuf":
         raise SettingError(f"weights must be numbers, got {found.dtype}")

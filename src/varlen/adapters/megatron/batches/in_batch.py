@@ -111,9 +111,7 @@ def pack_batch_sequences(
     pieces = list(zip(kept, real))
 
     def joined(values: Tensor | None, pad: float) -> Tensor | None:
-        return (
-            None if values is None else _joined([values[row, :length] for row, length in pieces], slots, pad)
-        )
+        return None if values is None else _joined([values[row, :n] for row, n in pieces], slots, pad)
 
     packed = _joined([tokens[row, :length] for row, length in pieces], slots, pad_token_id)
     positions = _positions([position_ids[row, :length] for row, length in pieces], slots)
@@ -173,11 +171,9 @@ def build_mcore_thd_sequence_batch_from_rows(
     taken = {token_key, *_OWN} & set(pads)
     if taken:
         raise SettingError(
-            f"{', '.join(sorted(taken))}: these have pad values of their own; pass other tensors' only"
+            f"{', '.join(sorted(taken))}: these have their own pad values; pass other tensors' only"
         )
-    names = [
-        name for name in ("labels", "loss_mask", *pads) if any(row.get(name) is not None for row in rows)
-    ]
+    names = [n for n in ("labels", "loss_mask", *pads) if any(row.get(n) is not None for row in rows)]
     lengths = checked_rows(rows, token_key, names, most)
     slots = [length + -length % multiple for length in lengths]
     if width is not None and sum(slots) > width:
@@ -202,9 +198,8 @@ def build_mcore_thd_sequence_batch_from_rows(
     has_padded = slots != lengths or (always_padded and could_pad)
     packed |= _boundary_keys(lengths, slots, tokens[0].device, has_padded)
     if emit_padding_mask:
-        packed["padding_mask"] = _joined(
-            [torch.zeros_like(row, dtype=torch.bool) for row in tokens], slots, True
-        )
+        masks = [torch.zeros_like(row, dtype=torch.bool) for row in tokens]
+        packed["padding_mask"] = _joined(masks, slots, True)
     return packed
 
 
@@ -231,12 +226,10 @@ def pack_right_padded_sequence_batch_to_mcore_thd(
         DocumentsError: tensors that are missing or don't match, or rows that are empty or not right-padded.
         SettingError: settings out of range, or that contradict each other.
     """
-    name = token_key or next(
-        (key for key in ("tokens", "input_ids") if torch.is_tensor(batch.get(key))), None
-    )
+    name = token_key or next((k for k in ("tokens", "input_ids") if torch.is_tensor(batch.get(k))), None)
     if name is None or not torch.is_tensor(batch.get(name)):
         raise DocumentsError(
-            f"the batch has no tensor {name or 'tokens or input_ids'}; it has {', '.join(batch)}"
+            f"the batch has no tensor {name or 'tokens or input_ids'}, but {', '.join(batch)}"
         )
     tokens = batch[name]
     if batch.get("position_ids") is None:
@@ -371,9 +364,7 @@ def checked_rows(
         if length == 0:
             raise DocumentsError(f"row {number} has no tokens; leave such samples out of the micro-batch")
         if most is not None and length > most:
-            raise DocumentsError(
-                f"row {number} has {length:,} tokens, over the sequence_length of {most:,}; cut it"
-            )
+            raise DocumentsError(f"row {number} has {length:,} tokens, over sequence_length {most:,}; cut it")
         mask = row.get("attention_mask")
         given = {name: row.get(name) for name in ("position_ids", "attention_mask")}
         for name, values in (given | {name: row.get(name) for name in names}).items():
@@ -386,7 +377,7 @@ def checked_rows(
                 )
         if mask is not None and not bool(mask.to(torch.bool).all()):
             raise DocumentsError(
-                f"row {number} is padded: its attention_mask has zeros; pass its real tokens alone"
+                f"row {number} is padded: its attention_mask has zeros; pass real tokens alone"
             )
         lengths.append(length)
     return lengths

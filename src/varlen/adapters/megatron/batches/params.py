@@ -174,9 +174,7 @@ def build_uniform_packed_seq_params(
         SettingError: fewer than one row or place.
     """
     if batch_size < 1 or seq_length < 1:
-        raise SettingError(
-            f"batch_size and seq_length must be 1 or more, got {batch_size!r} and {seq_length!r}"
-        )
+        raise SettingError(f"batch_size and seq_length must be 1 or more: {batch_size!r} and {seq_length!r}")
     bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_length
     names = dict.fromkeys(_CURRENT, bounds)
     return PackedSeqParams(
@@ -269,12 +267,8 @@ def unpack_mcore_thd_tensor_for_position_ids(
     begins = [begin for begin, size in zip(begins, sizes) if size]
     sizes = [size for size in sizes if size]
     if not sizes or min(sizes) < 0:
-        raise DocumentsError(
-            f"cu_seqlens_q must rise and hold at least one token, got {logical.tolist()[:8]}"
-        )
-    outside = [
-        n for n, (begin, size) in enumerate(zip(begins, sizes)) if begin < 0 or begin + size > tensor.size(1)
-    ]
+        raise DocumentsError(f"cu_seqlens_q must rise and hold at least a token, got {logical.tolist()[:8]}")
+    outside = [n for n, (at, size) in enumerate(zip(begins, sizes)) if at < 0 or at + size > tensor.size(1)]
     if outside:
         first = outside[0]
         raise DocumentsError(
@@ -313,9 +307,7 @@ def repack_mcore_thd_position_ids(
             f"{len(lengths):,} lengths and {len(padded_starts):,} starts"
         )
     sizes, begins = torch.tensor(lengths, dtype=torch.int64), torch.tensor(padded_starts, dtype=torch.int64)
-    if len(lengths) and (
-        int((begins + sizes).max()) > total_length or int(sizes.max()) > position_ids.size(2)
-    ):
+    if lengths and (int((begins + sizes).max()) > total_length or max(lengths) > position_ids.size(2)):
         raise DocumentsError(
             f"documents reach {int((begins + sizes).max()):,} and are up to {int(sizes.max()):,} long, but the "
             f"packed row has {total_length:,} places and rows of positions {position_ids.size(2):,}"

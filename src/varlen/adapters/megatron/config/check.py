@@ -74,9 +74,7 @@ def _mended(reading: Reading, rules: Rules) -> dict[str, Any]:
     """Return values that together mend every error that settings can mend, first errors first."""
     changes: dict[str, Any] = {}
     for _ in range(MOST_CHANGES):
-        first = next(
-            (found for found in _findings(reading, rules) if found.level == "error" and found.changes), None
-        )
+        first = next((f for f in _findings(reading, rules) if f.level == "error" and f.changes), None)
         if first is None:
             break
         for name, value in first.changes.items():
@@ -123,9 +121,7 @@ def packed_rows_are_there(reading: Reading) -> Iterator[ConfigFinding]:
 def metadata_belong_to_rows(reading: Reading) -> Iterator[ConfigFinding]:
     """A named metadata file is a JSON array of what was packed, to this size."""
     setting = f"{reading.specs}.packed_metadata_path"
-    fix = (
-        f"name the file that was written with the packs of {as_written(reading.spec('packed_sequence_size'))}"
-    )
+    fix = f"name the file written with the packs of {as_written(reading.spec('packed_sequence_size'))}"
     for limit, what, is_error in _wrong_metadata(reading, setting) if reading.is_offline else ():
         outcome: Outcome = "stops" if is_error else "advice"
         yield found(reading, "metadata", setting, limit, what, outcome, fix=fix)

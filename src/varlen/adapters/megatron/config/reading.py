@@ -536,9 +536,7 @@ def _text_of(path: Path) -> str:
     try:
         return read_regular_text(path.expanduser())
     except FileNotFoundError:
-        raise SourceError(
-            f"{path}: there is no such file; name the YAML file of a training configuration"
-        ) from None
+        raise SourceError(f"{path}: there is no such file; name the YAML file of a configuration") from None
     except UnicodeDecodeError:
         raise SourceError(f"{path} is no text; name the YAML file of a training configuration") from None
     except OSError as error:

@@ -127,9 +127,7 @@ SWITCH_RULES = (
         SIZE,
         lambda r: r.specs in r.held and r.spec("packed_sequence_size") <= 0,
         "a size of 1 or more",
-        lambda r: (
-            f"no pack has this size; {VALUE_ERROR if r.is_new else 'packing is off, though its specs are set'}"
-        ),
+        lambda r: f"no pack has this size; {VALUE_ERROR if r.is_new else 'packing is off'}",
         lambda r: "stops" if r.is_new else "advice",
         to=row_size,
     ),
@@ -272,9 +270,8 @@ def _is_collated(reading: Reading) -> bool:
 
 def _lengths_differ(reading: Reading) -> bool:
     is_checked = reading.is_of((*FINE_TUNING, *PRETRAINING)) or not reading.classes.get("dataset")
-    return (
-        is_checked and None not in (reading[MODEL], reading[DATASET]) and reading[MODEL] != reading[DATASET]
-    )
+    lengths = reading[MODEL], reading[DATASET]
+    return is_checked and None not in lengths and lengths[0] != lengths[1]
 
 
 def packs_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:

@@ -80,9 +80,7 @@ LOSS_RULES = (
         PER_TOKEN,
         lambda r: not r[PER_TOKEN] and _may_lack_targets(r),
         "true where fine-tuning with context parallelism",
-        lambda r: (
-            f"a rank without a target divides by 0: its loss is NaN or counts wrongly; {_nvidia_checks(r)[1]}"
-        ),
+        lambda r: f"a rank without a target divides by 0: its loss is NaN or wrong; {_nvidia_checks(r)[1]}",
         lambda r: _nvidia_checks(r)[0],
         changes=_summed_per_token,
     ),
@@ -396,9 +394,7 @@ REFUSED_BY_CORE = "its gated delta nets refuse packed rows: Megatron Core stops 
 IMAGES_GROW = "images grow after the boundaries are made, so its collator stops with a ValueError"
 FAMILIES = (
     Family("Qwen3-Next", r"qwen3next", "offline", "stops", REFUSED_BY_CORE, (0, 6)),
-    Family(
-        "Qwen3-Next", r"qwen3next", "offline", "advice", "NVIDIA's recipe for fine-tuning turns packing off"
-    ),
+    Family("Qwen3-Next", r"qwen3next", "offline", "advice", "NVIDIA's fine-tuning recipe turns packing off"),
     Family(
         "GLM-4.5",
         r"glm45(?!v)|glmmoe",

@@ -65,9 +65,7 @@ def read_packed_npy(path: str | Path, *, masks: bool = True) -> PackedRows:
     value = Reader(data, start, str(path)).read()
     items = _each(value.content) if isinstance(value, Array) and isinstance(value.content, list) else None
     if items is None or len(shape) != 1 or len(items) != shape[0]:
-        raise SourceError(
-            f"{path} is damaged: it must hold a list of {shape} rows, but its pickle holds another"
-        )
+        raise SourceError(f"{path} is damaged: it must hold a list of {shape} rows, and its pickle doesn't")
     del value
     if not items:
         raise SourceError(f"{path} holds no row; pack the data again")
@@ -115,9 +113,7 @@ def _rows(items: list[Any], path: str, most: int, *, masks: bool) -> PackedRows:
                 found[name].append(np.ones(len(found[COLUMNS[0]][-1]), np.int8))
                 continue
             if name not in row:
-                raise DocumentsError(
-                    f"{where(index)} has no `{name}`; packed rows have `{'`, `'.join(COLUMNS)}`"
-                )
+                raise DocumentsError(f"{where(index)} has no `{name}`; rows have `{'`, `'.join(COLUMNS)}`")
             found[name].append(_values(row[name], name, where(index)))
             count += len(found[name][-1])
         if count > most:
@@ -299,7 +295,7 @@ class Reader:
 
     def _cut(self) -> SourceError:
         return SourceError(
-            f"{self.path} is cut off: its pickle goes on behind byte {len(self._view):,}; copy it again"
+            f"{self.path} is cut off at byte {len(self._view):,}, in its pickle; copy it again"
         )
 
     def _numbers(self, begun: int) -> None:

@@ -331,9 +331,7 @@ class PackedParquetWriter(PackedWriter):
             SettingError: the name ends otherwise, a number is below 1, or the place can't be written.
         """
         if not str(path).lower().endswith(PARQUET):
-            raise SettingError(
-                f"{path} must end in .idx.parquet: Megatron-Bridge knows packed Parquet by its name"
-            )
+            raise SettingError(f"{path} must end in .idx.parquet, which Megatron-Bridge looks for")
         for name, value in (("row_group_tokens", row_group_tokens), ("row_group_rows", row_group_rows)):
             if value is not None and value < 1:
                 raise SettingError(f"{name} must be at least 1, got {value}")

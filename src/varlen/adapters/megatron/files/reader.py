@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from varlen.adapters.megatron.rows import PackedRows
+from varlen.adapters.megatron.rows import PackedRows, Where
 from varlen.counts import many
 from varlen.errors import DocumentsError, SourceError
 from varlen.types import IntArray
@@ -339,9 +339,7 @@ def as_dict(rows: PackedRows, index: int) -> dict[str, list[int]]:
     return found
 
 
-def from_dicts(
-    rows: Iterable[Mapping[str, Any]], where: Callable[[int], str] = "row {:,}".format
-) -> PackedRows:
+def from_dicts(rows: Iterable[Mapping[str, Any]], where: Where = "row {:,}".format) -> PackedRows:
     """Return rows given as mappings with `input_ids`, `loss_mask`, `seq_start_id` and perhaps `seq_lengths`."""
     found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*COLUMNS, LENGTHS)}
     for count, row in enumerate(rows, 1):
@@ -361,7 +359,7 @@ def from_dicts(
     return from_lists(found, where)
 
 
-def from_lists(columns: Mapping[str, Sequence[npt.NDArray[Any]]], where: Callable[[int], str]) -> PackedRows:
+def from_lists(columns: Mapping[str, Sequence[npt.NDArray[Any]]], where: Where) -> PackedRows:
     """Return rows whose values are arrays, one a row, by column; `seq_lengths` may have none."""
     flat = {
         name: (np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64), bounds_of(map(len, arrays)))
@@ -370,9 +368,7 @@ def from_lists(columns: Mapping[str, Sequence[npt.NDArray[Any]]], where: Callabl
     return from_flat(flat, where)
 
 
-def from_flat(
-    flat: Mapping[str, tuple[npt.NDArray[Any], IntArray]], where: Callable[[int], str]
-) -> PackedRows:
+def from_flat(flat: Mapping[str, tuple[npt.NDArray[Any], IntArray]], where: Where) -> PackedRows:
     """Return checked rows made of each column's values and offsets, from 0."""
     (ids, offsets), (mask, mask_offsets) = flat["input_ids"], flat["loss_mask"]
     starts, document_offsets = flat["seq_start_id"]
@@ -406,7 +402,7 @@ def as_stored(rows: PackedRows, before: int = 0) -> PackedRows:
     return from_flat(flat, lambda row: f"row {before + row:,}")
 
 
-def _whole(value: Any, name: str, index: int, where: Callable[[int], str]) -> npt.NDArray[Any]:
+def _whole(value: Any, name: str, index: int, where: Where) -> npt.NDArray[Any]:
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError):
@@ -420,9 +416,7 @@ def _whole(value: Any, name: str, index: int, where: Callable[[int], str]) -> np
     )
 
 
-def _refuse_uneven(
-    ours: IntArray, theirs: IntArray, one: str, other: str, where: Callable[[int], str]
-) -> None:
+def _refuse_uneven(ours: IntArray, theirs: IntArray, one: str, other: str, where: Where) -> None:
     differ = np.flatnonzero(np.diff(ours) != np.diff(theirs))
     if len(differ):
         row = int(differ[0])
@@ -432,9 +426,7 @@ def _refuse_uneven(
         )
 
 
-def _refuse_outside(
-    values: npt.NDArray[Any], offsets: IntArray, name: str, most: int, where: Callable[[int], str]
-) -> None:
+def _refuse_outside(values: npt.NDArray[Any], offsets: IntArray, name: str, most: int, where: Where) -> None:
     if not len(values) or values.dtype.kind == "b":
         return
     is_whole = values.dtype.kind in "iu"

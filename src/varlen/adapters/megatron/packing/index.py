@@ -71,9 +71,7 @@ class PackIndex(PackedReader):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._opened_from is None:
-            raise SettingError(
-                "this index was never written to a folder, so that no other process can open it"
-            )
+            raise SettingError("this index isn't in a folder, so that no other process can open it")
         return open_index, self._opened_from
 
     @property
@@ -156,7 +154,7 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
     if wrong or not isinstance(manifest["settings"].get("multiple"), int):
         raise SourceError(
-            f"{folder} has a damaged manifest: `{[*wrong, 'settings'][0]}` is missing; pack it again"
+            f"{folder} has a damaged manifest without `{[*wrong, 'settings'][0]}`; pack it again"
         )
     place = folder / manifest["tokens"] if tokens is None else Path(tokens)
     if read_manifest(place) is None:

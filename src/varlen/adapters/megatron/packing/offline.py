@@ -193,7 +193,7 @@ def _write_index(folder: Path, packing: Packing) -> tuple[int, dict[str, int]]:
         return write_arrays(folder, arrays_of(packing))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Shared:
     """What all who write parts are told."""
 
@@ -204,7 +204,7 @@ class _Shared:
     pad_id: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
     """The rows of one file."""
 
@@ -224,9 +224,7 @@ def _write_parts(
 ) -> list[dict[str, Any]]:
     """Write all files; returns what each holds, in order."""
     _write_index(partial / WORK / _WORK_INDEX, packing)
-    shared = _Shared(
-        folder=partial, store=store.folder, fingerprint=store.fingerprint, settings=settings, pad_id=pad_id
-    )
+    shared = _Shared(partial, store.folder, store.fingerprint, settings, pad_id)
     parts = _parts(settings, packing)
     total = packing.num_tokens
     if len(parts) == 1 and team.is_here(is_one=True):
@@ -243,13 +241,13 @@ def _parts(settings: MegatronPackSettings, packing: Packing) -> list[_Part]:
     """Cut rows into files of about as many stored tokens each."""
     stem = f"{settings.split}_{settings.pack_size}"
     if settings.part_tokens is None:
-        return [_Part(name=f"{stem}.idx.parquet", start=0, stop=packing.num_packs)]
+        return [_Part(f"{stem}.idx.parquet", 0, packing.num_packs)]
     slots = np.cumsum(slots_of(packing.lengths, settings.multiple).astype(np.int64) + 1)
     ends = slots[packing.offsets[1:] - 1]
     numbers = (ends - 1) // settings.part_tokens
     cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), packing.num_packs]
     return [
-        _Part(name=f"{stem}_{number:05d}.idx.parquet", start=start, stop=stop)
+        _Part(f"{stem}_{number:05d}.idx.parquet", start, stop)
         for number, (start, stop) in enumerate(zip(cuts, cuts[1:]))
     ]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from varlen.adapters.megatron.batches.in_batch import check_shapes, lengths_of
+from varlen.adapters.megatron.rows import near_multiples
 from varlen.adapters.peers import raises_too
 from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
@@ -198,13 +199,9 @@ class SequencePacker:
         """Mean sequences of a bin in the last packing."""
         self._said = False
         if self.bin_size % self.seq_length_multiple:
-            below = self.bin_size // self.seq_length_multiple * self.seq_length_multiple
-            near = (
-                f"{below:,} or {below + self.seq_length_multiple:,}" if below else f"{seq_length_multiple:,}"
-            )
             raise SettingError(
                 f"bin_size {self.bin_size:,} must be divisible by seq_length_multiple {seq_length_multiple:,}; the "
-                f"nearest: {near}"
+                f"nearest: {near_multiples(self.bin_size, seq_length_multiple)}"
             )
         if compatible and (method != "best_fit_decreasing" or bin_count_multiple != 1):
             raise SettingError(
@@ -249,10 +246,6 @@ class SequencePacker:
         >>> rows.tolist(), positions.tolist(), info.seq_starts
         ([[7, 8, 9, 0, 5, 6, 0, 0]], [[0, 1, 2, 0, 0, 1, 0, 0]], {0: [0, 4, 6]})
         """
-        if trajs.dim() != 2:
-            raise DocumentsError(
-                f"trajs must be rows of equal width, but their shape is {tuple(trajs.shape)}"
-            )
         masks = _as_masks(generation_masks)
         check_shapes(trajs, "trajs", {"generation_masks": masks, "attention_mask": attention_mask})
         tokens = self._lengths(trajs, masks, lengths, attention_mask)

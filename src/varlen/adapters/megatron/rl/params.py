@@ -253,9 +253,7 @@ def pack_all_trajectories(
         SettingError: a rank or an algorithm that there isn't.
     """
     if len(global_advantages) != len(trajs):
-        raise DocumentsError(
-            f"there are {len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages"
-        )
+        raise DocumentsError(f"{len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages")
     all_rows, all_positions, all_masks, info = packer.pack_sequences(trajs, generation_masks, lengths=lengths)
     rows, positions, loss_mask, mine = distribute_packed_bins(
         all_rows,
