@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from varlen.adapters.megatron.batches.boundaries import MegatronBatch
 from varlen.adapters.megatron.batches.collate import RowCollator
 from varlen.adapters.megatron.files.metadata import read_metadata
 from varlen.adapters.megatron.files.opening import open_packed
-from varlen.adapters.megatron.files.reader import PackedReader
+from varlen.adapters.megatron.files.reader import PackedReader, bounds_of
 from varlen.adapters.megatron.rows import NEWEST, PackedRows, as_dialect
 from varlen.adapters.peers import raises_too
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
-from varlen.types import IntArray
 
 # Packed rows one by one, as data sets give them and collate functions take them, and as flat arrays.
 
@@ -37,12 +36,12 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
     ids, masks, bounds = zip(*[_parts(number, item) for number, item in enumerate(batch)])
     lengths = [each for item in batch if (each := item.get("seq_lengths")) is not None]
     return PackedRows(
-        input_ids=_joined(ids),
-        loss_mask=_joined(masks),
-        offsets=_summed([len(tokens) for tokens in ids]),
-        seq_start_id=_joined([ends[:-1] for ends in bounds]),
-        document_offsets=_summed([len(ends) - 1 for ends in bounds]),
-        seq_lengths=_joined(
+        input_ids=np.concatenate(ids),
+        loss_mask=np.concatenate(masks),
+        offsets=bounds_of(map(len, ids)),
+        seq_start_id=np.concatenate([ends[:-1] for ends in bounds]),
+        document_offsets=bounds_of([len(ends) - 1 for ends in bounds]),
+        seq_lengths=np.concatenate(
             [_lengths(number, each, len(bounds[number]) - 1) for number, each in enumerate(lengths)]
         )
         if len(lengths) == len(batch)
@@ -50,9 +49,7 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
     )
 
 
-def _parts(
-    number: int, item: Mapping[str, Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+def _parts(number: int, item: Mapping[str, Any]) -> tuple[npt.NDArray[Any], ...]:
     """Return a row's tokens, its mask, and where its documents begin and the last one ends, from 0."""
     try:
         tokens, mask = np.asarray(item["input_ids"]), np.asarray(item["loss_mask"])
@@ -83,7 +80,6 @@ def _parts(
 
 
 def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray[np.int32]:
-    """Return the real inputs of a row's documents."""
     found = np.asarray(lengths)
     if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
         raise DocumentsError(
@@ -91,11 +87,6 @@ def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray
             "they must be whole numbers, one a document"
         )
     return found.astype(np.int32, copy=False)
-
-
-def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return arrays end to end; one array as it is."""
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def named_row(batch: Sequence[Mapping[str, Any]], place: int) -> str:
@@ -119,11 +110,6 @@ def item_of(rows: PackedRows, place: int, number: int, is_padding: bool) -> Item
     if is_padding:
         item["loss_mask"], item["is_padding"] = np.zeros_like(item["loss_mask"]), True
     return item
-
-
-def _summed(sizes: Iterable[int]) -> IntArray:
-    """Return int64 `[sizes + 1]`: the sums of sizes before each, from 0."""
-    return np.array([0, *accumulate(sizes)], np.int64)
 
 
 _SPECIAL_TOKENS = {
@@ -155,18 +141,7 @@ _UNUSED: dict[str, Any] = {
     "prompt_completion_config": None,
 }
 """What the releases' class takes for data that is not packed, with its defaults: attributes that change nothing."""
-_COLLATED = (
-    *("dialect", "max_seq_length", "pad_to_max_length", "pad_seq_length_to_mult", "ceil_to_power_2"),
-    *(
-        "return_cu_seqlen",
-        "pad_cu_seqlens",
-        "pack_metadata",
-        "answer_only_loss",
-        "eos_in_loss",
-        "always_padded",
-    ),
-    *("padding_mask", "compatible"),
-)
+_COLLATED = {field.name for field in fields(RowCollator)} - {"eos_id", "pad_id", "pad_seq_to_mult"}
 """Attributes that batches are made by, by the names of `RowCollator`."""
 
 
@@ -185,24 +160,15 @@ class GPTSFTPackedDataset(Dataset[Item]):
     Args:
         file_path: a file, glob or folder of packed rows.
         tokenizer: what has `eos_id` (or `eod`, or `eos_token_id`), the token of padding.
-        return_cu_seqlen: give boundaries; else an attention mask.
-        pad_cu_seqlens: give every batch as many boundaries, for CUDA graphs; needs `pack_metadata_file_path` and
-            `pad_to_max_length=True`.
+        pad_cu_seqlens: as `RowCollator` has it, and needs `pack_metadata_file_path`.
         pad_seq_to_mult: what documents were rounded up to when they were packed.
         pack_metadata_file_path: the metadata file beside the packs.
         max_seq_length: the pack size.
-        pad_to_max_length: rows of `max_seq_length`, else as wide as the widest, rounded up.
-        pad_seq_length_to_mult: rows are rounded up to a multiple of it.
         max_num_samples: rows in all: passes over the file, each shuffled, as many as that takes. None: one, in order.
         seed: of the shuffles, which are those of the releases.
-        answer_only_loss: train where the loss mask says; else on every real token.
-        ceil_to_power_2: rows are rounded up to a power of 2.
         virtual_tokens: must be 0: P-tuning isn't possible with packed rows.
         dialect: whose keys the batches have: `"0.4"`, `"0.5"` or `"0.6"`, or a release.
-        compatible: give the release's values, where they are wrong too.
-        eos_in_loss: train where the input is EOS; None: not if `compatible`.
-        always_padded: give padded boundaries where they don't differ too; None: if `compatible`.
-        padding_mask: add `padding_mask`, for routers of experts.
+        pad_to_max_length, padding_mask and others: as `RowCollator` has them.
         others: arguments that the releases take for data that isn't packed; they change nothing.
 
     Arguments are attributes by the releases' names, and may be written: the next batch is made by what they then say.
@@ -299,7 +265,6 @@ class GPTSFTPackedDataset(Dataset[Item]):
         return self.indexed_dataset.num_rows if self.samples_mapping is None else len(self.samples_mapping)
 
     def __getitem__(self, idx: int) -> Item:
-        """Return a row."""
         return self.__getitems__([idx])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
@@ -401,7 +366,6 @@ def _shuffled(num_rows: int, most: int | None, seed: int) -> npt.NDArray[np.int6
 
 
 def _eos_id(tokenizer: Any) -> int:
-    """Return the tokenizer's end-of-text token."""
     for name in ("eos_id", "eod", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         if isinstance(value, int | np.integer) and not isinstance(value, bool):

@@ -140,7 +140,6 @@ class MegatronLoader:
         self._loader.seek(consumed // each)
 
     def __len__(self) -> int:
-        """Count the micro-batches of this rank, over all epochs."""
         return len(self._loader)
 
     def __bool__(self) -> bool:
@@ -213,7 +212,6 @@ def last_checkpoint(load: str | Path) -> tuple[int, int]:
 
 
 def _check(loader: PackedLoader) -> None:
-    """Refuse batches that Megatron can't read."""
     settings = loader.settings
     if settings.batch_sizes[1] != 1:
         raise SettingError(
@@ -324,16 +322,17 @@ def external_loaders(
     if given:
         raise SettingError(f"{given[0]} follows from Megatron's own settings here; leave it out")
     made: list[MegatronLoader | None] = []
+
+    def make(data: Data | Mixture | None, packs: int, restart_after: int | None = None, **more: Any) -> None:
+        loader = None
+        if data is not None:
+            packed = PackedLoader(data, tokenizer, global_batch_size=packs, **{**shared, **settings, **more})
+            batches = batch_settings or {}
+            loader = MegatronLoader(packed, dialect=dialect, restart_after=restart_after, **batches)
+        made.append(loader)
+
     try:
-        made.append(
-            None
-            if train is None
-            else MegatronLoader(
-                PackedLoader(train, tokenizer, global_batch_size=step_packs, **{**shared, **settings}),
-                dialect=dialect,
-                **(batch_settings or {}),
-            )
-        )
+        make(train, step_packs)
         if made[0] is not None:
             newest = (0, 0) if load is None else last_checkpoint(load)
             at = newest[0] if iteration is None else iteration
@@ -341,18 +340,7 @@ def external_loaders(
             _go_on(made[0], consumed, dataloader_save, at)
             _check_length(made[0], num_samples, global_batch_size)
         for data in (valid, test):
-            made.append(
-                None
-                if data is None
-                else MegatronLoader(
-                    PackedLoader(
-                        data, tokenizer, global_batch_size=evaluated, **{**shared, **settings, "epochs": None}
-                    ),
-                    dialect=dialect,
-                    restart_after=each_evaluation // dp_world_size or None,
-                    **(batch_settings or {}),
-                )
-            )
+            make(data, evaluated, each_evaluation // dp_world_size or None, epochs=None)
     except BaseException:
         for loader in made:
             if loader is not None:
@@ -392,7 +380,6 @@ def loader_batch_size(global_batch_size: int, rampup_batch_size: Sequence[int] |
 
 
 def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | None, iteration: int) -> None:
-    """Go to where a run stopped."""
     found = saved_state(dataloader_save, iteration) if dataloader_save and iteration else None
     if found is not None:
         loader.restore_state(found)

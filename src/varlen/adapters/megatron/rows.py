@@ -18,6 +18,9 @@ from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray
 
+Where: TypeAlias = Callable[[int], str]
+"""Names a row, for messages."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRows:
@@ -65,7 +68,7 @@ class PackedRows:
         lengths: IntArray = ends - begins
         return lengths
 
-    def check(self, where: Callable[[int], str] = "row {:,}".format) -> PackedRows:
+    def check(self, where: Where = "row {:,}".format) -> PackedRows:
         """Return these rows if their boundaries and masks are those of packed rows.
 
         Args:
@@ -157,6 +160,16 @@ def as_dialect(dialect: str) -> Dialect:
         f"{dialect!r} names no dialect of Megatron-Bridge; pass one of {', '.join(map(repr, DIALECTS))}, or a "
         "release from 0.3 on"
     )
+
+
+def near_multiples(size: int, multiple: int) -> str:
+    """Return the nearest multiples of a size in words, for messages.
+
+    >>> near_multiples(510, 4), near_multiples(3, 8)
+    ('508 or 512', '8')
+    """
+    below = size // multiple * multiple
+    return " or ".join(f"{near:,}" for near in (below, below + multiple) if near)
 
 
 def is_before_parquet(dialect: str) -> bool:

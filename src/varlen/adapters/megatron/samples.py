@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from varlen.arguments import as_count
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch, on_host
@@ -14,14 +15,14 @@ from varlen.errors import DocumentsError
 
 
 def build_unpacked_sequence_sample(
-    tokens: Sequence[int] | torch.Tensor,
-    labels: Sequence[int] | torch.Tensor,
-    loss_mask: Sequence[float] | torch.Tensor,
+    tokens: Sequence[int] | Tensor,
+    labels: Sequence[int] | Tensor,
+    loss_mask: Sequence[float] | Tensor,
     *,
     pad_to_multiple_of: int,
     pad_token_id: int,
     ignore_label_id: int | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Build one sample for a scheduler, as the function of this name in Megatron-Bridge's main branch does.
 
     Args:
@@ -68,7 +69,7 @@ def build_unpacked_sequence_sample(
     }
 
 
-def fold_alignment_padding(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fold_alignment_padding(sample: dict[str, Tensor]) -> dict[str, Tensor]:
     """Say that a sample's padding is part of it, in place, for attention kernels that take none between sequences.
 
     Padding stays masked in the loss and stands behind every real token, so causal models compute the same for those.
@@ -95,7 +96,7 @@ def unpacked_samples(
     pad_to_multiple_of: int = 1,
     pad_token_id: int = 0,
     ignore_label_id: int | None = None,
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[dict[str, Tensor]]:
     """Take a batch of varlen's apart again, for a scheduler that packs the whole step anew.
 
     Args:

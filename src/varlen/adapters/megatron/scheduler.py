@@ -91,11 +91,8 @@ def balance_microbatches(
 def dealt(work: FloatArray, ranks: int) -> IntArray:
     """Deal packs to ranks: those of about equal work at the same time, the heaviest where there was least so far.
 
-    Args:
-        work: float64 `[packs]`, a multiple of the ranks.
-
-    Returns:
-        int64 `[packs / ranks, ranks]`: the pack that each rank runs, one after another.
+    `work`: float64 `[packs]`, a multiple of the ranks. Returns int64 `[packs / ranks, ranks]`: the pack that each
+    rank runs, one after another.
 
     >>> dealt(np.array([1.0, 9.0, 5.0, 2.0]), 2).tolist()
     [[1, 2], [0, 3]]
@@ -126,7 +123,6 @@ class _Step:
 def _checked(
     lengths: npt.ArrayLike, capacity: int, max_samples: int | None, overlong: str, work: tuple[float, float]
 ) -> _Step:
-    """Return samples, or raise for what can't be scheduled."""
     sizes, room = as_lengths(lengths), as_count(capacity, "capacity")
     as_choice(overlong, "overlong", get_args(Overlong))
     empty = np.flatnonzero(sizes == 0)
@@ -150,7 +146,6 @@ def _checked(
 
 
 def _as_ids(ids: npt.ArrayLike | None, samples: int) -> IntArray:
-    """Return the samples' ids, each once."""
     if ids is None:
         return np.arange(samples)
     given = np.asarray(ids)
@@ -299,11 +294,9 @@ class DpBalancedScheduler:
             microbatch_group_size_per_vp_stage: micro-batches come in multiples of it; None: no virtual
                 pipeline.
             max_num_seqs: most samples of a micro-batch.
-            overlong: samples longer than a micro-batch: "error", or a micro-batch "alone".
-            fill: a step with fewer samples than micro-batches: "error", "repeat" or "empty"; see
-                `balance_microbatches`. Megatron-Core's `run` can't pack an empty micro-batch, and masks none: with
-                "repeat", `mask_dummies` what its `build_packed_microbatches` returns.
-            work: (a, b): a sample of s tokens is a·s + b·s² of work.
+            overlong: as in `balance_microbatches`, like `work`.
+            fill: likewise; Megatron-Core's `run` can't pack an empty micro-batch, and masks none: with "repeat",
+                `mask_dummies` what its `build_packed_microbatches` returns.
 
         Raises:
             SettingError: a size out of range.

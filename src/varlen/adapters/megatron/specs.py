@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,6 @@ from varlen.errors import SettingError, SourceError
 from varlen.files.written import read_manifest
 from varlen.workers.processors import processors
 
-_FIELDS = (
-    "packed_sequence_size",
-    "tokenizer_model_name",
-    "num_tokenizer_workers",
-    "packed_train_data_path",
-    "packed_val_data_path",
-    "packed_metadata_path",
-    "pad_cu_seqlens",
-    "pad_seq_to_mult",
-)
-"""What every dialect has."""
 _SINCE_0_4 = "num_tokenizer_workers"
 """What 0.3 hasn't yet, though its dialect is "0.4"."""
 _NUMBERS = {
@@ -76,7 +65,6 @@ class PackedSequenceSpecs:
     """Which release's meaning the fields have: "0.4", "0.5", "0.6", or a release. Not a field of the release."""
 
     def __post_init__(self) -> None:
-        """Refuse what the release refuses."""
         self.dialect = as_dialect(self.dialect)
         self._check_numbers()
         for name in ("packed_train_data_path", "packed_val_data_path"):
@@ -210,10 +198,11 @@ class PackedSequenceSpecs:
         1
         """
         other = as_dialect(dialect)
-        arguments = {name: getattr(self, name) for name in _FIELDS}
-        if other == "0.6":
-            arguments["max_single_sequence_length"] = self.max_single_sequence_length
-        elif self.max_single_sequence_length is not None:
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        del arguments["dialect"]
+        if other != "0.6":
+            del arguments["max_single_sequence_length"]
+        if other != "0.6" and self.max_single_sequence_length is not None:
             raise SettingError(
                 f"max_single_sequence_length={self.max_single_sequence_length:,} is known from 0.6 on; for dialect "
                 f"{other} set the data set's seq_length to it"
@@ -262,11 +251,8 @@ class PackedSequenceSpecs:
                 raise SettingError(f"{name} must be a whole number{none}; got {value!r}")
         if not isinstance(self.pad_cu_seqlens, bool):
             raise SettingError(f"pad_cu_seqlens must be True or False; got {self.pad_cu_seqlens!r}")
-        size, multiple, longest = (
-            self.packed_sequence_size,
-            self.pad_seq_to_mult,
-            self.max_single_sequence_length,
-        )
+        size, multiple = self.packed_sequence_size, self.pad_seq_to_mult
+        longest = self.max_single_sequence_length
         if multiple is not None and multiple <= 0:
             raise SettingError(f"pad_seq_to_mult must be a positive integer, or None for 1; got {multiple}")
         if size > 0 and self.multiple > size:

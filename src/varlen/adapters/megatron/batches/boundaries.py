@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from varlen.adapters.megatron.rows import Dialect
+from varlen.adapters.megatron.rows import Dialect, near_multiples
 from varlen.batch.context_parallel import contiguous_indices, zigzag_indices
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
@@ -74,7 +75,7 @@ def boundary_keys(bounds: Boundaries, dialect: Dialect) -> MegatronBatch:
     return keys
 
 
-def _ended(values: Int32Array, counts: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
+def _ended(values: Int32Array, counts: IntArray) -> tuple[Tensor, Tensor]:
     """Return boundaries with -1 behind each row's last, int32 `[rows, most + 1]`, and where the first -1 stands."""
     ends = counts.tolist()
     most = max(ends, default=0)
@@ -87,25 +88,21 @@ def _ended(values: Int32Array, counts: IntArray) -> tuple[torch.Tensor, torch.Te
     return torch.from_numpy(ended), torch.from_numpy(counts.reshape(-1, 1).copy())
 
 
-def physical_boundaries(batch: Mapping[str, Any]) -> torch.Tensor | None:
+def physical_boundaries(batch: Mapping[str, Any]) -> Tensor | None:
     """Return the boundaries of a batch's places, in any dialect, -1 at the end included; None where it has none."""
-    for name in ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens"):
-        if batch.get(name) is not None:
-            found: torch.Tensor = batch[name]
-            return found
-    return None
+    return _first_of(batch, "cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens")
 
 
-def logical_boundaries(batch: Mapping[str, Any]) -> torch.Tensor | None:
+def logical_boundaries(batch: Mapping[str, Any]) -> Tensor | None:
     """Return the boundaries of a batch's real tokens, in any dialect; None where it has none."""
-    for name in ("cu_seqlens_q", "cu_seqlens_unpadded", "cu_seqlens"):
-        if batch.get(name) is not None:
-            found: torch.Tensor = batch[name]
-            return found
-    return None
+    return _first_of(batch, "cu_seqlens_q", "cu_seqlens_unpadded", "cu_seqlens")
 
 
-def entries(bounds: torch.Tensor) -> IntArray:
+def _first_of(batch: Mapping[str, Any], *names: str) -> Tensor | None:
+    return next((batch[name] for name in names if batch.get(name) is not None), None)
+
+
+def entries(bounds: Tensor) -> IntArray:
     """Return the boundaries of one row without what stands behind them: -1, and the batch dimension.
 
     `bounds`: whole numbers `[entries]` or `[1, entries]`.
@@ -118,7 +115,7 @@ def entries(bounds: torch.Tensor) -> IntArray:
 # Targets of multi-token prediction: later tokens of the same document, never of the next.
 
 
-def mtp_targets(batch: Mapping[str, Any], depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+def mtp_targets(batch: Mapping[str, Any], depth: int) -> tuple[Tensor, Tensor]:
     """Return the labels and loss masks of every layer of multi-token prediction.
 
     The model's own head predicts the label at its position; layer d (from 1) predicts the label d positions on, as
@@ -309,7 +306,7 @@ def split_microbatches(batch: Mapping[str, Any]) -> list[MegatronBatch]:
     num_rows = _num_rows(batch)
 
     def part(value: Any, row: int) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == num_rows:
+        if isinstance(value, Tensor) and value.dim() and value.size(0) == num_rows:
             return value[row : row + 1]
         return value[row : row + 1] if isinstance(value, list) and len(value) == num_rows else value
 
@@ -324,7 +321,7 @@ def get_packed_seq_cp_partition_indices(
     cp_rank: int,
     device: torch.device | str | None = None,
     cp_group: Any = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the places of a packed row that one context-parallel rank holds, by its padded boundaries.
 
     Args:
@@ -355,19 +352,16 @@ def get_packed_seq_cp_partition_indices(
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int:
-    """Return the rows of a batch."""
     for name in (*_TOKENS, "cu_seqlens_q", "cu_seqlens"):
         value = batch.get(name)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return int(value.size(0)) if value.dim() > 1 else 1
     raise DocumentsError(f"the batch has none of {', '.join(_TOKENS)} and no boundaries")
 
 
 def _width(batch: Mapping[str, Any]) -> int | None:
     """Return the places of a row, or None where no tensor has one value a place."""
-    widths = {
-        name: int(batch[name].size(-1)) for name in _TOKENS if isinstance(batch.get(name), torch.Tensor)
-    }
+    widths = {name: int(batch[name].size(-1)) for name in _TOKENS if isinstance(batch.get(name), Tensor)}
     if len(set(widths.values())) > 1:
         raise DocumentsError(
             "tensors of one batch have different widths: "
@@ -391,7 +385,6 @@ def _bounds(batch: Mapping[str, Any], width: int | None) -> IntArray:
 
 
 def _ending_at(bounds: IntArray, width: int) -> IntArray:
-    """Return boundaries that begin with 0 and end with the row."""
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != width:
         ends = f"from {int(bounds[0]):,} to {int(bounds[-1]):,}" if len(bounds) else "nowhere"
         raise DocumentsError(
@@ -402,7 +395,6 @@ def _ending_at(bounds: IntArray, width: int) -> IntArray:
 
 
 def _refuse_uneven(bounds: IntArray, cp_world_size: int) -> None:
-    """Refuse segments that can't be shared evenly."""
     if not isinstance(cp_world_size, int) or cp_world_size < 2:
         return
     chunks = 2 * cp_world_size
@@ -410,18 +402,16 @@ def _refuse_uneven(bounds: IntArray, cp_world_size: int) -> None:
     uneven = np.flatnonzero(sizes % chunks)
     if len(uneven):
         first, size = int(uneven[0]), int(sizes[uneven[0]])
-        below = size // chunks * chunks
         raise SettingError(
             f"segment {first:,} takes up {size:,} places, which 2 x {cp_world_size} context-parallel ranks can't "
-            f"share evenly; {' or '.join(f'{near:,}' for near in (below, below + chunks) if near)} would do "
+            f"share evenly; {near_multiples(size, chunks)} would do "
             f"({many(len(uneven), 'segment')} of {len(sizes):,}); pack with pad_seq_to_mult={chunks}, or its least "
             "common multiple with CP x TP where sequence parallelism is on"
         )
 
 
 def _cut(name: str, value: Any, index: IntArray, width: int | None) -> Any:
-    """Return a rank's part of one value of a batch."""
-    if width is None or not isinstance(value, torch.Tensor) or name.startswith(_BOUNDS):
+    if width is None or not isinstance(value, Tensor) or name.startswith(_BOUNDS):
         return value
     if name == "attention_mask":
         dimension = 2 if value.dim() == 4 and value.size(2) == width else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import torch
 
 from varlen.adapters.megatron.batches import kernels
 from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
-from varlen.adapters.megatron.rows import NEWEST, Dialect, PackedRows, as_dialect
+from varlen.adapters.megatron.rows import NEWEST, Dialect, PackedRows, Where, as_dialect, near_multiples
 from varlen.batch.packed import IGNORE_INDEX, TARGET_WEIGHTS, PackedBatch, on_host
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
@@ -77,7 +77,6 @@ class RowCollator:
     """Give the release's values, where they are wrong too."""
 
     def __post_init__(self) -> None:
-        """Check the settings against each other."""
         object.__setattr__(self, "dialect", as_dialect(self.dialect))
         for name in ("pad_seq_length_to_mult", "pad_seq_to_mult", "max_seq_length"):
             value = getattr(self, name)
@@ -93,11 +92,9 @@ class RowCollator:
             raise SettingError("pad_to_max_length=True needs max_seq_length, the pack size")
         most, multiple = self.max_seq_length, self.pad_seq_to_mult
         if most is not None and most % multiple and not self.compatible:
-            below = most // multiple * multiple
             raise SettingError(
                 f"max_seq_length={most:,} is no multiple of pad_seq_to_mult={multiple:,}, so context-parallel ranks "
-                f"can't share its rows; pass "
-                f"{' or '.join(f'{near:,}' for near in (below, below + multiple) if near)}"
+                f"can't share its rows; pass {near_multiples(most, multiple)}"
             )
         if self.ceil_to_power_2 and multiple & (multiple - 1) and not self.compatible:
             raise SettingError(
@@ -108,7 +105,6 @@ class RowCollator:
             self._check_static()
 
     def _check_static(self) -> None:
-        """Check what batches of one shape need."""
         if not self.pad_to_max_length:
             raise SettingError(
                 "'pad_to_max_length=True' is required when pad_cu_seqlens is enabled: CUDA graphs need one shape"
@@ -127,21 +123,12 @@ class RowCollator:
                 )
 
     def __call__(
-        self,
-        rows: PackedRows,
-        silent: npt.ArrayLike | None = None,
-        where: Callable[[int], str] = "row {:,}".format,
+        self, rows: PackedRows, silent: npt.ArrayLike | None = None, where: Where = "row {:,}".format
     ) -> MegatronBatch:
         """Return the batch of some rows.
 
-        Args:
-            silent: bool `[rows]`: rows that only complete the batch and train nothing.
-
-        Returns:
-            `tokens`, `labels`, `position_ids` int64 `[rows, width]`; `loss_mask` int64, or float32 where the rows
-
-        Cost:
-            One pass over the tokens, by a compiled kernel.
+        `silent`, bool `[rows]`, are rows that only complete the batch and train nothing; `where` names a row in
+        messages.
         """
         stored = StoredRows.of(rows)
         lengths, used, differs = self._measured(rows, stored, where)
@@ -154,11 +141,7 @@ class RowCollator:
             mask = np.empty(mask.shape, np.float32)
         eos_in_loss = not self.compatible if self.eos_in_loss is None else self.eos_in_loss
         kernels.fill_rows(
-            stored.input_ids,
-            stored.loss_mask,
-            stored.offsets,
-            stored.starts,
-            stored.document_offsets,
+            *stored[:5],
             lengths,
             _NOBODY if silent is None else as_silent(silent, rows.num_rows),
             int(self.answer_only_loss),
@@ -189,32 +172,20 @@ class RowCollator:
         return batch
 
     def _measured(
-        self, rows: PackedRows, stored: StoredRows, where: Callable[[int], str]
+        self, rows: PackedRows, stored: StoredRows, where: Where
     ) -> tuple[IntArray, IntArray, bool]:
         """Return each document's real inputs, each row's inputs, and whether any document holds padding."""
         lengths, used = np.empty(len(stored.starts), np.int64), np.empty(len(stored.offsets) - 1, np.int64)
         keep = 2 if self.pad_seq_to_mult == 1 else 0 if self.compatible else 1
         wrong, differs = kernels.measure_rows(
-            stored.input_ids,
-            stored.loss_mask,
-            stored.offsets,
-            stored.starts,
-            stored.document_offsets,
-            NOTHING if self.compatible else stored.given,
-            keep,
-            self.eos_id,
-            lengths,
-            used,
+            *stored[:5], NOTHING if self.compatible else stored.given, keep, self.eos_id, lengths, used
         )
         if wrong >= 0:
             rows.check(where)
-            raise DocumentsError(
-                f"{where(wrong)}: its offsets reach past the tokens or the documents of these rows"
-            )
+            raise DocumentsError(f"{where(wrong)}: offsets reach past the tokens or documents of these rows")
         return lengths, used, bool(differs)
 
-    def _width(self, used: IntArray, where: Callable[[int], str]) -> int:
-        """Return the width of a batch."""
+    def _width(self, used: IntArray, where: Where) -> int:
         longest, most = int(max(used.tolist())), self.max_seq_length
         if most is not None and longest > most:
             over = used > most
@@ -233,15 +204,8 @@ class RowCollator:
         return width if most is None else min(most, width)
 
     def _boundaries(
-        self,
-        stored: StoredRows,
-        lengths: IntArray,
-        used: IntArray,
-        width: int,
-        differs: bool,
-        where: Callable[[int], str],
+        self, stored: StoredRows, lengths: IntArray, used: IntArray, width: int, differs: bool, where: Where
     ) -> Boundaries:
-        """Return where every row's documents end."""
         multiple = self.pad_seq_to_mult
         always = self.compatible if self.always_padded is None else self.always_padded
         padded = differs or (multiple > 1 and (always or self.pad_cu_seqlens))
@@ -264,9 +228,7 @@ class RowCollator:
         logical, places = np.empty((2, len(used), entries), np.int32)
         counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int32)
         kernels.lay_boundaries(
-            stored.offsets,
-            stored.starts,
-            stored.document_offsets,
+            *stored[2:5],
             lengths,
             width,
             tail,
@@ -292,9 +254,7 @@ class RowCollator:
             max_seqlen=max_seqlen,
         )
 
-    def _constant_max_seqlen(
-        self, longest: Int32Array, width: int, where: Callable[[int], str]
-    ) -> npt.NDArray[np.int32]:
+    def _constant_max_seqlen(self, longest: Int32Array, width: int, where: Where) -> npt.NDArray[np.int32]:
         """Return int32 `[rows]`: one `max_seqlen` for all batches, as the metadata gives it."""
         constant = max(
             self._static("dataset_max_seqlen", max), width - self._static("min_packed_seqlen", min)
@@ -307,8 +267,7 @@ class RowCollator:
             )
         return np.full(len(longest), constant, np.int32)
 
-    def _check_documents(self, documents: IntArray, most: int, where: Callable[[int], str]) -> None:
-        """Check that no row has more documents than the metadata says."""
+    def _check_documents(self, documents: IntArray, most: int, where: Where) -> None:
         over = documents > most
         if over.any():
             raise SettingError(
@@ -318,7 +277,6 @@ class RowCollator:
             )
 
     def _static(self, name: str, choose: Any) -> int:
-        """Return a number of the metadata over all its entries."""
         return int(choose(entry[name] for entry in self.pack_metadata or ()))
 
 
@@ -352,7 +310,6 @@ def collate_rows(rows: PackedRows, *, silent: npt.ArrayLike | None = None, **set
 
 
 def _is_whole(value: object) -> bool:
-    """Return whether a value is a whole number."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -361,9 +318,8 @@ def _is_whole(value: object) -> bool:
 NOTHING: IntArray = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StoredRows:
-    """The arrays of `PackedRows`, each contiguous."""
+class StoredRows(NamedTuple):
+    """The arrays of `PackedRows`, each contiguous; kernels take the first five."""
 
     input_ids: npt.NDArray[Any]
     loss_mask: npt.NDArray[Any]
@@ -427,7 +383,7 @@ def _check_values(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> None:
         raise DocumentsError(f"`input_ids` hold {int(ids.max())}, which is no token")
     if mask.ndim != 1 or mask.dtype.kind not in "biuf":
         raise DocumentsError(
-            f"`loss_mask` must be numbers of one dimension, got {mask.dtype} of the shape {mask.shape}"
+            f"`loss_mask` must be numbers of one dimension, got {mask.dtype} of shape {mask.shape}"
         )
     if mask.dtype.kind == "f" and not np.isfinite(mask).all():
         wrong = np.flatnonzero(~np.isfinite(mask))
@@ -441,11 +397,7 @@ def _check_values(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> None:
 
 
 def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.Tensor:
-    """Return who may not see whom: bool `[rows, 1, width, width]`.
-
-    Cost:
-        Quadratic in the width; boundaries are the way for long rows.
-    """
+    """Return who may not see whom: bool `[rows, 1, width, width]`, quadratic in the width."""
     later = torch.ones((width, width), dtype=torch.bool).triu_(1)
     if bounds is None:
         return later.expand(num_rows, 1, width, width).contiguous()
@@ -457,14 +409,7 @@ def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.T
 
 
 def padding_places(stored: StoredRows, lengths: IntArray, width: int) -> npt.NDArray[np.bool_]:
-    """Return which positions are padding.
-
-    Args:
-        lengths: int64 `[documents]`: real inputs.
-
-    Returns:
-        bool `[rows, width]`.
-    """
+    """Return which positions are padding, bool `[rows, width]`, by the real inputs of each document."""
     num_rows = len(stored.offsets) - 1
     changes = np.zeros(num_rows * width + 1, np.int64)
     owners = np.repeat(np.arange(num_rows), np.diff(stored.document_offsets))
@@ -557,7 +502,6 @@ def megatron_batch(
 
 
 def _moved(values: npt.NDArray[Any], last: object) -> npt.NDArray[Any]:
-    """Return rows moved by one to the left."""
     moved = np.empty_like(values)
     moved[:, :-1], moved[:, -1:] = values[:, 1:], last
     return moved
@@ -583,7 +527,6 @@ def _weighted(trained: npt.NDArray[np.bool_], weights: npt.NDArray[Any]) -> npt.
 
 
 def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return the weight of every label, of the shape of the labels."""
     if isinstance(weights, str):
         if weights not in batch.columns:
             there = ", ".join(map(repr, batch.columns)) or "none"
@@ -597,7 +540,7 @@ def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[An
     found = np.asarray(on_host(weights) if isinstance(weights, torch.Tensor) else weights)
     if found.shape != tuple(batch.labels.shape):
         raise SettingError(
-            f"weights must have the shape of the labels, {tuple(batch.labels.shape)}; got {found.shape}"
+            f"weights must have the labels' shape, {tuple(batch.labels.shape)}; got {found.shape}"
         )
     if found.dtype.kind not in "biuf":
         raise SettingError(f"weights must be numbers, got {found.dtype}")
@@ -605,7 +548,6 @@ def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[An
 
 
 def _row_boundaries(batch: PackedBatch, segments: npt.NDArray[Any], always_padded: bool) -> Boundaries:
-    """Return each row's boundaries from those of the whole batch."""
     num_rows, width = segments.shape
     logical = on_host(batch.cu_seqlens).astype(np.int64)
     is_padded = batch.cu_seqlens_padded is not None

@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from varlen.arguments import as_count
 from varlen.counts import many
@@ -21,15 +22,7 @@ IGNORE_INDEX = -100
 _OWN = ("position_ids", "labels", "loss_mask", "attention_mask")
 _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
-Packed: TypeAlias = tuple[
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-]
+Packed: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor, Tensor]
 """Tokens, labels, loss mask, attention mask, positions, boundaries, longest segment."""
 
 
@@ -50,14 +43,14 @@ def check_in_batch_packing(micro_batch_size: int) -> None:
 
 
 def pack_batch_sequences(
-    tokens: torch.Tensor,
-    labels: torch.Tensor | None,
-    loss_mask: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor,
+    tokens: Tensor,
+    labels: Tensor | None,
+    loss_mask: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor,
     pad_token_id: int = 0,
     pad_to_multiple_of: int = 1,
-    padding_mask: torch.Tensor | None = None,
+    padding_mask: Tensor | None = None,
 ) -> Packed:
     """Join right-padded rows into one, as releases 0.3 to 0.5.1 of Megatron-Bridge do.
 
@@ -117,10 +110,8 @@ def pack_batch_sequences(
     slots = [length + -length % multiple for length in real]
     pieces = list(zip(kept, real))
 
-    def joined(values: torch.Tensor | None, pad: float) -> torch.Tensor | None:
-        return (
-            None if values is None else _joined([values[row, :length] for row, length in pieces], slots, pad)
-        )
+    def joined(values: Tensor | None, pad: float) -> Tensor | None:
+        return None if values is None else _joined([values[row, :n] for row, n in pieces], slots, pad)
 
     packed = _joined([tokens[row, :length] for row, length in pieces], slots, pad_token_id)
     positions = _positions([position_ids[row, :length] for row, length in pieces], slots)
@@ -180,11 +171,9 @@ def build_mcore_thd_sequence_batch_from_rows(
     taken = {token_key, *_OWN} & set(pads)
     if taken:
         raise SettingError(
-            f"{', '.join(sorted(taken))}: these have pad values of their own; pass other tensors' only"
+            f"{', '.join(sorted(taken))}: these have their own pad values; pass other tensors' only"
         )
-    names = [
-        name for name in ("labels", "loss_mask", *pads) if any(row.get(name) is not None for row in rows)
-    ]
+    names = [n for n in ("labels", "loss_mask", *pads) if any(row.get(n) is not None for row in rows)]
     lengths = checked_rows(rows, token_key, names, most)
     slots = [length + -length % multiple for length in lengths]
     if width is not None and sum(slots) > width:
@@ -209,9 +198,8 @@ def build_mcore_thd_sequence_batch_from_rows(
     has_padded = slots != lengths or (always_padded and could_pad)
     packed |= _boundary_keys(lengths, slots, tokens[0].device, has_padded)
     if emit_padding_mask:
-        packed["padding_mask"] = _joined(
-            [torch.zeros_like(row, dtype=torch.bool) for row in tokens], slots, True
-        )
+        masks = [torch.zeros_like(row, dtype=torch.bool) for row in tokens]
+        packed["padding_mask"] = _joined(masks, slots, True)
     return packed
 
 
@@ -238,12 +226,10 @@ def pack_right_padded_sequence_batch_to_mcore_thd(
         DocumentsError: tensors that are missing or don't match, or rows that are empty or not right-padded.
         SettingError: settings out of range, or that contradict each other.
     """
-    name = token_key or next(
-        (key for key in ("tokens", "input_ids") if torch.is_tensor(batch.get(key))), None
-    )
+    name = token_key or next((k for k in ("tokens", "input_ids") if torch.is_tensor(batch.get(k))), None)
     if name is None or not torch.is_tensor(batch.get(name)):
         raise DocumentsError(
-            f"the batch has no tensor {name or 'tokens or input_ids'}; it has {', '.join(batch)}"
+            f"the batch has no tensor {name or 'tokens or input_ids'}, but {', '.join(batch)}"
         )
     tokens = batch[name]
     if batch.get("position_ids") is None:
@@ -270,7 +256,7 @@ def pack_right_padded_sequence_batch_to_mcore_thd(
             batch[twin] = packed[name]
 
 
-def _joined(pieces: Sequence[torch.Tensor], slots: Lengths, pad: float) -> torch.Tensor:
+def _joined(pieces: Sequence[Tensor], slots: Lengths, pad: float) -> Tensor:
     """Return pieces end to end, each padded to its slot, as one row."""
     gaps = [slot - len(piece) for slot, piece in zip(slots, pieces)]
     if not any(gaps):
@@ -281,7 +267,7 @@ def _joined(pieces: Sequence[torch.Tensor], slots: Lengths, pad: float) -> torch
     )
 
 
-def _positions(pieces: Sequence[torch.Tensor], slots: Lengths) -> torch.Tensor:
+def _positions(pieces: Sequence[Tensor], slots: Lengths) -> Tensor:
     """Return positions end to end; in padding they go on from the last real one."""
     gaps = [slot - len(piece) for slot, piece in zip(slots, pieces)]
     if not any(gaps):
@@ -293,8 +279,7 @@ def _positions(pieces: Sequence[torch.Tensor], slots: Lengths) -> torch.Tensor:
     return torch.cat(parts).unsqueeze(0)
 
 
-def _boundaries(lengths: Lengths, device: torch.device) -> torch.Tensor:
-    """Return int32 `[rows + 1]`: where each row begins and ends."""
+def _boundaries(lengths: Lengths, device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
@@ -317,7 +302,7 @@ Lengths = list[int]
 """Tokens of each row."""
 
 
-def check_shapes(tokens: torch.Tensor, name: str, others: Mapping[str, torch.Tensor | None]) -> None:
+def check_shapes(tokens: Tensor, name: str, others: Mapping[str, Tensor | None]) -> None:
     """Require rows of tokens, and that what goes with them has their shape."""
     if tokens.dim() != 2:
         raise DocumentsError(f"{name} must be rows of equal width, but their shape is {tuple(tokens.shape)}")
@@ -328,7 +313,7 @@ def check_shapes(tokens: torch.Tensor, name: str, others: Mapping[str, torch.Ten
             )
 
 
-def lengths_of(tokens: torch.Tensor, pad: int, mask: torch.Tensor | None, *, only_right: bool) -> Lengths:
+def lengths_of(tokens: Tensor, pad: int, mask: Tensor | None, *, only_right: bool) -> Lengths:
     """Return the tokens of each row: as its mask says, or up to its last token other than padding."""
     real = tokens != pad if mask is None else mask.to(device=tokens.device, dtype=torch.bool)
     steps = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
@@ -379,9 +364,7 @@ def checked_rows(
         if length == 0:
             raise DocumentsError(f"row {number} has no tokens; leave such samples out of the micro-batch")
         if most is not None and length > most:
-            raise DocumentsError(
-                f"row {number} has {length:,} tokens, over the sequence_length of {most:,}; cut it"
-            )
+            raise DocumentsError(f"row {number} has {length:,} tokens, over sequence_length {most:,}; cut it")
         mask = row.get("attention_mask")
         given = {name: row.get(name) for name in ("position_ids", "attention_mask")}
         for name, values in (given | {name: row.get(name) for name in names}).items():
@@ -394,7 +377,7 @@ def checked_rows(
                 )
         if mask is not None and not bool(mask.to(torch.bool).all()):
             raise DocumentsError(
-                f"row {number} is padded: its attention_mask has zeros; pass its real tokens alone"
+                f"row {number} is padded: its attention_mask has zeros; pass real tokens alone"
             )
         lengths.append(length)
     return lengths

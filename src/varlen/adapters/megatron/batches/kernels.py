@@ -1,8 +1,8 @@
-"""Kernels that measure packed rows and write their batch, compiled by numba.
+"""Kernels that measure packed rows and write their batch; `tests/oracles/megatron_batches.py` says what each returns.
 
-`tests/oracles/megatron_batches.py` says in plain Python what each must return.
-Rows are those of `PackedRows`: a document stored as
-n tokens is n - 1 inputs.
+All take packed rows as arrays: `input_ids` and `loss_mask` `[stored tokens]`, `offsets` and `document_offsets` int64
+`[rows + 1]`, and `starts` int64 `[documents]`, counted within the row. A document stored as n tokens is n - 1 inputs.
+`lengths`, int64 `[documents]`, are the real inputs of each document; positions behind them are padding.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -37,21 +37,10 @@ def measure_rows(
 ) -> tuple[int, int]:
     """Find how much of each document is real, and refuse rows that no memory may be read for.
 
-    Args:
-        input_ids: `[stored tokens]`.
-        loss_mask: `[stored tokens]`.
-        offsets: int64 `[rows + 1]`.
-        starts: int64 `[documents]`: first stored tokens, counted within the row.
-        document_offsets: int64 `[rows + 1]`.
-        given: int64 `[documents]`: real inputs of each document; empty: found from the tokens.
-        keep_supervised: without `given`, 2: all inputs are real; 1: what follows the last input that is no `eos_id`
-            or is trained is padding; 0: the same, trained or not.
-        eos_id: token of padding.
-        lengths: int64 `[documents]`, written: real inputs.
-        used: int64 `[rows]`, written: inputs, padding within documents included.
-
-    Returns:
-        The first row that is no packed row, or -1; and 1 if a document holds padding, else 0.
+    `given` are the real inputs of each document, where they are known. Else `keep_supervised` says: 2: all inputs are
+    real; 1: the inputs behind the last one that is no `eos_id`, or is trained, are padding; 0: the same, trained or
+    not. Writes `lengths`, and int64 `[rows]` `used`, the inputs of each row with the padding in its documents.
+    Returns the first row that is no packed row, or -1; and 1 if a document holds padding, else 0.
     """
     differs = 0
     for row in range(offsets.size - 1):
@@ -104,22 +93,9 @@ def fill_rows(
 ) -> None:
     """Write tokens, labels, loss mask and positions of checked rows.
 
-    Args:
-        input_ids: `[stored tokens]`.
-        loss_mask: `[stored tokens]`.
-        offsets: int64 `[rows + 1]`.
-        starts: int64 `[documents]`.
-        document_offsets: int64 `[rows + 1]`.
-        lengths: int64 `[documents]`: real inputs.
-        silent: bool `[rows]`: rows that train nothing; empty: none.
-        answer_only: 1 trains where the loss mask says, 0 on every real input.
-        eos_in_loss: 0 never trains where the input is `eos_id`.
-        eos_id: end-of-text token.
-        pad_id: token and label behind a row's last document.
-        tokens: int64 `[rows, width]`, written.
-        labels: int64 `[rows, width]`, written.
-        mask: int64 or float32 `[rows, width]`, written.
-        positions: int64 `[rows, width]`, written.
+    `silent`, bool `[rows]` or empty, are rows that train nothing. `answer_only` is 1 to train where the loss mask
+    says, 0 to train on every real input; with `eos_in_loss` 0 no input that is `eos_id` is trained. `pad_id` is the
+    token and the label behind a row's last document. Writes int64 `[rows, width]`; `mask` may be float32.
     """
     for row in range(offsets.size - 1):
         begin, last = offsets[row], document_offsets[row + 1]
@@ -173,20 +149,11 @@ def lay_boundaries(
 ) -> None:
     """Write where documents and the padding behind them end, in real inputs and in places.
 
-    Args:
-        offsets: int64 `[rows + 1]`.
-        starts: int64 `[documents]`.
-        document_offsets: int64 `[rows + 1]`.
-        lengths: int64 `[documents]`: real inputs.
-        width: of a row.
-        tail: most places in one segment of the padding behind the documents, a multiple of `multiple`; 0: no limit.
-        multiple: segments of that padding are multiples of it.
-        tail_is_real: 1 counts that padding among the real inputs.
-        most: entries a row may have; segments of the padding are made longer so that they fit.
-        logical: int32 `[rows, entries]`, written; the last value is repeated up to the end.
-        physical: int32 `[rows, entries]`, written in the same way.
-        counts: int64 `[rows]`, written: entries before the repeats.
-        longest: int64 `[rows]`, written: most places that one segment takes up.
+    Padding behind the documents is cut into segments of at most `tail` places, a multiple of `multiple` (0: no
+    limit), each a multiple of it; `tail_is_real` 1 counts it among the real inputs. `most` is the limit of a row's
+    entries: segments of the padding become longer so that they fit. Writes int32 `[rows, entries]` `logical` and
+    `physical`, whose last value is repeated up to the end; int64 `[rows]` `counts`, the entries before the repeats;
+    and `longest`, the most places of one segment.
     """
     for row in range(offsets.size - 1):
         entry, real, place, widest = 1, 0, 0, 0

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from varlen.errors import DocumentsError, MissingExtraError, SettingError
 
@@ -24,19 +25,19 @@ class PackedSeqParams:
 
     qkv_format: str | None = None
     """"thd" for packed rows, as the functions here make it."""
-    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
     """int32 `[segments + 1]`: real tokens before each segment."""
-    cu_seqlens_kv: torch.Tensor | None = None
-    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
     """int32 `[segments + 1]`: places before each segment; None where these are the same."""
-    cu_seqlens_kv_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
     local_cp_size: int | None = None
     cp_group: Any = None
     total_tokens: int | None = None
     """Places of the micro-batch on this rank; where given, `seq_idx` is made of it."""
-    seq_idx: torch.Tensor | None = None
+    seq_idx: Tensor | None = None
     """int32 `[1, total_tokens]`: which segment each place belongs to, for recurrent layers."""
     tokens_per_sample: int | None = None
     pad_between_seqs: bool | None = None
@@ -75,14 +76,8 @@ class PackedSeqParams:
         return Theirs(**{name: value for name, value in ours.items() if name in known})
 
 
-def sequence_index(bounds: torch.Tensor, total_tokens: int) -> torch.Tensor:
-    """Return which segment each place belongs to; places behind the last segment belong to one more.
-
-    Args:
-        bounds: whole numbers `[segments + 1]`: places before each segment.
-
-    Returns:
-        int32 `[1, total_tokens]`, or longer where the segments are.
+def sequence_index(bounds: Tensor, total_tokens: int) -> Tensor:
+    """Return which segment each place belongs to (int32 `[1, total_tokens]`); places behind the last, to one more.
 
     >>> sequence_index(torch.tensor([0, 2, 3]), 5).tolist()
     [[0, 0, 1, 2, 2]]
@@ -149,7 +144,7 @@ packed_seq_params = get_packed_seq_params
 """The same by the name of what it gives."""
 
 
-def get_packed_seq_q_cu_seqlens(packed_seq_params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def get_packed_seq_q_cu_seqlens(packed_seq_params: Any) -> tuple[Tensor, Tensor]:
     """Return the boundaries of real tokens and those of places, which are the same where no padded ones are given.
 
     Args:
@@ -179,9 +174,7 @@ def build_uniform_packed_seq_params(
         SettingError: fewer than one row or place.
     """
     if batch_size < 1 or seq_length < 1:
-        raise SettingError(
-            f"batch_size and seq_length must be 1 or more, got {batch_size!r} and {seq_length!r}"
-        )
+        raise SettingError(f"batch_size and seq_length must be 1 or more: {batch_size!r} and {seq_length!r}")
     bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_length
     names = dict.fromkeys(_CURRENT, bounds)
     return PackedSeqParams(
@@ -193,12 +186,12 @@ def build_uniform_packed_seq_params(
     )
 
 
-def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> torch.Tensor | None:
+def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> Tensor | None:
     """Return the boundaries of a micro-batch of one row, what stands behind their end cut off."""
     bounds = batch.get(name)
     if bounds is None:
         return None
-    if not isinstance(bounds, torch.Tensor) or bounds.dim() not in (1, 2):
+    if not isinstance(bounds, Tensor) or bounds.dim() not in (1, 2):
         raise DocumentsError(f"{name} must be a tensor [entries] or [1, entries], got {_said(bounds)}")
     if bounds.dim() == 2:
         if bounds.size(0) != 1:
@@ -225,11 +218,10 @@ def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> torch.T
 
 
 def _number(batch: Mapping[str, Any], name: str) -> int | None:
-    """Return `max_seqlen` as a number, or None where the batch has none."""
     value = batch.get(name)
     if value is None:
         return None
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         if value.numel() != 1:
             raise DocumentsError(
                 f"{name} must contain exactly one value, got {value.numel():,}; pass a micro-batch of one row"
@@ -239,16 +231,15 @@ def _number(batch: Mapping[str, Any], name: str) -> int | None:
 
 
 def _said(value: object) -> str:
-    """Say what a value is."""
-    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 # Packed rows of one micro-batch back into rows of their own, for models that make position ids of a batch.
 
 
 def unpack_mcore_thd_tensor_for_position_ids(
-    tensor: torch.Tensor, packed_seq_params: Any
-) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+    tensor: Tensor, packed_seq_params: Any
+) -> tuple[Tensor, Tensor, list[int], list[int]]:
     """Return the documents of a packed row as rows of their own.
 
     Args:
@@ -276,12 +267,8 @@ def unpack_mcore_thd_tensor_for_position_ids(
     begins = [begin for begin, size in zip(begins, sizes) if size]
     sizes = [size for size in sizes if size]
     if not sizes or min(sizes) < 0:
-        raise DocumentsError(
-            f"cu_seqlens_q must rise and hold at least one token, got {logical.tolist()[:8]}"
-        )
-    outside = [
-        n for n, (begin, size) in enumerate(zip(begins, sizes)) if begin < 0 or begin + size > tensor.size(1)
-    ]
+        raise DocumentsError(f"cu_seqlens_q must rise and hold at least a token, got {logical.tolist()[:8]}")
+    outside = [n for n, (at, size) in enumerate(zip(begins, sizes)) if at < 0 or at + size > tensor.size(1)]
     if outside:
         first = outside[0]
         raise DocumentsError(
@@ -298,8 +285,8 @@ def unpack_mcore_thd_tensor_for_position_ids(
 
 
 def repack_mcore_thd_position_ids(
-    position_ids: torch.Tensor, *, padded_starts: list[int], lengths: list[int], total_length: int
-) -> torch.Tensor:
+    position_ids: Tensor, *, padded_starts: list[int], lengths: list[int], total_length: int
+) -> Tensor:
     """Return positions of rows of their own where these stand in the packed row.
 
     Args:
@@ -320,9 +307,7 @@ def repack_mcore_thd_position_ids(
             f"{len(lengths):,} lengths and {len(padded_starts):,} starts"
         )
     sizes, begins = torch.tensor(lengths, dtype=torch.int64), torch.tensor(padded_starts, dtype=torch.int64)
-    if len(lengths) and (
-        int((begins + sizes).max()) > total_length or int(sizes.max()) > position_ids.size(2)
-    ):
+    if lengths and (int((begins + sizes).max()) > total_length or max(lengths) > position_ids.size(2)):
         raise DocumentsError(
             f"documents reach {int((begins + sizes).max()):,} and are up to {int(sizes.max()):,} long, but the "
             f"packed row has {total_length:,} places and rows of positions {position_ids.size(2):,}"

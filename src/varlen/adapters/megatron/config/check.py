@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from varlen.adapters.megatron.config import rules_data, rules_model
 from varlen.adapters.megatron.config.reading import Reading, as_written, read
-from varlen.adapters.megatron.config.report import ConfigFinding, ConfigReport, found
-from varlen.adapters.megatron.config.rules_data import BATCH_RULES, LENGTH_RULES, SWITCH_RULES
-from varlen.adapters.megatron.config.rules_model import (
-    ENERGON_RULES,
-    FAMILY_RULES,
-    GRAPH_RULES,
-    LOSS_RULES,
-    RELEASE_RULES,
-)
+from varlen.adapters.megatron.config.report import ConfigFinding, ConfigReport, Outcome, Rules, found
 from varlen.parsed import parse_json
 from varlen.regular import read_regular_text
 
-Rules: TypeAlias = tuple[Callable[[Reading], Iterator[ConfigFinding]], ...]
-"""Each goes over one reading, and yields what breaks it."""
-RULES: Rules = (
-    *SWITCH_RULES,
-    *BATCH_RULES,
-    *LENGTH_RULES,
-    *LOSS_RULES,
-    *GRAPH_RULES,
-    *ENERGON_RULES,
-    *FAMILY_RULES,
-    *RELEASE_RULES,
-)
+RULES: Rules = (*rules_data.RULES, *rules_model.RULES)
 """Every rule over settings alone, in the order in which findings are told and mended."""
 MOST_CHANGES = 100
 """Errors that are mended one after the other; one change may bring another error to light."""
@@ -92,9 +74,7 @@ def _mended(reading: Reading, rules: Rules) -> dict[str, Any]:
     """Return values that together mend every error that settings can mend, first errors first."""
     changes: dict[str, Any] = {}
     for _ in range(MOST_CHANGES):
-        first = next(
-            (found for found in _findings(reading, rules) if found.level == "error" and found.changes), None
-        )
+        first = next((f for f in _findings(reading, rules) if f.level == "error" and f.changes), None)
         if first is None:
             break
         for name, value in first.changes.items():
@@ -105,7 +85,6 @@ def _mended(reading: Reading, rules: Rules) -> dict[str, Any]:
 
 
 def _spelled(reading: Reading, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes by the names that the configuration itself has."""
     return {reading.spell(name): value for name, value in changes.items()}
 
 
@@ -118,137 +97,78 @@ NEEDED = ("pack_size", "dataset_max_seqlen", "max_samples_per_bin", "min_packed_
 
 def packed_rows_are_there(reading: Reading) -> Iterator[ConfigFinding]:
     """Named files of packed rows exist, and end as the release expects; addresses of object stores are believed."""
+    is_first = reading.release is not None and reading.is_before(0, 4)
     for name in PACKED:
         setting = f"{reading.specs}.{name}"
         if not reading.is_offline or not reading.says(setting) or "://" in reading[setting]:
             continue
         path = str(reading[setting])
         if path.lower().endswith(".npy"):
-            yield from _npy(reading, setting, path)
-            continue
-        is_first = reading.release is not None and reading.is_before(0, 4)
-        if is_first:
-            yield _missing(reading, setting, "a .npy file before release 0.4", "stops with an AssertionError")
+            if not Path(path).is_file():
+                yield _missing(reading, setting, "a file that is there")
+            elif not is_first:
+                limit = "Parquet from release 0.4 on"
+                what = ".npy files are pickles, read whole into memory on every rank, and deprecated"
+                fix = "write it anew as Parquet with varlen's reader of packed rows"
+                yield found(reading, "npy_file", setting, limit, what, "advice", fix=fix)
+        elif is_first:
+            yield _missing(reading, setting, "a .npy file before release 0.4", "an AssertionError")
         elif not _rows_at(path):
-            kinds = "a Parquet file, folder or pattern" + (
-                ", or a prefix of .bin and .idx" if reading.dialect == "0.6" else ""
-            )
-            yield _missing(reading, setting, f"{kinds} that is there", "stops with a FileNotFoundError")
+            pair = ", or a prefix of .bin and .idx" if reading.is_new else ""
+            yield _missing(reading, setting, f"a Parquet file, folder or pattern{pair} that is there")
 
 
 def metadata_belong_to_rows(reading: Reading) -> Iterator[ConfigFinding]:
     """A named metadata file is a JSON array of what was packed, to this size."""
     setting = f"{reading.specs}.packed_metadata_path"
+    fix = f"name the file written with the packs of {as_written(reading.spec('packed_sequence_size'))}"
+    for limit, what, is_error in _wrong_metadata(reading, setting) if reading.is_offline else ():
+        outcome: Outcome = "stops" if is_error else "advice"
+        yield found(reading, "metadata", setting, limit, what, outcome, fix=fix)
+
+
+def _wrong_metadata(reading: Reading, setting: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield what must hold of the metadata, what happens otherwise, and whether the run stops."""
     is_static = bool(reading.spec("pad_cu_seqlens"))
     is_packed = reading.says(f"{reading.specs}.packed_train_data_path")
-    if not reading.is_offline:
-        return
-    if not reading.says(setting):
+    path = reading[setting]
+    if path is None:
         if is_static and is_packed:
-            yield _metadata(
-                reading,
-                setting,
-                "given with pad_cu_seqlens",
-                "its default is the folder of packs that "
-                "Megatron-Bridge makes itself, and the data set doesn't open without it",
-                is_error=False,
-            )
+            what = "its default is the folder of Megatron-Bridge's own packs; without it the data set doesn't open"
+            yield "given with pad_cu_seqlens", what, False
         return
-    path = str(reading[setting])
     if "://" in path:
         return
     if not Path(path).is_file():
         if is_packed:
-            yield _metadata(
-                reading, setting, "a file that is there", "the data set doesn't open without it", True
-            )
+            yield "a file that is there", "the data set doesn't open without it", True
         return
-    yield from _entries(reading, setting, path, is_static)
-
-
-def _entries(reading: Reading, setting: str, path: str, is_static: bool) -> Iterator[ConfigFinding]:
-    """Go over what a metadata file holds."""
     try:
         entries: Any = parse_json(read_regular_text(path))
     except (ValueError, OSError) as error:
-        told = str(error).splitlines()[0]
-        yield _metadata(reading, setting, "one JSON array", f"it isn't JSON: {told}", True)
+        yield "one JSON array", f"it isn't JSON: {str(error).splitlines()[0]}", True
         return
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        yield _metadata(
-            reading,
-            setting,
-            "one JSON array with an entry for each run",
-            f"it holds {str(entries)[:60]}",
-            True,
-        )
+        yield "one JSON array with an entry for each run", f"it holds {str(entries)[:60]}", True
         return
-    missing = [name for name in NEEDED if any(name not in entry for entry in entries)]
+    missing = ", ".join(name for name in NEEDED if any(name not in entry for entry in entries))
     if missing:
-        yield _metadata(
-            reading,
-            setting,
-            f"entries with {', '.join(NEEDED)}",
-            f"an entry is without {', '.join(missing)}, of which boundaries of one number are made",
-            is_static,
-        )
+        what = f"an entry is without {missing}, of which boundaries of one number are made"
+        yield f"entries with {', '.join(NEEDED)}", what, is_static
     size = reading.spec("packed_sequence_size")
-    sizes = sorted(
-        {entry["pack_size"] for entry in entries if isinstance(entry.get("pack_size"), int)} - {size}
-    )
-    if sizes:
-        yield _metadata(
-            reading,
-            setting,
-            f"of packs of packed_sequence_size = {size}",
-            f"it holds packs of {' and '.join(map(str, sizes))}; readers take the largest of all entries",
-            is_static,
-        )
+    others = {entry["pack_size"] for entry in entries if isinstance(entry.get("pack_size"), int)} - {size}
+    if others:
+        what = f"it holds packs of {' and '.join(map(str, sorted(others)))}; readers take the largest of all entries"
+        yield f"of packs of packed_sequence_size = {size}", what, is_static
 
 
-def _npy(reading: Reading, setting: str, path: str) -> Iterator[ConfigFinding]:
-    if not Path(path).is_file():
-        yield _missing(reading, setting, "a file that is there", "stops with a FileNotFoundError")
-    elif not (reading.release is not None and reading.is_before(0, 4)):
-        yield found(
-            reading,
-            "npy_file",
-            setting,
-            limit="Parquet from release 0.4 on",
-            what=".npy files are pickles, read whole into memory on every rank, and deprecated",
-            outcome="advice",
-            fix="write it anew as Parquet with varlen's reader of packed rows",
-        )
-
-
-def _missing(reading: Reading, setting: str, limit: str, how: str) -> ConfigFinding:
-    path = str(reading[setting])
-    parent = Path(path).parent
-    where = "" if parent.is_dir() else f"; neither is the folder {parent}"
-    is_there = Path(path).exists()
-    what = "this is something else" if is_there else f"there is nothing at this path{where}"
-    return found(
-        reading,
-        "packed_file",
-        setting,
-        limit=limit,
-        what=f"{what}; Megatron-Bridge {how}",
-        outcome="stops",
-        fix="pack the data with `varlen pack --format megatron`, or leave the path out to have it packed as the run "
-        "starts",
-    )
-
-
-def _metadata(reading: Reading, setting: str, limit: str, what: str, is_error: bool) -> ConfigFinding:
-    return found(
-        reading,
-        "metadata",
-        setting,
-        limit=limit,
-        what=what,
-        outcome="stops" if is_error else "advice",
-        fix=f"name the file that was written with the packs of {as_written(reading.spec('packed_sequence_size'))}",
-    )
+def _missing(reading: Reading, setting: str, limit: str, how: str = "a FileNotFoundError") -> ConfigFinding:
+    path = Path(reading[setting])
+    where = "" if path.parent.is_dir() else f"; neither is the folder {path.parent}"
+    seen = "this is something else" if path.exists() else f"there is nothing at this path{where}"
+    fix = "pack the data with `varlen pack --format megatron`, or leave the path out to have it packed at the start"
+    what = f"{seen}; Megatron-Bridge stops with {how}"
+    return found(reading, "packed_file", setting, limit, what, fix=fix)
 
 
 def _rows_at(path: str) -> bool:

@@ -171,23 +171,13 @@ class Reading:
         return self.world_size // group if self.world_size and self.world_size % group == 0 else None
 
     @property
-    def micro_batch(self) -> int | None:
-        """Rows of a micro-batch; None where nothing is said."""
-        value: int | None = self["train.micro_batch_size"]
-        return value
-
-    @property
     def specs(self) -> str:
         """Where this dialect has the specs of offline packing."""
         return OFFLINE_NEW if self.is_new else OFFLINE_OLD
 
-    def spec_name(self, name: str) -> str:
-        """Return the setting that one of the specs of offline packing is."""
-        return f"{self.specs}.{name}"
-
     def spec(self, name: str) -> Any:
         """Return one of the specs of offline packing."""
-        return self[self.spec_name(name)]
+        return self[f"{self.specs}.{name}"]
 
     @property
     def in_batch_name(self) -> str:
@@ -204,7 +194,7 @@ class Reading:
     @property
     def is_packed_here(self) -> bool:
         """Whether the run itself packs rows offline, as no file of packed rows is named."""
-        return self.is_offline and not self.says(self.spec_name("packed_train_data_path"))
+        return self.is_offline and not self.says(f"{self.specs}.packed_train_data_path")
 
     @property
     def is_in_batch(self) -> bool:
@@ -303,7 +293,7 @@ def nearest(number: int, of: int) -> str | None:
 
 NEAR = 0.88
 """How alike two names must be, as difflib counts it, for one to be taken for the other mistyped."""
-_OLD_NAMES, _NEW_NAMES = (OFFLINE_OLD, IN_BATCH_OLD), (OFFLINE_NEW, OFFLINE_FLAG, IN_BATCH_NEW)
+_OLD_NAMES, _NEW_NAMES = {OFFLINE_OLD, IN_BATCH_OLD}, {OFFLINE_NEW, OFFLINE_FLAG, IN_BATCH_NEW}
 _NEW_CLASSES = {
     "GPTSFTDatasetConfig",
     "DirectHFSFTDatasetConfig",
@@ -349,11 +339,12 @@ def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None)
     if found.wrong:
         more = f" ({len(found.wrong)} settings have values of a wrong kind)" if len(found.wrong) > 1 else ""
         raise SettingError(f"{origin}: {'; '.join(found.wrong)}{more}")
-    told = said or _told(found)
+    # An older name beside those of 0.6 was set by hand, and a rule finds that nobody reads it.
+    told = said or ("0.6" if _has_any(found, _NEW_NAMES, _NEW_CLASSES) else None)
     return Reading(
         values=found.values,
         spelled=found.spelled,
-        dialect=told or ("0.5" if _is_old(found) else NEWEST),
+        dialect=told or ("0.5" if _has_any(found, _OLD_NAMES, _OLD_CLASSES) else NEWEST),
         is_certain=told is not None,
         release=_release(dialect),
         is_arguments=is_arguments,
@@ -366,7 +357,6 @@ def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None)
 
 
 def _go_through(found: _Found, path: str, level: Mapping[str, Any]) -> None:
-    """Gather what one level holds, and what its containers hold."""
     known = CONTAINERS.get(path, path)
     near = [name for name in (*SETTINGS, *CONTAINERS) if name.rpartition(".")[0] == known]
     for last, value in level.items():
@@ -410,7 +400,6 @@ def _go_through_arguments(found: _Found) -> None:
 
 
 def _keep(found: _Found, name: str, written: str, value: Any) -> None:
-    """Keep a setting's value, or say why it is none."""
     found.named.add(name)
     if name in found.values and written in RENAMED:
         return
@@ -429,24 +418,14 @@ def _keep(found: _Found, name: str, written: str, value: Any) -> None:
 
 
 def _suspect(found: _Found, written: str, last: str, near: list[str]) -> None:
-    """Note an unknown name that closely resembles a known one."""
     alike = get_close_matches(last, near, n=1, cutoff=NEAR)
     if alike:
         found.mistyped.append((written, written[: len(written) - len(last)] + alike[0]))
 
 
-def _told(found: _Found) -> Dialect | None:
-    """Return the dialect whose names or classes are there; a setting of 0.6 that is off is a setting of 0.6.
-
-    An older name beside them was set by hand, and is found to be one that nobody reads.
-    """
-    is_new = found.named & set(_NEW_NAMES) or set(found.classes.get("dataset", ())) & _NEW_CLASSES
-    return "0.6" if is_new else None
-
-
-def _is_old(found: _Found) -> bool:
-    """Return whether names or classes are there that release 0.6 no longer has; 0.4 and 0.5 have the same."""
-    return bool(found.named & set(_OLD_NAMES) or set(found.classes.get("dataset", ())) & _OLD_CLASSES)
+def _has_any(found: _Found, names: set[str], classes: set[str]) -> bool:
+    """Return whether the configuration has names or classes of some releases, a setting that is off among them."""
+    return bool(found.named & names or classes & set(found.classes.get("dataset", ())))
 
 
 def _release(dialect: str | None) -> tuple[int, ...] | None:
@@ -457,7 +436,6 @@ def _release(dialect: str | None) -> tuple[int, ...] | None:
 
 
 def _counted(tree: Mapping[str, Any]) -> int | None:
-    """Return the number of processes, where the arguments hold it."""
     count = tree.get("world_size")
     return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
 
@@ -558,9 +536,7 @@ def _text_of(path: Path) -> str:
     try:
         return read_regular_text(path.expanduser())
     except FileNotFoundError:
-        raise SourceError(
-            f"{path}: there is no such file; name the YAML file of a training configuration"
-        ) from None
+        raise SourceError(f"{path}: there is no such file; name the YAML file of a configuration") from None
     except UnicodeDecodeError:
         raise SourceError(f"{path} is no text; name the YAML file of a training configuration") from None
     except OSError as error:

@@ -143,11 +143,9 @@ class ConfigReport:
         return f"{counted} found in {self.origin}; {self.dialect_words}, {self.packing or 'no packing'}"
 
     def __iter__(self) -> Iterator[ConfigFinding]:
-        """Go over the findings."""
         return iter(self.findings)
 
     def __len__(self) -> int:
-        """Count the findings."""
         return len(self.findings)
 
     def __str__(self) -> str:
@@ -265,17 +263,14 @@ class Rule:
             changes = self.changes(reading)
         elif self.to is not ...:
             changes = {setting: self.to(reading) if callable(self.to) else self.to}
-        yield found(
-            reading,
-            self.kind,
-            setting,
-            _told(reading, self.limit) or "",
-            _told(reading, self.what) or "",
-            self.outcome(reading) if callable(self.outcome) else self.outcome,
-            changes,
-            fix=_told(reading, self.fix),
-            seen=_told(reading, self.seen),
-        )
+        outcome = self.outcome(reading) if callable(self.outcome) else self.outcome
+        limit, what = _told(reading, self.limit) or "", _told(reading, self.what) or ""
+        fix, seen = _told(reading, self.fix), _told(reading, self.seen)
+        yield found(reading, self.kind, setting, limit, what, outcome, changes, fix=fix, seen=seen)
+
+
+Rules: TypeAlias = tuple[Callable[[Reading], Iterator[ConfigFinding]], ...]
+"""Each goes over one reading, and yields what breaks it."""
 
 
 def _told(reading: Reading, said: Told) -> str | None:

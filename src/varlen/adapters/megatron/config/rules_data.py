@@ -13,7 +13,7 @@ from varlen.adapters.megatron.config.reading import (
     multiples,
     nearest,
 )
-from varlen.adapters.megatron.config.report import ConfigFinding, Rule, found
+from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, Rules, found
 from varlen.adapters.megatron.config.settings import (
     IN_BATCH_NEW,
     IN_BATCH_OLD,
@@ -23,6 +23,7 @@ from varlen.adapters.megatron.config.settings import (
     SETTINGS,
 )
 
+VALUE_ERROR = "Megatron-Bridge stops with a ValueError"
 USUAL_PACK = 4096
 """Tokens of a pack, offered where no length is given."""
 TEXT = ("GPTSFTDatasetConfig", "FinetuningDatasetConfig")
@@ -66,10 +67,6 @@ def row_size(reading: Reading) -> int:
     return multiples(reading[DATASET] or reading[MODEL] or USUAL_PACK, reading.alignment)[1]
 
 
-def _has_no_size(reading: Reading) -> bool:
-    return reading.specs in reading.held and reading.spec("packed_sequence_size") <= 0
-
-
 def _longest_is_out_of_range(reading: Reading) -> bool:
     longest, size = reading.spec("max_single_sequence_length"), reading.spec("packed_sequence_size")
     return reading.specs in reading.held and longest is not None and size > 0 and not 1 <= longest <= size
@@ -84,12 +81,6 @@ def _unread_specs(reading: Reading) -> str:
     return OFFLINE_OLD if OFFLINE_OLD in reading.held else OFFLINE_NEW
 
 
-def _why_not_both(reading: Reading) -> str:
-    if reading.is_new and reading.is_offline and reading.is_in_batch:
-        return "Megatron-Bridge stops with a ValueError"
-    return "they want opposite micro-batches: one row of one, several of the other"
-
-
 def _packing_switch(reading: Reading) -> str:
     return reading.in_batch_name if reading.is_in_batch else BUFFER
 
@@ -97,16 +88,10 @@ def _packing_switch(reading: Reading) -> str:
 def no_name_is_mistyped(reading: Reading) -> Iterator[ConfigFinding]:
     """A name without effect that is close to that of a setting: probably a typing error."""
     for written, near in reading.mistyped:
-        yield found(
-            reading,
-            "unknown_setting",
-            written,
-            "a name that Megatron reads",
-            f"no rule knows `{written}`; was {near} meant? The release's default stands in its place",
-            "advice",
-            fix=f"rename it to {near}, if that is meant",
-            seen=f"{written} is set",
-        )
+        limit, fix = "a name that Megatron reads", f"rename it to {near}, if that is meant"
+        what = f"no rule knows `{written}`; was {near} meant? The release's default stands in its place"
+        seen = f"{written} is set"
+        yield found(reading, "unknown_setting", written, limit, what, "advice", fix=fix, seen=seen)
 
 
 SWITCH_RULES = (
@@ -116,7 +101,7 @@ SWITCH_RULES = (
         _packing_switch,
         lambda r: r.is_offline + r.is_in_batch + r.is_energon > 1,
         "one way of packing",
-        lambda r: f"{r.packing} are asked for together; {_why_not_both(r)}",
+        "{r.packing} are asked for together; they want opposite micro-batches, and releases from 0.6 on stop",
         changes=lambda r: {_packing_switch(r): False if r.is_in_batch else None},
     ),
     # From 0.6 on: the flag of offline packing and its specs together, or neither.
@@ -140,18 +125,10 @@ SWITCH_RULES = (
     Rule(
         "pack_size",
         SIZE,
-        lambda r: r.is_new and _has_no_size(r),
+        lambda r: r.specs in r.held and r.spec("packed_sequence_size") <= 0,
         "a size of 1 or more",
-        "no pack has this size; Megatron-Bridge stops with a ValueError",
-        to=row_size,
-    ),
-    Rule(
-        "pack_size",
-        SIZE,
-        lambda r: not r.is_new and _has_no_size(r),
-        "a size of 1 or more",
-        "no pack has this size; packing is off, though its specs are set",
-        "advice",
+        lambda r: f"no pack has this size; {VALUE_ERROR if r.is_new else 'packing is off'}",
+        lambda r: "stops" if r.is_new else "advice",
         to=row_size,
     ),
     Rule(
@@ -199,9 +176,9 @@ SWITCH_RULES = (
 
 def _one_row(reading: Reading) -> dict[str, object]:
     """Return micro-batches of one row; with as many tokens a step and in each forward pass, where that can be."""
-    rows, steps, size = reading.micro_batch or 1, reading[GLOBAL], reading.spec("packed_sequence_size")
+    rows, steps, size = reading[MICRO] or 1, reading[GLOBAL], reading.spec("packed_sequence_size")
     if reading.is_packed_here and steps and size > 0 and steps % rows == 0:
-        return {MICRO: 1, GLOBAL: steps // rows, reading.spec_name("packed_sequence_size"): size * rows}
+        return {MICRO: 1, GLOBAL: steps // rows, f"{reading.specs}.packed_sequence_size": size * rows}
     return {MICRO: 1}
 
 
@@ -210,37 +187,28 @@ def processes_divide(reading: Reading) -> Iterator[ConfigFinding]:
     group = reading.tp * reading.pp * reading.cp
     if reading.world_size is not None and reading.world_size % group:
         counts = sorted({*multiples(reading.world_size, group)})
-        yield found(
-            reading,
-            "world_size",
-            "world_size",
-            f"a multiple of TP·PP·CP = {reading.tp}·{reading.pp}·{reading.cp} = {group}",
-            "the processes can't be shared out; Megatron stops with an AssertionError",
-            fix=f"start {' or '.join(map(str, counts))} processes",
-            seen=f"{reading.world_size} processes",
-        )
+        limit = f"a multiple of TP·PP·CP = {reading.tp}·{reading.pp}·{reading.cp} = {group}"
+        what = "the processes can't be shared out; Megatron stops with an AssertionError"
+        fix, seen = f"start {' or '.join(map(str, counts))} processes", f"{reading.world_size} processes"
+        yield found(reading, "world_size", "world_size", limit, what, fix=fix, seen=seen)
 
 
 def global_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     """The global batch is a multiple of micro-batch size times data-parallel size."""
-    steps, rows = reading[GLOBAL], reading.micro_batch
+    steps, rows = reading[GLOBAL], reading[MICRO]
     if steps is not None and rows is not None and steps % (group := rows * (reading.dp or 1)):
         ranks = f" · data-parallel size = {rows}·{reading.dp} = {group}" if reading.dp else f" = {rows}"
+        what = "the ranks can't take equally many micro-batches; Megatron stops with an AssertionError"
+        changes, fix = {GLOBAL: multiples(steps, group)[0]}, nearest(steps, group)
         yield found(
-            reading,
-            "global_batch",
-            GLOBAL,
-            f"a multiple of {MICRO}{ranks}",
-            "the ranks can't take equally many micro-batches; Megatron stops with an AssertionError",
-            changes={GLOBAL: multiples(steps, group)[0]},
-            fix=nearest(steps, group),
+            reading, "global_batch", GLOBAL, f"a multiple of {MICRO}{ranks}", what, changes=changes, fix=fix
         )
 
 
 def evaluation_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     """From 0.6 on: the same in evaluation, whose context parallelism may be another."""
     steps = reading[EVAL_GLOBAL] or reading[GLOBAL]
-    rows = reading[EVAL_MICRO] or reading.micro_batch
+    rows = reading[EVAL_MICRO] or reading[MICRO]
     cp = reading[EVAL_CP] or reading.cp
     group = reading.tp * reading.pp * cp
     if not reading.is_new or reading.dp is None or steps is None or rows is None:
@@ -250,25 +218,14 @@ def evaluation_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     assert reading.world_size is not None
     share = rows * (reading.world_size // group)
     if reading.world_size % group:
-        yield found(
-            reading,
-            "world_size",
-            EVAL_CP,
-            f"{reading.world_size} processes are a multiple of TP·PP·CP of evaluation = {group}",
-            "the processes can't be shared out in evaluation; Megatron-Bridge stops with an AssertionError",
-            changes={EVAL_CP: reading.cp},
-        )
+        limit = f"{reading.world_size} processes are a multiple of TP·PP·CP of evaluation = {group}"
+        what = "the processes can't be shared out in evaluation; Megatron-Bridge stops with an AssertionError"
+        yield found(reading, "world_size", EVAL_CP, limit, what, changes={EVAL_CP: reading.cp})
     elif steps % share:
-        yield found(
-            reading,
-            "global_batch",
-            EVAL_GLOBAL,
-            f"a multiple of the evaluation's micro-batch · data-parallel size = {share}",
-            "the ranks can't take equally many micro-batches in evaluation; Megatron-Bridge stops with an "
-            "AssertionError",
-            changes={EVAL_GLOBAL: multiples(steps, share)[0]},
-            fix=nearest(steps, share),
-        )
+        limit = f"a multiple of the evaluation's micro-batch · data-parallel size = {share}"
+        what = "the ranks can't take equally many micro-batches in evaluation; Megatron-Bridge stops"
+        changes, fix = {EVAL_GLOBAL: multiples(steps, share)[0]}, nearest(steps, share)
+        yield found(reading, "global_batch", EVAL_GLOBAL, limit, what, changes=changes, fix=fix)
 
 
 BATCH_RULES = (
@@ -276,26 +233,18 @@ BATCH_RULES = (
     Rule(
         "micro_batch_packed",
         MICRO,
-        lambda r: (r.is_offline or r["dataset.sft"]) and (r.micro_batch or 1) != 1,
+        lambda r: (r.is_offline or r["dataset.sft"]) and (r[MICRO] or 1) != 1,
         "1 with packed rows",
-        lambda r: (
-            "a packed row holds many documents already, and comes alone; "
-            + (
-                "Megatron-LM stops where it hands the boundaries on"
-                if r.is_arguments
-                else "Megatron-Bridge stops with a ValueError; a custom data set at the first step"
-            )
-        ),
+        "a packed row holds many documents and comes alone; Megatron stops, at the first step at the latest",
         changes=_one_row,
     ),
     # Packing within a micro-batch is the opposite of offline packing.
     Rule(
         "micro_batch_in_batch",
         MICRO,
-        lambda r: r.is_in_batch and r.micro_batch == 1,
+        lambda r: r.is_in_batch and r[MICRO] == 1,
         "2 or more with in-batch packing",
-        "the rows of a micro-batch are packed into one, and there is only one; Megatron-Bridge stops with a "
-        "ValueError",
+        "there is one row only, and nothing to pack it with; Megatron-Bridge stops with a ValueError",
         to=2,
     ),
     Rule(
@@ -303,7 +252,7 @@ BATCH_RULES = (
         EVAL_MICRO,
         lambda r: r.is_offline and (r[EVAL_MICRO] or 1) > 1 and r["dataset.do_validation"],
         "1 with packed rows",
-        "evaluation hands on the boundaries of several rows where attention takes those of one; its first step stops",
+        "evaluation hands boundaries of several rows to attention, which takes one row's; its first step stops",
         to=1,
     ),
     processes_divide,
@@ -321,50 +270,39 @@ def _is_collated(reading: Reading) -> bool:
 
 def _lengths_differ(reading: Reading) -> bool:
     is_checked = reading.is_of((*FINE_TUNING, *PRETRAINING)) or not reading.classes.get("dataset")
-    return (
-        is_checked and None not in (reading[MODEL], reading[DATASET]) and reading[MODEL] != reading[DATASET]
-    )
+    lengths = reading[MODEL], reading[DATASET]
+    return is_checked and None not in lengths and lengths[0] != lengths[1]
 
 
 def packs_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
     """A pack is a row: its size is a multiple of `lcm(2·CP, CP·TP)`."""
-    setting = reading.spec_name("packed_sequence_size")
+    setting = f"{reading.specs}.packed_sequence_size"
     size, multiple = reading[setting], reading.alignment
     if not reading.is_offline or size < 1 or size % multiple == 0:
         return
     words, above = nearest(size, multiple), multiples(size, multiple)[1]
-    yield found(
-        reading,
-        "pack_size",
-        setting,
-        f"a multiple of lcm(2·CP, CP·TP) = {multiple}",
-        f"a full pack can't be cut for {reading.alignment_words}; its first step stops",
-        changes={setting: above} if reading.is_packed_here else None,
-        fix=words if reading.is_packed_here else f"pack the data again, to {words or above} tokens",
-    )
+    limit = f"a multiple of lcm(2·CP, CP·TP) = {multiple}"
+    what = f"a full pack can't be cut for {reading.alignment_words}; its first step stops"
+    changes = {setting: above} if reading.is_packed_here else {}
+    fix = words if reading.is_packed_here else f"pack the data again, to {words or above} tokens"
+    yield found(reading, "pack_size", setting, limit, what, changes=changes, fix=fix)
 
 
 def documents_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
     """Context parallelism cuts every document of a pack, so each is padded to a multiple; nobody computes it."""
-    setting = reading.spec_name("pad_seq_to_mult")
+    setting = f"{reading.specs}.pad_seq_to_mult"
     given, multiple = reading[setting], reading.alignment
     if not reading.is_offline or given < 1 or given % multiple == 0:
         return
     chunks = math.lcm(*(2 * size if size > 1 else 1 for size in (reading.cp, reading[EVAL_CP] or 1)))
-    is_cut_wrong = given % chunks != 0
-    yield found(
-        reading,
-        "pad_seq_to_mult",
-        setting,
-        f"a multiple of lcm(2·CP, CP·TP) = {multiple}",
-        f"every document of a pack is cut into {chunks} chunks; Transformer Engine asserts on the device that "
-        "they are equal, and stops"
-        if is_cut_wrong
-        else f"NVIDIA pads every document to the multiple of {reading.alignment_words}; rows that don't have it stop",
-        "stops" if is_cut_wrong else "advice",
-        {setting: multiple},
-        fix=None if reading.is_packed_here else "pack the data again with it",
-    )
+    is_uneven = given % chunks != 0
+    what = f"NVIDIA pads every document to the multiple of {reading.alignment_words}; other rows stop"
+    if is_uneven:
+        what = f"every document is cut into {chunks} chunks; Transformer Engine stops where they aren't equal"
+    outcome: Outcome = "stops" if is_uneven else "advice"
+    limit = f"a multiple of lcm(2·CP, CP·TP) = {multiple}"
+    changes, fix = {setting: multiple}, None if reading.is_packed_here else "pack the data again with it"
+    yield found(reading, "pad_seq_to_mult", setting, limit, what, outcome, changes, fix=fix)
 
 
 def _longer_than_a_pack(reading: Reading) -> bool:
@@ -387,7 +325,12 @@ LENGTH_RULES = (
     Rule(
         "seq_length",
         DATASET,
-        lambda r: r.is_new and r[DATASET] is not None and r[DATASET] % r.alignment and _is_collated(r),
+        lambda r: (
+            r.is_new
+            and r[DATASET] is not None
+            and r[DATASET] % r.alignment
+            and (r.is_of(COLLATED) or (r.is_of(TEXT) and r.is_in_batch))
+        ),
         "a multiple of lcm(2·CP, CP·TP) = {r.alignment}",
         "rows are cut for {r.alignment_words}; Megatron-Bridge stops with a ValueError",
         changes=lambda r: r.given(multiples(r[DATASET], r.alignment)[1], DATASET, MODEL),
@@ -409,12 +352,10 @@ LENGTH_RULES = (
         SIZE,
         _longer_than_a_pack,
         lambda r: f"at least {r.shown(DATASET)}",
-        lambda r: (
-            f"documents are cut at {r[DATASET]} tokens, so one may be longer than a pack of "
-            f"{r.spec('packed_sequence_size')}; "
-            + ("it can't be packed" if r.is_new else "packing ends with an error at the first")
-        ),
+        "documents are cut at {r[dataset.seq_length]} tokens; one that is longer than a pack can't be packed",
         "advice",
         to=lambda r: multiples(r[DATASET], r.alignment)[1],
     ),
 )
+
+RULES: Rules = (*SWITCH_RULES, *BATCH_RULES, *LENGTH_RULES)

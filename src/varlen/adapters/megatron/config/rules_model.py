@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from varlen.adapters.megatron.config.reading import CONVERSATIONS, FINE_TUNING, Reading
-from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, found
+from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, Rules, found
 from varlen.adapters.megatron.config.rules_data import BUFFER, LOADER, MICRO, MULTIPLE, SIZE
 from varlen.adapters.megatron.config.settings import OFFLINE_FLAG
 
@@ -58,10 +58,6 @@ def _are_not_one_a_layer(reading: Reading) -> bool:
     return not (reading.is_arguments and len(kinds) == 1)
 
 
-def _product_differs(reading: Reading) -> bool:
-    return reading[HIERARCHY] is not None and math.prod(reading[HIERARCHY]) != reading.cp
-
-
 def _inner_and_outer(reading: Reading) -> tuple[int, int]:
     inner = math.gcd(next(iter(reading[HIERARCHY]), 1), reading.cp)
     return inner, reading.cp // inner
@@ -84,10 +80,7 @@ LOSS_RULES = (
         PER_TOKEN,
         lambda r: not r[PER_TOKEN] and _may_lack_targets(r),
         "true where fine-tuning with context parallelism",
-        lambda r: (
-            "a rank whose chunks hold no target divides by nothing: its loss is NaN or counts wrongly; "
-            + _nvidia_checks(r)[1]
-        ),
+        lambda r: f"a rank without a target divides by 0: its loss is NaN or wrong; {_nvidia_checks(r)[1]}",
         lambda r: _nvidia_checks(r)[0],
         changes=_summed_per_token,
     ),
@@ -96,8 +89,7 @@ LOSS_RULES = (
         PER_TOKEN,
         lambda r: not r[PER_TOKEN] and not _may_lack_targets(r) and r.is_offline,
         "true, for the mean over all targets of a step",
-        "every pack weighs the same whatever number of targets it holds, so a target's weight depends on what it is "
-        "packed with",
+        "packs weigh the same, however many targets they hold, so the weight of a target depends on its pack",
         "advice",
         changes=_summed_per_token,
     ),
@@ -107,8 +99,7 @@ LOSS_RULES = (
         AVERAGE,
         lambda r: r[AVERAGE] and r[PER_TOKEN],
         "false with a loss per token",
-        "gradients would be averaged over ranks whose numbers of targets differ; Megatron Core stops with an "
-        "AssertionError",
+        "gradients would be averaged over unequal numbers of targets; Megatron Core stops with an AssertionError",
         to=False,
     ),
     Rule(
@@ -116,9 +107,7 @@ LOSS_RULES = (
         AVERAGE,
         lambda r: r[AVERAGE] and not r[PER_TOKEN] and r.cp > 1 and r.is_fine_tuning,
         "false with context parallelism",
-        lambda r: (
-            f"gradients would be averaged over ranks whose numbers of targets differ; {_nvidia_checks(r)[1]}"
-        ),
+        lambda r: f"gradients would be averaged over unequal numbers of targets; {_nvidia_checks(r)[1]}",
         lambda r: _nvidia_checks(r)[0],
         to=False,
     ),
@@ -146,14 +135,13 @@ LOSS_RULES = (
         KINDS,
         lambda r: r.cp == 1 and _asks_for_sizes(r) and r.is_new and not r.is_arguments,
         "p2p without context parallelism, or a2a+p2p with sizes",
-        "Megatron-Bridge asks for the sizes of the hierarchy though there is no context parallelism, and stops with "
-        "an AssertionError",
+        "Megatron-Bridge asks for the sizes without context parallelism too, and stops with an AssertionError",
         to="p2p",
     ),
     Rule(
         "cp_sizes",
         HIERARCHY,
-        _product_differs,
+        lambda r: r[HIERARCHY] is not None and math.prod(r[HIERARCHY]) != r.cp,
         "sizes whose product is context_parallel_size = {r.cp}",
         lambda r: f"their product is {math.prod(r[HIERARCHY])}; Megatron stops with an AssertionError",
         to=_inner_and_outer,
@@ -202,10 +190,6 @@ def captured(reading: Reading) -> set[str]:
     return _scopes(reading) - _WHOLE
 
 
-def _captured_words(reading: Reading) -> str:
-    return ", ".join(sorted(captured(reading))) or "no scope"
-
-
 def _scopes(reading: Reading) -> set[str]:
     return {*(reading[SCOPE] or ()), *(reading[MODULES] or ())}
 
@@ -234,10 +218,6 @@ def _graph_checks(reading: Reading) -> str:
     return f"releases before 0.6 don't check it: {replays}"
 
 
-def _graph_outcome(reading: Reading) -> Outcome:
-    return "stops" if reading.is_new else "silently wrong"
-
-
 def _holds_router(reading: Reading) -> bool:
     parts = captured(reading)
     is_packed = (reading.is_offline or reading.is_in_batch) and reading["model.num_moe_experts"]
@@ -255,7 +235,9 @@ GRAPH_RULES = (
         IMPL,
         lambda r: r.is_new and implementation(r) == "local" and not is_full_iteration(r),
         "transformer_engine for parts of layers; local only with the scope full_iteration",
-        lambda r: f"local graphs with {_captured_words(r)}; Megatron-Bridge stops with a ValueError",
+        lambda r: (
+            f"local graphs hold {', '.join(sorted(captured(r))) or 'no scope'}; Megatron-Bridge stops with a ValueError"
+        ),
         to="transformer_engine",
     ),
     # Boundaries padded to one number are those of rows of one width.
@@ -264,10 +246,7 @@ GRAPH_RULES = (
         "{r.width}",
         lambda r: r.is_offline and r.spec("pad_cu_seqlens") and not r[r.width],
         "true with pad_cu_seqlens",
-        lambda r: (
-            "boundaries are padded with the row's width, which must be one; Megatron-Bridge stops "
-            + ("with a ValueError" if r.is_new else "as it opens the data set")
-        ),
+        "boundaries are padded up to the row's width, which must always be the same; Megatron-Bridge stops",
         to=True,
     ),
     Rule(
@@ -276,7 +255,7 @@ GRAPH_RULES = (
         _graph_varies_in_width,
         lambda r: f"true with CUDA graphs ({implementation(r)})",
         lambda r: f"rows of several widths don't fit one graph; {_graph_checks(r)}",
-        _graph_outcome,
+        lambda r: "stops" if r.is_new else "silently wrong",
         to=True,
     ),
     Rule(
@@ -285,8 +264,8 @@ GRAPH_RULES = (
         lambda r: r.is_offline and _captures_attention(r) and not r.spec("pad_cu_seqlens"),
         lambda r: f"true with CUDA graphs that hold attention ({implementation(r)})",
         lambda r: f"the number of documents differs from pack to pack; {_graph_checks(r)}",
-        _graph_outcome,
-        changes=lambda r: {r.spec_name("pad_cu_seqlens"): True, r.width: True},
+        lambda r: "stops" if r.is_new else "silently wrong",
+        changes=lambda r: {f"{r.specs}.pad_cu_seqlens": True, r.width: True},
     ),
     # From 0.6 on the mask that keeps padding from experts doesn't reach a router within a graph.
     Rule(
@@ -294,8 +273,7 @@ GRAPH_RULES = (
         _parts,
         _holds_router,
         "attn only, with packed rows and experts",
-        "the padding of packed rows can't be kept from a router inside a graph; Megatron-Bridge stops with a "
-        "ValueError at the first step",
+        "a router inside a graph isn't told of padding; Megatron-Bridge stops with a ValueError at the first step",
         changes=lambda r: {_parts(r): ("attn",), **({SCOPE: None} if r.says(MODULES) else {})},
     ),
     # Rows packed within a micro-batch are as long as their documents, so no graph fits the next.
@@ -333,12 +311,8 @@ def _energon(setting: str, is_wrong: Any, limit: Any, value: Any = None, changes
 
 def _with_energon(setting: str, right: tuple[Any, ...], limit: str) -> Rule:
     """Return the rule that a setting has one of these values with Energon's packing, the last being the usual one."""
-    return _energon(
-        setting,
-        lambda r: r.is_energon and r[setting] not in right,
-        f"{limit} with Energon's packing",
-        right[-1],
-    )
+    limit = f"{limit} with Energon's packing"
+    return _energon(setting, lambda r: r.is_energon and r[setting] not in right, limit, right[-1])
 
 
 def _energon_differs(setting: str) -> Rule:
@@ -351,7 +325,7 @@ def _energon_differs(setting: str) -> Rule:
         return is_asked and is_given and reading[setting] != reading[own]
 
     def rows(reading: Reading) -> dict[str, Any]:
-        count = 1 if reading.is_energon else reading.micro_batch if is_evaluation else reading[setting]
+        count = 1 if reading.is_energon else reading[MICRO] if is_evaluation else reading[setting]
         return {setting: count, own: count}
 
     return _energon(setting, is_wrong, lambda r: f"the same as {r.shown(own)}", changes=rows)
@@ -420,9 +394,7 @@ REFUSED_BY_CORE = "its gated delta nets refuse packed rows: Megatron Core stops 
 IMAGES_GROW = "images grow after the boundaries are made, so its collator stops with a ValueError"
 FAMILIES = (
     Family("Qwen3-Next", r"qwen3next", "offline", "stops", REFUSED_BY_CORE, (0, 6)),
-    Family(
-        "Qwen3-Next", r"qwen3next", "offline", "advice", "NVIDIA's recipe for fine-tuning turns packing off"
-    ),
+    Family("Qwen3-Next", r"qwen3next", "offline", "advice", "NVIDIA's fine-tuning recipe turns packing off"),
     Family(
         "GLM-4.5",
         r"glm45(?!v)|glmmoe",
@@ -460,16 +432,9 @@ def family_packs(reading: Reading) -> Iterator[ConfigFinding]:
             continue
         ways[family.way] = False
         setting, changes = _switched_off(reading, family.way)
-        yield found(
-            reading,
-            "model_family",
-            setting,
-            f"off for {family.name}",
-            f"{matches[0]} is of the family {family.name}: {family.why}",
-            family.outcome,
-            changes,
-            seen=f"{reading.packing} of {matches[0]}",
-        )
+        what = f"{matches[0]} is of the family {family.name}: {family.why}"
+        limit, seen = f"off for {family.name}", f"{reading.packing} of {matches[0]}"
+        yield found(reading, "model_family", setting, limit, what, family.outcome, changes, seen=seen)
 
 
 def _switched_off(reading: Reading, way: str) -> tuple[str, dict[str, Any]]:
@@ -480,10 +445,6 @@ def _switched_off(reading: Reading, way: str) -> tuple[str, dict[str, Any]]:
     if reading.is_in_batch:
         return reading.in_batch_name, {reading.in_batch_name: False}
     return BUFFER, {BUFFER: None}
-
-
-def _has_documents_in_rows(reading: Reading) -> bool:
-    return reading.is_offline or reading.is_in_batch or reading["dataset.sft"]
 
 
 def _pads_documents(reading: Reading) -> bool:
@@ -509,8 +470,7 @@ def _prompts(setting: str) -> Rule:
         setting,
         lambda r: r.is_offline and r[setting],
         "0 with packed rows",
-        "prompts that are weights stand before a row, not before each of its documents; Megatron-Bridge stops "
-        "with an AssertionError",
+        "a prompt of weights begins a row, and not each document; Megatron-Bridge stops with an AssertionError",
         to=0,
     )
 
@@ -523,18 +483,18 @@ FAMILY_RULES = (
         FURTHER,
         lambda r: r[FURTHER] and _pads_documents(r),
         "not given with packing",
-        "further targets are shifted by the boundaries without padding, and each document here has padding behind "
-        "it, so they are another's (Megatron-LM pull request 6205)",
+        "further targets are shifted as if documents had no padding (Megatron-LM pull request 6205)",
         "silently wrong",
         to=None,
     ),
     Rule(
         "mtp",
         FURTHER,
-        lambda r: r[FURTHER] and _has_documents_in_rows(r) and not _pads_documents(r),
+        lambda r: (
+            r[FURTHER] and (r.is_offline or r.is_in_batch or r["dataset.sft"]) and not _pads_documents(r)
+        ),
         "not given with packing",
-        "NVIDIA documents multi-token prediction as not supported with packed fine-tuning, though some of its own "
-        "runs have it",
+        "NVIDIA documents it as not supported with packed fine-tuning, though some of its own runs have it",
         "advice",
         to=None,
     ),
@@ -586,8 +546,7 @@ RELEASE_RULES = (
         PIPELINE,
         lambda r: r.pp > 2 and r["dataset.sft"] and r.tp > 1,
         "at most 2 with packed rows and tensor parallelism",
-        "Megatron-LM doesn't hand boundaries to all ranks of middle stages; their layers stop or attend across "
-        "documents (issue 4092, open when this was written)",
+        "ranks of middle stages get no boundaries, and stop or attend across documents (Megatron-LM issue 4092)",
         "advice",
         to=2,
     ),
@@ -598,8 +557,7 @@ RELEASE_RULES = (
         "at most 2 with packed rows, before release 0.5.0",
         lambda r: (
             ("" if _is_certain(r) else "if the release is one before 0.5.0: ")
-            + "the layers of middle stages get no boundaries and attend across documents; users saw 10 to 20 points "
-            "less in benchmarks (issue 2952)"
+            + "middle stages get no boundaries and attend across documents; users lost 10 to 20 points (issue 2952)"
         ),
         lambda r: "silently wrong" if _is_certain(r) else "advice",
         fix=lambda r: (
@@ -615,8 +573,8 @@ RELEASE_RULES = (
         lambda r: r.is_offline and r.cp > 1 and r.is_before(0, 5, 1),
         "1 with packed rows, or release 0.5.1 and later",
         lambda r: (
-            f"{_perhaps(r, '0.5.1')}the -1 behind a row's boundaries is taken for one of them as the row is cut "
-            "among ranks; with rows from Parquet this was seen to fail (pull request 4489)"
+            f"{_perhaps(r, '0.5.1')}the -1 behind a row's boundaries counts as one of them when the row is cut among "
+            "ranks; with rows from Parquet this failed (pull request 4489)"
         ),
         "advice",
         fix="use release 0.5.1 or later",
@@ -627,8 +585,8 @@ RELEASE_RULES = (
         _loses_padding,
         "1 with rows from Parquet, or release 0.5.1 and later",
         lambda r: (
-            f"{_perhaps(r, '0.5.1')}the reader of Parquet rows isn't told of it, and hands documents' padding on as "
-            "tokens, to attention and experts"
+            f"{_perhaps(r, '0.5.1')}the reader of Parquet rows ignores it: attention and experts take the padding of "
+            "documents for tokens"
         ),
         "advice",
         fix="use release 0.5.1 or later",
@@ -670,9 +628,11 @@ RELEASE_RULES = (
         MULTIPLE,
         lambda r: _pads_documents(r) and (r.is_before(0, 6) or r.release in ((0, 6, 0), None)),
         "1, or documents without end tokens within them, up to release 0.6.0",
-        "padding is told by its token, the end-of-document one: a real one counts as padding at a document's end, "
-        "and within it (chats of several turns) takes the target behind it away",
+        "padding is recognised by its token id, the end-of-document one: a real one at a document's end counts as "
+        "padding, and one within it (chats of several turns) removes the target behind it",
         "advice",
         fix="feed the rows with varlen, which stores lengths and infers none",
     ),
 )
+
+RULES: Rules = (*LOSS_RULES, *GRAPH_RULES, *ENERGON_RULES, *FAMILY_RULES, *RELEASE_RULES)

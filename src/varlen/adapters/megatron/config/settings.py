@@ -28,60 +28,45 @@ IN_BATCH_OLD, IN_BATCH_NEW = "dataset.pack_sequences_in_batch", "dataset.enable_
 """The switch of packing within a micro-batch, likewise."""
 OFFLINE_FLAG = "dataset.enable_offline_packing"
 
+
+def _each(kind: Kind, names: str, default: Any = None) -> dict[str, Setting]:
+    return {name: Setting(kind, default) for name in names.split()}
+
+
 _SPECS = {
-    "packed_sequence_size": Setting("integer", -1),
-    "max_single_sequence_length": Setting("integer"),
-    "tokenizer_model_name": Setting("text"),
-    "num_tokenizer_workers": Setting("integer", -1),
-    "packed_train_data_path": Setting("path"),
-    "packed_val_data_path": Setting("path"),
-    "packed_metadata_path": Setting("path"),
-    "pad_cu_seqlens": Setting("flag", False),
-    "pad_seq_to_mult": Setting("integer", 1),
+    **_each("integer", "packed_sequence_size num_tokenizer_workers", -1),
+    **_each("integer", "max_single_sequence_length"),
+    **_each("integer", "pad_seq_to_mult", 1),
+    **_each("text", "tokenizer_model_name"),
+    **_each("path", "packed_train_data_path packed_val_data_path packed_metadata_path"),
+    **_each("flag", "pad_cu_seqlens", False),
 }
 
 _MODEL = {
-    "context_parallel_size": Setting("size", 1),
-    "tensor_model_parallel_size": Setting("size", 1),
-    "pipeline_model_parallel_size": Setting("size", 1),
-    "expert_model_parallel_size": Setting("size", 1),
-    "sequence_parallel": Setting("flag", False),
-    "seq_length": Setting("size"),
-    "num_layers": Setting("size"),
-    "calculate_per_token_loss": Setting("flag", False),
-    "cp_comm_type": Setting("one or each"),
-    "hierarchical_context_parallel_sizes": Setting("sizes"),
-    "cuda_graph_impl": Setting("text", "none"),
-    "cuda_graph_scope": Setting("words"),
-    "cuda_graph_modules": Setting("words"),
-    "vision_cuda_graph_impl": Setting("text", "none"),
-    "enable_cuda_graph": Setting("flag", False),
-    "external_cuda_graph": Setting("flag", False),
-    "num_moe_experts": Setting("count"),
-    "moe_aux_loss_coeff": Setting("number", 0.0),
-    "moe_z_loss_coeff": Setting("number"),
-    "moe_router_enable_expert_bias": Setting("flag", False),
-    "overlap_moe_expert_parallel_comm": Setting("flag", False),
-    "delay_wgrad_compute": Setting("flag", False),
-    "mtp_num_layers": Setting("count"),
-    "hf_model_id": Setting("text"),
-    "hybrid_context_parallel": Setting("flag", False),
-    "max_seqlen_per_dp_cp_rank": Setting("size"),
+    **_each("size", "context_parallel_size tensor_model_parallel_size pipeline_model_parallel_size", 1),
+    **_each("size", "expert_model_parallel_size", 1),
+    **_each("size", "seq_length num_layers max_seqlen_per_dp_cp_rank"),
+    **_each("count", "num_moe_experts mtp_num_layers"),
+    **_each("flag", "sequence_parallel calculate_per_token_loss hybrid_context_parallel", False),
+    **_each("flag", "enable_cuda_graph external_cuda_graph moe_router_enable_expert_bias", False),
+    **_each("flag", "overlap_moe_expert_parallel_comm delay_wgrad_compute", False),
+    **_each("one or each", "cp_comm_type"),
+    **_each("sizes", "hierarchical_context_parallel_sizes"),
+    **_each("text", "cuda_graph_impl vision_cuda_graph_impl", "none"),
+    **_each("text", "hf_model_id"),
+    **_each("words", "cuda_graph_scope cuda_graph_modules"),
+    **_each("number", "moe_aux_loss_coeff", 0.0),
+    **_each("number", "moe_z_loss_coeff"),
 }
 
 _DATASET = {
-    "seq_length": Setting("size"),
-    "micro_batch_size": Setting("size"),
-    "packing_buffer_size": Setting("integer"),
-    "enable_offline_packing": Setting("flag", False),
-    "enable_in_batch_packing": Setting("flag", False),
-    "pack_sequences_in_batch": Setting("flag", False),
-    "dataloader_type": Setting("text"),
-    "pad_to_max_length": Setting("flag", False),
-    "do_validation": Setting("flag", True),
-    "seed": Setting("integer", 1234),
-    "hf_processor_path": Setting("text"),
-    "sft": Setting("flag", False),
+    **_each("size", "seq_length micro_batch_size"),
+    **_each("integer", "packing_buffer_size"),
+    **_each("integer", "seed", 1234),
+    **_each("flag", "enable_offline_packing enable_in_batch_packing pack_sequences_in_batch", False),
+    **_each("flag", "pad_to_max_length sft", False),
+    **_each("flag", "do_validation", True),
+    **_each("text", "dataloader_type hf_processor_path"),
 }
 
 SETTINGS: dict[str, Setting] = {
@@ -139,34 +124,14 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 """Megatron-LM's own arguments (`--context-parallel-size` as argparse keeps it), and what they are here."""
 
-REAL_NEIGHBOURS = frozenset(
-    {
-        "average_in_collective",
-        "context_length",
-        "data_path",
-        "defer_in_batch_packing_to_step",
-        "eval_iters",
-        "expert_tensor_parallel_size",
-        "hf_processor_kwargs",
-        "in_batch_packing_pad_to_multiple_of",
-        "max_position_embeddings",
-        "max_sequence_length",
-        "moe_aux_loss_coeffs",
-        "num_layers_in_first_pipeline_stage",
-        "num_query_groups",
-        "num_workers",
-        "pad_to_multiple_of",
-        "pin_memory",
-        "rampup_batch_size",
-        "seq_len_interpolation_factor",
-        "sequence_length",
-        "use_dist_train",
-        "use_torch_fsdp2",
-        "virtual_pipeline_model_parallel_size",
-        "vision_cuda_graph_modules",
-        "vision_cuda_graph_scope",
-    }
-)
+_NEIGHBOURS = """
+average_in_collective context_length data_path defer_in_batch_packing_to_step eval_iters expert_tensor_parallel_size
+hf_processor_kwargs in_batch_packing_pad_to_multiple_of max_position_embeddings max_sequence_length
+moe_aux_loss_coeffs num_layers_in_first_pipeline_stage num_query_groups num_workers pad_to_multiple_of pin_memory
+rampup_batch_size seq_len_interpolation_factor sequence_length use_dist_train use_torch_fsdp2
+virtual_pipeline_model_parallel_size vision_cuda_graph_modules vision_cuda_graph_scope
+"""
+REAL_NEIGHBOURS = frozenset(_NEIGHBOURS.split())
 """Names of Megatron that look like one of the settings above, and are no slips of the pen."""
 
 

@@ -24,22 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.adapters.megatron.files.reader import (
-    ROWS_AT_A_TIME,
-    RowIds,
-    RowReader,
+    PackedReader,
     Spec,
-    as_stored,
     bounds_of,
-    from_dicts,
     from_flat,
-    joined,
     resolve_packed,
-    row_ids,
+    taken_from,
     with_lengths,
 )
+from varlen.adapters.megatron.files.writer import PackedWriter, WholeFiles
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError, SourceError
-from varlen.files.ours import sync, unfinished
 from varlen.offline.outputs import disk_faults, made_whole
 from varlen.store.bin_idx import MAGIC as INDEX_MAGIC
 from varlen.store.bin_idx import MegatronFile
@@ -51,7 +46,7 @@ _ID_BITS = np.uint32(0x7FFFFFFF)
 _BATCH_ROWS_WORDS = 1 << 20
 
 
-class PackedIndexed(RowReader):
+class PackedIndexed(PackedReader):
     """Packed rows of one or more pairs of `.sft.bin` and `.sft.idx`, in the order of their names."""
 
     def __init__(self, spec: Spec, *, wait_s: float = 0.0, masks: bool = True) -> None:
@@ -80,42 +75,17 @@ class PackedIndexed(RowReader):
         """Open the pairs again in another process."""
         return type(self), (self.paths,)
 
-    def rows(self, indices: RowIds) -> PackedRows:
-        """Return some rows, in the order asked for.
-
-        Args:
-            indices: of rows over all pairs; repeated ones are given again, negative ones count from the end.
-
-        Raises:
-            SourceError: a row isn't one of this format, or a file is damaged.
-            DocumentsError: a row's boundaries are none; says which.
-        """
-        ids = row_ids(indices, self.num_rows)
-        if len(ids) == 0:
-            return self._some(0, ids)
-        numbers = np.searchsorted(self._bounds, ids, side="right") - 1
-        cuts = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
-        return joined(
-            [
-                self._some(int(numbers[a]), ids[a:b] - self._bounds[numbers[a]])
-                for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist())
-            ]
-        )
+    def _rows_of(self, ids: IntArray) -> PackedRows:
+        return taken_from(self._bounds, ids, self._some)
 
     def batches(self) -> Iterator[PackedRows]:
-        """Yield all rows in order, about a million words or one row at a time.
-
-        Raises:
-            SourceError: a file is damaged.
-            DocumentsError: a row isn't a packed row.
-        """
+        """Yield all rows in order, about a million words or one row at a time."""
         for number, file in enumerate(self._files):
             step = max(1, _BATCH_ROWS_WORDS * file.num_sequences // max(file.num_tokens, 1))
             for start in range(0, file.num_sequences, step):
                 yield self._some(number, np.arange(start, min(start + step, file.num_sequences)))
 
     def _some(self, number: int, local: IntArray) -> PackedRows:
-        """Return rows of one pair."""
         found: list[tuple[npt.NDArray[Any], ...]] = []
         path = self.paths[number]
         with copy(self._files[number]) as file:  # an open file of its own: several threads may read
@@ -124,22 +94,18 @@ class PackedIndexed(RowReader):
                 words = file.read_tokens(int(start), int(start + size))
                 found.append(_decoded(words, f"{path}.bin row {row + 1:,}"))
         starts, tokens = ([one[place] for one in found] for place in (0, 1))
-        flat = np.concatenate(tokens).view(np.uint32) if tokens else np.zeros(0, dtype=np.uint32)
+        flat = np.concatenate(tokens).view(np.uint32)
         offsets, document_offsets = bounds_of(map(len, tokens)), bounds_of(map(len, starts))
         columns: dict[str, tuple[npt.NDArray[Any], IntArray]] = {
             "input_ids": ((flat & _ID_BITS).view(np.int32), offsets),
             "loss_mask": ((flat >> np.uint32(31)).astype(np.int8), offsets),
-            "seq_start_id": (
-                np.concatenate(starts) if starts else np.zeros(0, dtype=np.int32),
-                document_offsets,
-            ),
+            "seq_start_id": (np.concatenate(starts), document_offsets),
         }
         lengths = self._lengths[number]
         if lengths is not None:
             before = self._documents_before(number)
             pieces = [lengths[before[row] : before[row + 1]] for row in local.tolist()]
-            values = np.concatenate(pieces) if pieces else lengths[:0]
-            columns["seq_lengths"] = values, bounds_of(map(len, pieces))
+            columns["seq_lengths"] = np.concatenate(pieces), bounds_of(map(len, pieces))
         rows = from_flat(columns, lambda row: f"{path}.bin row {int(local[row]) + 1:,}")
         return with_lengths(rows) if any(one is not None for one in self._lengths) else rows
 
@@ -168,7 +134,6 @@ def _beside(prefix: str | Path) -> Path:
 
 
 def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:
-    """Return the lengths that stand beside a pair, if any do."""
     path = _beside(prefix)
     if not path.is_file():
         return None
@@ -182,7 +147,6 @@ def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:
 
 
 def _opened(prefix: str) -> MegatronFile:
-    """Open a pair, if it can hold packed rows."""
     file = MegatronFile(Path(prefix), Path(prefix).name)
     if file.dtype.kind != "i" or file.dtype.itemsize != 4:
         raise SourceError(f"{prefix}.idx says that its numbers are {file.dtype.name}; packed rows are int32")
@@ -211,7 +175,7 @@ def _decoded(words: npt.NDArray[Any], where: str) -> tuple[npt.NDArray[Any], npt
     return words[_HEAD : _HEAD + head[2]], words[_HEAD + head[2] :]
 
 
-class PackedIndexedWriter:
+class PackedIndexedWriter(PackedWriter):
     """Write packed rows to one pair of `.sft.bin` and `.sft.idx`, streamed, whole or not at all."""
 
     def __init__(self, path: str | Path) -> None:
@@ -223,33 +187,15 @@ class PackedIndexedWriter:
         Raises:
             SettingError: it ends otherwise, or the place can't be written.
         """
-        self.path = prefix_of(path)
-        if self.path.suffix.lower() != ".sft":
+        prefix = prefix_of(path)
+        if prefix.suffix.lower() != ".sft":
             raise SettingError(f"{path} must end in .sft: Megatron-Bridge knows packed pairs by their name")
-        self._pair = PairWriter(self.path)
+        super().__init__(prefix)
+        self._pair = PairWriter(prefix)
         self._lengths: list[npt.NDArray[np.int32]] = []
-        self._has_lengths = self._has_padding = False
-        self.num_rows = self.num_tokens = 0
+        self._has_padding = False
 
-    def write(self, rows: PackedRows) -> None:
-        """Add rows.
-
-        Args:
-            rows: in the order in which they are to be read.
-
-        Raises:
-            DocumentsError: a row isn't a packed row, or only some know their lengths.
-            SettingError: the disk is full, or the pair is closed already.
-        """
-        rows = as_stored(rows, self.num_rows)
-        has_lengths = rows.seq_lengths is not None
-        if self.num_rows and rows.num_rows and has_lengths != self._has_lengths:
-            raise DocumentsError(
-                f"{self.path}: some rows have `seq_lengths` and others don't; give all or none"
-            )
-        if rows.num_rows == 0:
-            return
-        self._has_lengths = has_lengths
+    def _add(self, rows: PackedRows) -> None:
         if rows.seq_lengths is not None:
             self._lengths.append(rows.seq_lengths)
             self._has_padding |= bool((rows.seq_lengths != rows.stored_lengths - 1).any())
@@ -264,37 +210,17 @@ class PackedIndexedWriter:
             pieces.append(tokens[a:b].view(np.int32))
             sizes.append(_HEAD + last - first + b - a)
         self._pair.write(np.concatenate(pieces), bounds_of(sizes))
-        self.num_rows += rows.num_rows
-        self.num_tokens += len(rows.input_ids)
 
-    def close(self) -> None:
-        """Write the index, and let the files appear, the index last.
-
-        Raises:
-            DocumentsError: no row was written.
-            SettingError: the disk is full.
-        """
+    def _finish(self) -> None:
         if self._has_padding:
-            with (
-                disk_faults(self.path),
-                made_whole(_beside(self.path)) as partial,
-                partial.open("wb") as file,
-            ):
+            with made_whole(_beside(self.path)) as partial, partial.open("wb") as file:
                 np.save(file, np.concatenate(self._lengths), allow_pickle=False)
         elif self.num_rows:
             _beside(self.path).unlink(missing_ok=True)
         self._pair.close()
 
-    def __enter__(self) -> PackedIndexedWriter:
-        """Return the writer."""
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Close the pair, or leave none if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self._pair.abort()
+    def _give_up(self) -> None:
+        self._pair.abort()
 
 
 def write_packed_indexed_dataset(rows: Sequence[Mapping[str, Any]], output_path: str | Path) -> str:
@@ -314,9 +240,7 @@ def write_packed_indexed_dataset(rows: Sequence[Mapping[str, Any]], output_path:
         SettingError: the name ends otherwise, or the place can't be written.
     """
     with PackedIndexedWriter(output_path) as writer:
-        for start in range(0, len(rows), ROWS_AT_A_TIME):
-            some = rows[start : start + ROWS_AT_A_TIME]
-            writer.write(from_dicts(some, lambda row, start=start: f"row {start + row:,}"))  # type: ignore[misc]
+        writer.write_dicts(rows)
     return str(writer.path)
 
 
@@ -333,20 +257,15 @@ def prefix_of(path: str | Path) -> Path:
     return Path(name[:-4] if name.lower().endswith((".bin", ".idx")) else name)
 
 
-class PairWriter:
+class PairWriter(WholeFiles):
     """One pair in the making: each sequence a document of its own."""
 
     def __init__(self, prefix: str | Path, dtype: Stored = "int32") -> None:
-        """Begin a pair."""
         if dtype not in _CODES:
             raise SettingError(f"dtype must be 'int32' or 'uint16', got {dtype!r}")
-        self.prefix, self.dtype = prefix_of(prefix), dtype
-        self._paths = [Path(f"{self.prefix}{suffix}") for suffix in (".bin", ".idx")]
-        self._partial = [unfinished(path) for path in self._paths]
-        self._lengths = array("i")
-        self._is_done = False
-        with disk_faults(self.prefix):
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        path, self.dtype, self._lengths = prefix_of(prefix), dtype, array("i")
+        super().__init__(path, Path(f"{path}.bin"), Path(f"{path}.idx"))
+        with disk_faults(self.path):
             self._bin = self._partial[0].open("wb")
 
     @property
@@ -356,8 +275,6 @@ class PairWriter:
 
     def write(self, values: npt.NDArray[np.integer[Any]], offsets: IntArray) -> None:
         """Add documents (`values`: `[tokens]`; `offsets`: int64 `[documents + 1]`, from 0)."""
-        if self._is_done:
-            raise SettingError(f"{self.prefix} is closed; open another writer")
         most = _MOST[self.dtype]
         least = -most - 1 if self.dtype == "int32" else 0
         if len(values) and (values.min() < least or values.max() > most):
@@ -368,30 +285,14 @@ class PairWriter:
                 f"document {document:,} holds {int(values[wrong]):,}, which {self.dtype} can't hold ({least:,} to "
                 f"{most:,}){way_out}"
             )
-        with disk_faults(self.prefix):
+        with disk_faults(self.path):
             self._bin.write(np.ascontiguousarray(values, dtype=np.dtype(self.dtype).newbyteorder("<")).data)
         self._lengths.extend(np.diff(offsets).tolist())
 
-    def close(self) -> None:
-        """Write the index, and let both files appear, the index last."""
-        if self._is_done:
-            return
-        try:
-            if not self._lengths:
-                raise DocumentsError(f"no documents were written to {self.prefix}; a pair needs one at least")
-            with disk_faults(self.prefix):
-                self._bin.close()
-                self._write_index()
-                for partial in self._partial:
-                    sync(partial)
-                for partial, path in zip(self._partial, self._paths):
-                    partial.replace(path)
-                sync(self.prefix.absolute().parent)
-            self._is_done = True
-        finally:
-            self.abort()
-
-    def _write_index(self) -> None:
+    def _finish(self) -> None:
+        if not self._lengths:
+            raise DocumentsError(f"no documents were written to {self.path}; a pair needs one at least")
+        self._bin.close()
         count, width = len(self._lengths), np.dtype(self.dtype).itemsize
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         with self._partial[1].open("wb") as file:
@@ -400,23 +301,8 @@ class PairWriter:
             file.write((bounds_of(lengths)[:-1] * width).astype("<i8").data)
             file.write(np.arange(count + 1, dtype="<i8").data)
 
-    def abort(self) -> None:
-        """Leave nothing, unless the pair was closed."""
-        self._is_done = True
+    def _give_up(self) -> None:
         self._bin.close()
-        for partial in self._partial:
-            partial.unlink(missing_ok=True)
-
-    def __enter__(self) -> PairWriter:
-        """Return the writer."""
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Close the pair, or leave none if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def write_megatron(
@@ -452,4 +338,4 @@ def write_megatron(
                         f"of shape {tokens.shape}"
                     )
                 writer.write(tokens, np.array([0, len(tokens)], dtype=np.int64))
-    return writer.prefix
+    return writer.path

@@ -31,7 +31,6 @@ class PackCounts:
     """Counts of packs, added up some at a time, that an entry is made of."""
 
     def __init__(self) -> None:
-        """Count nothing yet."""
         self.num_packs = self.num_documents = self.num_tokens = 0
         self._longest = self._most_documents = 0
         self._shortest_pack: int | None = None
@@ -83,13 +82,21 @@ class PackCounts:
                 f"a document has {self._longest:,} positions, but the pack size is {pack_size:,}; pack_size must be "
                 "what the documents were packed into"
             )
+        return self.figures(pack_size)
+
+    def figures(self, pack_size: int) -> Entry:
+        """Return the same of any packs, such as those of a document that is longer than a pack.
+
+        Args:
+            pack_size: positions that a pack may hold.
+        """
         return {
             "dataset_max_seqlen": self._longest,
             "max_samples_per_bin": self._most_documents,
             "packing_factor": round(self.num_documents / self.num_packs, 2),
             "packing_efficiency": round(self.num_tokens / self.num_packs / pack_size * 100, 2),
             "pack_size": pack_size,
-            "min_packed_seqlen": self._shortest_pack,
+            "min_packed_seqlen": self._shortest_pack or 0,
         }
 
 
@@ -231,7 +238,6 @@ def _parsed(text: str, where: str) -> list[Any]:
 
 
 def _check(entry: Any, where: str) -> None:
-    """Refuse an entry that can't be what a run said of its packs."""
     if not isinstance(entry, dict):
         raise SourceError(f"{where} must be an object, got {type(entry).__name__}")
     missing = [key for key in _NEEDED if key not in entry]

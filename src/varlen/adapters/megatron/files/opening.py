@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter, prefix_of
 from varlen.adapters.megatron.files.metadata import PackCounts
@@ -16,35 +16,17 @@ from varlen.adapters.megatron.files.parquet import (
     most_tokens_at_once,
 )
 from varlen.adapters.megatron.files.reader import PARQUET, PackedReader, Spec, resolve_packed
-from varlen.adapters.megatron.rows import PackedRows
+from varlen.adapters.megatron.files.writer import PackedWriter
 from varlen.errors import SettingError, SourceError
 from varlen.store.token_files import whole_mark
 
 _PARQUET, _NPY, _PAIR = "Parquet", "an array (.npy)", "a pair (.sft.bin, .sft.idx)"
-_KINDS = {_PARQUET: PackedParquet, _NPY: PackedNpy, _PAIR: PackedIndexed}
+_KINDS: dict[str, Callable[..., PackedReader]] = {
+    _PARQUET: PackedParquet,
+    _NPY: PackedNpy,
+    _PAIR: PackedIndexed,
+}
 _SMALL_GROUP = 4 * ROW_GROUP_TOKENS
-
-
-class PackedWriter(Protocol):
-    """What writes packed rows, streamed; the file appears when `close` returns."""
-
-    num_rows: int
-
-    def write(self, rows: PackedRows) -> None:
-        """Add rows.
-
-        Args:
-            rows: packed, in the order in which they are to stand.
-        """
-
-    def close(self) -> None:
-        """Let the file appear under its name."""
-
-    def __enter__(self) -> PackedWriter:
-        """Return the writer."""
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Close the file, or leave none if the block raised."""
 
 
 def open_packed(
@@ -74,8 +56,7 @@ def open_packed(
         raise SourceError(f"{second} is {other}, and {first} is {one}; read them apart")
     if cache is not None:
         paths = [_cached(path, Path(cache)) for path in paths]
-    reader: Any = _KINDS[_kind(paths[0])](paths, masks=masks)
-    return reader  # type: ignore[no-any-return]
+    return _KINDS[_kind(paths[0])](paths, masks=masks)
 
 
 def _cached(path: str, folder: Path) -> str:
@@ -134,7 +115,6 @@ def convert(spec: Spec, output: str | Path, *, wait_s: float = 0.0) -> PackCount
 
 
 def _kind(path: str) -> str:
-    """Name the kind of a file by its end."""
     if path.lower().endswith(PARQUET):
         return _PARQUET
     return _NPY if path.lower().endswith(".npy") else _PAIR

@@ -21,24 +21,20 @@ from varlen.adapters.megatron.files.reader import (
     LENGTHS,
     MASK,
     PARQUET,
-    ROWS_AT_A_TIME,
-    RowIds,
-    RowReader,
+    PackedReader,
     Spec,
-    as_stored,
     between,
-    from_dicts,
     from_flat,
     joined,
     resolve_packed_parquet_paths,
-    row_ids,
     taken,
+    taken_from,
     with_lengths,
 )
+from varlen.adapters.megatron.files.writer import PackedWriter
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.documents.pretokenized import flat_column
 from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError
-from varlen.files.ours import sync, unfinished
 from varlen.files.retry import first_line
 from varlen.files.rows import listed
 from varlen.files.token_tables import list_column
@@ -51,7 +47,7 @@ _MOST_OPEN = 64
 """Files held open at a time, of as many as there are."""
 
 
-class PackedParquet(RowReader):
+class PackedParquet(PackedReader):
     """Packed rows of one or more Parquet files, in the order of their names.
 
     Reads what Megatron-Bridge 0.4 to 0.6 and varlen write: lists of 32- or 64-bit `input_ids`, a `loss_mask` of
@@ -115,48 +111,11 @@ class PackedParquet(RowReader):
         """Row groups of all files."""
         return len(self._bounds) - 1
 
-    def rows(self, indices: RowIds) -> PackedRows:
-        """Return some rows, in the order asked for.
-
-        Args:
-            indices: of rows over all files; repeated ones are given again, negative ones count from the end.
-
-        Raises:
-            SourceError: a file is damaged or was replaced.
-            DocumentsError: a row's boundaries, ids or masks are none; says which.
-
-        Cost:
-            Of the row groups that hold them, each decoded once: about half a millisecond for a pack of 4,096 tokens
-            of ours, of which four are decoded.
-        """
-        ids = row_ids(indices, self.num_rows)
-        if len(ids) == 0:
-            return taken(self.rows([0]), ids)
-        groups = np.searchsorted(self._bounds, ids, side="right") - 1
-        first = int(groups[0])
-        if (groups == first).all():
-            return taken(self._group(first), ids - self._bounds[first])
-        order = np.argsort(groups, kind="stable")
-        cuts = np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1))
-        parts = []
-        for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist()):
-            places = order[start:stop]
-            group = int(groups[places[0]])
-            parts.append(taken(self._group(group), ids[places] - self._bounds[group]))
-        found = joined(parts)
-        if (order[1:] > order[:-1]).all():
-            return found
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        return taken(found, back)
+    def _rows_of(self, ids: IntArray) -> PackedRows:
+        return taken_from(self._bounds, ids, lambda group, local: taken(self._group(group), local))
 
     def batches(self) -> Iterator[PackedRows]:
-        """Yield all rows in order, up to a million tokens or one row at a time.
-
-        Raises:
-            SourceError: a file is damaged.
-            DocumentsError: a row isn't a packed row.
-        """
+        """Yield all rows in order, up to a million tokens or one row at a time."""
         for number, path in enumerate(self.paths):
             first = 0
             with _faults(path):
@@ -307,7 +266,6 @@ def most_tokens_at_once(path: str | Path) -> int:
 
 
 def _values_in(group: Any) -> int:
-    """Return the tokens of a row group."""
     columns = [group.column(number) for number in range(group.num_columns)]
     return sum(one.num_values for one in columns if one.path_in_schema.startswith(f"{COLUMNS[0]}."))
 
@@ -320,7 +278,6 @@ def _rows_at_a_time(metadata: Any) -> int:
 
 
 def _decoded(batch: Any, path: str, first: int) -> PackedRows:
-    """Return the rows of an Arrow record batch, checked."""
     wrong: dict[int, str] = {}
     flat = {}
     for name in batch.schema.names:
@@ -342,7 +299,7 @@ ROW_GROUP_TOKENS = 1 << 14
 Compression = Literal["zstd", "snappy", "none"]
 
 
-class PackedParquetWriter:
+class PackedParquetWriter(PackedWriter):
     """Write packed rows to one Parquet file, streamed, whole or not at all.
 
     The columns are those that Megatron-Bridge 0.6 writes, of its types: `input_ids` list<int64>, `loss_mask`
@@ -373,54 +330,23 @@ class PackedParquetWriter:
         Raises:
             SettingError: the name ends otherwise, a number is below 1, or the place can't be written.
         """
-        self.path = Path(path)
-        if not str(self.path).lower().endswith(PARQUET):
-            raise SettingError(
-                f"{self.path} must end in .idx.parquet: Megatron-Bridge knows packed Parquet by its name"
-            )
+        if not str(path).lower().endswith(PARQUET):
+            raise SettingError(f"{path} must end in .idx.parquet, which Megatron-Bridge looks for")
         for name, value in (("row_group_tokens", row_group_tokens), ("row_group_rows", row_group_rows)):
             if value is not None and value < 1:
                 raise SettingError(f"{name} must be at least 1, got {value}")
+        super().__init__(Path(path), Path(path))
         self._tokens, self._rows, self._compression = row_group_tokens, row_group_rows, compression
         self._waiting: list[PackedRows] = []
         self._waiting_tokens = self._waiting_rows = 0
         self._writer: Any = None
-        self._is_done = self._has_lengths = False
-        self.num_rows = self.num_tokens = 0
-        with disk_faults(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = unfinished(self.path)
 
-    def write(self, rows: PackedRows) -> None:
-        """Add rows.
-
-        Args:
-            rows: in the order in which they are to be read.
-
-        Raises:
-            DocumentsError: a row isn't a packed row; says which, counted over all that was written.
-            SettingError: the disk is full, or the file is closed already.
-        """
-        if self._is_done:
-            raise SettingError(f"{self.path} is closed; open another writer")
-        if rows.num_rows == 0:
-            return
-        rows = as_stored(rows, self.num_rows)
-        has_lengths = rows.seq_lengths is not None
-        if self.num_rows and has_lengths != self._has_lengths:
-            raise DocumentsError(
-                f"{self.path}: the rows from {self.num_rows:,} on have {'' if has_lengths else 'no '}`seq_lengths`, "
-                f"and those before have {'none' if has_lengths else 'them'}; give all or none"
-            )
-        self._has_lengths = has_lengths
-        self.num_rows += rows.num_rows
-        self.num_tokens += len(rows.input_ids)
+    def _add(self, rows: PackedRows) -> None:
         self._waiting.append(rows)
         self._waiting_tokens += len(rows.input_ids)
         self._waiting_rows += rows.num_rows
-        if self._waiting_tokens >= self._tokens or self._waiting_rows >= (
-            self._rows or self._waiting_rows + 1
-        ):
+        is_full = self._rows is not None and self._waiting_rows >= self._rows
+        if is_full or self._waiting_tokens >= self._tokens:
             self._flush(is_last=False)
 
     def _flush(self, *, is_last: bool) -> None:
@@ -456,48 +382,19 @@ class PackedParquetWriter:
         table = pa.table(columns)
         with disk_faults(self.path):
             if self._writer is None:
-                self._writer = _opened(self._partial, table.schema, self._compression)
+                self._writer = _opened(self._partial[0], table.schema, self._compression)
             self._writer.write_table(table, row_group_size=rows.num_rows)
 
-    def close(self) -> None:
-        """Write what is left and let the file appear under its name.
+    def _finish(self) -> None:
+        if self.num_rows == 0:
+            raise DocumentsError(f"no rows were written to {self.path}; a packed file needs one at least")
+        self._flush(is_last=True)
+        self._writer.close()
 
-        Raises:
-            DocumentsError: no row was written.
-            SettingError: the disk is full.
-        """
-        if self._is_done:
-            return
-        try:
-            if self.num_rows == 0:
-                raise DocumentsError(f"no rows were written to {self.path}; a packed file needs one at least")
-            self._flush(is_last=True)
-            with disk_faults(self.path):
-                self._writer.close()
-                sync(self._partial)
-                self._partial.replace(self.path)
-                sync(self.path.absolute().parent)
-            self._is_done = True
-        finally:
-            self.abort()
-
-    def abort(self) -> None:
-        """Leave nothing, unless the file was closed."""
-        if not self._is_done and self._writer is not None:
+    def _give_up(self) -> None:
+        self._waiting = []
+        if self._writer is not None:
             self._writer.close()
-        self._is_done, self._waiting = True, []
-        self._partial.unlink(missing_ok=True)
-
-    def __enter__(self) -> PackedParquetWriter:
-        """Return the writer."""
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Close the file, or leave none if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def _opened(path: Path, schema: Any, compression: Compression) -> Any:
@@ -535,6 +432,4 @@ def write_packed_parquet(
         SettingError: the place can't be written.
     """
     with PackedParquetWriter(output_path, row_group_rows=row_group_size) as writer:
-        for start in range(0, len(rows), ROWS_AT_A_TIME):
-            some = rows[start : start + ROWS_AT_A_TIME]
-            writer.write(from_dicts(some, lambda row, start=start: f"row {start + row:,}"))  # type: ignore[misc]
+        writer.write_dicts(rows)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.adapters.megatron.files.opening import open_packed
-from varlen.adapters.megatron.rows import NEWEST, as_dialect
+from varlen.adapters.megatron.rows import NEWEST, as_dialect, near_multiples
 from varlen.adapters.peers import raises_too
 from varlen.arguments import as_count
 from varlen.errors import DocumentsError, OverlongDocumentError, SettingError
@@ -76,10 +76,9 @@ def longest_aligned(pack_size: int, multiple: int = 1, longest: int | None = Non
 def check_size(size: int, multiple: int, name: str) -> None:
     """Require that a row's size is a multiple of what documents are padded to."""
     if size % multiple:
-        below = size // multiple * multiple
-        near = f"{below:,} or {below + multiple:,}" if below else f"{multiple:,}"
         raise SettingError(
-            f"{name} is {size:,}, which is no multiple of pad_seq_to_mult, {multiple:,}; the nearest: {near}"
+            f"{name} is {size:,}, which is no multiple of pad_seq_to_mult, {multiple:,}; the nearest: "
+            f"{near_multiples(size, multiple)}"
         )
 
 

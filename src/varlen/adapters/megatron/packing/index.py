@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
+from varlen.adapters.megatron.files.reader import PackedReader, bounds_of
 from varlen.adapters.megatron.packing.alignment import slots_of
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
@@ -37,7 +37,7 @@ _BATCH_TOKENS = 1 << 20
 _MOST = 1 << 47
 
 
-class PackIndex(RowReader):
+class PackIndex(PackedReader):
     """Packed rows, gathered from a token store when they are asked for.
 
     The rows are those that `pack_for_megatron` writes to Parquet with the same settings, value for value. It may be
@@ -70,11 +70,8 @@ class PackIndex(RowReader):
         self.num_rows = len(self._offsets) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Open it again where it is needed."""
         if self._opened_from is None:
-            raise SettingError(
-                "this index was never written to a folder, so that no other process can open it"
-            )
+            raise SettingError("this index isn't in a folder, so that no other process can open it")
         return open_index, self._opened_from
 
     @property
@@ -84,24 +81,14 @@ class PackIndex(RowReader):
         stored: IntArray = np.diff(ends[self._offsets]) + np.diff(self._offsets)
         return stored
 
-    def rows(self, indices: RowIds) -> PackedRows:
-        """Return some rows, in the order asked for.
-
-        Args:
-            indices: repeated ones are given again, negative ones count from the end.
-
-        Raises:
-            SourceError: the token store is damaged.
-            IndexError: there is no such row.
-        """
-        ids = row_ids(indices, self.num_rows)
+    def _rows_of(self, ids: IntArray) -> PackedRows:
         counts = self._offsets[ids + 1] - self._offsets[ids]
-        document_offsets = _offsets_of(counts)
+        document_offsets = bounds_of(counts)
         within = np.arange(int(document_offsets[-1])) - np.repeat(document_offsets[:-1], counts)
         pieces = np.repeat(self._offsets[ids], counts) + within
         positions = np.asarray(self._positions[pieces])
         tokens, mask = self._gathered(pieces, positions)
-        begins = _offsets_of(slots_of(positions, self._multiple).astype(np.int64) + 1)
+        begins = bounds_of(slots_of(positions, self._multiple).astype(np.int64) + 1)
         if self._multiple > 1:
             tokens, mask = _spread(tokens, mask, positions, begins, self._pad_id)
         offsets = begins[document_offsets]
@@ -130,11 +117,7 @@ class PackIndex(RowReader):
         return tokens, mask
 
     def batches(self) -> Iterator[PackedRows]:
-        """Yield all rows in order, up to a million tokens or one row at a time.
-
-        Raises:
-            SourceError: the token store is damaged.
-        """
+        """Yield all rows in order, up to a million tokens or one row at a time."""
         return self.batches_of(0, self.num_rows)
 
     def batches_of(self, start: int, stop: int) -> Iterator[PackedRows]:
@@ -171,7 +154,7 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
     if wrong or not isinstance(manifest["settings"].get("multiple"), int):
         raise SourceError(
-            f"{folder} has a damaged manifest: `{[*wrong, 'settings'][0]}` is missing; pack it again"
+            f"{folder} has a damaged manifest without `{[*wrong, 'settings'][0]}`; pack it again"
         )
     place = folder / manifest["tokens"] if tokens is None else Path(tokens)
     if read_manifest(place) is None:
@@ -263,12 +246,6 @@ def write_arrays(folder: Path, arrays: dict[str, npt.NDArray[Any]]) -> tuple[int
         sync(path)
         size += path.stat().st_size
     return size, crc32
-
-
-def _offsets_of(counts: npt.NDArray[np.integer[Any]]) -> IntArray:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
 
 
 def _spread(

@@ -38,7 +38,7 @@ from varlen.pack.window import WindowPacker
 from varlen.regular import read_regular
 from varlen.store.store import TokenStore, open_store
 from varlen.store.tokens import weighs
-from varlen.types import Int32Array, IntArray, Method, Overlong, Packing
+from varlen.types import Int32Array, IntArray, Overlong, Packing
 
 _KIND = "megatron"
 _WORK_INDEX = "index"
@@ -107,7 +107,6 @@ def pack_for_megatron(
 
 
 def _entries(place: Path, pack_size: int) -> list[dict[str, int | float]]:
-    """Return the metadata of another split."""
     return read_metadata(place / _metadata_name(pack_size) if place.is_dir() else place, pack_size=pack_size)
 
 
@@ -194,7 +193,7 @@ def _write_index(folder: Path, packing: Packing) -> tuple[int, dict[str, int]]:
         return write_arrays(folder, arrays_of(packing))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Shared:
     """What all who write parts are told."""
 
@@ -205,7 +204,7 @@ class _Shared:
     pad_id: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
     """The rows of one file."""
 
@@ -225,13 +224,11 @@ def _write_parts(
 ) -> list[dict[str, Any]]:
     """Write all files; returns what each holds, in order."""
     _write_index(partial / WORK / _WORK_INDEX, packing)
-    shared = _Shared(
-        folder=partial, store=store.folder, fingerprint=store.fingerprint, settings=settings, pad_id=pad_id
-    )
+    shared = _Shared(partial, store.folder, store.fingerprint, settings, pad_id)
     parts = _parts(settings, packing)
     total = packing.num_tokens
     if len(parts) == 1 and team.is_here(is_one=True):
-        return [_write_part(shared, parts[0], on_progress, total)]
+        return [write_part(shared, parts[0], on_progress, total)]
     written, done = [], 0
     for counts in team.run(write_part, shared, parts, is_one=len(parts) == 1):
         written.append(counts)
@@ -244,24 +241,21 @@ def _parts(settings: MegatronPackSettings, packing: Packing) -> list[_Part]:
     """Cut rows into files of about as many stored tokens each."""
     stem = f"{settings.split}_{settings.pack_size}"
     if settings.part_tokens is None:
-        return [_Part(name=f"{stem}.idx.parquet", start=0, stop=packing.num_packs)]
+        return [_Part(f"{stem}.idx.parquet", 0, packing.num_packs)]
     slots = np.cumsum(slots_of(packing.lengths, settings.multiple).astype(np.int64) + 1)
     ends = slots[packing.offsets[1:] - 1]
     numbers = (ends - 1) // settings.part_tokens
     cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), packing.num_packs]
     return [
-        _Part(name=f"{stem}_{number:05d}.idx.parquet", start=start, stop=stop)
+        _Part(f"{stem}_{number:05d}.idx.parquet", start, stop)
         for number, (start, stop) in enumerate(zip(cuts, cuts[1:]))
     ]
 
 
-def write_part(shared: _Shared, part: _Part) -> dict[str, Any]:
+def write_part(
+    shared: _Shared, part: _Part, on_progress: OnProgress = quiet, total: int = 1
+) -> dict[str, Any]:
     """Write one file, unless an earlier run did; returns what it holds."""
-    return _write_part(shared, part, quiet, 1)
-
-
-def _write_part(shared: _Shared, part: _Part, on_progress: OnProgress, total: int) -> dict[str, Any]:
-    """Write one file, unless an earlier run did, and say how far it is."""
     path, note = shared.folder / part.name, shared.folder / WORK / f"{part.name}.json"
     found = _found(path, note)
     if found is not None:
@@ -310,7 +304,6 @@ def _ahead(batches: Iterator[PackedRows]) -> Iterator[PackedRows]:
 
 
 def _check(parts: Sequence[dict[str, Any]], packing: Packing, targets: int) -> None:
-    """Require that what was written is what was planned."""
     planned = {
         "num_packs": packing.num_packs,
         "num_documents": packing.num_pieces,
@@ -375,9 +368,7 @@ def _replayed(lengths: Int32Array, settings: MegatronPackSettings) -> Packing:
         lengths[some] - 1,
         settings.pack_size,
         settings.seed,
-        algorithm="first_fit_shuffle"
-        if settings.algorithm == "first_fit_shuffle"
-        else "first_fit_decreasing",
+        algorithm=settings.algorithm,  # type: ignore[arg-type]  # one of the releases'
         overlong=settings.overlong,
         multiple=settings.multiple,
         longest=settings.longest,
@@ -410,7 +401,7 @@ def _windowed(lengths: Int32Array, settings: MegatronPackSettings) -> tuple[IntA
     packer = WindowPacker(
         capacity=settings.pack_size,
         window=settings.window,
-        method=WINDOWED[settings.algorithm],
+        method=settings.algorithm,  # type: ignore[arg-type]  # those of the releases are packed by themselves
         max_documents=settings.max_documents,
         document_multiple_of=settings.multiple,
     )
@@ -430,12 +421,6 @@ OfflineAlgorithm: TypeAlias = Literal[
 ]
 """varlen's, by windows of shuffled documents, and the two of the releases, whose very packs they give."""
 RELEASES = ("first_fit_shuffle", "first_fit_decreasing")
-WINDOWED: dict[str, Method] = {
-    "best_fit": "best_fit",
-    "best_fit_decreasing": "best_fit_decreasing",
-    "balanced": "balanced",
-    "next_fit": "next_fit",
-}
 SetFormat: TypeAlias = Literal["parquet", "index"]
 
 
@@ -474,7 +459,6 @@ class MegatronPackSettings:
     """Stored tokens that are decoded to read a row."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
         as_choice(self.algorithm, "algorithm", get_args(OfflineAlgorithm))
         as_choice(self.overlong, "overlong", get_args(Overlong))
         as_choice(self.format, "format", get_args(SetFormat))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
+from varlen.adapters.megatron.files.metadata import PackCounts
 from varlen.adapters.megatron.packing.alignment import aligned_pieces, slots_of
 from varlen.arguments import LARGEST, as_choice, as_count
 from varlen.counts import many
@@ -100,13 +101,9 @@ def kept_pieces(positions: Int32Array, pieces: Pieces) -> IntArray:
 
 
 def drawn(slots: Int32Array, pack_size: int, algorithm: str, draws: Draws) -> tuple[IntArray, IntArray]:
-    """Pack items as the release does, with the same draws in the same order.
+    """Pack slots (int32 `[items]`, 0 to `pack_size`) as the release does, with the same draws in the same order.
 
-    Args:
-        slots: int32 `[items]` from 0 to `pack_size`.
-
-    Returns:
-        Items in the order of rows, int64 `[items]`, and int64 `[rows + 1]`, where each row's begin.
+    Returns the items in the order of rows, int64 `[items]`, and where each row begins, int64 `[rows + 1]`.
     """
     by_length = _sorted(slots)
     turns = in_turn(slots[by_length], algorithm, draws)
@@ -134,16 +131,11 @@ def in_turn(rising: Int32Array, algorithm: str, draws: Draws) -> Int32Array:
 
 
 def packed_in_turn(slots: Int32Array, pack_size: int, method: Method) -> tuple[IntArray, IntArray]:
-    """Pack items in the order given, as the releases' `first_fit` does where lengths are odd.
+    """Pack slots (int32 `[items]`) in the order given, as the releases' `first_fit` does where lengths are odd.
 
-    An item longer than a pack gets one of its own, and an empty one goes where there is room: into the first pack
-    that isn't such an item's.
-
-    Args:
-        slots: int32 `[items]`.
-
-    Returns:
-        Numbers of the items, row by row in their turn, int64 `[items]`, and int64 `[rows + 1]`. Rows stand in the
+    An item longer than a pack gets one of its own, and an empty one goes into the first pack that isn't such an
+    item's. Returns the numbers of the items row by row, int64 `[items]`, and where each row begins, int64 `[rows +
+    1]`.
     """
     over, empty = slots > pack_size, slots == 0
     room = np.where(over, np.int32(0), slots) if over.any() else slots
@@ -173,10 +165,7 @@ def as_packing(
 ) -> Packing:
     """Return pieces in rows as a Packing, once it is certain that each stands in one row, and fits.
 
-    Args:
-        positions: int32 `[documents]` as given.
-        items: int64: numbers of the pieces, row by row.
-        offsets: int64 `[rows + 1]`.
+    `items` are the numbers of the pieces, row by row, and `offsets` int64 `[rows + 1]`.
     """
     lengths = pieces.lengths[items]
     starts = np.zeros(len(items), np.int32) if pieces.starts is None else pieces.starts[items]
@@ -201,20 +190,15 @@ def as_packing(
         offsets=offsets,
         capacity=pack_size,
         ledger=ledger,
-        method="first_fit_decreasing"
-        if algorithm == "first_fit_decreasing"
-        else _METHODS.get(algorithm, "first_fit"),
+        method=_method(algorithm),
         overlong=overlong,
         document_multiple_of=multiple,
     )
 
 
-_METHODS: dict[str, Method] = {
-    "best_fit": "best_fit",
-    "best_fit_shuffle": "best_fit",
-    "best_fit_decreasing": "best_fit_decreasing",
-    "first_fit_decreasing": "first_fit_decreasing",
-}
+def _method(algorithm: str) -> Method:
+    """Return the method of an algorithm, whatever order it takes documents in."""
+    return algorithm.removesuffix("_shuffle")  # type: ignore[return-value]
 
 
 def _sorted(lengths: Int32Array) -> IntArray:
@@ -401,21 +385,12 @@ def create_packing_strategy(
     if not len(rising):
         raise DocumentsError("the histogram counts no document, so there is nothing to pack")
     turns = in_turn(rising, packing_algorithm, _GLOBAL)
-    placed, offsets = packed_in_turn(turns, pack_size, _STRATEGY_METHODS[packing_algorithm])
+    method = _method(packing_algorithm)
+    placed, offsets = packed_in_turn(turns, pack_size, "first_fit" if method.startswith("first") else method)
     lengths = turns[placed]
     held = lengths.tolist()
     assignments = [held[start:stop] for start, stop in pairwise(offsets.tolist())]
-    return assignments, _metadata(lengths, offsets, pack_size)
-
-
-_STRATEGY_METHODS: dict[str, Method] = {
-    "first_fit": "first_fit",
-    "first_fit_shuffle": "first_fit",
-    "first_fit_decreasing": "first_fit",
-    "best_fit": "best_fit",
-    "best_fit_shuffle": "best_fit",
-    "best_fit_decreasing": "best_fit_decreasing",
-}
+    return assignments, PackCounts().add(lengths, offsets).figures(pack_size)
 
 
 def fill_packing_strategy(
@@ -469,23 +444,9 @@ def _lengths_of(items: Sequence[Any], lengths: Sequence[int] | None) -> Int32Arr
 def _in_bins(
     items: Sequence[Item], order: npt.NDArray[np.intp], lengths: Int32Array, pack_size: int, method: Method
 ) -> Bins[Item]:
-    """Pack items in an order; returns those of each bin."""
     placed, offsets = packed_in_turn(lengths[order], as_count(pack_size, "pack_size"), method)
     taken = [items[number] for number in order[placed].tolist()]
     return [taken[start:stop] for start, stop in pairwise(offsets.tolist())]
-
-
-def _metadata(lengths: Int32Array, offsets: IntArray, pack_size: int) -> dict[str, Any]:
-    """Return the release's figures; divided in its order, so that they round alike."""
-    packed, counts = np.add.reduceat(lengths, offsets[:-1], dtype=np.int64), np.diff(offsets)
-    return {
-        "dataset_max_seqlen": int(lengths.max()),
-        "max_samples_per_bin": int(counts.max()),
-        "packing_factor": round(len(lengths) / len(counts), 2),
-        "packing_efficiency": round(int(packed.sum()) / len(packed) / pack_size * 100, 2),
-        "pack_size": pack_size,
-        "min_packed_seqlen": int(packed.min()),
-    }
 
 
 def _masks(group: Sequence[Document], length: int) -> Bins[Any]:
@@ -514,7 +475,6 @@ def _masks(group: Sequence[Document], length: int) -> Bins[Any]:
 
 
 def _plain(values: Any) -> list[Any]:
-    """Return a list of Python's numbers, of a list, an array or a tensor."""
     if isinstance(values, list):
         return values
     return values.tolist() if hasattr(values, "tolist") else list(values)

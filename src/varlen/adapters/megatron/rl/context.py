@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from varlen.adapters.megatron.batches.params import PackedSeqParams
 from varlen.adapters.megatron.rl.packer import PackingInfo, SequencePacker, places, runs
@@ -28,34 +29,34 @@ class PackingContext:
     packer: SequencePacker | None
     packing_info: PackingInfo
     """Of this rank's bins."""
-    original_generation_masks: torch.Tensor | None
+    original_generation_masks: Tensor | None
     """`[sequences, width]`, of all ranks."""
-    original_trajs: torch.Tensor | None
+    original_trajs: Tensor | None
     """`[sequences, width]`, of all ranks."""
-    packed_trajs: torch.Tensor
+    packed_trajs: Tensor
     """`[num_bins, bin_size]`, of this rank; so with the next two."""
-    packed_position_ids: torch.Tensor
-    packed_loss_mask: torch.Tensor
+    packed_position_ids: Tensor
+    packed_loss_mask: Tensor
     original_inference_logprobs: Any = None
     """Log-probs of the inference engine, of all ranks; None without."""
-    bin_advantages: list[torch.Tensor] = field(default_factory=list)
+    bin_advantages: list[Tensor] = field(default_factory=list)
     """Of each bin the advantage of each of its sequences."""
     cached_packed_seq_params: list[PackedSeqParams] = field(default_factory=list)
     """Of each bin what attention must know."""
-    old_logprobs: torch.Tensor | None = None
+    old_logprobs: Tensor | None = None
     """`[num_bins, bin_size - 1]`; set once known, as are the next two."""
-    ref_logprobs: torch.Tensor | None = None
-    packed_inference_logprobs: torch.Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    packed_inference_logprobs: Tensor | None = None
 
 
 PackedBin = tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor | None,
     list[int],
     list[int],
     list[int],
@@ -95,7 +96,7 @@ def load_packed_data_by_index(
     mask = packing_context.packed_loss_mask
     advantages = packing_context.bin_advantages[bin_idx] if numbers else torch.zeros(0, device=mask.device)
 
-    def of_bin(values: torch.Tensor | None) -> torch.Tensor | None:
+    def of_bin(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[row]
 
     return (
@@ -176,9 +177,7 @@ def bins_per_step(samples_ratio_per_step: float, num_bins_this_rank: int, dp_siz
     bins = as_count(num_bins_this_rank, "num_bins_this_rank")
     ranks = as_count(dp_size, "dp_size")
     if not 0 < samples_ratio_per_step <= 1:
-        raise SettingError(
-            f"samples_ratio_per_step must be over 0 and at most 1, got {samples_ratio_per_step!r}"
-        )
+        raise SettingError(f"samples_ratio_per_step must be in (0, 1], got {samples_ratio_per_step!r}")
     share = Fraction(samples_ratio_per_step).limit_denominator(1_000_000)
     return max(math.ceil(share * bins), 1) * ranks
 
@@ -187,11 +186,11 @@ def bins_per_step(samples_ratio_per_step: float, num_bins_this_rank: int, dp_siz
 
 
 def pack_inference_logprobs(
-    inference_logprobs: Sequence[torch.Tensor | None] | torch.Tensor,
+    inference_logprobs: Sequence[Tensor | None] | Tensor,
     packing_info: PackingInfo,
-    generation_masks: torch.Tensor,
+    generation_masks: Tensor,
     bin_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Lay the inference engine's log-probs where the trained model's lie, as Megatron-LM's function of this name.
 
     The k-th log-prob of a sequence belongs to its k-th generated token, in several turns too, and lies one place
@@ -241,9 +240,7 @@ def pack_inference_logprobs(
     return values, known
 
 
-def pack_values(
-    values: torch.Tensor, packing_info: PackingInfo, bin_size: int, fill: float = 0
-) -> torch.Tensor:
+def pack_values(values: Tensor, packing_info: PackingInfo, bin_size: int, fill: float = 0) -> Tensor:
     """Lay a value of each token into the bins: advantages by token, rewards, the turn that it belongs to.
 
     Args:
@@ -273,7 +270,7 @@ def pack_values(
     return packed
 
 
-def unpack_sequences(packed: torch.Tensor, packing_info: PackingInfo) -> Mapping[int, torch.Tensor]:
+def unpack_sequences(packed: Tensor, packing_info: PackingInfo) -> Mapping[int, Tensor]:
     """Return the values of each sequence's tokens.
 
     Args:
@@ -293,7 +290,7 @@ def unpack_sequences(packed: torch.Tensor, packing_info: PackingInfo) -> Mapping
     return _unpacked(packed, packing_info, 0)
 
 
-def unpack_logprobs(packed: torch.Tensor, packing_info: PackingInfo) -> Mapping[int, torch.Tensor]:
+def unpack_logprobs(packed: Tensor, packing_info: PackingInfo) -> Mapping[int, Tensor]:
     """Return the log-probs of each sequence: of its second token to its last, one fewer than tokens.
 
     Between sequences a bin has log-probs of first tokens given the sequence before; those are left out.
@@ -311,7 +308,7 @@ def unpack_logprobs(packed: torch.Tensor, packing_info: PackingInfo) -> Mapping[
     return _unpacked(packed, packing_info, 1)
 
 
-def _unpacked(packed: torch.Tensor, packing_info: PackingInfo, fewer: int) -> dict[int, torch.Tensor]:
+def _unpacked(packed: Tensor, packing_info: PackingInfo, fewer: int) -> dict[int, Tensor]:
     """Return the values of each sequence, so many fewer than its tokens."""
     if packed.dim() < 2 or len(packed) != len(packing_info.bin_seq_indices):
         raise DocumentsError(

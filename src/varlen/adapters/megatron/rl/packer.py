@@ -10,8 +10,10 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from varlen.adapters.megatron.batches.in_batch import check_shapes, lengths_of
+from varlen.adapters.megatron.rows import near_multiples
 from varlen.adapters.peers import raises_too
 from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
@@ -88,10 +90,6 @@ def checked_starts(packing_info: PackingInfo, bin_idx: int) -> list[int]:
 def runs(starts: IntArray, lengths: IntArray) -> IntArray:
     """Return the numbers from each start on, as many as its length says, one run after the other.
 
-    Args:
-        starts: int64 `[runs]`.
-        lengths: int64 `[runs]`, at least 0.
-
     >>> runs(np.array([5, 20]), np.array([3, 2])).tolist()
     [5, 6, 7, 20, 21]
     """
@@ -123,21 +121,16 @@ def attention_work(packing_info: PackingInfo, bin_size: int, *, padding: bool = 
     return work
 
 
-def as_algo(packing_algo: object) -> None:
-    """Require one of the ways to deal bins."""
-    as_choice(packing_algo, "packing_algo", get_args(PackingAlgo))
-
-
 _log = logging.getLogger(__name__)
 
 PackMethod = Literal["best_fit_decreasing", "balanced"]
-Masks = torch.Tensor | Sequence[torch.Tensor]
+Masks = Tensor | Sequence[Tensor]
 """`[sequences, width]`: one tensor, or one for each sequence."""
-PackedTrajectories = tuple[torch.Tensor, torch.Tensor, torch.Tensor, PackingInfo]
+PackedTrajectories = tuple[Tensor, Tensor, Tensor, PackingInfo]
 """Tokens, positions and loss mask, each `[num_bins, bin_size]`, and where each sequence lies."""
 
 
-def get_actual_sequence_lengths(sequences: torch.Tensor, pad_token: int) -> list[int]:
+def get_actual_sequence_lengths(sequences: Tensor, pad_token: int) -> list[int]:
     """Return how long each row is, up to its last token other than padding, as Megatron-LM's function of this name.
 
     Real tokens that equal the padding are lost from the end of a row: where lengths or masks are known, use those.
@@ -206,13 +199,9 @@ class SequencePacker:
         """Mean sequences of a bin in the last packing."""
         self._said = False
         if self.bin_size % self.seq_length_multiple:
-            below = self.bin_size // self.seq_length_multiple * self.seq_length_multiple
-            near = (
-                f"{below:,} or {below + self.seq_length_multiple:,}" if below else f"{seq_length_multiple:,}"
-            )
             raise SettingError(
                 f"bin_size {self.bin_size:,} must be divisible by seq_length_multiple {seq_length_multiple:,}; the "
-                f"nearest: {near}"
+                f"nearest: {near_multiples(self.bin_size, seq_length_multiple)}"
             )
         if compatible and (method != "best_fit_decreasing" or bin_count_multiple != 1):
             raise SettingError(
@@ -222,11 +211,11 @@ class SequencePacker:
 
     def pack_sequences(
         self,
-        trajs: torch.Tensor,
+        trajs: Tensor,
         generation_masks: Masks | None = None,
         *,
         lengths: npt.ArrayLike | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> PackedTrajectories:
         """Pack trajectories.
 
@@ -257,10 +246,6 @@ class SequencePacker:
         >>> rows.tolist(), positions.tolist(), info.seq_starts
         ([[7, 8, 9, 0, 5, 6, 0, 0]], [[0, 1, 2, 0, 0, 1, 0, 0]], {0: [0, 4, 6]})
         """
-        if trajs.dim() != 2:
-            raise DocumentsError(
-                f"trajs must be rows of equal width, but their shape is {tuple(trajs.shape)}"
-            )
         masks = _as_masks(generation_masks)
         check_shapes(trajs, "trajs", {"generation_masks": masks, "attention_mask": attention_mask})
         tokens = self._lengths(trajs, masks, lengths, attention_mask)
@@ -271,10 +256,10 @@ class SequencePacker:
 
     def _lengths(
         self,
-        trajs: torch.Tensor,
-        masks: torch.Tensor | None,
+        trajs: Tensor,
+        masks: Tensor | None,
         lengths: npt.ArrayLike | None,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Tensor | None,
     ) -> IntArray:
         """Return the tokens of each sequence, int64 `[sequences]`, from the surest that is known."""
         count, width = trajs.shape
@@ -305,7 +290,6 @@ class SequencePacker:
         return found
 
     def _check_fit(self, tokens: IntArray) -> None:
-        """Require that every sequence fits into a bin."""
         beyond = np.flatnonzero(tokens > self.bin_size)
         if beyond.size:
             raise OverlongDocumentError(
@@ -350,14 +334,13 @@ class SequencePacker:
 
     def _filled(
         self,
-        trajs: torch.Tensor,
-        masks: torch.Tensor | None,
+        trajs: Tensor,
+        masks: Tensor | None,
         tokens: IntArray,
         slots: IntArray,
         order: IntArray,
         counts: IntArray,
     ) -> PackedTrajectories:
-        """Write the sequences to their bins."""
         device, bins = trajs.device, counts.size
         ends = np.cumsum(slots[order])
         bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -391,9 +374,8 @@ class SequencePacker:
         return rows, positions, loss_mask, info
 
 
-def _as_masks(masks: Masks | None) -> torch.Tensor | None:
-    """Return the masks as one tensor."""
-    if masks is None or isinstance(masks, torch.Tensor):
+def _as_masks(masks: Masks | None) -> Tensor | None:
+    if masks is None or isinstance(masks, Tensor):
         return masks
     shapes = [tuple(mask.shape) for mask in masks]
     if len(set(shapes)) > 1:
@@ -406,7 +388,6 @@ def _as_masks(masks: Masks | None) -> torch.Tensor | None:
 
 
 def _as_lengths(lengths: npt.ArrayLike, count: int, width: int) -> IntArray:
-    """Return the lengths given, int64, checked."""
     found = as_lengths(lengths).astype(np.int64)
     if found.size != count:
         raise LengthsError(f"there are {count:,} trajectories, but {found.size:,} lengths")

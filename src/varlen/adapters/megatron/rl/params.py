@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from varlen.adapters.megatron.batches.params import PackedSeqParams
 from varlen.adapters.megatron.rl.context import PackingContext
@@ -16,13 +17,12 @@ from varlen.adapters.megatron.rl.packer import (
     PackingAlgo,
     PackingInfo,
     SequencePacker,
-    as_algo,
     attention_work,
     checked_starts,
 )
 from varlen.adapters.megatron.scheduler import dealt
 from varlen.adapters.peers import raises_too
-from varlen.arguments import as_count
+from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, SettingError
 
 
@@ -71,22 +71,12 @@ def create_packed_seq_params_for_bin(
     if not 0 <= bin_idx < count:
         raise DocumentsError(f"there is no bin {bin_idx:,}; packing_info has {count:,}")
     here = packing_info.bin_seq_indices[bin_idx]
-    if not here:
-        return get_default_packed_seq_params(
-            bin_size, max_sequences_per_bin, device, seq_length_multiple, split_padding=split_padding
-        )
     lengths = [packing_info.seq_lengths[number] for number in here]
-    starts = checked_starts(packing_info, bin_idx)
-    return _params(
-        starts,
-        lengths,
-        f"bin {bin_idx:,}",
-        bin_size,
-        max_sequences_per_bin,
-        device,
-        seq_length_multiple,
-        split_padding,
+    starts, name = (
+        (checked_starts(packing_info, bin_idx), f"bin {bin_idx:,}") if here else ([0], "an empty bin")
     )
+    sizes = bin_size, max_sequences_per_bin, seq_length_multiple
+    return _params(starts, lengths, name, *sizes, device, split_padding)
 
 
 def get_default_packed_seq_params(
@@ -114,9 +104,8 @@ def get_default_packed_seq_params(
     >>> get_default_packed_seq_params(16, 4).cu_seqlens_q.tolist()
     [0, 16, 16, 16, 16, 16]
     """
-    return _params(
-        [0], [], "an empty bin", seq_length, max_sequences_per_bin, device, seq_length_multiple, split_padding
-    )
+    sizes = seq_length, max_sequences_per_bin, seq_length_multiple
+    return _params([0], [], "an empty bin", *sizes, device, split_padding)
 
 
 @raises_too(AssertionError)
@@ -155,8 +144,8 @@ def _params(
     name: str,
     bin_size: int,
     most: int,
-    device: torch.device | str | None,
     multiple: int,
+    device: torch.device | str | None,
     split_padding: bool,
 ) -> PackedSeqParams:
     """Return the boundaries of slots, padding behind them, and as many entries as there always are."""
@@ -229,10 +218,10 @@ def _padded(bounds: Iterable[int], entries: int) -> np.ndarray[tuple[int], np.dt
 
 
 def pack_all_trajectories(
-    trajs: torch.Tensor,
-    generation_masks: torch.Tensor,
-    inference_logprobs: torch.Tensor | Sequence[torch.Tensor | None] | None,
-    global_advantages: torch.Tensor,
+    trajs: Tensor,
+    generation_masks: Tensor,
+    inference_logprobs: Tensor | Sequence[Tensor | None] | None,
+    global_advantages: Tensor,
     packer: SequencePacker,
     packing_algo: PackingAlgo = "balanced",
     *,
@@ -264,9 +253,7 @@ def pack_all_trajectories(
         SettingError: a rank or an algorithm that there isn't.
     """
     if len(global_advantages) != len(trajs):
-        raise DocumentsError(
-            f"there are {len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages"
-        )
+        raise DocumentsError(f"{len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages")
     all_rows, all_positions, all_masks, info = packer.pack_sequences(trajs, generation_masks, lengths=lengths)
     rows, positions, loss_mask, mine = distribute_packed_bins(
         all_rows,
@@ -300,16 +287,16 @@ def pack_all_trajectories(
 
 # Bins over data-parallel ranks, as many on each: in Megatron-LM's two ways, or with even attention work.
 
-EmptyBins = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, list[dict[str, Any]]]
+EmptyBins = tuple[Tensor | None, Tensor | None, Tensor | None, list[dict[str, Any]]]
 """Tokens, positions and loss mask, and of each bin what `PackingInfo` says of it."""
 
 
 def create_empty_bins(
     num_empty_bins: int,
     bin_size: int,
-    packed_trajs: torch.Tensor,
-    packed_position_ids: torch.Tensor,
-    packed_loss_mask: torch.Tensor,
+    packed_trajs: Tensor,
+    packed_position_ids: Tensor,
+    packed_loss_mask: Tensor,
     tokenizer: Any = None,
     *,
     pad_token: int | None = None,
@@ -350,9 +337,9 @@ def create_empty_bins(
 
 
 def distribute_packed_bins(
-    packed_trajs: torch.Tensor,
-    packed_position_ids: torch.Tensor,
-    packed_loss_mask: torch.Tensor,
+    packed_trajs: Tensor,
+    packed_position_ids: Tensor,
+    packed_loss_mask: Tensor,
     packing_info: PackingInfo,
     *,
     dp_rank: int,
@@ -393,8 +380,9 @@ def distribute_packed_bins(
     ranks = as_count(dp_size, "dp_size")
     rank = as_count(dp_rank, "dp_rank", least=0, most=ranks - 1)
     algo = packing_info.packing_algo if packing_algo is None else packing_algo
-    as_algo(algo)
-    parts = _as_bins(packed_trajs, packed_position_ids, packed_loss_mask, packing_info)
+    as_choice(algo, "packing_algo", get_args(PackingAlgo))
+    parts = packed_trajs, packed_position_ids, packed_loss_mask
+    _check_bins(*parts, packing_info)
     count, width = packed_trajs.shape
     mine = _bins_of(packing_info, algo, rank, ranks, width, padding_work)
     chosen = torch.tensor(mine, dtype=torch.int64, device=packed_trajs.device)
@@ -418,10 +406,7 @@ def distribute_packed_bins(
     return joined[0], joined[1], joined[2], info
 
 
-def _as_bins(
-    trajs: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, info: PackingInfo
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the three, checked."""
+def _check_bins(trajs: Tensor, positions: Tensor, mask: Tensor, info: PackingInfo) -> None:
     if trajs.dim() != 2 or trajs.shape[0] != len(info.bin_seq_indices):
         raise DocumentsError(
             f"packed_trajs must be [num_bins, bin_size], and packing_info has {len(info.bin_seq_indices):,} bins; "
@@ -433,7 +418,6 @@ def _as_bins(
                 f"{name} has the shape {tuple(part.shape)}, but packed_trajs {tuple(trajs.shape)}; they must be "
                 "the same"
             )
-    return trajs, positions, mask
 
 
 def _bins_of(
