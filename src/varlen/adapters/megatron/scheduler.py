@@ -438,8 +438,7 @@ class Microbatches:
         """Return the sample ids of one micro-batch.
 
         Args:
-            microbatch: from 0 to `num_microbatches - 1`.
-            dp_rank: from 0 to `dp_size - 1`.
+            microbatch, dp_rank: numbers from 0.
         """
         number = microbatch * self.dp_size + dp_rank
         return self.ids[self.offsets[number] : self.offsets[number + 1]]

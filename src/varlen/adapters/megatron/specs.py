@@ -87,10 +87,8 @@ class PackedSequenceSpecs:
 
         Args:
             packed_sequence_size: positions of a row.
-            context_parallel_size: as in `alignment`, like those that follow.
-            tensor_model_parallel_size: TP.
-            sequence_parallel: whether tensor-parallel ranks divide the sequence.
-            eval_context_parallel_size: CP of evaluation, where it is another.
+            context_parallel_size, tensor_model_parallel_size, sequence_parallel, eval_context_parallel_size: as in
+                `alignment`.
             fields: the others.
 
         Raises:

@@ -60,8 +60,7 @@ def pack_batch_sequences(
 
     Args:
         tokens: `[rows, width]`.
-        labels: `[rows, width]`, or None on stages of a pipeline that have none.
-        loss_mask: `[rows, width]`, or None.
+        labels, loss_mask: `[rows, width]`, or None on stages of a pipeline that have none.
         attention_mask: `[rows, width]`, 1 at real tokens; one of another shape, or None, says nothing.
         position_ids: `[rows, width]`.
         pad_token_id: token of padding.

@@ -192,7 +192,8 @@ def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> Tensor 
     if bounds is None:
         return None
     if not isinstance(bounds, Tensor) or bounds.dim() not in (1, 2):
-        raise DocumentsError(f"{name} must be a tensor [entries] or [1, entries], got {_said(bounds)}")
+        seen = f"shape {tuple(bounds.shape)}" if isinstance(bounds, Tensor) else type(bounds).__name__
+        raise DocumentsError(f"{name} must be a tensor [entries] or [1, entries], got {seen}")
     if bounds.dim() == 2:
         if bounds.size(0) != 1:
             raise DocumentsError(
@@ -228,10 +229,6 @@ def _number(batch: Mapping[str, Any], name: str) -> int | None:
             )
         value = value.item()
     return int(value)
-
-
-def _said(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 # Packed rows of one micro-batch back into rows of their own, for models that make position ids of a batch.

@@ -235,9 +235,7 @@ GRAPH_RULES = (
         IMPL,
         lambda r: r.is_new and implementation(r) == "local" and not is_full_iteration(r),
         "transformer_engine for parts of layers; local only with the scope full_iteration",
-        lambda r: (
-            f"local graphs hold {', '.join(sorted(captured(r))) or 'no scope'}; Megatron-Bridge stops with a ValueError"
-        ),
+        lambda r: f"local graphs hold {', '.join(sorted(captured(r))) or 'no scope'}; Megatron-Bridge stops",
         to="transformer_engine",
     ),
     # Boundaries padded to one number are those of rows of one width.

@@ -104,9 +104,7 @@ def metadata_entry(lengths: npt.ArrayLike, offsets: npt.ArrayLike, pack_size: in
     """Return what a run of Megatron-Bridge says of its packs.
 
     Args:
-        lengths: int `[documents]`, positions of input of each document, alignment padding included: its stored tokens
-            less one.
-        offsets: int `[packs + 1]`; pack p holds the documents `offsets[p]:offsets[p + 1]`.
+        lengths, offsets: as in `PackCounts.add`.
         pack_size: positions that a pack can hold.
 
     Raises:

@@ -124,8 +124,7 @@ class PackIndex(PackedReader):
         """Yield rows in order, as `batches` does.
 
         Args:
-            start: number of the first row.
-            stop: number of the row behind the last.
+            start, stop: number of the first row, and of the one behind the last.
         """
         ends = np.cumsum(self.row_tokens)
         while start < stop:

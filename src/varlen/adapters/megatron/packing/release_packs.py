@@ -279,9 +279,7 @@ def first_fit_decreasing(
     Equal lengths keep their order.
 
     Args:
-        seqlens: items, or their lengths.
-        pack_size: what a bin may hold.
-        item_lengths: lengths of items that are none themselves.
+        seqlens, pack_size, item_lengths: as in `first_fit`.
 
     >>> first_fit_decreasing([1111, 8192, 4096, 1000], 2048)
     [[8192], [4096], [1111], [1000]]
@@ -299,9 +297,7 @@ def first_fit_shuffle(
     The order is drawn from NumPy's global generator, as in the release: `numpy.random.seed` makes it the same again.
 
     Args:
-        seqlens: items, or their lengths.
-        pack_size: what a bin may hold.
-        item_lengths: lengths of items that are none themselves.
+        seqlens, pack_size, item_lengths: as in `first_fit`.
     """
     lengths = _lengths_of(seqlens, item_lengths)
     order = np.arange(len(lengths))
@@ -333,7 +329,8 @@ def create_hist(
     most = as_count(truncate_seq_len, "truncate_seq_len", 0)
     sequences: Documents = defaultdict(list)
     histogram = [0] * (most + 1)
-    first, length, skipped, empty = -1, 0, 0, 0
+    too_long: list[tuple[int, int]] = []
+    empty = 0
     for number, document in enumerate(dataset):
         positions = len(document["input_ids"]) - 1
         if 0 <= positions <= most:
@@ -342,9 +339,10 @@ def create_hist(
         elif positions < 0:
             empty += 1
         else:
-            skipped += 1
-            first, length = (number, positions) if skipped == 1 else (first, length)
+            too_long.append((number, positions))
+    skipped = len(too_long)
     if skipped and overlong == "error":
+        first, length = too_long[0]
         raise OverlongDocumentError(
             f"document {first:,} has {length + 1:,} tokens, {length:,} positions of input, but truncate_seq_len is "
             f"{most:,} ({many(skipped, 'document is', 'documents are')} too long); cut them before, or pass "

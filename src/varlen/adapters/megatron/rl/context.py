@@ -177,7 +177,7 @@ def bins_per_step(samples_ratio_per_step: float, num_bins_this_rank: int, dp_siz
     bins = as_count(num_bins_this_rank, "num_bins_this_rank")
     ranks = as_count(dp_size, "dp_size")
     if not 0 < samples_ratio_per_step <= 1:
-        raise SettingError(f"samples_ratio_per_step must be in (0, 1], got {samples_ratio_per_step!r}")
+        raise SettingError(f"samples_ratio_per_step must be over 0 and at most 1: {samples_ratio_per_step!r}")
     share = Fraction(samples_ratio_per_step).limit_denominator(1_000_000)
     return max(math.ceil(share * bins), 1) * ranks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -24,6 +24,7 @@ from varlen.adapters.megatron.scheduler import dealt
 from varlen.adapters.peers import raises_too
 from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, SettingError
+from varlen.types import IntArray
 
 
 @raises_too(AssertionError)
@@ -179,10 +180,13 @@ def _params(
     room = most + 1 - len(lengths)  # segments that padding may be
     padding = _cut(width - int(bounds[-1]), room if split_padding else 1, multiple)
     entries = most + 2
-    places = _padded(np.concatenate([bounds, bounds[-1] + np.cumsum(padding)]), entries)
-    reals = _padded(np.cumsum([0, *lengths, *padding]), entries)
-    cu_seqlens = torch.from_numpy(reals).to(device)
-    padded = torch.from_numpy(places).to(device) if multiple > 1 else None
+    places = np.concatenate([bounds, bounds[-1] + np.cumsum(padding)])
+    reals = np.cumsum([0, *lengths, *padding])
+    cu_seqlens, slot_bounds = (
+        torch.from_numpy(np.pad(known, (0, entries - len(known)), "edge").astype(np.int32)).to(device)
+        for known in (reals, places)
+    )
+    padded = slot_bounds if multiple > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -196,22 +200,11 @@ def _params(
     )
 
 
-def _cut(length: int, pieces: int, multiple: int) -> list[int]:
+def _cut(length: int, pieces: int, multiple: int) -> IntArray:
     """Cut padding into pieces of about one length, each a multiple."""
     units = length // multiple
-    pieces = min(pieces, units)
-    return [
-        units * (number + 1) // pieces * multiple - units * number // pieces * multiple
-        for number in range(pieces)
-    ]
-
-
-def _padded(bounds: Iterable[int], entries: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Repeat the last boundary until there are as many as wanted."""
-    known = np.array(list(bounds), np.int32)
-    filled = np.full(entries, known[-1], np.int32)
-    filled[: known.size] = known
-    return filled
+    pieces = max(min(pieces, units), 1)
+    return np.diff(np.arange(pieces + 1) * units // pieces) * multiple
 
 
 # `pack_all_trajectories`: a gathered rollout in, a rank's whole `PackingContext` out.
@@ -306,9 +299,7 @@ def create_empty_bins(
     Args:
         num_empty_bins: how many.
         bin_size: tokens of each.
-        packed_trajs: bins whose dtype and device they take; so with the next two.
-        packed_position_ids: see above.
-        packed_loss_mask: see above.
+        packed_trajs, packed_position_ids, packed_loss_mask: bins whose dtype and device they take.
         tokenizer: an object whose `pad` is the token of padding, as there.
         pad_token: the token itself, without a tokenizer.
 
@@ -358,9 +349,7 @@ def distribute_packed_bins(
     - "balanced": bins of about equal attention work run at the same time, the heaviest where there was least so far.
 
     Args:
-        packed_trajs: `[num_bins, bin_size]`, all bins.
-        packed_position_ids: the same shape.
-        packed_loss_mask: the same shape.
+        packed_trajs, packed_position_ids, packed_loss_mask: `[num_bins, bin_size]`, all bins.
         packing_info: of all bins.
         dp_rank: from 0 to `dp_size - 1`.
         dp_size: data-parallel ranks.
@@ -386,24 +375,21 @@ def distribute_packed_bins(
     count, width = packed_trajs.shape
     mine = _bins_of(packing_info, algo, rank, ranks, width, padding_work)
     chosen = torch.tensor(mine, dtype=torch.int64, device=packed_trajs.device)
-    trajs, positions, mask = (part[chosen.to(part.device)] for part in parts)
     missing = -(-count // ranks) - len(mine)
-    empty = create_empty_bins(missing, width, trajs, positions, mask, pad_token=pad_token)
+    rows, positions, mask = (
+        torch.nn.functional.pad(part[chosen.to(part.device)], (0, 0, 0, missing), value=fill)
+        for part, fill in zip(parts, (pad_token, 0, 0))
+    )
+    starts = [list(checked_starts(packing_info, number)) for number in mine] + [[] for _ in range(missing)]
     info = PackingInfo(
-        bin_seq_indices=[list(packing_info.bin_seq_indices[number]) for number in mine],
-        seq_starts={local: list(checked_starts(packing_info, number)) for local, number in enumerate(mine)},
+        bin_seq_indices=[list(packing_info.bin_seq_indices[number]) for number in mine]
+        + [[] for _ in range(missing)],
+        seq_starts=dict(enumerate(starts)),
         seq_lengths=packing_info.seq_lengths,
         seq_to_bin_idx=packing_info.seq_to_bin_idx,
         packing_algo=algo,
     )
-    for entry in empty[3]:
-        info.seq_starts[len(info.bin_seq_indices)] = entry["seq_starts"]
-        info.bin_seq_indices.append(entry["bin_seq_indices"])
-    joined = [
-        part if more is None else torch.cat([part, more])
-        for part, more in zip((trajs, positions, mask), empty[:3])
-    ]
-    return joined[0], joined[1], joined[2], info
+    return rows, positions, mask, info
 
 
 def _check_bins(trajs: Tensor, positions: Tensor, mask: Tensor, info: PackingInfo) -> None:
