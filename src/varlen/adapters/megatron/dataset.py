@@ -56,8 +56,7 @@ def _parts(number: int, item: Mapping[str, Any]) -> tuple[npt.NDArray[Any], ...]
         ends = np.asarray(item["seq_boundaries"])
     except KeyError as error:
         raise DocumentsError(
-            f"row {number:,} of the batch has no {error}; a packed row has input_ids, loss_mask "
-            "and seq_boundaries"
+            f"row {number:,} of the batch has no {error}; it needs input_ids, loss_mask and seq_boundaries"
         ) from None
     except (TypeError, ValueError, RuntimeError) as error:
         raise DocumentsError(f"row {number:,} of the batch is no packed row of numbers: {error}") from None
@@ -119,26 +118,18 @@ _SPECIAL_TOKENS = {
     "end_of_turn": "\n",
     "end_of_name": "\n",
 }
+_OFF = ("add_bos", "add_sep", "hf_dataset", "global_sample_mapping", "is_test", "output_original_text")
+_NONE = ("sep_id", "index_mapping_dir", "prompt_template", "memmap_workers", "special_tokens")
 _UNUSED: dict[str, Any] = {
+    **dict.fromkeys(_OFF, False),
+    **dict.fromkeys((*_NONE, "prompt_completion_config")),
     "min_seq_length": 1,
-    "add_bos": False,
     "add_eos": True,
-    "add_sep": False,
-    "sep_id": None,
     "label_key": "answer",
     "truncation_field": "text",
-    "index_mapping_dir": None,
-    "prompt_template": None,
     "tokens_to_generate": 0,
-    "memmap_workers": None,
-    "hf_dataset": False,
-    "global_sample_mapping": False,
     "truncation_method": "right",
-    "special_tokens": None,
-    "is_test": False,
-    "output_original_text": False,
     "get_attention_mask_from_fusion": True,
-    "prompt_completion_config": None,
 }
 """What the releases' class takes for data that is not packed, with its defaults: attributes that change nothing."""
 _COLLATED = {field.name for field in fields(RowCollator)} - {"eos_id", "pad_id", "pad_seq_to_mult"}

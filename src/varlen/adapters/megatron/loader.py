@@ -87,8 +87,7 @@ class MegatronLoader:
             samples = self._loader.step * self._loader.settings.global_batch_size
             raise SettingError(
                 f"all epochs of the data are over after {samples:,} packs, and Megatron asks for more; train for so "
-                "many samples at most (train_iters x global_batch_size), or give the loader more epochs (epochs=None "
-                "is without end)"
+                "many samples at most (train_iters x global_batch_size), or pass more epochs (epochs=None: no end)"
             ) from None
         self._taken += 1
         made: dict[str, Any] = dict(megatron_batch(batch, dialect=self._dialect, **self._batch_settings))
@@ -367,8 +366,7 @@ def loader_batch_size(global_batch_size: int, rampup_batch_size: Sequence[int] |
         return whole
     if len(rampup_batch_size) != 3:
         raise SettingError(
-            "rampup_batch_size has three numbers, the size to start with, the increment and the samples, got "
-            f"{list(rampup_batch_size)}"
+            f"rampup_batch_size has three numbers, start, increment and samples, got {list(rampup_batch_size)}"
         )
     start, increment = (as_count(number, "rampup_batch_size") for number in rampup_batch_size[:2])
     if start > whole or (whole - start) % increment:

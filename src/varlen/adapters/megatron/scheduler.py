@@ -157,8 +157,7 @@ def _as_ids(ids: npt.ArrayLike | None, samples: int) -> IntArray:
         )
     if given.shape != (samples,) or given.dtype.kind not in "iu":
         raise DocumentsError(
-            f"ids must be one whole number for each of the {samples:,} lengths; got {given.dtype} of shape "
-            f"{given.shape}"
+            f"ids must be one whole number for each of the {samples:,} lengths; got {given.dtype} {given.shape}"
         )
     names, counts = np.unique(given, return_counts=True)
     if names.size < samples:

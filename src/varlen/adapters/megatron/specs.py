@@ -170,8 +170,7 @@ class PackedSequenceSpecs:
             raise SettingError(
                 "pad_cu_seqlens=True reads how many documents a row has from metadata, and packed data of your own "
                 f"has none at the release's own place: set packed_metadata_path to "
-                f"{max(self.packed_sequence_size, 0)}_metadata.jsonl beside the data, which `varlen pack --format "
-                "megatron` writes"
+                f"{max(self.packed_sequence_size, 0)}_metadata.jsonl beside the data, which `varlen pack` writes"
             )
         if self.packed_metadata_path is not None:
             if not Path(self.packed_metadata_path).exists():

@@ -176,14 +176,8 @@ def build_uniform_packed_seq_params(
     if batch_size < 1 or seq_length < 1:
         raise SettingError(f"batch_size and seq_length must be 1 or more: {batch_size!r} and {seq_length!r}")
     bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_length
-    names = dict.fromkeys(_CURRENT, bounds)
-    return PackedSeqParams(
-        qkv_format="thd",
-        **names,  # type: ignore[arg-type]
-        max_seqlen_q=seq_length,
-        max_seqlen_kv=seq_length,
-        pad_between_seqs=False,
-    )
+    given = bounds, bounds, bounds, bounds
+    return PackedSeqParams("thd", *given, seq_length, seq_length, pad_between_seqs=False)
 
 
 def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> Tensor | None:

@@ -214,14 +214,14 @@ def _put(cfg: Any, name: str, value: Any) -> None:
             inner = (entries(cfg, (part,)) or {})[part]  # OmegaConf keeps a copy
         cfg = inner
     if isinstance(value, Mapping) and not isinstance(cfg, Mapping):
-        value = SimpleNamespace(**{**_defaults_of(name), **value})
+        # A new object has every setting, with the releases' defaults.
+        inside = {
+            full.rpartition(".")[2]: SETTINGS[full].default
+            for full in SETTINGS
+            if full.startswith(f"{name}.")
+        }
+        value = SimpleNamespace(**{**inside, **value})
     _set(cfg, last, _plain(value) if isinstance(value, Mapping) else value)
-
-
-def _defaults_of(container: str) -> dict[str, Any]:
-    """Return every setting that a new object in a container's place must have, with the releases' defaults."""
-    names = {name: name.rpartition(".")[2] for name in SETTINGS if name.startswith(f"{container}.")}
-    return {last: SETTINGS[name].default for name, last in names.items()}
 
 
 def _set(cfg: Any, name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ for each split as a rule, and readers take the largest and smallest of all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -160,8 +160,7 @@ def read_metadata(path: str | Path, *, pack_size: int | None = None) -> list[Ent
         if size != wanted:
             other = f"entry 1 has {wanted:,}" if pack_size is None else f"packed_sequence_size is {wanted:,}"
             raise SourceError(
-                f"{where} entry {number:,}: `pack_size` is {size:,}, but {other}; each pack size "
-                "has a file of its own"
+                f"{where} entry {number:,}: `pack_size` is {size:,}, but {other}; a pack size has its own file"
             )
     return entries
 
@@ -241,8 +240,7 @@ def _check(entry: Any, where: str) -> None:
     missing = [key for key in _NEEDED if key not in entry]
     if missing:
         raise SourceError(
-            f"{where} has no `{missing[0]}` ({many(len(missing), 'key')} of {len(_NEEDED)} missing); "
-            "pack the data again"
+            f"{where} has no `{missing[0]}` ({many(len(missing), 'key')} of {len(_NEEDED)} missing); pack it again"
         )
     for key in _NEEDED:
         least = 1 if key in ("pack_size", "max_samples_per_bin") else 0
@@ -251,21 +249,20 @@ def _check(entry: Any, where: str) -> None:
     for key in _RATIOS:
         if key in entry and (type(entry[key]) not in (int, float) or not entry[key] >= 0):
             raise SourceError(f"{where}: `{key}` must be a number from 0 on, got {entry[key]!r}")
-    for key, limit in _limits(entry):
-        if entry[key] > limit[1]:
+    size, most = entry["pack_size"], entry["max_samples_per_bin"]
+    limits = [
+        ("dataset_max_seqlen", "`pack_size`", size),
+        ("min_packed_seqlen", "`pack_size`", size),
+        (
+            "min_packed_seqlen",
+            "`max_samples_per_bin` documents of `dataset_max_seqlen`",
+            most * entry["dataset_max_seqlen"],
+        ),
+        ("packing_factor", "`max_samples_per_bin`", most + 0.005),
+        ("packing_efficiency", "percent of a pack", 100),
+    ]
+    for key, words, limit in limits:
+        if entry.get(key, 0) > limit:
             raise SourceError(
-                f"{where} contradicts itself: `{key}` is {entry[key]:,}, more than {limit[0]}, {limit[1]:,}"
+                f"{where} contradicts itself: `{key}` is {entry[key]:,}, more than {words}, {limit:,}"
             )
-
-
-def _limits(entry: Mapping[str, Any]) -> Iterable[tuple[str, tuple[str, float]]]:
-    """Yield what each key can't be above, in words and as a number."""
-    size = "`pack_size`", entry["pack_size"]
-    yield "dataset_max_seqlen", size
-    yield "min_packed_seqlen", size
-    most = entry["max_samples_per_bin"] * entry["dataset_max_seqlen"]
-    yield "min_packed_seqlen", ("`max_samples_per_bin` documents of `dataset_max_seqlen`", most)
-    if "packing_factor" in entry:
-        yield "packing_factor", ("`max_samples_per_bin`", entry["max_samples_per_bin"] + 0.005)
-    if "packing_efficiency" in entry:
-        yield "packing_efficiency", ("percent of a pack", 100)

@@ -28,6 +28,7 @@ from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
 from varlen.files.ours import sync
 from varlen.files.written import read_manifest
+from varlen.offline.outputs import disk_faults
 from varlen.store.shard import map_array
 from varlen.store.store import TokenStore, open_store
 from varlen.types import Int32Array, IntArray, Packing
@@ -158,8 +159,7 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
     place = folder / manifest["tokens"] if tokens is None else Path(tokens)
     if read_manifest(place) is None:
         raise SourceError(
-            f"{folder} is an index of tokens in {os.path.normpath(place)}, which isn't there; pass tokens=..., where "
-            "they are now"
+            f"{folder} is an index of tokens in {os.path.normpath(place)}, which isn't there; pass tokens=PLACE"
         )
     store = open_store(place)
     told = manifest["tokens_fingerprint"], manifest["settings"], manifest["pad_id"]
@@ -180,8 +180,7 @@ def opened(
     """
     if store.fingerprint != fingerprint:
         raise SourceError(
-            f"{folder} is an index of other tokens than those in {store.folder}, which was made anew or has grown; "
-            "pack it again, which takes seconds"
+            f"{folder} is an index of other tokens than those in {store.folder}, made anew or grown; pack it again"
         )
     arrays = {}
     for name in ("offsets", "documents", "positions", "starts"):
@@ -235,15 +234,17 @@ def arrays_of(packing: Packing) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def write_arrays(folder: Path, arrays: dict[str, npt.NDArray[Any]]) -> tuple[int, dict[str, int]]:
+def write_arrays(folder: Path, packing: Packing) -> tuple[int, dict[str, int]]:
     """Write the arrays of an index; returns the bytes of their files, and the CRC-32 of each one's numbers."""
     size, crc32 = 0, {}
-    for name, array in arrays.items():
-        crc32[name] = zlib.crc32(np.ascontiguousarray(array).data)
-        path = folder / f"{name}.npy"
-        np.save(path, array)
-        sync(path)
-        size += path.stat().st_size
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, array in arrays_of(packing).items():
+            crc32[name] = zlib.crc32(np.ascontiguousarray(array).data)
+            path = folder / f"{name}.npy"
+            np.save(path, array)
+            sync(path)
+            size += path.stat().st_size
     return size, crc32
 
 

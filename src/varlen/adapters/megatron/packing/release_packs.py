@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +31,8 @@ Algorithm: TypeAlias = Literal["first_fit_shuffle", "first_fit_decreasing", "fir
 """Of the releases; `first_fit` takes documents from short to long."""
 
 
-class Draws(Protocol):
-    """What packing draws from: a `numpy.random.RandomState`, or `numpy.random` itself."""
-
-    def shuffle(self, x: Any, /) -> None:
-        """Permute an array in place."""
-
-    def permutation(self, x: Any, /) -> Any:
-        """Return a permutation of so many numbers."""
+Draws: TypeAlias = Any
+"""What packing draws from: a `numpy.random.RandomState`, or `numpy.random` itself."""
 
 
 def replay_packs(

@@ -312,16 +312,14 @@ def _unpacked(packed: Tensor, packing_info: PackingInfo, fewer: int) -> dict[int
     """Return the values of each sequence, so many fewer than its tokens."""
     if packed.dim() < 2 or len(packed) != len(packing_info.bin_seq_indices):
         raise DocumentsError(
-            f"packing_info has {len(packing_info.bin_seq_indices):,} bins, but the values have the shape "
-            f"{tuple(packed.shape)}"
+            f"packing_info has {len(packing_info.bin_seq_indices):,} bins, but the values are {tuple(packed.shape)}"
         )
     numbers, bins, starts, lengths = places(packing_info)
     stops = starts + np.maximum(lengths - fewer, 0)
     if stops.max(initial=0) > packed.shape[1]:
         worst = int(np.argmax(stops))
         raise DocumentsError(
-            f"sequence {int(numbers[worst]):,} ends at {int(stops[worst]):,}, behind its bin of {packed.shape[1]:,} "
-            "values"
+            f"sequence {int(numbers[worst]):,} ends at {int(stops[worst]):,}, behind its bin of {packed.shape[1]:,}"
         )
     spans = sorted(zip(numbers.tolist(), bins.tolist(), starts.tolist(), stops.tolist()))
     return {number: packed[row, start:stop] for number, row, start, stop in spans}

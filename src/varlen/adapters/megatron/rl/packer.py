@@ -406,6 +406,5 @@ def _check_ends(lengths: IntArray, ends: IntArray, wrong: npt.NDArray[np.bool_],
         first = int(np.argmax(wrong))
         raise DocumentsError(
             f"trajectory {first:,} has {int(lengths[first]):,} tokens by its length, but its {what} at token "
-            f"{int(ends[first]):,} ({int(wrong.sum()):,} of {lengths.size:,} trajectories disagree); one of the two "
-            "is wrong"
+            f"{int(ends[first]):,} ({int(wrong.sum()):,} of {lengths.size:,} trajectories disagree); one is wrong"
         )

@@ -187,17 +187,8 @@ def _params(
         for known in (reals, places)
     )
     padded = slot_bounds if multiple > 1 else None
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=width,
-        max_seqlen_kv=width,
-        total_tokens=width,
-        pad_between_seqs=multiple > 1,
-    )
+    given = cu_seqlens, cu_seqlens, padded, padded
+    return PackedSeqParams("thd", *given, width, width, total_tokens=width, pad_between_seqs=multiple > 1)
 
 
 def _cut(length: int, pieces: int, multiple: int) -> IntArray:
@@ -247,12 +238,9 @@ def pack_all_trajectories(
     """
     if len(global_advantages) != len(trajs):
         raise DocumentsError(f"{len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages")
-    all_rows, all_positions, all_masks, info = packer.pack_sequences(trajs, generation_masks, lengths=lengths)
+    packed = packer.pack_sequences(trajs, generation_masks, lengths=lengths)
     rows, positions, loss_mask, mine = distribute_packed_bins(
-        all_rows,
-        all_positions,
-        all_masks,
-        info,
+        *packed,
         dp_rank=dp_rank,
         dp_size=dp_size,
         pad_token=packer.pad_token,
@@ -401,8 +389,7 @@ def _check_bins(trajs: Tensor, positions: Tensor, mask: Tensor, info: PackingInf
     for name, part in (("packed_position_ids", positions), ("packed_loss_mask", mask)):
         if part.shape != trajs.shape:
             raise DocumentsError(
-                f"{name} has the shape {tuple(part.shape)}, but packed_trajs {tuple(trajs.shape)}; they must be "
-                "the same"
+                f"{name} has the shape {tuple(part.shape)}, but packed_trajs {tuple(trajs.shape)}; they must agree"
             )
 
 
