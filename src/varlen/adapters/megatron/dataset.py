@@ -34,18 +34,16 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
     if not len(batch):
         raise DocumentsError("a batch needs at least one packed row, got none")
     ids, masks, bounds = zip(*[_parts(number, item) for number, item in enumerate(batch)])
-    lengths = [each for item in batch if (each := item.get("seq_lengths")) is not None]
+    known, lengths = [item.get("seq_lengths") for item in batch], None
+    if all(each is not None for each in known):
+        lengths = np.concatenate([_lengths(n, each, len(bounds[n]) - 1) for n, each in enumerate(known)])
     return PackedRows(
         input_ids=np.concatenate(ids),
         loss_mask=np.concatenate(masks),
         offsets=bounds_of(map(len, ids)),
         seq_start_id=np.concatenate([ends[:-1] for ends in bounds]),
         document_offsets=bounds_of([len(ends) - 1 for ends in bounds]),
-        seq_lengths=np.concatenate(
-            [_lengths(number, each, len(bounds[number]) - 1) for number, each in enumerate(lengths)]
-        )
-        if len(lengths) == len(batch)
-        else None,
+        seq_lengths=lengths,
     )
 
 
@@ -203,13 +201,11 @@ class GPTSFTPackedDataset(Dataset[Item]):
             raise SettingError(
                 f"P-Tuning with packed sequence is not supported: virtual_tokens={virtual_tokens!r} must be 0"
             )
-        needs_metadata = pad_cu_seqlens and pack_metadata_file_path is not None
         self.file_path, self.tokenizer, self.seed = file_path, tokenizer, seed
-        self.pack_metadata = (
-            None
-            if pack_metadata_file_path is None
-            else read_metadata(pack_metadata_file_path, pack_size=max_seq_length if needs_metadata else None)
-        )
+        self.pack_metadata = None
+        if pack_metadata_file_path is not None:
+            size = max_seq_length if pad_cu_seqlens else None
+            self.pack_metadata = read_metadata(pack_metadata_file_path, pack_size=size)
         self.dialect = as_dialect(dialect)
         self.max_seq_length = max_seq_length
         self.pad_to_max_length = pad_to_max_length

@@ -308,14 +308,13 @@ def external_loaders(
         )
     evaluated = global_batch_size if eval_global_batch_size is None else eval_global_batch_size
     each_evaluation = as_count(eval_iters, "eval_iters", 0) * as_count(evaluated, "eval_global_batch_size")
+    multiple = alignment(context_parallel_size, tensor_model_parallel_size, sequence_parallel)
     shared: dict[str, Any] = {
         "capacity": seq_length,
         "micro_batch_size": 1,
         "dp_rank": dp_rank,
         "dp_world_size": dp_world_size,
-        "document_multiple_of": alignment(
-            context_parallel_size, tensor_model_parallel_size, sequence_parallel
-        ),
+        "document_multiple_of": multiple,
     }
     given = [name for name in (*shared, "layout", "device") if name in settings]
     if given:
@@ -384,13 +383,13 @@ def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | 
     elif consumed:
         loader.seek(consumed)
     elif iteration:
-        where = (
+        missing = (
             f"{dataloader_save} holds no state of the loader"
             if dataloader_save
-            else "no dataloader_save was given"
+            else "dataloader_save is None"
         )
         raise SettingError(
-            f"the run goes on after iteration {iteration:,}, but {where} and consumed_train_samples is 0, so the "
+            f"the run goes on after iteration {iteration:,}, but {missing} and consumed_train_samples is 0, so the "
             "data would begin anew; pass consumed_train_samples, or iteration=0 if that is meant"
         )
 

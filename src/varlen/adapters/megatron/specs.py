@@ -241,9 +241,8 @@ class PackedSequenceSpecs:
         """Refuse numbers that the release refuses, and those that can't go together."""
         for name, may_be_none in _NUMBERS.items():
             value = getattr(self, name)
-            if (isinstance(value, bool) or not isinstance(value, int | np.integer)) and not (
-                value is None and may_be_none
-            ):
+            is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not is_whole and not (value is None and may_be_none):
                 none = ", or None" if may_be_none else ""
                 raise SettingError(f"{name} must be a whole number{none}; got {value!r}")
         if not isinstance(self.pad_cu_seqlens, bool):

@@ -228,7 +228,7 @@ def pack_right_padded_sequence_batch_to_mcore_thd(
     name = token_key or next((k for k in ("tokens", "input_ids") if torch.is_tensor(batch.get(k))), None)
     if name is None or not torch.is_tensor(batch.get(name)):
         raise DocumentsError(
-            f"the batch has no tensor {name or 'tokens or input_ids'}, but {', '.join(batch)}"
+            f"the batch has no tensor {name or 'tokens or input_ids'}; it has {', '.join(batch)}"
         )
     tokens = batch[name]
     if batch.get("position_ids") is None:

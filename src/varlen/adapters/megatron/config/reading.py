@@ -227,19 +227,15 @@ class Reading:
     @property
     def is_fine_tuning(self) -> bool:
         """Whether a rank may meet a part of a row that has no target at all."""
-        if self.is_of((*FINE_TUNING, *CONVERSATIONS)) or bool(self.packing):
-            return not self.is_pretraining
-        return False
+        is_tuned = self.is_of((*FINE_TUNING, *CONVERSATIONS)) or bool(self.packing)
+        return is_tuned and not self.is_pretraining
 
     @property
     def alignment(self) -> int:
         """The multiple that every document's slot, and a row, must have: `lcm(2·CP, CP·TP)`, for evaluation too."""
         sizes = {self.cp, self["dist.eval_context_parallel_size"] or self.cp}
-        split = [2 * size if size > 1 else 1 for size in sizes]
-        scattered = [
-            size * self.tp if self["model.sequence_parallel"] and self.tp > 1 else 1 for size in sizes
-        ]
-        return math.lcm(*split, *scattered)
+        tp = self.tp if self["model.sequence_parallel"] and self.tp > 1 else 0
+        return math.lcm(*(math.lcm(2 * size if size > 1 else 1, size * tp or 1) for size in sizes))
 
     @property
     def alignment_words(self) -> str:

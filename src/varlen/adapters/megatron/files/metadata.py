@@ -204,9 +204,7 @@ def write_metadata(
     path = Path(path)
     new = dict(entry)
     _check(new, "the entry")
-    entries: list[Entry] = []
-    if append and path.exists():
-        entries = read_metadata(path, pack_size=int(new["pack_size"]))
+    entries = read_metadata(path, pack_size=int(new["pack_size"])) if append and path.exists() else []
     if repeat or new not in entries:
         entries.append(new)
     with disk_faults(path):

@@ -370,12 +370,11 @@ class PackedParquetWriter(PackedWriter):
     def _write_group(self, rows: PackedRows) -> None:
         import pyarrow as pa
 
+        starts = rows.seq_start_id.astype(np.int64, copy=False)
         columns = {
             "input_ids": list_column(rows.input_ids.astype(np.int64, copy=False), rows.offsets),
             "loss_mask": list_column(rows.loss_mask.astype(np.int8, copy=False), rows.offsets),
-            "seq_start_id": list_column(
-                rows.seq_start_id.astype(np.int64, copy=False), rows.document_offsets
-            ),
+            "seq_start_id": list_column(starts, rows.document_offsets),
         }
         if rows.seq_lengths is not None:
             columns[LENGTHS] = list_column(rows.seq_lengths, rows.document_offsets)

@@ -254,7 +254,7 @@ def write_part(
     store = opened_store(shared.store, shared.fingerprint)
     folder = shared.folder / WORK / _WORK_INDEX
     index = opened(
-        folder, store, shared.fingerprint, shared.settings.to_json(), _pad_id(store, shared.settings)
+        folder, store, shared.fingerprint, shared.settings.multiple, _pad_id(store, shared.settings)
     )
     documents = tokens = targets = 0
     with PackedParquetWriter(path, row_group_tokens=shared.settings.row_group_tokens) as writer:
@@ -332,16 +332,9 @@ def plan_rows(store: TokenStore, settings: MegatronPackSettings) -> Packing:
     )
     order = _order(store, pieces, settings.seed if settings.shuffle else None)
     items, offsets = _windowed(pieces.lengths[order], settings)
-    return as_packing(
-        positions,
-        pieces,
-        order[items],
-        offsets,
-        settings.pack_size,
-        settings.multiple,
-        settings.overlong,
-        settings.algorithm,
-    )
+    sizes = settings.pack_size, settings.multiple
+    rows = order[items]
+    return as_packing(positions, pieces, rows, offsets, *sizes, settings.overlong, settings.algorithm)
 
 
 def _lengths(store: TokenStore) -> Int32Array:

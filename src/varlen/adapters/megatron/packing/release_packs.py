@@ -444,23 +444,23 @@ def _in_bins(
 def _masks(group: Sequence[Document], length: int) -> Bins[Any]:
     """Return the mask of each document at its inputs: one place earlier than at its tokens."""
     masks: Bins[Any] = []
-    if all("loss_mask" in document for document in group):
-        for document in group:
+    has_masks = all("loss_mask" in document for document in group)
+    for document in group:
+        size = len(document["input_ids"])
+        if has_masks:
             mask = _plain(document["loss_mask"])
-            if len(mask) != len(document["input_ids"]):
+            if len(mask) != size:
                 raise DocumentsError(
-                    f"a document of length {length:,} has {len(document['input_ids']):,} `input_ids`, but "
+                    f"a document of length {length:,} has {size:,} `input_ids`, but "
                     f"{len(mask):,} values of `loss_mask`"
                 )
             masks.append([*mask[1:], False])
-        return masks
-    for document in group:
+            continue
         if "answer_start_idx" not in document:
             raise DocumentsError(
                 f"a document of length {length:,} has no `loss_mask`, or another of its length hasn't, and it has no "
                 f"`answer_start_idx` either; it has {', '.join(map(repr, document))}"
             )
-        size = len(document["input_ids"])
         first = min(max(int(document["answer_start_idx"]) - 1, 0), size)
         masks.append([False] * first + [True] * (size - first))
     return masks

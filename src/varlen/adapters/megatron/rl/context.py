@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -49,18 +49,10 @@ class PackingContext:
     packed_inference_logprobs: Tensor | None = None
 
 
+Known: TypeAlias = Tensor | None
+Numbers: TypeAlias = list[int]
 PackedBin = tuple[
-    Tensor,
-    Tensor,
-    Tensor | None,
-    Tensor,
-    Tensor,
-    Tensor | None,
-    Tensor | None,
-    list[int],
-    list[int],
-    list[int],
-    PackedSeqParams,
+    Tensor, Tensor, Known, Tensor, Tensor, Known, Known, Numbers, Numbers, Numbers, PackedSeqParams
 ]
 """Tokens, advantages, old log-probs, loss mask from the second token on, positions, log-probs of the reference and of
 inference, starts, lengths and numbers of the sequences, and what attention must know."""
@@ -312,14 +304,16 @@ def _unpacked(packed: Tensor, packing_info: PackingInfo, fewer: int) -> dict[int
     """Return the values of each sequence, so many fewer than its tokens."""
     if packed.dim() < 2 or len(packed) != len(packing_info.bin_seq_indices):
         raise DocumentsError(
-            f"packing_info has {len(packing_info.bin_seq_indices):,} bins, but the values are {tuple(packed.shape)}"
+            f"packing_info has {len(packing_info.bin_seq_indices):,} bins, but the values have the shape "
+            f"{tuple(packed.shape)}"
         )
     numbers, bins, starts, lengths = places(packing_info)
     stops = starts + np.maximum(lengths - fewer, 0)
     if stops.max(initial=0) > packed.shape[1]:
         worst = int(np.argmax(stops))
         raise DocumentsError(
-            f"sequence {int(numbers[worst]):,} ends at {int(stops[worst]):,}, behind its bin of {packed.shape[1]:,}"
+            f"sequence {int(numbers[worst]):,} ends at {int(stops[worst]):,}, behind its bin of {packed.shape[1]:,} "
+            "values"
         )
     spans = sorted(zip(numbers.tolist(), bins.tolist(), starts.tolist(), stops.tolist()))
     return {number: packed[row, start:stop] for number, row, start, stop in spans}

@@ -55,8 +55,7 @@ def places(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, Int
     numbers: list[int] = []
     bins: list[int] = []
     starts: list[int] = []
-    for number in range(len(packing_info.bin_seq_indices)):
-        here = packing_info.bin_seq_indices[number]
+    for number, here in enumerate(packing_info.bin_seq_indices):
         numbers += here
         bins += [number] * len(here)
         told = packing_info.seq_starts.get(number, [])

@@ -125,17 +125,11 @@ def create_packed_seq_params(
     packer = packing_context.packer
     if packer is None:
         raise SettingError("this PackingContext has no packer, whose max_sequences_per_bin is needed")
+    info, device = packing_context.packing_info, packing_context.packed_trajs.device
+    sizes = packing_context.bin_size, packer.max_sequences_per_bin, device, packer.seq_length_multiple
     return [
-        create_packed_seq_params_for_bin(
-            packing_context.packing_info,
-            number,
-            packing_context.bin_size,
-            packer.max_sequences_per_bin,
-            packing_context.packed_trajs.device,
-            packer.seq_length_multiple,
-            split_padding=split_padding,
-        )
-        for number in range(len(packing_context.packing_info.bin_seq_indices))
+        create_packed_seq_params_for_bin(info, number, *sizes, split_padding=split_padding)
+        for number in range(len(info.bin_seq_indices))
     ]
 
 
@@ -237,7 +231,9 @@ def pack_all_trajectories(
         SettingError: a rank or an algorithm that there isn't.
     """
     if len(global_advantages) != len(trajs):
-        raise DocumentsError(f"{len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages")
+        raise DocumentsError(
+            f"there are {len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages"
+        )
     packed = packer.pack_sequences(trajs, generation_masks, lengths=lengths)
     rows, positions, loss_mask, mine = distribute_packed_bins(
         *packed,
@@ -247,6 +243,7 @@ def pack_all_trajectories(
         packing_algo=packing_algo,
         padding_work=not split_padding,
     )
+    where, numbers = global_advantages.device, mine.bin_seq_indices
     context = PackingContext(
         bin_size=packer.bin_size,
         packer=packer,
@@ -257,10 +254,7 @@ def pack_all_trajectories(
         packed_position_ids=positions,
         packed_loss_mask=loss_mask,
         original_inference_logprobs=inference_logprobs,
-        bin_advantages=[
-            global_advantages[torch.tensor(numbers, dtype=torch.int64, device=global_advantages.device)]
-            for numbers in mine.bin_seq_indices
-        ],
+        bin_advantages=[global_advantages[torch.tensor(n, dtype=torch.int64, device=where)] for n in numbers],
     )
     context.cached_packed_seq_params = create_packed_seq_params(context, split_padding=split_padding)
     return context
