@@ -36,12 +36,12 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
     ids, masks, bounds = zip(*[_parts(number, item) for number, item in enumerate(batch)])
     known, lengths = [item.get("seq_lengths") for item in batch], None
     if all(each is not None for each in known):
-        lengths = np.concatenate([_lengths(n, each, len(bounds[n]) - 1) for n, each in enumerate(known)])
+        lengths = _joined([_lengths(n, each, len(bounds[n]) - 1) for n, each in enumerate(known)])
     return PackedRows(
-        input_ids=np.concatenate(ids),
-        loss_mask=np.concatenate(masks),
+        input_ids=_joined(ids),
+        loss_mask=_joined(masks),
         offsets=bounds_of(map(len, ids)),
-        seq_start_id=np.concatenate([ends[:-1] for ends in bounds]),
+        seq_start_id=_joined([ends[:-1] for ends in bounds]),
         document_offsets=bounds_of([len(ends) - 1 for ends in bounds]),
         seq_lengths=lengths,
     )
@@ -76,7 +76,7 @@ def _parts(number: int, item: Mapping[str, Any]) -> tuple[npt.NDArray[Any], ...]
     return tokens, mask, ends
 
 
-def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray[np.int32]:
+def _lengths(number: int, lengths: Any, documents: int) -> npt.NDArray[np.int32]:
     found = np.asarray(lengths)
     if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
         raise DocumentsError(
@@ -84,6 +84,10 @@ def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray
             "they must be whole numbers, one a document"
         )
     return found.astype(np.int32, copy=False)
+
+
+def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def named_row(batch: Sequence[Mapping[str, Any]], place: int) -> str:

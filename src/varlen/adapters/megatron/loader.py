@@ -90,8 +90,7 @@ class MegatronLoader:
                 "many samples at most (train_iters x global_batch_size), or pass more epochs (epochs=None: no end)"
             ) from None
         self._taken += 1
-        made: dict[str, Any] = dict(megatron_batch(batch, dialect=self._dialect, **self._batch_settings))
-        return made
+        return megatron_batch(batch, dialect=self._dialect, **self._batch_settings)
 
     def save_state(self) -> dict[str, Any]:
         """Return what was taken, the same on every rank; Megatron's checkpoints call this.

@@ -19,8 +19,6 @@ from varlen.errors import SettingError, SourceError
 from varlen.files.written import read_manifest
 from varlen.workers.processors import processors
 
-_SINCE_0_4 = "num_tokenizer_workers"
-"""What 0.3 hasn't yet, though its dialect is "0.4"."""
 _NUMBERS = {
     "packed_sequence_size": False,
     "num_tokenizer_workers": False,
@@ -207,7 +205,7 @@ class PackedSequenceSpecs:
         if (self.dialect == "0.6") != (other == "0.6") and self.num_tokenizer_workers < 1:
             arguments["num_tokenizer_workers"] = self.workers
         if is_before_parquet(dialect):
-            del arguments[_SINCE_0_4]
+            del arguments["num_tokenizer_workers"]  # though its dialect is "0.4"
             for name in ("packed_train_data_path", "packed_val_data_path"):
                 if arguments[name] is not None and not str(arguments[name]).endswith(".npy"):
                     raise SettingError(

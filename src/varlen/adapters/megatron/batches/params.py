@@ -111,13 +111,10 @@ def get_packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams:
     given: dict[str, Any] = {}
     if batch.get("cu_seqlens_q") is not None:
         given = {name: _one_row(batch, name, None) for name in _CURRENT}
-        given["max_seqlen_q"] = _number(batch, "max_seqlen_q")
-        given["max_seqlen_kv"] = _number(batch, "max_seqlen_kv")
-        for name in ("cu_seqlens_kv", "max_seqlen_kv"):
+        given |= {name: _number(batch, name) for name in ("max_seqlen_q", "max_seqlen_kv")}
+        for name in ("cu_seqlens_kv", "max_seqlen_kv", "cu_seqlens_kv_padded"):
             if given[name] is None:
                 given[name] = given[name.replace("_kv", "_q")]
-        if given["cu_seqlens_kv_padded"] is None:
-            given["cu_seqlens_kv_padded"] = given["cu_seqlens_q_padded"]
     elif batch.get("cu_seqlens") is not None:
         places = _one_row(batch, "cu_seqlens", "cu_seqlens_argmin")
         reals = _one_row(batch, "cu_seqlens_unpadded", "cu_seqlens_unpadded_argmin")

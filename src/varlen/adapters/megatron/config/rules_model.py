@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from varlen.adapters.megatron.config.reading import CONVERSATIONS, FINE_TUNING, Reading
 from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, Rules, found
-from varlen.adapters.megatron.config.rules_data import BUFFER, LOADER, MICRO, MULTIPLE, SIZE
+from varlen.adapters.megatron.config.rules_data import BUFFER, LOADER, MICRO, MULTIPLE, SIZE, VALUE_ERROR
 from varlen.adapters.megatron.config.settings import OFFLINE_FLAG
 
 PER_TOKEN, AVERAGE = "model.calculate_per_token_loss", "ddp.average_in_collective"
@@ -212,10 +212,10 @@ def _graph_varies_in_width(reading: Reading) -> bool:
 
 def _graph_checks(reading: Reading) -> str:
     """Return what the release does with packed rows of several shapes in a graph."""
-    if reading.is_new:
-        return "Megatron-Bridge stops with a ValueError"
-    replays = "the graph replays the first row's shape, or its recording ends in an error"
-    return f"releases before 0.6 don't check it: {replays}"
+    replays = (
+        "releases before 0.6 don't check it: the graph replays the first row's shape, or its recording fails"
+    )
+    return VALUE_ERROR if reading.is_new else replays
 
 
 def _holds_router(reading: Reading) -> bool:

@@ -248,14 +248,11 @@ def _check(entry: Any, where: str) -> None:
         if key in entry and (type(entry[key]) not in (int, float) or not entry[key] >= 0):
             raise SourceError(f"{where}: `{key}` must be a number from 0 on, got {entry[key]!r}")
     size, most = entry["pack_size"], entry["max_samples_per_bin"]
+    together = "`max_samples_per_bin` documents of `dataset_max_seqlen`", most * entry["dataset_max_seqlen"]
     limits = [
         ("dataset_max_seqlen", "`pack_size`", size),
         ("min_packed_seqlen", "`pack_size`", size),
-        (
-            "min_packed_seqlen",
-            "`max_samples_per_bin` documents of `dataset_max_seqlen`",
-            most * entry["dataset_max_seqlen"],
-        ),
+        ("min_packed_seqlen", *together),
         ("packing_factor", "`max_samples_per_bin`", most + 0.005),
         ("packing_efficiency", "percent of a pack", 100),
     ]

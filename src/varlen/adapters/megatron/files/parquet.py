@@ -307,8 +307,6 @@ class PackedParquetWriter(PackedWriter):
     document that aren't padding, have them in a column list<int32>, which the releases' readers leave aside. Row
     groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd; pages have
     checksums, which our reader verifies.
-
-    The file appears under its name when `close` returns, or at the end of a `with` block that didn't raise.
     """
 
     def __init__(
