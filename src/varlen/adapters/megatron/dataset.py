@@ -34,18 +34,16 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
     if not len(batch):
         raise DocumentsError("a batch needs at least one packed row, got none")
     ids, masks, bounds = zip(*[_parts(number, item) for number, item in enumerate(batch)])
-    lengths = [each for item in batch if (each := item.get("seq_lengths")) is not None]
+    known, lengths = [item.get("seq_lengths") for item in batch], None
+    if all(each is not None for each in known):
+        lengths = _joined([_lengths(n, each, len(bounds[n]) - 1) for n, each in enumerate(known)])
     return PackedRows(
-        input_ids=np.concatenate(ids),
-        loss_mask=np.concatenate(masks),
+        input_ids=_joined(ids),
+        loss_mask=_joined(masks),
         offsets=bounds_of(map(len, ids)),
-        seq_start_id=np.concatenate([ends[:-1] for ends in bounds]),
+        seq_start_id=_joined([ends[:-1] for ends in bounds]),
         document_offsets=bounds_of([len(ends) - 1 for ends in bounds]),
-        seq_lengths=np.concatenate(
-            [_lengths(number, each, len(bounds[number]) - 1) for number, each in enumerate(lengths)]
-        )
-        if len(lengths) == len(batch)
-        else None,
+        seq_lengths=lengths,
     )
 
 
@@ -56,8 +54,7 @@ def _parts(number: int, item: Mapping[str, Any]) -> tuple[npt.NDArray[Any], ...]
         ends = np.asarray(item["seq_boundaries"])
     except KeyError as error:
         raise DocumentsError(
-            f"row {number:,} of the batch has no {error}; a packed row has input_ids, loss_mask "
-            "and seq_boundaries"
+            f"row {number:,} of the batch has no {error}; it needs input_ids, loss_mask and seq_boundaries"
         ) from None
     except (TypeError, ValueError, RuntimeError) as error:
         raise DocumentsError(f"row {number:,} of the batch is no packed row of numbers: {error}") from None
@@ -79,7 +76,7 @@ def _parts(number: int, item: Mapping[str, Any]) -> tuple[npt.NDArray[Any], ...]
     return tokens, mask, ends
 
 
-def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray[np.int32]:
+def _lengths(number: int, lengths: Any, documents: int) -> npt.NDArray[np.int32]:
     found = np.asarray(lengths)
     if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
         raise DocumentsError(
@@ -87,6 +84,10 @@ def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray
             "they must be whole numbers, one a document"
         )
     return found.astype(np.int32, copy=False)
+
+
+def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def named_row(batch: Sequence[Mapping[str, Any]], place: int) -> str:
@@ -119,26 +120,18 @@ _SPECIAL_TOKENS = {
     "end_of_turn": "\n",
     "end_of_name": "\n",
 }
+_OFF = ("add_bos", "add_sep", "hf_dataset", "global_sample_mapping", "is_test", "output_original_text")
+_NONE = ("sep_id", "index_mapping_dir", "prompt_template", "memmap_workers", "special_tokens")
 _UNUSED: dict[str, Any] = {
+    **dict.fromkeys(_OFF, False),
+    **dict.fromkeys((*_NONE, "prompt_completion_config")),
     "min_seq_length": 1,
-    "add_bos": False,
     "add_eos": True,
-    "add_sep": False,
-    "sep_id": None,
     "label_key": "answer",
     "truncation_field": "text",
-    "index_mapping_dir": None,
-    "prompt_template": None,
     "tokens_to_generate": 0,
-    "memmap_workers": None,
-    "hf_dataset": False,
-    "global_sample_mapping": False,
     "truncation_method": "right",
-    "special_tokens": None,
-    "is_test": False,
-    "output_original_text": False,
     "get_attention_mask_from_fusion": True,
-    "prompt_completion_config": None,
 }
 """What the releases' class takes for data that is not packed, with its defaults: attributes that change nothing."""
 _COLLATED = {field.name for field in fields(RowCollator)} - {"eos_id", "pad_id", "pad_seq_to_mult"}
@@ -212,13 +205,11 @@ class GPTSFTPackedDataset(Dataset[Item]):
             raise SettingError(
                 f"P-Tuning with packed sequence is not supported: virtual_tokens={virtual_tokens!r} must be 0"
             )
-        needs_metadata = pad_cu_seqlens and pack_metadata_file_path is not None
         self.file_path, self.tokenizer, self.seed = file_path, tokenizer, seed
-        self.pack_metadata = (
-            None
-            if pack_metadata_file_path is None
-            else read_metadata(pack_metadata_file_path, pack_size=max_seq_length if needs_metadata else None)
-        )
+        self.pack_metadata = None
+        if pack_metadata_file_path is not None:
+            size = max_seq_length if pad_cu_seqlens else None
+            self.pack_metadata = read_metadata(pack_metadata_file_path, pack_size=size)
         self.dialect = as_dialect(dialect)
         self.max_seq_length = max_seq_length
         self.pad_to_max_length = pad_to_max_length

@@ -87,12 +87,10 @@ class MegatronLoader:
             samples = self._loader.step * self._loader.settings.global_batch_size
             raise SettingError(
                 f"all epochs of the data are over after {samples:,} packs, and Megatron asks for more; train for so "
-                "many samples at most (train_iters x global_batch_size), or give the loader more epochs (epochs=None "
-                "is without end)"
+                "many samples at most (train_iters x global_batch_size), or pass more epochs (epochs=None: no end)"
             ) from None
         self._taken += 1
-        made: dict[str, Any] = dict(megatron_batch(batch, dialect=self._dialect, **self._batch_settings))
-        return made
+        return megatron_batch(batch, dialect=self._dialect, **self._batch_settings)
 
     def save_state(self) -> dict[str, Any]:
         """Return what was taken, the same on every rank; Megatron's checkpoints call this.
@@ -309,14 +307,13 @@ def external_loaders(
         )
     evaluated = global_batch_size if eval_global_batch_size is None else eval_global_batch_size
     each_evaluation = as_count(eval_iters, "eval_iters", 0) * as_count(evaluated, "eval_global_batch_size")
+    multiple = alignment(context_parallel_size, tensor_model_parallel_size, sequence_parallel)
     shared: dict[str, Any] = {
         "capacity": seq_length,
         "micro_batch_size": 1,
         "dp_rank": dp_rank,
         "dp_world_size": dp_world_size,
-        "document_multiple_of": alignment(
-            context_parallel_size, tensor_model_parallel_size, sequence_parallel
-        ),
+        "document_multiple_of": multiple,
     }
     given = [name for name in (*shared, "layout", "device") if name in settings]
     if given:
@@ -367,8 +364,7 @@ def loader_batch_size(global_batch_size: int, rampup_batch_size: Sequence[int] |
         return whole
     if len(rampup_batch_size) != 3:
         raise SettingError(
-            "rampup_batch_size has three numbers, the size to start with, the increment and the samples, got "
-            f"{list(rampup_batch_size)}"
+            f"rampup_batch_size has three numbers, start, increment and samples, got {list(rampup_batch_size)}"
         )
     start, increment = (as_count(number, "rampup_batch_size") for number in rampup_batch_size[:2])
     if start > whole or (whole - start) % increment:
@@ -386,13 +382,13 @@ def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | 
     elif consumed:
         loader.seek(consumed)
     elif iteration:
-        where = (
+        missing = (
             f"{dataloader_save} holds no state of the loader"
             if dataloader_save
-            else "no dataloader_save was given"
+            else "dataloader_save is None"
         )
         raise SettingError(
-            f"the run goes on after iteration {iteration:,}, but {where} and consumed_train_samples is 0, so the "
+            f"the run goes on after iteration {iteration:,}, but {missing} and consumed_train_samples is 0, so the "
             "data would begin anew; pass consumed_train_samples, or iteration=0 if that is meant"
         )
 

@@ -101,8 +101,7 @@ def unpacked_samples(
 
     Args:
         batch: with one sample of the result for each of its segments, in order. Its last token has no target.
-        pad_to_multiple_of: see `build_unpacked_sequence_sample`.
-        pad_token_id: token of the padding.
+        pad_to_multiple_of, pad_token_id: as in `build_unpacked_sequence_sample`.
         ignore_label_id: label of the padding and where there is no target; None: `pad_token_id`.
 
     Yields:

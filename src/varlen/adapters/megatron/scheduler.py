@@ -157,8 +157,7 @@ def _as_ids(ids: npt.ArrayLike | None, samples: int) -> IntArray:
         )
     if given.shape != (samples,) or given.dtype.kind not in "iu":
         raise DocumentsError(
-            f"ids must be one whole number for each of the {samples:,} lengths; got {given.dtype} of shape "
-            f"{given.shape}"
+            f"ids must be one whole number for each of the {samples:,} lengths; got {given.dtype} {given.shape}"
         )
     names, counts = np.unique(given, return_counts=True)
     if names.size < samples:
@@ -438,8 +437,7 @@ class Microbatches:
         """Return the sample ids of one micro-batch.
 
         Args:
-            microbatch: from 0 to `num_microbatches - 1`.
-            dp_rank: from 0 to `dp_size - 1`.
+            microbatch, dp_rank: numbers from 0.
         """
         number = microbatch * self.dp_size + dp_rank
         return self.ids[self.offsets[number] : self.offsets[number + 1]]

@@ -19,8 +19,6 @@ from varlen.errors import SettingError, SourceError
 from varlen.files.written import read_manifest
 from varlen.workers.processors import processors
 
-_SINCE_0_4 = "num_tokenizer_workers"
-"""What 0.3 hasn't yet, though its dialect is "0.4"."""
 _NUMBERS = {
     "packed_sequence_size": False,
     "num_tokenizer_workers": False,
@@ -87,10 +85,8 @@ class PackedSequenceSpecs:
 
         Args:
             packed_sequence_size: positions of a row.
-            context_parallel_size: as in `alignment`, like those that follow.
-            tensor_model_parallel_size: TP.
-            sequence_parallel: whether tensor-parallel ranks divide the sequence.
-            eval_context_parallel_size: CP of evaluation, where it is another.
+            context_parallel_size, tensor_model_parallel_size, sequence_parallel, eval_context_parallel_size: as in
+                `alignment`.
             fields: the others.
 
         Raises:
@@ -172,8 +168,7 @@ class PackedSequenceSpecs:
             raise SettingError(
                 "pad_cu_seqlens=True reads how many documents a row has from metadata, and packed data of your own "
                 f"has none at the release's own place: set packed_metadata_path to "
-                f"{max(self.packed_sequence_size, 0)}_metadata.jsonl beside the data, which `varlen pack --format "
-                "megatron` writes"
+                f"{max(self.packed_sequence_size, 0)}_metadata.jsonl beside the data, which `varlen pack` writes"
             )
         if self.packed_metadata_path is not None:
             if not Path(self.packed_metadata_path).exists():
@@ -210,7 +205,7 @@ class PackedSequenceSpecs:
         if (self.dialect == "0.6") != (other == "0.6") and self.num_tokenizer_workers < 1:
             arguments["num_tokenizer_workers"] = self.workers
         if is_before_parquet(dialect):
-            del arguments[_SINCE_0_4]
+            del arguments["num_tokenizer_workers"]  # though its dialect is "0.4"
             for name in ("packed_train_data_path", "packed_val_data_path"):
                 if arguments[name] is not None and not str(arguments[name]).endswith(".npy"):
                     raise SettingError(
@@ -244,9 +239,8 @@ class PackedSequenceSpecs:
         """Refuse numbers that the release refuses, and those that can't go together."""
         for name, may_be_none in _NUMBERS.items():
             value = getattr(self, name)
-            if (isinstance(value, bool) or not isinstance(value, int | np.integer)) and not (
-                value is None and may_be_none
-            ):
+            is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not is_whole and not (value is None and may_be_none):
                 none = ", or None" if may_be_none else ""
                 raise SettingError(f"{name} must be a whole number{none}; got {value!r}")
         if not isinstance(self.pad_cu_seqlens, bool):

@@ -290,7 +290,7 @@ def test_rows_whose_boundaries_do_not_match_are_refused_by_number():
         collate_rows(PackedRows(**fields | {"seq_start_id": np.array([0, 0, 7])}), eos_id=EOS)
     with pytest.raises(DocumentsError, match="8 `input_ids`, but 7 values of `loss_mask`"):
         collate_rows(PackedRows(**fields | {"loss_mask": np.ones(7, np.int8)}), eos_id=EOS)
-    with pytest.raises(DocumentsError, match="row 1: its offsets reach past"):
+    with pytest.raises(DocumentsError, match="row 1: offsets reach past"):
         collate_rows(PackedRows(**fields | {"offsets": np.array([0, 3, 90])}), eos_id=EOS)
     with pytest.raises(DocumentsError, match="at least one packed row"):
         collate_rows(PackedRows(**fields | {"offsets": np.array([0])}), eos_id=EOS)
@@ -305,7 +305,7 @@ def test_rows_whose_boundaries_do_not_match_are_refused_by_number():
         ),
         ({"input_ids": np.arange(8.0)}, "whole numbers of one dimension, got float64"),
         ({"input_ids": np.arange(8, dtype=np.uint64) + 2**63}, "hold 9223372036854775815, which is no token"),
-        ({"loss_mask": np.ones((8, 1))}, r"numbers of one dimension, got float64 of the shape \(8, 1\)"),
+        ({"loss_mask": np.ones((8, 1))}, r"numbers of one dimension, got float64 of shape \(8, 1\)"),
         ({"loss_mask": np.array([1, np.nan] * 4)}, r"holds nan at stored token 1 \(4 of 8 values"),
         ({"loss_mask": np.full(8, 1j)}, "got complex128"),
     ],

@@ -294,7 +294,7 @@ def test_a_batch_is_joined_in_place_and_keeps_nothing_stale():
             [sample(1, 2, 3)],
             {"sequence_length": 2},
             DocumentsError,
-            "row 0 has 3 tokens, over the sequence_length",
+            "row 0 has 3 tokens, over sequence_length 2",
         ),
         (
             [{"input_ids": torch.ones(1, 2)}],
@@ -332,7 +332,7 @@ def test_a_batch_is_joined_in_place_and_keeps_nothing_stale():
             [sample(1)],
             {"sequence_tensor_pad_values": {"labels": 0}},
             SettingError,
-            "labels: these have pad values",
+            "labels: these have their own pad values",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_weights_that_are_not_there_are_refused():
 
     with pytest.raises(SettingError, match=r"no column 'weight' .* it has none"):
         megatron_batch(own, weights="weight")
-    with pytest.raises(SettingError, match=r"shape of the labels, \(1, 4\); got \(3,\)"):
+    with pytest.raises(SettingError, match=r"labels' shape, \(1, 4\); got \(3,\)"):
         megatron_batch(own, weights=np.ones(3))
     with pytest.raises(SettingError, match="weights must be numbers, got <U1"):
         megatron_batch(own, weights=np.full((1, 4), "a"))

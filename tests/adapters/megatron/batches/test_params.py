@@ -155,7 +155,7 @@ def test_rows_of_one_length_are_sequences_of_their_own():
         assert getattr(params, name).tolist() == [0, 8, 16, 24]
         assert getattr(params, name).dtype == torch.int32
     assert params.max_seqlen_q == params.max_seqlen_kv == 8
-    with pytest.raises(SettingError, match="must be 1 or more, got 0 and 8"):
+    with pytest.raises(SettingError, match="must be 1 or more: 0 and 8"):
         build_uniform_packed_seq_params(0, 8)
 
 
@@ -225,7 +225,7 @@ def test_rows_that_do_not_match_their_boundaries_are_refused():
         unpack_mcore_thd_tensor_for_position_ids(
             torch.zeros(1, 8), PackedSeqParams(cu_seqlens_q=ints(0, 2), cu_seqlens_q_padded=ints(0, 4, 8))
         )
-    with pytest.raises(DocumentsError, match="must rise and hold at least one token"):
+    with pytest.raises(DocumentsError, match="must rise and hold at least a token"):
         unpack_mcore_thd_tensor_for_position_ids(torch.zeros(1, 4), PackedSeqParams(cu_seqlens_q=ints(0, 0)))
     with pytest.raises(DocumentsError, match="for 1 lengths and 1 starts"):
         repack_mcore_thd_position_ids(torch.zeros(1, 2, 3), padded_starts=[0], lengths=[2], total_length=4)

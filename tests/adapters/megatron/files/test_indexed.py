@@ -491,7 +491,7 @@ def test_a_run_that_is_repeated_adds_nothing_unless_it_is_asked_for(tmp_path):
     [
         (
             {"pack_size": 8192},
-            "entry 2: `pack_size` is 8,192, but entry 1 has 4,096; each pack size has a file",
+            "entry 2: `pack_size` is 8,192, but entry 1 has 4,096; a pack size has its own file",
         ),
         ({"pack_size": "4096"}, "entry 2: `pack_size` must be a whole number from 1 on, got '4096'"),
         (

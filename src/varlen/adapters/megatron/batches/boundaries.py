@@ -50,13 +50,8 @@ def boundary_keys(bounds: Boundaries, dialect: Dialect) -> MegatronBatch:
     longest = torch.from_numpy(bounds.max_seqlen)
     if dialect == "0.6":
         logical = torch.from_numpy(bounds.logical)
-        keys: MegatronBatch = {
-            "attention_mask": None,
-            "cu_seqlens_q": logical,
-            "cu_seqlens_kv": logical,
-            "max_seqlen_q": longest,
-            "max_seqlen_kv": longest,
-        }
+        keys: MegatronBatch = {"attention_mask": None, "cu_seqlens_q": logical, "cu_seqlens_kv": logical}
+        keys |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
         if bounds.physical is not None:
             physical = torch.from_numpy(bounds.physical)
             keys |= {"cu_seqlens_q_padded": physical, "cu_seqlens_kv_padded": physical}

@@ -473,7 +473,7 @@ def megatron_batch(
     tokens, segments = on_host(batch.input_ids), on_host(batch.segment_ids)
     shape = (int(tokens.shape[0]), int(tokens.shape[1]))
     follows = np.zeros(shape, dtype=np.bool_)
-    follows[:, :-1] = _same_segment(segments)
+    follows[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
     targets = _moved(on_host(batch.labels), IGNORE_INDEX)
     trained = follows & (targets != IGNORE_INDEX)
     labels = np.where(trained, targets, np.where(follows, _moved(tokens, batch.pad_id), batch.pad_id))
@@ -505,12 +505,6 @@ def _moved(values: npt.NDArray[Any], last: object) -> npt.NDArray[Any]:
     moved = np.empty_like(values)
     moved[:, :-1], moved[:, -1:] = values[:, 1:], last
     return moved
-
-
-def _same_segment(segments: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return bool `[rows, width - 1]`: whether a position and the next hold tokens of one document."""
-    same: npt.NDArray[np.bool_] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
-    return same
 
 
 def _weighted(trained: npt.NDArray[np.bool_], weights: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

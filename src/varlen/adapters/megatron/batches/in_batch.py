@@ -60,8 +60,7 @@ def pack_batch_sequences(
 
     Args:
         tokens: `[rows, width]`.
-        labels: `[rows, width]`, or None on stages of a pipeline that have none.
-        loss_mask: `[rows, width]`, or None.
+        labels, loss_mask: `[rows, width]`, or None on stages of a pipeline that have none.
         attention_mask: `[rows, width]`, 1 at real tokens; one of another shape, or None, says nothing.
         position_ids: `[rows, width]`.
         pad_token_id: token of padding.
@@ -229,7 +228,7 @@ def pack_right_padded_sequence_batch_to_mcore_thd(
     name = token_key or next((k for k in ("tokens", "input_ids") if torch.is_tensor(batch.get(k))), None)
     if name is None or not torch.is_tensor(batch.get(name)):
         raise DocumentsError(
-            f"the batch has no tensor {name or 'tokens or input_ids'}, but {', '.join(batch)}"
+            f"the batch has no tensor {name or 'tokens or input_ids'}; it has {', '.join(batch)}"
         )
     tokens = batch[name]
     if batch.get("position_ids") is None:

@@ -111,13 +111,10 @@ def get_packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams:
     given: dict[str, Any] = {}
     if batch.get("cu_seqlens_q") is not None:
         given = {name: _one_row(batch, name, None) for name in _CURRENT}
-        given["max_seqlen_q"] = _number(batch, "max_seqlen_q")
-        given["max_seqlen_kv"] = _number(batch, "max_seqlen_kv")
-        for name in ("cu_seqlens_kv", "max_seqlen_kv"):
+        given |= {name: _number(batch, name) for name in ("max_seqlen_q", "max_seqlen_kv")}
+        for name in ("cu_seqlens_kv", "max_seqlen_kv", "cu_seqlens_kv_padded"):
             if given[name] is None:
                 given[name] = given[name.replace("_kv", "_q")]
-        if given["cu_seqlens_kv_padded"] is None:
-            given["cu_seqlens_kv_padded"] = given["cu_seqlens_q_padded"]
     elif batch.get("cu_seqlens") is not None:
         places = _one_row(batch, "cu_seqlens", "cu_seqlens_argmin")
         reals = _one_row(batch, "cu_seqlens_unpadded", "cu_seqlens_unpadded_argmin")
@@ -176,14 +173,8 @@ def build_uniform_packed_seq_params(
     if batch_size < 1 or seq_length < 1:
         raise SettingError(f"batch_size and seq_length must be 1 or more: {batch_size!r} and {seq_length!r}")
     bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_length
-    names = dict.fromkeys(_CURRENT, bounds)
-    return PackedSeqParams(
-        qkv_format="thd",
-        **names,  # type: ignore[arg-type]
-        max_seqlen_q=seq_length,
-        max_seqlen_kv=seq_length,
-        pad_between_seqs=False,
-    )
+    given = bounds, bounds, bounds, bounds
+    return PackedSeqParams("thd", *given, seq_length, seq_length, pad_between_seqs=False)
 
 
 def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> Tensor | None:
@@ -192,7 +183,8 @@ def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> Tensor 
     if bounds is None:
         return None
     if not isinstance(bounds, Tensor) or bounds.dim() not in (1, 2):
-        raise DocumentsError(f"{name} must be a tensor [entries] or [1, entries], got {_said(bounds)}")
+        seen = f"shape {tuple(bounds.shape)}" if isinstance(bounds, Tensor) else type(bounds).__name__
+        raise DocumentsError(f"{name} must be a tensor [entries] or [1, entries], got {seen}")
     if bounds.dim() == 2:
         if bounds.size(0) != 1:
             raise DocumentsError(
@@ -228,10 +220,6 @@ def _number(batch: Mapping[str, Any], name: str) -> int | None:
             )
         value = value.item()
     return int(value)
-
-
-def _said(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 # Packed rows of one micro-batch back into rows of their own, for models that make position ids of a batch.

@@ -25,7 +25,6 @@ from varlen.adapters.megatron.config.settings import (
     RENAMED,
     SECTIONS,
     SETTINGS,
-    as_kind,
 )
 from varlen.adapters.megatron.rows import NEWEST, Dialect, as_dialect
 from varlen.arguments import as_count
@@ -40,14 +39,9 @@ PRETRAINING = (
     "GPTFIMDatasetConfig",
     "BlendedMegatronDatasetConfig",
 )
-FINE_TUNING = (
-    "FinetuningDatasetConfig",
-    "HFDatasetConfig",
-    "GPTSFTDatasetConfig",
-    "DirectHFSFTDatasetConfig",
-    "EnergonDatasetConfig",
-    "MockVLMSFTDatasetConfig",
-)
+COLLATED = ("DirectHFSFTDatasetConfig", "EnergonDatasetConfig", "MockVLMSFTDatasetConfig")
+"""Data sets whose collator pads to the multiple that context parallelism needs."""
+FINE_TUNING = ("FinetuningDatasetConfig", "HFDatasetConfig", "GPTSFTDatasetConfig", *COLLATED)
 """Data sets whose targets may all be masked on a rank; NVIDIA checks them so."""
 CONVERSATIONS = (
     "HFDatasetConversationProvider",
@@ -56,8 +50,6 @@ CONVERSATIONS = (
     "EnergonProvider",
 )
 """The same before release 0.6, where NVIDIA doesn't check them."""
-COLLATED = ("DirectHFSFTDatasetConfig", "EnergonDatasetConfig", "MockVLMSFTDatasetConfig")
-"""Data sets whose collator pads to the multiple that context parallelism needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,19 +227,15 @@ class Reading:
     @property
     def is_fine_tuning(self) -> bool:
         """Whether a rank may meet a part of a row that has no target at all."""
-        if self.is_of((*FINE_TUNING, *CONVERSATIONS)) or bool(self.packing):
-            return not self.is_pretraining
-        return False
+        is_tuned = self.is_of((*FINE_TUNING, *CONVERSATIONS)) or bool(self.packing)
+        return is_tuned and not self.is_pretraining
 
     @property
     def alignment(self) -> int:
         """The multiple that every document's slot, and a row, must have: `lcm(2·CP, CP·TP)`, for evaluation too."""
         sizes = {self.cp, self["dist.eval_context_parallel_size"] or self.cp}
-        split = [2 * size if size > 1 else 1 for size in sizes]
-        scattered = [
-            size * self.tp if self["model.sequence_parallel"] and self.tp > 1 else 1 for size in sizes
-        ]
-        return math.lcm(*split, *scattered)
+        tp = self.tp if self["model.sequence_parallel"] and self.tp > 1 else 0
+        return math.lcm(*(math.lcm(2 * size if size > 1 else 1, size * tp or 1) for size in sizes))
 
     @property
     def alignment_words(self) -> str:
@@ -294,12 +282,7 @@ def nearest(number: int, of: int) -> str | None:
 NEAR = 0.88
 """How alike two names must be, as difflib counts it, for one to be taken for the other mistyped."""
 _OLD_NAMES, _NEW_NAMES = {OFFLINE_OLD, IN_BATCH_OLD}, {OFFLINE_NEW, OFFLINE_FLAG, IN_BATCH_NEW}
-_NEW_CLASSES = {
-    "GPTSFTDatasetConfig",
-    "DirectHFSFTDatasetConfig",
-    "EnergonDatasetConfig",
-    "MockVLMSFTDatasetConfig",
-}
+_NEW_CLASSES = {"GPTSFTDatasetConfig", *COLLATED}
 _OLD_CLASSES = {"HFDatasetConfig", *CONVERSATIONS}
 
 
@@ -408,11 +391,11 @@ def _keep(found: _Found, name: str, written: str, value: Any) -> None:
     if value is None or (isinstance(value, str) and value == NOT_SAID):
         found.values.setdefault(name, None)
         return
-    kind = SETTINGS[name].kind
+    expected, as_value = KINDS[SETTINGS[name].kind]
     try:
-        found.values[name] = as_kind(value, kind)
+        found.values[name] = as_value(value)
     except (TypeError, ValueError):
-        message = f"{written} must be {KINDS[kind][0]}; got {value!r:.60}"
+        message = f"{written} must be {expected}; got {value!r:.60}"
         if message not in found.wrong:
             found.wrong.append(message)
 

@@ -13,51 +13,19 @@ from varlen.adapters.megatron.config.settings import SETTINGS
 from varlen.counts import many
 from varlen.errors import SettingError
 
-Kind = Literal[
-    "packing_switches",
-    "packing_flag",
-    "packing_specs",
-    "packing_names",
-    "packing_ignored",
-    "pack_size",
-    "pack_below_seq_length",
-    "micro_batch_packed",
-    "micro_batch_in_batch",
-    "eval_micro_batch",
-    "global_batch",
-    "world_size",
-    "dataloader_type",
-    "seq_length",
-    "seq_lengths_differ",
-    "pad_seq_to_mult",
-    "max_single_sequence_length",
-    "per_token_loss",
-    "average_in_collective",
-    "loss_weighting",
-    "cp_sizes",
-    "cuda_graph_impl",
-    "static_width",
-    "static_boundaries",
-    "graph_router",
-    "graph_in_batch",
-    "energon",
-    "hybrid_context_parallel",
-    "mtp",
-    "p_tuning",
-    "model_family",
-    "moe_padding",
-    "middle_stages",
-    "boundary_terminators",
-    "parquet_padding",
-    "packing_seed",
-    "tokenizer_workers",
-    "overlong_samples",
-    "eos_padding",
-    "packed_file",
-    "npy_file",
-    "metadata",
-    "unknown_setting",
-]
+Kind: TypeAlias = (
+    Literal["packing_switches", "packing_flag", "packing_specs", "packing_names", "packing_ignored"]
+    | Literal["micro_batch_packed", "micro_batch_in_batch", "eval_micro_batch", "global_batch", "world_size"]
+    | Literal["pack_size", "pack_below_seq_length", "seq_length", "seq_lengths_differ", "pad_seq_to_mult"]
+    | Literal["max_single_sequence_length", "dataloader_type", "unknown_setting"]
+    | Literal["per_token_loss", "average_in_collective", "loss_weighting"]
+    | Literal[
+        "cp_sizes", "hybrid_context_parallel", "energon", "mtp", "p_tuning", "model_family", "moe_padding"
+    ]
+    | Literal["cuda_graph_impl", "static_width", "static_boundaries", "graph_router", "graph_in_batch"]
+    | Literal["middle_stages", "boundary_terminators", "parquet_padding", "packing_seed", "tokenizer_workers"]
+    | Literal["overlong_samples", "eos_padding", "packed_file", "npy_file", "metadata"]
+)
 """What a finding is about; stable, so that a program may tell them apart."""
 
 Level = Literal["error", "warning"]
@@ -214,14 +182,14 @@ def _put(cfg: Any, name: str, value: Any) -> None:
             inner = (entries(cfg, (part,)) or {})[part]  # OmegaConf keeps a copy
         cfg = inner
     if isinstance(value, Mapping) and not isinstance(cfg, Mapping):
-        value = SimpleNamespace(**{**_defaults_of(name), **value})
+        # A new object has every setting, with the releases' defaults.
+        inside = {
+            full.rpartition(".")[2]: SETTINGS[full].default
+            for full in SETTINGS
+            if full.startswith(f"{name}.")
+        }
+        value = SimpleNamespace(**{**inside, **value})
     _set(cfg, last, _plain(value) if isinstance(value, Mapping) else value)
-
-
-def _defaults_of(container: str) -> dict[str, Any]:
-    """Return every setting that a new object in a container's place must have, with the releases' defaults."""
-    names = {name: name.rpartition(".")[2] for name in SETTINGS if name.startswith(f"{container}.")}
-    return {last: SETTINGS[name].default for name, last in names.items()}
 
 
 def _set(cfg: Any, name: str, value: Any) -> None:

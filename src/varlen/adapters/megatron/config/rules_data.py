@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from varlen.adapters.megatron.config.reading import (
     COLLATED,
@@ -42,6 +43,7 @@ def names_of_one_release(reading: Reading) -> Iterator[ConfigFinding]:
     theirs, ours = ("0.5.1 and before", "0.6.0 on") if reading.is_new else ("0.6.0 on", "0.5.1 and before")
     limit = f"only the names that releases {'from ' if reading.is_new else ''}{ours} have"
     what = f"is of releases {theirs}: this one never reads it, and trains"
+    report = partial(found, reading, "packing_names")
     if other in reading.held:
         moved = {
             name: reading.values[f"{other}.{name}"]
@@ -52,14 +54,10 @@ def names_of_one_release(reading: Reading) -> Iterator[ConfigFinding]:
         if own not in reading.held and moved.get("packed_sequence_size", 0) > 0:
             changes |= {own: moved} | ({OFFLINE_FLAG: True} if reading.is_new else {})
         said = f"`{other}` {what} as if it weren't there"
-        yield found(
-            reading, "packing_names", other, limit, said, "silently wrong", changes, seen=f"{other} is set"
-        )
+        yield report(other, limit, said, "silently wrong", changes, seen=f"{other} is set")
     if reading[batch]:
         said = f"`{batch}` {what} unpacked rows"
-        yield found(
-            reading, "packing_names", batch, limit, said, "silently wrong", {batch: None, own_batch: True}
-        )
+        yield report(batch, limit, said, "silently wrong", {batch: None, own_batch: True})
 
 
 def row_size(reading: Reading) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from varlen.adapters.megatron.config.reading import CONVERSATIONS, FINE_TUNING, Reading
 from varlen.adapters.megatron.config.report import ConfigFinding, Outcome, Rule, Rules, found
-from varlen.adapters.megatron.config.rules_data import BUFFER, LOADER, MICRO, MULTIPLE, SIZE
+from varlen.adapters.megatron.config.rules_data import BUFFER, LOADER, MICRO, MULTIPLE, SIZE, VALUE_ERROR
 from varlen.adapters.megatron.config.settings import OFFLINE_FLAG
 
 PER_TOKEN, AVERAGE = "model.calculate_per_token_loss", "ddp.average_in_collective"
@@ -212,10 +212,10 @@ def _graph_varies_in_width(reading: Reading) -> bool:
 
 def _graph_checks(reading: Reading) -> str:
     """Return what the release does with packed rows of several shapes in a graph."""
-    if reading.is_new:
-        return "Megatron-Bridge stops with a ValueError"
-    replays = "the graph replays the first row's shape, or its recording ends in an error"
-    return f"releases before 0.6 don't check it: {replays}"
+    replays = (
+        "releases before 0.6 don't check it: the graph replays the first row's shape, or its recording fails"
+    )
+    return VALUE_ERROR if reading.is_new else replays
 
 
 def _holds_router(reading: Reading) -> bool:
@@ -235,9 +235,7 @@ GRAPH_RULES = (
         IMPL,
         lambda r: r.is_new and implementation(r) == "local" and not is_full_iteration(r),
         "transformer_engine for parts of layers; local only with the scope full_iteration",
-        lambda r: (
-            f"local graphs hold {', '.join(sorted(captured(r))) or 'no scope'}; Megatron-Bridge stops with a ValueError"
-        ),
+        lambda r: f"local graphs hold {', '.join(sorted(captured(r))) or 'no scope'}; Megatron-Bridge stops",
         to="transformer_engine",
     ),
     # Boundaries padded to one number are those of rows of one width.
@@ -298,11 +296,7 @@ def _energon(setting: str, is_wrong: Any, limit: Any, value: Any = None, changes
         setting,
         is_wrong,
         limit,
-        lambda r: (
-            "Megatron-Bridge doesn't have Energon's packing with it, and stops with a ValueError"
-            if r.is_new
-            else "releases from 0.6 on refuse it with Energon's packing; this one doesn't check it"
-        ),
+        "Energon's packing doesn't go with it: releases from 0.6 on stop with a ValueError, others don't check it",
         lambda r: "stops" if r.is_new else "advice",
         to=value,
         changes=changes,
@@ -395,13 +389,7 @@ IMAGES_GROW = "images grow after the boundaries are made, so its collator stops 
 FAMILIES = (
     Family("Qwen3-Next", r"qwen3next", "offline", "stops", REFUSED_BY_CORE, (0, 6)),
     Family("Qwen3-Next", r"qwen3next", "offline", "advice", "NVIDIA's fine-tuning recipe turns packing off"),
-    Family(
-        "GLM-4.5",
-        r"glm45(?!v)|glmmoe",
-        "offline",
-        "advice",
-        "NVIDIA's recipes turn packing off as not supported",
-    ),
+    Family("GLM-4.5", r"glm45(?!v)|glmmoe", "offline", "advice", "NVIDIA's recipes turn packing off"),
     Family("DeepSeek-V4", r"deepseekv4|dsv4", "offline", "advice", "NVIDIA's recipes turn packing off"),
     Family("Qwen3.5-VL", r"qwen35vl", "in-batch", "advice", "NVIDIA's recipes turn in-batch packing off"),
     Family("Qwen-Omni", r"qwen(25|3|35)?omni", "in-batch", "stops", "its collator stops with a ValueError"),
@@ -560,11 +548,7 @@ RELEASE_RULES = (
             + "middle stages get no boundaries and attend across documents; users lost 10 to 20 points (issue 2952)"
         ),
         lambda r: "silently wrong" if _is_certain(r) else "advice",
-        fix=lambda r: (
-            "use release 0.5.0 or later, or two stages and more tensor parallelism"
-            if _is_certain(r)
-            else 'use release 0.5.0 or later; if it is one, say so with dialect="0.5"'
-        ),
+        fix='use release 0.5.0 or later (then say so with dialect="0.5"), or two stages and more tensor parallelism',
     ),
     # The -1 that ends a row's boundaries is handed to the kernel that cuts rows among ranks.
     Rule(
@@ -615,11 +599,7 @@ RELEASE_RULES = (
         SIZE,
         lambda r: r.is_packed_here and _has_chats(r),
         "the longest chat",
-        lambda r: (
-            "a chat longer than that is left out, and one line of the log counts them"
-            if r.is_new
-            else "the first chat longer than that ends the packing with an IndexError"
-        ),
+        "a longer chat is left out, and a line of the log counts them; before 0.6 it ends all with an IndexError",
         "advice",
         fix="see `varlen inspect` for the lengths; `varlen pack --overlong split` keeps every token",
     ),

@@ -112,10 +112,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     **{name: (f"model.{name}",) for name in _MODEL if name not in ("seq_length", "hf_model_id")},
     "seq_length": ("model.seq_length", "dataset.seq_length"),
     "num_experts": ("model.num_moe_experts",),
-    "micro_batch_size": ("train.micro_batch_size",),
-    "global_batch_size": ("train.global_batch_size",),
-    "eval_micro_batch_size": ("validation.eval_micro_batch_size",),
-    "eval_global_batch_size": ("validation.eval_global_batch_size",),
+    **{name: (f"train.{name}",) for name in ("micro_batch_size", "global_batch_size")},
+    **{name: (f"validation.{name}",) for name in ("eval_micro_batch_size", "eval_global_batch_size")},
     "dataloader_type": ("dataset.dataloader_type",),
     "ddp_average_in_collective": ("ddp.average_in_collective",),
     "use_megatron_fsdp": ("ddp.use_megatron_fsdp",),
@@ -140,11 +138,6 @@ REAL_NEIGHBOURS = frozenset(_NEIGHBOURS.split())
 
 GRAPH_SCOPES = ("", "full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts that CUDA graphs hold, by their numbers in Megatron Core 0.16's `CudaGraphScope`, which is what YAML has."""
-
-
-def as_kind(value: Any, kind: Kind) -> Any:
-    """Return a value as one of its kind; raises TypeError, which names nothing, where it is none."""
-    return KINDS[kind][1](value)
 
 
 def _integer(value: Any, least: int | None = None) -> int:

@@ -7,7 +7,7 @@ for each split as a rule, and readers take the largest and smallest of all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -104,9 +104,7 @@ def metadata_entry(lengths: npt.ArrayLike, offsets: npt.ArrayLike, pack_size: in
     """Return what a run of Megatron-Bridge says of its packs.
 
     Args:
-        lengths: int `[documents]`, positions of input of each document, alignment padding included: its stored tokens
-            less one.
-        offsets: int `[packs + 1]`; pack p holds the documents `offsets[p]:offsets[p + 1]`.
+        lengths, offsets: as in `PackCounts.add`.
         pack_size: positions that a pack can hold.
 
     Raises:
@@ -162,8 +160,7 @@ def read_metadata(path: str | Path, *, pack_size: int | None = None) -> list[Ent
         if size != wanted:
             other = f"entry 1 has {wanted:,}" if pack_size is None else f"packed_sequence_size is {wanted:,}"
             raise SourceError(
-                f"{where} entry {number:,}: `pack_size` is {size:,}, but {other}; each pack size "
-                "has a file of its own"
+                f"{where} entry {number:,}: `pack_size` is {size:,}, but {other}; a pack size has its own file"
             )
     return entries
 
@@ -207,9 +204,7 @@ def write_metadata(
     path = Path(path)
     new = dict(entry)
     _check(new, "the entry")
-    entries: list[Entry] = []
-    if append and path.exists():
-        entries = read_metadata(path, pack_size=int(new["pack_size"]))
+    entries = read_metadata(path, pack_size=int(new["pack_size"])) if append and path.exists() else []
     if repeat or new not in entries:
         entries.append(new)
     with disk_faults(path):
@@ -243,8 +238,7 @@ def _check(entry: Any, where: str) -> None:
     missing = [key for key in _NEEDED if key not in entry]
     if missing:
         raise SourceError(
-            f"{where} has no `{missing[0]}` ({many(len(missing), 'key')} of {len(_NEEDED)} missing); "
-            "pack the data again"
+            f"{where} has no `{missing[0]}` ({many(len(missing), 'key')} of {len(_NEEDED)} missing); pack it again"
         )
     for key in _NEEDED:
         least = 1 if key in ("pack_size", "max_samples_per_bin") else 0
@@ -253,21 +247,17 @@ def _check(entry: Any, where: str) -> None:
     for key in _RATIOS:
         if key in entry and (type(entry[key]) not in (int, float) or not entry[key] >= 0):
             raise SourceError(f"{where}: `{key}` must be a number from 0 on, got {entry[key]!r}")
-    for key, limit in _limits(entry):
-        if entry[key] > limit[1]:
+    size, most = entry["pack_size"], entry["max_samples_per_bin"]
+    together = "`max_samples_per_bin` documents of `dataset_max_seqlen`", most * entry["dataset_max_seqlen"]
+    limits = [
+        ("dataset_max_seqlen", "`pack_size`", size),
+        ("min_packed_seqlen", "`pack_size`", size),
+        ("min_packed_seqlen", *together),
+        ("packing_factor", "`max_samples_per_bin`", most + 0.005),
+        ("packing_efficiency", "percent of a pack", 100),
+    ]
+    for key, words, limit in limits:
+        if entry.get(key, 0) > limit:
             raise SourceError(
-                f"{where} contradicts itself: `{key}` is {entry[key]:,}, more than {limit[0]}, {limit[1]:,}"
+                f"{where} contradicts itself: `{key}` is {entry[key]:,}, more than {words}, {limit:,}"
             )
-
-
-def _limits(entry: Mapping[str, Any]) -> Iterable[tuple[str, tuple[str, float]]]:
-    """Yield what each key can't be above, in words and as a number."""
-    size = "`pack_size`", entry["pack_size"]
-    yield "dataset_max_seqlen", size
-    yield "min_packed_seqlen", size
-    most = entry["max_samples_per_bin"] * entry["dataset_max_seqlen"]
-    yield "min_packed_seqlen", ("`max_samples_per_bin` documents of `dataset_max_seqlen`", most)
-    if "packing_factor" in entry:
-        yield "packing_factor", ("`max_samples_per_bin`", entry["max_samples_per_bin"] + 0.005)
-    if "packing_efficiency" in entry:
-        yield "packing_efficiency", ("percent of a pack", 100)

@@ -33,10 +33,6 @@ from varlen.errors import DocumentsError, SourceError
 from varlen.regular import open_regular
 from varlen.types import IntArray
 
-_READ_HEADER: dict[tuple[int, int], Any] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 _CORES = ("numpy.core", "numpy._core")
 _MOST_TIMES = 64
 """Numbers for each byte of a file, since rows may stand for one another: more is an attack."""
@@ -80,12 +76,12 @@ def _opened(path: str | Path) -> tuple[npt.NDArray[np.uint8], int, tuple[int, ..
                 raise SourceError(f"{path} is empty (0 bytes); was it written to the end?")
             data = np.memmap(file, dtype=np.uint8, mode="r")
             file.seek(0)
-            version = np.lib.format.read_magic(file)
-            shape, _, dtype = _READ_HEADER[version](file)
+            major, minor = np.lib.format.read_magic(file)
+            shape, _, dtype = getattr(np.lib.format, f"read_array_header_{major}_{minor}")(file)
             start = file.tell()
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, EOFError, SyntaxError, TypeError, TokenError) as error:
+    except (ValueError, AttributeError, EOFError, SyntaxError, TypeError, TokenError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(f"{path} isn't an array that np.save wrote, or is cut off; copy it again") from None

@@ -307,8 +307,6 @@ class PackedParquetWriter(PackedWriter):
     document that aren't padding, have them in a column list<int32>, which the releases' readers leave aside. Row
     groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd; pages have
     checksums, which our reader verifies.
-
-    The file appears under its name when `close` returns, or at the end of a `with` block that didn't raise.
     """
 
     def __init__(
@@ -370,12 +368,11 @@ class PackedParquetWriter(PackedWriter):
     def _write_group(self, rows: PackedRows) -> None:
         import pyarrow as pa
 
+        starts = rows.seq_start_id.astype(np.int64, copy=False)
         columns = {
             "input_ids": list_column(rows.input_ids.astype(np.int64, copy=False), rows.offsets),
             "loss_mask": list_column(rows.loss_mask.astype(np.int8, copy=False), rows.offsets),
-            "seq_start_id": list_column(
-                rows.seq_start_id.astype(np.int64, copy=False), rows.document_offsets
-            ),
+            "seq_start_id": list_column(starts, rows.document_offsets),
         }
         if rows.seq_lengths is not None:
             columns[LENGTHS] = list_column(rows.seq_lengths, rows.document_offsets)

@@ -28,6 +28,7 @@ from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
 from varlen.files.ours import sync
 from varlen.files.written import read_manifest
+from varlen.offline.outputs import disk_faults
 from varlen.store.shard import map_array
 from varlen.store.store import TokenStore, open_store
 from varlen.types import Int32Array, IntArray, Packing
@@ -124,8 +125,7 @@ class PackIndex(PackedReader):
         """Yield rows in order, as `batches` does.
 
         Args:
-            start: number of the first row.
-            stop: number of the row behind the last.
+            start, stop: number of the first row, and of the one behind the last.
         """
         ends = np.cumsum(self.row_tokens)
         while start < stop:
@@ -159,30 +159,20 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
     place = folder / manifest["tokens"] if tokens is None else Path(tokens)
     if read_manifest(place) is None:
         raise SourceError(
-            f"{folder} is an index of tokens in {os.path.normpath(place)}, which isn't there; pass tokens=..., where "
-            "they are now"
+            f"{folder} is an index of tokens in {os.path.normpath(place)}, which isn't there; pass tokens=PLACE"
         )
     store = open_store(place)
-    told = manifest["tokens_fingerprint"], manifest["settings"], manifest["pad_id"]
+    told = manifest["tokens_fingerprint"], manifest["settings"]["multiple"], manifest["pad_id"]
     return opened(folder, store, *told, crc32=manifest.get("crc32"))
 
 
 def opened(
-    folder: Path,
-    store: TokenStore,
-    fingerprint: str,
-    settings: dict[str, Any],
-    pad_id: int,
-    crc32: Any = None,
+    folder: Path, store: TokenStore, fingerprint: str, multiple: int, pad_id: int, crc32: Any = None
 ) -> PackIndex:
-    """Open the arrays in a folder, over the store that they speak of.
-
-    Cost: reads the arrays once, about a second for two GB.
-    """
+    """Open the arrays in a folder, over the store that they speak of; reads them once, 2 GB in about a second."""
     if store.fingerprint != fingerprint:
         raise SourceError(
-            f"{folder} is an index of other tokens than those in {store.folder}, which was made anew or has grown; "
-            "pack it again, which takes seconds"
+            f"{folder} is an index of other tokens than those in {store.folder}, made anew or grown; pack it again"
         )
     arrays = {}
     for name in ("offsets", "documents", "positions", "starts"):
@@ -193,18 +183,13 @@ def opened(
             arrays[name] = map_array(path)
         except (OSError, ValueError) as error:
             raise SourceError(f"{path} is missing or damaged ({error}); pack it again") from error
-    found = (
-        {name: zlib.crc32(np.ascontiguousarray(array).data) for name, array in arrays.items()}
-        if crc32
-        else None
-    )
     why = _wrong_in(arrays, int(store.documents.sum()))
-    if why is None and crc32 and found != crc32:
+    if why is None and crc32 and crc32 != _sums(arrays):
         why = "its arrays aren't those that were written"
     if why is not None:
         raise SourceError(f"{folder} is damaged: {why}; pack it again")
     places = folder, store.folder
-    return PackIndex(store, arrays, multiple=settings["multiple"], pad_id=pad_id, opened_from=places)
+    return PackIndex(store, arrays, multiple=multiple, pad_id=pad_id, opened_from=places)
 
 
 def _wrong_in(arrays: dict[str, Any], num_documents: int) -> str | None:
@@ -236,16 +221,21 @@ def arrays_of(packing: Packing) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def write_arrays(folder: Path, arrays: dict[str, npt.NDArray[Any]]) -> tuple[int, dict[str, int]]:
+def _sums(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, int]:
+    return {name: zlib.crc32(np.ascontiguousarray(array).data) for name, array in arrays.items()}
+
+
+def write_arrays(folder: Path, packing: Packing) -> tuple[int, dict[str, int]]:
     """Write the arrays of an index; returns the bytes of their files, and the CRC-32 of each one's numbers."""
-    size, crc32 = 0, {}
-    for name, array in arrays.items():
-        crc32[name] = zlib.crc32(np.ascontiguousarray(array).data)
-        path = folder / f"{name}.npy"
-        np.save(path, array)
-        sync(path)
-        size += path.stat().st_size
-    return size, crc32
+    size, arrays = 0, arrays_of(packing)
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, array in arrays.items():
+            path = folder / f"{name}.npy"
+            np.save(path, array)
+            sync(path)
+            size += path.stat().st_size
+    return size, _sums(arrays)
 
 
 def _spread(

@@ -20,7 +20,7 @@ from varlen import __version__
 from varlen.adapters.megatron.files.metadata import metadata_entry, read_metadata, write_metadata
 from varlen.adapters.megatron.files.parquet import PackedParquetWriter
 from varlen.adapters.megatron.packing.alignment import aligned_pieces, check_size, longest_aligned, slots_of
-from varlen.adapters.megatron.packing.index import INDEX, arrays_of, opened, write_arrays
+from varlen.adapters.megatron.packing.index import INDEX, opened, write_arrays
 from varlen.adapters.megatron.packing.release_packs import as_packing, replay_packs
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.arguments import as_choice, as_count
@@ -132,7 +132,6 @@ def _written(
             f"{nothing_left(packing.ledger, store.losses, settings.pack_size)}); pass --overlong split, or a larger "
             "--capacity"
         )
-    pad_id = _pad_id(store, settings)
     targets = _row_targets(store, packing)
     slots = slots_of(packing.lengths, settings.multiple)
     metadata = partial / _metadata_name(settings.pack_size)
@@ -145,7 +144,7 @@ def _written(
         "fingerprint": "",
         "settings": settings.to_json(),
         "source": {},
-        "pad_id": pad_id,
+        "pad_id": _pad_id(store, settings),
         "num_packs": packing.num_packs,
         "num_documents": packing.num_pieces,
         "num_tokens": packing.num_tokens,
@@ -158,11 +157,11 @@ def _written(
         "metadata": metadata.name,
     }
     if settings.format == "index":
-        size, crc32 = _write_index(partial, packing)
+        size, crc32 = write_arrays(partial, packing)
         where = os.path.relpath(store.folder.absolute(), output.absolute())
         kept = {"tokens": where, "tokens_fingerprint": store.fingerprint, "index_bytes": size, "crc32": crc32}
         return {**manifest, "data": ".", **kept}
-    parts = _write_parts(store, partial, settings, packing, pad_id, team, on_progress)
+    parts = _write_parts(store, partial, settings, packing, team, on_progress)
     _check(parts, packing, int(targets.sum()))
     stem = f"{settings.split}_{settings.pack_size}"
     data = parts[0]["name"] if settings.part_tokens is None else f"{stem}_*.idx.parquet"
@@ -187,12 +186,6 @@ def _row_targets(store: TokenStore, packing: Packing) -> IntArray:
     return targets
 
 
-def _write_index(folder: Path, packing: Packing) -> tuple[int, dict[str, int]]:
-    with disk_faults(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        return write_arrays(folder, arrays_of(packing))
-
-
 @dataclass(frozen=True, slots=True)
 class _Shared:
     """What all who write parts are told."""
@@ -201,7 +194,6 @@ class _Shared:
     store: Path
     fingerprint: str
     settings: MegatronPackSettings
-    pad_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +210,12 @@ def _write_parts(
     partial: Path,
     settings: MegatronPackSettings,
     packing: Packing,
-    pad_id: int,
     team: Team,
     on_progress: OnProgress,
 ) -> list[dict[str, Any]]:
     """Write all files; returns what each holds, in order."""
-    _write_index(partial / WORK / _WORK_INDEX, packing)
-    shared = _Shared(partial, store.folder, store.fingerprint, settings, pad_id)
+    write_arrays(partial / WORK / _WORK_INDEX, packing)
+    shared = _Shared(partial, store.folder, store.fingerprint, settings)
     parts = _parts(settings, packing)
     total = packing.num_tokens
     if len(parts) == 1 and team.is_here(is_one=True):
@@ -262,7 +253,9 @@ def write_part(
         return found
     store = opened_store(shared.store, shared.fingerprint)
     folder = shared.folder / WORK / _WORK_INDEX
-    index = opened(folder, store, shared.fingerprint, shared.settings.to_json(), shared.pad_id)
+    index = opened(
+        folder, store, shared.fingerprint, shared.settings.multiple, _pad_id(store, shared.settings)
+    )
     documents = tokens = targets = 0
     with PackedParquetWriter(path, row_group_tokens=shared.settings.row_group_tokens) as writer:
         for rows in _ahead(index.batches_of(part.start, part.stop)):
@@ -339,16 +332,9 @@ def plan_rows(store: TokenStore, settings: MegatronPackSettings) -> Packing:
     )
     order = _order(store, pieces, settings.seed if settings.shuffle else None)
     items, offsets = _windowed(pieces.lengths[order], settings)
-    return as_packing(
-        positions,
-        pieces,
-        order[items],
-        offsets,
-        settings.pack_size,
-        settings.multiple,
-        settings.overlong,
-        settings.algorithm,
-    )
+    sizes = settings.pack_size, settings.multiple
+    rows = order[items]
+    return as_packing(positions, pieces, rows, offsets, *sizes, settings.overlong, settings.algorithm)
 
 
 def _lengths(store: TokenStore) -> Int32Array:

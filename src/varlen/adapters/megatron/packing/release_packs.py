@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +31,8 @@ Algorithm: TypeAlias = Literal["first_fit_shuffle", "first_fit_decreasing", "fir
 """Of the releases; `first_fit` takes documents from short to long."""
 
 
-class Draws(Protocol):
-    """What packing draws from: a `numpy.random.RandomState`, or `numpy.random` itself."""
-
-    def shuffle(self, x: Any, /) -> None:
-        """Permute an array in place."""
-
-    def permutation(self, x: Any, /) -> Any:
-        """Return a permutation of so many numbers."""
+Draws: TypeAlias = Any
+"""What packing draws from: a `numpy.random.RandomState`, or `numpy.random` itself."""
 
 
 def replay_packs(
@@ -279,9 +273,7 @@ def first_fit_decreasing(
     Equal lengths keep their order.
 
     Args:
-        seqlens: items, or their lengths.
-        pack_size: what a bin may hold.
-        item_lengths: lengths of items that are none themselves.
+        seqlens, pack_size, item_lengths: as in `first_fit`.
 
     >>> first_fit_decreasing([1111, 8192, 4096, 1000], 2048)
     [[8192], [4096], [1111], [1000]]
@@ -299,9 +291,7 @@ def first_fit_shuffle(
     The order is drawn from NumPy's global generator, as in the release: `numpy.random.seed` makes it the same again.
 
     Args:
-        seqlens: items, or their lengths.
-        pack_size: what a bin may hold.
-        item_lengths: lengths of items that are none themselves.
+        seqlens, pack_size, item_lengths: as in `first_fit`.
     """
     lengths = _lengths_of(seqlens, item_lengths)
     order = np.arange(len(lengths))
@@ -333,7 +323,8 @@ def create_hist(
     most = as_count(truncate_seq_len, "truncate_seq_len", 0)
     sequences: Documents = defaultdict(list)
     histogram = [0] * (most + 1)
-    first, length, skipped, empty = -1, 0, 0, 0
+    too_long: list[tuple[int, int]] = []
+    empty = 0
     for number, document in enumerate(dataset):
         positions = len(document["input_ids"]) - 1
         if 0 <= positions <= most:
@@ -342,9 +333,10 @@ def create_hist(
         elif positions < 0:
             empty += 1
         else:
-            skipped += 1
-            first, length = (number, positions) if skipped == 1 else (first, length)
+            too_long.append((number, positions))
+    skipped = len(too_long)
     if skipped and overlong == "error":
+        first, length = too_long[0]
         raise OverlongDocumentError(
             f"document {first:,} has {length + 1:,} tokens, {length:,} positions of input, but truncate_seq_len is "
             f"{most:,} ({many(skipped, 'document is', 'documents are')} too long); cut them before, or pass "
@@ -452,23 +444,23 @@ def _in_bins(
 def _masks(group: Sequence[Document], length: int) -> Bins[Any]:
     """Return the mask of each document at its inputs: one place earlier than at its tokens."""
     masks: Bins[Any] = []
-    if all("loss_mask" in document for document in group):
-        for document in group:
+    has_masks = all("loss_mask" in document for document in group)
+    for document in group:
+        size = len(document["input_ids"])
+        if has_masks:
             mask = _plain(document["loss_mask"])
-            if len(mask) != len(document["input_ids"]):
+            if len(mask) != size:
                 raise DocumentsError(
-                    f"a document of length {length:,} has {len(document['input_ids']):,} `input_ids`, but "
+                    f"a document of length {length:,} has {size:,} `input_ids`, but "
                     f"{len(mask):,} values of `loss_mask`"
                 )
             masks.append([*mask[1:], False])
-        return masks
-    for document in group:
+            continue
         if "answer_start_idx" not in document:
             raise DocumentsError(
                 f"a document of length {length:,} has no `loss_mask`, or another of its length hasn't, and it has no "
                 f"`answer_start_idx` either; it has {', '.join(map(repr, document))}"
             )
-        size = len(document["input_ids"])
         first = min(max(int(document["answer_start_idx"]) - 1, 0), size)
         masks.append([False] * first + [True] * (size - first))
     return masks

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -49,18 +49,10 @@ class PackingContext:
     packed_inference_logprobs: Tensor | None = None
 
 
+Known: TypeAlias = Tensor | None
+Numbers: TypeAlias = list[int]
 PackedBin = tuple[
-    Tensor,
-    Tensor,
-    Tensor | None,
-    Tensor,
-    Tensor,
-    Tensor | None,
-    Tensor | None,
-    list[int],
-    list[int],
-    list[int],
-    PackedSeqParams,
+    Tensor, Tensor, Known, Tensor, Tensor, Known, Known, Numbers, Numbers, Numbers, PackedSeqParams
 ]
 """Tokens, advantages, old log-probs, loss mask from the second token on, positions, log-probs of the reference and of
 inference, starts, lengths and numbers of the sequences, and what attention must know."""
@@ -177,7 +169,7 @@ def bins_per_step(samples_ratio_per_step: float, num_bins_this_rank: int, dp_siz
     bins = as_count(num_bins_this_rank, "num_bins_this_rank")
     ranks = as_count(dp_size, "dp_size")
     if not 0 < samples_ratio_per_step <= 1:
-        raise SettingError(f"samples_ratio_per_step must be in (0, 1], got {samples_ratio_per_step!r}")
+        raise SettingError(f"samples_ratio_per_step must be over 0 and at most 1: {samples_ratio_per_step!r}")
     share = Fraction(samples_ratio_per_step).limit_denominator(1_000_000)
     return max(math.ceil(share * bins), 1) * ranks
 

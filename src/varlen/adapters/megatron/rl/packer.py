@@ -55,8 +55,7 @@ def places(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, Int
     numbers: list[int] = []
     bins: list[int] = []
     starts: list[int] = []
-    for number in range(len(packing_info.bin_seq_indices)):
-        here = packing_info.bin_seq_indices[number]
+    for number, here in enumerate(packing_info.bin_seq_indices):
         numbers += here
         bins += [number] * len(here)
         told = packing_info.seq_starts.get(number, [])
@@ -406,6 +405,5 @@ def _check_ends(lengths: IntArray, ends: IntArray, wrong: npt.NDArray[np.bool_],
         first = int(np.argmax(wrong))
         raise DocumentsError(
             f"trajectory {first:,} has {int(lengths[first]):,} tokens by its length, but its {what} at token "
-            f"{int(ends[first]):,} ({int(wrong.sum()):,} of {lengths.size:,} trajectories disagree); one of the two "
-            "is wrong"
+            f"{int(ends[first]):,} ({int(wrong.sum()):,} of {lengths.size:,} trajectories disagree); one is wrong"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -24,6 +24,7 @@ from varlen.adapters.megatron.scheduler import dealt
 from varlen.adapters.peers import raises_too
 from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, SettingError
+from varlen.types import IntArray
 
 
 @raises_too(AssertionError)
@@ -124,17 +125,11 @@ def create_packed_seq_params(
     packer = packing_context.packer
     if packer is None:
         raise SettingError("this PackingContext has no packer, whose max_sequences_per_bin is needed")
+    info, device = packing_context.packing_info, packing_context.packed_trajs.device
+    sizes = packing_context.bin_size, packer.max_sequences_per_bin, device, packer.seq_length_multiple
     return [
-        create_packed_seq_params_for_bin(
-            packing_context.packing_info,
-            number,
-            packing_context.bin_size,
-            packer.max_sequences_per_bin,
-            packing_context.packed_trajs.device,
-            packer.seq_length_multiple,
-            split_padding=split_padding,
-        )
-        for number in range(len(packing_context.packing_info.bin_seq_indices))
+        create_packed_seq_params_for_bin(info, number, *sizes, split_padding=split_padding)
+        for number in range(len(info.bin_seq_indices))
     ]
 
 
@@ -179,39 +174,22 @@ def _params(
     room = most + 1 - len(lengths)  # segments that padding may be
     padding = _cut(width - int(bounds[-1]), room if split_padding else 1, multiple)
     entries = most + 2
-    places = _padded(np.concatenate([bounds, bounds[-1] + np.cumsum(padding)]), entries)
-    reals = _padded(np.cumsum([0, *lengths, *padding]), entries)
-    cu_seqlens = torch.from_numpy(reals).to(device)
-    padded = torch.from_numpy(places).to(device) if multiple > 1 else None
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=width,
-        max_seqlen_kv=width,
-        total_tokens=width,
-        pad_between_seqs=multiple > 1,
+    places = np.concatenate([bounds, bounds[-1] + np.cumsum(padding)])
+    reals = np.cumsum([0, *lengths, *padding])
+    cu_seqlens, slot_bounds = (
+        torch.from_numpy(np.pad(known, (0, entries - len(known)), "edge").astype(np.int32)).to(device)
+        for known in (reals, places)
     )
+    padded = slot_bounds if multiple > 1 else None
+    given = cu_seqlens, cu_seqlens, padded, padded
+    return PackedSeqParams("thd", *given, width, width, total_tokens=width, pad_between_seqs=multiple > 1)
 
 
-def _cut(length: int, pieces: int, multiple: int) -> list[int]:
+def _cut(length: int, pieces: int, multiple: int) -> IntArray:
     """Cut padding into pieces of about one length, each a multiple."""
     units = length // multiple
-    pieces = min(pieces, units)
-    return [
-        units * (number + 1) // pieces * multiple - units * number // pieces * multiple
-        for number in range(pieces)
-    ]
-
-
-def _padded(bounds: Iterable[int], entries: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Repeat the last boundary until there are as many as wanted."""
-    known = np.array(list(bounds), np.int32)
-    filled = np.full(entries, known[-1], np.int32)
-    filled[: known.size] = known
-    return filled
+    pieces = max(min(pieces, units), 1)
+    return np.diff(np.arange(pieces + 1) * units // pieces) * multiple
 
 
 # `pack_all_trajectories`: a gathered rollout in, a rank's whole `PackingContext` out.
@@ -253,19 +231,19 @@ def pack_all_trajectories(
         SettingError: a rank or an algorithm that there isn't.
     """
     if len(global_advantages) != len(trajs):
-        raise DocumentsError(f"{len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages")
-    all_rows, all_positions, all_masks, info = packer.pack_sequences(trajs, generation_masks, lengths=lengths)
+        raise DocumentsError(
+            f"there are {len(trajs):,} trajectories, but {len(global_advantages):,} global_advantages"
+        )
+    packed = packer.pack_sequences(trajs, generation_masks, lengths=lengths)
     rows, positions, loss_mask, mine = distribute_packed_bins(
-        all_rows,
-        all_positions,
-        all_masks,
-        info,
+        *packed,
         dp_rank=dp_rank,
         dp_size=dp_size,
         pad_token=packer.pad_token,
         packing_algo=packing_algo,
         padding_work=not split_padding,
     )
+    where, numbers = global_advantages.device, mine.bin_seq_indices
     context = PackingContext(
         bin_size=packer.bin_size,
         packer=packer,
@@ -276,10 +254,7 @@ def pack_all_trajectories(
         packed_position_ids=positions,
         packed_loss_mask=loss_mask,
         original_inference_logprobs=inference_logprobs,
-        bin_advantages=[
-            global_advantages[torch.tensor(numbers, dtype=torch.int64, device=global_advantages.device)]
-            for numbers in mine.bin_seq_indices
-        ],
+        bin_advantages=[global_advantages[torch.tensor(n, dtype=torch.int64, device=where)] for n in numbers],
     )
     context.cached_packed_seq_params = create_packed_seq_params(context, split_padding=split_padding)
     return context
@@ -306,9 +281,7 @@ def create_empty_bins(
     Args:
         num_empty_bins: how many.
         bin_size: tokens of each.
-        packed_trajs: bins whose dtype and device they take; so with the next two.
-        packed_position_ids: see above.
-        packed_loss_mask: see above.
+        packed_trajs, packed_position_ids, packed_loss_mask: bins whose dtype and device they take.
         tokenizer: an object whose `pad` is the token of padding, as there.
         pad_token: the token itself, without a tokenizer.
 
@@ -358,9 +331,7 @@ def distribute_packed_bins(
     - "balanced": bins of about equal attention work run at the same time, the heaviest where there was least so far.
 
     Args:
-        packed_trajs: `[num_bins, bin_size]`, all bins.
-        packed_position_ids: the same shape.
-        packed_loss_mask: the same shape.
+        packed_trajs, packed_position_ids, packed_loss_mask: `[num_bins, bin_size]`, all bins.
         packing_info: of all bins.
         dp_rank: from 0 to `dp_size - 1`.
         dp_size: data-parallel ranks.
@@ -386,24 +357,21 @@ def distribute_packed_bins(
     count, width = packed_trajs.shape
     mine = _bins_of(packing_info, algo, rank, ranks, width, padding_work)
     chosen = torch.tensor(mine, dtype=torch.int64, device=packed_trajs.device)
-    trajs, positions, mask = (part[chosen.to(part.device)] for part in parts)
     missing = -(-count // ranks) - len(mine)
-    empty = create_empty_bins(missing, width, trajs, positions, mask, pad_token=pad_token)
+    rows, positions, mask = (
+        torch.nn.functional.pad(part[chosen.to(part.device)], (0, 0, 0, missing), value=fill)
+        for part, fill in zip(parts, (pad_token, 0, 0))
+    )
+    starts = [list(checked_starts(packing_info, number)) for number in mine] + [[] for _ in range(missing)]
     info = PackingInfo(
-        bin_seq_indices=[list(packing_info.bin_seq_indices[number]) for number in mine],
-        seq_starts={local: list(checked_starts(packing_info, number)) for local, number in enumerate(mine)},
+        bin_seq_indices=[list(packing_info.bin_seq_indices[number]) for number in mine]
+        + [[] for _ in range(missing)],
+        seq_starts=dict(enumerate(starts)),
         seq_lengths=packing_info.seq_lengths,
         seq_to_bin_idx=packing_info.seq_to_bin_idx,
         packing_algo=algo,
     )
-    for entry in empty[3]:
-        info.seq_starts[len(info.bin_seq_indices)] = entry["seq_starts"]
-        info.bin_seq_indices.append(entry["bin_seq_indices"])
-    joined = [
-        part if more is None else torch.cat([part, more])
-        for part, more in zip((trajs, positions, mask), empty[:3])
-    ]
-    return joined[0], joined[1], joined[2], info
+    return rows, positions, mask, info
 
 
 def _check_bins(trajs: Tensor, positions: Tensor, mask: Tensor, info: PackingInfo) -> None:
@@ -415,8 +383,7 @@ def _check_bins(trajs: Tensor, positions: Tensor, mask: Tensor, info: PackingInf
     for name, part in (("packed_position_ids", positions), ("packed_loss_mask", mask)):
         if part.shape != trajs.shape:
             raise DocumentsError(
-                f"{name} has the shape {tuple(part.shape)}, but packed_trajs {tuple(trajs.shape)}; they must be "
-                "the same"
+                f"{name} has the shape {tuple(part.shape)}, but packed_trajs {tuple(trajs.shape)}; they must agree"
             )
 
 
