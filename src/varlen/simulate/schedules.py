@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,6 +60,7 @@ def sliced(pp: int, count: int, slices: int) -> Schedule:
     return _schedule(stages)
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
 def interleaved(pp: int, virtual: int, count: int) -> Schedule:
     """Return the order of a stage that holds `virtual` chunks of layers and takes turns among them.
 
