@@ -14,7 +14,7 @@ from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import Dispatched, dispatch, loads_s, pipelines_of
 from varlen.simulate.graph import durations, stage_costs
-from varlen.simulate.schedules import interleaved
+from varlen.simulate.schedules import fixed_schedule
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 
@@ -33,8 +33,9 @@ def best_plan(
 ) -> StepPlan | None:
     """Return the fastest candidate that fits into memory, the first of equals; None if none fits.
 
-    Candidates are dispatched, and the fastest is also tried with 1F1B. If ranks share documents, all of them must run
-    one order, so only 1F1B is tried. Candidates whose work alone takes longer than the best plan are skipped.
+    Candidates are dispatched, and the fastest is also tried with the fixed schedule. If ranks share documents, all of
+    them must run one order, so only the fixed schedule is tried. Candidates whose work alone takes longer than the
+    best plan are skipped.
     """
     best, least_s, in_vain = None, math.inf, 0
     for number, count in enumerate(counts):
@@ -48,15 +49,15 @@ def best_plan(
                 in_vain = 0
     if best is None or best.num_merged or mesh.sharding == "parameters":
         return best
-    plain = _one_f_one_b(best)
+    plain = _scheduled(best)
     return plain if score(plain, cost) < score(best, cost) else best
 
 
 def as_run(
     candidate: Candidate, lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod
 ) -> StepPlan:
-    """Return a candidate as a plan with the tasks of 1F1B, whether it fits or not."""
-    return _one_f_one_b(unordered(candidate, lengths, cost, mesh, method))
+    """Return a candidate as a plan with the fixed schedule, whether it fits or not."""
+    return _scheduled(unordered(candidate, lengths, cost, mesh, method))
 
 
 def score(plan: StepPlan, cost: CostModel) -> float:
@@ -106,7 +107,7 @@ def _faster(plan: StepPlan, cost: CostModel, least_s: float) -> tuple[StepPlan, 
     if loads.max() >= least_s * ROUNDING:
         return None
     if plan.num_merged or mesh.sharding == "parameters":
-        plan = _one_f_one_b(plan)
+        plan = _scheduled(plan)
         step_s = score(plan, cost)
         return (plan, step_s) if step_s < least_s else None
     pipeline = pipelines_of(plan, stage_costs(cost, mesh, splits=plan.splits_backward), seconds)
@@ -121,10 +122,10 @@ def _faster(plan: StepPlan, cost: CostModel, least_s: float) -> tuple[StepPlan, 
     return ordered, max(order.makespan_s for order in orders)
 
 
-def _one_f_one_b(plan: StepPlan) -> StepPlan:
-    """Return the plan with the tasks of 1F1B on every rank."""
+def _scheduled(plan: StepPlan) -> StepPlan:
+    """Return the plan with the fixed schedule on every rank."""
     mesh = plan.mesh
-    orders = [interleaved(mesh.pp, mesh.virtual_stages, count) for count in plan.forward.counts.tolist()]
+    orders = [fixed_schedule(mesh, count) for count in plan.forward.counts.tolist()]
     return _with_tasks(
         plan, [order.tasks for order in orders], np.concatenate([np.diff(order.offsets) for order in orders])
     )
