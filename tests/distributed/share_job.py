@@ -141,7 +141,7 @@ def main() -> None:
     with ours(store, mesh, rank, planner(mesh), worker="thread", epochs=3) as loader:
         loader.load_state_dict(merged)
         again = [batch_of(loader) for _ in range(2)]
-        children = loader._opened.plans._given._line.process is not None
+        children = loader._opened.plans._given._process.child is not None
     found |= {
         "steps": steps,
         "again": again,

@@ -34,11 +34,11 @@ def test_a_run_that_goes_on_has_the_plans_that_its_steps_had(store, settings):
             if step == 2:
                 checkpoint = json.dumps(loader.state_dict())
             if step in (1, 3):  # as if the worker were late
-                with planner._line.came:
-                    planner._line.answers.pop(step, None)
-                    planner._line.asked.pop(step, None)
+                with planner._process.changed:
+                    planner._process.results.pop(step, None)
+                    planner._process.requests.pop(step, None)
             elif step:
-                until(lambda known=step: known in planner._line.answers, 60)
+                until(lambda known=step: known in planner._process.results, 60)
             plan = planner.take(step)
             check_plan(plan)
             fingerprints.append(plan_fingerprint(plan))

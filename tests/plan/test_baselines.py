@@ -352,7 +352,6 @@ def test_packs_are_dealt_in_turn():
 
     assert candidate.forward.counts.tolist() == [2, 1, 1]
     assert candidate.first_ranks.tolist() == [0, 1, 2, 0, 0]
-    assert candidate.schedule == "one_f_one_b"
     assert candidate.label == "capacity 8, round robin"
 
 

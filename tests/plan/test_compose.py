@@ -204,7 +204,7 @@ def test_every_token_stands_in_one_slice_of_the_forward_and_of_a_backward_compos
     lengths, count, steps, tails, smallest, in_step
 ):
     ahead = composed(
-        rank_of(lengths), count, Grading(heads=steps, tails=tails, smallest=smallest), in_step=in_step
+        rank_of(lengths), count, Grading(first=steps, last=tails, smallest=smallest), in_step=in_step
     )
     for composition in (ahead, recut(ahead, 1.7, least_rows=2048, rates=COSTS.rates)):
         starts, stops, _, ids, is_end = composition.slices.tolist()
@@ -264,7 +264,7 @@ def test_grades_rise_at_the_start_and_fall_at_the_end():
     made = composed(
         rank_of(rng.integers(20, 3000, 800).tolist()),
         24,
-        Grading(heads=4, tails=4, smallest=0.2),
+        Grading(first=4, last=4, smallest=0.2),
         least_rows=256,
     )
     rows = priced(COSTS, made.slice_offsets, made.slices)[:, 6]
@@ -277,7 +277,7 @@ def test_grades_rise_at_the_start_and_fall_at_the_end():
 def test_small_micropacks_stand_at_the_end_that_they_are_wanted_at():
     documents = rank_of(np.random.default_rng(0).integers(20, 3000, 800).tolist())
     for heads, tails in ((5, 0), (0, 5), (3, 6)):
-        made = composed(documents, 24, Grading(heads=heads, tails=tails, smallest=0.2), least_rows=256)
+        made = composed(documents, 24, Grading(first=heads, last=tails, smallest=0.2), least_rows=256)
         rows = priced(COSTS, made.slice_offsets, made.slices)[:, 6]
         whole = np.median(rows)
 
@@ -324,7 +324,7 @@ def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place
     groups = grouped(lengths, np.array([4, 2, 1, 1, 1, 1, 1, 1], np.int32), 4, COSTS.rates)
     made = padded(
         [
-            composed(documents, 12, Grading(heads=2, smallest=0.3), in_step=True, budget=0.002)
+            composed(documents, 12, Grading(first=2, smallest=0.3), in_step=True, budget=0.002)
             for documents in documents_of_ranks(groups, lengths, 4)
         ]
     )

@@ -27,12 +27,12 @@ def planner_of(lengths: Any = STEPS, **settings: Any) -> Planner:
 
 
 def knows(planner: Planner, step: int) -> bool:
-    return step in planner._line.answers
+    return step in planner._process.results
 
 
 def pid_of(planner: Planner) -> int:
-    until(lambda: planner._line.process is not None)
-    return planner._line.process.pid  # type: ignore[union-attr]
+    until(lambda: planner._process.child is not None)
+    return planner._process.child.pid  # type: ignore[union-attr]
 
 
 def test_a_step_has_the_plan_that_was_made_ahead_in_another_process():
@@ -72,7 +72,7 @@ def test_the_first_step_waits_for_its_plan_and_loads_what_quick_answers_need():
 
     with planner_of(first_step=3) as planner:
         until(lambda: knows(planner, 4))
-        assert sorted(planner._line.answers) == [3, 4]
+        assert sorted(planner._process.results) == [3, 4]
         assert planner.take(3).method == "micropack"
 
 
@@ -96,7 +96,7 @@ def test_a_worker_that_says_nothing_any_more_is_replaced(caplog):
     with caplog.at_level(logging.WARNING), planner_of([[2], [13], [3], [4], [5]], faults="hangs") as planner:
         planner.take(0)
         hanging = pid_of(planner)
-        until(lambda: planner._line.busy_with == 1)
+        until(lambda: planner._process.busy_with == 1)
         planner._deadline_s = 0.2
         assert planner.take(1).method == "sliced"
         time.sleep(0.3)
@@ -114,12 +114,12 @@ def test_steps_that_were_passed_meanwhile_are_not_planned(tmp_path):
         for step in range(3):
             until(lambda step=step: knows(planner, step))
             planner.take(step)
-        until(lambda: planner._line.busy_with == 3)
+        until(lambda: planner._process.busy_with == 3)
         for step in range(3, 40):
             assert planner.take(step).method == "sliced"
         (tmp_path / "gate").touch()
         until(lambda: knows(planner, 40))
-        told = [planner._line.busy_with, *planner._line.answers]
+        told = [planner._process.busy_with, *planner._process.results]
 
     assert {40, 41} >= set(told) - {None}
 
@@ -166,8 +166,8 @@ def test_no_more_steps_are_planned_than_asked_for_and_none_behind_the_last():
         until(lambda: knows(planner, 3))
         assert max(asked) == 3
         planner.take(4)
-        assert not planner._line.answers
-        assert not planner._line.asked
+        assert not planner._process.results
+        assert not planner._process.requests
         with pytest.raises(SettingError, match="there is no step 5 to plan; its lengths are missing"):
             planner.take(5)
 
@@ -253,7 +253,7 @@ def test_a_killed_worker_is_replaced_and_told_of_once(caplog):
 
 def test_a_worker_that_dies_of_a_step_again_and_again_leaves_the_quick_answer(caplog):
     with caplog.at_level(logging.WARNING), planner_of([[13], [13]], faults="dies") as planner:
-        until(lambda: not planner._line.is_alive)
+        until(lambda: not planner._process.is_alive)
 
         assert planner.take(0).method == "sliced"
 

@@ -19,7 +19,7 @@ from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts
 from varlen.plan.check import check_plan
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
-from varlen.plan.local_search import Answer, padded, pipeline_of_block, work_of_block
+from varlen.plan.local_search import StepSearch, padded, pipeline_of_block, work_of_block
 from varlen.plan.micropack import LEAST_GAIN, RECUTS, _compose_apart, micropack, recut
 from varlen.plan.score import best_plan, score
 from varlen.plan.serialize import plan_fingerprint
@@ -65,7 +65,7 @@ def test_the_way_to_share_that_a_quick_look_likes_best_is_not_always_the_best(mo
     steps = [(long_tailed(60, 80_000, seed), vl.Mesh(dp=4, pp=4, tp=4)) for seed in range(8)]
 
     several = [took(lengths, cost, mesh) for lengths, mesh in steps]
-    monkeypatch.setattr(micropack_module, "_KEPT", 1)
+    monkeypatch.setattr(micropack_module, "_CLOSE_GROUPINGS", 1)
     first = [took(lengths, cost, mesh) for lengths, mesh in steps]
 
     assert sum(several) < 0.999 * sum(first)
@@ -322,7 +322,7 @@ def test_activations_that_are_kept_stay_with_the_slices_that_made_them():
         assert np.array_equal(np.sort(plan.forward.stops), np.sort(plan.backward.stops))
 
 
-def fastest_recut(answer: Answer) -> float:
+def fastest_recut(answer: StepSearch) -> float:
     """Seconds of a step on one data-parallel rank, with the best of all backward passes composed apart."""
     (block,) = answer.blocks
     rates, least_rows = answer.costs.rates, ALIKE.least_rows
@@ -366,13 +366,13 @@ def test_what_gains_less_than_a_hundredth_is_left_and_what_gains_more_is_taken()
 
 
 def test_only_the_slowest_ranks_are_composed_anew():
-    def answer_of(documents: int) -> Answer:
+    def answer_of(documents: int) -> StepSearch:
         mesh, lengths = vl.Mesh(dp=2, pp=16, tp=8), np.full(documents, 30_000, np.int32)
         found = micropack(lengths, few_heads(recompute="full"), mesh, replace(ALIKE, merges=False))
         assert found is not None
         return found.best
 
-    def composed_apart(answer: Answer) -> list[tuple[float, float]]:
+    def composed_apart(answer: StepSearch) -> list[tuple[float, float]]:
         """Seconds of both ranks, the slower first, before and after."""
         ranks = sorted(answer.blocks, key=lambda block: -block.makespan_s)
         before = [block.makespan_s for block in ranks]

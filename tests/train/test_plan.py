@@ -148,14 +148,14 @@ def test_going_on_from_any_checkpoint_ends_with_the_same_bits(store, hardware, t
 
 
 def test_steps_that_are_run_again_have_the_plans_that_they_had(store, hardware, tmp_path, monkeypatch):
-    inner = Planner._sooner
+    inner = Planner._first_available
     long = {"run__steps": 14, "run__keep": 20}
 
     def late(self, step, lengths):
-        return self._quickly(lengths) if step in (3, 4, 12) else inner(self, step, lengths)
+        return self._plan_quickly(lengths) if step in (3, 4, 12) else inner(self, step, lengths)
 
     with monkeypatch.context() as slow:
-        slow.setattr(Planner, "_sooner", late)
+        slow.setattr(Planner, "_first_available", late)
         run(store, tmp_path / "whole", priced(hardware), **long)
 
     def are_quick(output):

@@ -304,7 +304,7 @@ def plain_fields(
     pad_to_multiple_of: int,
     pad_id: int,
 ) -> tuple[dict[str, Any], int] | None:
-    """Do what `_fields` does in one kernel call, for the most frequent batch: flat documents that are their own labels.
+    """Do what `_fields` does in one kernel call, for the most frequent batch: flat documents without labels.
 
     Returns None where documents must be converted, or where anything is wrong: the general path reports it.
     """

@@ -86,7 +86,7 @@ class PackedBatch:
     layout: Layout
     pad_id: int
     max_token_id: int
-    """Largest token id in the batch, which the vocabulary size must exceed; padding not counted; -1 without tokens."""
+    """Largest token id in the batch, padding not counted; the vocabulary size must exceed it. -1 without tokens."""
     num_targets: int
     """Labels other than -100 in this batch."""
     step_num_targets: int

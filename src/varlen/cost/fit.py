@@ -1,9 +1,9 @@
-"""Measured samples in, rate tables and curves out: how a machine's own kernels become `Hardware`.
+"""Fit rate tables and curves of `Hardware` to measurements of a machine's kernels.
 
-A rate is fitted in two steps. First a saturating one, whose seconds per FLOP are a sum of four parts that can't be
-negative: constant, by 1 / rows, by 1 / keys, and by both. Then what the machine does otherwise, a ratio at each
-sample, is smoothed over neighbours on a grid of half octaves. So a few noisy samples give a sound table, and many
-give the machine's own steps.
+A rate is fitted in two steps. First, seconds per FLOP are fitted by a sum of four terms with non-negative weights:
+constant, 1 / rows, 1 / keys, and their product. Then the ratio of measured to fitted is smoothed over neighbouring
+samples on a grid of half octaves. So a few noisy samples give a plausible table, and many reproduce the machine's
+steps.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from varlen.cost.hardware import Hardware, RateCurve, RateTable
 from varlen.errors import SettingError
 from varlen.types import FloatArray
 
-_REACH_OCTAVES: Final = 0.5
-"""A sample counts exp(-1/2) as much where rows or keys are this many octaves away."""
-_LEAST_TRUST: Final = 0.05
-"""How many samples on the spot the saturating rate itself is worth, at least."""
+_REACH_OCTAVES: Final = (
+    0.5  # standard deviation of the Gaussian weight of samples, in octaves of rows or keys
+)
+_LEAST_TRUST: Final = 0.05  # least weight of the first fit, relative to one sample at the same point
 _POINTS_AN_OCTAVE: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Samples:
-    """Measured seconds of one kernel in one pass; a point measured again is a sample again; read-only."""
+    """Measured seconds of one kernel in one pass, repeats included; read-only."""
 
     rows: FloatArray
     """float64 `[num_samples]`: query rows of the MicroPack on one GPU."""
     keys: FloatArray
-    """float64 `[num_samples]`: where its slices end, all of them at one key length: fewer keys than rows are a pack
-    of several documents, which tells how short ones run. For matrix products 1."""
+    """float64 `[num_samples]`: key length at the end of all its slices; fewer keys than rows are a pack of several
+    documents. 1 for matrix products."""
     flops: FloatArray
-    """float64 `[num_samples]`: of one GPU; attention's backward pass counted at 2.5 times its forward pass."""
+    """float64 `[num_samples]`: on one GPU; attention's backward pass counts 2.5 times its forward pass."""
     seconds: FloatArray
     """float64 `[num_samples]`."""
 
@@ -67,19 +67,14 @@ def median_of_repeats(samples: Samples) -> tuple[Samples, float]:
     seconds = np.array([np.median(samples.seconds[which == point]) for point in range(len(distinct))])
     rows, keys, flops = distinct.T
     apart = np.log(samples.seconds / seconds[which])[counts[which] > 1]
-    # 1.48 makes a median deviation a standard one, pi / 2 the variance of a mean that of a median.
+    # 1.48 converts a median to a standard deviation; pi / 2 is the variance of a median over that of a mean.
     single = (1.48 * float(np.median(np.abs(apart)))) ** 2 if apart.size else 0.0
     noise = 0.5 * math.pi * single / max(float(np.median(counts)) - 1.0, 1.0)
     return Samples(rows=rows, keys=keys, flops=flops, seconds=seconds), noise
 
 
 def fit_table(samples: Samples) -> RateTable:
-    """Fit attention's rate in one pass, on a grid over the rows and keys that were measured.
-
-    Outside that grid the rate at its edge holds. More rows of equal keys never take less time.
-
-    Cost: O(samples x grid).
-    """
+    """Fit attention's rate in one pass, on a grid over the measured rows and keys; more rows never take less time."""
     rows, keys = _grid(samples.rows), _grid(samples.keys)
     seconds = _fitted(samples, np.repeat(rows, len(keys)), np.tile(keys, len(rows)))
     return RateTable(
@@ -102,12 +97,7 @@ def fit_curve(samples: Samples) -> RateCurve:
 
 
 def fit_launch_s(measured_s: FloatArray, predicted_s: FloatArray) -> float:
-    """Return the seconds by which layers take longer than their kernels: the median difference, at least 0.
-
-    Args:
-        measured_s: float64 `[num_samples]`: of whole layers.
-        predicted_s: float64 `[num_samples]`: of the same by tables and curve, without launch time.
-    """
+    """Return the median of measured minus predicted seconds of whole layers, at least 0."""
     return max(float(np.median(np.asarray(measured_s) - np.asarray(predicted_s))), 0.0)
 
 
@@ -122,7 +112,7 @@ def calibrated(
     name: str = "this machine",
     source: str,
 ) -> Hardware:
-    """Return hardware with the rates of measured kernels, and all else as given."""
+    """Return hardware with the rates of measured kernels."""
     return dataclasses.replace(
         hardware,
         name=name,
@@ -136,11 +126,7 @@ def calibrated(
 
 
 def mape(predicted: FloatArray, measured: FloatArray) -> float:
-    """Return the mean absolute error of predictions, as a share of what was measured.
-
-    Args:
-        predicted: `[n]`.
-        measured: `[n]`, above 0.
+    """Return the mean absolute error of predictions, as a share of the measured values.
 
     >>> round(mape(np.array([1.0, 2.2]), np.array([1.0, 2.0])), 3)
     0.05
@@ -149,20 +135,20 @@ def mape(predicted: FloatArray, measured: FloatArray) -> float:
 
 
 def _grid(values: FloatArray) -> FloatArray:
-    """Points from the least to the greatest value, in half octaves or less."""
+    """Return points from the least to the greatest value, in steps of at most half an octave."""
     low, high = float(values.min()), float(values.max())
     steps = math.ceil(_POINTS_AN_OCTAVE * math.log2(high / low))
     return np.geomspace(low, high, steps + 1) if steps else np.array([low])
 
 
 def _parts(rows: FloatArray, keys: FloatArray) -> FloatArray:
-    """float64 `[4, n]`: what seconds per FLOP are a sum of, scaled to about 1."""
+    """Return the four terms of seconds per FLOP, scaled to about 1; float64 `[4, n]`."""
     few, short = rows.min() / rows, keys.min() / keys
     return np.stack([np.ones_like(rows), few, short, few * short])
 
 
 def _fitted(samples: Samples, rows: FloatArray, keys: FloatArray) -> FloatArray:
-    """Seconds per FLOP at rows and keys, float64 `[n]`."""
+    """Return seconds per FLOP at rows and keys, float64 `[n]`."""
     points, noise = median_of_repeats(samples)
     measured = points.seconds / points.flops
     parts = _parts(np.append(points.rows, rows), np.append(points.keys, keys))
@@ -171,7 +157,7 @@ def _fitted(samples: Samples, rows: FloatArray, keys: FloatArray) -> FloatArray:
     ratios = np.log(measured / smooth[: len(measured)])
     apart = np.log2(rows[:, None] / points.rows) ** 2 + np.log2(keys[:, None] / points.keys) ** 2
     near = np.exp(-0.5 * apart / _REACH_OCTAVES**2)
-    # Ratios vary by the machine's own and by noise; the share of its own is how much of a ratio to believe.
+    # Shrink ratios by noise over the machine's own variance (what is left of their variance without noise).
     own = float(np.mean(ratios**2)) - noise
     trust = max(noise / own, _LEAST_TRUST) if own > 0 else math.inf
     fitted: FloatArray = smooth[len(measured) :] * np.exp(near @ ratios / (near.sum(axis=1) + trust))
@@ -179,24 +165,24 @@ def _fitted(samples: Samples, rows: FloatArray, keys: FloatArray) -> FloatArray:
 
 
 def _not_negative(parts: FloatArray) -> FloatArray:
-    """The weights of parts, none below 0, whose sum is nearest to 1 everywhere.
+    """Return non-negative weights of parts with which their sum is nearest to 1 everywhere.
 
-    Of least squares over every subset of the four parts, the best one without negative weights: the solution of
-    Lawson & Hanson 1974, "Solving Least Squares Problems", chapter 23, found by looking at all fifteen.
+    This is the non-negative least-squares solution (Lawson & Hanson 1974, "Solving Least Squares Problems", chapter
+    23), found by trying all fifteen subsets of the four parts.
     """
     best, best_error = np.zeros(len(parts)), math.inf
     for size in range(1, len(parts) + 1):
         for chosen in itertools.combinations(range(len(parts)), size):
             some = parts[list(chosen)]
-            found = np.linalg.lstsq(some.T, np.ones(some.shape[1]), rcond=None)[0]
-            error = float(((found @ some - 1.0) ** 2).sum())
-            if (found >= 0).all() and error < best_error:
+            weights = np.linalg.lstsq(some.T, np.ones(some.shape[1]), rcond=None)[0]
+            error = float(((weights @ some - 1.0) ** 2).sum())
+            if (weights >= 0).all() and error < best_error:
                 best, best_error = np.zeros(len(parts)), error
-                best[list(chosen)] = found
+                best[list(chosen)] = weights
     return best
 
 
 def _never_less(rows: FloatArray, seconds: FloatArray) -> FloatArray:
-    """Seconds per FLOP, `[..., G]`, raised where more rows would take less time than fewer."""
+    """Raise seconds per FLOP, `[..., G]`, where more rows would take less time than fewer."""
     raised: FloatArray = np.maximum.accumulate(seconds * rows, axis=-1) / rows
     return raised

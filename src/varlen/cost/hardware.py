@@ -1,4 +1,4 @@
-"""`Hardware`: how fast one GPU computes at how many rows, how much it holds, and how it reaches the others."""
+"""`Hardware`: a GPU's compute rates by rows, its memory, and its links to other GPUs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from varlen.errors import SettingError
 from varlen.regular import read_regular
 from varlen.types import FloatArray
 
-_NAMED_HOLES = 4
+_NAMED_HOLES = 4  # most holes that an error lists
 
 
 def is_number(value: object) -> bool:
-    """Return whether something is a number, and not a truth value."""
+    """Return whether a value is a number, and not a bool."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _frozen(owner: object, name: str, dimensions: int) -> FloatArray:
-    """Make a field of `owner` a read-only float64 array."""
+    """Replace a field of `owner` by a read-only float64 array, and return it."""
     array = np.array(getattr(owner, name), np.float64)
     if array.ndim != dimensions:
         raise SettingError(
@@ -64,7 +64,7 @@ class RateTable:
     key_lengths: FloatArray
     """`[K]`, rising."""
     tflops: FloatArray
-    """`[Q, K]`: TFLOP/s of one GPU; the backward pass counted at 2.5 times the forward's FLOPs."""
+    """`[Q, K]`: TFLOP/s of one GPU; the backward pass counts 2.5 times the forward's FLOPs."""
 
     def __post_init__(self) -> None:
         rows, keys = _frozen(self, "query_rows", 1), _frozen(self, "key_lengths", 1)
@@ -105,11 +105,11 @@ class RateCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A way between GPUs: a message of n bytes takes `latency_s + n / bytes_per_s` (the alpha-beta model)."""
+    """A link between GPUs: a message of n bytes takes `latency_s + n / bytes_per_s` (the alpha-beta model)."""
 
     latency_s: float
     bytes_per_s: float
-    """In one direction, of one GPU, as collectives reach it."""
+    """Bandwidth of one GPU in one direction that collectives reach."""
 
     def __post_init__(self) -> None:
         are_numbers = is_number(self.latency_s) and is_number(self.bytes_per_s)
@@ -122,25 +122,25 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Hardware:
-    """One kind of GPU, in nodes of several, as the cost model sees it."""
+    """A kind of GPU, in nodes of several, with the numbers that the cost model needs."""
 
     name: str = ""
     source: str
-    """Where the figures come from, for people."""
+    """The source of the numbers, for display."""
     memory_bytes: float
     memory_bytes_per_s: float
-    """What element-wise work reaches."""
+    """Memory bandwidth of element-wise kernels."""
     gpus_per_node: int
     peak_tflops: float
-    """Dense bf16, as the maker gives it: what MFU is a share of."""
+    """The manufacturer's figure for dense bf16, to which MFU refers."""
     attention: tuple[RateTable, RateTable]
     """Forward and backward."""
     gemm: RateCurve
-    """Matrix products of the forward pass, and what stands between them where they were measured together."""
+    """Matrix products of the forward pass, and the kernels between them if they were measured together."""
     gemm_backward: RateCurve | None = None
-    """Those of the backward pass; None: as `gemm`."""
+    """The same for the backward pass; None: as `gemm`."""
     launch_s: float
-    """Seconds that a layer takes in one pass however few rows there are, short collectives included."""
+    """Fixed seconds of a layer in one pass, short collectives included."""
     intra: Link
     """Between GPUs of a node."""
     inter: Link
@@ -148,18 +148,18 @@ class Hardware:
     host: Link
     """Between a GPU and its host's memory."""
     measured_heads: int = 64
-    """Query heads that attention was measured with."""
+    """Query heads with which attention was measured."""
     heads_exponent: float = 0.0
-    """Attention is looked up at rows x (heads on a GPU / measured_heads)**heads_exponent: 0 for a kernel that few
-    heads fill as well as many, 1 for one that needs eight times the rows at an eighth of the heads. Powers of other
-    exponents are the machine's C library's, whose last bit another's may not share; nothing else of a price is."""
+    """Attention is looked up at rows x (heads on a GPU / measured_heads)**heads_exponent: 0 for a kernel whose rate
+    doesn't depend on heads, 1 for one that needs eight times the rows with an eighth of the heads. Other exponents
+    use the C library's `pow`, whose last bit may differ between machines; nothing else in a price does."""
     held_out_errors: tuple[float, float] | None = None
     """Mean absolute error of the rates on shapes that they weren't fitted to, as a share: of attention, and of the
-    rest of a layer. None where nobody measured it."""
+    rest of a layer. None if it wasn't measured."""
 
     @property
     def held_out(self) -> str:
-        """How well these rates predict what they weren't fitted to, in a sentence; "" where nobody measured it."""
+        """A sentence on the error of the rates on shapes that they weren't fitted to; "" if it wasn't measured."""
         if self.held_out_errors is None:
             return ""
         attention, rest = self.held_out_errors
@@ -183,7 +183,7 @@ class Hardware:
             if (
                 not isinstance(errors, list | tuple)
                 or len(errors) != 2
-                or not all(is_number(one) and 0 <= one < math.inf for one in errors)
+                or not all(is_number(error) and 0 <= error < math.inf for error in errors)
             ):
                 raise SettingError(
                     f"hardware held_out_errors={errors!r}; it must be two numbers of at least 0, or none"
@@ -229,7 +229,7 @@ class Hardware:
 
 
 def _table(fit: tuple[float, float, float]) -> RateTable:
-    """The table of a saturating rate: peak, and the rows and keys at which each halves it."""
+    """Return the table of a saturating rate, given its peak, and the rows and keys that halve it."""
     peak, half_rows, half_keys = fit
     rows, keys = QUERY_ROWS, KEY_LENGTHS
     filled = rows[:, None] / (rows[:, None] + half_rows) * keys / (keys + half_keys)
@@ -237,22 +237,22 @@ def _table(fit: tuple[float, float, float]) -> RateTable:
 
 
 def _curve(fit: tuple[float, float]) -> RateCurve:
-    """The curve of a saturating rate: peak, and the rows that halve it."""
+    """Return the curve of a saturating rate, given its peak and the rows that halve it."""
     peak, half_rows = fit
     rows = QUERY_ROWS
     return RateCurve(rows=rows, tflops=peak * rows / (rows + half_rows))
 
 
-# The hardware that goes by a name: published figures, and saturating rates fitted to published measurements.
+# Known hardware: published figures, and saturating rates fitted to published measurements.
 
 QUERY_ROWS: Final[FloatArray] = np.ldexp(1.0, np.arange(7, 19))
-"""128 to 256K. Rates are interpolated in 1 / rows, which meets a saturating rate exactly between these too."""
+"""128 to 256K. Rates are interpolated in 1 / rows, which is exact for saturating rates."""
 KEY_LENGTHS: Final[FloatArray] = np.ldexp(1.0, np.arange(7, 21))
 """128 to 1M."""
 
 
 class Machine(NamedTuple):
-    """Plain figures of one kind of GPU; `Hardware.named` makes tables of them."""
+    """Numbers of one kind of GPU, from which `Hardware.named` makes tables."""
 
     source: str
     memory_bytes: float
@@ -260,10 +260,10 @@ class Machine(NamedTuple):
     gpus_per_node: int
     peak_tflops: float
     forward: tuple[float, float, float]
-    """Attention: TFLOP/s at its best, query rows and key lengths at which the rate is half."""
+    """Attention: peak TFLOP/s, query rows and key lengths that halve the rate."""
     backward: tuple[float, float, float]
     gemm: tuple[float, float]
-    """Matrix products: TFLOP/s at their best, rows at which the rate is half."""
+    """Matrix products: peak TFLOP/s, rows that halve the rate."""
     launch_s: float
     intra: tuple[float, float]
     """Latency in seconds, bytes a second in one direction."""
@@ -341,8 +341,6 @@ _B200: Final = Machine(
 MACHINES: Final[dict[str, Machine]] = {"h100": _H100, "h200": _H200, "a100": _A100, "b200": _B200}
 
 
-# Hardware as a JSON file, so that a machine is measured once.
-
 FORMAT: Final = "varlen hardware 1"
 _SAVED_LINKS: Final = ("intra", "inter", "host")
 _ERRORS: Final = "held_out_errors"
@@ -354,7 +352,7 @@ _PLAIN: Final = tuple(
 
 
 def save_hardware(hardware: Hardware, path: str | Path) -> None:
-    """Write hardware to a JSON file, every number to its last digit."""
+    """Write hardware to a JSON file, without loss of precision."""
     forward, backward = hardware.attention
     record: dict[str, Any] = {"format": FORMAT}
     record |= {name: getattr(hardware, name) for name in _PLAIN}
@@ -389,7 +387,7 @@ def load_hardware(path: str | Path) -> Hardware:
         raise SettingError(
             f"{path} is of format {seen!r}, not {FORMAT!r}; measure it by varlen plan --calibrate"
         )
-    record = {_ERRORS: None, **record}  # files of 0.1.0 don't say it
+    record = {_ERRORS: None, **record}  # missing in files of 0.1.0
     expected = {"format", *_PLAIN, *_SAVED_LINKS, "attention", "gemm", "gemm_backward"}
     if set(record) != expected:
         raise SettingError(
@@ -403,7 +401,6 @@ def load_hardware(path: str | Path) -> Hardware:
 
 
 def _hardware(record: Mapping[str, Any]) -> Hardware:
-    """The record as hardware."""
     attention, back = _object(record, "attention", ("forward", "backward")), record["gemm_backward"]
     given: dict[str, Any] = {name: record[name] for name in _PLAIN}
     given |= {name: Link(**_object(record, name, _names(Link))) for name in _SAVED_LINKS}
@@ -416,35 +413,34 @@ def _hardware(record: Mapping[str, Any]) -> Hardware:
 
 
 def _saved_table(within: Mapping[str, Any], name: str) -> RateTable:
-    """A table; null is a hole."""
+    """Read a table, in which null is a hole."""
     arrays = _object(within, name, _names(RateTable))
     return RateTable(**{column: _floats(values) for column, values in arrays.items()})
 
 
 def _saved_curve(within: Mapping[str, Any], name: str) -> RateCurve:
-    """A curve; null is a hole."""
+    """Read a curve, in which null is a hole."""
     arrays = _object(within, name, _names(RateCurve))
     return RateCurve(**{column: _floats(values) for column, values in arrays.items()})
 
 
 def _names(kind: type[Link | RateTable | RateCurve]) -> tuple[str, ...]:
-    """What an object of the file holds that becomes one of these."""
     return tuple(field.name for field in fields(kind))
 
 
 def _object(within: Mapping[str, Any], name: str, names: tuple[str, ...]) -> Mapping[str, Any]:
-    """A part of the file, with these names and no others."""
-    found = within[name]
-    if not isinstance(found, Mapping) or set(found) != set(names):
-        seen = f"holds {sorted(found)}" if isinstance(found, Mapping) else f"is {json.dumps(found)[:40]}"
+    """Return an object of the file that must have exactly these names."""
+    value = within[name]
+    if not isinstance(value, Mapping) or set(value) != set(names):
+        seen = f"holds {sorted(value)}" if isinstance(value, Mapping) else f"is {json.dumps(value)[:40]}"
         raise SettingError(
             f"{name} {seen}; it must be an object of {', '.join(names)}. Measure it by varlen plan --calibrate"
         )
-    return found
+    return value
 
 
 def _floats(values: Any) -> FloatArray:
-    """Numbers of a JSON list, null as NaN."""
+    """Return the numbers of a JSON list, null as NaN."""
     try:
         return np.array(values, np.float64)
     except (ValueError, TypeError, OverflowError) as error:  # rows of different lengths, objects
@@ -452,5 +448,4 @@ def _floats(values: Any) -> FloatArray:
 
 
 def _arrays(rates: RateTable | RateCurve) -> dict[str, Any]:
-    """The arrays of a table or a curve as lists."""
     return {field.name: getattr(rates, field.name).tolist() for field in fields(rates)}

@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 
 class _Figures(NamedTuple):
-    """The plain numbers of `Rates`, the links' among them."""
+    """The scalars of `Rates`, links included."""
 
     attention_flops: float
     windowed_flops: float
@@ -41,7 +41,7 @@ class _Figures(NamedTuple):
     backward_ratio: float
     linear_flops: float
     head_flops: float
-    """Of an average layer."""
+    """Per average layer."""
     recompute: float
     reuse_s: float
     collective_s: float
@@ -62,7 +62,7 @@ class _Figures(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where MicroPacks of some number of rows stand on the grids of `Rates`."""
+    """Grid points and interpolation weights in `Rates` for MicroPacks with a number of rows."""
 
     at: int
     part: float
@@ -74,7 +74,7 @@ class _Place(NamedTuple):
 
 @compiled
 def _figures(rates: Rates) -> Any:
-    """The plain numbers of rates."""
+    """Return the scalars of rates."""
     return _Figures(
         rates.attention_flops,
         rates.windowed_flops,
@@ -104,7 +104,7 @@ def _figures(rates: Rates) -> Any:
 
 @compiled
 def pairs(start: float, stop: float, window: float) -> float:
-    """Count the pairs of a query in a slice and a key that it sees; `window` is 0 where nothing hides keys."""
+    """Count the query-key pairs of a slice; `window` is 0 for layers without one."""
     whole = (stop * (stop + 1.0) - start * (start + 1.0)) * 0.5
     if window <= 0.0 or stop <= window:
         return whole
@@ -115,7 +115,7 @@ def pairs(start: float, stop: float, window: float) -> float:
 
 @compiled
 def _cell(grid: Floats, value: float) -> tuple[int, float]:
-    """The grid point at or below a value, and how far the value lies towards the next, in reciprocals."""
+    """Return the grid point at or below a value, and the weight of the next one, in reciprocals."""
     last = len(grid) - 1
     if value <= grid[0] or last == 0:
         return 0, 0.0
@@ -133,7 +133,7 @@ def _cell(grid: Floats, value: float) -> tuple[int, float]:
 
 @compiled
 def _floor(grid: Floats, value: float) -> float:
-    """How many times slower than at the first grid point: fewer rows take as long as that many."""
+    """Return how many times slower a value is than the first grid point: fewer rows take as long as these."""
     if len(grid) > 1 and value < grid[0]:
         return grid[0] / value
     return 1.0
@@ -149,7 +149,7 @@ def _on_curve(curve: Floats, at: int, part: float) -> float:
 
 @compiled
 def _on_row(table: Floats, at: int, key: int, part: float) -> float:
-    """Seconds per FLOP on a row of a table, of which no array is made."""
+    """Seconds per FLOP on a row of a table, without creating an array for the row."""
     if part == 0.0:
         return table[at, key]
     return table[at, key] * (1.0 - part) + table[at, key + 1] * part
@@ -168,7 +168,7 @@ def _on_table(table: Floats, at: int, part: float, key: int, key_part: float) ->
 def _placed(
     rows: float, scale: float, query_rows: Floats, gemm_rows: Floats, gemm_s: Floats, gemm_backward_s: Floats
 ) -> Any:
-    """The place of MicroPacks of so many rows."""
+    """Return the grid points and weights for a number of rows."""
     scaled = rows * scale
     at, part = _cell(query_rows, scaled)
     gemm_at, gemm_part = _cell(gemm_rows, rows)
@@ -203,7 +203,7 @@ def _attention(
 
 @inlined
 def _exchange(start: float, stop: float, group: float, figures: _Figures) -> tuple[float, float, float]:
-    """Latency and seconds, forward and backward, that GPUs sharing a slice spend on keys and values of a layer."""
+    """Latency and seconds, forward and backward, of the exchange among GPUs that share a slice, in one layer."""
     if group <= 1.0:
         return 0.0, 0.0, 0.0
     is_near = group <= figures.node_group
@@ -310,7 +310,7 @@ def _seconds(
     stop: int, num_ranks: int, place: _Place, keys: Floats, forward_s: Floats, backward_s: Floats,
     figures: _Figures, forward_part: float,
 ) -> float:  # fmt: skip
-    """What the tokens before `stop` cost in the backward pass, and a part of what they cost in the forward pass."""
+    """Seconds of the tokens before `stop` in the backward pass, and `forward_part` of those in the forward pass."""
     forward, inputs, weights = _slice_seconds(
         0.0, float(stop), float(num_ranks), place, keys, forward_s, backward_s, figures
     )
@@ -321,7 +321,7 @@ def _seconds(
 def document_seconds(
     lengths: Int32, num_ranks: Int32, rows: float, forward_part: float, rates: Rates
 ) -> Floats:
-    """Return what each whole document costs in both passes, per layer and GPU, in MicroPacks of `rows` rows."""
+    """Return seconds of each whole document in both passes, per layer and GPU, in MicroPacks of `rows` rows."""
     place = _placed(
         rows, rates.row_scale, rates.query_rows, rates.gemm_rows, rates.gemm_s, rates.gemm_backward_s
     )
@@ -347,11 +347,7 @@ def cut_evenly(
     forward_part: float,
     rates: Rates,
 ) -> Any:
-    """Cut documents into slices of equal cost, about a budget each.
-
-    Returns:
-        document_ids, starts, stops int32 `[num_slices]`.
-    """
+    """Cut documents into slices of equal cost, about a budget each; returns document ids, starts and stops."""
     n = lengths.size
     most = n + int(lengths.sum() // least_rows) + 1
     ids, starts, stops = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.int32)
@@ -368,7 +364,7 @@ def cut_evenly(
         place = _placed(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
         whole = _seconds(length, num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part)
         if parts > 1:
-            # The last slice of equal cost has the fewest rows: no more slices than leave it enough.
+            # The last slice has the fewest rows: reduce the number of slices until it has enough.
             last = whole - _seconds(
                 length - least, num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part
             )

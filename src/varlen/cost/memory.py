@@ -1,4 +1,8 @@
-"""`Memory`: the bytes of a GPU that stay, and those that each row of a MicroPack adds and gives back."""
+"""`Memory`: bytes of states on a GPU, and bytes that each row of a MicroPack allocates and frees.
+
+Names: `again` is a layer that is recomputed fully; `kept` is one that stores its activations (all of them, or those
+that selective recomputation doesn't recompute). A *row* is a token that a GPU computes.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +18,37 @@ from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.types import FloatArray
 
 Saved = Literal["layers", "stage"]
-"""What layers are computed again from: what went into each of them, or what went into the first of a chunk."""
+"""What recomputation starts from: the input of each layer, or the input of a chunk's first layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Memory:
-    """Bytes of one GPU of each stage or chunk; "row" is a token that this GPU computes; read-only."""
+    """Bytes on one GPU of each stage or chunk; read-only."""
 
     state_bytes: FloatArray
-    """float64 `[pp]`: parameters, gradients, optimizer states; of fused kernels, the head's chunk of logits."""
+    """float64 `[pp]`: parameters, gradients, optimizer states; with fused kernels also the head's block of logits."""
     held_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from its forward to the end of its backward pass."""
     gradient_bytes: FloatArray
     """float64 `[num_chunks]`: per row, dK and dV in float32, while its document is in backward."""
     near_bytes: FloatArray
-    """float64 `[num_chunks]`: with keys and values in host memory, of each token of a running MicroPack's documents
-    up to its end; three times as many where it runs backward."""
+    """float64 `[num_chunks]`: with keys and values in host memory, per token of a running MicroPack's documents up to
+    the MicroPack's end; three times as many in the backward pass."""
     kept_for_weight_bytes: FloatArray
-    """float64 `[num_chunks]`: per row, from input gradients to weight gradients where they are apart."""
+    """float64 `[num_chunks]`: per row, from input gradients to weight gradients if these are separate tasks."""
     forward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 7]`: what a forward task takes at its peaks, of each thing that
-    `varlen.cost.memory` says a MicroPack counts; the largest is what it takes."""
+    """float64 `[num_chunks, peaks, 7]`: bytes per count of a MicroPack (`OWN`, `AHEAD`, … below) at each moment that
+    may be the peak of a forward task; its peak is the largest sum."""
     forward_left: FloatArray
-    """float64 `[num_chunks, 7]`: what it leaves."""
+    """float64 `[num_chunks, 7]`: bytes per count that a forward task leaves allocated."""
     backward_peaks: FloatArray
     """float64 `[num_chunks, peaks, 14]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 14]`: what it leaves, less what it gives back."""
+    """float64 `[num_chunks, 14]`: bytes that a backward task leaves allocated, less those that it frees."""
     first_bytes: FloatArray
-    """float64 `[2, num_chunks]`: before any task runs, per row of the first MicroPack forward, and backward."""
+    """float64 `[2, num_chunks]`: per row of the first MicroPack of each pass, received before any task runs."""
     limit_bytes: float
-    """What a plan may use of the card."""
+    """Bytes of the GPU that a plan may use."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -65,10 +69,7 @@ def bytes_per_parameter(mesh: Mesh) -> float:
 
 
 def layers_again(layers: FloatArray, share: float) -> FloatArray:
-    """Return how many layers of each chunk a share of them is: whole ones, rounded up.
-
-    `layers`: `[chunks]`, of any shape.
-    """
+    """Return a share of the layers of each chunk, rounded up to whole layers."""
     again: FloatArray = np.ceil(share * layers - 1e-9)
     return again
 
@@ -89,19 +90,20 @@ def memory_of(
 ) -> Memory:
     """Count the bytes of one GPU of each stage; see `Memory`.
 
-    - "none" keeps all activations, "selective" all but norm outputs and the SwiGLU product, "full" a layer's
-      input, and keys and values for later slices; one layer's activations then live while it runs. With a
-      `recompute_share` below 1 so many layers of a chunk, rounded up, do, and the others as under "selective".
-    - While a layer's backward pass runs, gradients of its widest activations live beside it.
-    - With kernels="eager" layers leave more, and what passes is transformers' own; logits are there in backward tasks
-      alone, and gone before the first layer's backward pass.
-    - Keys and values of a whole document are there from its first slice on.
-    - With offload="kv" keys, values and their gradients of `LAYERS_ON_DEVICE` layers are on the GPU, of the documents
-      that run, and all others in host memory.
-    - With saved="stage" rows hold what goes into the first layer of their chunk, in host memory if keys and values
-      are; while a MicroPack runs backward, what goes into each layer that is computed again is there for its rows.
-    - Where ranks share a document, eager layers have its keys and values gathered, of one layer at a time; fused ones
-      pass them on in a ring.
+    - "none" stores all activations, "selective" all but norm outputs and the SwiGLU product, "full" a layer's input,
+      and keys and values for later slices; then, one layer's activations exist while it runs. With a
+      `recompute_share` below 1, this share of a chunk's layers recomputes fully, and the others selectively.
+    - While a layer's backward pass runs, gradients of its widest activations exist too.
+    - With kernels="eager", layers store more, and temporaries are those of transformers; logits exist only in
+    backward
+      tasks, and are freed before the first layer's backward pass.
+    - Keys and values of a whole document are allocated at its first slice.
+    - With offload="kv", keys, values and their gradients of `LAYERS_ON_DEVICE` layers of running documents are on the
+      GPU, and all others in host memory.
+    - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
+    are;
+      while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
+    - If ranks share a document, eager layers gather its keys and values, one layer at a time; fused ones use a ring.
     """
     layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
@@ -147,7 +149,7 @@ def memory_of(
 def _inputs(
     layers: FloatArray, num_again: FloatArray, offload: Offload, saved: Saved
 ) -> tuple[FloatArray, FloatArray]:
-    """Of how many layers what goes in is held, and of how many it is made again; each float64 `[num_chunks]`."""
+    """Return the number of layers whose inputs are stored, and whose inputs are recomputed, `[num_chunks]` each."""
     if saved == "layers":
         return num_again, np.zeros(len(layers))
     held = np.minimum(num_again, 1.0)
@@ -157,10 +159,10 @@ def _inputs(
 
 
 def _state_bytes(model: ModelShape, mesh: Mesh, stages: Stages, kernels: Kernels) -> FloatArray:
-    """float64 `[pp]`."""
+    """Return the bytes of states of each stage, float64 `[pp]`."""
     chunks = chunk_parameters(model, stages) / mesh.tp * bytes_per_parameter(mesh)
     if mesh.sharding == "parameters":
-        # What is gathered is one layer at a time: its bf16 parameters, and its gradients on their way out.
+        # Layers are gathered one at a time: bf16 parameters, and gradients until they are reduced.
         chunks += 4 * model.parameters_per_layer / mesh.tp * (np.arange(mesh.num_chunks) < mesh.pp)
     if kernels == "fused":
         chunks += LOGIT_ROWS * logit_bytes(model) / mesh.tp * stages.has_head
@@ -169,7 +171,7 @@ def _state_bytes(model: ModelShape, mesh: Mesh, stages: Stages, kernels: Kernels
 
 
 def chunk_parameters(model: ModelShape, stages: Stages) -> FloatArray:
-    """Return parameters of each chunk, float64 `[num_chunks]`; a tied matrix stands at both ends of a pipeline."""
+    """Return parameters of each chunk, float64 `[num_chunks]`; both ends of a pipeline hold a tied matrix."""
     ends = stages.has_embedding.astype(np.float64) + stages.has_head
     if model.tied and len(ends) == 1:
         ends = np.ones(1)
@@ -181,65 +183,63 @@ def chunk_parameters(model: ModelShape, stages: Stages) -> FloatArray:
     return own
 
 
-# Bytes of one row in one layer: what it leaves behind, what passes while the layer runs forward and backward.
-
 Kernels = Literal["fused", "eager"]
-"""Whether norms and gates are kernels of their own, as in Megatron, or run operation by operation, as in
-transformers, which leaves more behind."""
+"""Whether norms and gates are fused kernels, as in Megatron, or run operation by operation, as in transformers, which
+stores more activations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBytes:
-    """Bytes of a row in one layer, on one GPU."""
+    """Bytes of a row in one layer, on one GPU; see the module for `again` and `kept`."""
 
     hidden: float
-    """What goes into a layer."""
+    """Input of a layer."""
     kv: float
-    """Keys and values, kept for later slices."""
+    """Keys and values, stored for later slices."""
     kept: float
-    """What a layer that isn't computed again leaves behind, keys and values among it."""
+    """Activations that a kept layer stores, keys and values included."""
     shared: float
-    """What all layers of a MicroPack that keep graphs hold together: what went in, what came out, positions."""
+    """Activations that all kept layers of a MicroPack share: the chunk's input and output, positions."""
     forward_again: float
-    """What passes in the forward pass of a layer that leaves its input alone, beside that."""
+    """Temporaries in the forward pass of a recomputed layer, besides its input."""
     forward_kept: float
-    """What passes in the forward pass of a layer that leaves `kept`, beside that."""
+    """Temporaries in the forward pass of a kept layer, besides `kept`."""
     backward_again: float
-    """What a layer computed again takes as its backward pass begins, gradients at their widest, beside its input."""
+    """Recomputed activations and the widest gradients as the backward pass begins, besides the layer's input."""
     backward_kept: float
-    """Gradients at their widest, and what is multiplied again, beside `kept`."""
+    """The widest gradients and the recomputed product in a kept layer, besides `kept`."""
     attention_forward: float
-    """What is there while attention runs forward, beside its input, keys and values."""
+    """Activations while attention runs forward, besides the layer's input, keys and values."""
     attention_again: float
-    """What is there while attention runs backward, of a layer computed again, beside its input, keys and values."""
+    """Activations while attention runs backward in a recomputed layer, besides its input, keys and values."""
     attention_kept: float
-    """The same where the layer left `kept`, less that, keys and values apart: what was made of attention is gone."""
+    """The same in a kept layer, less `kept` (except keys and values): activations after attention are freed."""
     made: float
-    """What a layer computed again has made before its backward pass begins."""
+    """Recomputed activations before the backward pass of a layer begins."""
     waiting_again: float
-    """Of a layer computed again, what waits for weight gradients where they are tasks of their own: what went into
-    matrix products, and what came back."""
+    """Inputs and output gradients of matrix products in a recomputed layer, which separate weight-gradient tasks
+    need."""
     waiting_kept: float
-    """The same of a layer that left `kept`; products of norms that are made again are made for each matrix."""
+    """The same in a kept layer, where recomputed norm outputs are stored for each matrix."""
     waiting_behind: float
-    """What of it lies behind attention."""
+    """The part of these after attention."""
     waiting_twice: float
-    """What of that is made again for each of two matrices, in a layer that left `kept`."""
+    """The part of that which a kept layer stores for each of two matrices."""
     waiting_first: float
-    """What of it stays beside gradients at their widest."""
+    """The part that exists together with the widest gradients."""
     waiting_last: float
-    """What passes while the first norm of a layer runs backward, beside what waits."""
+    """Temporaries while the first norm of a layer runs backward, besides what waits."""
     matrix: float
-    """Not of a row: the gradient of the largest matrix, on its way to where gradients are added up."""
+    """The gradient of the largest matrix before it is accumulated; not per row."""
     widened: float
-    """Of gradients at their widest, what comes after that."""
+    """The part of the widest gradients that is allocated after `matrix`."""
     is_eager: bool
-    """Whether it runs as in `varlen.runtime`: ranks that share a document then gather its keys and values, where
-    others form a ring, and stages receive ahead."""
+    """Whether layers run as in `varlen.runtime`: ranks that share a document gather its keys and values instead of
+    using a ring, and stages receive messages ahead."""
 
 
 def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Kernels) -> LayerBytes:
-    """Count the bytes of a row in one layer; with "full", layers that aren't computed again are selective."""
+    """Count the bytes of a row in one layer; with "full", kept layers recompute selectively."""
     tp, hidden, gates = mesh.tp, 2.0 * model.hidden, 2.0 * model.active_ffn
     expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim) / kv_shards(model, mesh)
     whole = (
@@ -249,15 +249,15 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
     queries, outputs = 2.0 * model.heads * model.head_dim, 2.0 * model.heads * model.value_head_dim
     norm = 4 * hidden + 4 if is_eager else hidden
     of_attention = norm + queries + outputs + 4 * model.heads
-    # Of the output and of the residual, of queries twice where their keys come in two parts, and of own keys.
+    # Gradients of the output, the residual and the queries (twice, since keys come in two parts).
     by_attention = hidden + outputs + 2 * queries
     positions = 4.0 * model.head_dim if is_eager else 0.0
     if is_eager:
         whole += eager_bytes(model) / tp
         ends, widest = 2 * hidden, 2 * gates
-        # Keys and values stand in the cache already; positions are made again.
+        # Keys and values are in the cache; positions are recomputed.
         made = whole - expanded + (hidden + positions + 8) / tp
-        # What goes in is copied where several documents run.
+        # The input is copied if several documents run.
         forward_again = (3 * hidden + (3 if model.gated else 2) * gates + positions + 8) / tp
         forward_kept = (3 * hidden + 8 + gates * saves) / tp
         backward_again = made + (hidden + widest) / tp
@@ -269,9 +269,9 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
         forward_kept = (widest + reused_bytes(model) * saves) / tp
         backward_again, backward_kept = whole + widest / tp, forward_kept
     kept = whole - (reused_bytes(model) / tp if saves else 0.0)
-    # Both norms' outputs and attention's, the product; gradients of both outputs, queries, keys, values and gates.
+    # Outputs of norms and attention, the product; gradients of both outputs, queries, keys, values and gates.
     waiting = (4 * hidden + queries + outputs + (3 if model.gated else 2) * gates) / tp + expanded
-    # A gradient comes in and what it is of stays until the layer is done.
+    # The incoming gradient and the activation that it belongs to exist until the layer is done.
     again = (of_attention + by_attention + 2 * hidden + positions + 8 * is_eager) / tp + expanded
     beside = (of_attention - hidden * saves + by_attention + hidden) / tp + expanded
     return LayerBytes(
@@ -300,18 +300,18 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
 
 
 def kv_shards(model: ModelShape, mesh: Mesh) -> int:
-    """Return among how many GPUs keys and values are divided: fewer key heads than GPUs are copied."""
+    """Return the number of GPUs that keys and values are divided among; fewer key heads than GPUs are copied."""
     return mesh.tp if model.latent_rank else min(mesh.tp, model.kv_heads)
 
 
 def activation_bytes(model: ModelShape) -> float:
-    """Return bytes that a token leaves behind in one layer when everything is kept, not divided by tp.
+    """Return bytes of all activations of a token in one layer, not divided by tp.
 
     In bf16: both norms' inputs and outputs (8h), queries and attention's output, keys and values, the gate, the
-    other branch and their product (6f), and attention's log-sum in float32. For grouped heads of h in all this is
+    other branch and their product (6f), and attention's log-sum-exp in float32. With heads of total width h, this is
     12h + 4·kv_heads·d + 6f + 4·heads; compare Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-    Transformer Models", arXiv 2205.05198, §4. Latent attention keeps its latents and what it expands them to;
-    experts keep the rows sent to them and those that come back.
+    Transformer Models", arXiv 2205.05198, §4. Latent attention stores latents and their expansions; experts store
+    their input and output rows.
     """
     heads = 2 * model.heads * (model.head_dim + model.value_head_dim) + 4 * model.heads
     expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim)
@@ -326,55 +326,57 @@ def ffn_bytes(model: ModelShape) -> float:
 
 
 def eager_bytes(model: ModelShape) -> float:
-    """Return bytes that a token leaves behind in one layer of transformers beside `activation_bytes`.
+    """Return bytes of a token's activations in one layer of transformers, in addition to `activation_bytes`.
 
-    Each norm keeps its input in float32, the normed and the scaled row (8h instead of 4h), and a root of its own; the
-    gate's SiLU stands beside what it was made of.
+    Each norm stores its input in float32, the normed and the scaled row (8h instead of 4h), and the inverse root; the
+    gate's SiLU is stored in addition to its input.
     """
     return 8 * model.hidden + 8 + 2 * model.active_ffn * model.gated
 
 
 def reused_bytes(model: ModelShape) -> float:
-    """Return bytes of a token and layer that selective recomputation doesn't keep: norm outputs, the product."""
+    """Return bytes of a token and layer that selective recomputation saves: norm outputs, the product."""
     return 4 * model.hidden + 2 * model.active_ffn
 
 
-# What a task takes at its peaks, as factors of what its MicroPack counts: logits, layers and attention in turn.
+# The peaks of a task, as bytes per count of its MicroPack.
 #
-# The head's logits are gone before the first layer runs backward, and gradients of keys and values come with
-# each layer's attention, when what the layers behind it left is gone. So a backward task has its peak at the
-# head, or where some layer's backward pass begins, or in some layer's attention; all of these are affine in
-# the layers that are done, and the extremes are asked for alone.
+# The head's logits are freed before the first layer runs backward. Gradients of keys and values are allocated in each
+# layer's attention, after the activations of later layers are freed. So a backward task has its peak at the head, at
+# the beginning of some layer's backward pass, or in some layer's attention. All of these are affine in the number of
+# finished layers, so only the extremes are computed.
 
 LOGIT_ROWS: Final = 1024
-"""Rows whose logits are there at once: the loss is computed chunk by chunk."""
+"""Rows of a block of logits; the loss is computed block by block."""
 LOGIT_BYTES: Final = 6
 """bf16 logits, and their softmax in float32."""
 LAYERS_ON_DEVICE: Final = 2
-"""With keys and values in host memory: the layer that runs, and the one that is being fetched."""
+"""With keys and values in host memory: the running layer, and the one that is being fetched."""
 BACKWARD_KEYS: Final = 8192
-"""Keys before a slice whose gradients attention's backward pass gives at once."""
+"""Most keys before a slice whose gradients attention's backward pass returns at once."""
 PLACE_BYTES: Final = 24.0
-"""Of a token of a shared document, while keys and values are gathered: where it stands among those of the ranks."""
+"""Index of a token of a shared document among the ranks, while keys and values are gathered."""
 
+# Counts of a forward MicroPack, on one GPU:
+# OWN: its rows. AHEAD: rows of documents that begin in it beyond its own, less its own rows of documents that began
+# earlier. NEAR: tokens of its documents up to its end. GATHERED, SHARED: tokens of the longest document that ranks
+# share, of all ranks and of this one. NEXT, BEFORE: rows of the next and the previous MicroPack.
 OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE = range(7)
-"""What a forward MicroPack counts, on one GPU: its rows; rows of documents that begin in it, beyond its own, less its
-own of documents that began before; tokens of its documents up to its end; all of those of the longest document that
-ranks share, and this rank's; rows of the MicroPack that comes next, and of the one before."""
+# Counts of a backward MicroPack, besides OWN, GATHERED, SHARED, NEXT, BEFORE, and NEAR, which counts tokens with
+# gradients three times:
+# OPENED: earlier rows of documents that end in it, whose dK/dV is allocated. CLOSED: its other rows, whose dK/dV is
+# freed. KEYS: earlier tokens of one document, up to BACKWARD_KEYS. MOVED: the same, or the rows copied as memory is
+# freed, if these are more. HEAD: rows of its logits. ANY: 1 if it holds rows. RETURNED: rows of the forward slices
+# whose first row it holds, which are freed as a whole. COPIED: if it reads several pieces, its rows less those (may
+# be < 0).
 OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, COPIED = 1, 7, 8, 9, 10, 11, 12, 13
-"""What a backward MicroPack counts beside `OWN`, `NEAR`, `GATHERED`, `SHARED`, `NEXT` and `BEFORE`: earlier rows of
-documents that end in it, whose dK/dV is opened; its rows that aren't at an end, whose dK/dV is closed; earlier tokens
-of one document, up to `BACKWARD_KEYS`; the same, or what is copied as memory is given back, if that is more; rows of
-its logits; 1 where it holds rows; rows of forward slices whose first row it holds, which came in one piece and go as
-one; where it takes several pieces, its rows less those, below 0 perhaps. `NEAR` counts tokens that have gradients
-three times, as their bytes are."""
 FORWARD_COUNTS, BACKWARD_COUNTS = 7, 14
 
 
 class Messages(NamedTuple):
-    """Of a row, what a stage holds of what stages give each other, each float64 `[num_chunks]`.
+    """Bytes per row of messages between stages, each float64 `[num_chunks]`.
 
-    The next MicroPack is received ahead, and what was sent last stays until the next is.
+    The next MicroPack is received ahead, and the last message sent is kept until the next one is sent.
     """
 
     received_forward: FloatArray
@@ -383,24 +385,24 @@ class Messages(NamedTuple):
     sent_backward: FloatArray
 
     def taken(self, counts: int) -> tuple[FloatArray, FloatArray]:
-        """Return what changes as a task of each pass takes its message, float64 `[chunks, counts]` of its counts."""
-        found = np.zeros((2, len(self.sent_forward), counts))
-        for of_pass, received in zip(found, (self.received_forward, self.received_backward)):
+        """Return the bytes per count by which receiving changes memory, for both passes, `[chunks, counts]` each."""
+        changes = np.zeros((2, len(self.sent_forward), counts))
+        for of_pass, received in zip(changes, (self.received_forward, self.received_backward)):
             of_pass[:, OWN], of_pass[:, NEXT] = -received, received
-        return found[0], found[1]
+        return changes[0], changes[1]
 
     def given(self, counts: int) -> tuple[FloatArray, FloatArray]:
-        """Return what changes as a task of each pass gives its message, as `taken`."""
-        found = np.zeros((2, len(self.sent_forward), counts))
-        for of_pass, sent in zip(found, (self.sent_forward, self.sent_backward)):
+        """Return the same for sending."""
+        changes = np.zeros((2, len(self.sent_forward), counts))
+        for of_pass, sent in zip(changes, (self.sent_forward, self.sent_backward)):
             of_pass[:, OWN], of_pass[:, BEFORE] = sent, -sent
-        return found[0], found[1]
+        return changes[0], changes[1]
 
 
 def messages(layer: LayerBytes, is_again: npt.NDArray[np.bool_], stages: Stages) -> Messages:
-    """Return what stages hold of messages; nothing of layers that aren't eager.
+    """Return the messages that stages hold, none for fused layers.
 
-    `is_again`: `[chunks]`: whether all layers are computed again; of others, what they give belongs to their graph.
+    Chunks that don't recompute all layers (`is_again`) store their output as a part of their graph.
     """
     row = layer.hidden * layer.is_eager
     comes, goes = np.where(stages.has_embedding, 0.0, row), np.where(stages.has_head, 0.0, row)
@@ -413,69 +415,63 @@ class Chunks:
 
     layers: FloatArray
     num_again: FloatArray
-    """Layers that are computed again, the first ones."""
+    """Number of recomputed layers, the first ones."""
     made_inputs: FloatArray
-    """Layers of which what goes in is made again."""
+    """Number of layers whose inputs are recomputed."""
     near: FloatArray
-    """Of keys and values, bytes per row and layer that stay on the device."""
+    """Bytes of keys and values per row and layer on the device."""
     far: FloatArray
-    """The same of those that wait in host memory."""
+    """Bytes of keys and values per row and layer in host memory."""
     head: FloatArray
-    """Bytes of a row of logits that is there at once; 0 where there is no head, or it is counted apart."""
+    """Bytes of a row of logits; 0 without a head, or if it is counted elsewhere."""
     splits: bool
-    """Whether weight gradients are tasks of their own."""
+    """Whether weight gradients are separate tasks."""
 
 
 def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: FloatArray) -> FloatArray:
-    """Return what a forward task takes at its peaks, float64 `[chunks, peaks, 7]`.
+    """Return bytes per count at the peaks of a forward task, float64 `[chunks, peaks, 7]`.
 
-    Args:
-        left: `[chunks, 7]`: what it leaves, messages apart.
-        taken: `[chunks, 7]`: of messages.
+    `left` is what it leaves, without messages; `taken` is that of messages; both `[chunks, 7]`.
     """
     has_kept = chunks.num_again < chunks.layers
-    # What goes into the last layer, where that isn't left, and what was received, of which a copy may be left.
+    # The input of the last layer, if it isn't stored, and the received message, which may have been copied.
     beside = np.where(chunks.made_inputs > 0, layer.hidden, 0.0) + taken[:, NEXT]
     run, attention = left + taken, left + taken
     run[:, OWN] += np.where(has_kept, layer.forward_kept, layer.forward_again + beside)
     run[:, NEAR] = attention[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
     if not layer.is_eager:
         return _needed([run])
-    # Of the last layer; what it leaves isn't there before attention has run.
+    # In the last layer; the activations after attention don't exist yet.
     attention[:, OWN] += layer.attention_forward - np.where(has_kept, layer.kept - layer.kv, 0.0)
     attention[:, GATHERED], attention[:, SHARED] = 2 * layer.kv + PLACE_BYTES, layer.kv
     return _needed([run, attention])
 
 
 def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> FloatArray:
-    """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 14]`.
-
-    `taken`: `[chunks, 14]`: of messages.
-    """
+    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 14]`; `taken` of messages."""
     num_kept, last = chunks.layers - chunks.num_again, chunks.layers - 1
-    # Affine in the layers that are done, but where layers begin to be computed again, and until both layers' worth of
-    # gradients is there.
+    # Affine in the finished layers, except where recomputation begins and while the first gradients are allocated.
     corners = [0 * last, np.maximum(num_kept - 1, 0), np.minimum(num_kept, last), last]
     corners += [np.minimum(some, last) for some in range(1, LAYERS_ON_DEVICE + 1) if chunks.far.any()]
-    found = [peak for done in corners for peak in _in_layer(layer, chunks, taken, done)]
+    peaks = [peak for done in corners for peak in _in_layer(layer, chunks, taken, done)]
     if chunks.splits and layer.is_eager:
         ended = taken.copy()
         ended[:, OWN] += layer.waiting_last
         _finish(ended, layer, chunks, chunks.layers)
         _open(ended, chunks, chunks.layers)
         ended[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
-        found.append(ended)
+        peaks.append(ended)
     logits, is_made = taken.copy(), num_kept == 0
     logits[:, HEAD] = chunks.head
     logits[:, OWN] += layer.hidden + 4 + (layer.made + layer.hidden * chunks.made_inputs) * is_made
     logits[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * is_made
     logits[:, COPIED] = _copied(layer, chunks, is_made)
     logits *= (chunks.head > 0)[:, np.newaxis]
-    return _needed([*found, logits])
+    return _needed([*peaks, logits])
 
 
 def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatArray) -> list[FloatArray]:
-    """What a task takes as the backward pass of a layer begins and in its attention, so many layers being done."""
+    """Return the peaks at the beginning of a layer's backward pass and in its attention, after `done` layers."""
     is_again = done >= chunks.layers - chunks.num_again
     made = np.where(is_again, layer.hidden * chunks.made_inputs, 0.0)
     begins, attention = taken.copy(), taken.copy()
@@ -488,77 +484,75 @@ def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatA
         begins[:, OWN] += layer.waiting_first
         attention[:, OWN] += layer.waiting_behind + np.where(is_again, 0.0, layer.waiting_twice)
     else:
-        # What was received is held until the task is done; else it waits among the others.
+        # The received gradient is held until the task is done; with separate weight gradients it is counted there.
         begins[:, OWN] += taken[:, NEXT] * (done > 0)
         attention[:, OWN] += taken[:, NEXT] * (done > 0)
     _open(begins, chunks, done)
     begins[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * (is_again | (done > 0))
     attention[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
-    found = [begins]
+    peaks = [begins]
     if layer.is_eager and not chunks.splits:
-        # The gradient of the last matrix comes before gradients are at their widest.
+        # The gradient of the last matrix is computed before the widest gradients.
         first = begins.copy()
         first[:, OWN] -= layer.widened
         first[:, ANY] = layer.matrix
-        found.append(first)
+        peaks.append(first)
     if layer.is_eager:
-        # Gradients of what was gathered are scattered before dK/dV of this layer is opened.
+        # Gradients of gathered keys and values are scattered before dK/dV of this layer is allocated.
         scattered = attention.copy()
         _open(scattered, chunks, done)
         scattered[:, OWN] -= layer.kv
         scattered[:, GATHERED], scattered[:, SHARED] = 5 * layer.kv + PLACE_BYTES, 2 * layer.kv
-        found.append(scattered)
+        peaks.append(scattered)
     _open(attention, chunks, done + 1)
     attention[:, KEYS], attention[:, MOVED] = chunks.far, chunks.near
-    return [*found, attention]
+    return [*peaks, attention]
 
 
 def _finish(peak: FloatArray, layer: LayerBytes, chunks: Chunks, done: FloatArray) -> None:
-    """Count what layers that are done leave waiting, less what they gave back.
+    """Add what finished layers store for weight gradients, less what they freed.
 
-    What went into a layer is given back in the pieces that forward slices came in, what was made again row by row,
-    and dK/dV as it is closed.
+    Inputs of layers are freed by forward slices, recomputed activations by rows, and dK/dV as it is closed.
     """
     num_kept = chunks.layers - chunks.num_again
     kept, again = np.minimum(done, num_kept), np.maximum(done - num_kept, 0)
     made = np.minimum(again, chunks.made_inputs)
-    gone: FloatArray = kept * (layer.kept - chunks.far) + again * chunks.near + made * layer.hidden
-    gone += layer.shared * ((done >= num_kept) & (num_kept > 0))
-    peak[:, OWN] += chunks.splits * (layer.waiting_kept * kept + layer.waiting_again * again) - gone
+    freed: FloatArray = kept * (layer.kept - chunks.far) + again * chunks.near + made * layer.hidden
+    freed += layer.shared * ((done >= num_kept) & (num_kept > 0))
+    peak[:, OWN] += chunks.splits * (layer.waiting_kept * kept + layer.waiting_again * again) - freed
     peak[:, RETURNED] -= (again - made) * layer.hidden
     peak[:, CLOSED] -= 2 * chunks.near * done
 
 
 def _copied(layer: LayerBytes, chunks: Chunks, is_again: npt.NDArray[np.bool_]) -> FloatArray:
-    """Bytes of each row that is copied from pieces on the device, so that they go at once; `[chunks]`."""
+    """Return bytes of each row that is copied out of forward slices, so that these can be freed; `[chunks]`."""
     is_copied = is_again & (chunks.num_again > chunks.made_inputs) & layer.is_eager
     return np.where(is_copied, layer.hidden, 0.0)
 
 
 def _open(peak: FloatArray, chunks: Chunks, layers: FloatArray) -> None:
-    """Count dK/dV of some layers."""
+    """Set the bytes of dK/dV of some layers."""
     peak[:, OPENED] = 2 * chunks.near * layers + 2 * chunks.far * np.minimum(layers, LAYERS_ON_DEVICE)
 
 
 def logit_bytes(model: ModelShape, kernels: Kernels = "fused") -> float:
-    """Return bytes of a row's logits, and of the final norm's backward pass where it is an eager one.
+    """Return bytes of a row's logits, or of the final norm's backward pass if it is eager and takes more.
 
-    Of that norm: 30h at its widest, 12h beside the logits, of which 2h are a gradient that is there for all rows.
+    The norm takes 30h at its widest, and 12h together with the logits, of which a gradient of 2h is counted
+    elsewhere.
     """
     logits = float(LOGIT_BYTES * model.vocab)
     return logits if kernels == "fused" else max(10 * model.hidden + logits, 28.0 * model.hidden)
 
 
 def _needed(peaks: list[FloatArray]) -> FloatArray:
-    """Stack peaks, without those that another one is never below."""
-    kept: list[FloatArray] = []
+    """Stack peaks, without those that another one always exceeds."""
+    needed: list[FloatArray] = []
     for number, peak in enumerate(peaks):
-        others = kept + peaks[number + 1 :]
-        if not any((other >= peak).all() and _is_alike(other, peak) for other in others):
-            kept.append(peak)
-    return np.stack(kept, axis=1)
-
-
-def _is_alike(one: FloatArray, other: FloatArray) -> bool:
-    """Whether two peaks ask the same of what may be below 0."""
-    return bool((one[:, COPIED:] == other[:, COPIED:]).all())
+        others = needed + peaks[number + 1 :]
+        # The count COPIED may be negative, so its bytes must be equal.
+        if not any(
+            (other >= peak).all() and (other[:, COPIED:] == peak[:, COPIED:]).all() for other in others
+        ):
+            needed.append(peak)
+    return np.stack(needed, axis=1)

@@ -1,4 +1,4 @@
-"""`CostModel`: a model on hardware, which planner and simulator ask for seconds and bytes alike."""
+"""`CostModel`: seconds and bytes of a model on hardware, for the planner and the simulator."""
 
 from __future__ import annotations
 
@@ -46,38 +46,38 @@ Mode = Literal["calibrated", "flops"]
 class CostModel:
     """Seconds and bytes of any slice of a model on hardware.
 
-    Two modes: "calibrated" looks rates up in the hardware's tables by rows and key length; "flops" computes at one
-    rate for everything (the best of the forward tables) without launch time, so that attention's backward pass
-    takes 2.5 times its forward pass and a matrix product's twice, the convention of papers.
+    Mode "calibrated" looks rates up in the hardware's tables by rows and key length. Mode "flops" uses one rate for
+    everything (the best of the forward tables) without launch time, so that attention's backward pass takes 2.5 times
+    its forward pass and a matrix product's twice, as papers assume.
     """
 
     model: ModelShape
     hardware: Hardware
     recompute: Recompute = "none"
-    """Which activations are computed again in the backward pass."""
+    """Which activations are recomputed in the backward pass."""
     recompute_share: float = 1.0
-    """With recompute="full": the share of each chunk's layers, rounded up, that are computed again; the others
-    recompute selectively. Layers all take as long, with the share of the stage that recomputes most."""
+    """With recompute="full": the share of each chunk's layers, rounded up, that recompute fully; the others recompute
+    selectively. All layers are priced alike, with the share of the stage that recomputes most."""
     offload: Offload = "none"
-    """What waits in host memory: "kv" leaves keys, values and their gradients of two layers on the GPU. Each slice
-    then fetches those of its document's earlier tokens while the layer before computes; only what takes longer than
+    """What is offloaded to host memory: "kv" keeps keys, values and their gradients of only two layers on the GPU.
+    Each slice fetches those of its document's earlier tokens while the previous layer computes; only the time beyond
     that is priced."""
     saved: Saved = "layers"
-    """What layers are computed again from: what went into each of them, or "stage", what went into the first of a
-    chunk, which takes a forward pass of all but the last of them more."""
+    """What recomputation starts from: "layers", the input of each layer, or "stage", the input of a chunk's first
+    layer, which takes one more forward pass of all layers but the last."""
     mode: Mode = "calibrated"
     """Whether seconds come from the hardware's tables or from FLOPs alone."""
     kernels: Kernels = "fused"
-    """Whose layers run: Megatron's fused ones, or transformers' eager ones as `varlen.runtime` runs them, which leave
-    more activations behind; all of the vocabulary head then runs in backward tasks."""
+    """Whose layers run: Megatron's fused ones, or transformers' eager ones as `varlen.runtime` runs them, which store
+    more activations; the vocabulary head then runs entirely in backward tasks."""
     memory_fraction: float = 0.92
-    """Share of the card that a plan may use; the rest is the allocator's and the libraries'."""
+    """Share of a GPU's memory that a plan may use; the allocator and libraries use the rest."""
     tp_overlap: float = 0.0
     """Share of tensor-parallel collectives hidden behind matrix products; frameworks that split products into tiles
     (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition") hide most."""
     exchange_overlap: float = 1.0
-    """Share of attention behind which the exchange of keys and values among GPUs that share a document hides: 1 as in
-    ring attention (Liu et al. 2023, arXiv 2310.01889), 0 where nothing overlaps."""
+    """Share of attention that overlaps with the exchange of keys and values among GPUs that share a document: 1 as in
+    ring attention (Liu et al. 2023, arXiv 2310.01889), 0 without overlap."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, ModelShape) or not isinstance(self.hardware, Hardware):
@@ -119,19 +119,19 @@ class CostModel:
         return dataclasses.replace(self, **changes)
 
     def as_planned(self, plan: StepPlan) -> CostModel:
-        """Return the same model with what a plan recomputes and offloads.
+        """Return the same model with the recomputation and offloading of a plan.
 
         Args:
             plan: the plan.
         """
         planned = (plan.recompute, plan.recompute_share, plan.offload)
         if planned == (self.recompute, self.recompute_share, self.offload):
-            return self  # whose rates are known by now
+            return self  # the same object hits the caches of rates and memory
         return self.replace(recompute=planned[0], recompute_share=planned[1], offload=planned[2])
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits over every figure: equal ones price equally."""
+        """16 hexadecimal digits of a hash over all numbers: models with the same fingerprint give the same prices."""
         digest = hashlib.sha256()
         _digest(self, digest)
         return digest.hexdigest()[:16]
@@ -142,7 +142,7 @@ class CostModel:
         return self.memory_fraction * self.hardware.memory_bytes
 
     def stages(self, mesh: Mesh) -> Stages:
-        """Return the layers of each chunk, moved so that the heaviest stage is lightest.
+        """Return the layers of each chunk, distributed so that the heaviest stage is light.
 
         Args:
             mesh: how the model is cut.
@@ -154,12 +154,12 @@ class CostModel:
         return stages_of(self.model, mesh)
 
     def memory(self, mesh: Mesh, stages: Stages | None = None, *, splits_backward: bool = False) -> Memory:
-        """Return the bytes that stay on a GPU, and those that rows add.
+        """Return the bytes of states on a GPU, and those that rows add.
 
         Args:
-            mesh: what divides them.
-            stages: layers of each chunk; without, as `stages` cuts them.
-            splits_backward: whether weight gradients are tasks of their own.
+            mesh: the GPUs.
+            stages: layers of each chunk; by default those of `stages(mesh)`.
+            splits_backward: whether weight gradients are separate tasks.
         """
         return memory_of(
             self.model,
@@ -178,7 +178,7 @@ class CostModel:
         """Return latency and seconds per row of a stage boundary, the same in both passes.
 
         Args:
-            mesh: its tensor-parallel GPUs send a part of each row.
+            mesh: the GPUs; each tensor-parallel GPU sends a part of each row.
         """
         check_mesh(self.model, mesh)
         return boundary_s(self.model, self.hardware, mesh)
@@ -187,7 +187,7 @@ class CostModel:
         """Return seconds of the gradients' synchronization at the step's end, float64 `[pp]`.
 
         Args:
-            mesh: over whose dp x cp GPUs, and by which sharding.
+            mesh: the GPUs, dp x cp of which synchronize, and the sharding.
         """
         return gradient_sync_s(self.model, self.hardware, mesh, self.stages(mesh))
 
@@ -202,7 +202,7 @@ class CostModel:
         return gather_s(self.model, self.hardware, mesh, self.stages(mesh))
 
     def flops(self, lengths: npt.ArrayLike) -> Flops:
-        """Return FLOPs of a step on whole documents: the model's own, for MFU, and the hardware's.
+        """Return FLOPs of a step on whole documents: those that MFU counts, and those that are computed.
 
         Args:
             lengths: `[num_documents]`.
@@ -210,11 +210,11 @@ class CostModel:
         return step_flops(self.model, lengths, self.recompute, self.recompute_share)
 
     def rates(self, mesh: Mesh, best: bool = False) -> Rates:
-        """Return what the pricing kernels take.
+        """Return the rates for the pricing kernels.
 
         Args:
-            mesh: what divides a slice's work.
-            best: for lower bounds: the highest rate over all rows, no launch time and no latency.
+            mesh: the GPUs.
+            best: for lower bounds: the highest rate of any number of rows, no launch time and no latency.
 
         Raises:
             SettingError: a mesh that doesn't divide the model.
@@ -263,7 +263,7 @@ class CostModel:
         )
 
     def _exchanges(self, kv: float, queries: float, outputs: float, again: float) -> dict[str, Any]:
-        """What GPUs sharing a document send each other, apart from keys and values forward; bytes are per token."""
+        """Return what GPUs that share a document exchange, except keys and values forward; bytes are per token."""
         if self.kernels == "fused":
             return {
                 "exchanges_back": 2.0,
@@ -271,8 +271,8 @@ class CostModel:
                 "query_bytes": queries + outputs,
                 "query_gradient_bytes": 2.0 * queries + outputs,
             }
-        # Queries stay where they are. Keys and values are gathered for the backward pass, and before that for a
-        # forward pass that is computed again; their gradients are float32.
+        # Queries aren't sent. Keys and values are gathered again for the backward pass and for a recomputed forward
+        # pass; their gradients are float32.
         return {
             "exchanges_back": 2.0 + again,
             "key_value_back_bytes": (3.0 + again) * kv,
@@ -281,7 +281,7 @@ class CostModel:
         }
 
     def _flop_rates(self) -> dict[str, Any]:
-        """One rate for all rows and keys: the best of the forward tables."""
+        """Return one rate for all rows and keys: the best of the forward tables."""
         attention = np.full((1, 1), 1e-12 / self.hardware.attention[0].tflops.max())
         gemm = np.full(1, 1e-12 / self.hardware.gemm.tflops.max())
         one = np.ones(1)
@@ -296,27 +296,27 @@ class CostModel:
         }
 
     def _share_again(self, mesh: Mesh) -> float:
-        """Share of a stage's layers that recompute fully, whole layers of each chunk, on the stage with the most."""
+        """Return the largest share of a stage's layers that recompute fully."""
         layers = stages_of(self.model, mesh).layers.reshape(-1, mesh.pp)
         again = memories.layers_again(layers, self.recompute_share)
         return float((again.sum(axis=0) / layers.sum(axis=0)).max())
 
     def _forwards_again(self, mesh: Mesh) -> float:
-        """Forward passes of an average layer in the backward pass, on the stage with the most."""
+        """Return the forward passes of an average layer in the backward pass, on the stage with the most."""
         layers = stages_of(self.model, mesh).layers.reshape(-1, mesh.pp)
         again = memories.layers_again(layers, self.recompute_share)
         runs = again + (self.saved == "stage") * np.maximum(again - 1, 0)
         return float((runs.sum(axis=0) / layers.sum(axis=0)).max())
 
     def _reuse_s(self, mesh: Mesh) -> float:
-        """Seconds per row and layer to compute norms and the product again: three reads and writes of each."""
+        """Return seconds per row and layer to recompute norms and the product: three reads and writes of each."""
         if self.mode == "flops" or self.recompute == "none":
             return 0.0
         share = 1.0 if self.recompute == "selective" else 1.0 - self._share_again(mesh)
         return share * 3.0 * reused_bytes(self.model) / mesh.tp / self.hardware.memory_bytes_per_s
 
     def _collective_s(self, mesh: Mesh) -> float:
-        """Seconds per row, layer and pass: two all-gathers and two reduce-scatters of a row among tp GPUs.
+        """Return seconds per row, layer and pass of two all-gathers and two reduce-scatters of a row among tp GPUs.
 
         Sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2); their latency is in `launch_s`.
         """
@@ -329,7 +329,7 @@ class CostModel:
 def _table_rates(
     attention: tuple[RateTable, RateTable], gemm: RateCurve, back: RateCurve, *, best: bool
 ) -> dict[str, Any]:
-    """The grids of a hardware's tables, which every step of recomputation on every mesh asks for again."""
+    """Return the hardware's tables on common grids."""
     forward, backward = attention
     rows = np.union1d(gemm.rows, back.rows)
     grids = {
@@ -349,14 +349,14 @@ def _table_rates(
 
 
 def _on_rows(rows: FloatArray, grid: FloatArray, seconds: FloatArray) -> FloatArray:
-    """Interpolate seconds per FLOP on another grid, linearly in 1 / rows; under the first row time stays."""
-    held = np.maximum(rows, grid[0])
-    there: FloatArray = _interpolated(1.0 / held, 1.0 / grid[::-1], seconds[::-1]) * (held / rows)
-    return there
+    """Interpolate seconds per FLOP on another grid, linearly in 1 / rows; fewer rows than the first take as long."""
+    clipped = np.maximum(rows, grid[0])
+    values: FloatArray = _interpolated(1.0 / clipped, 1.0 / grid[::-1], seconds[::-1]) * (clipped / rows)
+    return values
 
 
 def _interpolated(at: FloatArray, grid: FloatArray, values: FloatArray) -> FloatArray:
-    """As `np.interp`, which is compiled to round otherwise where a machine multiplies and adds at once."""
+    """Do what `np.interp` does; that rounds differently on machines with fused multiply-add."""
     if len(grid) == 1:
         return np.full(at.shape, values[0])
     low = np.clip(np.searchsorted(grid, at, "right") - 1, 0, len(grid) - 2)
@@ -368,8 +368,8 @@ def _interpolated(at: FloatArray, grid: FloatArray, values: FloatArray) -> Float
 def _on_grid(rows: FloatArray, keys: FloatArray, table: RateTable) -> FloatArray:
     """Interpolate a table's seconds per FLOP on other grids."""
     seconds = 1e-12 / table.tflops
-    held = np.maximum(keys, table.key_lengths[0])
-    wide = np.array([_on_rows(held, table.key_lengths, row) for row in seconds])
+    clipped = np.maximum(keys, table.key_lengths[0])
+    wide = np.array([_on_rows(clipped, table.key_lengths, row) for row in seconds])
     return np.array([_on_rows(rows, table.query_rows, column) for column in wide.T]).T.copy()
 
 
@@ -377,7 +377,7 @@ def _digest(value: Any, digest: Any) -> None:
     """Add a value to a hash, fields by name and arrays by their bytes."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            if field.name == "held_out_errors":  # what is known of the rates prices nothing
+            if field.name == "held_out_errors":  # doesn't affect prices
                 continue
             digest.update(field.name.encode())
             _digest(getattr(value, field.name), digest)
@@ -390,13 +390,13 @@ def _digest(value: Any, digest: Any) -> None:
         digest.update(repr(value).encode())
 
 
-# What travels between GPUs besides keys and values: stage boundaries, gradients, gathered parameters.
+# Communication besides keys and values: stage boundaries, gradients, gathered parameters.
 
 
 def boundary_s(model: ModelShape, hardware: Hardware, mesh: Mesh) -> tuple[float, float]:
     """Return latency and seconds per row of a stage boundary: 2·h / tp bytes a row, either way.
 
-    The slowest boundary counts: where the mesh is larger than a node, some stages are in another one.
+    This is the slowest boundary: if the mesh is larger than a node, some neighbouring stages are on different nodes.
     """
     link = hardware.intra if mesh.num_gpus <= hardware.gpus_per_node else hardware.inter
     return link.latency_s, 2 * model.hidden / mesh.tp / link.bytes_per_s
@@ -410,7 +410,7 @@ def peers_link(hardware: Hardware, mesh: Mesh) -> Link:
 def collective_s(link: Link, num_bytes: FloatArray, size: int) -> FloatArray:
     """Return seconds of one all-gather or reduce-scatter of `num_bytes` in all among `size` GPUs.
 
-    A ring moves (size - 1) / size of the bytes; latency counts once a halving, as in a tree (Thakur et al. 2005,
+    A ring moves (size - 1) / size of the bytes; latency counts log2(size) times, as in a tree (Thakur et al. 2005,
     "Optimization of Collective Communication Operations in MPICH").
     """
     if size == 1:
@@ -419,11 +419,10 @@ def collective_s(link: Link, num_bytes: FloatArray, size: int) -> FloatArray:
 
 
 def gradient_sync_s(model: ModelShape, hardware: Hardware, mesh: Mesh, stages: Stages) -> FloatArray:
-    """Return seconds at a step's end, float64 `[pp]`.
+    """Return seconds of the gradient synchronization at a step's end, float64 `[pp]`.
 
-    Gradients are float32: reduced and gathered whole (sharding="none"), or reduced to shards, whose new bf16
-    parameters are gathered ("optimizer"). With "parameters" gradients were reduced MicroPack by MicroPack, and
-    nothing is left.
+    Float32 gradients are all-reduced (sharding="none"), or reduced to shards, whose new bf16 parameters are gathered
+    ("optimizer"). With "parameters", gradients have been reduced after each MicroPack.
     """
     peers = mesh.dp * mesh.cp
     if mesh.sharding == "parameters" or peers == 1:

@@ -1,4 +1,4 @@
-"""`Rates`: all that a kernel needs to price a slice on one mesh; and the columns of a price."""
+"""`Rates`: the numbers with which kernels price a slice on one mesh; and the columns of a price."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ NUM_COLUMNS: Final = 7
 
 
 class Rates(NamedTuple):
-    """What one GPU of a mesh needs for a slice, per average layer; `CostModel.rates` makes it.
+    """Seconds and bytes of a slice on one GPU of a mesh, per average layer, from `CostModel.rates`.
 
-    Seconds per FLOP stand on grids and are interpolated linearly in 1 / rows and 1 / keys, so that seconds are
-    linear in rows between two grid points: a rate r·n / (n + n0) is met exactly, and more rows never take less
-    time where that holds on the grid. Past the last grid point the rate stays; under the first row, fewer rows
-    take as long as that many.
+    Seconds per FLOP are interpolated linearly in 1 / rows and 1 / keys, so that seconds are linear in rows between
+    two grid points: a rate r·n / (n + n0) is exact, and more rows never take less time if that holds on the grid.
+    Beyond the last grid point the rate is constant; fewer rows than the first grid point take as long as these.
     """
 
     query_rows: FloatArray
@@ -45,19 +44,19 @@ class Rates(NamedTuple):
     gemm_s: FloatArray
     """`[G]`: seconds per FLOP of matrix products."""
     gemm_backward_s: FloatArray
-    """`[G]`: of those of the backward pass."""
+    """`[G]`: of matrix products of the backward pass."""
     link_latency_s: FloatArray
-    """`[2]`: of a collective within a node, and between nodes."""
+    """`[2]`: latency of a collective within a node, and between nodes."""
     link_s_per_byte: FloatArray
     """`[2]`."""
     row_scale: float
-    """Rows are scaled by this before attention is looked up: fewer heads than measured fill a GPU less."""
+    """Factor on rows before attention is looked up, since fewer heads than measured use a GPU less."""
     attention_flops: float
-    """Forward FLOPs per pair of query and key, of the layers that see everything, averaged over all layers."""
+    """Forward FLOPs per pair of query and key of the layers without window, averaged over all layers."""
     windowed_flops: float
-    """The same of the layers with a window."""
+    """The same for the layers with a window."""
     window: float
-    """Keys that a windowed layer's query sees, itself included; 0 without."""
+    """Keys that a windowed layer's query attends to, itself included; 0 without windows."""
     backward_ratio: float
     """Backward FLOPs of attention over its forward FLOPs."""
     linear_flops: float
@@ -67,9 +66,9 @@ class Rates(NamedTuple):
     num_layers: float
     """Layers of the model."""
     launch_s: float
-    """Seconds that a layer takes however few rows there are, each time it runs."""
+    """Fixed seconds of each run of a layer."""
     recompute: float
-    """Forward passes that the backward pass runs again: 1 or 0."""
+    """Recomputed forward passes of an average layer."""
     reuse_s: float
     """Seconds per row and layer of selective recomputation."""
     collective_s: float
@@ -77,22 +76,22 @@ class Rates(NamedTuple):
     cp: float
     """GPUs that share every document."""
     node_group: float
-    """The largest number of GPUs sharing a slice that still stand in one node, with their tensor-parallel peers."""
+    """Most GPUs that share a slice within one node, together with their tensor-parallel peers."""
     key_value_bytes: float
     """Bytes of keys and values per token and layer, on one GPU."""
     key_value_back_bytes: float
-    """Bytes per token and layer that travel backward where keys and values go to the queries: they themselves again,
-    and their gradients back."""
+    """Bytes per token and layer sent in the backward pass if keys and values are sent to the queries: they themselves
+    again, and their gradients back."""
     query_bytes: float
-    """Bytes per token that travel forward where queries go to the keys: queries out, outputs back; infinite where
-    they never do."""
+    """Bytes per token sent in the forward pass if queries are sent to the keys: queries out, outputs back; infinite
+    if they never are."""
     query_gradient_bytes: float
-    """The same backward: queries and output gradients out, query gradients back."""
+    """The same in the backward pass: queries and output gradients out, query gradients back."""
     exchanges_back: float
-    """Times that GPUs sharing slices meet in the backward pass of a layer; forward they do once."""
+    """Number of exchanges in the backward pass of a layer; there is one in the forward pass."""
     exchange_overlap: float
-    """Share of a slice's attention behind which that exchange hides."""
+    """Share of a slice's attention that overlaps with the exchange."""
     host_s_per_token: float
     """Seconds per earlier token and layer to fetch keys and values from host memory; 0 without offload."""
     host_back_s_per_token: float
-    """The same backward: keys and values, and their gradients in and out."""
+    """The same in the backward pass: keys and values in, and their gradients in and out."""

@@ -1,4 +1,4 @@
-"""`ModelShape`: the numbers of a decoder that decide what a token of it costs, in FLOPs and in bytes."""
+"""`ModelShape`: the sizes of a decoder, from which FLOPs and bytes follow; and its division into pipeline stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAY_BE_NONE = ("name", "max_positions")
 
 
 def _words(name: str) -> list[str]:
-    """The letters and numbers of a name: llama, 3, 8 and b of llama-3-8b."""
+    """Split a name into letters and numbers: llama, 3, 8 and b of llama-3-8b."""
     return re.findall(r"[a-z]+|[0-9.]+", name)
 
 
@@ -31,10 +31,10 @@ def _words(name: str) -> list[str]:
 class ModelShape:
     """A decoder's shape: grouped or latent attention, dense or mixture-of-experts layers, windows, the head.
 
-    Layers that differ are averaged: a planner moves whole layers between stages and cannot tell them apart.
-    Experts are divided among tensor-parallel GPUs like every other column, and run at the rate of all rows of a
-    MicroPack; expert parallelism over data-parallel ranks, its all-to-all and uneven routing are not modelled.
-    Latents are expanded once a token, not again for each later slice. Multi-token prediction is not counted.
+    Layers that differ are averaged: the planner moves whole layers between stages and treats them alike. Experts are
+    divided among tensor-parallel GPUs like every other column, and run at the rate of all rows of a MicroPack; expert
+    parallelism over data-parallel ranks, its all-to-all and uneven routing are not modelled. Latents are expanded
+    once a token, not again for each later slice. Multi-token prediction is not counted.
     """
 
     name: str = ""
@@ -44,32 +44,32 @@ class ModelShape:
     """Query heads."""
     vocab: int
     ffn: int = 0
-    """Inner width of a dense layer; may be 0 where every layer has experts."""
+    """Inner width of a dense layer; may be 0 if every layer has experts."""
     kv_heads: int = 0
-    """Heads of keys and values; 0 is read as `heads`. Latent attention expands its latents to all heads."""
+    """Heads of keys and values; 0 means `heads`. Latent attention expands its latents to all heads."""
     head_dim: int = 0
-    """Of queries and keys; 0 is read as `hidden / heads`."""
+    """Dimensions of queries and keys; 0 means `hidden / heads`."""
     value_head_dim: int = 0
-    """0 is read as `head_dim`."""
+    """0 means `head_dim`."""
     gated: bool = True
     """Whether a layer has three matrices of width `ffn` (SwiGLU), or two."""
     latent_rank: int = 0
-    """Width of the latent that keys and values are made of (MLA; DeepSeek-AI 2024, arXiv 2405.04434); 0 without."""
+    """Width of the latent of keys and values (MLA; DeepSeek-AI 2024, arXiv 2405.04434); 0 without latents."""
     latent_rope_dim: int = 0
     """Dimensions of the rotated key that all heads share; part of `head_dim`."""
     query_rank: int = 0
-    """Width of the latent that queries are made of; 0 where they come from the hidden state."""
+    """Width of the latent of queries; 0 if they come from the hidden state."""
     experts: int = 0
     """Routed experts of a layer; 0 for a dense model."""
     experts_per_token: int = 0
     expert_ffn: int = 0
     """Inner width of one expert."""
     shared_ffn: int = 0
-    """Inner width of the experts that every token visits, all together."""
+    """Total inner width of the experts that process every token."""
     dense_layers: int = 0
     """Layers without experts in a model with experts."""
     window: int = 0
-    """Keys that a query of a windowed layer sees, itself included."""
+    """Keys that a query of a windowed layer attends to, itself included."""
     windowed_layers: int = 0
     max_positions: int | None = None
     """The longest document; None for any."""
@@ -118,10 +118,10 @@ class ModelShape:
 
     @classmethod
     def named(cls, name: str) -> ModelShape:
-        """Return a known shape, which limits no positions; `published_positions` says what its checkpoint has.
+        """Return a known shape without a limit of positions; `published_positions` has that of its checkpoint.
 
         Args:
-            name: such as "llama-3-8b"; upper case and underscores are read too.
+            name: such as "llama-3-8b"; upper case and underscores are accepted.
 
         Raises:
             SettingError: an unknown name; the nearest ones are named.
@@ -131,31 +131,31 @@ class ModelShape:
         """
         key = str(name).lower().replace("_", "-")
         if key not in SHAPES:
-            # By words first: llama3 means llama-3-8b, though llama-30b has as many of its letters.
+            # Names with the same first words come first: llama3 means llama-3-8b rather than llama-30b.
             words = _words(key)
-            begun = [known for known in SHAPES if words and _words(known)[: len(words)] == words]
-            alike = difflib.get_close_matches(key, SHAPES, n=3, cutoff=0.5)
-            near = list(dict.fromkeys([*begun, *alike]))[:3] or sorted(SHAPES)
+            prefixed = [known for known in SHAPES if words and _words(known)[: len(words)] == words]
+            similar = difflib.get_close_matches(key, SHAPES, n=3, cutoff=0.5)
+            near = list(dict.fromkeys([*prefixed, *similar]))[:3] or sorted(SHAPES)
             raise SettingError(f"no model is called {name!r}; nearest: {', '.join(near)}")
         return cls(name=key, **SHAPES[key])
 
     @classmethod
     def from_config(cls, config_like: Any, *, name: str = "") -> ModelShape:
-        """Read a shape out of a transformers configuration.
+        """Read a shape from a transformers configuration.
 
         Args:
-            config_like: the object, or its mapping (`config.json`); of a model of several modalities the text part.
-            name: what to call it; without, the model type.
+            config_like: the object, or its mapping (`config.json`); of a multimodal model, its text part is read.
+            name: the shape's name; by default the model type.
 
         Raises:
-            SettingError: names what the configuration lacks.
+            SettingError: the configuration lacks settings, which the message names.
         """
         settings: Mapping[str, Any] = read(config_like)
         return cls(**{**settings, "name": name or settings["name"]})
 
     @property
     def published_positions(self) -> int | None:
-        """Positions of the checkpoint that a known shape was published as; None for another name.
+        """Positions of the published checkpoint of a known shape; None for another name.
 
         >>> ModelShape.named("llama-3-8b").published_positions
         8192
@@ -169,7 +169,7 @@ class ModelShape:
 
     @property
     def active_ffn(self) -> float:
-        """Inner width that a token passes in an average layer."""
+        """Inner width that a token uses in an average layer."""
         routed = self.experts_per_token * self.expert_ffn + self.shared_ffn
         dense = self.num_dense_layers
         return (dense * self.ffn + (self.layers - dense) * routed) / self.layers
@@ -219,7 +219,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
-        """Bytes that later slices need of a token in one layer: keys and values, or the latents they are made of."""
+        """Bytes of a token in one layer that later slices need: keys and values, or their latents."""
         if self.latent_rank:
             return 2 * (self.latent_rank + self.latent_rope_dim)
         return 2 * self.kv_heads * (self.head_dim + self.value_head_dim)
@@ -235,10 +235,10 @@ class ModelShape:
         return 3 if self.gated else 2
 
 
-# The shapes that go by a name, each as its published configuration gives it, and the positions of its checkpoint.
+# Known shapes, from their published configurations, and the positions of their checkpoints.
 #
-# A shape by itself limits no positions: long-context training begins with extending a checkpoint's, and the shape is
-# the same. `POSITIONS` stand apart: they limit nothing, and say what a plan of longer documents takes for granted.
+# Named shapes don't limit positions, since long-context training first extends those of a checkpoint. `POSITIONS` is
+# only used to tell users that a plan assumes such an extension.
 
 
 def _dense(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
@@ -329,10 +329,10 @@ POSITIONS: Final[dict[str, int]] = {
     # and deepseek-ai/DeepSeek-V3.
     "deepseek-v3": 163_840,
 }
-"""Of the published checkpoints, by name. The shapes that papers train at several lengths (gpt-…) have none."""
+"""Positions of published checkpoints. The shapes that papers train at several lengths (gpt-…) have none."""
 
 
-# Transformers' configurations, read as the settings of a `ModelShape`.
+# Reading transformers' configurations.
 
 _TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 _NAMES: Final = {
@@ -349,11 +349,11 @@ _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 
 
 def read(config: Any) -> dict[str, Any]:
-    """Return the settings of a shape."""
+    """Return the settings of a `ModelShape` from a configuration."""
     given = _text_part(_mapping(config))
-    found = {name: _first(given, keys) for name, keys in _NAMES.items()}
-    lacking = [" or ".join(_NAMES[name]) for name, value in found.items() if value is None]
-    width = _width(given, found["hidden"])
+    sizes = {name: _first(given, keys) for name, keys in _NAMES.items()}
+    lacking = [" or ".join(_NAMES[name]) for name, value in sizes.items() if value is None]
+    width = _width(given, sizes["hidden"])
     if width is None and _first(given, ("moe_intermediate_size",)) is None:
         lacking.append(" or ".join(_WIDTHS))
     kind = given.get("model_type") or "unnamed"
@@ -365,34 +365,33 @@ def read(config: Any) -> dict[str, Any]:
     _check_layers(given, kind)
     return {
         "name": kind,
-        **found,
+        **sizes,
         "ffn": width or 0,
         "gated": family_named(kind).is_gated,
         "max_positions": _first(given, _POSITIONS),
         "tied": bool(given.get("tie_word_embeddings", False)),
-        **_attention(given, found["heads"]),
-        **_windows(given, found["layers"]),
-        **_mixture(given, found["layers"], kind),
+        **_attention(given, sizes["heads"]),
+        **_windows(given, sizes["layers"]),
+        **_mixture(given, sizes["layers"], kind),
     }
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:
-    """The configuration as a mapping."""
+    mapping: Mapping[str, Any]
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "to_dict"):
-        saved: Mapping[str, Any] = config.to_dict()
-        return saved
+        mapping = config.to_dict()
+        return mapping
     if hasattr(config, "__dict__"):
-        attributes: Mapping[str, Any] = vars(config)
-        return attributes
+        return vars(config)
     raise SettingError(
         f"a configuration must be a mapping or a transformers configuration; got {type(config).__name__}"
     )
 
 
 def _text_part(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's part of a configuration of several modalities."""
+    """Return the decoder's part of a multimodal configuration."""
     for name in _TEXT_PARTS:
         if given.get(name) is not None:
             return _text_part(_mapping(given[name]))
@@ -400,13 +399,13 @@ def _text_part(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _first(given: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """The first of these settings that is there and not None."""
+    """Return the first of these settings that is present and not None."""
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
 def _width(given: Mapping[str, Any], hidden: int | None) -> Any:
-    """Inner width of a dense layer."""
-    if given.get("intermediate_size_mlp") is not None:  # Llama 4, whose other width is that of experts
+    """Return the inner width of a dense layer."""
+    if given.get("intermediate_size_mlp") is not None:  # Llama 4; its intermediate_size is that of experts
         return given["intermediate_size_mlp"]
     width = _first(given, _WIDTHS)
     if width is None and hidden is not None and family_named(given.get("model_type")).is_four_times:
@@ -415,7 +414,7 @@ def _width(given: Mapping[str, Any], hidden: int | None) -> Any:
 
 
 def _check_layers(given: Mapping[str, Any], kind: str) -> None:
-    """Refuse layers that mix tokens otherwise than by attention."""
+    """Refuse layers that mix tokens by other means than attention."""
     known = (*_WINDOWED, "full_attention", "attention")
     others = [layer for layer in given.get("layer_types") or () if layer not in known]
     if others:
@@ -426,7 +425,7 @@ def _check_layers(given: Mapping[str, Any], kind: str) -> None:
 
 
 def _attention(given: Mapping[str, Any], heads: int) -> dict[str, Any]:
-    """Heads of keys and values, and latents."""
+    """Return the heads of keys and values, and latents."""
     if given.get("kv_lora_rank"):
         rope = given["qk_rope_head_dim"]
         return {
@@ -442,7 +441,7 @@ def _attention(given: Mapping[str, Any], heads: int) -> dict[str, Any]:
 
 
 def _windows(given: Mapping[str, Any], layers: int) -> dict[str, int]:
-    """The window, and how many layers have it."""
+    """Return the window, and the number of layers with it."""
     window = _first(given, ("sliding_window", "attention_chunk_size")) or 0
     kinds = given.get("layer_types")
     every = _first(given, ("sliding_window_pattern", "_sliding_window_pattern"))
@@ -460,7 +459,7 @@ def _windows(given: Mapping[str, Any], layers: int) -> dict[str, int]:
 
 
 def _mixture(given: Mapping[str, Any], layers: int, kind: str) -> dict[str, int]:
-    """Experts, and how many layers have none."""
+    """Return the experts, and the number of layers without them."""
     experts = _first(given, _EXPERTS) or 0
     if not experts:
         return {}
@@ -470,14 +469,14 @@ def _mixture(given: Mapping[str, Any], layers: int, kind: str) -> dict[str, int]
         "experts": experts,
         "experts_per_token": _first(given, ("num_experts_per_tok", "experts_per_token")) or 0,
         "expert_ffn": width,
-        # Llama 4 has one shared expert, as wide as the others, and no setting that says so.
+        # Llama 4 has one shared expert, as wide as the others, but no setting for it.
         "shared_ffn": width if kind.startswith("llama4") else shared,
         "dense_layers": _dense_layers(given, layers),
     }
 
 
 def _dense_layers(given: Mapping[str, Any], layers: int) -> int:
-    """Layers without experts, by whichever setting says so."""
+    """Return the number of layers without experts."""
     kinds = given.get("mlp_layer_types")
     if kinds is not None:
         return sum(kind == "dense" for kind in kinds)
@@ -492,15 +491,13 @@ def _dense_layers(given: Mapping[str, Any], layers: int) -> int:
     return sum((layer + 1) % step != 0 or layer in dense for layer in range(layers))
 
 
-# `Stages`: which layers each chunk of the pipeline holds, moved so that the heaviest stage is lightest.
-
 KEPT = 256
-"""Cuts and bytes that are kept, of the last asked for."""
+"""Size of the caches of stages, rates and memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stages:
-    """How a model is cut into the chunks of a mesh; read-only."""
+    """The division of a model into the chunks of a mesh; read-only."""
 
     layers: FloatArray
     """float64 `[num_chunks]`: whole numbers of at least 1."""
@@ -516,11 +513,11 @@ class Stages:
 
 @functools.lru_cache(maxsize=KEPT)
 def stages_of(model: ModelShape, mesh: Mesh) -> Stages:
-    """Cut a model into chunks so that the heaviest stage, the vocabulary head included, is as light as can be.
+    """Cut a model into chunks so that the heaviest stage, the vocabulary head included, is as light as possible.
 
     The head counts as the layers whose matrix products equal its own. Layers are dealt one at a time to the
-    lightest stage, which is optimal for items of equal weight; ties go to later stages, where fewer MicroPacks
-    wait for their backward pass and so less memory is held. Within a stage the last chunks get less.
+    lightest stage, which is optimal for items of equal weight; ties go to later stages, which hold the activations of
+    fewer MicroPacks. Within a stage, the last chunks get fewer layers.
     """
     head = model.head_parameters / model.linear_parameters_per_layer
     counts = np.full(mesh.pp, mesh.virtual_stages)
@@ -540,9 +537,6 @@ def stages_of(model: ModelShape, mesh: Mesh) -> Stages:
     )
 
 
-# What a mesh or a document can't be for a model: errors that name what would do.
-
-
 def check_mesh(model: ModelShape, mesh: Mesh) -> None:
     """Refuse a mesh whose tensor-parallel GPUs don't divide the heads, or whose chunks outnumber the layers."""
     if not divides(model, mesh.tp):
@@ -559,12 +553,12 @@ def check_mesh(model: ModelShape, mesh: Mesh) -> None:
 
 
 def divides(model: ModelShape, tp: int) -> bool:
-    """Return whether so many GPUs get equal query heads, and whole key heads or equal copies of them."""
+    """Return whether `tp` GPUs get equally many query heads, and whole key heads or equal copies of them."""
     return model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
 
 
 def check_positions(model: ModelShape, lengths: Int32Array) -> None:
-    """Refuse documents longer than the model has positions (`lengths`: int32 `[num_documents]`)."""
+    """Refuse documents longer than the model's positions."""
     if model.max_positions is None:
         return
     over = np.flatnonzero(lengths > model.max_positions)
@@ -576,10 +570,8 @@ def check_positions(model: ModelShape, lengths: Int32Array) -> None:
         )
 
 
-# FLOPs of slices and steps: what the hardware computes, and apart from it what a model needs, for MFU.
-
 BACKWARD_RATIO = 2.5
-"""Attention's backward pass has five matrix products where the forward pass has two."""
+"""Attention has five matrix products in the backward pass and two in the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -587,20 +579,16 @@ class Flops:
     """FLOPs of a whole step on all GPUs."""
 
     model: float
-    """Forward, and twice that backward: what MFU counts (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
-    Causal attention counts the pairs that are seen."""
+    """FLOPs for MFU: forward, and twice that backward (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Causal
+    attention counts the pairs within the mask."""
     hardware: float
-    """What is computed: attention's backward pass at 2.5 times its forward pass, and recomputation."""
+    """FLOPs that are computed: attention's backward pass at 2.5 times its forward pass, and recomputation."""
     attention: float
-    """Those of `hardware` that attention takes."""
+    """The part of `hardware` in attention."""
 
 
 def pairs_of(starts: FloatArray, stops: FloatArray, window: int = 0) -> FloatArray:
-    """Return how many keys the queries of slices see in all, float64 `[num_slices]`: query t sees min(t+1, window).
-
-    Args:
-        starts: `[num_slices]`, first tokens.
-        stops: `[num_slices]`, past the last tokens.
+    """Return the number of query-key pairs of each slice; query t attends to min(t + 1, window) keys.
 
     >>> pairs_of(np.array([2.0]), np.array([4.0])).tolist()
     [7.0]
@@ -620,10 +608,6 @@ def slice_flops(model: ModelShape, starts: npt.ArrayLike, stops: npt.ArrayLike) 
 
     Per layer 2·heads·(head_dim + value_head_dim) a pair and 2 a linear parameter and row, and the vocabulary head;
     backward 2.5 and 2 times that.
-
-    Args:
-        starts: `[num_slices]`.
-        stops: `[num_slices]`.
     """
     attention, linear = _forward(model, np.asarray(starts, np.float64), np.asarray(stops, np.float64))
     return np.stack([attention + linear, BACKWARD_RATIO * attention + 2.0 * linear], axis=-1)
@@ -632,7 +616,7 @@ def slice_flops(model: ModelShape, starts: npt.ArrayLike, stops: npt.ArrayLike) 
 def step_flops(
     model: ModelShape, lengths: npt.ArrayLike, recompute: Recompute = "none", recompute_share: float = 1.0
 ) -> Flops:
-    """Return FLOPs of training on whole documents once (`lengths`: `[num_documents]`)."""
+    """Return FLOPs of training on whole documents once."""
     stops = np.asarray(lengths, np.float64)
     each, products = _forward(model, np.zeros_like(stops), stops)
     attention, linear = float(each.sum()), float(products.sum())
@@ -647,7 +631,7 @@ def step_flops(
 
 
 def mfu(flops: Flops, seconds: float, num_gpus: int, peak_tflops: float) -> float:
-    """Return the share of the GPUs' peak that a model's own FLOPs took."""
+    """Return model FLOPs utilization: the model's FLOPs over those of the GPUs at their peak."""
     if not (seconds > 0 and num_gpus > 0 and peak_tflops > 0):
         raise SettingError(
             f"MFU of {seconds!r} s on {num_gpus!r} GPUs of {peak_tflops!r} TFLOP/s; all must be above 0"
@@ -656,7 +640,7 @@ def mfu(flops: Flops, seconds: float, num_gpus: int, peak_tflops: float) -> floa
 
 
 def _forward(model: ModelShape, starts: FloatArray, stops: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Forward FLOPs of attention and of matrix products, all layers and the head, float64 `[num_slices]` each."""
+    """Return forward FLOPs of attention and of matrix products, all layers and the head, `[num_slices]` each."""
     per_pair = 2.0 * model.heads * (model.head_dim + model.value_head_dim)
     seen = pairs_of(starts, stops) * (model.layers - model.windowed_layers)
     seen += pairs_of(starts, stops, model.window) * model.windowed_layers

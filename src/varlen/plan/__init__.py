@@ -1,9 +1,9 @@
-"""Documents of a step to ranks, MicroPacks and tasks.
+"""Plan a step: assign documents to ranks, cut and pack them into MicroPacks, and order the tasks.
 
     lengths ──► assign (documents to ranks) ──► compose (MicroPacks) ──► score ──► StepPlan ──► check, serialize
                 micropack, local_search          partition               simulate
-    planner ──► planner_process ──► planner_worker: plans of coming steps, made ahead
+    planner ──► planner_process ──► planner_worker: plans steps ahead in another process
 
-In: lengths, a cost model, a mesh. Out: a `StepPlan`. `baselines/` has the methods of others at their best settings.
+In: lengths, a cost model, a mesh. Out: a `StepPlan`. `baselines/` has other projects' methods at their best settings.
 Begin in `api.py`.
 """

@@ -1,8 +1,7 @@
-"""`plan_step`: the lengths of one step, a cost model and a mesh in; a plan of everything each GPU does out."""
+"""`plan_step`: takes the lengths of one step, a cost model and a mesh; returns a plan of what each GPU does."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,24 +21,23 @@ from varlen.plan.baselines.dynamic_cp import MOST_STEPS, WAYS, Way, dynamic_cp_c
 from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts, packed, packed_candidates
 from varlen.plan.bound import lower_bound
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
-from varlen.plan.micropack import FAR_OVER, Found, micropack, thorough
+from varlen.plan.micropack import FAR_OVER, SearchResult, micropack, thorough
 from varlen.plan.score import as_run, best_plan, score
 from varlen.plan.search import Candidate, Search
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
 from varlen.types import FloatArray, Int32Array
 
 SHARES = (0.25, 0.5, 1.0)
-"""Shares of the layers that recompute fully, where selective recomputation leaves memory short."""
-_LEAST_CAPACITY_STEP = 128
-_MANY_RANKS, _LEAST_TOKENS = 1024, 128
-"""Data-parallel ranks that any step is planned on, and the tokens of each GPU from which it is planned on more."""
-_WORTH_A_TRY = 1.04
-"""Times its lower bound that a plan takes, about: more recomputation is tried where so much would still be faster."""
-_WORTH_OFFLOADING = 1.13
-"""The same of keys and values in host memory, which seldom brings much."""
-_HELD_BACK = 1.25
-"""Times its lower bound from which a plan is held back by memory: a step of recomputation that doesn't help is then
-followed by the next."""
+"""Shares of the layers that recompute fully, tried in turn if selective recomputation doesn't save enough memory."""
+_CAPACITY_MULTIPLE = 128
+_MANY_RANKS, _LEAST_TOKENS = 1024, 128  # more ranks need at least this many tokens on each GPU
+
+# Plans usually take about this multiple of their lower bound. More recomputation (or offloading, which seldom helps
+# much) is tried only if a plan of that quality would be faster than the best so far.
+_TYPICAL, _TYPICAL_OFFLOADING = 1.04, 1.13
+# Above this multiple of its bound, the best plan is limited by memory: if one level of recomputation doesn't help,
+# the next is tried.
+_MEMORY_LIMITED = 1.25
 
 
 def plan_step(
@@ -54,37 +52,37 @@ def plan_step(
 ) -> StepPlan:
     """Plan one optimizer step: which GPU computes which tokens, when, in both passes.
 
-    - "packed": best-fit-decreasing packs of `capacity`, dealt round robin, 1F1B: what users run. With `tuned`, the
-      fastest of smaller capacities, balanced ranks and orders.
-    - "balanced": whole documents balanced by work (WLB-LLM; Karmarkar-Karp), the best number of micro-batches.
-    - "sliced": slices of equal cost, the same in both passes (Seq1F1B, ChunkFlow), the best number of them.
+    - "packed": best-fit-decreasing packs of `capacity`, dealt round robin, run by 1F1B: the usual practice. With
+      `tuned`, the fastest of smaller capacities, balanced ranks and orders.
+    - "balanced": whole documents balanced by work (WLB-LLM; Karmarkar-Karp), with the best number of micro-batches.
+    - "sliced": slices of equal cost, the same in both passes (Seq1F1B, ChunkFlow), with the best number of them.
     - "dynamic_cp": whole documents, long ones on several data-parallel ranks (Megatron-LM, FlexSP).
-    - "micropack": slices and packs of equal or graded cost, documents shared by merged ranks, weight gradients apart
-      (after SlimPack; Liu et al. 2025, arXiv 2509.26246).
+    - "micropack": slices and packs of equal or graded cost, long documents shared by ranks, separate weight-gradient
+      tasks (after SlimPack; Liu et al. 2025, arXiv 2509.26246).
 
-    The step's data is not changed, nor its order across steps: losses and gradients are those of any other plan.
+    A plan doesn't change a step's data or the order of steps: losses and gradients are those of any other plan.
 
     Args:
-        lengths: `[num_documents]` tokens of each document of the step. Those of 0 stand in no MicroPack.
-        cost: seconds and bytes; its `recompute` and `offload` are the least that the plan uses.
+        lengths: `[num_documents]` tokens of each document of the step; those of 0 are in no MicroPack.
+        cost: seconds and bytes; the plan uses at least its `recompute` and `offload`.
         mesh: the GPUs.
         method: see above.
-        capacity: tokens of a pack at most ("packed", "dynamic_cp"); the longest document if not said.
+        capacity: most tokens of a pack ("packed", "dynamic_cp"); by default the longest document's.
         tuned: see "packed"; all other methods are always tuned.
-        search: what "micropack" may try, and whether memory may be repaired.
+        search: what "micropack" may try, and whether any method may add recomputation and offloading.
 
     Returns:
         A plan that fits into memory. Equal arguments give equal plans, anywhere.
 
     Raises:
-        LengthsError: no tokens, lengths that are negative or fractional, or more than the model has positions for.
+        LengthsError: no tokens, lengths that are negative or fractional, or longer than the model's positions.
         OverlongDocumentError: documents over `capacity`.
         SettingError: an unknown method, or a mesh that doesn't divide the model.
-        PlanError: memory holds no plan, or the step has nothing for most ranks of a mesh; says what would.
+        PlanError: no plan fits into memory, or the mesh has too many ranks for the step; says what would work.
 
     Cost: "micropack" takes tens of milliseconds for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16.
-    Where memory is short, each step of recomputation is planned, and the best of them searched thoroughly: several
-    times as long; docs/planning-results.md has all of it.
+    If memory is short, it plans every level of recomputation and searches the best of them thoroughly, which takes
+    several times as long; see docs/planning-results.md.
 
     >>> import varlen as vl
     >>> cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
@@ -96,60 +94,59 @@ def plan_step(
         raise SettingError(
             f"cost is a {type(cost).__name__} and mesh a {type(mesh).__name__}; give a vl.CostModel and a vl.Mesh"
         )
-    held = _checked(lengths, cost)
-    _check_ranks(held, mesh)
-    used = Search() if search is None else search
-    if not isinstance(used, Search):
+    checked = _checked(lengths, cost)
+    _check_ranks(checked, mesh)
+    search = Search() if search is None else search
+    if not isinstance(search, Search):
         raise SettingError(f"search is a {type(search).__name__}; it must be a vl.Search")
     if method not in get_args(PlanMethod):
         near = get_close_matches(str(method), get_args(PlanMethod), n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise SettingError(f"method={method!r}; {meant}there are {', '.join(get_args(PlanMethod))}")
-    limit = _capacity(held, capacity)
+    limit = _capacity(checked, capacity)
     memory = cost.memory(mesh)
     if (memory.state_bytes >= memory.limit_bytes).any():
-        raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
+        raise PlanError(_refusal(checked, cost, mesh, method, limit, tuned, search))
     best: _Planned | None = None
-    used_cost, least_s = cost, math.inf
-    for tried in repairs(cost, mesh) if used.repairs else [cost]:
-        slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
-        bound_s = lower_bound(held, tried, mesh, least_rows=used.least_rows).seconds if best else 0.0
-        if bound_s * slack >= least_s:
+    best_cost, least_s = cost, math.inf
+    for tried in repairs(cost, mesh) if search.repairs else [cost]:
+        typical = _TYPICAL if tried.offload == cost.offload else _TYPICAL_OFFLOADING
+        bound_s = lower_bound(checked, tried, mesh, least_rows=search.least_rows).seconds if best else 0.0
+        if bound_s * typical >= least_s:
             break
-        found = _planned(held, tried, mesh, method, limit, tuned, used, least_s)
-        taken_s = score(found.plan, tried) if found else math.inf
-        if found and taken_s < least_s:
-            is_enough = best is None and not (found.is_full and used.closely)
-            best, used_cost, least_s = found, tried, taken_s
+        planned = _planned(checked, tried, mesh, method, limit, tuned, search, least_s)
+        step_s = score(planned.plan, tried) if planned else math.inf
+        if planned and step_s < least_s:
+            is_enough = best is None and not (planned.is_full and search.closely)
+            best, best_cost, least_s = planned, tried, step_s
             if is_enough:
                 break
-        elif least_s < _HELD_BACK * bound_s:
+        elif least_s < _MEMORY_LIMITED * bound_s:
             break
     if best is None:
-        best = _whole(held, tried, mesh, method, limit, used)
+        best = _whole(checked, tried, mesh, method, limit, search)
         if best is None:
-            raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
+            raise PlanError(_refusal(checked, cost, mesh, method, limit, tuned, search))
         return replace(best.plan, method=method)
-    bound_s = lower_bound(held, used_cost, mesh, least_rows=used.least_rows).seconds
-    if best.found and used.closely and least_s > FAR_OVER * bound_s:
-        longer = _Planned(thorough(best.found).plan(), best.is_full)
-        best = _faster(best, longer, used_cost) or best
-        if method == "micropack" and longer.is_full and used.orders and not best.plan.num_merged:
-            best = _faster(best, _as_packs(held, used_cost, mesh, limit), used_cost) or best
+    bound_s = lower_bound(checked, best_cost, mesh, least_rows=search.least_rows).seconds
+    if best.result and search.closely and least_s > FAR_OVER * bound_s:
+        longer = _Planned(thorough(best.result).plan(), best.is_full)
+        best = _faster(best, longer, best_cost) or best
+        if method == "micropack" and longer.is_full and search.orders and not best.plan.num_merged:
+            best = _faster(best, _as_packs(checked, best_cost, mesh, limit), best_cost) or best
     return best.plan
 
 
 def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
-    """Lengths as int32."""
-    held = as_lengths(lengths)
-    if not held.any():
-        raise LengthsError(f"{held.size:,} documents have no token among them; a step needs at least one")
-    check_positions(cost.model, held)
-    return held
+    checked = as_lengths(lengths)
+    if not checked.any():
+        raise LengthsError(f"{checked.size:,} documents have no token among them; a step needs at least one")
+    check_positions(cost.model, checked)
+    return checked
 
 
 def _check_ranks(lengths: Int32Array, mesh: Mesh) -> None:
-    """Refuse more data-parallel ranks than a step has work for, which would take minutes and gigabytes to plan."""
+    """Refuse more data-parallel ranks than a step has work for: planning would take minutes and gigabytes."""
     tokens = int(lengths.sum(dtype=np.int64))
     most = max(_MANY_RANKS, tokens // (_LEAST_TOKENS * mesh.cp))
     if mesh.dp > most:
@@ -161,10 +158,10 @@ def _check_ranks(lengths: Int32Array, mesh: Mesh) -> None:
 
 
 def _capacity(lengths: Int32Array, capacity: int | None) -> int:
-    """Tokens of a pack."""
+    """Return the most tokens of a pack."""
     longest = int(lengths.max())
     if capacity is None:
-        return -(-longest // _LEAST_CAPACITY_STEP) * _LEAST_CAPACITY_STEP
+        return -(-longest // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise SettingError(f"capacity={capacity!r}; it must be a whole number of at least 1")
     if longest > capacity:
@@ -180,10 +177,12 @@ def repairs(cost: CostModel, mesh: Mesh) -> Iterator[CostModel]:
     """Yield the cost model as given, then with more recomputation, then with keys and values in host memory."""
     yield cost
     layers = cost.stages(mesh).layers
-    again = {share: tuple(layers_again(layers, share)) for share in SHARES}
     if cost.recompute == "none":
         yield replace(cost, recompute="selective")
-    for share in {again[share]: share for share in SHARES}.values():
+    distinct = {
+        tuple(layers_again(layers, share)): share for share in SHARES
+    }  # shares may round to the same layers
+    for share in distinct.values():
         if cost.recompute != "full" or cost.recompute_share < share:
             yield replace(cost, recompute="full", recompute_share=share)
     if cost.offload == "none":
@@ -195,9 +194,9 @@ class _Planned(NamedTuple):
 
     plan: StepPlan
     is_full: bool
-    """Whether more memory might make a faster one."""
-    found: Found | None = None
-    """What may be looked at longer."""
+    """Whether a plan with more memory might be faster."""
+    result: SearchResult | None = None
+    """The search, if it can be continued."""
 
 
 def _planned(
@@ -210,15 +209,17 @@ def _planned(
     search: Search,
     incumbent_s: float = math.inf,
 ) -> _Planned | None:
-    """The plan of one method, None where none fits or, perhaps, where it is slower than the incumbent."""
+    """Return the plan of one method; None if none fits, and perhaps if it is slower than the incumbent."""
     if method == "sliced":
         search = replace(search, grades=False, splits_backward=False, merges=False, asymmetric=False)
     if method in ("micropack", "sliced"):
-        found = micropack(lengths, cost, mesh, search, method=method, incumbent_s=incumbent_s)
-        best = _Planned(found.plan(), found.best.is_full, found) if found else None
-        # Parameters gathered MicroPack by MicroPack want few of them: whole documents on groups may be faster.
+        result = micropack(lengths, cost, mesh, search, method=method, incumbent_s=incumbent_s)
+        best = _Planned(result.plan(), result.best.is_full, result) if result else None
+        # Parameters are gathered for each MicroPack, so fewer and larger ones (whole documents) may be faster.
         if mesh.sharding == "parameters" and search.merges and search.orders and search.closely:
-            return _faster(best, _of_groups(lengths, cost, mesh, capacity, search), cost)
+            grouped = _dynamic_cp(lengths, cost, mesh, capacity, "micropack")
+            if grouped and grouped.plan.num_ranks.max() <= search.most_merged_ranks:
+                return _faster(best, grouped, cost)
         return best
     if method == "packed" and not tuned:
         plan = as_run(packed(lengths, mesh, capacity), lengths, cost, mesh, method)
@@ -226,9 +227,9 @@ def _planned(
     if method == "dynamic_cp":
         return _dynamic_cp(lengths, cost, mesh, capacity, method)
     work = _work(lengths, cost, mesh)[:, 0]
-    counts = (
-        micro_batch_counts(lengths, mesh) if method == "balanced" else (0,)
-    )  # packs follow from their capacity
+    counts = (0,)  # the number of packs follows from their capacity
+    if method == "balanced":
+        counts = micro_batch_counts(lengths, mesh)
 
     def candidates_of(count: int) -> Iterator[Candidate]:
         if method == "balanced":
@@ -239,13 +240,6 @@ def _planned(
     return _Planned(fastest, True) if fastest else None
 
 
-def _of_count(
-    lengths: Int32Array, work: FloatArray, mesh: Mesh, capacity: int, way: Way, count: int
-) -> Iterator[Candidate]:
-    """What one way to share documents makes of a number of micro-batches."""
-    return dynamic_cp_candidates(lengths, work, mesh, capacity, counts=(count,), ways=(way,))
-
-
 def _dynamic_cp(
     lengths: Int32Array,
     cost: CostModel,
@@ -254,25 +248,22 @@ def _dynamic_cp(
     method: PlanMethod,
     counts: tuple[int, ...] | None = None,
 ) -> _Planned | None:
-    """Whole documents, long ones on groups of ranks: each way to share them at its best number of micro-batches."""
+    """Plan whole documents, long ones on groups of ranks: both ways, each with its best number of micro-batches."""
     best: _Planned | None = None
     work = _work(lengths, cost, mesh)
+    counts = counts or micro_batch_counts(lengths, mesh, MOST_STEPS)
     for way in WAYS:
-        candidates_of = functools.partial(_of_count, lengths, work, mesh, capacity, way)
-        plan = best_plan(
-            candidates_of,
-            counts or micro_batch_counts(lengths, mesh, MOST_STEPS),
-            lengths,
-            cost,
-            mesh,
-            method,
-        )
+
+        def candidates_of(count: int, way: Way = way) -> Iterator[Candidate]:
+            return dynamic_cp_candidates(lengths, work, mesh, capacity, counts=(count,), ways=(way,))
+
+        plan = best_plan(candidates_of, counts, lengths, cost, mesh, method)
         best = _faster(best, _Planned(plan, True) if plan else None, cost)
     return best
 
 
 def _as_packs(lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int) -> _Planned | None:
-    """Packs of whole documents in two orders: none may be faster where memory holds hardly more than one of them."""
+    """Plan packs of whole documents in two orders, which may be fastest if memory holds hardly more than one pack."""
     work = _work(lengths, cost, mesh)[:, 0]
     plan = best_plan(
         lambda _: packed_candidates(lengths, work, mesh, capacity, orders=("given", "long_first")),
@@ -288,7 +279,7 @@ def _as_packs(lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int) -
 def _whole(
     lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod, capacity: int, search: Search
 ) -> _Planned | None:
-    """Whole documents, which "micropack" falls back on before it refuses a step that other methods plan."""
+    """Plan whole documents, the fallback of "micropack" for steps that other methods can plan."""
     if method != "micropack":
         return None
     if search.merges:
@@ -299,23 +290,15 @@ def _whole(
     return _planned(lengths, cost, mesh, "balanced", capacity, True, search)
 
 
-def _of_groups(
-    lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int, search: Search
-) -> _Planned | None:
-    """Whole documents, long ones on groups of ranks, as dynamic context parallelism runs them."""
-    found = _dynamic_cp(lengths, cost, mesh, capacity, "micropack")
-    return found if found and found.plan.num_ranks.max() <= search.most_merged_ranks else None
-
-
-def _faster(one: _Planned | None, other: _Planned | None, cost: CostModel) -> _Planned | None:
-    """The faster of two plans; the first of equals."""
-    if one is None or other is None:
-        return one or other
-    return other if score(other.plan, cost) < score(one.plan, cost) else one
+def _faster(first: _Planned | None, second: _Planned | None, cost: CostModel) -> _Planned | None:
+    """Return the faster of two plans, the first if they are equal."""
+    if first is None or second is None:
+        return first or second
+    return second if score(second.plan, cost) < score(first.plan, cost) else first
 
 
 def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:
-    """Seconds of each document in both passes if 1, 2, 4, … ranks share it, float64 `[num_documents, levels]`."""
+    """Return seconds of each document in both passes if 1, 2, 4, … ranks share it, `[num_documents, levels]`."""
     rates, sizes = cost.rates(mesh), 2 ** np.arange(int(math.log2(mesh.dp)) + 1)
     ones = np.ones(lengths.size, np.int32)
     return np.stack(
@@ -332,11 +315,11 @@ def _refusal(
     tuned: bool,
     search: Search,
 ) -> str:
-    """Why no plan fits, and what would."""
+    """Say why no plan fits, and what would."""
     tried = list(repairs(cost, mesh)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
-    # None of these makes a step take less memory.
+    # Faster to plan without these, none of which saves memory.
     sparing = replace(search, grades=False, splits_backward=False, asymmetric=False, exact=False)
 
     def holds(some: Int32Array, on: Mesh) -> bool:
@@ -347,16 +330,11 @@ def _refusal(
     return refusal(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)
 
 
-# Why memory holds no plan of a step, and what it would hold: documents of which length, or which mesh.
-
-_MOST_DOUBLINGS = 6
-"""Of context parallelism, that are tried before none is advised."""
-_MOST_TP = 16
-"""Tensor parallelism that is looked at; more doesn't stay within a node."""
-_MOST_SHARDING = 12
-"""Doublings of data parallelism that sharding is looked at with."""
+_MOST_DOUBLINGS = 6  # of context parallelism, tried for the advice of a refusal
+_MOST_TP = 16  # most tensor parallelism that a refusal advises; more exceeds a node
+_MOST_SHARDING = 12  # doublings of data parallelism that a refusal tries with sharding
 Holds = Callable[[Int32Array, Mesh], bool]
-"""Whether memory holds a plan of lengths on a mesh."""
+"""Whether a plan of lengths on a mesh fits into memory."""
 
 
 def refusal(
@@ -368,13 +346,7 @@ def refusal(
     *,
     is_limited: bool,
 ) -> str:
-    """Say why no plan fits, and what would.
-
-    Args:
-        lengths: int32 `[num_documents]`, of which no plan fits.
-
-    Cost: some twenty plans of one document.
-    """
+    """Say why no plan fits, and which lengths or mesh would; makes some twenty plans of one document."""
     memory = repairs[-1].memory(mesh)
     room, limit = memory.limit_bytes - memory.state_bytes, f"{memory.limit_bytes / 1e9:,.1f} GB"
     worst = int(room.argmin())
@@ -410,7 +382,7 @@ def refusal(
 
 
 def _more(cost: CostModel, mesh: Mesh) -> str:
-    """Which meshes hold the states: the least pp x tp, and the least dp over which all of them are sharded."""
+    """Say which meshes hold the states: the least pp x tp, and the least dp if all of them are sharded."""
     divisions = []
     for tp in range(1, _MOST_TP + 1):
         for pp in range(1, cost.model.layers + 1):
@@ -435,7 +407,7 @@ def _more(cost: CostModel, mesh: Mesh) -> str:
 
 
 def _holds_states(cost: CostModel, mesh: Mesh) -> bool:
-    """Whether each GPU of a mesh that divides the model has room beside the states."""
+    """Whether a mesh divides the model, and each GPU has memory left beside the states."""
     try:
         memory = cost.memory(mesh)
     except SettingError:
@@ -444,7 +416,7 @@ def _holds_states(cost: CostModel, mesh: Mesh) -> bool:
 
 
 def _longest(longest: int, mesh: Mesh, holds: Holds) -> int:
-    """The longest document, up to one, that memory holds alone."""
+    """Return the longest document, up to `longest`, that fits into memory by itself."""
     if holds(np.array([longest], np.int32), mesh):
         return longest
     fits, over = 0, longest
@@ -458,7 +430,7 @@ def _longest(longest: int, mesh: Mesh, holds: Holds) -> int:
 
 
 def _wider(longest: int, mesh: Mesh, holds: Holds) -> int | None:
-    """The least context parallelism with which memory holds a document alone, by doubling; None if far away."""
+    """Return the least doubling of context parallelism with which a document fits by itself, or None."""
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         cp = mesh.cp << doublings
         if holds(np.array([longest], np.int32), replace(mesh, cp=cp)):

@@ -1,4 +1,4 @@
-"""`assign`: documents to data-parallel groups, the heaviest group as light as can be within its memory."""
+"""`assign`: documents to groups, with the least load on the heaviest group, and `grouped`: to data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from varlen.plan.partition import as_weights, partition
 from varlen.types import FloatArray, Int32Array, IntArray
 
 STEPS: Final = 2**21
-"""Steps of search, each about the time of a look at a memory address: some milliseconds in all."""
+"""Steps of search, each about the time of a memory access: some milliseconds in all."""
 ENOUGH: Final = 1e-4
-"""Over a bound by so little, a heaviest group is light enough: no clock tells the two apart."""
-_NEAR: Final = 4
-"""Documents on either side that are looked at for a swap, since the nearest may not fit a group's memory."""
-_WHOLE: Final = 24
-"""So many documents, or fewer, are searched through as a whole."""
-_NODES: Final = 2**12
-"""Of one search through some documents of three groups."""
+"""The search ends at this relative distance to the lower bound, which no clock can measure."""
+_NEAR: Final = 4  # documents on either side to try for a swap, since the nearest may not fit a group's memory
+_WHOLE: Final = 24  # up to this many documents are searched at once
+_NODES: Final = 2**12  # of one search through documents of three groups
 _UNLIMITED: Final = 2**62
 
 
@@ -39,24 +36,16 @@ def assign(
     loads: npt.ArrayLike | None = None,
     steps: int = STEPS,
 ) -> Int32Array:
-    """Give documents to groups so that the heaviest group is light.
+    """Assign documents to groups so that the heaviest group is light; returns the group of each document.
 
-    Several ways to begin (from heavy to light, Graham 1969, "Bounds on Multiprocessing Timing Anomalies"; the largest
+    Two initial assignments (by falling work, Graham 1969, "Bounds on Multiprocessing Timing Anomalies"; the largest
     differencing method, Karmarkar & Karp 1982, "The Differencing Method of Set Partitioning") are improved by
-    exchanges between two groups. What is still over the bound is searched: few documents as a whole, many by
-    dividing anew, time and again, the light documents of the heaviest group and two others (branch and bound, as in
-    Korf 1998, "A complete anytime algorithm for number partitioning", with work counted and never the clock).
+    exchanges between two groups. If the result is still over the lower bound, it is searched by branch and bound (as
+    in Korf 1998, "A complete anytime algorithm for number partitioning", limited by steps and never by time): few
+    documents at once, many by repeatedly reassigning light documents of the heaviest group and two others.
 
-    Args:
-        work: `[num_documents]` numbers of at least 0: what each costs, in any unit.
-        tokens: `[num_documents]` whole numbers; needed where there is a limit.
-        token_limit: tokens that a group can hold: one number, or `[num_groups]` of them.
-        loads: `[num_groups]` numbers of at least 0: what each group has to do before, in the unit of `work`.
-
-    Returns:
-        int32 `[num_documents]`: the group of each. Groups that begin alike stand in the order of their first
-
-    Cost: O(n·(num_groups + log n)), and `steps`.
+    A group can hold `token_limit` tokens (one number, or one for each group), and begins with `loads`, in the unit of
+    `work`. Groups with equal loads and limits are numbered in the order of their first documents.
 
     >>> assign([9.0, 1.0, 2.0, 3.0, 3.0], 2).tolist()
     [0, 1, 1, 1, 1]
@@ -67,25 +56,28 @@ def assign(
             raise SettingError(f"{name} must be a whole number of at least 1, got {number!r}")
     before = group_loads(loads, num_groups)
     sizes, limits = group_limits(tokens, token_limit, values.size, num_groups)
+    return _assigned(values, sizes, limits, before, steps)
+
+
+def _assigned(
+    values: FloatArray, sizes: IntArray, limits: IntArray, before: FloatArray, steps: int
+) -> Int32Array:
+    """Do what `assign` does, for validated arrays."""
+    num_groups = before.size
     are_alike = bool((before == before[0]).all() and (limits == limits[0]).all())
     if num_groups == 1 or not values.size:
         _check_room(sizes, limits)
         return np.zeros(values.size, np.int32)
     with jit.sized(3e-7 * (steps + values.size * num_groups)):
-        found = _searched(values, sizes, limits, before, steps)
-    return _in_order_of_first(found, num_groups) if are_alike else found
+        group_of = _searched(values, sizes, limits, before, steps)
+    return _in_order_of_first(group_of, num_groups) if are_alike else group_of
 
 
 def lightest_possible(work: FloatArray, loads: FloatArray) -> float:
-    """Return what the heaviest group weighs at least, in the unit of work.
-
-    Args:
-        work: float64 `[num_documents]`.
-        loads: float64 `[num_groups]`: of the groups before.
-    """
+    """Return a lower bound on the heaviest group's load, given the groups' loads before."""
     rising = np.sort(loads)
     filled = (np.cumsum(rising) + work.sum()) / np.arange(1, loads.size + 1)
-    # Work flows to the lightest groups first, up to a level that the others stand above.
+    # If work were divisible, it would fill the lightest groups to a common level, below the loads of the others.
     levels = filled[np.append(filled[:-1] <= rising[1:], True)]
     return max(float(levels[0]), float(rising[-1]), float(rising[0] + work.max(initial=0.0)))
 
@@ -93,11 +85,11 @@ def lightest_possible(work: FloatArray, loads: FloatArray) -> float:
 def _searched(
     values: FloatArray, sizes: IntArray, limits: IntArray, before: FloatArray, steps: int
 ) -> Int32Array:
-    """The best of the ways found; groups in any order."""
+    """Return the best assignment found, with groups in any order."""
     order = np.argsort(-values, kind="stable").astype(np.int32)
     enough = lightest_possible(values, before) * (1 + ENOUGH)
     best, heaviest = None, np.inf
-    for group_of in _beginnings(order, values, sizes, limits, before):
+    for group_of in _initial(order, values, sizes, limits, before):
         if _heaviest(values, group_of, before) > enough:
             left = kernels_assign.lighten(
                 order, values, sizes, limits, before, enough, _NEAR, steps // 4, group_of
@@ -116,14 +108,14 @@ def _searched(
     return best
 
 
-def _beginnings(
+def _initial(
     order: Int32Array,
     values: FloatArray,
     sizes: IntArray,
     limits: IntArray,
     before: FloatArray,
 ) -> Iterator[Int32Array]:
-    """Yield one or two ways to begin with, within the limits; the second is made only where it is asked for."""
+    """Yield one or two initial assignments within the limits."""
     dealt = np.empty(values.size, np.int32)
     is_dealt = kernels_assign.deal(order, values, sizes, limits, before, dealt) == 0
     if is_dealt:
@@ -139,7 +131,7 @@ def _beginnings(
 
 
 def _fitted(sizes: IntArray, limits: IntArray) -> Int32Array:
-    """A way that minds memory alone, since one that minded work found no room."""
+    """Return an assignment within the limits, whatever its loads; raises if none is found."""
     _check_room(sizes, limits)
     large_first = np.argsort(-sizes, kind="stable").astype(np.int32)
     weights, filled = sizes.astype(np.float64), (limits.max() - limits).astype(np.float64)
@@ -153,30 +145,30 @@ def _fitted(sizes: IntArray, limits: IntArray) -> Int32Array:
     over = np.bincount(group_of, weights, limits.size) - limits
     raise PlanError(
         f"no way was found to fit {sizes.size:,} documents of {int(sizes.sum()):,} tokens in all into "
-        f"{limits.size:,} groups that hold {_said(limits)} tokens each; with {int(over.max()):,} more tokens a group "
-        "they fit. Allow those, take more groups, or cut or merge the longest documents"
+        f"{limits.size:,} groups that hold {_range(limits)} tokens each; with {int(over.max()):,} more tokens a "
+        "group they fit. Allow those, take more groups, or cut or merge the longest documents"
     )
 
 
 def _check_room(sizes: IntArray, limits: IntArray) -> None:
-    """Require that no document is over every limit, nor all of them together over all limits."""
+    """Require that every document fits some group, and all tokens fit all groups together."""
     over = sizes > limits.max()
     if over.any():
         first = int(np.argmax(over))
         raise PlanError(
-            f"document {first:,} of {int(sizes[first]):,} tokens fits no group, which holds {_said(limits)} tokens "
+            f"document {first:,} of {int(sizes[first]):,} tokens fits no group, which holds {_range(limits)} tokens "
             f"at most ({int(over.sum()):,} of {sizes.size:,} documents don't); raise the limit to "
             f"{int(sizes.max()):,}, or let several ranks share it"
         )
     if int(sizes.sum()) > int(limits.sum(dtype=np.float64)):
         raise PlanError(
             f"{sizes.size:,} documents have {int(sizes.sum()):,} tokens, and {limits.size:,} groups of "
-            f"{_said(limits)} tokens hold {int(limits.sum()):,}; raise the limit to at least "
+            f"{_range(limits)} tokens hold {int(limits.sum()):,}; raise the limit to at least "
             f"{-(-int(sizes.sum()) // limits.size):,}, or take fewer documents or more groups"
         )
 
 
-def _said(limits: IntArray) -> str:
+def _range(limits: IntArray) -> str:
     low, high = int(limits.min()), int(limits.max())
     return f"{high:,}" if low == high else f"{low:,} to {high:,}"
 
@@ -192,7 +184,7 @@ def _heaviest(values: FloatArray, group_of: Int32Array, before: FloatArray) -> f
 
 
 def _in_order_of_first(group_of: Int32Array, num_groups: int) -> Int32Array:
-    """The same groups, numbered as their first documents stand."""
+    """Renumber groups in the order of their first documents."""
     used, begins = np.unique(group_of, return_index=True)
     rank = np.zeros(num_groups, np.int32)
     rank[used[np.argsort(begins, kind="stable")]] = np.arange(used.size, dtype=np.int32)
@@ -200,30 +192,22 @@ def _in_order_of_first(group_of: Int32Array, num_groups: int) -> Int32Array:
 
 
 def group_loads(loads: npt.ArrayLike | None, num_groups: int) -> FloatArray:
-    """Return what groups have to do before, float64 `[num_groups]`.
-
-    Args:
-        loads: `[num_groups]` numbers of at least 0; None for 0.
-    """
+    """Return validated initial loads, float64 `[num_groups]`; None for 0."""
     if loads is None:
         return np.zeros(num_groups)
     try:
-        found = as_weights(loads).astype(np.float64)
+        values = as_weights(loads).astype(np.float64)
     except LengthsError as error:
         raise LengthsError(f"the loads of groups before: {error}") from None
-    if found.size != num_groups:
-        raise LengthsError(f"there are {found.size:,} loads for {num_groups:,} groups; pass one a group")
-    return found
+    if values.size != num_groups:
+        raise LengthsError(f"there are {values.size:,} loads for {num_groups:,} groups; pass one a group")
+    return values
 
 
 def group_limits(
     tokens: npt.ArrayLike | None, token_limit: npt.ArrayLike | None, count: int, num_groups: int
 ) -> tuple[IntArray, IntArray]:
-    """Return tokens int64 `[num_documents]` and limits int64 `[num_groups]`, without effect where there is no limit.
-
-    Args:
-        tokens: `[num_documents]` whole numbers.
-    """
+    """Return validated tokens, int64 `[num_documents]`, and limits, int64 `[num_groups]`."""
     if token_limit is None:
         return np.zeros(count, np.int64), np.full(num_groups, _UNLIMITED, np.int64)
     if tokens is None:
@@ -244,36 +228,35 @@ def group_limits(
     return sizes.astype(np.int64), np.broadcast_to(whole.astype(np.int64), num_groups).copy()
 
 
-# Phase 1: documents to data-parallel ranks, the longest ones shared by neighbours (DP-Merge).
-
-_STEPS = 2**18
-"""Steps of the search for an assignment: a millisecond or two, of which a way to share documents needs one."""
+_STEPS = 2**18  # of the search for a step's assignment: a millisecond or two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Groups:
-    """Which ranks hold each document of a step."""
+    """The data-parallel ranks of each document of a step."""
 
     first_ranks: Int32Array
     """int32 `[num_documents]`: -1 for documents of length 0."""
     num_ranks: Int32Array
     """int32 `[num_documents]`."""
     work: FloatArray
-    """float64 `[num_documents]`: seconds of one GPU of each of its ranks, in both passes and an average layer."""
+    """float64 `[num_documents]`: seconds on one GPU of each rank, in both passes and an average layer."""
 
     @property
     def num_merged(self) -> int:
-        """Documents that several ranks share."""
+        """Number of documents that several ranks share."""
         return int(np.count_nonzero(self.num_ranks > 1))
 
     def loads(self, dp: int) -> FloatArray:
         """Return the work of each rank, float64 `[dp]`."""
-        held = self.first_ranks >= 0
-        first, work = self.first_ranks[held], self.work[held]
-        # Added up in the order of documents, what begins before what ends.
-        places, changes = np.concatenate([first, first + self.num_ranks[held]]), np.concatenate([work, -work])
-        edges = np.bincount(places, changes, dp + 1)
-        return np.cumsum(edges)[:dp].astype(np.float64)
+        filled = self.first_ranks >= 0
+        first, work = self.first_ranks[filled], self.work[filled]
+        # Work is added at the first rank of a document, subtracted behind its last, and summed up.
+        ranks, changes = (
+            np.concatenate([first, first + self.num_ranks[filled]]),
+            np.concatenate([work, -work]),
+        )
+        return np.cumsum(np.bincount(ranks, changes, dp + 1))[:dp].astype(np.float64)
 
 
 def merged_sizes(
@@ -284,26 +267,25 @@ def merged_sizes(
     threshold: float,
     most_ranks: int,
     most_rows: float,
-    alone: FloatArray | None = None,
+    unshared: FloatArray | None = None,
 ) -> Int32Array:
-    """Return how many ranks share each document, int32 `[num_documents]`: the least power of two that is enough.
+    """Return how many ranks share each document, the least power of two that is enough.
 
-    Args:
-        lengths: int32 `[num_documents]`.
-        alone: float64 `[num_documents]`: what each costs that isn't shared, where that is known.
+    A document is shared if it has over `most_rows` rows, or costs over `threshold` of a rank's mean work.
+    `unshared` is the cost of each document that isn't shared, if it is known.
     """
     sizes = np.ones(lengths.size, np.int32)
-    work = seconds_of(lengths, sizes, TYPICAL_ROWS, rates) if alone is None else alone
+    work = seconds_of(lengths, sizes, TYPICAL_ROWS, rates) if unshared is None else unshared
     most_work = threshold * (work.sum() / dp)
     left = np.arange(lengths.size)
     while True:
-        # What isn't doubled now never is: most documents are looked at once.
+        # A document that isn't doubled in a round never is, so the rounds get shorter.
         is_long = lengths[left] / sizes[left] > most_rows
         is_large = work > most_work
         some = is_long | is_large
         left, work, is_long, is_large = left[some], work[some], is_long[some], is_large[some]
         wider = 2 * sizes[left]
-        # Sharing pays as long as it makes a rank's part cheaper; between nodes a short document may cost more.
+        # Sharing must make a rank's part cheaper: between nodes, a short document may cost more.
         shared_work = seconds_of(lengths[left], wider, TYPICAL_ROWS, rates)
         grows = is_large & (shared_work < 0.8 * work) & (wider <= most_ranks)
         grows = (grows | is_long) & (wider <= dp)
@@ -319,11 +301,7 @@ def grouped(
     """Assign documents to ranks so that the heaviest rank is light.
 
     Shared documents go first, large groups before small ones, each to the aligned block of ranks with the least
-    work; all others then by `assign`, with what the ranks hold already.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-        num_ranks: int32 `[num_documents]`: powers of two.
+    work; `assign` adds the others.
     """
     work = seconds_of(lengths, num_ranks, TYPICAL_ROWS, rates)
     first_ranks = np.full(lengths.size, -1, np.int32)
@@ -335,79 +313,73 @@ def grouped(
         block = int(blocks.max(axis=1).argmin())
         first_ranks[document] = block * size
         loads[block * size : (block + 1) * size] += work[document]
-    alone = np.flatnonzero((num_ranks == 1) & (lengths > 0))
-    ranks = assign(work[alone], dp, loads=loads, steps=_STEPS)
-    first_ranks[alone] = improve_exactly(work[alone], ranks, dp, loads=loads).group_of if is_exact else ranks
+    others = np.flatnonzero((num_ranks == 1) & (lengths > 0))
+    ranks = _assigned(work[others], *group_limits(None, None, others.size, dp), loads, _STEPS)
+    if is_exact:
+        ranks = improve_exactly(work[others], ranks, dp, loads=loads).group_of
+    first_ranks[others] = ranks
     return Groups(first_ranks=first_ranks, num_ranks=num_ranks, work=work)
 
 
 def documents_of_ranks(groups: Groups, lengths: Int32Array, dp: int) -> list[RankDocuments]:
-    """Return what each rank holds, in the order in which it is composed.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-
-    Cost: O(num_documents · log of them), however many ranks there are.
-    """
+    """Return the documents of each rank, in the order of composition."""
     work, size = groups.work, groups.num_ranks
     ids = np.lexsort((-work, -size))
     ids = ids[groups.first_ranks[ids] >= 0]
-    # A shared document stands in the list of each of its ranks.
+    # A shared document is repeated for each of its ranks.
     sizes = size[ids]
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     ids = np.repeat(ids, sizes)
     ranks = groups.first_ranks[ids] + within
-    # So few ranks make this a radix sort.
+    # With a small dtype, this is a radix sort.
     ids = ids[np.argsort(ranks.astype(np.min_scalar_type(dp)), kind="stable")]
     document_ids = ids.astype(np.int32)
     bounds = np.concatenate([[0], np.cumsum(np.bincount(ranks, minlength=dp))]).tolist()
-    held, shared, seconds = lengths[ids], size[ids], work[ids]
+    lengths, num_ranks, seconds = lengths[ids], size[ids], work[ids]
     return [
         RankDocuments(
             document_ids=document_ids[begin:end],
-            lengths=held[begin:end],
-            num_ranks=shared[begin:end],
+            lengths=lengths[begin:end],
+            num_ranks=num_ranks[begin:end],
             work=seconds[begin:end],
         )
         for begin, end in zip(bounds, bounds[1:])
     ]
 
 
-# `improve_exactly`: an assignment handed to HiGHS, which lightens it or proves how light it can be.
+# `improve_exactly` improves an assignment by mixed-integer programming with HiGHS.
 
 NODES: Final = 200
-"""Of branch and bound, some seconds for the largest problem that is handed over."""
-_MOST: Final = 2048
-"""Documents times groups of a problem, at most; what else there is, stays as it is."""
+"""Nodes of branch and bound: some seconds for the largest problem."""
+_MOST: Final = 2048  # most documents times groups of a problem; other documents keep their groups
 _GAP: Final = 1e-6
-_SCALE: Final = 1000.0
-"""The heaviest group before, in the solver's numbers: its tolerances are absolute."""
+_SCALE: Final = 1000.0  # the heaviest load in the solver's unit, since its tolerances are absolute
 
 
 class Exact(NamedTuple):
-    """What an exact solver made of an assignment."""
+    """An assignment improved by an exact solver."""
 
     group_of: Int32Array
-    """int32 `[num_documents]`: as it was, unless a lighter way was found."""
+    """int32 `[num_documents]`: the given one if no better one was found."""
     bound: float
-    """What the heaviest group weighs at least, in the unit of work."""
+    """A lower bound on the heaviest load, in the unit of work."""
     is_optimal: bool
-    """Whether no way has a heaviest group that is lighter by more than a millionth."""
+    """Whether no assignment reduces the heaviest load by more than a millionth."""
     nodes: int
-    """Nodes that were used."""
+    """Number of nodes used."""
 
 
 class _Problem(NamedTuple):
-    """Documents and groups that the solver may rearrange."""
+    """Documents and groups that the solver may reassign."""
 
     items: IntArray
     """int64 `[some documents]`: by falling work."""
     groups: IntArray
     """int64 `[some groups]`."""
     loads: FloatArray
-    """float64 `[num_groups]`: work of all groups that stays."""
+    """float64 `[num_groups]`: work of the fixed documents."""
     room: IntArray
-    """int64 `[num_groups]`: tokens that they could hold besides."""
+    """int64 `[num_groups]`: tokens left beside the fixed documents."""
 
 
 def improve_exactly(
@@ -420,21 +392,16 @@ def improve_exactly(
     loads: npt.ArrayLike | None = None,
     nodes: int = NODES,
 ) -> Exact:
-    """Lighten the heaviest group of an assignment by mixed-integer programming, or prove that it can't be.
+    """Reduce the heaviest load of an assignment by mixed-integer programming, or prove that it is optimal.
 
-    HiGHS (Huangfu & Hall 2018, "Parallelizing the dual revised simplex method") begins with the assignment given and
-    stops after a number of nodes, never by the clock, with one thread: the same answer on every run. Groups that
-    begin alike are told apart by the heaviest documents that they hold. Where there are many documents, those of the
-    heaviest group and of the lightest ones are rearranged, and the others stay.
+    HiGHS (Huangfu & Hall 2018, "Parallelizing the dual revised simplex method") begins with the given assignment,
+    uses one thread, and stops after a number of nodes, never by time: the result is the same on every run. Symmetric
+    groups are ordered by their heaviest documents. If there are many documents, only those of the heaviest group and
+    of the lightest ones are reassigned.
 
-    Args:
-        group_of: int32 `[num_documents]`: what `assign` returned, within the limits.
-        tokens: `[num_documents]`.
-        loads: `[num_groups]`: what each group has to do before.
-
-    Cost: seconds. They bring next to nothing, since `assign` leaves next to nothing: on the 21 steps of
-        benchmarks/plan/exact.py at most 0.003 %, on three of them. CP-SAT from the same start lightened none, and
-        proved six to be optimal where this proves three.
+    It takes seconds and gains almost nothing, since `assign` is nearly optimal: on the 21 steps of
+    benchmarks/plan/exact.py at most 0.003 %, on three of them. CP-SAT from the same start improved none, and proved
+    six to be optimal where this proves three.
     """
     highspy = _solver()
     if isinstance(nodes, bool) or not isinstance(nodes, int | np.integer) or nodes < 1:
@@ -443,11 +410,8 @@ def improve_exactly(
     before = group_loads(loads, num_groups)
     sizes, limits = group_limits(tokens, token_limit, values.size, num_groups)
     given = np.asarray(group_of)
-    if (
-        given.shape != values.shape
-        or given.dtype.kind not in "iu"
-        or ((given < 0) | (given >= num_groups)).any()
-    ):
+    is_whole = given.shape == values.shape and given.dtype.kind in "iu"
+    if not is_whole or ((given < 0) | (given >= num_groups)).any():
         raise PlanError(
             f"the assignment given must be {values.size:,} groups from 0 to {num_groups - 1:,}; got {given.dtype} of "
             f"shape {given.shape}"
@@ -463,17 +427,17 @@ def improve_exactly(
     if sums.max() <= floor * (1 + _GAP) or not values.size:
         return Exact(given.astype(np.int32), floor, True, 0)
     problem = _problem(values, sizes, given, before, sums, room)
-    found, bound, used = _solve(highspy, problem, values, sizes, given, float(sums.max()), floor, int(nodes))
-    after = before + np.bincount(found, values, num_groups)
-    held = np.bincount(found, sizes, num_groups)
-    best = found if after.max() < sums.max() and (held <= limits).all() else given.astype(np.int32)
+    solved, bound, used = _solve(highspy, problem, values, sizes, given, float(sums.max()), floor, int(nodes))
+    after = before + np.bincount(solved, values, num_groups)
+    tokens_of = np.bincount(solved, sizes, num_groups)
+    best = solved if after.max() < sums.max() and (tokens_of <= limits).all() else given.astype(np.int32)
     reached = min(float(after.max()), float(sums.max()))
     bound = max(floor, min(bound, reached) if problem.items.size == values.size else floor)
     return Exact(best, bound, reached <= bound * (1 + 2 * _GAP), used)
 
 
 def _solver() -> Any:
-    """The package of the solver."""
+    """Import HiGHS."""
     try:
         import highspy
     except ImportError:
@@ -485,14 +449,14 @@ def _solver() -> Any:
 
 
 def _silent(highspy: Any) -> Any:
-    """A solver that prints nothing: what it prints once a process comes when callbacks are enabled, as it is made."""
+    """Return a solver that prints nothing: its constructor enables callbacks, which prints a banner."""
 
     def enabled(solver: Any) -> None:
         solver.setOptionValue("output_flag", False)
         highspy.Highs.enableCallbacks(solver)
 
     solver = type("SilentHighs", (highspy.Highs,), {"enableCallbacks": enabled})()
-    solver.setOptionValue("output_flag", False)  # older ones enable none
+    solver.setOptionValue("output_flag", False)  # older versions don't enable callbacks
     return solver
 
 
@@ -504,7 +468,7 @@ def _problem(
     sums: FloatArray,
     room: IntArray,
 ) -> _Problem:
-    """All there is, if that is little; else the heaviest group, and as many of the lightest as there is room for."""
+    """Return the whole problem if it is small; else the heaviest group, and as many light ones as `_MOST` allows."""
     by_load = np.argsort(sums, kind="stable")
     order = np.argsort(-values, kind="stable")
     count = before.size
@@ -512,7 +476,7 @@ def _problem(
         count -= 1
     groups = np.sort(np.array([by_load[-1], *by_load[: count - 1]], np.int64))
     chosen = order[np.isin(group_of[order], groups)]
-    items = chosen[-max(_MOST // count, 1) :]  # light ones fill gaps better
+    items = chosen[-max(_MOST // count, 1) :]  # the lightest, which fill gaps better
     loads = sums - np.bincount(group_of[items], values[items], before.size)
     free = room + np.bincount(group_of[items], sizes[items], before.size).astype(np.int64)
     return _Problem(items, groups, loads, free)
@@ -528,14 +492,14 @@ def _solve(
     floor: float,
     nodes: int,
 ) -> tuple[Int32Array, float, int]:
-    """The assignment that the solver has in the end, a bound for its problem, and the nodes used."""
+    """Return the solver's final assignment, a bound for its problem, and the nodes used."""
     items, groups, loads, room = problem
     scale = _SCALE / heaviest
     number_of = np.zeros(loads.size, np.int64)
     number_of[groups] = np.arange(groups.size)
     begin = number_of[group_of[items]]
     are_alike = bool((loads[groups] == loads[groups[0]]).all() and (room[groups] == room[groups[0]]).all())
-    if are_alike:  # the n-th heaviest document stands in one of the first n groups
+    if are_alike:  # break the symmetry: the n-th heaviest document is in one of the first n groups
         _, firsts, numbers = np.unique(begin, return_index=True, return_inverse=True)
         begin = np.argsort(np.argsort(firsts))[numbers]
     last = (
@@ -544,7 +508,7 @@ def _solve(
         else np.full(items.size, groups.size - 1)
     )
     rows = np.repeat(np.arange(items.size), last + 1)
-    columns = np.concatenate([np.arange(one + 1) for one in last])
+    columns = np.concatenate([np.arange(group + 1) for group in last])
     solver = _silent(highspy)
     solver.resetGlobalScheduler(True)
     for name, value in (
@@ -572,12 +536,12 @@ def _solve(
     solver.setSolution(start)
     solver.run()
     chosen = np.array(solver.getSolution().col_value)
-    found = group_of.astype(np.int32)
+    solved = group_of.astype(np.int32)
     if chosen.size == rows.size + 1:
         taken = chosen[:-1] > 0.5
-        found[items[rows[taken]]] = groups[columns[taken]]
+        solved[items[rows[taken]]] = groups[columns[taken]]
     info = solver.getInfo()
-    return found, float(info.mip_dual_bound) / scale, int(info.mip_node_count)
+    return solved, float(info.mip_dual_bound) / scale, int(info.mip_node_count)
 
 
 def _model(
@@ -590,9 +554,9 @@ def _model(
     scale: float,
     floor: float,
 ) -> Any:
-    """A column for each document and group that it may stand in, and one for the heaviest group's work.
+    """Build the model: a binary column for each document and group, and a column for the heaviest load.
 
-    Rows: each document stands once; each group's work is no more than the heaviest's; each group's tokens fit.
+    Rows: each document is in one group; each group's load is at most the heaviest; each group's tokens fit.
     """
     count, num_groups = weights.size, problem.groups.size
     wide = rows.size

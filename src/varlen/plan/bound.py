@@ -1,4 +1,4 @@
-"""The least time that any plan of a step needs: work over ranks, the longest document, a pipeline's filling."""
+"""A lower bound on the time of any plan of a step: even work, the longest document, filling of the pipeline."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from varlen.types import FloatArray, Int32Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Seconds that no plan of a step can go below, and the two reasons for them."""
+    """Lower bounds on the seconds of any plan of a step."""
 
     work_s: float
-    """The busiest stage's work at the highest rates, shared evenly by all ranks, behind a pipeline that fills."""
+    """The busiest stage's work at the highest rates, shared evenly by all ranks, after the pipeline has filled."""
     chain_s: float
-    """The longest document: its backward begins when its forward has ended, on as many ranks as may share it."""
+    """The longest document, whose backward begins after its forward, on as many ranks as may share it."""
     sync_s: float
-    """Gradients, added up when the last backward is done."""
+    """The gradient sync after the last backward."""
 
     @property
     def seconds(self) -> float:
-        """The larger of the two, and the gradients."""
+        """The larger bound, and the gradient sync."""
         return max(self.work_s, self.chain_s) + self.sync_s
 
 
@@ -45,28 +45,19 @@ def lower_bound(
     least_rows: int = 1,
     most_merged_ranks: int | None = None,
 ) -> Bound:
-    """Return what no plan of a step goes below, whose MicroPacks hold at least `least_rows` rows a GPU.
+    """Return bounds for plans whose MicroPacks hold at least `least_rows` rows a GPU, or a rank's part of the step.
 
-    Work is counted at the highest rate over all rows and without launches, so that with rates that depend on rows
-    no plan reaches it. Weight gradients may run whenever, so that a pipeline needs no time to drain.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-        cost: seconds.
-        mesh: the GPUs.
-        least_rows: of a MicroPack; fewer where a rank's part of the step is smaller.
-        most_merged_ranks: that may share a document; as many as there are if not said.
-
-    Cost: O(num_documents).
+    Work is counted at the highest rate of any number of rows and without launches, so no plan reaches the bound if
+    rates depend on rows. Weight gradients can run at any time, so a pipeline needs no time to drain.
     """
     costs = stage_costs(cost, mesh)
     best = replace(costs, rates=cost.rates(mesh, best=True))
-    held = lengths[lengths > 0]
-    work = _seconds(best, held, np.ones(held.size, np.int32))
-    rows = int(min(least_rows, held.sum(dtype=np.int64) / mesh.dp / mesh.cp))
+    filled = lengths[lengths > 0]
+    work = _seconds(best, filled, np.ones(filled.size, np.int32))
+    rows = int(min(least_rows, filled.sum(dtype=np.int64) / mesh.dp / mesh.cp))
     first = _smallest_forward(costs, max(rows, 1)) + costs.send_latency_s + costs.send_s_per_row * rows
     fill = np.cumsum(np.append(0.0, first))[: mesh.pp]
-    longest = held[[int(work.sum(axis=0).argmax())]]
+    longest = filled[[int(work.sum(axis=0).argmax())]]
     most = min(most_merged_ranks or mesh.dp, mesh.dp)
     sizes = 2 ** np.arange(most.bit_length(), dtype=np.int32)
     chains = [float((fill + _seconds(best, longest, size)[:, 0]).max()) for size in sizes[:, None]]
@@ -78,7 +69,7 @@ def lower_bound(
 
 
 def _seconds(costs: StageCosts, lengths: Int32Array, num_ranks: Int32Array) -> FloatArray:
-    """Seconds of each document in both passes on each stage, float64 `[pp, num_documents]`."""
+    """Return seconds of each document in both passes on each stage, float64 `[pp, num_documents]`."""
     offsets = np.arange(lengths.size + 1, dtype=np.int32)
     prices = priced(costs, offsets, np.stack([np.zeros_like(lengths), lengths, num_ranks]))
     layer = prices[:, [FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER]].sum(axis=1)
@@ -89,7 +80,7 @@ def _seconds(costs: StageCosts, lengths: Int32Array, num_ranks: Int32Array) -> F
 
 
 def _smallest_forward(costs: StageCosts, rows: int) -> FloatArray:
-    """Seconds of a forward MicroPack of documents of one token, float64 `[chunks]`; none of its rows takes less."""
+    """Return seconds of a forward MicroPack of documents of one token, the cheapest rows, float64 `[chunks]`."""
     ones = np.ones(rows * costs.mesh.cp, np.int32)
     prices = priced(costs, np.array([0, ones.size], np.int32), np.stack([0 * ones, ones, ones]))
     seconds: FloatArray = costs.layers * prices[0, FORWARD_LAYER] + costs.heads * prices[0, FORWARD_HEAD]

@@ -1,4 +1,4 @@
-"""`check_plan`: whether a step's plan keeps every rule that it must, in sentences; the planner is not asked."""
+"""`check_plan`: validates a step's plan, independently of the planner."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ def check_plan(
     capacity: int | None = None,
     peaks_bytes: npt.ArrayLike | None = None,
 ) -> None:
-    """Require that a plan is one that a step can run by.
+    """Require that a step can run this plan.
 
-    In this order, and each from the arrays alone: they have the shapes and ranges that `StepPlan` names; documents
-    stand on neighbouring ranks in aligned powers of two; every token of every document stands in exactly one slice
-    a pass on each rank that shares it, forward slices first to last and backward ones last to first (so both
-    passes hold the same documents and tokens on the same ranks); ranks that share a document cut it alike and meet
-    in the same MicroPacks; ranks run equally many MicroPacks where parameters are sharded; targets add up
-    (`targets_per_document`); passes are cut apart only where all layers recompute; each stage runs each MicroPack
-    once in each of its chunks; and no task waits for
-    itself.
+    Checked in this order, from the arrays alone:
 
-    Args:
-        peaks_bytes: `[dp, pp]`: `Timeline.peaks_bytes` of this plan and cost, where it has been simulated before.
+    - arrays have the shapes and ranges that `StepPlan` defines;
+    - documents are on neighbouring ranks, in aligned powers of two;
+    - every token of every document is in exactly one slice a pass on each rank that shares it, forward slices first
+      to last and backward slices last to first;
+    - ranks that share a document cut it alike, in corresponding MicroPacks;
+    - ranks run equally many MicroPacks if parameters are sharded;
+    - the number of targets is right (`targets_per_document`);
+    - the passes have different slices only if all layers recompute;
+    - each stage runs each MicroPack once in each of its chunks, and no task waits for itself;
+    - memory suffices, if `cost` is given; `peaks_bytes` is `Timeline.peaks_bytes` if the plan was simulated already.
 
     Cost: O(slices · log slices), and about 0.1 ms for each task of the stage that has most.
     """
@@ -53,10 +54,7 @@ def check_plan(
 
 
 def check_contents(plan: StepPlan) -> None:
-    """Require all of `check_plan` but that tasks wait in no circle: that no token is left out, run twice or half run.
-
-    Cost: O(slices · log slices).
-    """
+    """Require all of `check_plan` except that tasks can run in their order, and that memory suffices."""
     check_form(plan)
     check_shares(plan)
     for name in _PASSES:
@@ -70,24 +68,24 @@ def check_contents(plan: StepPlan) -> None:
 
 
 def targets_per_document(plan: StepPlan, of: Pass = "forward") -> IntArray:
-    """Return how many tokens of each document are predicted in a pass: its length minus one, int64 `[num_documents]`.
+    """Return how many tokens of each document are predicted in a pass, which must be its length minus one.
 
-    Labels are shifted before documents are cut: the target of token p is token p + 1 wherever that stands, so a
-    slice has a target for each of its tokens, but for the last token of the document, which none follows. Slices of
-    a shared document count once. The step's loss is divided by the sum, which no cut may change.
+    Labels are shifted before documents are cut: the target of token p is token p + 1, in whichever slice that is, so
+    every token but the document's last has a target. Slices of a shared document count once. The step's loss is
+    divided by the sum, which must not depend on the cuts.
     """
     micropacks = plan.forward if of == "forward" else plan.backward
     documents = micropacks.document_ids
     is_first_rank = micropacks.ranks[micropacks.micropack_of_slice] == plan.first_ranks[documents]
     targets = micropacks.stops.astype(np.int64) - micropacks.starts
     targets -= micropacks.stops == plan.lengths[documents]
-    found = np.zeros(plan.num_documents, np.int64)
-    np.add.at(found, documents[is_first_rank], targets[is_first_rank])
-    return found
+    totals = np.zeros(plan.num_documents, np.int64)
+    np.add.at(totals, documents[is_first_rank], targets[is_first_rank])
+    return totals
 
 
 def _check_coverage(plan: StepPlan, name: Pass) -> None:
-    """Require every token once on each sharing rank, and slices in the order of the pass."""
+    """Require every token once on each rank of its document, and slices in the order of the pass."""
     micropacks: MicroPacks = getattr(plan, name)
     documents, dp = micropacks.document_ids, plan.mesh.dp
     ranks = micropacks.ranks[micropacks.micropack_of_slice]
@@ -109,11 +107,8 @@ def _check_coverage(plan: StepPlan, name: Pass) -> None:
         origin = np.zeros(keys.size, np.int32)
         goal = plan.lengths[documents[order]]
     else:  # the same from the document's end
-        begins, ends, origin = (
-            micropacks.stops[order],
-            micropacks.starts[order],
-            plan.lengths[documents[order]],
-        )
+        begins, ends = micropacks.stops[order], micropacks.starts[order]
+        origin = plan.lengths[documents[order]]
         goal = np.zeros(keys.size, np.int32)
     expected = np.where(is_first, origin, np.roll(ends, 1))
     is_last = np.roll(is_first, -1)
@@ -130,14 +125,10 @@ def _check_coverage(plan: StepPlan, name: Pass) -> None:
     _check_present(plan, name, keys[is_first])
 
 
-def _check_present(plan: StepPlan, name: Pass, found: IntArray) -> None:
-    """Require slices of each document on each of its ranks.
-
-    Args:
-        found: int64, rising: `document * dp + rank` of the slices there are, all of them rightly there.
-    """
+def _check_present(plan: StepPlan, name: Pass, present: IntArray) -> None:
+    """Require slices of each document on each of its ranks; `present` is `document * dp + rank`, each once."""
     num = np.where(plan.lengths > 0, plan.num_ranks, 0)
-    missing = num - np.bincount(found // plan.mesh.dp, minlength=plan.num_documents)
+    missing = num - np.bincount(present // plan.mesh.dp, minlength=plan.num_documents)
     if missing.any():
         j = first_of(missing > 0)
         raise PlanError(
@@ -147,10 +138,10 @@ def _check_present(plan: StepPlan, name: Pass, found: IntArray) -> None:
 
 
 def _check_merged(plan: StepPlan, name: Pass) -> None:
-    """Require that ranks that share documents cut them alike, in the same order, in MicroPacks that correspond.
+    """Require that ranks that share documents have the same slices, in the same order, in corresponding MicroPacks.
 
-    Shares are aligned, so that all ranks of a block of 2^k share the same documents among those of at least 2^k
-    ranks. In each block, those slices and where a new MicroPack begins among them must be the same on every rank.
+    Groups are aligned, so all ranks of a block of 2^k share the same documents among those of at least 2^k ranks. The
+    slices of these, and where a new MicroPack begins among them, must be the same on every rank of the block.
     """
     micropacks: MicroPacks = getattr(plan, name)
     of_slice = micropacks.micropack_of_slice
@@ -161,15 +152,12 @@ def _check_merged(plan: StepPlan, name: Pass) -> None:
         begins_new = np.append(True, np.diff(of_slice[chosen]) != 0)
         counts = np.bincount(ranks[chosen], minlength=plan.mesh.dp)
         offsets = np.cumsum(counts) - counts
-        # Each slice beside the one in the same place on the first rank of its block.
-        here = np.arange(chosen.size)
+        # Compare each slice with the one of the same index on the first rank of its block.
         lead = ranks[chosen] // block * block
-        place = here - offsets[ranks[chosen]]
-        there = offsets[lead] + place
-        wrong = np.zeros(chosen.size, np.bool_)
+        other = offsets[lead] + np.arange(chosen.size) - offsets[ranks[chosen]]
+        wrong = begins_new != begins_new[other]
         for values in (micropacks.document_ids, micropacks.starts, micropacks.stops):
-            wrong |= values[chosen[here]] != values[chosen[there]]
-        wrong |= begins_new[here] != begins_new[there]
+            wrong |= values[chosen] != values[chosen[other]]
         if wrong.any():
             j = int(chosen[first_of(wrong)])
             raise PlanError(
@@ -182,7 +170,7 @@ def _check_merged(plan: StepPlan, name: Pass) -> None:
 
 
 def _check_sharded(plan: StepPlan, name: Pass) -> None:
-    """Require that ranks run MicroPacks together where they gather parameters for each."""
+    """Require that ranks run corresponding MicroPacks if they gather parameters for each."""
     micropacks: MicroPacks = getattr(plan, name)
     counts = micropacks.counts
     if (counts != counts[0]).any():
@@ -216,14 +204,14 @@ def _check_capacity(plan: StepPlan, name: Pass, capacity: int) -> None:
     parts = -(
         -(micropacks.stops.astype(np.int64) - micropacks.starts) // plan.num_ranks[micropacks.document_ids]
     )
-    held = np.zeros(micropacks.num_micropacks, np.int64)
-    np.add.at(held, micropacks.micropack_of_slice, parts)
-    wrong = held > capacity
+    tokens = np.zeros(micropacks.num_micropacks, np.int64)
+    np.add.at(tokens, micropacks.micropack_of_slice, parts)
+    wrong = tokens > capacity
     if wrong.any():
         j = first_of(wrong)
         raise PlanError(
-            f"{name} MicroPack {j:,} on rank {micropacks.ranks[j]:,} holds {held[j]:,} tokens, over the capacity of "
-            f"{capacity:,} ({int(wrong.sum()):,} of {held.size:,} do, at most {int(held.max()):,}); cut its "
+            f"{name} MicroPack {j:,} on rank {micropacks.ranks[j]:,} holds {tokens[j]:,} tokens, over the capacity "
+            f"of {capacity:,} ({int(wrong.sum()):,} of {tokens.size:,} do, at most {int(tokens.max()):,}); cut its "
             "documents into more slices, or raise the capacity"
         )
 
@@ -231,20 +219,20 @@ def _check_capacity(plan: StepPlan, name: Pass, capacity: int) -> None:
 def _check_targets(plan: StepPlan, name: Pass) -> None:
     """Require a target for each token but the last of each document.
 
-    It follows from coverage, and is counted apart since a loss that is divided wrongly shows nowhere else.
+    This follows from coverage, but is checked independently, since nothing else reveals a wrong divisor of the loss.
     """
-    found, wanted = targets_per_document(plan, name), np.maximum(plan.lengths - 1, 0)
-    wrong = found != wanted
+    targets, wanted = targets_per_document(plan, name), np.maximum(plan.lengths - 1, 0)
+    wrong = targets != wanted
     if wrong.any():
         j = first_of(wrong)
         raise PlanError(
-            f"the {name} slices of document {j:,} have {found[j]:,} targets, and the document {wanted[j]:,} "
+            f"the {name} slices of document {j:,} have {targets[j]:,} targets, and the document {wanted[j]:,} "
             f"({int(wrong.sum()):,} of {wrong.size:,} documents differ): the loss would be divided wrongly; {AGAIN}"
         )
 
 
 def _check_memory(plan: StepPlan, peaks_bytes: FloatArray, limit_bytes: float) -> None:
-    """Require that no stage ever holds more than a card does."""
+    """Require that no stage exceeds the memory of a GPU."""
     mesh = plan.mesh
     if peaks_bytes.shape != (mesh.dp, mesh.pp):
         raise PlanError(
@@ -260,27 +248,22 @@ def _check_memory(plan: StepPlan, peaks_bytes: FloatArray, limit_bytes: float) -
         )
 
 
-# `check_tasks`: every stage runs each MicroPack once in each chunk of layers, in an order without a circle.
-
 _KIND_NAMES: Final = ("forward", "backward", "weight-gradient")
 
 
 class _Waits(NamedTuple):
-    """What MicroPacks wait for besides their own rank's order."""
+    """What MicroPacks wait for besides the order of their own rank."""
 
     needed: IntArray
-    """int64 `[backward MicroPacks]`: forward MicroPacks of its rank that must be done before each."""
-    meetings: tuple[IntArray, IntArray, IntArray]
-    """int64 for each kind of task, `[MicroPacks]`: a number that those have in common which start together, or -1."""
+    """int64 `[backward MicroPacks]`: number of forward MicroPacks of the rank that must run before each."""
+    groups: tuple[IntArray, IntArray, IntArray]
+    """int64 for each kind of task, `[MicroPacks]`: the group of MicroPacks that start together, or -1."""
     sizes: tuple[IntArray, IntArray, IntArray]
-    """int64 for each kind of task, by number: how many those are."""
+    """int64 for each kind of task, by group: number of MicroPacks."""
 
 
 def check_kept(plan: StepPlan) -> None:
-    """Require that both passes run the same MicroPacks, unless all layers recompute: what is kept belongs to them.
-
-    Cost: O(slices).
-    """
+    """Require the same MicroPacks in both passes unless all layers recompute: activations belong to their slices."""
     if plan.recompute == "full" and plan.recompute_share == 1:
         return
     apart = _contents(plan.forward) ^ _contents(plan.backward)
@@ -295,7 +278,7 @@ def check_kept(plan: StepPlan) -> None:
 
 
 def _contents(packs: MicroPacks) -> set[tuple[int, tuple[tuple[int, int, int], ...]]]:
-    """Rank and slices (document, start, stop) of each MicroPack that holds any."""
+    """Return the rank and slices (document, start, stop) of each non-empty MicroPack."""
     slices = list(zip(packs.document_ids.tolist(), packs.starts.tolist(), packs.stops.tolist()))
     offsets, ranks = packs.slice_offsets.tolist(), packs.ranks.tolist()
     return {
@@ -306,22 +289,19 @@ def _contents(packs: MicroPacks) -> set[tuple[int, tuple[tuple[int, int, int], .
 
 
 def check_tasks(plan: StepPlan) -> None:
-    """Require that each stage has the tasks that it needs, and that none of them waits, by way of others, for itself.
+    """Require that each stage has the tasks that it needs, and that they don't deadlock.
 
-    Every stage goes on as far as it can, one task at a time, until all are done or none can go on.
-
-    A forward task waits for the chunk of layers before it, a backward task for the chunk after it, at the last one
-    for all forward slices of its documents, and weight gradients for their backward task. MicroPacks that share a
-    merged document start together on its ranks; where parameters are sharded, so do the n-th ones of all ranks.
-
-    Cost: about 0.1 ms for each task of the stage that has most.
+    Runs all stages, one task at a time, until all are done or none can continue. A forward task waits for the
+    previous chunk of layers; a backward task for the next chunk, at the last one for all forward slices of its
+    documents; weight gradients for their backward task. MicroPacks that share a merged document start together on its
+    ranks; if parameters are sharded, so do the n-th ones of all ranks.
     """
     check_counts(plan)
     mesh = plan.mesh
     waits = _waits(plan)
     num_places, stages = mesh.dp * mesh.pp, mesh.pp
     ranks, stage = np.divmod(np.arange(num_places), stages)
-    # How many MicroPacks of each rank have passed each chunk, forward, backward and for their weight gradients.
+    # How many MicroPacks of each rank have passed each chunk: forward, backward, weight gradients.
     done = np.zeros((KINDS, mesh.dp, mesh.num_chunks), np.int64)
     turn, ends = plan.task_offsets[:-1].astype(np.int64), plan.task_offsets[1:]
     while (active := np.flatnonzero(turn < ends)).size:
@@ -349,17 +329,17 @@ def check_counts(plan: StepPlan) -> None:
     mesh = plan.mesh
     codes = KINDS * mesh.virtual_stages
     places = np.repeat(np.arange(mesh.dp * mesh.pp), np.diff(plan.task_offsets))
-    found = np.bincount(places * codes + plan.tasks, minlength=mesh.dp * mesh.pp * codes)
-    found = found.reshape(mesh.dp, mesh.pp, mesh.virtual_stages, KINDS)
+    counts = np.bincount(places * codes + plan.tasks, minlength=mesh.dp * mesh.pp * codes)
+    counts = counts.reshape(mesh.dp, mesh.pp, mesh.virtual_stages, KINDS)
     wanted = np.zeros((mesh.dp, 1, 1, KINDS), np.int64)
     wanted[:, 0, 0, FORWARD] = plan.forward.counts
     wanted[:, 0, 0, BACKWARD] = plan.backward.counts
     wanted[:, 0, 0, WEIGHT] = plan.backward.counts * plan.splits_backward
-    wrong = found != wanted
+    wrong = counts != wanted
     if wrong.any():
         rank, stage, chunk, kind = (int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
         raise PlanError(
-            f"stage {stage} of rank {rank} has {found[rank, stage, chunk, kind]:,} {_KIND_NAMES[kind]} tasks for "
+            f"stage {stage} of rank {rank} has {counts[rank, stage, chunk, kind]:,} {_KIND_NAMES[kind]} tasks for "
             f"chunk {chunk * mesh.pp + stage}, and its rank {wanted[rank, 0, 0, kind]:,} MicroPacks to run so "
             f"({int(wrong.any((2, 3)).sum()):,} of {mesh.dp * mesh.pp:,} stages differ); plan the step again"
         )
@@ -374,7 +354,7 @@ def _ready(
     chunks: IntArray,
     numbers: IntArray,
 ) -> npt.NDArray[np.bool_]:
-    """Whether each task has what it needs of its own rank."""
+    """Whether each task has what it needs from its own rank."""
     last = plan.mesh.num_chunks - 1
     before = done[FORWARD, ranks, np.maximum(chunks - 1, 0)]
     after = done[BACKWARD, ranks, np.minimum(chunks + 1, last)]
@@ -395,17 +375,17 @@ def _met(
     chunks: IntArray,
     numbers: IntArray,
 ) -> npt.NDArray[np.bool_]:
-    """Whether all that each task starts together with are ready too."""
+    """Whether all tasks that start together with each are ready too."""
     met = np.ones(kinds.size, np.bool_)
     for kind, micropacks in ((FORWARD, plan.forward), (BACKWARD, plan.backward), (WEIGHT, plan.backward)):
-        here = np.flatnonzero((kinds == kind) & is_ready)
-        meetings = waits.meetings[kind][micropacks.rank_offsets[ranks[here]] + numbers[here]]
-        here, meetings = here[meetings >= 0], meetings[meetings >= 0]
-        if here.size:
+        tasks = np.flatnonzero((kinds == kind) & is_ready)
+        groups = waits.groups[kind][micropacks.rank_offsets[ranks[tasks]] + numbers[tasks]]
+        tasks, groups = tasks[groups >= 0], groups[groups >= 0]
+        if tasks.size:
             sizes = waits.sizes[kind]
-            places = meetings * plan.mesh.num_chunks + chunks[here]
-            come = np.bincount(places, minlength=sizes.size * plan.mesh.num_chunks)
-            met[here] = come[places] == sizes[meetings]
+            keys = groups * plan.mesh.num_chunks + chunks[tasks]
+            num_ready = np.bincount(keys, minlength=sizes.size * plan.mesh.num_chunks)
+            met[tasks] = num_ready[keys] == sizes[groups]
     return met
 
 
@@ -418,20 +398,20 @@ def _waits(plan: StepPlan) -> _Waits:
     last = ahead[order][np.searchsorted(keys[order], sought, "right") - 1]
     needed = np.zeros(backward.num_micropacks, np.int64)
     np.maximum.at(needed, behind, last - forward.rank_offsets[forward.ranks[last]] + 1)
-    first, second = _meetings(plan, forward), _meetings(plan, backward)
-    # Weight gradients are each rank's own, but for ranks that scatter them.
+    first, second = _groups(plan, forward), _groups(plan, backward)
+    # Ranks compute weight gradients independently, unless they scatter them.
     are_sharded = plan.mesh.sharding == "parameters"
     third = second[0] if are_sharded else np.full(backward.num_micropacks, -1, np.int64)
     return _Waits(needed, (first[0], second[0], third), (first[1], second[1], second[1]))
 
 
-def _meetings(plan: StepPlan, micropacks: MicroPacks) -> tuple[IntArray, IntArray]:
-    """A number for MicroPacks that start together, -1 for one alone, and how many have each number.
+def _groups(plan: StepPlan, micropacks: MicroPacks) -> tuple[IntArray, IntArray]:
+    """Return the group of each MicroPack, -1 for one that starts independently, and the size of each group.
 
-    The MicroPacks that share slices with one share all of the widest block of ranks that any of them has, since
-    blocks are aligned; so the n-th of a block's, counted on each rank alone, meet.
+    Blocks are aligned, so MicroPacks that share slices belong to the widest block of ranks of any of their documents:
+    the n-th MicroPacks of the ranks of a block, among those with this widest block, start together.
     """
-    meetings = np.full(micropacks.num_micropacks, -1, np.int64)
+    groups = np.full(micropacks.num_micropacks, -1, np.int64)
     turns = np.arange(micropacks.num_micropacks) - micropacks.rank_offsets[micropacks.ranks]
     if plan.mesh.sharding == "parameters":
         return turns, np.full(int(turns.max(initial=-1)) + 1, plan.mesh.dp, np.int64)
@@ -443,10 +423,10 @@ def _meetings(plan: StepPlan, micropacks: MicroPacks) -> tuple[IntArray, IntArra
         chosen = np.flatnonzero(widest == block)
         ranks: Int32Array = micropacks.ranks[chosen]
         counts = np.bincount(ranks, minlength=plan.mesh.dp)
-        place = np.arange(chosen.size) - (np.cumsum(counts) - counts)[ranks]
-        _, numbers = np.unique(ranks // block * chosen.size + place, return_inverse=True)
-        meetings[chosen] = used + numbers
+        index = np.arange(chosen.size) - (np.cumsum(counts) - counts)[ranks]
+        _, numbers = np.unique(ranks // block * chosen.size + index, return_inverse=True)
+        groups[chosen] = used + numbers
         count = int(numbers.max(initial=-1)) + 1
         sizes.append(np.full(count, block, np.int64))
         used, block = used + count, 2 * block
-    return meetings, np.concatenate(sizes) if sizes else np.zeros(0, np.int64)
+    return groups, np.concatenate(sizes) if sizes else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Data-parallel ranks' documents become MicroPacks of equal or graded cost, the same in both passes."""
+"""`compose`: cuts and packs the documents of data-parallel ranks into MicroPacks of equal or graded cost."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from varlen.plan import kernels_compose
 from varlen.types import FloatArray, Int32Array, IntArray
 
 TYPICAL_ROWS = 8192.0
-"""Rows of the MicroPacks that documents are weighed in before there are any."""
+"""Rows of a MicroPack, to estimate the work of documents before they are cut."""
 ROW_MULTIPLE = 128
-"""Slices end on a multiple of this many rows: a block of attention kernels."""
+"""Slices end on a multiple of this many rows, a block of attention kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankDocuments:
-    """The documents of one rank; what a search asks of them again and again is counted once.
+    """The documents of one rank, with totals that a search needs often.
 
-    Those that other ranks share stand first, in one order on all of them; then the others, from much work to little.
+    Shared documents come first, in the same order on all of their ranks; then the others, by falling work.
     """
 
     document_ids: Int32Array
-    """int32 `[n]`: among the lengths of the step; none of length 0."""
+    """int32 `[n]`: indices in the lengths of the step; none of length 0."""
     lengths: Int32Array
     """int32 `[n]`."""
     num_ranks: Int32Array
@@ -38,9 +38,9 @@ class RankDocuments:
     num_rows: float = field(init=False)
     """Rows of this rank."""
     seconds: float = field(init=False)
-    """All of its work."""
+    """Work of all documents."""
     table: Int32Array = field(init=False)
-    """int32 `[3, n]`: lengths, ranks that share them, ids."""
+    """int32 `[3, n]`: lengths, numbers of ranks, ids."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_shared", int(np.count_nonzero(self.num_ranks > 1)))
@@ -51,27 +51,27 @@ class RankDocuments:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockDocuments:
-    """The documents of a block of ranks, one rank behind the other, as kernels take them."""
+    """The documents of a block of ranks, rank by rank, as kernels take them."""
 
     table: Int32Array
-    """int32 `[3, n]`: lengths, ranks that share them, ids."""
+    """int32 `[3, n]`: lengths, numbers of ranks, ids."""
     work: FloatArray
     """float64 `[n]`."""
     bounds: IntArray
-    """int64 `[ranks + 1]`: where those of each rank begin."""
+    """int64 `[ranks + 1]`: where the documents of each rank begin."""
     shared: IntArray
-    """int64 `[ranks]`: how many other ranks share."""
+    """int64 `[ranks]`: number of documents that other ranks share."""
     rows: FloatArray
     """float64 `[ranks]`."""
     seconds: FloatArray
     """float64 `[ranks]`."""
     cuts: dict[tuple[float, ...], tuple[IntArray, Int32Array]] = field(init=False, default_factory=dict)
-    """By count and budget: as `compose` has cut long and shared documents. int64 `[ranks]`, how many are cut, shared,
-    or both; int32 `[3, slices]`: documents, counted over those of all ranks, starts, stops."""
+    """Cache of `compose`, by count and budget: int64 `[ranks]`, the number of cut or shared documents; and int32
+    `[3, slices]`: documents (numbered over all ranks), starts, stops."""
 
     @classmethod
     def of(cls, ranks: Sequence[RankDocuments]) -> BlockDocuments:
-        """Put the documents of ranks one behind the other."""
+        """Concatenate the documents of ranks."""
         return cls(
             table=np.concatenate([each.table for each in ranks], axis=1),
             work=np.concatenate([each.work for each in ranks]),
@@ -84,22 +84,22 @@ class BlockDocuments:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Composition:
-    """The MicroPacks of one rank: forward as they stand, backward the same ones in `backward_order`."""
+    """The MicroPacks of one rank, in forward order; the backward pass runs them in `backward_order`."""
 
     slice_offsets: Int32Array
     """int32 `[num_micropacks + 1]`."""
     slices: Int32Array
-    """int32 `[5, num_slices]`: starts, stops, ranks that share it, document ids, whether its document ends here."""
+    """int32 `[5, num_slices]`: starts, stops, numbers of ranks, document ids, whether the document ends here."""
     chains: Int32Array
-    """int32 `[num_micropacks]`: MicroPacks of one chain hold the slices of one document, and stand together."""
+    """int32 `[num_micropacks]`: the chain of each: consecutive MicroPacks with the slices of one document."""
 
     @property
     def num_micropacks(self) -> int:
-        """How many there are."""
+        """Number of MicroPacks."""
         return len(self.chains)
 
     def extended(self, count: int) -> Composition:
-        """Return the same with empty MicroPacks at the end."""
+        """Return the composition padded with empty MicroPacks to `count`."""
         missing = count - self.num_micropacks
         if not missing:
             return self
@@ -112,58 +112,53 @@ class Composition:
 
     @property
     def backward_order(self) -> IntArray:
-        """int64 `[num_micropacks]`: chains in the same order, each from its last MicroPack to its first."""
+        """int64 `[num_micropacks]`: chains in forward order, the MicroPacks within each reversed."""
         order: IntArray = kernels_compose.reversed_chains(self.chains)
         return order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockComposition:
-    """The MicroPacks of a block's ranks, equally many on each, one rank behind the other."""
+    """The MicroPacks of a block's ranks, equally many on each, rank by rank."""
 
     slice_offsets: Int32Array
     """int32 `[ranks * num_micropacks + 1]`."""
     slices: Int32Array
-    """int32 `[5, num_slices]`: as `Composition` has them."""
+    """int32 `[5, num_slices]`: as in `Composition`."""
     chains: Int32Array
     """int32 `[ranks, num_micropacks]`."""
     order: IntArray
-    """int64 `[ranks, num_micropacks]`: in which the backward pass runs them, counted over all ranks."""
+    """int64 `[ranks, num_micropacks]`: the order of the backward pass, numbered over all ranks."""
     waits: Int32Array
-    """int32 `[ranks, num_micropacks]`: the last forward MicroPack of the chain of each, in that order."""
+    """int32 `[ranks, num_micropacks]`: the last forward MicroPack of each one's chain, in that order."""
 
     def apart(self) -> list[Composition]:
-        """Return the MicroPacks of each rank."""
+        """Return the composition of each rank."""
         packs = self.chains.shape[1]
-        found = []
+        compositions = []
         for rank, chains in enumerate(self.chains):
             offsets = self.slice_offsets[rank * packs : (rank + 1) * packs + 1]
             slices = np.ascontiguousarray(self.slices[:, offsets[0] : offsets[-1]])
-            found.append(Composition(slice_offsets=offsets - offsets[0], slices=slices, chains=chains))
-        return found
+            compositions.append(Composition(slice_offsets=offsets - offsets[0], slices=slices, chains=chains))
+        return compositions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grading:
-    """How MicroPacks at the ends of a rank's order are made smaller, so that pipelines fill and drain faster."""
+    """Smaller MicroPacks at the ends of a rank's order, so that pipelines fill and drain faster."""
 
-    heads: int = 0
-    """Sizes between the smallest and a whole MicroPack at the beginning, one MicroPack of each; 0 for equal sizes."""
-    tails: int = 0
-    """The same at the end."""
+    first: int = 0
+    """Number of smaller MicroPacks at the beginning, rising in size."""
+    last: int = 0
+    """Number of smaller MicroPacks at the end, falling in size."""
     smallest: float = 1.0
-    """The smallest over a whole MicroPack."""
+    """Size of the smallest as a share of a full MicroPack."""
 
 
 def seconds_of(
     lengths: Int32Array, num_ranks: Int32Array, rows: float, rates: Rates, *, forward_part: float = 1.0
 ) -> FloatArray:
-    """Return what each document costs in both passes, per average layer and GPU; float64 `[num_documents]`.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-        num_ranks: int32 `[num_documents]`: ranks that share its rows.
-    """
+    """Return the seconds of each document in both passes, per average layer and GPU, in MicroPacks of `rows` rows."""
     seconds: FloatArray = kernels.document_seconds(lengths, num_ranks, rows, forward_part, rates)
     return seconds
 
@@ -180,35 +175,34 @@ def compose(
     by_work: bool = True,
     mixes: bool = True,
 ) -> BlockComposition:
-    """Make the MicroPacks of a block's ranks (SlimPack's Slim, Mix and Pack; Liu et al. 2025, arXiv 2509.26246).
+    """Compose the MicroPacks of a block's ranks (SlimPack's Slim, Mix and Pack; Liu et al. 2025, arXiv 2509.26246).
 
-    A document over 1.15 budgets is cut into slices of equal cost, each the start of a MicroPack of its own (Slim);
-    shared ones that aren't cut stand together in as few MicroPacks as budgets hold;
-    those that are left go, from much work to little, each to the MicroPack with the least (Graham 1969, "Bounds on
-    Multiprocessing Timing Anomalies"): to slices with room (Mix) and to free MicroPacks (Pack). Order: small
-    MicroPacks rising; shared chains; the other chains, long ones first; full MicroPacks; small ones falling. Ranks
-    with fewer MicroPacks than others get empty ones at the end.
+    - Slim: a document over 1.15 budgets is cut into slices of equal cost, each in a MicroPack of its own; shared
+      documents that aren't cut are packed into as few MicroPacks as budgets allow.
+    - Mix and Pack: the others go, by falling work, to the MicroPack with the least work (Graham 1969, "Bounds on
+      Multiprocessing Timing Anomalies"), beside slices or in MicroPacks of their own.
 
-    Cost: O(n · log num_micropacks).
+    Order: small MicroPacks rising; shared chains; the other chains, long ones first; full MicroPacks; small ones
+    falling. Ranks with fewer MicroPacks than others get empty ones at the end.
     """
     own = documents.seconds / num_micropacks
-    given = (documents.table, documents.work, documents.bounds, documents.shared)
-    asked = (num_micropacks, budget if documents.shared.any() else 0.0, least_rows)
-    cut = documents.cuts.get(asked)
+    arrays = (documents.table, documents.work, documents.bounds, documents.shared)
+    key = (num_micropacks, budget if documents.shared.any() else 0.0, least_rows)
+    cut = documents.cuts.get(key)
     if cut is None:
-        chained, lengths, ranks, seconds, budgets = kernels_compose.to_cut(*given, own, budget, least_rows)
+        chained, lengths, ranks, seconds, budgets = kernels_compose.to_cut(*arrays, own, budget, least_rows)
         cuts = kernels.cut_evenly(lengths, ranks, seconds, budgets, least_rows, ROW_MULTIPLE, 1.0, rates)
-        cut = documents.cuts[asked] = chained, np.array(cuts)
+        cut = documents.cuts[key] = chained, np.array(cuts)
     offsets, slices, chains, order, waits = kernels_compose.composed_ranks(
         cut[1],
         cut[0],
-        *given,
+        *arrays,
         num_micropacks,
         own,
         budget,
-        np.array([grading.heads, grading.tails]),
+        np.array([grading.first, grading.last]),
         grading.smallest,
-        # None of the small ones holds too few rows.
+        # Small MicroPacks hold at least `least_rows`.
         np.minimum(1.0, least_rows / np.maximum(1.0, documents.rows / num_micropacks)),
         in_step,
         by_work,

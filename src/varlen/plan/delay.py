@@ -1,10 +1,9 @@
-"""Long documents held back until enough of them share a step: an option that changes the order of the data.
+"""Delay long documents until there are enough of them for one step: an option that changes the order of the data.
 
-A step with one very long document waits for it on every rank; a step with as many as there are micro-batches runs
-them side by side. This is the outlier delay of WLB-LLM (Wang et al. 2025, "WLB-LLM: Workload-Balanced 4D Parallelism
-for Large Language Model Training", arXiv 2503.17924). Nothing does so unless it is asked to: a delayed document is
-trained on some steps later than it was drawn for. Whoever draws documents asks, `vl.plan_step` and `vl.PackedLoader`
-never do.
+All ranks wait for a single very long document; as many of them as there are micro-batches run in parallel. This is
+the outlier delay of WLB-LLM (Wang et al. 2025, "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model
+Training", arXiv 2503.17924). Since a delayed document is trained some steps later, `vl.plan_step` and
+`vl.PackedLoader` never do it by themselves.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def _no_lengths() -> Int32Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Waiting:
-    """Documents that are held back, the oldest first; nobody by default; read-only."""
+    """Delayed documents, the oldest first; none by default; read-only."""
 
     document_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64 `[num_waiting]`."""
     lengths: Int32Array = field(default_factory=_no_lengths)
     """int32 `[num_waiting]`."""
     steps: Int32Array = field(default_factory=_no_lengths)
-    """int32 `[num_waiting]`: steps that each has been held back for."""
+    """int32 `[num_waiting]`: number of steps for which each has been delayed."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -49,18 +48,18 @@ class Waiting:
         return partial(Waiting, **{each.name: getattr(self, each.name) for each in fields(self)}), ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return who waits, as JSON can hold it: it belongs into the checkpoint, beside where the data stands."""
+        """Return the documents for a JSON checkpoint, to be stored with the state of the data."""
         return {"version": VERSION} | {each.name: getattr(self, each.name).tolist() for each in fields(self)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Waiting:
-        """Return who waited.
+        """Return the documents of a state.
 
         Args:
-            state: of `state_dict`, perhaps back from JSON.
+            state: what `state_dict` returned, perhaps back from JSON.
 
         Raises:
-            StateError: it is no such state.
+            StateError: this is no such state.
         """
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
             raise StateError(f"this is no state of vl.Waiting of version {VERSION}: {str(state)[:80]}")
@@ -89,29 +88,29 @@ def delay_step(
 ) -> tuple[IntArray, Int32Array, Waiting]:
     """Decide which documents a step trains on, and which wait for the next.
 
-    Documents of at least `thresholds[k]` and less than `thresholds[k + 1]` tokens wait in one line. When a line
-    holds `count` of them, the oldest `count` go into the step; so does whoever has waited for `most_steps` steps.
-    Where that would leave a step with nobody, those drawn for it go.
+    Documents of at least `thresholds[k]` and less than `thresholds[k + 1]` tokens wait in one queue. When a queue
+    holds `count` of them, the oldest `count` go into the step, as do those that have waited for `most_steps` steps.
+    If that left the step empty, all documents drawn for it go.
 
-    It is a pure function: ranks that call it alike agree, and `waiting`, which is all there is to remember, goes into
-    checkpoints by `Waiting.state_dict`.
+    This is a pure function: ranks that call it with the same arguments agree, and its only state is `waiting`, which
+    `Waiting.state_dict` saves in checkpoints.
 
     Args:
         document_ids: whole numbers `[num_documents]`, drawn for this step; a number may come again later.
         lengths: `[num_documents]` tokens.
-        waiting: what the step before left; `Waiting()` before the first.
-        thresholds: `[num_lines]` tokens from which documents wait, rising; one line an interval.
-        count: micro-batches of a step over all ranks, so that each has one of the long documents.
-        most_steps: steps that a document is held back for at most.
+        waiting: the documents that the step before left; `Waiting()` before the first.
+        thresholds: `[num_queues]` tokens from which documents wait, rising; one queue for each interval.
+        count: micro-batches of a step over all ranks, so that each gets one of the long documents.
+        most_steps: most steps for which a document is delayed.
 
     Returns:
         The step's documents, int64, and their lengths, int32: those that had waited, the oldest first, then the new
-        ones in their order; and who waits now. Behind the last step, take whoever `waiting` names.
+        ones in order; and the documents that wait now. After the last step, train on those that still wait.
 
     Raises:
         LengthsError: lengths or thresholds that aren't whole numbers from 0, thresholds that don't rise, or another
             number of documents than of lengths.
-        SettingError: `count` or `most_steps` below 1, no threshold, or a `waiting` that is something else.
+        SettingError: `count` or `most_steps` below 1, no threshold, or a `waiting` of another type.
 
     >>> ids, lengths, waiting = delay_step(
     ...     [7, 8], [90, 5], Waiting(), thresholds=[80], count=2
@@ -135,11 +134,11 @@ def delay_step(
     ids = np.concatenate([waiting.document_ids, new_ids.astype(np.int64)])
     sizes = np.concatenate([waiting.lengths, new_lengths])
     steps = np.concatenate([waiting.steps, np.full(new_ids.size, -1, np.int32)]) + np.int32(1)
-    line_of = np.searchsorted(bounds, sizes, side="right")
-    is_now = (line_of == 0) | (steps >= most_steps)
-    for line in range(1, bounds.size + 1):
-        members = np.flatnonzero(line_of == line)
-        is_now[members[: members.size // count * count]] = True
+    queue_of = np.searchsorted(bounds, sizes, side="right")
+    is_now = (queue_of == 0) | (steps >= most_steps)
+    for queue in range(1, bounds.size + 1):
+        queued = np.flatnonzero(queue_of == queue)
+        is_now[queued[: queued.size // count * count]] = True
     if not is_now.any():
         is_now[waiting.document_ids.size :] = True
     later = ~is_now
@@ -158,26 +157,25 @@ def delay_outliers(
     count: int,
     most_steps: int = 8,
 ) -> tuple[IntArray, IntArray]:
-    """Hold long documents back over a sequence of steps; the last step takes whoever still waits.
+    """Delay long documents over a sequence of steps; the last step takes all that still wait.
 
     Args:
         lengths: `[num_documents]` tokens of all documents, step after step.
-        step_offsets: whole numbers `[num_steps + 1]`: step s was drawn as the documents from `step_offsets[s]` to
-            the next.
-        thresholds: `[num_lines]` tokens from which documents wait, rising; one line an interval.
+        step_offsets: whole numbers `[num_steps + 1]`: step s has the documents from `step_offsets[s]` to the next.
+        thresholds: `[num_queues]` tokens from which documents wait, rising; one queue for each interval.
         count: micro-batches of a step over all ranks.
-        most_steps: steps that a document is held back for at most.
+        most_steps: most steps for which a document is delayed.
 
     Returns:
         int64 `[num_documents]`, the documents in their new order, each once; and int64 `[num_steps + 1]` offsets of
-        the steps among them. It is the same whenever it is called: a resumed run needs no state but its step.
+        the steps among them. The result is deterministic, so a resumed run needs only the number of its step.
 
     Raises:
         LengthsError: lengths or thresholds that aren't whole numbers from 0, thresholds that don't rise, or offsets
             that don't go from 0 to the number of documents.
         SettingError: `count` or `most_steps` below 1, or no threshold.
 
-    Cost: O(num_documents) but for documents that wait, which are looked at once a step.
+    Cost: O(num_documents), plus the number of waiting documents for each step.
 
     >>> delay_outliers([9, 1, 1, 1, 9, 1], [0, 2, 4, 6], thresholds=[8], count=2)
     (array([1, 2, 3, 0, 4, 5]), array([0, 1, 3, 6]))
@@ -203,7 +201,7 @@ def delay_outliers(
 
 
 def _as_offsets(step_offsets: npt.ArrayLike, num_documents: int) -> IntArray:
-    """Return offsets as int64, checked."""
+    """Return validated offsets as int64."""
     offsets = np.asarray(step_offsets)
     if (
         offsets.ndim != 1
@@ -220,14 +218,14 @@ def _as_offsets(step_offsets: npt.ArrayLike, num_documents: int) -> IntArray:
 
 
 def _are_ids(ids: npt.NDArray[Any]) -> bool:
-    """Whether they are whole numbers that int64 holds."""
+    """Whether these are whole numbers within int64."""
     if not ids.size:
         return True
     return ids.dtype.kind in "iu" and bool(ids.max() <= np.iinfo(np.int64).max)
 
 
 def _as_thresholds(thresholds: npt.ArrayLike) -> Int32Array:
-    """Return thresholds as int32, checked."""
+    """Return validated thresholds as int32."""
     try:
         bounds = as_lengths(thresholds)
     except LengthsError as error:

@@ -1,8 +1,8 @@
-"""Planning kernels over flat arrays; `tests/oracles/plan.py` says in plain Python what each must return.
+"""Kernels of `partition` over flat arrays; `tests/oracles/plan.py` defines in plain Python what each returns.
 
-The subsets of a state, and the items of a part, stand in linked lists: merging and moving then cost what is
-changed and not what is there. A state with fewer subsets than parts keeps no empty ones, so that 10^5 items in
-10^3 parts take memory for 10^5 subsets and not for 10^8.
+The differencing method merges states, each a division of some items into subsets. The subsets of a state, and the
+items of a subset, are linked lists, so that the cost of a merge depends only on what changes. A state stores no empty
+subsets: 10^5 items in 10^3 parts need memory for 10^5 subsets, not 10^8.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -23,12 +23,12 @@ Weights = NDArray[Any]
 
 
 _HEAD, _TAIL, _COUNT, _BEFORE, _AFTER = range(5)
-"""Columns of `subsets`, int32 `[num_items, 5]`: first and last item, items, the subsets on either side."""
+"""Columns of `subsets`, int32 `[num_items, 5]`: first and last item, number of items, previous and next subset."""
 
 
 @compiled
 def _is_above(totals: Weights, subsets: Int32, one: int, other: int) -> bool:
-    """Whether a subset stands before another: heavier, then of more items, then by its first item."""
+    """Whether a subset is sorted before another: heavier, then of more items, then by its first item."""
     if totals[one] != totals[other]:
         return totals[one] > totals[other]
     if subsets[one, _COUNT] != subsets[other, _COUNT]:
@@ -40,7 +40,7 @@ def _is_above(totals: Weights, subsets: Int32, one: int, other: int) -> bool:
 def _key(
     totals: Weights, subsets: Int32, ends: Int32, sizes: Int32, state: int, num_parts: int
 ) -> tuple[Any, Any, int, int, int]:
-    """What a heap compares: the largest difference first, then the heaviest subset; and the state."""
+    """Return the heap key of a state: the largest difference first, then the heaviest subset; and the state."""
     first = ends[state, 0]
     spread = totals[first]
     if sizes[state] == num_parts:
@@ -60,20 +60,10 @@ def _join(
     following: Int32,
     fresh: Int32,
 ) -> int:
-    """Join subsets of one state, from the lightest up, with those of another, from here down.
+    """Join `shared` subsets of a state, from its lightest (`one`) up, with those of another, from `other` down.
 
-    Args:
-        one: the lightest subset of the state that stays.
-        other: the first subset of the state that goes which isn't left alone.
-        swapped: the items of the state that goes come first.
-        shared: how many are joined.
-        totals: weight of each subset, changed.
-        subsets: as above, changed.
-        following: int32 `[num_items]`: the next item of a subset, written.
-        fresh: int32 `[num_parts]`, written: the joined subsets, heavy ones first.
-
-    Returns:
-        The lightest subset that is as it was, or -1.
+    With `swapped`, the items of `other` come first. `fresh` gets the joined subsets by falling weight. Returns the
+    lightest subset that was not joined, or -1.
     """
     for joined in range(shared):
         next_one, next_other = subsets[one, _BEFORE], subsets[other, _AFTER]
@@ -96,16 +86,10 @@ def _join(
 def _place(
     ends: Int32, fresh: Int32, num_fresh: int, alone: int, num_alone: int, totals: Weights, subsets: Int32
 ) -> None:
-    """Put subsets where they belong in the list of a state.
+    """Insert subsets into the sorted list of a state, whose first and last subset are `ends` (-1 if it is empty).
 
-    Args:
-        ends: int32 `[2]`: first and last subset of the list, changed; both -1 where it is empty.
-        fresh: int32 `[any]`: subsets to place, heavy ones first.
-        num_fresh: how many of them.
-        alone: the first of others, linked and from heavy to light.
-        num_alone: how many of those.
-        totals: weight of each subset.
-        subsets: as above, changed.
+    These are the `num_fresh` first of `fresh`, and `num_alone` linked subsets from `alone` on, both by falling
+    weight.
     """
     behind, place, turn = -1, ends[0], 0
     while turn < num_fresh or num_alone > 0:
@@ -137,8 +121,8 @@ def _place(
 def karmarkar_karp(weights: Weights, num_parts: int, is_equal: bool, part_of: Int32) -> None:
     """Divide items by the largest differencing method.
 
-    A subset has the number of an item: it begins as that item alone. Those of a state are linked from heavy to
-    light, and the smaller of two states is merged into the larger.
+    A subset has the number of its initial item. The subsets of a state are linked by falling weight, and the smaller
+    of two states is merged into the larger.
     """
     n = weights.size
     rising = np.argsort(weights, kind="mergesort")
@@ -188,7 +172,7 @@ def karmarkar_karp(weights: Weights, num_parts: int, is_equal: bool, part_of: In
 
 @compiled
 def greedy(order: Int32, weights: Weights, num_parts: int, is_equal: bool, part_of: Int32) -> None:
-    """Give each item, in the order given, to the lightest part; to the lightest of the smallest for equal sizes."""
+    """Give each item, in order, to the lightest part; for equal sizes, to the lightest of the smallest parts."""
     zero = weights[0] - weights[0]
     loads = [(np.int64(0), zero, np.int64(part)) for part in range(num_parts)]
     more = np.int64(1) if is_equal else np.int64(0)
@@ -201,7 +185,7 @@ def greedy(order: Int32, weights: Weights, num_parts: int, is_equal: bool, part_
 
 @compiled
 def _settle(by_load: Int32, loads: Weights, place: int) -> None:
-    """Move one part to where it belongs among the others, by rising load."""
+    """Move one part to its position by rising load."""
     part = by_load[place]
     while place > 0:
         other = by_load[place - 1]
@@ -220,12 +204,12 @@ def _settle(by_load: Int32, loads: Weights, place: int) -> None:
 
 @compiled
 def _exchange(weights: Weights, following: Int32, heavy: int, light: int, gap: Any, is_equal: bool) -> Any:
-    """The item to give and the one to take for it, -1 for none, that bring two parts closest; -1 if none do.
+    """Return the item to move and the one to move back (-1 for none) that best even out two parts; -1 if none do.
 
-    Both lists are walked once: what must be taken for a lighter item is lighter itself.
+    Both lists are read once: for a lighter item, the one that evens out is lighter too.
     """
     best, found, other = gap, -1, -1
-    above, below = -2, light  # the lightest item that is too heavy to even out, and the first that isn't
+    above, below = -2, light  # the lightest item that is too heavy to even out, and the next one
     given = heavy
     while given >= 0:
         while below >= 0 and 2 * (weights[given] - weights[below]) < gap:
@@ -248,7 +232,7 @@ def _exchange(weights: Weights, following: Int32, heavy: int, light: int, gap: A
 
 @compiled
 def _hand_over(item: int, source: int, target: int, heads: Int32, following: Int32, rank: Int32) -> None:
-    """Move an item from the list of one part to that of another, both in order of rank."""
+    """Move an item from the list of one part to that of another, both sorted by rank."""
     if heads[source] == item:
         heads[source] = following[item]
     else:
@@ -271,7 +255,7 @@ def _hand_over(item: int, source: int, target: int, heads: Int32, following: Int
 def improve(
     order: Int32, weights: Weights, num_parts: int, is_equal: bool, steps: int, part_of: Int32
 ) -> int:
-    """Lighten the heaviest part as long as that goes by one item given away, or swapped for another."""
+    """Move an item of the heaviest part, or swap it, as long as that makes the part lighter; returns steps left."""
     n = order.size
     rank, following = np.empty(n, np.int32), np.empty(n, np.int32)
     heads, counts = np.full(num_parts, -1, np.int32), np.zeros(num_parts, np.int32)

@@ -1,7 +1,6 @@
-"""Kernels that give documents to groups; `tests/oracles/plan_assign.py` says in plain Python what each must return.
+"""Kernels of `assign`; `tests/oracles/plan_assign.py` defines in plain Python what each returns.
 
-All take the work of documents as float64, their tokens and the groups' limits as int64, and add up work in the order
-in which documents stand, so that a kernel and its reference round alike.
+Work is added up in the order of documents, so that a kernel and its oracle round alike.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -21,7 +20,7 @@ Float64 = NDArray[np.float64]
 
 @compiled
 def deal(order: Int32, work: Float64, tokens: Int64, limits: Int64, loads: Float64, group_of: Int32) -> int:
-    """Give each document, in the order given, to the least loaded group with room for its tokens."""
+    """Give each document, in order, to the least loaded group with room for its tokens; returns how many are left."""
     now, room, left_over = loads.copy(), limits.copy(), 0
     for turn in range(order.size):
         item = order[turn]
@@ -51,7 +50,7 @@ def _closest(
     tokens: Int64,
     limit: float,
 ) -> tuple[int, float]:
-    """The document to take for one given, among those around where the two groups would be even, and how even."""
+    """Return the neighbour of `other` that best evens out if it is swapped for `given`, and the gap left."""
     found, best = -1, limit
     for way in range(2):
         place = other if way == 0 else (links[other, 1] if other >= 0 else -1)
@@ -79,7 +78,7 @@ def _exchange(
     gap: float,
     near: int,
 ) -> tuple[int, int]:
-    """The document to give and the one to take for it, -1 for none, that bring two groups closest; -1 if none do."""
+    """Return the document to move and the one to move back (-1 for none) that best even out; -1 if none do."""
     best, found, other = gap, -1, -1
     below = ends[light, 0]  # the first document of the light group that isn't too heavy to even out
     given = ends[heavy, 0]
@@ -102,7 +101,7 @@ def _exchange(
 
 @compiled
 def _hand_over(item: int, source: int, target: int, ends: Int32, links: Int32, rank: Int32) -> None:
-    """Move a document from the list of one group to that of another, both in order of rank."""
+    """Move a document from the list of one group to that of another, both sorted by rank."""
     after, before = links[item, 0], links[item, 1]
     if before >= 0:
         links[before, 0] = after
@@ -138,7 +137,7 @@ def lighten(
     steps: int,
     group_of: Int32,
 ) -> int:
-    """Lighten the heaviest group as long as that goes by one document given away, or swapped for another."""
+    """Move a document of the heaviest group, or swap it, as long as that makes it lighter; returns steps left."""
     num_groups = loads.size
     now, room, counts = loads.copy(), limits.copy(), np.zeros(num_groups, np.int64)
     rank = np.empty(order.size, np.int32)
@@ -189,7 +188,7 @@ def lighten(
 def _next_group(
     now: Float64, room: Int64, size: int, last_load: float, last: int, work: float, best: float
 ) -> int:
-    """The group to try after the last one, by rising load, where a document keeps below the best; -1 for none."""
+    """Return the next group to try, by rising load, with which the document stays below the best; -1 for none."""
     found = -1
     for group in range(now.size):
         load = now[group]
@@ -216,7 +215,7 @@ def search(
     nodes: int,
     group_of: Int32,
 ) -> int:
-    """Look for ways with a lighter heaviest group, the promising ones first, until nodes run out or none is left."""
+    """Branch and bound for a lighter heaviest group, least loaded groups first; returns nodes left."""
     n = order.size
     now, room = loads.copy(), limits.copy()
     best = np.inf
@@ -267,7 +266,7 @@ def search(
 def _gather(
     order: Int32, group_of: Int32, groups: Int32, most: int, work: Float64, base: Float64, items: Int32
 ) -> int:
-    """List the lightest documents of some groups, heavy ones first; what others weigh is added to `base`."""
+    """List the lightest documents of some groups by falling work, and add the work of the others to `base`."""
     found = 0
     for turn in range(order.size - 1, -1, -1):
         item = order[turn]
@@ -294,7 +293,7 @@ def regroup(
     steps: int,
     group_of: Int32,
 ) -> int:
-    """Lighten the heaviest group by dividing anew what it and two others hold, as long as that goes."""
+    """Search new assignments of the light documents of the heaviest and two other groups; returns steps left."""
     num_groups = loads.size
     now, room = loads.copy(), limits.copy()
     for turn in range(order.size):

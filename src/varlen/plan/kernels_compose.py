@@ -1,4 +1,11 @@
-"""Filling and ordering MicroPacks, and what their pipeline waits for, as numba kernels."""
+"""Kernels that fill and order MicroPacks, and that price the tasks of a block of ranks.
+
+Arguments that kernels share: `documents` int32 `[3, documents]`: lengths, numbers of ranks, ids, shared documents
+first; `work` float64 `[documents]`: seconds; `cuts` int32 `[3, slices]`: document, start, stop of each cut slice;
+`chained`: the first documents, which are cut, shared, or both; `shared`: the first documents, which other ranks
+share; `own` and `budget`: seconds of a MicroPack of the rank's own and of shared documents; `ends` int64 `[2]`: most
+small MicroPacks at the beginning and at the end.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +33,7 @@ Float = NDArray[np.float64]
 def fill_lightest(work: Float, loads: Float) -> Int64:
     """Give each document, in the order given, to the MicroPack with the least load; `loads` is changed."""
     chosen = np.empty(work.size, np.int64)
-    # A heap by load, then by number: what is sorted is one.
+    # A heap by load, then by number; a sorted array is one.
     heap = np.argsort(loads, kind="mergesort")
     for item in range(work.size):
         pack, place = heap[0], 0
@@ -53,19 +60,13 @@ def fill_lightest(work: Float, loads: Float) -> Int64:
 def arrange(
     cuts: Int32, beside: Int64, filled: Float, heads: int, tails: int, in_step: bool, documents: Int32
 ) -> Any:
-    """Put slices and whole documents together and MicroPacks in order; `varlen.plan.compose` says which.
+    """Join slices and whole documents into MicroPacks, and order these as `varlen.plan.compose` describes.
 
-    Args:
-        cuts: int32 `[3, cut slices]`: document, start, stop; slice i is the first of MicroPack i.
-        beside: int64 `[whole documents]`: the MicroPack of each.
-        filled: float64 `[MicroPacks]`: seconds of whole documents in each.
-        heads: small MicroPacks at the beginning, from the first on; they stand behind the cut slices.
-        tails: small MicroPacks at the end, from the last on; they stand behind those.
-        in_step: keep empty MicroPacks.
-        documents: int32 `[3, documents]`: lengths, ranks, ids; whole ones are the last.
+    Slice i is the first of MicroPack i; behind those come the `heads` and `tails` small MicroPacks of both ends.
+    `beside` is the MicroPack of each whole document (the last of `documents`), `filled` the seconds of whole
+    documents in each MicroPack. Empty MicroPacks are dropped unless `in_step`.
 
-    Returns:
-        slice_offsets int32 `[MicroPacks + 1]`, slices int32 `[5, slices]`, chains int32 `[MicroPacks]`.
+    Returns slice_offsets int32 `[MicroPacks + 1]`, slices int32 `[5, slices]`, chains int32 `[MicroPacks]`.
     """
     num_cut, num_packs = cuts.shape[1], filled.size
     sizes = np.zeros(num_packs, np.int64)
@@ -106,16 +107,9 @@ def arrange(
 
 @compiled
 def _follow(slices_of: Int64, num_ranks: Int32, work: Float, budget: float) -> Int64:
-    """Deal shared documents that aren't cut to as few MicroPacks as budgets hold, those of equal ranks together.
+    """Pack uncut shared documents with equal numbers of ranks into as few MicroPacks as budgets allow.
 
-    Args:
-        slices_of: int64 `[shared documents]`: slices that each is cut into.
-        num_ranks: int32 `[shared documents]` or more, falling.
-        work: float64, likewise.
-        budget: seconds of a shared MicroPack.
-
-    Returns:
-        int64 `[shared documents]`: the document in whose MicroPack each stands, -1 for one that leads its own.
+    Returns the document whose MicroPack each one joins, -1 for one with a MicroPack of its own.
     """
     shared = slices_of.size
     leader = np.full(shared, -1, np.int64)
@@ -141,19 +135,10 @@ def _follow(slices_of: Int64, num_ranks: Int32, work: Float, budget: float) -> I
 
 @compiled
 def _lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, budget: float) -> Any:
-    """Say which slices begin a MicroPack, which documents stand beside them, and how full that makes them.
+    """Find the slices that begin a MicroPack, and the shared documents that join one.
 
-    Args:
-        of: int32 `[cut slices]`: the document of each, rising.
-        chained: documents that are cut, shared, or both: the first ones.
-        num_ranks: int32 `[documents]`.
-        work: float64 `[documents]`.
-        shared: documents that other ranks share: the first ones.
-        budget: seconds of a shared MicroPack.
-
-    Returns:
-        int64 `[m]`, the slices that begin one, and float64 `[m]`, seconds of each MicroPack; int64 `[followers]`,
-        documents that stand in the MicroPack of another, and int64 `[followers]`, which MicroPack that is.
+    `of` is the document of each slice, rising. Returns the slices that begin a MicroPack and the seconds of each
+    MicroPack; the documents that join the MicroPack of another, and that MicroPack.
     """
     slices_of, places = np.zeros(chained, np.int64), np.zeros(chained, np.int64)
     for document in of:
@@ -171,7 +156,7 @@ def _lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, b
     followers, leading = np.empty(shared, np.int64), np.empty(shared, np.int64)
     beside = 0
     begin = shared
-    # From few ranks to many, as they are dealt.
+    # By rising numbers of ranks.
     while begin > 0:
         end = begin
         while begin > 0 and num_ranks[begin - 1] == num_ranks[end - 1]:
@@ -189,26 +174,11 @@ def composed(
     cuts: Int32, chained: int, documents: Int32, work: Float, shared: int, count: int, own: float, budget: float,
     ends: Int64, smallest: float, least: float, in_step: bool, by_work: bool, mixes: bool,
 ) -> Any:  # fmt: skip
-    """Make a rank's MicroPacks of the slices that its long and shared documents were cut into.
+    """Compose a rank's MicroPacks from the slices of its cut and shared documents, and its whole documents.
 
-    Args:
-        cuts: int32 `[3, cut slices]`: document, start, stop.
-        chained: documents that are cut, shared, or both: the first ones.
-        documents: int32 `[3, documents]`: lengths, ranks, ids.
-        work: float64 `[documents]`: seconds.
-        shared: documents that other ranks share: the first ones.
-        count: MicroPacks wanted.
-        own: seconds of a MicroPack of the rank's own documents.
-        budget: seconds of a shared MicroPack.
-        ends: int64 `[2]`: small MicroPacks at the beginning and at the end, at most.
-        smallest: the smallest over a whole MicroPack.
-        least: no small one is below so much of a whole one.
-        in_step: keep empty MicroPacks, and small ones in any case.
-        by_work: full MicroPacks stand before emptier ones; without, chains stand as their documents do.
-        mixes: documents of the rank alone stand beside shared slices, too.
-
-    Returns:
-        As `arrange` does.
+    Small MicroPacks grow from `smallest`, at least `least`, to a full one. `in_step` keeps empty MicroPacks and all
+    small ones; `by_work` orders MicroPacks by falling work, else chains keep the order of their documents; `mixes`
+    lets the rank's own documents join MicroPacks of shared slices. Returns the same as `arrange`.
     """
     leads, seconds, followers, leading = _lead(cuts[0], chained, documents[1], work, shared, budget)
     led, first_own = leads.size, 0
@@ -219,7 +189,7 @@ def composed(
     shorts = work[chained:]
     free = max(count - led, int(first_own == led and shorts.size > 0))
     heads, tails = ends[0], ends[1]
-    if in_step:  # as many on all ranks, or shared MicroPacks would stand in different places
+    if in_step:  # equally many on all ranks, so that shared MicroPacks have the same index
         free = max(free, heads + tails)
     else:
         tails = min(tails, free // 2)
@@ -236,7 +206,7 @@ def composed(
     filled = np.zeros(led + free)
     filled[first:] = loads - held_back
     if not by_work:
-        # MicroPacks behind the chains stay as they came.
+        # MicroPacks behind the chains keep their order.
         order, place_of = np.arange(led), np.arange(led + free)
         order[first_own:] = first_own + np.argsort(
             documents[2][first_slices[0, first_own:]], kind="mergesort"
@@ -245,7 +215,7 @@ def composed(
         first_slices, beside = first_slices[:, order], place_of[beside]
         filled[:] = 0.0
     if followers.size:
-        # Documents that lead no MicroPack stand behind those that do.
+        # Move documents that join another's MicroPack behind those that have their own.
         order, place_of = np.arange(documents.shape[1]), np.arange(chained)
         is_led = np.ones(chained, np.bool_)
         is_led[followers] = False
@@ -259,7 +229,7 @@ def composed(
 
 @compiled
 def reversed_chains(chains: Int32) -> Int64:
-    """Return the order in which the backward pass runs MicroPacks: chains as they stand, each from its last one."""
+    """Return the backward order of MicroPacks: chains in forward order, the MicroPacks within each reversed."""
     count = chains.size
     order = np.empty(count, np.int64)
     first = 0
@@ -279,7 +249,7 @@ def backward_waits(chains: Int32, forward_chains: Int32, order: Int64) -> Int32:
     last = -1
     for pack in range(count):
         if pack == 0 or chains[pack] != chains[pack - 1]:
-            # Empty MicroPacks at the end may have no like in the forward pass.
+            # Empty MicroPacks at the end may have no counterpart in the forward pass.
             last = min(last + 1, forward_chains.size - 1)
             while last + 1 < forward_chains.size and forward_chains[last + 1] == forward_chains[last]:
                 last += 1
@@ -291,7 +261,7 @@ def backward_waits(chains: Int32, forward_chains: Int32, order: Int64) -> Int32:
 
 @compiled
 def backward_order(chains: Int32, forward_chains: Int32) -> Any:
-    """Return what `reversed_chains` and `backward_waits` do."""
+    """Return the results of `reversed_chains` and `backward_waits`."""
     order = reversed_chains(chains)
     return order, backward_waits(chains, forward_chains, order)
 
@@ -300,19 +270,10 @@ def backward_order(chains: Int32, forward_chains: Int32) -> Any:
 def to_cut(
     documents: Int32, work: Float, bounds: Int64, shared: Int64, own: Float, budget: float, least_rows: int
 ) -> Any:
-    """Say which documents of each rank are cut, shared, or both, and how much each of their slices may cost.
+    """Find the documents of each rank that are cut, shared, or both, and the budget of their slices.
 
-    Args:
-        documents: int32 `[3, documents]`: lengths, ranks, ids; of one rank behind the other.
-        work: float64 `[documents]`: seconds.
-        bounds: int64 `[ranks + 1]`: where the documents of each rank begin.
-        shared: int64 `[ranks]`: documents that other ranks share: the first ones of each.
-        own: float64 `[ranks]`: seconds of a MicroPack of the rank's own documents.
-        budget: seconds of a shared MicroPack.
-        least_rows: rows that a slice has at least.
-
-    Returns:
-        int64 `[ranks]`, how many; of each its length int32, ranks int32, seconds and budget float64.
+    `bounds` is where the documents of each rank begin; `shared` and `own` have an entry per rank. Returns the number
+    of these documents on each rank, and the length, number of ranks, seconds and budget of each.
     """
     chained = shared.copy()
     for rank in range(shared.size):
@@ -335,14 +296,9 @@ def composed_ranks(
     cuts: Int32, chained: Int64, documents: Int32, work: Float, bounds: Int64, shared: Int64, count: int, own: Float,
     budget: float, ends: Int64, smallest: float, least: Float, in_step: bool, by_work: bool, mixes: bool,
 ) -> Any:  # fmt: skip
-    """Make the MicroPacks of all ranks of a block, equally many: those that have fewer get empty ones at the end.
+    """Run `composed` for all ranks of a block, and pad them to equally many MicroPacks, with empty ones at the end.
 
-    Args are those of `composed`, which makes the MicroPacks of one rank, and of `to_cut`, which says what is cut;
-    documents of `cuts` are counted over those that `to_cut` returns.
-
-    Returns:
-        slice_offsets int32 `[ranks * MicroPacks + 1]` and slices int32 `[5, slices]`; int32 `[ranks, MicroPacks]`
-        chains; int64 and int32 of the same shape: what `backward_order` returns, counted over all ranks' MicroPacks.
+    The documents of `cuts` are numbered over those that `to_cut` returns. Returns the arrays of a `BlockComposition`.
     """
     ranks = shared.size
     all_offsets, all_slices, all_chains = [], [], []
@@ -382,23 +338,14 @@ def composed_ranks(
     return slice_offsets, table, made, order, waits
 
 
-# What the tasks of a block of ranks take, as a numba kernel.
-
-
 @compiled
 def task_seconds(
     ahead: Float, back: Float, layers: Float, heads: Float, gathers: Float, splits: bool, head_at_once: bool
 ) -> Any:
-    """Return what tasks take the slowest rank, float64 `[chunks, MicroPacks]`: forward, backward, weight gradients.
+    """Return seconds of forward, backward and weight-gradient tasks on the slowest rank, `[chunks, MicroPacks]`.
 
-    Args:
-        ahead: float64 `[ranks, forward MicroPacks, 7]`: priced in an average layer.
-        back: float64 `[ranks, backward MicroPacks, 7]`: in the order in which they run.
-        layers: float64 `[chunks]`.
-        heads: float64 `[chunks]`: 1 where the vocabulary head is.
-        gathers: float64 `[3, chunks]`: seconds that a forward, backward and weight-gradient task takes at least.
-        splits: whether weight gradients are tasks of their own; else theirs are 0.
-        head_at_once: whether the head's forward runs in backward tasks.
+    `ahead` and `back` are prices `[ranks, MicroPacks, 7]` of both passes, `gathers` the least seconds of each kind of
+    task `[3, chunks]`; `layers`, `heads` and the flags are those of `StageCosts`.
     """
     chunks, ranks = layers.size, ahead.shape[0]
     forward, backward = np.empty((chunks, ahead.shape[1])), np.empty((chunks, back.shape[1]))

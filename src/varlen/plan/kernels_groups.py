@@ -1,7 +1,8 @@
-"""Kernels that fill micro-batches with whole documents, as peers do; compiled by numba.
+"""Kernels that fill micro-batches with whole documents, for the baselines.
 
-`tests/oracles/plan_groups.py` says in plain Python what each must return. A *group* is 2^k neighbouring ranks that
-share the rows of the documents they are given; a document's *level* is the k of its group.
+`tests/oracles/plan_groups.py` defines in plain Python what each returns. A *group* is 2^k neighbouring ranks that
+share the rows of documents; its *level* is k. `work[d, k]` is the seconds of document d on each rank of a group of
+level k.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -17,15 +18,14 @@ from varlen.jit import compiled
 Int32 = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-_HALVINGS = 24
-"""Times that the span of a micro-batch's time is halved, between what is possible and what is sure."""
+_HALVINGS = 24  # of the bisection for a micro-batch's time
 
 
 @compiled
 def least_work(
     order: Int32, lengths: Int32, work: Floats, num_packs: int, token_limit: int, pack_of: Int32
 ) -> None:
-    """Give each document to the pack with the least work, if not full; else to that with the fewest tokens."""
+    """Give each document to the pack with the least work if it fits, else to the one with the fewest tokens."""
     loads, tokens = np.zeros(num_packs), np.zeros(num_packs, np.int64)
     for late in range(2):
         for turn in range(order.size):
@@ -55,7 +55,7 @@ def _roomiest(
     loads: Floats,
     tokens: Floats,
 ) -> int:
-    """The group of a level with the least work that a document keeps within both limits, or -1."""
+    """Return the group of a level with the least work that has room for a document within both limits, or -1."""
     best = -1
     for group in range(num_groups):
         if levels[group] != level or (best >= 0 and loads[group] >= loads[best]):
@@ -80,7 +80,7 @@ def _fits(
     loads: Floats,
     tokens: Floats,
 ) -> int:
-    """Share documents so that no group takes over `limit_s`; return how many groups there are, -1 if none do."""
+    """Share documents among groups that take at most `limit_s`; returns the number of groups, -1 if it fails."""
     num_levels = work.shape[1]
     num_groups, used = 0, 0
     for level in range(num_levels - 1, -1, -1):
@@ -119,7 +119,7 @@ def _fits(
 def _widen(
     dp: int, num_groups: int, items: Int32, group_of: Int32, work: Floats, levels: Int32, loads: Floats
 ) -> None:
-    """Double groups, the slowest first, as long as ranks are free and that makes one faster."""
+    """Double groups, the slowest first, as long as ranks are free and this makes the group faster."""
     used = 0
     for group in range(num_groups):
         used += 2 ** levels[group]
@@ -179,18 +179,10 @@ def _first_that_fits(
     lengths: Int32,
     work: Floats,
 ) -> int:
-    """The next document, of those of one level that wait, which a group with so much room could take, or of another.
+    """Return the index of the next waiting document that some group could take, or that has another level.
 
-    Args:
-        waiting: int32 `[any]`: documents, from high levels to low and from much work to little.
-        turn: place of one that didn't fit.
-        left: how many wait.
-        room_s: seconds that are left on the group with the most of them.
-        room: tokens that are left on the group with the most of them.
-        is_falling: the documents of a level stand from long to short, too.
-        least_levels: int32 `[num_documents]`.
-        lengths: int32 `[num_documents]`.
-        work: float64 `[num_documents, num_levels]`.
+    `waiting` is sorted by falling level and work, and also by falling length within a level if `is_falling`; the
+    document at `turn` didn't fit. `room_s` and `room` are the most seconds and tokens left on a group.
     """
     level = least_levels[waiting[turn]]
     low, high = turn + 1, left
@@ -219,7 +211,7 @@ def fill(
     levels: Int32,
     group_offsets: Int32,
 ) -> int:
-    """Fill micro-batches one after the other, each up to a time, with documents at fixed levels."""
+    """Fill micro-batches one after the other, each up to `target_s`, with documents of fixed levels."""
     left, num_batches, num_groups = order.size, 0, 0
     waiting, placed = order.copy(), order.copy()
     loads, tokens = np.zeros(order.size + dp), np.zeros(order.size + dp)
@@ -254,7 +246,7 @@ def fill(
                     loads[begin:],
                     tokens[begin:],
                 )
-                if found < 0:  # nor does any that is larger than the roomiest group of its level
+                if found < 0:  # skip all documents that are too large for every group of this level
                     room_s, room = -1.0, -1.0
                     for group in range(begin, num_groups):
                         if levels[group] == level:

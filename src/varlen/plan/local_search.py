@@ -1,4 +1,8 @@
-"""`Answer`: a way to share documents among ranks, with the best that was found for each block of them."""
+"""`StepSearch`: searches the best composition and order of tasks for each block of ranks, given their documents.
+
+A block is the ranks that share documents, directly or through others. They run one order of tasks, so that none waits
+long, and are searched as one pipeline.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +35,12 @@ from varlen.simulate.graph import StageCosts, gathers_s, priced
 from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
 from varlen.types import FloatArray, Int32Array, IntArray
 
-# A block of ranks as one pipeline: those that share documents run one order of tasks, so that none waits long.
-
 
 def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
     """Return where blocks of ranks begin, int64 `[num_blocks + 1]`.
 
-    A block is the ranks of the largest group that shares a document, or a rank that shares none: groups are aligned
-    powers of two, so that smaller ones lie within larger ones.
+    Groups that share a document are aligned powers of two, so smaller groups lie within larger ones: a block is one
+    of the largest groups, or a rank that shares nothing.
     """
     if in_step:
         return np.array([0, dp])
@@ -50,23 +52,23 @@ def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
 
 
 def padded(compositions: Sequence[Composition]) -> list[Composition]:
-    """Give all ranks of a block equally many MicroPacks, empty ones at the end of those that have fewer."""
+    """Pad the ranks of a block to equally many MicroPacks, with empty ones at the end."""
     count = max(composition.num_micropacks for composition in compositions)
     return [composition.extended(count) for composition in compositions]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockWork:
-    """What a block's MicroPacks are by themselves, whatever a chunk of layers makes of them: priced, in order."""
+    """The prices and memory counts of a block's MicroPacks, which are the same for every chunk of layers."""
 
     ahead: FloatArray
     """float64 `[ranks, forward MicroPacks, 7]`: as `stage_costs.priced`."""
     back: FloatArray
     """float64 `[ranks, backward MicroPacks, 7]`: in the order in which they run."""
     send_forward: FloatArray
+    """As in `Pipeline`, like the next two."""
     send_backward: FloatArray
     after: Int32Array
-    """These three as `Pipeline` has them."""
     counts_forward: FloatArray
     """float64 `[ranks, 7, forward MicroPacks]`: as `forward_counts`."""
     counts_backward: FloatArray
@@ -76,19 +78,13 @@ class BlockWork:
 def work_of_block(
     forward: Sequence[Composition], backward: Sequence[Composition], costs: StageCosts
 ) -> BlockWork:
-    """Price the MicroPacks of a block's ranks, composed apart for both passes, and say what each waits for.
-
-    Cost: O(slices).
-    """
+    """Price the MicroPacks of a block's ranks, given rank by rank."""
     ahead = _joined(forward, forward)
     return work_of(ahead, ahead if backward is forward else _joined(backward, forward), costs)
 
 
 def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageCosts) -> BlockWork:
-    """Price the MicroPacks of a block's ranks.
-
-    Cost: O(slices).
-    """
+    """Price the MicroPacks of a block's ranks."""
     (ranks, count), cp = forward.chains.shape, costs.mesh.cp
     rank_offsets = _rank_offsets(forward)
     ahead = priced(costs, forward.slice_offsets, forward.slices)
@@ -115,41 +111,39 @@ def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageC
 
 
 def _joined(compositions: Sequence[Composition], forward: Sequence[Composition]) -> BlockComposition:
-    """Compositions of a block's ranks, of either pass."""
-    ends = np.cumsum([0, *(one.slices.shape[1] for one in compositions)], dtype=np.int32)
-    offsets = [one.slice_offsets[:-1] + end for one, end in zip(compositions, ends)]
-    found = [
-        kernels_compose.backward_order(one.chains, ahead.chains) for one, ahead in zip(compositions, forward)
+    """Join the compositions of a block's ranks, of either pass."""
+    ends = np.cumsum([0, *(each.slices.shape[1] for each in compositions)], dtype=np.int32)
+    offsets = [each.slice_offsets[:-1] + end for each, end in zip(compositions, ends)]
+    orders = [
+        kernels_compose.backward_order(each.chains, ahead.chains)
+        for each, ahead in zip(compositions, forward)
     ]
     packs = compositions[0].num_micropacks
     return BlockComposition(
         slice_offsets=np.concatenate([*offsets, ends[-1:]]),
-        slices=np.concatenate([one.slices for one in compositions], axis=1),
-        chains=np.array([one.chains for one in compositions]),
-        order=np.array([order + rank * packs for rank, (order, _) in enumerate(found)]),
-        waits=np.array([waits for _, waits in found]),
+        slices=np.concatenate([each.slices for each in compositions], axis=1),
+        chains=np.array([each.chains for each in compositions]),
+        order=np.array([order + rank * packs for rank, (order, _) in enumerate(orders)]),
+        waits=np.array([waits for _, waits in orders]),
     )
 
 
-def _rank_offsets(made: BlockComposition) -> Int32Array:
-    """Where the MicroPacks of each rank begin, int32 `[ranks + 1]`."""
-    ranks, packs = made.chains.shape
+def _rank_offsets(composition: BlockComposition) -> Int32Array:
+    """Return where the MicroPacks of each rank begin, int32 `[ranks + 1]`."""
+    ranks, packs = composition.chains.shape
     offsets: Int32Array = (packs * np.arange(ranks + 1)).astype(np.int32)
     return offsets
 
 
 def _by_rank(counts: FloatArray, ranks: int) -> FloatArray:
-    """`[things, ranks * MicroPacks]` as `[ranks, things, MicroPacks]`."""
-    apart = counts.reshape(len(counts), ranks, -1).swapaxes(0, 1)
-    return np.ascontiguousarray(apart)
+    """Reshape `[counts, ranks * MicroPacks]` to `[ranks, counts, MicroPacks]`."""
+    return np.ascontiguousarray(counts.reshape(len(counts), ranks, -1).swapaxes(0, 1))
 
 
 def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
-    """Return what a block's pipeline has to do: of each MicroPack what it takes the slowest rank.
+    """Return a block as one pipeline, in which each task takes as long as on the slowest rank.
 
-    An order of tasks for this pipeline is one for all of its ranks, and none of them takes longer with it.
-
-    Cost: O(ranks * MicroPacks * chunks).
+    All ranks of the block can run its order of tasks, and none of them takes longer than this pipeline.
     """
     taken = bytes_of(
         costs.memory, work.counts_forward, work.counts_backward, costs.mesh.pp, splits=costs.splits
@@ -176,55 +170,49 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
     )
 
 
-_WAITING = 1.08
-"""Ranks that share documents wait for each other, which makes their block slower, by about so much."""
-_ESTIMATE_SLACK = 0.9
-"""Work in MicroPacks may take a little less than documents were weighed at."""
-_NONE_BESIDE = 1e-9
-"""Of a rank's work: a budget so small that no document stands beside another."""
-_MOST_KEPT = 65_536
-"""Documents of a rank up to which its compositions are kept; of more of them they would take gigabytes."""
-_NEARLY_FULL = 0.9
-"""Share of a GPU's memory above which it may be what holds a step back."""
+_WAITING = 1.08  # ranks that share documents wait for each other: their block is slower by about this factor
+_ESTIMATE_SLACK = 0.9  # MicroPacks may take a little less time than estimated from whole documents
+_NO_MIXING = 1e-9  # share of a rank's work: a budget so small that no two documents are in one MicroPack
+_MOST_CACHED = 65_536  # documents of a rank up to which compositions are cached; more would take gigabytes
+_NEARLY_FULL = 0.9  # share of a GPU's memory above which memory may limit a step
 
 
 Composed = tuple[BlockComposition, BlockWork]
-"""What was composed of a block's ranks, and what they have to do."""
 
 
 @dataclass(slots=True)
 class BlockSearch:
-    """What has been tried on the ranks of a block, and the best of it."""
+    """The settings that were tried for a block of ranks, and the best result."""
 
     first: int
-    """Its first rank."""
+    """The first rank."""
     documents: list[RankDocuments]
     tables: BlockDocuments
-    """The same, as kernels take them."""
+    """The same documents as kernels take them."""
     estimate_s: float
-    """What it takes if nothing waits, as long as nothing has been tried."""
+    """Estimated seconds if nothing waits, used before anything has been tried."""
     coarsest: int = 0
-    """The place in `Search.sizes` below which a MicroPack alone is over some memory."""
+    """The first index in `Search.sizes` with which a MicroPack by itself fits into memory."""
     finest: int = 0
-    """The place behind which MicroPacks would hold too few rows."""
+    """The last index with which MicroPacks hold enough rows."""
     tried: set[Setting] = field(default_factory=set)
     known: dict[tuple[object, ...], float] = field(default_factory=dict)
-    """Seconds of what was run, by all that tells one run from another."""
+    """Seconds of each simulated run, by its composition and order."""
     forward: list[Composition] = field(default_factory=list)
     backward: list[Composition] = field(default_factory=list)
-    found: Dispatched | None = None
+    best: Dispatched | None = None
     setting: Setting | None = None
-    """That of the best."""
+    """The setting of the best result."""
     is_full: bool = False
-    """Whether the memory of some stage is nearly full in the best: it has no room for another MicroPack."""
+    """Whether some stage has no memory left for another MicroPack in the best result."""
     too_coarse: int = -1
-    """The last place in `Search.sizes` that was tried and didn't fit."""
+    """The largest index in `Search.sizes` that was tried and didn't fit."""
 
     @property
     def makespan_s(self) -> float:
-        """Seconds of the best; an estimate before anything was tried, inf if nothing that was tried fits."""
-        if self.found:
-            return self.found.makespan_s
+        """Seconds of the best result; an estimate before anything was tried, inf if nothing tried fits."""
+        if self.best:
+            return self.best.makespan_s
         return math.inf if self.tried else self.estimate_s
 
     @property
@@ -234,27 +222,27 @@ class BlockSearch:
 
 
 class Look(enum.IntEnum):
-    """How closely a block is looked at: how many settings are tried on it."""
+    """The number of settings to try on a block."""
 
     QUICK = 4
-    """Of the slowest block alone."""
+    """Only on the slowest block."""
     BRIEF = 5
     CLOSE = 100
     THOROUGH = 200
-    """From far settings, too."""
+    """Also begins from distant settings."""
 
 
 @dataclass(slots=True)
-class Answer:
-    """One way to share documents, with the best that was found for each block of ranks."""
+class StepSearch:
+    """One grouping of documents, and the search of each block of ranks."""
 
     groups: Groups
     costs: StageCosts
     blocks: list[BlockSearch]
     spares_memory: bool = False
-    """Whether documents are shared because memory can't hold them otherwise."""
+    """Whether documents are shared because they don't fit into memory otherwise."""
     composed: dict[tuple[object, ...], Composed] = field(default_factory=dict)
-    """By block and all that tells one composition from another: the same whether weight gradients stand apart."""
+    """Compositions by block and parameters; the same with and without separate weight gradients."""
 
     @property
     def makespan_s(self) -> float:
@@ -263,20 +251,18 @@ class Answer:
 
     @property
     def is_full(self) -> bool:
-        """Whether more memory might make a step faster: a stage's is nearly full, or documents are shared for it."""
-        if self.spares_memory:
-            return True
-        return any(block.is_full for block in self.blocks)
+        """Whether more memory might make the step faster."""
+        return self.spares_memory or any(block.is_full for block in self.blocks)
 
     @property
     def slowness(self) -> float:
-        """Seconds over those that its work would take if nothing waited."""
+        """Seconds over the estimate for a step in which nothing waits."""
         return self.makespan_s / max(block.estimate_s for block in self.blocks)
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is something that fits for every block."""
-        return all(block.found for block in self.blocks)
+        """Whether every block has a result that fits."""
+        return all(block.best for block in self.blocks)
 
     @property
     def forward(self) -> list[Composition]:
@@ -291,11 +277,11 @@ class Answer:
     @property
     def codes(self) -> list[npt.NDArray[np.uint8]]:
         """The order of tasks of all ranks."""
-        return [block.found.codes for block in self.blocks if block.found for _ in block.documents]
+        return [block.best.codes for block in self.blocks if block.best for _ in block.documents]
 
     @property
     def label(self) -> str:
-        """What was chosen, for people."""
+        """The choices, for display."""
         counts = [composition.num_micropacks for composition in self.forward]
         few, most = min(counts), max(counts)
         packs = many(few, "MicroPack") if few == most else f"{few:,} to {most:,} MicroPacks"
@@ -311,27 +297,26 @@ class Answer:
 def blocks(
     documents: list[RankDocuments], groups: Groups, costs: StageCosts, search: Search
 ) -> list[BlockSearch]:
-    """The blocks of ranks, of which nothing has been tried yet."""
+    """Return the blocks of ranks, before any search."""
     mesh = costs.mesh
     bounds = blocks_of(groups, mesh.dp, in_step=mesh.sharding == "parameters").tolist()
     layers = float(costs.layers.reshape(-1, mesh.pp).sum(axis=0).max())
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
     return [
-        BlockSearch(first, mine, BlockDocuments.of(mine), estimate, *_places(mine, costs, search))
+        BlockSearch(first, mine, BlockDocuments.of(mine), estimate, *_limits(mine, costs, search))
         for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
         for mine in [documents[first:last]]
     ]
 
 
-def _places(documents: list[RankDocuments], costs: StageCosts, search: Search) -> tuple[int, int]:
-    """The sizes that a search may go between: one MicroPack alone fits, and none holds too few rows."""
+def _limits(documents: list[RankDocuments], costs: StageCosts, search: Search) -> tuple[int, int]:
+    """Return the coarsest and finest index in `Search.sizes` for a block; see `BlockSearch`."""
     stages = costs.limits.size
     rows = min(each.num_rows for each in documents)
-    # Of a row at least: its document may be there already, or end later.
+    # Least bytes of a row: the document's reserved memory may be counted already.
     least_bytes = costs.memory.forward_peaks[:, :, OWN].max(axis=1) - costs.memory.forward_left[:, AHEAD]
-    least_bytes = least_bytes.reshape(-1, stages).min(axis=0)
-    # While the last rank's largest MicroPack runs forward through the first of a stage's chunks.
+    least_bytes = least_bytes.reshape(-1, stages).min(axis=0)  # in the cheapest of a stage's chunks
     most_rows = (costs.limits / np.maximum(least_bytes, 1e-9)).min()
     least = max(each.num_rows for each in documents) / costs.mesh.cp / max(float(most_rows), 1e-9)
     wanted = np.round(np.array(search.sizes) * stages)
@@ -340,29 +325,31 @@ def _places(documents: list[RankDocuments], costs: StageCosts, search: Search) -
 
 
 def improve(
-    answer: Answer, search: Search, incumbent_s: float, look: Look, favourite: Setting | None = None
+    step: StepSearch, search: Search, incumbent_s: float, look: Look, start: Setting | None = None
 ) -> None:
-    """Try settings on whichever block is slowest, until it has none left: no other can make the step faster."""
+    """Try settings on the slowest block until it has none left: others can't make the step faster.
+
+    Then, each block that has no result gets one, beginning from the best setting.
+    """
     while True:
-        block = max(answer.blocks, key=lambda block: block.makespan_s)
-        setting = _next(block, favourite, search, look)
+        block = max(step.blocks, key=lambda block: block.makespan_s)
+        setting = _next(block, start, search, look)
         if setting is None or (not block.tried and block.estimate_s * _ESTIMATE_SLACK > incumbent_s):
             if block.makespan_s >= incumbent_s or look is Look.QUICK:
                 return
-            favourite = block.setting
-            waiting = [block for block in answer.blocks if not block.tried]
-            if not waiting:
+            start = block.setting
+            untried = next((block for block in step.blocks if not block.tried), None)
+            if untried is None:
                 return
-            block = waiting[0]
-            setting = _next(block, favourite, search, look)
+            block, setting = untried, _next(untried, start, search, look)
         assert setting is not None
-        _try(block, setting, answer, search)
+        _try(block, setting, step, search)
 
 
-def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -> None:
-    """Compose a block one way, and keep it if it runs faster."""
+def _try(block: BlockSearch, setting: Setting, step: StepSearch, search: Search) -> None:
+    """Compose and dispatch a block with one setting, and store the result if it is the best."""
     block.tried.add(setting)
-    costs = answer.costs
+    costs = step.costs
     stages = costs.limits.size
     rows = min(documents.num_rows for documents in block.documents)
     wanted = round(search.sizes[setting.size] * stages)
@@ -370,41 +357,41 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     if setting.whole:
         count = max(1, *(documents.lengths.size for documents in block.documents))
     graded = GRADINGS[setting.grading if search.grades and not setting.whole else EVEN]
-    heads, tails = (min(ends * stages, count // 2) for ends in (graded.heads, graded.tails))
-    grading = replace(graded, heads=heads, tails=tails)
+    first, last = (min(ends * stages, count // 2) for ends in (graded.first, graded.last))
+    grading = replace(graded, first=first, last=last)
     sharing = SHARINGS[setting.sharing]
     work = sum(documents.seconds for documents in block.documents) / len(block.documents)
-    budget = _NONE_BESIDE * work if setting.whole else sharing.size * work / count
-    before_s = block.found.makespan_s if block.found else math.inf
-    # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
-    # faster still.
+    budget = _NO_MIXING * work if setting.whole else sharing.size * work / count
+    before_s = block.best.makespan_s if block.best else math.inf
+    # Of equal results, prefer fewer MicroPacks: with few rows, many counts give the same composition, and still fewer
+    # may be faster.
     is_fewer = block.setting is not None and setting.size < block.setting.size
     shared = sharing if block.shares else None
-    composed = (block.first, count, heads, tails, graded.smallest, shared, setting.whole)
-    same = (*composed, setting.forward_first)
-    if same in block.known:
-        if is_fewer and block.known[same] == before_s < math.inf:
+    key = (block.first, count, first, last, graded.smallest, shared, setting.whole)
+    run_key = (*key, setting.forward_first)
+    if run_key in block.known:
+        if is_fewer and block.known[run_key] == before_s < math.inf:
             block.setting = setting
         return
-    known = answer.composed.get(composed)
-    if known is None:
-        known = _composed(block, count, grading, budget, sharing.mixes, setting.whole, costs, search)
-        if block.documents[0].lengths.size <= _MOST_KEPT:
-            answer.composed[composed] = known
-    compositions, priced = known
+    composed = step.composed.get(key)
+    if composed is None:
+        composed = _composed(block, count, grading, budget, sharing.mixes, setting.whole, costs, search)
+        if block.documents[0].lengths.size <= _MOST_CACHED:
+            step.composed[key] = composed
+    composition, priced = composed
     pipeline = pipeline_of_block(priced, costs)
-    found = dispatch(pipeline, forward_first=setting.forward_first, limit_s=before_s)
-    if found.makespan_s == math.inf:
+    result = dispatch(pipeline, forward_first=setting.forward_first, limit_s=before_s)
+    if result.makespan_s == math.inf:
         block.too_coarse = max(block.too_coarse, setting.size)
-    block.known[same] = found.makespan_s
-    if found.makespan_s < before_s or (is_fewer and found.makespan_s == before_s < math.inf):
-        block.forward = block.backward = compositions.apart()
-        block.found = found
+    block.known[run_key] = result.makespan_s
+    if result.makespan_s < before_s or (is_fewer and result.makespan_s == before_s < math.inf):
+        block.forward = block.backward = composition.apart()
+        block.best = result
         block.setting = setting
         count = max(1, pipeline.forward_left.shape[0] * pipeline.forward_left.shape[2])
         another = pipeline.forward_left.sum(axis=(0, 2)).reshape(-1, stages).sum(axis=0) / count
         most = np.minimum(_NEARLY_FULL * costs.limits, costs.limits - another)
-        block.is_full = bool((found.peaks_bytes > most).any())
+        block.is_full = bool((result.peaks_bytes > most).any())
 
 
 def _composed(
@@ -417,8 +404,8 @@ def _composed(
     costs: StageCosts,
     search: Search,
 ) -> Composed:
-    """Make the MicroPacks of a block's ranks, equally many on each."""
-    compositions = compose(
+    """Compose and price the MicroPacks of a block's ranks, equally many on each."""
+    composition = compose(
         block.tables,
         count,
         grading,
@@ -429,16 +416,16 @@ def _composed(
         by_work=search.orders,
         mixes=mixes,
     )
-    return compositions, work_of(compositions, compositions, costs)
+    return composition, work_of(composition, composition, costs)
 
 
-def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: Look) -> Setting | None:
-    """The setting to try next: the best one's neighbours, until all of them have been tried."""
+def _next(block: BlockSearch, start: Setting | None, search: Search, look: Look) -> Setting | None:
+    """Return the next setting to try, among the best one's neighbours; None if all have been tried."""
     if not block.tried:
-        begin = favourite or first_setting(search)
+        begin = start or first_setting(search)
         return begin._replace(size=min(max(begin.size, block.coarsest), block.finest))
     best = block.setting
-    if best is None:  # smaller MicroPacks hold less while they run
+    if best is None:  # nothing fits yet: smaller MicroPacks take less memory
         tried = max(block.tried, key=lambda setting: (setting.size, setting.whole))
         if tried.size < block.finest:
             return tried._replace(size=block.finest)
@@ -454,17 +441,14 @@ def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: L
     return next((setting for setting in around if setting not in block.tried), None)
 
 
-# The ways to compose a rank that the planner tries, and which it tries next.
-
-
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """How shared documents are cut."""
 
     size: float
-    """A slice over a MicroPack's mean work."""
+    """Work of a slice over the mean of a MicroPack."""
     mixes: bool
-    """Whether what is left of a MicroPack holds documents of the rank alone."""
+    """Whether the rank's own documents fill up MicroPacks with shared slices."""
 
 
 SHARINGS = (
@@ -475,55 +459,52 @@ SHARINGS = (
     Sharing(2.0, mixes=True),
     Sharing(1.0, mixes=False),
 )
-"""Cuts of shared documents that are tried."""
 GRADINGS = (
-    Grading(heads=1, tails=1, smallest=0.2),
+    Grading(first=1, last=1, smallest=0.2),
     Grading(),
-    Grading(heads=2, tails=2, smallest=0.1),
-    Grading(heads=1, smallest=0.2),
-    Grading(heads=2, smallest=0.1),
+    Grading(first=2, last=2, smallest=0.1),
+    Grading(first=1, smallest=0.2),
+    Grading(first=2, smallest=0.1),
 )
-"""Small MicroPacks that are tried; their numbers count in a pipeline's stages."""
+"""Numbers of small MicroPacks, as multiples of a pipeline's stages."""
 EVEN = 1
-"""The grading that leaves all MicroPacks as large."""
-_FIRST_TRIED = 6
-"""MicroPacks per stage that are tried first; the search climbs from there."""
-_FAR = ((1, 2, 4, 7), (0, 3), (1, 0, 3), (False, True))
-"""Places from which a thorough search climbs too: of each part of a setting."""
+"""The index of the grading with equal MicroPacks."""
+_FIRST_TRIED = 6  # MicroPacks per stage at which the search begins
+_FAR = ((1, 2, 4, 7), (0, 3), (1, 0, 3), (False, True))  # distant values of each field of a setting
 
 
 class Setting(NamedTuple):
-    """One way to compose and run a rank."""
+    """One way to compose and run a block."""
 
     size: int
-    """Place in `Search.sizes`."""
+    """Index in `Search.sizes`."""
     grading: int = 0
-    """Place in `GRADINGS`."""
+    """Index in `GRADINGS`."""
     sharing: int = 0
-    """Place in `SHARINGS`."""
+    """Index in `SHARINGS`."""
     forward_first: bool = False
-    """As `simulate.dispatch.dispatch`."""
+    """As in `simulate.dispatch.dispatch`."""
     whole: bool = False
-    """Each document whole, in a MicroPack of its own, whatever the size: where memory holds hardly more than one."""
+    """Give each document, uncut, a MicroPack of its own, for memory that holds hardly more than one document."""
 
 
 def first_setting(search: Search) -> Setting:
-    """Return where the search begins."""
+    """Return the setting at which the search begins."""
     sizes = search.sizes
-    return Setting(min(range(len(sizes)), key=lambda place: abs(sizes[place] - _FIRST_TRIED)))
+    return Setting(min(range(len(sizes)), key=lambda index: abs(sizes[index] - _FIRST_TRIED)))
 
 
 def neighbours(
     best: Setting, finest: int, search: Search, *, shares: bool, is_full: bool
 ) -> Iterator[Setting]:
-    """Yield the settings that differ from one in one thing, the most promising first."""
+    """Yield the settings that differ from the best in one field, the most promising first."""
     for step in (-1, 1):
         if 0 <= best.size + step <= finest:
             yield best._replace(size=best.size + step)
     if shares:
-        yield from (best._replace(sharing=place) for place in range(len(SHARINGS)))
+        yield from (best._replace(sharing=index) for index in range(len(SHARINGS)))
     if search.grades:
-        yield from (best._replace(grading=place) for place in range(len(GRADINGS)))
+        yield from (best._replace(grading=index) for index in range(len(GRADINGS)))
     if search.orders:
         yield best._replace(forward_first=not best.forward_first)
     if is_full and not best.whole:
@@ -531,10 +512,10 @@ def neighbours(
 
 
 def far_settings(finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
-    """Yield settings far from each other, for a step that is slow at the one to which the search climbed."""
+    """Yield settings far from each other, for a thorough search."""
     sizes, gradings, sharings, orders = _FAR
     for size, grading, sharing, forward_first in itertools.product(
-        [place for place in sizes if place <= finest],
+        [index for index in sizes if index <= finest],
         gradings if search.grades else gradings[:1],
         sharings if shares else (0,),
         orders if search.orders else (False,),

@@ -1,4 +1,4 @@
-"""`method="micropack"`: documents to ranks, MicroPacks of equal or graded cost, the fastest candidate."""
+"""`method="micropack"`: searches groupings of documents, and MicroPacks of equal or graded cost for each rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from varlen.plan import kernels_compose
 from varlen.plan.assign import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.compose import ROW_MULTIPLE, TYPICAL_ROWS, Composition, RankDocuments, seconds_of
 from varlen.plan.local_search import (
-    Answer,
     Composed,
     Look,
+    StepSearch,
     blocks,
     improve,
     padded,
@@ -34,53 +34,49 @@ from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan
 from varlen.types import Int32Array, IntArray
 
 THRESHOLDS = (math.inf, 0.9, 0.5, 0.25)
-"""Documents are shared when one costs more than this much of a rank's mean work; each set is tried."""
+"""Documents that cost more than this share of a rank's mean work are shared; each threshold is tried."""
 ROOM_PARTS = (2, 4, 8, 16, 32)
-"""Documents are shared, too, that hold more than one of these parts of what memory has room for."""
+"""Documents with more than one of these parts of the rows that fit into memory are shared; each part is tried."""
 RECUTS = (1.0, 0.5, 0.75, 1.5, 2.0)
-"""Backward MicroPacks of a long document over its forward ones, where they are composed apart."""
+"""Backward over forward MicroPacks of a long document, tried if the passes are composed independently."""
 LEAST_GAIN = 0.99
-"""Composed apart, a backward pass must make its block at least so much faster."""
-_ROUNDING = 1 + 1e-9
-_SLOW = 1.06
-"""Times its work alone that a step may take before it is called slow, where memory is full."""
+"""An independent backward pass must reduce its block's time to this share."""
 FAR_OVER = 1.12
-"""Times its lower bound that a step may take before it is looked at thoroughly."""
-_KEPT = 4
-"""Ways to share documents that are looked at closely, of those that a quick look finds best."""
-_CLOSER = 1.06
-"""What a close look makes faster, about: ways that a quick look finds slower by more than the best are left."""
-_KEPT_LONGER = 2
-"""Those of them that are looked at thoroughly, where the best is still far over its bound."""
+"""From this multiple of its lower bound on, a plan is searched thoroughly."""
+_ROUNDING = 1 + 1e-9
+_SLOW = 1.06  # with full memory, a step counts as slow from this multiple of its work on
+_CLOSE_GROUPINGS = 4  # groupings that are searched closely, the best of the quick search
+_CLOSE_GAIN = 1.06  # a close search gains about this much: slower groupings are skipped
+_THOROUGH_GROUPINGS = 2  # groupings that are searched thoroughly
 
 
-class _Sharing(NamedTuple):
+class _Grouping(NamedTuple):
     """One way to share documents among ranks."""
 
     groups: Groups
     documents: list[RankDocuments]
     """Of each rank."""
     spares_memory: bool
-    """Whether some are shared because memory can't hold them otherwise."""
+    """Whether some documents are shared because they don't fit into memory otherwise."""
     composed: dict[tuple[object, ...], Composed]
-    """As `Answer.composed`."""
+    """As `StepSearch.composed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a step was planned from, and what may be looked at longer."""
+class SearchResult:
+    """The best grouping of a search, and what is needed to continue it."""
 
     lengths: Int32Array
     cost: CostModel
     mesh: Mesh
     search: Search
     method: PlanMethod
-    best: Answer
-    kept: list[Answer]
-    """Ways to share documents that were looked at closely."""
+    best: StepSearch
+    close: list[StepSearch]
+    """Groupings that were searched closely."""
 
     def plan(self) -> StepPlan:
-        """Return the best answer as a plan."""
+        """Return the best grouping as a plan."""
         best = self.best
         return step_plan(
             self.lengths,
@@ -104,119 +100,135 @@ def micropack(
     *,
     method: PlanMethod = "micropack",
     incumbent_s: float = math.inf,
-) -> Found | None:
-    """Plan a step by slices and MicroPacks: a quick look at every way to share documents, a close one at the best.
-
-    Args:
-        lengths: int32 `[num_documents]`, with at least one document.
-    """
-    splits, kept = search.splits_backward, list[Answer]()
+) -> SearchResult | None:
+    """Plan a step by slices and MicroPacks: a quick search of all groupings, then a close one of the best."""
+    splits, close = search.splits_backward, list[StepSearch]()
     costs = stage_costs(cost, mesh, splits=splits)
     incumbent_s -= float(costs.sync_s.min())
-    shared = list(_groupings(lengths, costs, search))
-    ways = _seen(shared, costs, search)
-    best = _best_of(ways, search, kept, incumbent_s)
-    found = {"lengths": lengths, "cost": cost, "mesh": mesh, "search": search, "method": method}
-    if best and not search.closely:
-        return Found(**found, best=best, kept=kept)  # type: ignore[arg-type]
-    if best and _may_compose_apart(cost, search):
-        best = _composed_apart(best, search)
-    plain = stage_costs(cost, mesh)
-    if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
-        # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        best = _best_of(_seen(shared, plain, search, best), search, kept, incumbent_s, best)
-    elif splits and best and best.is_full:
-        # Only then may a plain backward be faster; it is begun where the best one stands.
-        way = _plain(best, plain, search)
-        if way.makespan_s < _CLOSER * best.makespan_s:
-            best = _better(way, best, search, Look.CLOSE)
-    return Found(**found, best=best, kept=kept) if best else None  # type: ignore[arg-type]
+    groupings = list(_groupings(lengths, costs, search))
+    best = _best_of(_quick(groupings, costs, search), search, close, incumbent_s)
+    if not best or search.closely:
+        best = _closely(groupings, cost, costs, search, close, incumbent_s, best)
+    if best is None:
+        return None
+    return SearchResult(
+        lengths=lengths, cost=cost, mesh=mesh, search=search, method=method, best=best, close=close
+    )
 
 
-def thorough(found: Found) -> Found:
-    """Look thoroughly at the best ways to share documents."""
-    best: Answer | None = None
-    for way in sorted(found.kept, key=lambda way: way.makespan_s)[:_KEPT_LONGER]:
-        best = _better(way, best, found.search, Look.THOROUGH)
-    if best and _may_compose_apart(found.cost, found.search):
-        best = _composed_apart(best, found.search)
-    return replace(found, best=best) if best and best.makespan_s < found.best.makespan_s else found
+def _closely(
+    groupings: list[_Grouping],
+    cost: CostModel,
+    costs: StageCosts,
+    search: Search,
+    close: list[StepSearch],
+    incumbent_s: float,
+    best: StepSearch | None,
+) -> StepSearch | None:
+    """Try independent backward passes, and weight gradients within the backward pass."""
+    if best and _can_compose_backward(cost, search):
+        best = _with_own_backward(best, search)
+    plain = stage_costs(cost, costs.mesh)
+    if costs.splits and (best is None or (best.is_full and best.slowness > _SLOW)):
+        # Separate weight gradients hold memory for longer; without them, another grouping may be better.
+        best = _best_of(_quick(groupings, plain, search, best), search, close, incumbent_s, best)
+    elif costs.splits and best and best.is_full:
+        # A backward in one task can only be faster if memory is full.
+        step = _plain(best, plain, search)
+        if step.makespan_s < _CLOSE_GAIN * best.makespan_s:
+            best = _better(step, best, search, Look.CLOSE)
+    return best
 
 
-def _plain(best: Answer, costs: StageCosts, search: Search) -> Answer:
-    """The same documents with weight gradients within the backward pass, looked at briefly."""
+def thorough(result: SearchResult) -> SearchResult:
+    """Continue a search thoroughly for the best groupings."""
+    best: StepSearch | None = None
+    for step in sorted(result.close, key=lambda step: step.makespan_s)[:_THOROUGH_GROUPINGS]:
+        best = _better(step, best, result.search, Look.THOROUGH)
+    if best and _can_compose_backward(result.cost, result.search):
+        best = _with_own_backward(best, result.search)
+    return replace(result, best=best) if best and best.makespan_s < result.best.makespan_s else result
+
+
+def _plain(best: StepSearch, costs: StageCosts, search: Search) -> StepSearch:
+    """Search the same grouping briefly with weight gradients within the backward pass."""
     documents = [rank for block in best.blocks for rank in block.documents]
     fresh = blocks(documents, best.groups, costs, search)
-    way = Answer(best.groups, costs, fresh, best.spares_memory, best.composed)
+    step = StepSearch(best.groups, costs, fresh, best.spares_memory, best.composed)
     slowest = max(best.blocks, key=lambda block: block.makespan_s)
-    improve(way, search, math.inf, Look.BRIEF, slowest.setting)
-    return way
+    improve(step, search, math.inf, Look.BRIEF, slowest.setting)
+    return step
 
 
-def _may_compose_apart(cost: CostModel, search: Search) -> bool:
-    """Kept activations belong to the slices that made them: only what is computed again may be cut anew."""
+def _can_compose_backward(cost: CostModel, search: Search) -> bool:
+    """Whether the backward pass can be cut otherwise: stored activations belong to the slices that computed them."""
     return search.asymmetric and cost.recompute == "full" and cost.recompute_share == 1
 
 
-def _composed_apart(answer: Answer, search: Search) -> Answer:
-    """The answer with backward passes of their own; the one given stays, to be looked at longer."""
-    copy = replace(answer, blocks=[replace(block) for block in answer.blocks])
+def _with_own_backward(step: StepSearch, search: Search) -> StepSearch:
+    """Return a copy with independent backward passes; the original can still be searched further."""
+    copy = replace(step, blocks=[replace(block) for block in step.blocks])
     _compose_apart(copy, search)
     return copy
 
 
-def _seen(
-    shared: list[_Sharing], costs: StageCosts, search: Search, best: Answer | None = None
-) -> list[Answer]:
-    """Look quickly at ways to share documents: closely enough to tell those that can't beat the best."""
-    ways = [
-        Answer(
-            one.groups,
+def _quick(
+    groupings: list[_Grouping], costs: StageCosts, search: Search, best: StepSearch | None = None
+) -> list[StepSearch]:
+    """Search groupings quickly, each until it is known whether it can beat the best."""
+    steps = [
+        StepSearch(
+            grouping.groups,
             costs,
-            blocks(one.documents, one.groups, costs, search),
-            one.spares_memory,
-            one.composed,
+            blocks(grouping.documents, grouping.groups, costs, search),
+            grouping.spares_memory,
+            grouping.composed,
         )
-        for one in shared
+        for grouping in groupings
     ]
     incumbent_s = best.makespan_s if best else math.inf
-    for way in ways:
-        improve(way, search, incumbent_s, Look.QUICK)
-        incumbent_s = min(incumbent_s, way.makespan_s)
-    return ways
+    for step in steps:
+        improve(step, search, incumbent_s, Look.QUICK)
+        incumbent_s = min(incumbent_s, step.makespan_s)
+    return steps
 
 
 def _best_of(
-    ways: list[Answer], search: Search, kept: list[Answer], worth_s: float, best: Answer | None = None
-) -> Answer | None:
-    """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
-    most = len(kept) + _KEPT
-    for way in sorted(ways, key=lambda way: way.makespan_s):
-        if way.makespan_s > _CLOSER * min(worth_s, best.makespan_s if best else math.inf):
+    steps: list[StepSearch],
+    search: Search,
+    close: list[StepSearch],
+    incumbent_s: float,
+    best: StepSearch | None = None,
+) -> StepSearch | None:
+    """Return the best grouping, or `best` if none is faster; adds those that are searched closely to `close`."""
+    most = len(close) + _CLOSE_GROUPINGS
+    for step in sorted(steps, key=lambda step: step.makespan_s):
+        if step.makespan_s > _CLOSE_GAIN * min(incumbent_s, best.makespan_s if best else math.inf):
             break
-        best = _better(way, best, search, Look.CLOSE if search.closely else Look.BRIEF)
-        kept += [way] if way.is_complete else []
-        if len(kept) == most or (best and not search.closely):
+        best = _better(step, best, search, Look.CLOSE if search.closely else Look.BRIEF)
+        close += [step] if step.is_complete else []
+        if len(close) == most or (best and not search.closely):
             break
     return best
 
 
-def _better(way: Answer, best: Answer | None, search: Search, look: Look) -> Answer | None:
-    """Look at a way and return the faster of the two."""
-    incumbent_s = best.makespan_s if best and best is not way else math.inf
-    improve(way, search, incumbent_s, look)
-    return way if way.is_complete and way.makespan_s < incumbent_s else best
+def _better(step: StepSearch, best: StepSearch | None, search: Search, look: Look) -> StepSearch | None:
+    """Search a grouping, and return the faster of the two."""
+    incumbent_s = best.makespan_s if best and best is not step else math.inf
+    improve(step, search, incumbent_s, look)
+    return step if step.is_complete and step.makespan_s < incumbent_s else best
 
 
-def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[_Sharing]:
-    """Yield the ways to share documents that differ, save those of which memory can't hold a document alone."""
+def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[_Grouping]:
+    """Yield distinct groupings, except those in which a document by itself exceeds the memory."""
     seen = set()
-    alone = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
+    unshared = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
     held = costs.memory.held_bytes.reshape(-1, costs.mesh.pp).sum(axis=0)
     room = float((costs.limits / np.maximum(held, 1e-9)).min())
-    # All rows of a document lie there when the last of them goes backward, which opens gradients of those before it.
+    # All rows of a document are in memory when its last slice runs backward, which opens gradients of those before
+    # it.
     last = costs.memory.backward_peaks
-    own = last[:, :, OWN] + last[:, :, RETURNED]  # pieces of a whole document go with their rows
+    own = last[:, :, OWN] + last[:, :, RETURNED]  # pieces of a whole document are returned with their rows
     more = (np.minimum(own, last[:, :, OPENED]) + last[:, :, NEAR]).max(axis=1, initial=0)
     least = held + more.reshape(-1, costs.mesh.pp).min(axis=0)
     most_held = costs.mesh.cp * float((costs.limits / np.maximum(least, 1e-9)).min())
@@ -229,7 +241,7 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             threshold=threshold,
             most_ranks=search.most_merged_ranks,
             most_rows=most_rows,
-            alone=alone,
+            unshared=unshared,
         )
         if sizes.tobytes() in seen:
             continue
@@ -238,42 +250,42 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             continue
         groups = grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
         documents = documents_of_ranks(groups, lengths, costs.mesh.dp)
-        yield _Sharing(groups, documents, bool((lengths > most_rows).any()), composed={})
+        yield _Grouping(groups, documents, bool((lengths > most_rows).any()), composed={})
 
 
-def _compose_apart(answer: Answer, search: Search) -> None:
+def _compose_apart(step: StepSearch, search: Search) -> None:
     """Cut long documents anew for the backward pass of the slowest blocks, as long as that gains enough."""
-    costs, tried = answer.costs, set()
+    costs, tried = step.costs, set()
     while True:
-        number = max(range(len(answer.blocks)), key=lambda number: answer.blocks[number].makespan_s)
-        block = answer.blocks[number]
+        number = max(range(len(step.blocks)), key=lambda number: step.blocks[number].makespan_s)
+        block = step.blocks[number]
         if number in tried or not block.forward:
             return
         tried.add(number)
         before_s = block.makespan_s
-        is_ahead = block.setting is not None and block.setting.forward_first
+        forward_first = block.setting is not None and block.setting.forward_first
         for factor in RECUTS:
             backward = padded(
-                [recut(one, factor, least_rows=search.least_rows, rates=costs.rates) for one in block.forward]
+                [
+                    recut(composition, factor, least_rows=search.least_rows, rates=costs.rates)
+                    for composition in block.forward
+                ]
             )
             limit_s = min(block.makespan_s, LEAST_GAIN * before_s)
             pipeline = pipeline_of_block(work_of_block(block.forward, backward, costs), costs)
-            found = dispatch(pipeline, forward_first=is_ahead, limit_s=limit_s)
-            if found.makespan_s < limit_s:
-                block.found, block.backward = found, backward
+            dispatched = dispatch(pipeline, forward_first=forward_first, limit_s=limit_s)
+            if dispatched.makespan_s < limit_s:
+                block.best, block.backward = dispatched, backward
         if block.makespan_s == before_s:
             return
-
-
-# Backward MicroPacks composed apart: long documents are cut anew, into slices of equal backward cost.
 
 
 def recut(composition: Composition, factor: float, *, least_rows: int, rates: Rates) -> Composition:
     """Return a rank's MicroPacks for the backward pass alone (SlimPack's asymmetric partitioning).
 
     The documents of a chain, the long one and the short ones beside it, stay together, so that its backward still
-    waits for nothing but its own forward. The long one is cut into `factor` times as many slices of equal backward
-    cost; short ones go to the MicroPack of the chain with the least.
+    waits only for its own forward. The long document is cut into `factor` times as many slices of equal backward
+    cost; each short one goes to the MicroPack of the chain with the least work.
     """
     sizes = np.diff(composition.slice_offsets)
     pack_of = np.repeat(np.arange(composition.num_micropacks), sizes)
@@ -316,7 +328,7 @@ def recut(composition: Composition, factor: float, *, least_rows: int, rates: Ra
 
 
 def _joined(parts: list[tuple[IntArray, Int32Array]], chains: list[int]) -> Composition:
-    """Put chains together: of each, the MicroPack of its slices among its own, and the slices."""
+    """Join chains, each given as the MicroPack of each slice within the chain, and the slices."""
     chain_of = np.array(chains, np.int32)
     firsts = np.flatnonzero(np.diff(chain_of, prepend=-1))
     packs = np.concatenate([pack + first for (pack, _), first in zip(parts, firsts.tolist())])
@@ -327,9 +339,6 @@ def _joined(parts: list[tuple[IntArray, Int32Array]], chains: list[int]) -> Comp
         slices=np.ascontiguousarray(slices[:, np.argsort(packs, kind="stable")]).astype(np.int32),
         chains=chain_of,
     )
-
-
-# Ranks' compositions and orders of tasks become one StepPlan.
 
 
 def micropacks_of(compositions: Sequence[Composition], *, is_backward: bool) -> MicroPacks:
@@ -356,7 +365,7 @@ def micropacks_of(compositions: Sequence[Composition], *, is_backward: bool) -> 
 
 
 def _moved(offsets: Int32Array, order: IntArray) -> IntArray:
-    """Where the slices of MicroPacks come from, in another order of MicroPacks."""
+    """Return the indices of slices, for MicroPacks in another order."""
     sizes = np.diff(offsets)[order]
     behind = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     moved: IntArray = np.repeat(offsets[:-1][order], sizes) + behind
@@ -380,12 +389,7 @@ def step_plan(
     method: PlanMethod,
     answered_by: str,
 ) -> StepPlan:
-    """Join what ranks run into the plan of the step.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-        codes: uint8 `[stages, tasks]`, one a rank.
-    """
+    """Join the ranks' compositions and task codes (`[stages, tasks]` each) into the plan of the step."""
     return StepPlan(
         lengths=lengths,
         first_ranks=groups.first_ranks,

@@ -1,4 +1,4 @@
-"""`one_gpu_plan`: slices of so many rows and packs of short documents, on one GPU and without a cost model."""
+"""`one_gpu_plan`: slices of a given size and packs of short documents, on one GPU, without a cost model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from varlen.types import Int32Array
 def one_gpu_plan(
     lengths: Int32Array, slice_tokens: int, *, recompute: Recompute = "full", offload: Offload = "none"
 ) -> StepPlan:
-    """Plan a step whose activations are never those of more rows than one MicroPack's.
+    """Plan a step whose MicroPacks hold at most `slice_tokens` tokens.
 
-    A document of more than `slice_tokens` is cut into slices as even as can be, run forward first to last and then
-    backward last to first, before the next document begins; shorter ones are packed. So beside one MicroPack's
-    activations the device holds what one document leaves.
-
-    Args:
-        lengths: int32 `[num_documents]`.
+    Longer documents are cut into even slices, run forward first to last and then backward last to first, before the
+    next document begins; shorter ones are packed. So the device holds one MicroPack's activations, and what one
+    document keeps between its slices.
 
     >>> plan = one_gpu_plan(np.array([5, 2, 1], np.int32), 3)
     >>> plan.forward.stops.tolist(), plan.tasks.tolist()

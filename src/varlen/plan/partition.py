@@ -1,4 +1,4 @@
-"""`partition`: weights in, a part for each of them out, the heaviest part as light as can be."""
+"""`partition`: divides weights into parts whose heaviest is light; and documents into packs of even work."""
 
 from __future__ import annotations
 
@@ -18,34 +18,26 @@ from varlen.types import FloatArray, Int32Array, IntArray
 
 Division = Literal["best", "karmarkar_karp", "greedy"]
 STEPS = 2**23
-"""Steps of improvement, each about the time of a look at a memory address: 0.1 s in all, and far more than a few
-thousand items can use."""
-_LARGEST = 2**62
-"""Twice the weight of all items stays within 64 bits."""
+"""Steps of improvement, each about the time of a memory access: 0.1 s, more than a few thousand items need."""
+_LARGEST = 2**62  # twice the weight of all items must stay within 64 bits
 
 
 def partition(
     weights: npt.ArrayLike, num_parts: int, *, is_equal: bool = False, method: Division = "best"
 ) -> Int32Array:
-    """Divide weights into parts so that the heaviest part is light.
+    """Divide weights into parts so that the heaviest part is light; returns the part of each item.
 
     - "karmarkar_karp": the largest differencing method (Karmarkar & Karp 1982, "The Differencing Method of Set
       Partitioning"); for parts of equal size the balanced one (Michiels, Korst & Aarts 2003, "Performance ratios
       for the Karmarkar-Karp differencing method").
     - "greedy": each in input order to the lightest part, the lightest of the smallest for parts of equal size.
     - "best": begins with Karmarkar-Karp, and with greedy from heavy to light (Graham 1969, "Bounds on
-      Multiprocessing Timing Anomalies"). Each is improved by giving items of the heaviest part away or swapping
-      them, as long as that lightens it; the better one is returned. Its heaviest part is never heavier than that
-      of Karmarkar-Karp, nor over 4/3 of the least possible where sizes are free and 2 times where they are equal.
+      Multiprocessing Timing Anomalies"). Each is improved by moving or swapping items of the heaviest part as long as
+      that helps; the better one is returned. Its heaviest part is never heavier than that of Karmarkar-Karp, nor over
+      4/3 of the optimum, or twice the optimum for parts of equal size.
 
-    Args:
-        weights: `[num_items]` numbers of at least 0, whole or not.
-
-    Returns:
-        int32 `[num_items]`: the part of each item, from 0. No part is empty, but for "greedy", which leaves parts
-
-    Cost: O(n·(log n + num_parts / 4)) at most for Karmarkar-Karp, and the bounded work of `STEPS` for the
-    improvement.
+    No part is empty, except that "greedy" may leave parts empty if weights are 0. Karmarkar-Karp takes at most
+    O(n·(log n + num_parts / 4)).
 
     >>> partition([8, 7, 6, 5, 4], 2).tolist()
     [0, 0, 1, 1, 1]
@@ -69,12 +61,7 @@ def partition(
 
 
 def loads_of(weights: npt.ArrayLike, part_of: Int32Array, num_parts: int) -> npt.NDArray[Any]:
-    """Return the weight of each part, int64 for whole numbers and float64 for others, `[num_parts]`.
-
-    Args:
-        weights: `[num_items]`.
-        part_of: int32 `[num_items]`.
-    """
+    """Return the weight of each part, int64 for whole numbers and float64 for others."""
     values = as_weights(weights)
     loads = np.zeros(num_parts, values.dtype)
     np.add.at(loads, part_of, values)
@@ -82,22 +69,14 @@ def loads_of(weights: npt.ArrayLike, part_of: Int32Array, num_parts: int) -> npt
 
 
 def by_part(part_of: Int32Array, num_parts: int) -> tuple[IntArray, IntArray]:
-    """Return the items of each part as int64 `[num_items]`, rising, and offsets int64 `[num_parts + 1]`.
-
-    Args:
-        part_of: int32 `[num_items]`.
-    """
+    """Return the items of each part as int64 `[num_items]`, rising, and offsets int64 `[num_parts + 1]`."""
     offsets = np.zeros(num_parts + 1, np.int64)
     np.cumsum(np.bincount(part_of, minlength=num_parts), out=offsets[1:])
     return np.argsort(part_of, kind="stable"), offsets
 
 
 def as_weights(weights: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return weights as int64 where all are whole, else as float64, checked.
-
-    Args:
-        weights: `[num_items]` numbers: a list, an array or a tensor.
-    """
+    """Return validated weights, as int64 if the dtype is integral, else as float64."""
     try:
         array = np.asarray(weights)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
@@ -130,7 +109,7 @@ def as_weights(weights: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def _check_parts(num_items: int, num_parts: int, is_equal: bool) -> None:
-    """Require that every part can have an item, and as many as the others where sizes are to be equal."""
+    """Require that every part can have an item, and the same number of items if sizes are equal."""
     if isinstance(num_parts, bool) or not isinstance(num_parts, int | np.integer) or num_parts < 1:
         raise SettingError(f"the number of parts must be a whole number of at least 1, got {num_parts!r}")
     if num_parts > num_items:
@@ -146,17 +125,12 @@ def _check_parts(num_items: int, num_parts: int, is_equal: bool) -> None:
 
 
 def _improved(values: npt.NDArray[Any], num_parts: int, is_equal: bool, first: Int32Array) -> Int32Array:
-    """The better of two divisions, both improved, with parts in the order of their first items.
-
-    Args:
-        values: `[num_items]`.
-        first: int32 `[num_items]`: the division by Karmarkar-Karp, changed.
-    """
+    """Improve `first` (in place) and the greedy division; returns the better one, parts numbered by first item."""
     order = np.argsort(-values, kind="stable").astype(np.int32)
     second = np.empty(values.size, np.int32)
     kernels.greedy(order, values, num_parts, is_equal, second)
     candidates = [first]
-    if np.bincount(second, minlength=num_parts).min() > 0:  # weights of 0 all go where the first of them went
+    if np.bincount(second, minlength=num_parts).min() > 0:  # items of weight 0 may all be in one part
         candidates.append(second)
     for part_of in candidates:
         kernels.improve(order, values, num_parts, is_equal, STEPS // 2, part_of)
@@ -168,7 +142,7 @@ def _improved(values: npt.NDArray[Any], num_parts: int, is_equal: bool, first: I
 
 
 def _reference_s(num_items: int, num_parts: int, method: Division) -> float:
-    """Return about how many seconds the references take at most."""
+    """Return an upper estimate of the seconds that `partition` takes in Python."""
     dealt = 1e-6 * num_items
     if method == "greedy":
         return dealt
@@ -177,7 +151,7 @@ def _reference_s(num_items: int, num_parts: int, method: Division) -> float:
     return dealt + merged + (searched if method == "best" else 0.0)
 
 
-# Packs of even work in a number that was asked for: what ranks and pipelines need who all run as many.
+# Packs of even work in a given number, for ranks or pipelines that all run equally many.
 
 
 def packed(
@@ -186,11 +160,7 @@ def packed(
     max_documents: int = LARGEST,
     method: Literal["best_fit_decreasing", "next_fit"] = "best_fit_decreasing",
 ) -> tuple[Int32Array, int]:
-    """Return the pack of each document by one of the packer's methods, int32 `[documents]`, and how many there are.
-
-    Args:
-        lengths: int32 `[documents]`, from 1 to `capacity`.
-    """
+    """Return the pack of each document by one of the packer's methods, and the number of packs."""
     packing = pack(lengths, capacity, method, max_documents=max_documents)
     pack_of = np.empty(lengths.size, np.int32)
     pack_of[packing.document_ids] = np.repeat(np.arange(packing.num_packs), np.diff(packing.offsets))
@@ -205,18 +175,10 @@ def even_ways(
     capacity: int,
     max_documents: int = LARGEST,
 ) -> list[Int32Array]:
-    """Return one to four ways to fill a number of packs evenly, for the caller to choose from.
+    """Return one to four ways to fill a number of packs evenly, none of them empty, for the caller to choose from.
 
-    The first cuts the heaviest of the packs given; then, where they fit, even parts by both of the planner's methods,
-    and documents from much work to little each to the pack with the least.
-
-    Args:
-        lengths: int32 `[documents]`, from 1 to `capacity`.
-        work: float64 `[documents]`.
-        pack_of: int32 `[documents]`: few packs that hold all of them, as `packed` returns.
-
-    Returns:
-        The pack of each document, int32 `[documents]`; none is empty.
+    The first halves the heaviest of the given packs (`pack_of`, as `packed` returns it). The others, if they fit, are
+    the parts of `fitting_parts`, and documents by falling work, each to the pack with the least.
     """
     ways = [halved(pack_of, num_packs, work)]
     if not lengths.size:
@@ -232,11 +194,7 @@ def even_ways(
 def even_packs(
     lengths: Int32Array, work: FloatArray, num_packs: int, capacity: int, max_documents: int = LARGEST
 ) -> Int32Array:
-    """Divide documents into a number of packs whose heaviest is light; int32 `[documents]`, none empty.
-
-    Args:
-        lengths: int32 `[documents]`, from 1 to `capacity`.
-        work: float64 `[documents]`.
+    """Divide documents into a number of packs, none of them empty, whose heaviest is light.
 
     >>> even_packs(np.array([5, 5, 2, 2], np.int32), np.array([5.0, 5.0, 2.0, 2.0]), 2, 8).tolist()
     [0, 1, 0, 1]
@@ -260,23 +218,13 @@ def even_packs(
 def fitting_parts(
     lengths: Int32Array, work: FloatArray, num_packs: int, capacity: int, max_documents: int = LARGEST
 ) -> list[Int32Array]:
-    """Return even parts by both of the planner's methods, int32 `[documents]`, where they fit into packs.
-
-    Args:
-        lengths: int32 `[documents]`, at least one.
-        work: float64 `[documents]`.
-    """
+    """Return partitions of even work, by "best" and "karmarkar_karp", as far as they fit into packs."""
     parts = [partition(work, num_packs), partition(work, num_packs, method="karmarkar_karp")]
     return [part_of for part_of in parts if _holds(part_of, lengths, num_packs, capacity, max_documents)]
 
 
 def halved(pack_of: Int32Array, num_packs: int, work: FloatArray) -> Int32Array:
-    """Cut the pack with the most work into even halves until there are as many packs as wanted.
-
-    Args:
-        pack_of: int32 `[documents]`; no pack is empty.
-        work: float64 `[documents]`.
-    """
+    """Cut the pack with the most work into even halves until there are `num_packs`; no given pack may be empty."""
     packs = int(pack_of.max(initial=-1)) + 1
     if packs == num_packs:
         return pack_of
@@ -301,7 +249,7 @@ def halved(pack_of: Int32Array, num_packs: int, work: FloatArray) -> Int32Array:
 def _holds(
     pack_of: Int32Array, lengths: Int32Array, num_packs: int, capacity: int, max_documents: int
 ) -> bool:
-    """Return whether no pack is empty, over its tokens or over its documents."""
+    """Whether no pack is empty, over its tokens or over its documents."""
     tokens = np.bincount(pack_of, weights=lengths, minlength=num_packs)
     counts = np.bincount(pack_of, minlength=num_packs)
     return bool(tokens.max() <= capacity and counts.min() >= 1 and counts.max() <= max_documents)

@@ -1,12 +1,12 @@
-"""The line to the process that plans: what is asked, what was answered, and two threads that wait for its pipes.
+"""The process that plans ahead, seen from the trainer: requests, results, and two threads at its pipes.
 
 ::
 
-    asked ──► writer ──► pipe ──► python -m varlen.plan.planner_worker
-                                          │
-    answers ◄── reader ◄──────── pipe ◄───┘
+    requests ──► writer ──► pipe ──► python -m varlen.plan.planner_worker
+                                             │
+    results ◄─── reader ◄───────── pipe ◄────┘
 
-The reader starts the worker, and another one if it dies.
+The reader starts the worker, and replaces it if it dies.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import cast
 
 from varlen import errors
@@ -28,174 +26,171 @@ from varlen.step_plan import StepPlan
 from varlen.workers.child import MOST_DEATHS, Child, start_thread, supervise
 
 _log = logging.getLogger(__name__)
-Answer = tuple[StepPlan, str] | VarlenError
-"""A plan and its fingerprint, or why there is none."""
+Result = tuple[StepPlan, str] | VarlenError
+"""A plan and its fingerprint, or the error of planning."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PlannerProcess:
-    """What the threads share; none of it knows the planner, so that the planner can die."""
+    """The worker and its threads; they don't refer to the `Planner`, so that it can be garbage-collected."""
 
     head: bytes
-    asked: dict[int, bytes] = field(default_factory=dict)
-    """Steps that wait for their plan, and what the worker is told of each."""
-    answers: dict[int, Answer] = field(default_factory=dict)
-    """What the worker said of a step, until it is taken."""
-    came: threading.Condition = field(default_factory=threading.Condition)
-    process: Child | None = None
-    is_greeted: bool = False
-    """Whether the worker was told how to plan."""
+    """The planning function and its settings, sent to each new worker."""
+    requests: dict[int, bytes] = field(default_factory=dict)
+    """Steps that wait for their plan, with the message to the worker."""
+    results: dict[int, Result] = field(default_factory=dict)
+    """Results by step, until they are taken."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    child: Child | None = None
+    has_head: bool = False
+    """Whether the worker was sent the head."""
     busy_with: int | None = None
-    """The step that the worker was told: one at a time, so that it doesn't plan what nobody wants any more."""
+    """The step that was sent to the worker: one at a time, so that no unwanted step delays the next."""
     since_s: float = 0.0
-    """When it was told that (monotonic clock)."""
+    """When it was sent (monotonic clock)."""
     closing: bool = False
     deaths: int = 0
     is_alive: bool = True
-    """Whether there will be a worker."""
+    """False once workers died too often to be replaced."""
 
     def begin(self) -> list[threading.Thread]:
         """Start the threads, and with them the worker."""
-        return [_at_work(_write, self), _at_work(_read, self)]
+        return [
+            start_thread(self._write, "varlen plan write"),
+            start_thread(self._read, "varlen plan read"),
+        ]
 
-    def ask(self, step: int, told: bytes) -> None:
-        """Have a step planned."""
-        with self.came:
-            self.asked[step] = told
-            self.came.notify_all()
+    def request(self, step: int, message: bytes) -> None:
+        """Request a plan."""
+        with self.changed:
+            self.requests[step] = message
+            self.changed.notify_all()
 
     def knows(self, step: int) -> bool:
-        """Return whether a step was asked for, or is answered already."""
-        with self.came:
-            return step in self.asked or step in self.answers
+        """Return whether a step is requested or has a result."""
+        with self.changed:
+            return step in self.requests or step in self.results
 
-    def keep(self, wanted: range) -> None:
-        """Forget what was asked or answered of all steps but some."""
-        with self.came:
-            for step in [*self.asked, *self.answers]:
+    def forget_others(self, wanted: range) -> None:
+        """Forget requests and results of other steps."""
+        with self.changed:
+            for step in [*self.requests, *self.results]:
                 if step not in wanted:
-                    self.asked.pop(step, None)
-                    self.answers.pop(step, None)
+                    self.requests.pop(step, None)
+                    self.results.pop(step, None)
 
-    def awaited(self, step: int, deadline_s: float) -> Answer | None:
-        """Return what the worker says of a step; None if it says nothing in time, or there is no worker any more."""
-        with self.came:
-            self.came.wait_for(lambda: step in self.answers or not self.is_alive or self.closing, deadline_s)
-            return self.answers.pop(step, None)
+    def wait(self, step: int, deadline_s: float) -> Result | None:
+        """Wait for a step's result; returns None after the deadline, or if there will be none."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: step in self.results or not self.is_alive or self.closing, deadline_s
+            )
+            return self.results.pop(step, None)
 
     def end_if_stuck(self, deadline_s: float) -> None:
-        """Kill a worker that has planned one step for so long; another one takes its place."""
-        with self.came:
-            is_busy = self.busy_with is not None and self.process is not None
+        """Kill a worker that has planned one step for longer than the deadline, so that it is replaced."""
+        with self.changed:
+            is_busy = self.busy_with is not None and self.child is not None
             if is_busy and time.monotonic() - self.since_s > deadline_s:
                 _log.warning("the process that plans said nothing for %s s; it is ended", f"{deadline_s:g}")
-                cast(Child, self.process).kill()
+                cast(Child, self.child).kill()
                 self.busy_with = None
 
     def close(self) -> None:
         """End the worker and both threads."""
-        with self.came:
+        with self.changed:
             self.closing = True
-            if self.process is not None:
-                self.process.kill()
-            self.came.notify_all()
+            if self.child is not None:
+                self.child.kill()
+            self.changed.notify_all()
+
+    def _write(self) -> None:
+        """Send requests to the worker, one step at a time."""
+        broken: Child | None = None
+        while True:
+            with self.changed:
+                self.changed.wait_for(
+                    lambda: self.closing or not self.is_alive or self._can_send(broken)  # noqa: B023
+                )
+                if self.closing or self.child is None or not self.is_alive:
+                    return
+                child, message = self.child, b"head" + self.head
+                if self.has_head:
+                    self.busy_with, self.since_s = min(self.requests), time.monotonic()
+                    message = b"step" + self.requests[self.busy_with]
+                self.has_head = True
+            try:
+                child.send(message)
+            except (OSError, ValueError):  # the reader notices it too, and starts another worker
+                broken = child
+
+    def _can_send(self, broken: Child | None) -> bool:
+        """Whether there is a message, and a free worker whose pipe isn't broken."""
+        is_free = self.child is not None and self.child is not broken and self.busy_with is None
+        return is_free and (not self.has_head or bool(self.requests))
+
+    def _read(self) -> None:
+        """Start workers, and receive their results."""
+        try:
+            last = supervise(self._start, self._receive, self._report_death)
+            if last is not None and not self.closing:
+                _log.warning(
+                    "the process that plans died %s times in a row; the quick answer alone plans now",
+                    MOST_DEATHS,
+                )
+        except WorkerDiedError as error:
+            _log.warning("steps are planned by the quick answer alone: %s", error)
+        with self.changed:
+            self.is_alive = False
+            self.changed.notify_all()
+
+    def _start(self) -> Child | None:
+        with self.changed:
+            if self.closing:
+                return None
+            self.child = Child("varlen.plan.planner_worker", threads=1)
+            self.has_head, self.busy_with = False, None
+            self.changed.notify_all()
+            return self.child
+
+    def _report_death(self, child: Child) -> None:
+        if self.closing:
+            return
+        self.deaths += 1
+        if self.deaths == 1:
+            _log.warning(
+                "the process that plans steps ahead %s; it is started again, and steps that it isn't ready for are "
+                "planned by the quick answer",
+                child.end,
+            )
+
+    def _receive(self, child: Child) -> bool:
+        """Receive results until the worker ends; returns whether there was any."""
+        has_received = False
+        with suppress(EOFError, OSError, ValueError):
+            while True:
+                message = child.receive()
+                step = int.from_bytes(message[4:12], "little")
+                has_received = True
+                result = _decoded(message)  # takes a while, so it is done outside of the lock
+                with self.changed:
+                    self.busy_with = None
+                    if self.requests.pop(step, None) is not None:
+                        self.results[step] = result
+                    self.changed.notify_all()
+        return has_received
 
 
-def _answered(content: bytes) -> Answer:
-    """The plan that the worker made; or why it made none, as the error of varlen that it met."""
+def _decoded(message: bytes) -> Result:
+    """Return the worker's plan, or the error of varlen that it raised."""
     try:
-        if content[:4] == b"plan":
-            plan = plan_from_bytes(content[12:])
+        if message[:4] == b"plan":
+            plan = plan_from_bytes(message[12:])
             return plan, plan_fingerprint(plan)
-        kind, said = json.loads(content[12:])
+        name, text = json.loads(message[12:])
     except VarlenError as error:
         return error
-    known = getattr(errors, kind, PlanError)
-    if isinstance(known, type) and issubclass(known, VarlenError) and known is not PlanError:
-        return known(said)
-    return PlanError(said if kind == "PlanError" else f"planning failed with {kind}: {said}")
-
-
-def _at_work(what: Callable[[PlannerProcess], None], line: PlannerProcess) -> threading.Thread:
-    return start_thread(partial(what, line), f"varlen plan {what.__name__.strip('_')}")
-
-
-def _write(line: PlannerProcess) -> None:
-    """Tell the worker what is asked, one step after the other; the only thread that writes to it."""
-    gone: Child | None = None
-    while True:
-        with line.came:
-            line.came.wait_for(
-                lambda: line.closing or not line.is_alive or _has_news(line, gone)  # noqa: B023
-            )
-            if line.closing or line.process is None or not line.is_alive:
-                return
-            process, message = line.process, b"head" + line.head
-            if line.is_greeted:
-                line.busy_with, line.since_s = min(line.asked), time.monotonic()
-                message = b"step" + line.asked[line.busy_with]
-            line.is_greeted = True
-        try:
-            process.send(message)
-        except (OSError, ValueError):  # the reader sees that too, and starts another
-            gone = process
-
-
-def _has_news(line: PlannerProcess, gone: Child | None) -> bool:
-    """Whether there is something to tell the worker, and it is none that is gone."""
-    is_free = line.process is not None and line.process is not gone and line.busy_with is None
-    return is_free and (not line.is_greeted or bool(line.asked))
-
-
-def _read(line: PlannerProcess) -> None:
-    """Start workers, and keep what they say."""
-    try:
-        last = supervise(partial(_hired, line), partial(_listen, line), partial(_died, line))
-        if last is not None and not line.closing:
-            _log.warning(
-                "the process that plans died %s times in a row; the quick answer alone plans now", MOST_DEATHS
-            )
-    except WorkerDiedError as error:
-        _log.warning("steps are planned by the quick answer alone: %s", error)
-    with line.came:
-        line.is_alive = False
-        line.came.notify_all()
-
-
-def _hired(line: PlannerProcess) -> Child | None:
-    with line.came:
-        if line.closing:
-            return None
-        line.process = Child("varlen.plan.planner_worker", threads=1)
-        line.is_greeted, line.busy_with = False, None
-        line.came.notify_all()
-        return line.process
-
-
-def _died(line: PlannerProcess, worker: Child) -> None:
-    if line.closing:
-        return
-    line.deaths += 1
-    if line.deaths == 1:
-        _log.warning(
-            "the process that plans steps ahead %s; it is started again, and steps that it isn't ready for are "
-            "planned by the quick answer",
-            worker.end,
-        )
-
-
-def _listen(line: PlannerProcess, worker: Child) -> bool:
-    """Keep what a worker says until it is gone; returns whether it answered anything."""
-    heard = False
-    with suppress(EOFError, OSError, ValueError):
-        while True:
-            message = worker.receive()
-            step = int.from_bytes(message[4:12], "little")
-            heard = True
-            answer = _answered(message)  # read here, which takes a while, so that nobody who takes it waits
-            with line.came:
-                line.busy_with = None
-                if line.asked.pop(step, None) is not None:
-                    line.answers[step] = answer
-                line.came.notify_all()
-    return heard
+    kind = getattr(errors, name, PlanError)
+    if isinstance(kind, type) and issubclass(kind, VarlenError) and kind is not PlanError:
+        return kind(text)
+    return PlanError(text if name == "PlanError" else f"planning failed with {name}: {text}")

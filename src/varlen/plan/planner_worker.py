@@ -1,4 +1,4 @@
-"""The process that plans ahead: lengths come through a pipe, plans leave through another, until nobody asks.
+"""The process that plans ahead: it reads lengths from a pipe and writes plans to another, until the pipe is closed.
 
 ::
 
@@ -22,16 +22,16 @@ import numpy as np
 from varlen.plan.serialize import from_json, named, plan_to_bytes
 from varlen.workers.child import receive, send
 
-_LOOK_S = 2.0
+_POLL_S = 2.0
 _NICE = 5
 
 
 def main() -> None:
-    """Plan one step after the other; what is printed goes to the standard error."""
+    """Plan one step after the other."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # whatever a library prints goes to the standard error
     with suppress(OSError):
-        os.nice(_NICE)  # the trainer's own work goes first
+        os.nice(_NICE)  # give precedence to the trainer
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     name, settings = "", {}
     while True:
@@ -46,7 +46,7 @@ def main() -> None:
         try:
             plan = named(name)(np.frombuffer(content[8:], np.int32).copy(), **settings)
             answer = b"plan" + content[:8] + plan_to_bytes(plan)
-        except Exception as error:  # it belongs to who asks for the step
+        except Exception as error:  # raised again where the step is taken
             answer = b"fail" + content[:8] + json.dumps([type(error).__name__, str(error)]).encode()
         try:
             send(out, answer)
@@ -55,9 +55,9 @@ def main() -> None:
 
 
 def _watch(parent: int) -> None:
-    """End with the trainer, also in the middle of a plan, and where a process that it forked keeps its pipes open."""
+    """End with the trainer, even in the middle of a plan, or if a forked process keeps its pipes open."""
     while os.getppid() == parent:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     os._exit(1)
 
 

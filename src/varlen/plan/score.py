@@ -1,8 +1,7 @@
-"""Candidates get an order of tasks and a score: the simulator's makespan, inf where they don't fit into memory."""
+"""Order the tasks of candidates, and score them: the simulated makespan, or inf if they don't fit into memory."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,17 +14,13 @@ from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import Dispatched, dispatch, loads_s, pipelines_of
 from varlen.simulate.graph import durations, stage_costs
-from varlen.simulate.schedules import Schedule, interleaved, one_f_one_b
+from varlen.simulate.schedules import fixed_schedule
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 
-ROOM_FOR_ROUNDING = 1 + 1e-9
-_LEAST_COUNTS = 8
-"""Numbers of micro-batches that are tried in any case: up to 12 a stage."""
-_PATIENCE = 3
-"""Numbers of micro-batches in a row that find nothing faster, after which more of them aren't tried."""
-_KEPT_ORDERS = 4096
-"""Of 1F1B, by stages, chunks and MicroPacks."""
+ROUNDING = 1 + 1e-9
+_LEAST_COUNTS = 8  # numbers of micro-batches that are always tried: up to 12 a stage
+_PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
 
 
 def best_plan(
@@ -36,65 +31,45 @@ def best_plan(
     mesh: Mesh,
     method: PlanMethod,
 ) -> StepPlan | None:
-    """Return the fastest of some candidates that fits into memory; the first of equals, None if none fits.
+    """Return the fastest candidate that fits into memory, the first of equals; None if none fits.
 
-    The first `_LEAST_COUNTS` numbers of micro-batches are looked at in any case, more as long as that helps: until
-    `_PATIENCE` of them in a row have found nothing faster.
-
-    Each is dispatched, and the fastest also run by plain 1F1B; where ranks share documents, 1F1B alone, which all
-    of them run in one order. Candidates that compute for longer than the fastest so far takes are not run at all.
-
-    Args:
-        lengths: int32 `[num_documents]`.
+    Candidates are dispatched, and the fastest is also tried with the fixed schedule. If ranks share documents, all of
+    them must run one order, so only the fixed schedule is tried. Candidates whose work alone takes longer than the
+    best plan are skipped.
     """
     best, least_s, in_vain = None, math.inf, 0
-    for place, count in enumerate(counts):
-        if place >= _LEAST_COUNTS and in_vain >= _PATIENCE:
+    for number, count in enumerate(counts):
+        if number >= _LEAST_COUNTS and in_vain >= _PATIENCE:
             break
         in_vain += best is not None
         for candidate in candidates_of(count):
-            found = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
-            if found:
-                best, least_s = found
+            faster = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
+            if faster:
+                best, least_s = faster
                 in_vain = 0
     if best is None or best.num_merged or mesh.sharding == "parameters":
         return best
-    plain = _one_f_one_b(best)
+    plain = _scheduled(best)
     return plain if score(plain, cost) < score(best, cost) else best
 
 
 def as_run(
     candidate: Candidate, lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod
 ) -> StepPlan:
-    """Return a candidate under 1F1B, interleaved where stages hold several chunks, whether it fits or not.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-    """
-    plan = unordered(candidate, lengths, cost, mesh, method)
-    return _one_f_one_b(plan)
+    """Return a candidate as a plan with the fixed schedule, whether it fits or not."""
+    return _scheduled(unordered(candidate, lengths, cost, mesh, method))
 
 
 def score(plan: StepPlan, cost: CostModel) -> float:
-    """Return the simulated seconds of a plan; inf where it doesn't fit into memory.
-
-    Args:
-        plan: with an order of tasks.
-        cost: what everything takes.
-    """
+    """Return the simulated seconds of a plan; inf if it doesn't fit into memory."""
     timeline = simulate(plan, cost)
-    limit = cost.limit_bytes * ROOM_FOR_ROUNDING
-    return timeline.makespan_s if timeline.peak_bytes <= limit else math.inf
+    return timeline.makespan_s if timeline.peak_bytes <= cost.limit_bytes * ROUNDING else math.inf
 
 
 def unordered(
     candidate: Candidate, lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod
 ) -> StepPlan:
-    """Return a candidate as a plan that has no tasks yet.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-    """
+    """Return a candidate as a plan that has no tasks yet."""
     multiple = mesh.pp if mesh.virtual_stages > 1 else 1
     return StepPlan(
         lengths=lengths,
@@ -115,7 +90,7 @@ def unordered(
 
 
 def _rounded(packs: MicroPacks, multiple: int) -> MicroPacks:
-    """Add empty MicroPacks at each rank's end, up to a multiple: interleaved orders go in rounds of the stages."""
+    """Add empty MicroPacks at each rank's end, up to a multiple: interleaved schedules run rounds of `pp`."""
     missing = -packs.counts % multiple
     sizes = np.insert(np.diff(packs.slice_offsets), np.repeat(packs.rank_offsets[1:], missing), 0)
     return replace(
@@ -126,38 +101,31 @@ def _rounded(packs: MicroPacks, multiple: int) -> MicroPacks:
 
 
 def _faster(plan: StepPlan, cost: CostModel, least_s: float) -> tuple[StepPlan, float] | None:
-    """A plan that has no tasks yet with its tasks, and its seconds; None if it takes `least_s` or longer."""
+    """Order the tasks of a plan; returns it with its seconds, or None if it takes `least_s` or longer."""
     seconds, mesh = durations(plan, cost), plan.mesh
     loads = loads_s(plan, seconds)
-    if loads.max() >= least_s * ROOM_FOR_ROUNDING:
+    if loads.max() >= least_s * ROUNDING:
         return None
     if plan.num_merged or mesh.sharding == "parameters":
-        plan = _one_f_one_b(plan)
-        taken_s = score(plan, cost)
-        return (plan, taken_s) if taken_s < least_s else None
+        plan = _scheduled(plan)
+        step_s = score(plan, cost)
+        return (plan, step_s) if step_s < least_s else None
     pipeline = pipelines_of(plan, stage_costs(cost, mesh, splits=plan.splits_backward), seconds)
-    found: list[Dispatched | None] = [None] * mesh.dp
-    for rank in np.argsort(-loads, kind="stable").tolist():
-        one = dispatch(pipeline(rank), limit_s=least_s)
-        if one.makespan_s >= least_s:
+    by_rank: dict[int, Dispatched] = {}
+    for rank in np.argsort(-loads, kind="stable").tolist():  # the slowest first, to give up early
+        by_rank[rank] = dispatch(pipeline(rank), limit_s=least_s)
+        if by_rank[rank].makespan_s >= least_s:
             return None
-        found[rank] = one
-    made = [one for one in found if one]
-    sizes = np.repeat([one.codes.shape[1] for one in made], mesh.pp)
-    ordered = _with_tasks(plan, [one.codes.ravel() for one in made], sizes)
-    return ordered, max(one.makespan_s for one in made)
+    orders = [by_rank[rank] for rank in range(mesh.dp)]
+    sizes = np.repeat([order.codes.shape[1] for order in orders], mesh.pp)
+    ordered = _with_tasks(plan, [order.codes.ravel() for order in orders], sizes)
+    return ordered, max(order.makespan_s for order in orders)
 
 
-@functools.lru_cache(maxsize=_KEPT_ORDERS)
-def _order(pp: int, virtual: int, count: int) -> Schedule:
-    """1F1B, interleaved where stages hold several chunks."""
-    return one_f_one_b(pp, count) if virtual == 1 else interleaved(pp, virtual, count)
-
-
-def _one_f_one_b(plan: StepPlan) -> StepPlan:
-    """The plan with the tasks of 1F1B on every rank."""
+def _scheduled(plan: StepPlan) -> StepPlan:
+    """Return the plan with the fixed schedule on every rank."""
     mesh = plan.mesh
-    orders = [_order(mesh.pp, mesh.virtual_stages, count) for count in plan.forward.counts.tolist()]
+    orders = [fixed_schedule(mesh, count) for count in plan.forward.counts.tolist()]
     return _with_tasks(
         plan, [order.tasks for order in orders], np.concatenate([np.diff(order.offsets) for order in orders])
     )

@@ -1,11 +1,11 @@
-"""Plans as bytes: saved whole or not at all, refused if a bit is wrong, small enough to send to every rank.
+"""Plans as bytes: written atomically, verified by a fingerprint, and small enough to send to every rank.
 
 ::
 
     magic | version, 2 bytes | fingerprint, 32 | unpacked size, 8 | zlib( size of head, 4 | head | arrays )
 
-The head is JSON: the plan's settings, and the size of each array. An array lies byte by byte: the lowest bytes of all
-entries, then the next ones; most entries are differences to what is likely, and those are nearly all 0.
+The head is JSON: the plan's settings, and the size of each array. Arrays are stored as differences to predicted
+values, nearly all 0, in byte planes: the lowest bytes of all entries, then the next ones.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import operator
 import struct
 import zlib
 from dataclasses import fields
@@ -45,35 +46,29 @@ _ARRAYS: Final = (
     *(f"{of}.{field.name}" for of in _PASSES for field in fields(MicroPacks)),
 )
 _SETTINGS: Final = ("splits_backward", "method", "recompute", "recompute_share", "offload", "answered_by")
-_MOST_PACKED: Final = 1100
-"""What zlib packs into one byte is at most 1,032 of them."""
-_KEPT: Final = 64
-"""Plans left in a store: more steps than ranks can be apart."""
-_LEVEL: Final = 6
-"""Of zlib; 9 takes ten times as long and saves a hundredth."""
+_MOST_PACKED: Final = 1100  # zlib compresses at most 1,032 bytes into one
+_KEPT: Final = 64  # plans left in a store: more steps than ranks can be apart
+_LEVEL: Final = 6  # of zlib; 9 takes ten times as long and saves 1 %
 _OTHER: Final = "these bytes are no plan of varlen, or were damaged: "
 
 
 class Store(Protocol):
-    """A key-value store of the job, as torch.distributed has them."""
+    """A key-value store, as in torch.distributed."""
 
     def set(self, key: str, value: bytes) -> Any:
-        """Keep a value."""
+        """Store a value."""
 
     def get(self, key: str) -> bytes:
-        """Return a value; waits for it."""
+        """Wait for a value and return it."""
 
 
 def plan_fingerprint(plan: StepPlan) -> str:
-    """Return 64 hexadecimal digits that two plans share only if they say the same; the same on every machine.
-
-    It is SHA-256 over settings and arrays, but for `answered_by`, which is for people.
-    """
+    """Return SHA-256 over settings (except `answered_by`) and arrays, in hexadecimal; the same on every machine."""
     return _digest(plan).hex()
 
 
 def plan_to_bytes(plan: StepPlan) -> bytes:
-    """Return a plan as bytes: equal ones for equal plans, by the same release of zlib.
+    """Serialize a plan; equal plans give equal bytes with the same release of zlib.
 
     Cost: some 10 ms for 1,024 documents on 64 x 16 stages with 48 MicroPacks a rank, which take 40 KB.
     """
@@ -84,15 +79,15 @@ def plan_to_bytes(plan: StepPlan) -> bytes:
         field.name: value if isinstance(value := getattr(plan.mesh, field.name), str) else int(value)
         for field in fields(Mesh)
     }
-    said = {"mesh": mesh, "settings": settings, "sizes": [array.size for array in arrays]}
-    head = json.dumps(said, sort_keys=True).encode()
+    sizes = [array.size for array in arrays]
+    head = json.dumps({"mesh": mesh, "settings": settings, "sizes": sizes}, sort_keys=True).encode()
     content = b"".join([len(head).to_bytes(4, "little"), head, *map(_by_planes, arrays)])
     front = _FRONT.pack(VERSION, _digest(plan), len(content))
     return _MAGIC + front + zlib.compress(content, _LEVEL)
 
 
 def plan_from_bytes(content: bytes) -> StepPlan:
-    """Return the plan that `plan_to_bytes` was given."""
+    """Return and validate the plan that `plan_to_bytes` was given."""
     content = bytes(content)
     start = len(_MAGIC)
     if content[:start] != _MAGIC or len(content) < start + _FRONT.size:
@@ -103,29 +98,29 @@ def plan_from_bytes(content: bytes) -> StepPlan:
             f"the plan has format {version}, and this varlen reads format {VERSION}; plan the step again, or read it "
             "with the varlen that wrote it"
         )
-    said, arrays = _unpacked(content[start + _FRONT.size :], size)
+    head, arrays = _unpacked(content[start + _FRONT.size :], size)
     try:
-        mesh = Mesh(**said["mesh"])
-        found = dict(zip(_ARRAYS, arrays))
-        _restore(found)
-        parts: dict[str, Any] = {name: array for name, array in found.items() if "." not in name}
+        mesh = Mesh(**head["mesh"])
+        by_name = dict(zip(_ARRAYS, arrays))
+        _restore(by_name)
+        parts: dict[str, Any] = {name: array for name, array in by_name.items() if "." not in name}
         for of in _PASSES:
             parts[of] = MicroPacks(
-                **{field.name: found[f"{of}.{field.name}"] for field in fields(MicroPacks)}
+                **{field.name: by_name[f"{of}.{field.name}"] for field in fields(MicroPacks)}
             )
-        plan = StepPlan(**parts, mesh=mesh, **{name: said["settings"][name] for name in _SETTINGS})
+        plan = StepPlan(**parts, mesh=mesh, **{name: head["settings"][name] for name in _SETTINGS})
         check_form(plan)
-        _check_settings(said["settings"])
-        right = _digest(plan) == digest
+        _check_settings(head["settings"])
+        is_same = _digest(plan) == digest
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"{_OTHER}{type(error).__name__} {error}") from None
-    if not right:
+    if not is_same:
         raise PlanError(f"{_OTHER}their fingerprint is another; save or send the plan again")
     return plan
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    """Require settings that a plan can have."""
+    """Require valid settings."""
     allowed = {"method": PlanMethod, "recompute": Recompute, "offload": Offload}
     for name, values in allowed.items():
         if settings[name] not in get_args(values):
@@ -142,14 +137,14 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 def save_plan(plan: StepPlan, path: str | Path) -> None:
-    """Write a plan to a file, whole or not at all.
+    """Write a plan to a file atomically.
 
     Args:
         plan: the plan.
-        path: of the file; one that is there is replaced, folders are made.
+        path: of the file; an existing one is replaced, missing folders are made.
 
     Raises:
-        SettingError: the file can't be written, or these are no plan and no path.
+        SettingError: the file can't be written, or the arguments are no plan or no path.
     """
     if not isinstance(plan, StepPlan):
         raise SettingError(
@@ -170,8 +165,8 @@ def load_plan(path: str | Path) -> StepPlan:
 
     Raises:
         SourceError: no such file, or one that can't be read.
-        PlanError: as `plan_from_bytes`; names the file.
-        SettingError: this is no path.
+        PlanError: the file holds no valid plan.
+        SettingError: `path` is no path.
     """
     try:
         content = read_regular(_as_path(path))
@@ -193,7 +188,7 @@ def _as_path(path: object) -> Path:
 
 
 def broadcast_plan(plan: StepPlan | None, store: Store, step: int, *, name: str = "varlen/plan") -> StepPlan:
-    """Hand the plan of a step from the rank that has it to all others, through the job's store."""
+    """Send the plan of a step from the rank that has it to all others, through the job's store."""
     key = f"{name}/{step}"
     if plan is not None:
         store.set(key, plan_to_bytes(plan))
@@ -212,15 +207,14 @@ def broadcast_plan(plan: StepPlan | None, store: Store, step: int, *, name: str 
 
 
 def _array(plan: StepPlan, name: str) -> npt.NDArray[Any]:
-    outer, _, inner = name.rpartition(".")
-    found: npt.NDArray[Any] = getattr(getattr(plan, outer) if outer else plan, inner)
-    return found
+    array: npt.NDArray[Any] = operator.attrgetter(name)(plan)
+    return array
 
 
 def _digest(plan: StepPlan) -> bytes:
     mesh = [str(getattr(plan.mesh, field.name)) for field in fields(Mesh)]
-    said = [*mesh, *(str(getattr(plan, name)) for name in _SETTINGS if name != "answered_by")]
-    digest = hashlib.sha256(json.dumps(said).encode())
+    settings = [str(getattr(plan, name)) for name in _SETTINGS if name != "answered_by"]
+    digest = hashlib.sha256(json.dumps([*mesh, *settings]).encode())
     for name in _ARRAYS:
         array = _array(plan, name)
         digest.update(array.size.to_bytes(8, "little"))
@@ -233,7 +227,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _packed(plan: StepPlan, name: str) -> npt.NDArray[Any]:
-    """An array as the differences to what is likely; equal as numbers modulo 2^32, so that none is out of range."""
+    """Return an array as differences to predicted values, modulo 2^32."""
     array = _array(plan, name)
     if name == "tasks":
         return array
@@ -241,30 +235,27 @@ def _packed(plan: StepPlan, name: str) -> npt.NDArray[Any]:
         return np.diff(array, prepend=np.int32(0))
     outer, _, inner = name.rpartition(".")
     if inner in ("starts", "stops"):
-        micropacks: MicroPacks = getattr(plan, outer)
-        likely = _likely(
-            outer, inner, plan.lengths, micropacks.document_ids, micropacks.starts, micropacks.stops
-        )
-        return array - likely
+        packs: MicroPacks = getattr(plan, outer)
+        return array - _predicted(outer, inner, plan.lengths, packs.document_ids, packs.starts, packs.stops)
     return array
 
 
-def _restore(found: dict[str, npt.NDArray[Any]]) -> None:
-    """Put arrays in place of the differences that `_packed` returned."""
+def _restore(arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Replace the differences that `_packed` returned by the arrays."""
     for name in _ARRAYS:
         if name.endswith("offsets"):
-            found[name] = np.cumsum(found[name], dtype=np.int32)
+            arrays[name] = np.cumsum(arrays[name], dtype=np.int32)
     for of in _PASSES:
-        ids = found[f"{of}.document_ids"]
+        ids = arrays[f"{of}.document_ids"]
         for inner in ("stops", "starts") if of == "forward" else ("starts", "stops"):
-            starts, stops = found[f"{of}.starts"], found[f"{of}.stops"]
-            found[f"{of}.{inner}"] += _likely(of, inner, found["lengths"], ids, starts, stops)
+            starts, stops = arrays[f"{of}.starts"], arrays[f"{of}.stops"]
+            arrays[f"{of}.{inner}"] += _predicted(of, inner, arrays["lengths"], ids, starts, stops)
 
 
-def _likely(
+def _predicted(
     of: str, inner: str, lengths: Int32Array, ids: Int32Array, starts: Int32Array, stops: Int32Array
 ) -> Int32Array:
-    """Where slices begin or end if they go on where the document's slice before ended, and end at its other end."""
+    """Predict starts or stops: a slice begins where the document's previous one ended, and ends the document."""
     if (of, inner) == ("backward", "starts"):
         return np.zeros(ids.size, np.int32)
     if (of, inner) == ("forward", "stops"):
@@ -276,7 +267,7 @@ def _likely(
 
 
 def _before(ids: Int32Array) -> IntArray:
-    """The slice before each of the same document, -1 for none, int64 `[num_slices]`."""
+    """Return the previous slice of the same document for each slice, -1 for none."""
     order = np.argsort(ids, kind="stable")
     before = np.full(ids.size, -1, np.int64)
     same = ids[order][1:] == ids[order][:-1]
@@ -285,10 +276,10 @@ def _before(ids: Int32Array) -> IntArray:
 
 
 def _by_planes(array: npt.NDArray[Any]) -> bytes:
-    """The lowest bytes of all entries, then the next ones."""
+    """Return the lowest bytes of all entries, then the next ones."""
     if array.itemsize == 1:
         return array.tobytes()
-    folded = (array << 1) ^ (array >> 31)  # small numbers of either sign have high bytes of 0
+    folded = (array << 1) ^ (array >> 31)  # zigzag: high bytes are 0 for small numbers of either sign
     return folded.astype("<i4").view(np.uint8).reshape(-1, 4).T.tobytes()
 
 
@@ -298,7 +289,7 @@ def _from_planes(content: bytes) -> Int32Array:
 
 
 def _unpacked(content: bytes, size: int) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
-    """The head, and the arrays as they were packed."""
+    """Decompress and split into the head, and the arrays as they were packed."""
     if size > _MOST_PACKED * len(content):
         raise PlanError(f"{_OTHER}{len(content):,} bytes can't hold the {size:,} that they claim")
     unpacker = zlib.decompressobj()
@@ -309,8 +300,8 @@ def _unpacked(content: bytes, size: int) -> tuple[dict[str, Any], list[npt.NDArr
         if len(plain) != size or not unpacker.eof or unpacker.unused_data:
             raise PlanError(f"{_OTHER}they hold other than the {size:,} bytes that they claim")
         ends = 4 + int.from_bytes(plain[:4], "little")
-        said = json.loads(plain[4:ends])
-        sizes = [int(one) for one in said["sizes"]]
+        head = json.loads(plain[4:ends])
+        sizes = [int(size) for size in head["sizes"]]
     except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PlanError(f"{_OTHER}{error}") from None
     if len(sizes) != len(_ARRAYS) or min(sizes) < 0:
@@ -324,25 +315,25 @@ def _unpacked(content: bytes, size: int) -> tuple[dict[str, Any], list[npt.NDArr
         arrays.append(np.frombuffer(part, np.uint8).copy() if name == "tasks" else _from_planes(part))
     if ends != len(plain):
         raise PlanError(f"{_OTHER}{len(plain) - ends:,} bytes are too many")
-    return said, arrays
+    return head, arrays
 
 
-# What a planner's process is told: settings as JSON, of the project's own frozen dataclasses and nothing else.
+# Settings for the planner's process as JSON: of classes, only varlen's own dataclasses and named tuples.
 
 _OURS = "varlen."
 
 
 def to_json(value: Any) -> str:
-    """Return settings as text: numbers, words, arrays, tuples, mappings and dataclasses of varlen, in each other."""
-    return json.dumps(_said(value), sort_keys=True)
+    """Serialize nested numbers, strings, arrays, tuples, lists, dicts and dataclasses of varlen."""
+    return json.dumps(_encoded(value), sort_keys=True)
 
 
 def from_json(text: str) -> Any:
     """Return what `to_json` was given."""
-    return _made(json.loads(text))
+    return _decoded(json.loads(text))
 
 
-def _said(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -353,45 +344,39 @@ def _said(value: Any) -> Any:
     kind = type(value)
     named = f"{kind.__module__}:{kind.__qualname__}"
     if dataclasses.is_dataclass(value) and named.startswith(_OURS):
-        held = {
-            field.name: _said(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init
-        }
-        return {"made": named, "fields": held}
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return {"made": named, "fields": {name: _encoded(getattr(value, name)) for name in names}}
     if isinstance(value, tuple) and hasattr(value, "_fields") and named.startswith(_OURS):
-        return {"made": named, "fields": {name: _said(getattr(value, name)) for name in value._fields}}
+        return {"made": named, "fields": {name: _encoded(getattr(value, name)) for name in value._fields}}
     if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [_said(one) for one in value]}
+        return {"tuple" if isinstance(value, tuple) else "list": [_encoded(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[_said(key), _said(one)] for key, one in value.items()]}
+        return {"dict": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
     raise SettingError(
         f"a {kind.__module__}.{kind.__qualname__} can't be handed to the process that plans; settings are numbers, "
         "words, arrays and dataclasses of varlen"
     )
 
 
-def _made(said: Any) -> Any:
-    if not isinstance(said, dict):
-        return said
-    if "array" in said:
-        dtype, shape, content = said["array"]
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        dtype, shape, content = value["array"]
         return np.frombuffer(base64.b64decode(content), np.dtype(dtype)).reshape(shape).copy()
-    if "tuple" in said:
-        return tuple(_made(one) for one in said["tuple"])
-    if "list" in said:
-        return [_made(one) for one in said["list"]]
-    if "dict" in said:
-        return {_made(key): _made(one) for key, one in said["dict"]}
-    found = named(said["made"])
-    return found(**{name: _made(one) for name, one in said["fields"].items()})
+    if "tuple" in value:
+        return tuple(map(_decoded, value["tuple"]))
+    if "list" in value:
+        return list(map(_decoded, value["list"]))
+    if "dict" in value:
+        return {_decoded(key): _decoded(item) for key, item in value["dict"]}
+    return named(value["made"])(**{name: _decoded(item) for name, item in value["fields"].items()})
 
 
 def named(name: str) -> Any:
-    """Return what a module calls so."""
+    """Import the object called "module:name"."""
     module, _, inner = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in inner.split("."):
-            found = getattr(found, part)
+        return operator.attrgetter(inner)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingError(f"{name!r} can't be found ({error}); write it as 'module:function'") from None
-    return found

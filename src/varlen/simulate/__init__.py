@@ -1,4 +1,4 @@
-"""A planned step in time.
+"""Simulate a planned step in time.
 
     StepPlan + CostModel ──► durations ──► graph ──► kernels.run_tasks ──► timeline.Timeline
                              dispatch (orders)       memory

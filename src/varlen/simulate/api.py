@@ -1,4 +1,4 @@
-"""`simulate`: a plan and a cost model in, the step's timeline out."""
+"""`simulate`: takes a plan and a cost model, returns the step's timeline; and validation of a plan's form."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ def simulate(
     overlap: bool = True,
     contention: bool = True,
 ) -> Timeline:
-    """Run a planned step in time, task by task, as the plan orders them.
+    """Simulate a planned step, task by task, in the plan's order.
 
     - A stage of a data-parallel rank runs its tasks in the plan's order, each as soon as its input has arrived.
-    - Messages between stages leave in the order in which they are computed, one at a time over each link.
-    - Ranks that share a document start its MicroPacks together and end them together; where parameters are sharded
-      all data-parallel ranks do so with each MicroPack.
-    - Gradients are added up when all data-parallel ranks of a stage are done.
+    - Messages between stages are sent in the order in which they are computed, one at a time over each link.
+    - Ranks that share a document start and end its MicroPacks together; if parameters are sharded, all data-parallel
+      ranks do so with each MicroPack.
+    - Gradients are synchronized when all data-parallel ranks of a stage are done.
 
     Args:
-        plan: what to run.
-        cost: what everything takes; what the plan recomputes and offloads stands before that of the cost model.
+        plan: the step.
+        cost: seconds and bytes; the plan's recomputation and offloading override those of the cost model.
         slowdown: `[dp * pp]` factors of at least 0 on the seconds of each stage of each rank, for GPUs that are
-            slower than others; without, 1.
+            slower than others; by default 1.
         overlap: whether GPUs compute while they send and gather.
         contention: whether the messages of a link wait for each other.
 
     Returns:
-        The timeline; a slower GPU, a missing overlap and contention never make any task of it earlier.
+        The timeline. Slower GPUs, contention or no overlap never make a task earlier.
 
     Raises:
-        PlanError: arrays of wrong shapes or out of range, or a plan that leaves something out. That is looked for in
-            O(slices); `varlen.plan.check.check_plan` asks for every rule.
-        DeadlockError: tasks wait for each other in a circle, which the message names.
-        SettingError: a slowdown of another shape, or something else than a plan and a cost model.
+        PlanError: arrays of wrong shapes or out of range, or missing tokens, checked in O(slices);
+            `varlen.plan.check.check_plan` checks all rules.
+        DeadlockError: tasks wait for each other in a cycle, which the message names.
+        SettingError: a slowdown of another shape, or arguments that are no plan or no cost model.
 
-    Cost: about a microsecond a task, and some hundred bytes.
+    Cost: about a microsecond and some hundred bytes a task.
     """
     if not isinstance(plan, StepPlan) or not isinstance(cost, CostModel):
         raise SettingError(
@@ -83,7 +83,7 @@ def run_plan(
     overlap: bool = True,
     contention: bool = True,
 ) -> Timeline:
-    """Run a planned step whose durations and bytes are known; see `simulate`."""
+    """Simulate a planned step, given its durations and bytes; see `simulate`."""
     mesh = plan.mesh
     factors = _factors(slowdown, mesh.dp * mesh.pp)
     graph = build_graph(plan, seconds, factors, overlap, contention)
@@ -125,7 +125,7 @@ def run_plan(
 
 
 def _factors(slowdown: npt.ArrayLike | None, num_places: int) -> FloatArray:
-    """float64 `[dp * pp]`, checked."""
+    """Return validated slowdowns, float64 `[dp * pp]`."""
     if slowdown is None:
         return np.ones(num_places)
     try:
@@ -147,19 +147,19 @@ def _factors(slowdown: npt.ArrayLike | None, num_places: int) -> FloatArray:
     return factors
 
 
-# The form of a plan: shapes, dtypes and ranges of its arrays, so that whoever reads it may index by them.
+# Validation of a plan's form.
 
 AGAIN: Final = "the plan was changed or made by other code; plan the step again"
 _PASSES: Final = ("forward", "backward")
 
 
 def first_of(wrong: npt.NDArray[np.bool_]) -> int:
-    """Return the place of the first True (`wrong`: bool `[any]`, one of them True)."""
+    """Return the index of the first True."""
     return int(np.argmax(wrong))
 
 
 def check_form(plan: StepPlan) -> None:
-    """Require shapes, dtypes and ranges, so that what follows may index by them."""
+    """Require shapes, dtypes and ranges with which all arrays can be indexed safely."""
     _check_parts(plan)
     mesh, count = plan.mesh, plan.num_documents
     _check_array("lengths", plan.lengths, np.int32, None, 0, None)
@@ -215,15 +215,15 @@ def _check_array(
 
 
 def _check_offsets(name: str, offsets: npt.NDArray[Any], parts: int | None, whole: int) -> None:
-    """Require offsets that rise from 0 to how many there are."""
+    """Require offsets that rise from 0 to `whole`."""
     _check_array(name, offsets, np.int32, None if parts is None else parts + 1, 0, whole + 1)
     if not offsets.size or offsets[0] != 0 or offsets[-1] != whole or (np.diff(offsets) < 0).any():
-        said = "has no entry" if not offsets.size else f"runs from {offsets[0]:,} to {offsets[-1]:,}"
-        raise PlanError(f"{name} {said}; it must rise from 0 to {whole:,} without a step back; {AGAIN}")
+        seen = "has no entry" if not offsets.size else f"runs from {offsets[0]:,} to {offsets[-1]:,}"
+        raise PlanError(f"{name} {seen}; it must rise from 0 to {whole:,} without a step back; {AGAIN}")
 
 
 def check_shares(plan: StepPlan) -> None:
-    """Require that each document stands on an aligned power of two of neighbouring ranks."""
+    """Require that each document is on neighbouring ranks, an aligned power of two of them."""
     first, num, dp = plan.first_ranks, plan.num_ranks, plan.mesh.dp
     is_empty = plan.lengths == 0
     wrong = (num & (num - 1)) != 0
@@ -240,11 +240,9 @@ def check_shares(plan: StepPlan) -> None:
 
 
 def check_places(plan: StepPlan) -> None:
-    """Require that slices stand on their documents' ranks, as many tokens of them as each document has.
+    """Require that slices are on their documents' ranks, and have as many tokens as each document.
 
-    Less than `varlen.plan.check.check_plan`, which also asks for each token once and for their order.
-
-    Cost: O(slices).
+    `varlen.plan.check.check_plan` also requires each token once, and their order.
     """
     for name in _PASSES:
         micropacks: MicroPacks = getattr(plan, name)
@@ -270,43 +268,35 @@ def check_places(plan: StepPlan) -> None:
             )
 
 
-# Why a plan's tasks can't all run: the circle in which they wait for each other, in words.
-
-
 def explain(plan: StepPlan, graph: Graph, stops: FloatArray) -> str:
-    """Return the circle of waiting tasks of a graph that the engine could not finish.
+    """Describe a cycle of waiting tasks in a deadlocked graph; `stops` are NaN for tasks that didn't run.
 
-    Each stream that isn't done stands at its first task that hasn't run. From there the way leads to what that task
-    waits for, or to a task of its group whose turn has not come; and if that isn't the first of its own stream
-    either, to the one that is. A way without end among finitely many streams runs in a circle.
-
-    Cost: O(tasks).
-
-    `stops`: float64 `[num_tasks]`: when each ended, NaN for those that didn't.
+    From the first unfinished task of a stream, follow the task that it waits for, or one of its group that can't
+    start yet, and from there the first unfinished task of that stream, until a stream repeats.
     """
     offsets = graph.stream_offsets
     missing = np.isnan(stops)
     stream_of = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    heads = np.full(len(offsets) - 1, -1)
+    firsts = np.full(len(offsets) - 1, -1)  # the first unfinished task of each stream
     stuck = np.flatnonzero(missing)[::-1]
-    heads[stream_of[stuck]] = stuck  # of several the last written, the first of the stream
-    path: list[int] = [int(heads[heads >= 0][0])]
-    said: list[str] = []
+    firsts[stream_of[stuck]] = stuck  # the last write per stream is its first task
+    path: list[int] = [int(firsts[firsts >= 0][0])]
+    sentences: list[str] = []
     while True:
         task = path[-1]
-        waited, together = _waited_for(task, graph, missing, stream_of, heads)
-        head = int(heads[stream_of[waited]])
+        waited, together = _waited_for(task, graph, missing, stream_of, firsts)
+        first = int(firsts[stream_of[waited]])
         words = f"{_place(plan, graph, task)} waits in {_task(plan, graph, task)} for {_task(plan, graph, waited)}"
         if graph.places[waited] != graph.places[task]:
             words += f" on {_place(plan, graph, waited)}"
         words += ", which is to start together with it" if together else ""
-        if head != waited:
-            words += f"{' and' if together else ', which'} comes there after {_task(plan, graph, head)}"
-        said.append(words)
-        if head in path:
-            circle = said[path.index(head) :]
+        if first != waited:
+            words += f"{' and' if together else ', which'} comes there after {_task(plan, graph, first)}"
+        sentences.append(words)
+        if first in path:
+            circle = sentences[path.index(first) :]
             break
-        path.append(head)
+        path.append(first)
     return (
         f"the order of tasks waits in a circle: {'; '.join(circle)}. {int(missing.sum()):,} of {len(stops):,} tasks "
         "can't run. A backward MicroPack must come after every forward MicroPack with slices of its documents, and "
@@ -315,16 +305,16 @@ def explain(plan: StepPlan, graph: Graph, stops: FloatArray) -> str:
 
 
 def _waited_for(
-    task: int, graph: Graph, missing: np.ndarray, stream_of: np.ndarray, heads: np.ndarray
+    task: int, graph: Graph, missing: np.ndarray, stream_of: np.ndarray, firsts: np.ndarray
 ) -> tuple[int, bool]:
-    """The task that the first task of a stream waits for, and whether the two start together."""
+    """Return the task that `task` waits for, and whether the two start together."""
     for other in graph.afters[task].tolist():
         if other >= 0 and missing[other]:
             return other, False
     members = np.flatnonzero(graph.groups == graph.groups[task])
     for member in members[members != task].tolist():
-        is_there = heads[stream_of[member]] == member
-        if not is_there or any(other >= 0 and missing[other] for other in graph.afters[member].tolist()):
+        is_first = firsts[stream_of[member]] == member
+        if not is_first or any(other >= 0 and missing[other] for other in graph.afters[member].tolist()):
             return member, True
     raise AssertionError("a task that waits for nothing has run")
 

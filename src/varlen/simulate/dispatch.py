@@ -1,4 +1,4 @@
-"""List scheduling: in which order each stage of a pipeline runs its tasks, and how long the whole then takes."""
+"""List scheduling: chooses the order in which each stage of a pipeline runs its tasks, and simulates it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TRIES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pipeline:
-    """What the pipeline of a rank has to do, MicroPack after MicroPack; chunk q runs on stage q % stages.
+    """The MicroPacks of a rank's pipeline; chunk q runs on stage q % stages.
 
-    Or of several ranks that run one order of tasks: seconds are those of the slowest, bytes those of each.
+    For several ranks that run one order of tasks, seconds are those of the slowest, bytes those of each.
     """
 
     forward: FloatArray
     """float64 `[chunks, forward MicroPacks]`: seconds."""
     backward: FloatArray
-    """float64 `[chunks, backward MicroPacks]`: seconds, of input gradients alone where the backward is split."""
+    """float64 `[chunks, backward MicroPacks]`: seconds, only of input gradients if the backward is split."""
     weight: FloatArray
     """float64 `[chunks, backward MicroPacks]`: seconds of weight gradients; 0 unless split."""
     send_forward: FloatArray
@@ -35,10 +35,10 @@ class Pipeline:
     send_backward: FloatArray
     """float64 `[backward MicroPacks]`."""
     after: Int32Array
-    """int32 `[backward MicroPacks]`: the last forward MicroPack that holds a slice of its documents; -1 for one
-    that holds none and waits for nothing."""
+    """int32 `[backward MicroPacks]`: the last forward MicroPack that holds a slice of its documents; -1 for an empty
+    one."""
     forward_peaks: FloatArray
-    """float64 `[ranks, chunks, forward MicroPacks]`: as `TaskBytes`, and the following too."""
+    """float64 `[ranks, chunks, forward MicroPacks]`: as in `TaskBytes`, like the following."""
     forward_left: FloatArray
     backward_peaks: FloatArray
     """float64 `[ranks, chunks, backward MicroPacks]`."""
@@ -46,40 +46,38 @@ class Pipeline:
     waiting: FloatArray
     """float64 `[ranks, chunks, backward MicroPacks]`; 0 unless split."""
     begins: FloatArray
-    """float64 `[ranks, stages]`: in use before the first task."""
+    """float64 `[ranks, stages]`: bytes before the first task."""
     limits: FloatArray
-    """float64 `[stages]`: bytes that may be in use besides states."""
+    """float64 `[stages]`: bytes left beside the states."""
     splits: bool = False
 
     @property
     def tasks_per_stage(self) -> int:
-        """Tasks that each stage runs."""
+        """Number of tasks of each stage."""
         per_chunk = self.forward.shape[1] + self.backward.shape[1] * (2 if self.splits else 1)
         return int(per_chunk * (self.forward.shape[0] // self.limits.size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dispatched:
-    """An order of tasks, what it takes and what it holds."""
+    """An order of tasks, with its time and memory."""
 
     makespan_s: float
-    """Seconds; inf where memory lets the pipeline go no further."""
+    """Seconds; inf if memory doesn't suffice."""
     codes: npt.NDArray[np.uint8]
     """uint8 `[stages, tasks]`: as `StepPlan.tasks`."""
     peaks_bytes: FloatArray
-    """float64 `[stages]`: the most in use besides states."""
+    """float64 `[stages]`: peak bytes beside the states."""
 
 
 def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float = np.inf) -> Dispatched:
-    """Choose the order in which stages run their tasks.
+    """Choose the order in which stages run their tasks; gives up once it would take longer than `limit_s`.
 
     List scheduling (Graham 1966, "Bounds for Certain Multiprocessing Anomalies") with fixed orders of MicroPacks:
-    each stage runs whatever of the next forward and the next backward can start first, the backward where both can.
-    A forward waits until its memory is free, and until there is room for what backwards hold besides. Weight
-    gradients, where they are tasks of their own, fill gaps of at least a quarter of their time (Qi et al. 2023,
-    arXiv 2401.10241). With equal costs this is 1F1B.
-
-    Cost: O(tasks * stages), about 0.1 µs each.
+    each stage runs the next forward or the next backward, whichever can start first, the backward if both can (or the
+    forward, with `forward_first`). A forward waits until there is memory for it, and for the peaks of backwards.
+    Separate weight gradients fill gaps of at least a quarter of their time (Qi et al. 2023, arXiv 2401.10241). With
+    equal costs this is 1F1B. Takes O(tasks * stages), about 0.1 µs each.
     """
     codes = np.zeros((pipeline.limits.size, pipeline.tasks_per_stage), np.uint8)
     peaks = np.zeros(pipeline.limits.size)
@@ -111,8 +109,8 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float 
         over = peaks - pipeline.limits
         if makespan == np.inf or (over <= 0).all():
             break
-        # What a backward holds besides is known only then: leave room for it and run again, also where it was given
-        # up: who waits sooner may be done sooner.
+        # The memory that backwards need is only known now: reserve it and run again, also if this run gave up, since
+        # waiting earlier may finish earlier.
         allowed -= np.maximum(over, 0)
     if limit_s < makespan < np.inf:
         return Dispatched(makespan_s=makespan, codes=codes[:, :0], peaks_bytes=peaks)
@@ -120,27 +118,17 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float 
     return Dispatched(makespan_s=np.inf if is_over else makespan, codes=codes, peaks_bytes=peaks)
 
 
-# What the pipeline of a rank has to do, put together from what its tasks take: the dispatcher's input.
-
-ALL = slice(None)
-
-
-def pipeline_of(
+def _pipeline_of(
     costs: StageCosts,
     seconds: Durations,
     after: Int32Array,
     taken: TaskBytes,
     begins: FloatArray,
-    ahead: slice = ALL,
-    back: slice = ALL,
+    ahead: slice,
+    back: slice,
 ) -> Pipeline:
-    """Put together what one rank's pipeline has to do.
-
-    Args:
-        after: int32 `[backward MicroPacks]`, as `Pipeline.after`.
-        begins: float64 `[stages]`: bytes before the first task.
-    """
-    # Parameters that are sharded are gathered while a task computes: it takes as long as the longer of the two.
+    """Build one rank's pipeline from its MicroPacks `ahead` (forward) and `back` (backward)."""
+    # Sharded parameters are gathered while a task computes: it takes as long as the longer of the two.
     gathers = gathers_s(seconds.gather, splits=costs.splits)[:, :, np.newaxis]
     weight = seconds.weight[:, back]
     return Pipeline(
@@ -162,7 +150,7 @@ def pipeline_of(
 
 
 def loads_s(plan: StepPlan, seconds: Durations) -> FloatArray:
-    """Return the seconds that each data-parallel rank's busiest stage computes, float64 `[dp]`: a lower bound."""
+    """Return the computing seconds of each data-parallel rank's busiest stage, float64 `[dp]`: a lower bound."""
     pp, dp = plan.mesh.pp, plan.mesh.dp
     passes = [(plan.forward, seconds.forward), (plan.backward, seconds.backward)]
     if plan.splits_backward:
@@ -178,7 +166,7 @@ def loads_s(plan: StepPlan, seconds: Durations) -> FloatArray:
 
 
 def pipelines_of(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Callable[[int], Pipeline]:
-    """Return what tells each data-parallel rank's pipeline, where ranks share nothing."""
+    """Return a function from a data-parallel rank to its pipeline, for ranks that share no documents."""
     after = last_forwards(plan)
     taken = plan_bytes(plan, costs.memory)
 
@@ -186,6 +174,6 @@ def pipelines_of(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Calla
         ahead = slice(*plan.forward.rank_offsets[rank : rank + 2].tolist())
         back = slice(*plan.backward.rank_offsets[rank : rank + 2].tolist())
         own = np.maximum(after[back] - ahead.start, -1).astype(np.int32)
-        return pipeline_of(costs, seconds, own, taken, taken.begins[rank], ahead, back)
+        return _pipeline_of(costs, seconds, own, taken, taken.begins[rank], ahead, back)
 
     return of

@@ -1,4 +1,4 @@
-"""The task graph of a plan: which task runs after which others, and how long each takes, as flat arrays."""
+"""The task graph of a plan as flat arrays: dependencies and durations of tasks; and `StageCosts`, their prices."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from varlen.types import FloatArray, Int32Array, IntArray
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Graph:
-    """Tasks stream by stream, each stream in its order: compute streams first, one a stage of a rank."""
+    """Tasks ordered by stream: compute streams first, one for each stage of a rank."""
 
     stream_offsets: Int32Array
-    """int32 `[num_streams + 1]`: the tasks of each stream; the first `dp * pp` compute."""
+    """int32 `[num_streams + 1]`: the tasks of each stream; the first `dp * pp` streams compute."""
     afters: Int32Array
-    """int32 `[num_tasks, 1]`: the task that must have ended, besides the one before in the stream; -1 for none."""
+    """int32 `[num_tasks, 1]`: the task that must end first, besides the previous one in the stream; -1 for none."""
     lags_s: FloatArray
-    """float64 `[num_tasks]`: seconds from a task's end until those after it may start."""
+    """float64 `[num_tasks]`: seconds from a task's end until dependent tasks may start."""
     lengths_s: FloatArray
     """float64 `[num_tasks]`."""
     groups: Int32Array
-    """int32 `[num_tasks]`: tasks of one group start together; -1 for a task alone."""
+    """int32 `[num_tasks]`: tasks of one group start together; -1 for no group."""
     num_groups: int
-    """How many groups there may be."""
+    """Upper bound of group numbers."""
     kinds: npt.NDArray[np.uint8]
     """uint8 `[num_tasks]`."""
     places: Int32Array
@@ -57,22 +57,22 @@ class Graph:
 
 
 class _Draft:
-    """Tasks kind after kind, each with its stream and its turn in there, before they are sorted by them."""
+    """Tasks by kind, each with its stream and its position there, before they are sorted."""
 
     def __init__(self, computes: Computes) -> None:
         count = len(computes.kinds)
         self.tasks = np.stack((computes.places, computes.chunks, computes.micropacks, computes.kinds))
-        """int64 `[4, tasks so far]`: place, chunk, MicroPack, and the kind of the task that computes."""
+        """int64 `[4, tasks so far]`: place, chunk, MicroPack, and the kind of the compute task."""
         self.kinds = computes.kinds
         self.streams = computes.places
-        """int64 `[tasks so far]`: a number for the stream of each."""
+        """int64 `[tasks so far]`: the stream of each."""
         self.turns = 4 * np.arange(count) + 4
-        """int64 `[tasks so far]`: rises along a stream."""
+        """int64 `[tasks so far]`: position in the stream, rising."""
         self.afters = np.full(count, -1)
-        """int64 `[tasks so far]`: the task that must have ended before, by its number here."""
+        """int64 `[tasks so far]`: index of the task that must end first."""
 
     def add(self, kinds: npt.ArrayLike, tasks: IntArray, streams: IntArray, turns: npt.ArrayLike) -> IntArray:
-        """Add tasks, given as columns of `tasks`, and return their numbers."""
+        """Add tasks, given as columns of `tasks`, and return their indices."""
         first, count = len(self.kinds), tasks.shape[1]
         self.tasks = np.concatenate((self.tasks, tasks), axis=1)
         self.kinds = np.concatenate((self.kinds, np.broadcast_to(kinds, count)))
@@ -85,18 +85,16 @@ class _Draft:
 def build_graph(
     plan: StepPlan, durations: Durations, slowdown: FloatArray, overlap: bool, contention: bool
 ) -> Graph:
-    """Lay a plan's tasks, messages and collectives out in streams.
+    """Build the streams of a plan's tasks, messages and collectives.
 
     - A stage of a rank computes its tasks in the plan's order.
-    - Messages between stages leave over one link for each neighbour, in the order in which they are computed;
-      without `contention` each has a link of its own, without `overlap` the stage that sends waits.
-    - Parameters, where they are sharded, are gathered layer by layer while a task computes, and its gradients
-      scattered: the task takes as long as the longer of the two. Without `overlap` they come one after the other.
-    - Gradients are added up when all data-parallel ranks of a stage are done.
+    - Messages between stages use one link for each neighbour, in the order in which they are computed;
+      without `contention`, each has a link of its own; without `overlap`, the sending stage waits.
+    - Sharded parameters are gathered, and gradients scattered, layer by layer while a task computes: it takes as long
+      as the longer of the two. Without `overlap`, they run one after the other.
+    - Gradients are synchronized when all data-parallel ranks of a stage are done.
 
-    Cost: O(tasks · log tasks) at most; about a microsecond a task.
-
-    `slowdown`: float64 `[dp * pp]`: what each stage's seconds are multiplied by.
+    `slowdown` has a factor for the seconds of each stage, `[dp * pp]`. It takes about a microsecond a task.
     """
     mesh = plan.mesh
     num_places = mesh.dp * mesh.pp
@@ -120,14 +118,14 @@ def _add_sends(
     overlap: bool,
     contention: bool,
 ) -> IntArray:
-    """Add a message behind each task that has one to send; return the message of each, -1 for none."""
+    """Add the message of each task that sends one; returns the index of each task's message, -1 for none."""
     onward = (computes.kinds == FORWARD) & (computes.chunks < num_chunks - 1)
     back = (computes.kinds == BACKWARD) & (computes.chunks > 0)
     senders = np.flatnonzero(onward | back)
     is_back = back[senders]
     if not overlap:
         streams = computes.places[senders]
-    elif contention:  # of two stages each has one link
+    elif contention:  # each of two stages has only one link
         streams = num_places + 2 * computes.places[senders] + (is_back if pp > 2 else 0)
     else:
         streams = 5 * num_places + np.arange(len(senders))
@@ -140,7 +138,7 @@ def _add_sends(
 
 
 def _tie_computes(draft: _Draft, computes: Computes, plan: StepPlan, send_of: IntArray) -> None:
-    """Let each task wait for its input: a message, or at the last chunk the forward of the same documents."""
+    """Make each task wait for its input: a message, or at the last chunk the forward of the same documents."""
     last = plan.mesh.num_chunks - 1
     forwards = computes.table(FORWARD, last + 1, plan.forward.num_micropacks)
     backwards = computes.table(BACKWARD, last + 1, plan.backward.num_micropacks)
@@ -155,15 +153,15 @@ def _tie_computes(draft: _Draft, computes: Computes, plan: StepPlan, send_of: In
 
 
 def _add_gathers(draft: _Draft, computes: Computes, num_places: int, overlap: bool) -> None:
-    """Gather parameters for each task, or scatter its gradients, beside it or before it."""
+    """Add the gather of parameters or scatter of gradients of each task, parallel to it or before it."""
     takers = np.arange(len(computes.kinds))
     streams = 3 * num_places + computes.places if overlap else computes.places
     gathers = draft.add(GATHER, draft.tasks[:, takers], streams, 4 * takers + 3)
-    draft.afters[gathers] = draft.afters[takers]  # nothing is gathered before there is something to compute
+    draft.afters[gathers] = draft.afters[takers]  # gathering begins when the task's input is available
 
 
 def _add_syncs(draft: _Draft, computes: Computes, num_places: int, overlap: bool) -> None:
-    """Add up gradients once a stage of each rank has nothing left to compute."""
+    """Add the gradient sync of each stage after its last task."""
     places, nothing = np.arange(num_places), np.full(num_places, -1)
     tasks = np.stack((places, nothing, nothing, np.zeros(num_places, np.int64)))
     streams = 4 * num_places + places if overlap else places
@@ -176,10 +174,10 @@ def _add_syncs(draft: _Draft, computes: Computes, num_places: int, overlap: bool
 def _sorted(
     draft: _Draft, plan: StepPlan, durations: Durations, slowdown: FloatArray, overlap: bool
 ) -> Graph:
-    """Bring tasks into the order of their streams, and add what they take and with whom they start."""
+    """Sort tasks by stream and position, and add durations and groups."""
     num_places = plan.mesh.dp * plan.mesh.pp
     order = np.argsort(draft.streams * (draft.turns.max(initial=0) + 1) + draft.turns, kind="stable")
-    number_of = np.full(len(order) + 1, -1, np.int32)  # -1 stands for none, and finds the last
+    number_of = np.full(len(order) + 1, -1, np.int32)  # the last entry maps -1 (none) to -1
     number_of[order] = np.arange(len(order))
     kinds, streams, tasks = draft.kinds[order], draft.streams[order], draft.tasks[:, order]
     compute_offsets = np.searchsorted(streams, np.arange(num_places))
@@ -206,7 +204,7 @@ def _sorted(
 def _seconds(
     kinds: IntArray, tasks: IntArray, plan: StepPlan, durations: Durations, slowdown: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """The length and the lag of each task."""
+    """Return the duration and the lag of each task."""
     places, chunks, micropacks, passes = tasks
     lengths, lags = np.zeros(len(kinds)), np.zeros(len(kinds))
     for kind, table in (
@@ -232,12 +230,12 @@ def _seconds(
 
 
 def _groups(kinds: IntArray, tasks: IntArray, plan: StepPlan, overlap: bool) -> tuple[Int32Array, int]:
-    """The group that each task starts with, and how many numbers there are for groups."""
+    """Return the group of each task, and the upper bound of group numbers."""
     mesh = plan.mesh
     places, chunks, micropacks, passes = tasks
     steps = lock_steps(plan)
     groups, count = np.full(len(kinds), -1, np.int64), mesh.num_chunks * steps.num_groups
-    # Weight gradients wait for other ranks only to be scattered.
+    # Weight gradients wait for other ranks only if they are scattered.
     kinds_in_step = KINDS if mesh.sharding == "parameters" else KINDS - 1
     for kind, step_of in ((FORWARD, steps.forward), (BACKWARD, steps.backward), (WEIGHT, steps.backward))[
         :kinds_in_step
@@ -251,18 +249,15 @@ def _groups(kinds: IntArray, tasks: IntArray, plan: StepPlan, overlap: bool) -> 
     return groups.astype(np.int32), 2 * KINDS * count + mesh.pp
 
 
-# The tasks of a plan that compute, MicroPack by MicroPack, and what a backward MicroPack waits for.
-
-
 class Computes(NamedTuple):
-    """The tasks of `plan.tasks`, with what their codes stand for; int64 `[num_tasks]` each."""
+    """The decoded tasks of `plan.tasks`; int64 `[num_tasks]` each."""
 
     kinds: IntArray
     places: IntArray
     """`rank * pp + stage`."""
     chunks: IntArray
     micropacks: IntArray
-    """Number in `plan.forward` for FORWARD, in `plan.backward` for the others."""
+    """Index in `plan.forward` for FORWARD, in `plan.backward` for the others."""
 
     def table(self, kind: int, num_chunks: int, num_micropacks: int) -> IntArray:
         """Return int64 `[num_chunks, num_micropacks]`: the task of a kind for each chunk and MicroPack."""
@@ -273,10 +268,7 @@ class Computes(NamedTuple):
 
 
 def computes_of(plan: StepPlan) -> Computes:
-    """Return what each task of a plan is.
-
-    Cost: O(tasks).
-    """
+    """Decode the tasks of a plan."""
     mesh = plan.mesh
     num_places, num_codes = mesh.dp * mesh.pp, KINDS * mesh.virtual_stages
     places = np.repeat(np.arange(num_places), np.diff(plan.task_offsets))
@@ -294,7 +286,7 @@ def computes_of(plan: StepPlan) -> Computes:
     slots = places * num_codes + codes
     counts = np.bincount(slots, minlength=num_places * num_codes)
     _check_counts(plan, counts.reshape(num_places, num_codes))
-    # Few enough slots make this a radix sort.
+    # With a small dtype, this is a radix sort.
     order = np.argsort(slots.astype(np.min_scalar_type(num_places * num_codes)), kind="stable")
     turns = np.empty(len(codes), np.int64)
     turns[order] = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -309,10 +301,7 @@ def computes_of(plan: StepPlan) -> Computes:
 
 
 def _check_counts(plan: StepPlan, counts: IntArray) -> None:
-    """Require of each stage as many tasks of each kind and chunk as its rank has MicroPacks.
-
-    `counts`: int64 `[dp * pp, 3 * virtual_stages]`: tasks of each code.
-    """
+    """Require that each stage has a task of each kind and chunk for each MicroPack of its rank."""
     mesh = plan.mesh
     wanted = np.zeros((mesh.dp, KINDS), np.int64)
     wanted[:, FORWARD] = plan.forward.counts
@@ -332,10 +321,8 @@ def _check_counts(plan: StepPlan, counts: IntArray) -> None:
 def last_forwards(plan: StepPlan) -> IntArray:
     """Return the forward MicroPack that each backward MicroPack waits for, int64 `[num_backward]`; -1 for none.
 
-    A document's backward begins at its end, so a MicroPack waits for every forward MicroPack of its rank that holds
-    a slice of one of its documents: a stage runs those in order, so for the last of them.
-
-    Cost: O(slices · log slices).
+    A document's backward begins at its end, so a MicroPack waits for the last forward MicroPack of its rank that
+    holds a slice of one of its documents.
     """
 
     def keys(micropacks: MicroPacks, of_slice: Int32Array) -> IntArray:
@@ -344,11 +331,11 @@ def last_forwards(plan: StepPlan) -> IntArray:
         )
 
     ahead, behind = plan.forward.micropack_of_slice, plan.backward.micropack_of_slice
-    found, sought = keys(plan.forward, ahead), keys(plan.backward, behind)
-    order = np.argsort(found, kind="stable")  # MicroPacks rise within a key
-    where = np.searchsorted(found[order], sought, "right") - 1
+    present, sought = keys(plan.forward, ahead), keys(plan.backward, behind)
+    order = np.argsort(present, kind="stable")  # MicroPacks rise within a key
+    where = np.searchsorted(present[order], sought, "right") - 1
     known = where >= 0
-    known[known] = found[order][where[known]] == sought[known]
+    known[known] = present[order][where[known]] == sought[known]
     if not known.all():
         first = int(np.flatnonzero(~known)[0])
         micropack, rank = behind[first], int(plan.backward.ranks[behind[first]])
@@ -362,28 +349,23 @@ def last_forwards(plan: StepPlan) -> IntArray:
     return last
 
 
-# Which MicroPacks start together: those of a merged document, and those that gather parameters together.
-
-
 class LockSteps(NamedTuple):
-    """The groups of MicroPacks that run together, each in every chunk of layers."""
+    """The groups of MicroPacks that run together in every chunk of layers."""
 
     forward: Int32Array
     """int32 `[num_forward_micropacks]`: the group of each; -1 for one that waits for no other rank.
-    Where parameters are sharded each has a group, with the traffic of its parameters."""
+    If parameters are sharded, each has a group."""
     backward: Int32Array
     """int32 `[num_backward_micropacks]`."""
     num_groups: int
-    """Groups of the pass that has more."""
+    """Number of groups of the pass that has more."""
 
 
 def lock_steps(plan: StepPlan) -> LockSteps:
-    """Return which MicroPacks wait for each other because their ranks exchange keys and values, or parameters.
+    """Return which MicroPacks run together because their ranks exchange keys and values, or parameters.
 
-    MicroPacks that hold the same slice of a merged document run together; where parameters are sharded, so do those
-    that are the n-th of their ranks. What two groups share joins them.
-
-    Cost: O(slices of merged documents · log of them), and O(MicroPacks) where parameters are sharded.
+    MicroPacks that hold the same slice of a merged document run together; if parameters are sharded, so do the n-th
+    ones of all ranks. Groups with a common MicroPack are joined.
     """
     groups: list[Int32Array] = []
     most = 0
@@ -409,7 +391,7 @@ def lock_steps(plan: StepPlan) -> LockSteps:
 
 
 def _merged(plan: StepPlan, micropacks: MicroPacks) -> tuple[IntArray, IntArray]:
-    """The MicroPack and a number for the document and first token of each slice of a merged document."""
+    """Return the MicroPack of each slice of a merged document, and a key of its document and first token."""
     if plan.num_merged == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     shared = np.flatnonzero(plan.num_ranks[micropacks.document_ids] > 1)
@@ -418,13 +400,13 @@ def _merged(plan: StepPlan, micropacks: MicroPacks) -> tuple[IntArray, IntArray]
 
 
 def _joined(members: IntArray, keys: IntArray, num_micropacks: int, smallest: int) -> tuple[Int32Array, int]:
-    """The groups that result where all members with one key belong together; -1 for those in smaller groups."""
+    """Return the connected components of members with equal keys; -1 for those of fewer than `smallest`."""
     group_of = np.full(num_micropacks, -1, np.int32)
     if len(members) == 0:
         return group_of, 0
     _, numbers = np.unique(keys, return_inverse=True)
     label = np.arange(num_micropacks)
-    while True:  # everyone takes the lowest label among those it shares a key with, until nothing changes
+    while True:  # take the lowest label among members with the same key, until nothing changes
         lowest = np.full(numbers.max() + 1, num_micropacks)
         np.minimum.at(lowest, numbers, label[members])
         fresh = label.copy()
@@ -439,16 +421,16 @@ def _joined(members: IntArray, keys: IntArray, num_micropacks: int, smallest: in
     return number_of[label], len(large)
 
 
-# The kinds of tasks in a simulated step: those of a plan, and the messages and collectives between them.
+# Kinds of tasks besides FORWARD, BACKWARD and WEIGHT of `varlen.step_plan`.
 
 SEND_FORWARD: Final = 3
-"""The output of a chunk of layers goes to the stage that holds the next chunk."""
+"""Send the output of a chunk of layers to the stage of the next chunk."""
 SEND_BACKWARD: Final = 4
-"""The gradient of a chunk's input goes to the stage that holds the chunk before."""
+"""Send the gradient of a chunk's input to the stage of the previous chunk."""
 GRADIENT_SYNC: Final = 5
-"""Data-parallel ranks add up their gradients, once a step."""
+"""Synchronize the gradients of data-parallel ranks, once a step."""
 GATHER: Final = 6
-"""Data-parallel ranks gather a chunk's parameters, or scatter its gradients (`sharding="parameters"`)."""
+"""Gather a chunk's parameters, or scatter its gradients (`sharding="parameters"`)."""
 KIND_NAMES: Final = (
     "forward",
     "backward",
@@ -458,10 +440,7 @@ KIND_NAMES: Final = (
     "gradient sync",
     "gather parameters",
 )
-"""What each kind is called, by its number: FORWARD, BACKWARD and WEIGHT of `varlen.step_plan`, then those above."""
-
-
-# `Durations`: what each task of a plan takes, in seconds, as arrays that the engine and a dispatcher read.
+"""The name of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -471,20 +450,20 @@ class Durations:
     forward: FloatArray
     """float64 `[num_chunks, num_forward_micropacks]`: seconds of each forward MicroPack in each chunk of layers."""
     backward: FloatArray
-    """float64 `[num_chunks, num_backward_micropacks]`: all of the backward pass, or its input gradients alone."""
+    """float64 `[num_chunks, num_backward_micropacks]`: the whole backward pass, or only its input gradients."""
     weight: FloatArray
-    """float64 as `backward`: the weight gradients where the backward is split, else 0."""
+    """float64 as `backward`: the weight gradients if the backward is split, else 0."""
     send_forward: FloatArray
     """float64 `[num_forward_micropacks]`: seconds for which a MicroPack's output occupies a link."""
     send_backward: FloatArray
     """float64 `[num_backward_micropacks]`: seconds for which the gradient of its input occupies a link."""
     latency_s: float
-    """Seconds more until a message has arrived, in which the link carries others."""
+    """Further seconds until a message arrives, in which the link is free."""
     gather: FloatArray
-    """float64 `[num_chunks]`: seconds to gather a chunk's parameters, or to scatter its gradients; 0 where each
-    data-parallel rank has its own."""
+    """float64 `[num_chunks]`: seconds to gather a chunk's parameters, or to scatter its gradients; 0 unless they are
+    sharded."""
     sync: FloatArray
-    """float64 `[pp]`: seconds to add up the gradients of a stage at the step's end."""
+    """float64 `[pp]`: seconds of the gradient sync of a stage at the step's end."""
     forward_rows: FloatArray
     """float64 `[num_forward_micropacks]`: rows (tokens) that one GPU computes."""
     backward_rows: FloatArray
@@ -498,10 +477,7 @@ class Durations:
 
 
 def durations(plan: StepPlan, cost: CostModel) -> Durations:
-    """Price every task of a plan.
-
-    Cost: O(slices + tasks).
-    """
+    """Price every task of a plan."""
     costs = stage_costs(cost, plan.mesh, splits=plan.splits_backward)
     with jit.sized(1e-4 * (len(plan.forward.starts) + len(plan.backward.starts))):
         prices = [_priced(plan, micropacks, costs) for micropacks in (plan.forward, plan.backward)]
@@ -509,19 +485,13 @@ def durations(plan: StepPlan, cost: CostModel) -> Durations:
 
 
 def _priced(plan: StepPlan, micropacks: MicroPacks, costs: StageCosts) -> FloatArray:
-    """The MicroPacks of a pass, priced."""
     slices = np.stack([micropacks.starts, micropacks.stops, plan.num_ranks[micropacks.document_ids]])
-    # Of arrays that can't be written the kernel would be compiled once more.
+    # A copy, since numba would compile the kernel again for read-only arrays.
     return priced(costs, micropacks.slice_offsets.copy(), slices)
 
 
 def durations_of_prices(costs: StageCosts, forward: FloatArray, backward: FloatArray) -> Durations:
-    """Return what tasks take in each chunk of layers, given what their MicroPacks take in an average layer.
-
-    Args:
-        forward: float64 `[forward MicroPacks, 7]`, priced.
-        backward: float64 `[backward MicroPacks, 7]`, priced.
-    """
+    """Return seconds of tasks in each chunk of layers, given the prices of their MicroPacks (`[MicroPacks, 7]`)."""
     layers, heads = costs.layers[:, np.newaxis], costs.heads[:, np.newaxis]
     inputs = layers * backward[:, INPUT_LAYER] + heads * backward[:, INPUT_HEAD]
     weights = layers * backward[:, WEIGHT_LAYER]
@@ -546,55 +516,44 @@ def durations_of_prices(costs: StageCosts, forward: FloatArray, backward: FloatA
 
 
 def gathers_s(gather: FloatArray, *, splits: bool) -> FloatArray:
-    """Return seconds that a task of each kind gathers parameters and scatters gradients, float64 `[3, num_chunks]`.
+    """Return seconds in which a task of each kind gathers parameters and scatters gradients, `[3, num_chunks]`.
 
-    A backward task does both, unless its weight gradients, which are what is scattered, come later. A task takes as
-    long as the longer of this and its computing where the two overlap.
-
-    `gather`: float64 `[num_chunks]`, as `Durations.gather`.
+    A backward task does both, unless weight gradients, which are scattered, are separate tasks. With overlap, a task
+    takes as long as the longer of this and its computation.
     """
     return np.array([1, 1 if splits else 2, 1])[:, np.newaxis] * gather
 
 
-# What simulating and planning ask of a cost model on one mesh, computed once: rates, layers, bytes, limits.
-
-KEPT = 64
-"""Of the last meshes and cost models asked for."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageCosts:
-    """A cost model on one mesh, as arrays over its chunks of layers."""
+    """All numbers of a cost model on one mesh that simulation and planning need, by chunk of layers."""
 
     mesh: Mesh
     rates: Rates
     layers: FloatArray
-    """float64 `[chunks]`: layers of each."""
+    """float64 `[chunks]`: number of layers."""
     heads: FloatArray
     """float64 `[chunks]`: 1 for the chunk that has the vocabulary head."""
     gather_s: FloatArray
-    """float64 `[chunks]`: seconds to gather a chunk's parameters, where they are sharded."""
+    """float64 `[chunks]`: seconds to gather a chunk's parameters, if they are sharded."""
     send_latency_s: float
     send_s_per_row: float
     sync_s: FloatArray
-    """float64 `[stages]`: seconds that data-parallel ranks add up gradients."""
+    """float64 `[stages]`: seconds of the gradient sync."""
     memory: Memory
     """Bytes of rows."""
     limits: FloatArray
-    """float64 `[stages]`: bytes that are left beside states."""
+    """float64 `[stages]`: bytes left beside the states."""
     splits: bool = False
-    """Whether weight gradients are tasks of their own."""
+    """Whether weight gradients are separate tasks."""
     head_at_once: bool = False
-    """Whether the vocabulary head runs in backward tasks alone, its forward pass too, as `varlen.runtime` has it:
-    logits are then gone as soon as they are there."""
+    """Whether the vocabulary head runs both passes in backward tasks, as in `varlen.runtime`, which frees logits
+    immediately."""
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=64)
 def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCosts:
-    """Ask a cost model for all that a step on a mesh needs.
-
-    Cost: a millisecond at first; the last ones asked for are kept.
-    """
+    """Return the numbers of a cost model on a mesh; takes a millisecond, and is cached."""
     stages, memory = cost.stages(mesh), cost.memory(mesh, splits_backward=splits)
     latency, per_row = cost.send_s(mesh)
     return StageCosts(
@@ -614,11 +573,6 @@ def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCo
 
 
 def priced(costs: StageCosts, slice_offsets: Int32Array, slices: Int32Array) -> FloatArray:
-    """Price MicroPacks; float64 `[num_micropacks, 7]`.
-
-    Args:
-        slice_offsets: int32 `[num_micropacks + 1]`.
-        slices: int32 `[3 or more, num_slices]`: starts, stops, ranks that share the slice.
-    """
+    """Price MicroPacks, float64 `[num_micropacks, 7]`; rows of `slices` are starts, stops, numbers of ranks."""
     result: FloatArray = kernels.price(slice_offsets, slices[0], slices[1], slices[2], costs.rates)
     return result

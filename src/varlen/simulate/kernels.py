@@ -1,8 +1,8 @@
-"""The event engine over flat arrays; `tests/oracles/simulate.py` says in plain Python what it must return.
+"""Kernels of the simulator and the dispatcher; `tests/oracles/simulate.py` defines in plain Python what they return.
 
-Every stream runs its tasks in an order known beforehand, links too (a stage's messages leave in the order in which
-it computes them), so that a start is the longest path to it: no time is ever looked up in a queue, a task costs
-some memory look-ups, and no task starts earlier because another takes longer.
+Every stream, links included, runs its tasks in a known order, so the start of a task is the longest path to it. The
+engine therefore needs no event queue: a task costs some memory accesses, and no task starts earlier because another
+one takes longer.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -45,7 +45,7 @@ Float64 = NDArray[np.float64]
 
 @compiled
 def _wake(task: int, stack: Int32, height: int, waiting: Int32, behind: Int32) -> int:
-    """Put the streams that wait for a task on the stack of those to look at; return its height."""
+    """Push the streams that wait for a task on the stack; returns its height."""
     stream = waiting[task]
     while stream >= 0:
         stack[height] = stream
@@ -59,7 +59,7 @@ def _wake(task: int, stack: Int32, height: int, waiting: Int32, behind: Int32) -
 
 @compiled
 def _blocker(task: int, afters: Int32, stops: Float64) -> int:
-    """The first task that this one waits for and that hasn't ended, or -1."""
+    """Return the first unfinished task that this one waits for, or -1."""
     for column in range(afters.shape[1]):
         other = afters[task, column]
         if other >= 0 and np.isnan(stops[other]):
@@ -69,7 +69,7 @@ def _blocker(task: int, afters: Int32, stops: Float64) -> int:
 
 @compiled
 def _ready(task: int, first: int, afters: Int32, lags: Float64, stops: Float64) -> tuple[float, int]:
-    """When a task may start, and the task that lets it: the last to end, of several the lowest; -1 for none."""
+    """Return when a task can start, and the last task that it waits for, of several the lowest; -1 for none."""
     ready, decider = 0.0, -1
     if task > first:
         ready, decider = stops[task - 1], task - 1
@@ -94,24 +94,11 @@ def run_tasks(
     stops: Float64,
     deciders: Int32,
 ) -> int:
-    """Run every task as early as its stream, the tasks it waits for and its group allow.
+    """Run every task as early as its stream, its dependencies and its group allow; see `graph.Graph`.
 
-    Args:
-        stream_offsets: int32 `[num_streams + 1]`: stream k runs the tasks from `stream_offsets[k]` to the next.
-        afters: int32 `[num_tasks, any]`: tasks that must have ended before; -1 for none.
-        lags: float64 `[num_tasks]`: seconds from a task's end until those that name it in `afters` may start.
-        lengths: float64 `[num_tasks]`: seconds, at least 0.
-        groups: int32 `[num_tasks]`: tasks of one group start together and end when the longest is done; -1: alone.
-        num_groups: how many groups there are.
-        starts: float64 `[num_tasks]`, written; NaN where a task never starts.
-        stops: float64 `[num_tasks]`, written; NaN where a task never ends.
-        deciders: int32 `[num_tasks]`, written: the task whose end let this one start, or the whole group; the lowest
-            of several; -1 where nothing had to end.
-
-    Returns:
-        How many tasks ran: fewer than there are in a deadlock.
-
-    Cost: O(tasks + entries of `afters`).
+    Tasks of a group start together and end when the longest is done. `starts` and `stops` are written, NaN for tasks
+    that can't run, and `deciders`: the last task that each one (or its group) waited for, -1 for none. Returns how
+    many tasks ran, fewer than all in a deadlock.
     """
     num_streams, num_tasks = len(stream_offsets) - 1, len(lengths)
     starts[:] = np.nan
@@ -182,17 +169,10 @@ def memory_curves(
     times: Float64,
     sizes: Float64,
 ) -> None:
-    """Add up, stage by stage, what tasks take and give back.
+    """Sum up the bytes of each stage over time.
 
-    Args:
-        stream_offsets: int32 `[num_stages + 1]`: the tasks of each stage, in their order.
-        at_start: float64 `[num_tasks]`: bytes that a task takes as it starts.
-        at_stop: float64 `[num_tasks]`: bytes that it takes as it stops; below 0 where it gives back.
-        starts: float64 `[num_tasks]`.
-        stops: float64 `[num_tasks]`.
-        begins: float64 `[num_stages]`: bytes of each stage before its first task.
-        times: float64 `[2 * num_tasks + num_stages]`, written: a stage's points begin with one at 0.
-        sizes: float64 of the same shape, written: bytes from that time on.
+    Tasks change them by `at_start` and `at_stop`, from `begins` on. `times` and `sizes` are written: for each stage a
+    point at 0, and two points for each task.
     """
     point = 0
     for stage in range(len(begins)):
@@ -209,7 +189,7 @@ def memory_curves(
 
 @compiled
 def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
-    """Count rows of the MicroPacks next to each on its rank that hold some."""
+    """Write the rows of the next and the previous non-empty MicroPack of the rank."""
     for rank in range(len(rank_offsets) - 1):
         before = -1
         for pack in range(rank_offsets[rank], rank_offsets[rank + 1]):
@@ -221,14 +201,7 @@ def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
 
 @compiled
 def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int) -> Float64:
-    """Count what memory asks of each forward MicroPack, float64 `[7, MicroPacks]`; see `varlen.cost.memory`.
-
-    Args:
-        slice_offsets: int32 `[MicroPacks + 1]`.
-        slices: int32 `[5, slices]`: starts, stops, ranks that share it, document ids, whether its document ends here.
-        rank_offsets: int32 `[ranks + 1]`.
-        cp: GPUs of a rank that share a slice.
-    """
+    """Return the counts of forward MicroPacks, float64 `[7, MicroPacks]`; see `varlen.cost.memory`."""
     starts, stops, num_ranks, document_ids = slices[0], slices[1], slices[2], slices[3]
     counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
     lengths = np.zeros(document_ids.max() + 1 if len(document_ids) else 0, np.int32)
@@ -248,7 +221,7 @@ def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp:
 
 @compiled
 def _piece_end(cuts: Int64, document: int, row: int) -> int:
-    """Return where the forward slice ends that a row is in, or the row itself where one begins."""
+    """Return the end of the forward slice that contains a row, or the row itself if a slice begins there."""
     key = (np.int64(document) << 32) | row
     low, high = 0, len(cuts)
     while low < high:
@@ -266,15 +239,9 @@ def _piece_end(cuts: Int64, document: int, row: int) -> int:
 def backward_counts(
     slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64
 ) -> Float64:
-    """Count what memory asks of each backward MicroPack, float64 `[14, MicroPacks]`, as they run.
+    """Return the counts of backward MicroPacks in `order`, float64 `[14, MicroPacks]`.
 
-    Args:
-        slice_offsets: int32 `[MicroPacks + 1]`.
-        slices: int32 `[5, slices]`: as for `forward_counts`.
-        order: int64 `[MicroPacks]`: in which they run.
-        rank_offsets: int32 `[ranks + 1]`: in that order.
-        cp: GPUs of a rank that share a slice.
-        cuts: int64 `[forward slices]`, sorted: document id << 32 | stop; none where both passes are cut alike.
+    `cuts` are the sorted ends of forward slices, `document id << 32 | stop`; empty if both passes are cut alike.
     """
     starts, stops, num_ranks, document_ids, is_end = slices[0], slices[1], slices[2], slices[3], slices[4]
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
@@ -313,7 +280,7 @@ def backward_counts(
 
 @compiled
 def _add_up(counts: Float64, peaks: Float64, left: Float64, most: Float64, kept: Float64) -> None:
-    """Add up what tasks of one pass take at most and what they leave, each `[ranks, chunks, MicroPacks]` and 0."""
+    """Add peaks and remaining bytes of the tasks of one pass to zeros, `[ranks, chunks, MicroPacks]` each."""
     chunks, many, things = peaks.shape
     ranks, count = counts.shape[0], counts.shape[2]
     size = np.empty(count)
@@ -338,21 +305,10 @@ def task_bytes(
     forward: Float64, backward: Float64, forward_peaks: Float64, forward_left: Float64, backward_peaks: Float64,
     backward_left: Float64, apart: Float64, first: Float64, stages: int,
 ) -> Any:  # fmt: skip
-    """Return what tasks take at most and what they leave in each pass, and what weight gradients wait with.
+    """Return the arrays of `simulate.memory.TaskBytes`, with ranks as first dimension.
 
-    Args:
-        forward: float64 `[ranks, 7, MicroPacks]`: what they count.
-        backward: float64 `[ranks, 14, MicroPacks]`: what they count, in the order in which they run.
-        forward_peaks: float64 `[chunks, peaks, 7]`: bytes of each thing counted.
-        forward_left: float64 `[chunks, 7]`.
-        backward_peaks: float64 `[chunks, peaks, 14]`.
-        backward_left: float64 `[chunks, 14]`.
-        apart: float64 `[chunks]`: bytes of a row.
-        first: float64 `[2, chunks]`: bytes of a row of the first MicroPack of each pass, before any task.
-        stages: of the pipeline.
-
-    Returns:
-        Five arrays float64 `[ranks, chunks, MicroPacks]`, and what is there before any task, `[ranks, stages]`.
+    `forward` and `backward` are counts `[ranks, counts, MicroPacks]`, in the order of the pass; the tables are those
+    of `Memory`, `apart` its `kept_for_weight_bytes` and `first` its `first_bytes`.
     """
     ranks, chunks = forward.shape[0], len(apart)
     most, kept = np.zeros((ranks, chunks, forward.shape[2])), np.zeros((ranks, chunks, forward.shape[2]))
@@ -375,7 +331,7 @@ def task_bytes(
     return most, kept, back, left, waiting, begins
 
 
-# The dispatcher as a numba kernel: which task each stage of a pipeline runs next; `tests/oracles` has its oracle.
+# The dispatcher.
 
 Float = NDArray[np.float64]
 
@@ -388,7 +344,7 @@ _ROUNDING = 1 + 1e-9
 def _backward_at(
     stage: int, stages: int, done: Int32, ends_f: Float, ends_b: Float, clock: Float, send: Float, after: Int32,
 ) -> Any:  # fmt: skip
-    """The chunk whose next backward can start first on a stage, and when; the last chunk first among equals."""
+    """Return the start of the earliest backward on a stage, and its chunk, the last of equals."""
     chunks, count = done.shape[1], ends_b.shape[1]
     best, chosen = _NEVER, -1
     for chunk in range(chunks - stages + stage, -1, -stages):
@@ -415,7 +371,7 @@ def _forward_at(
     stage: int, stages: int, done: Int32, ends_f: Float, clock: Float, send: Float, peaks_f: Float,
     used: Float, allowed: Float,
 ) -> Any:  # fmt: skip
-    """The chunk whose next forward can start first on a stage, and when; the last chunk first among equals."""
+    """Return the start of the earliest forward on a stage, and its chunk, the last of equals."""
     chunks, count = ends_f.shape
     best, chosen = _NEVER, -1
     for chunk in range(chunks - stages + stage, -1, -stages):
@@ -439,7 +395,7 @@ def _forward_at(
 
 @inlined
 def _weight_at(stage: int, stages: int, done: Int32) -> int:
-    """The chunk with the oldest weight gradients that wait on a stage; -1 if none do."""
+    """Return the chunk with the oldest waiting weight gradients of a stage, or -1."""
     chosen = -1
     for chunk in range(stage, done.shape[1], stages):
         if done[_W, chunk] < done[_B, chunk] and (chosen < 0 or done[_W, chunk] < done[_W, chosen]):
@@ -452,7 +408,7 @@ def _chosen(
     stage: int, stages: int, at_b: float, on_b: int, at_f: float, on_f: int, splits: bool, forward_first: bool,
     weight: Float, clock: Float, done: Int32, peaks_b: Float, left_b: Float, used: Float, limits: Float,
 ) -> Any:  # fmt: skip
-    """What a stage runs next: (start, kind, chunk)."""
+    """Return the next task of a stage: start, kind, chunk."""
     is_backward = at_b < at_f if forward_first else at_b <= at_f
     start, kind, chunk = (at_b, _B, on_b) if is_backward else (at_f, _F, on_f)
     waiting = _weight_at(stage, stages, done) if splits else -1
@@ -474,7 +430,7 @@ def _account(
     kind: int, stage: int, chunk: int, task: int, peaks_f: Float, left_f: Float, peaks_b: Float, left_b: Float,
     waiting: Float, used: Float, peaks: Float,
 ) -> None:  # fmt: skip
-    """Book the memory of one task on its stage: what each rank holds while it runs, and what it leaves behind."""
+    """Update the memory of a stage by one task: its peak, and the bytes that it leaves on each rank."""
     for rank in range(peaks_f.shape[0]):
         if kind == _F:
             peaks[stage] = max(peaks[stage], used[rank, stage] + peaks_f[rank, chunk, task])
@@ -509,7 +465,7 @@ def dispatch(
     peaks: Float,
     limit_s: float = np.inf,
 ) -> float:
-    """Run a pipeline by the rule of `varlen.simulate.dispatch`; inf where memory lets it go no further."""
+    """Run a pipeline by the rule of `varlen.simulate.dispatch`; returns seconds, or inf if memory doesn't suffice."""
     chunks, stages = forward.shape[0], limits.size
     done = np.zeros((3, chunks), np.int32)
     ends_f, ends_b = np.zeros(forward.shape), np.zeros(backward.shape)

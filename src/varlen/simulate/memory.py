@@ -1,4 +1,4 @@
-"""What each GPU holds over the step: states, activations between the passes, accumulators of key-value gradients."""
+"""Memory of each GPU over the step: states, activations, accumulators of key-value gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from varlen.types import FloatArray, Int32Array, IntArray
 
 
 class Curves(NamedTuple):
-    """What one GPU of each stage holds, as points in time; see `Timeline`."""
+    """Memory of one GPU of each stage, as points in time; see `Timeline`."""
 
     offsets: IntArray
     times_s: FloatArray
@@ -23,44 +23,41 @@ class Curves(NamedTuple):
 
 
 class TaskBytes(NamedTuple):
-    """What tasks take and leave, of one GPU; chunk by chunk and MicroPack by MicroPack."""
+    """Bytes that tasks allocate on one GPU, by chunk and MicroPack."""
 
     forward_peaks: FloatArray
-    """float64 `[chunks, forward MicroPacks]`: the most beyond what was there before."""
+    """float64 `[chunks, forward MicroPacks]`: the most in addition to those before the task."""
     forward_left: FloatArray
-    """float64 of the same shape: what is there more when the task ends."""
+    """float64 of the same shape: bytes left when the task ends."""
     backward_peaks: FloatArray
     """float64 `[chunks, backward MicroPacks]`."""
     backward_left: FloatArray
-    """float64 of the same shape; below 0 where it gives back."""
+    """float64 of the same shape; negative if it frees more than it allocates."""
     waiting: FloatArray
-    """float64 of the same shape: what weight gradients wait with, where they are tasks of their own; else 0."""
+    """float64 of the same shape: bytes that separate weight-gradient tasks free; else 0."""
     begins: FloatArray
-    """float64 `[ranks, stages]`: what is received before the first task."""
+    """float64 `[ranks, stages]`: bytes received before the first task."""
 
 
 def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
-    """Return what each MicroPack of a plan takes in each chunk of layers.
-
-    Cost: O(slices + chunks * MicroPacks).
-    """
+    """Return the bytes of each MicroPack of a plan in each chunk of layers."""
     mesh = plan.mesh
     offsets, forward, ranks = _slices(plan, plan.forward)
     ahead = forward_counts(offsets, forward, ranks, mesh.cp)[np.newaxis]
     offsets, slices, ranks = _slices(plan, plan.backward)
     order = np.arange(plan.backward.num_micropacks)
     back = backward_counts(offsets, slices, order, ranks, mesh.cp, forward)[np.newaxis]
-    found = bytes_of(memory, ahead, back, mesh.pp, splits=plan.splits_backward)
+    taken = bytes_of(memory, ahead, back, mesh.pp, splits=plan.splits_backward)
     begins = np.zeros((mesh.dp, mesh.pp))
     for rank in range(mesh.dp) if memory.first_bytes.any() else ():
         of_ranks = (packs.rank_offsets[rank : rank + 2].tolist() for packs in (plan.forward, plan.backward))
         first, second = (counts[:, :, slice(*ends)].copy() for counts, ends in zip((ahead, back), of_ranks))
         begins[rank] = bytes_of(memory, first, second, mesh.pp, splits=False).begins[0]
-    return TaskBytes._make([*(of_rank[0] for of_rank in found[:-1]), begins])
+    return TaskBytes._make([*(of_rank[0] for of_rank in taken[:-1]), begins])
 
 
 def _slices(plan: StepPlan, packs: MicroPacks) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """What counting takes; of arrays that can't be written kernels would be compiled once more."""
+    """Return arguments of the counts, as writable copies: numba compiles kernels again for read-only arrays."""
     ids = packs.document_ids
     is_end = (packs.stops == plan.lengths[ids]).astype(np.int32)
     table = np.stack([packs.starts, packs.stops, plan.num_ranks[ids], ids, is_end])
@@ -69,7 +66,7 @@ def _slices(plan: StepPlan, packs: MicroPacks) -> tuple[Int32Array, Int32Array, 
 
 @functools.lru_cache(maxsize=64)
 def _coefficients(memory: Memory, splits: bool) -> tuple[FloatArray, ...]:
-    """Bytes as arrays that can be written, so that kernels are compiled once; none of them is."""
+    """Return the tables as writable copies, since numba compiles kernels again for read-only arrays."""
     tables = memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left
     return (
         *(table.copy() for table in tables),
@@ -81,12 +78,7 @@ def _coefficients(memory: Memory, splits: bool) -> tuple[FloatArray, ...]:
 def bytes_of(
     memory: Memory, forward: FloatArray, backward: FloatArray, stages: int, *, splits: bool
 ) -> TaskBytes:
-    """Return what MicroPacks of ranks take, given what they count; with ranks as a first dimension.
-
-    Args:
-        forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`.
-        backward: float64 `[ranks, 14, MicroPacks]`, by `backward_counts`.
-    """
+    """Return the bytes of MicroPacks, given their counts; ranks are the first dimension of all arrays."""
     forward_peaks, forward_left, backward_peaks, backward_left, apart, first = _coefficients(memory, splits)
     return TaskBytes._make(
         kernels.task_bytes(
@@ -106,16 +98,12 @@ def bytes_of(
 def forward_counts(
     slice_offsets: Int32Array, slices: Int32Array, rank_offsets: Int32Array, cp: int
 ) -> FloatArray:
-    """Return what forward MicroPacks count of what takes memory; float64 `[7, MicroPacks]`.
+    """Return the counts of forward MicroPacks (see `varlen.cost.memory`), float64 `[7, MicroPacks]`.
 
-    Args:
-        slice_offsets: int32 `[MicroPacks + 1]`.
-        slices: int32 `[5, slices]`: starts, stops, data-parallel ranks that share it, document ids, whether its
-            document ends here.
-        rank_offsets: int32 `[ranks + 1]`.
+    `slices` is int32 `[5, slices]`: starts, stops, numbers of ranks, document ids, whether the document ends here.
     """
-    found: FloatArray = kernels.forward_counts(slice_offsets, slices, rank_offsets, cp)
-    return found
+    counts: FloatArray = kernels.forward_counts(slice_offsets, slices, rank_offsets, cp)
+    return counts
 
 
 def backward_counts(
@@ -126,30 +114,23 @@ def backward_counts(
     cp: int,
     forward: Int32Array,
 ) -> FloatArray:
-    """Return what backward MicroPacks count of what takes memory, as they run; float64 `[14, MicroPacks]`.
+    """Return the counts of backward MicroPacks in the `order` in which they run, float64 `[14, MicroPacks]`.
 
-    Args:
-        slice_offsets: int32 `[MicroPacks + 1]`.
-        slices: int32 `[5, slices]`: as for `forward_counts`.
-        order: int64 `[MicroPacks]`: in which they run.
-        rank_offsets: int32 `[ranks + 1]`: in that order.
-        forward: int32 `[5, forward slices]` of the same documents; may be `slices`, where both passes are cut alike.
+    `forward` are the slices of the forward pass, the same object as `slices` if both passes are cut alike.
     """
     cuts = np.zeros(0, np.int64)
-    if forward is not slices:  # else every piece goes as it came
+    if forward is not slices:  # else forward and backward slices are the same
         cuts = np.sort(forward[3].astype(np.int64) << 32 | forward[1])
-    found: FloatArray = kernels.backward_counts(slice_offsets, slices, order, rank_offsets, cp, cuts)
-    return found
+    counts: FloatArray = kernels.backward_counts(slice_offsets, slices, order, rank_offsets, cp, cuts)
+    return counts
 
 
 def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, stops: FloatArray) -> Curves:
-    """Return what each stage holds over time (`starts`: float64 `[num_tasks]`; `stops`: float64 `[num_tasks]`).
+    """Return the memory of each stage over time.
 
-    A task takes as it starts what it holds at its peak, and gives back as it stops all but what it leaves: a forward
-    MicroPack its rows' activations and keys and values, the backward what a separate weight-gradient task needs,
-    which goes with that. Weight gradients are added to those that the states count.
-
-    Cost: O(tasks).
+    A task allocates its peak as it starts, and frees all but what it leaves as it stops. A forward leaves its rows'
+    activations, keys and values; a backward what a separate weight-gradient task needs, which that task frees. The
+    states include the weight gradients.
     """
     mesh = plan.mesh
     num_places = mesh.dp * mesh.pp

@@ -1,7 +1,8 @@
-"""Orders of tasks in closed form: 1F1B, interleaved, zero-bubble and slice schedules, for equal MicroPacks."""
+"""Fixed schedules: 1F1B, interleaved, zero-bubble, slices. `fixed_schedule` chooses the planner's."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +29,7 @@ class Schedule(NamedTuple):
 
 
 def one_f_one_b(pp: int, count: int) -> Schedule:
-    """Return the order in which each stage runs a backward after each forward, as soon as one can come.
+    """Return the 1F1B schedule: each stage alternates forwards and backwards as soon as the first backward can run.
 
     Stage s runs min(count, pp - s - 1) forwards first and so holds min(count, pp - s) MicroPacks at most; with equal
     costs a step takes (count + pp - 1)(forward + backward) (PipeDream-flush; Narayanan et al. 2021,
@@ -43,9 +44,9 @@ def one_f_one_b(pp: int, count: int) -> Schedule:
 def sliced(pp: int, count: int, slices: int) -> Schedule:
     """Return 1F1B over slices: each document is `slices` MicroPacks, of which the last runs backward first.
 
-    A stage waits for the end of the first document, so it runs slices - 1 forwards more before its first backward
-    (Sun et al. 2024, "Seq1F1B", arXiv 2406.03488). In `StepPlan.backward` the MicroPacks of a document stand last to
-    first.
+    A stage waits for the end of the first document, so it runs slices - 1 more forwards before its first backward
+    (Sun et al. 2024, "Seq1F1B", arXiv 2406.03488). In `StepPlan.backward`, the MicroPacks of a document are in
+    reverse order.
     """
     _check(pp=pp, slices=slices)
     _check(0, count=count)
@@ -59,14 +60,15 @@ def sliced(pp: int, count: int, slices: int) -> Schedule:
     return _schedule(stages)
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
 def interleaved(pp: int, virtual: int, count: int) -> Schedule:
-    """Return the order of a stage that holds `virtual` chunks of layers and takes turns among them.
+    """Return the interleaved 1F1B schedule of stages that hold `virtual` chunks of layers; plain 1F1B for one chunk.
 
-    MicroPacks go through in rounds of pp: all of a round through one chunk, then through the next. With equal costs
+    MicroPacks run in rounds of pp: all of a round through one chunk, then through the next. With equal costs
     a step takes (count + (pp - 1) / virtual)(forward + backward), in seconds of all chunks of a stage. Stage s holds
-    up to 2 (pp - s - 1) + (virtual - 1) pp + 1 MicroPacks of a chunk each, more than without messages to hide it
-    would have to: as Megatron does (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-    Clusters Using Megatron-LM", arXiv 2104.04473, section 2.2).
+    up to 2 (pp - s - 1) + (virtual - 1) pp + 1 MicroPacks of a chunk each, more than necessary, to overlap messages,
+    as in Megatron (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", arXiv 2104.04473, section 2.2).
     """
     _check(pp=pp, virtual=virtual)
     _check(0, count=count)
@@ -87,10 +89,10 @@ def interleaved(pp: int, virtual: int, count: int) -> Schedule:
 
 
 def zero_bubble(pp: int, count: int) -> Schedule:
-    """Return ZB-H1: input gradients first, weight gradients later, where the pipeline would stand still.
+    """Return ZB-H1: input gradients first, weight gradients later, where the pipeline would be idle.
 
-    Every stage holds at most pp MicroPacks, as the first of 1F1B does: stage s runs pp - s - 1 forwards ahead, and
-    lets the weight gradients wait by s MicroPacks. With equal costs and count >= pp a step takes
+    Every stage holds at most pp MicroPacks, as the first stage of 1F1B does: stage s runs pp - s - 1 forwards ahead,
+    and delays weight gradients by s MicroPacks. With equal costs and count >= pp a step takes
     count(forward + input + weight) + (pp - 1)(forward + input - weight), if weight is the least of the three
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241).
 
@@ -107,6 +109,11 @@ def zero_bubble(pp: int, count: int) -> Schedule:
             order += [FORWARD] * (ahead + done < count) + [BACKWARD] + [WEIGHT] * (done >= stage)
         stages.append(order + [WEIGHT] * min(stage, count))
     return _schedule(stages)
+
+
+def fixed_schedule(mesh: Mesh, count: int) -> Schedule:
+    """Return the schedule for `count` MicroPacks that the planner tries besides dispatched orders."""
+    return interleaved(mesh.pp, mesh.virtual_stages, count)
 
 
 def _schedule(stages: list[list[int]]) -> Schedule:
@@ -129,21 +136,18 @@ def _multiple(count: int, size: int, what: str) -> SettingError:
     )
 
 
-# The amplifier effect: what the same uneven work costs under data parallelism alone, and with pipelines.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Amplification:
-    """One row for each number of stages; the first is what data parallelism alone makes of the same work."""
+    """How pipelines amplify the cost of uneven work: one row for each number of stages."""
 
     stages: Int32Array
     """int32 `[num_rows]`."""
     makespan_s: FloatArray
     """float64 `[num_rows]`: seconds of a step."""
     even_s: FloatArray
-    """float64 `[num_rows]`: seconds if all micro-batches of all ranks were equal; filling the pipeline included."""
+    """float64 `[num_rows]`: seconds if all micro-batches of all ranks were equal, including filling the pipeline."""
     bubble_ratio: FloatArray
-    """float64 `[num_rows]`: the share of all stages' time in which they do not compute."""
+    """float64 `[num_rows]`: the idle share of all stages' time."""
 
     def __post_init__(self) -> None:
         for array in (self.stages, self.makespan_s, self.even_s, self.bubble_ratio):
@@ -151,22 +155,18 @@ class Amplification:
 
     @property
     def slowdown(self) -> FloatArray:
-        """float64 `[num_rows]`: times longer than with even work; in the row of one stage, max / mean over ranks."""
+        """float64 `[num_rows]`: seconds over those of even work; for one stage, max / mean over ranks."""
         return np.divide(self.makespan_s, self.even_s, out=np.ones(len(self.stages)), where=self.even_s > 0)
 
 
 def amplify(
     forward_s: npt.ArrayLike, backward_s: npt.ArrayLike, stages: Sequence[int] = (1, 2, 4, 8)
 ) -> Amplification:
-    """Run the same micro-batches, each rank its own, without a pipeline and through longer and longer ones.
+    """Simulate the same micro-batches with 1F1B through pipelines of several lengths.
 
-    A rank without a pipeline waits once a step, for the rank with the most work. In a pipeline every stage waits for
-    every micro-batch: a long one holds up those behind it on each stage in turn (Liu et al. 2025, "SlimPack",
-    arXiv 2509.26246, figure 2).
-
-    Args:
-        forward_s: `[dp, count]`: seconds of each rank's micro-batches through the whole model, in their order.
-        backward_s: `[dp, count]`: of their backward passes.
+    Without a pipeline, ranks wait once a step, for the rank with the most work. In a pipeline, a long micro-batch
+    delays those behind it on each stage in turn (Liu et al. 2025, "SlimPack", arXiv 2509.26246, figure 2).
+    `forward_s` and `backward_s` are `[dp, count]` seconds of each rank's micro-batches through the whole model.
 
     >>> uneven = [[1, 4, 1, 1], [1, 1, 1, 1]]
     >>> amplify(uneven, uneven, stages=(1, 4)).slowdown.round(3).tolist()
@@ -196,7 +196,7 @@ def amplify(
 
 
 def _run(ahead: FloatArray, back: FloatArray, pp: int) -> Timeline:
-    """Micro-batches through pipelines of pp stages by 1F1B, ranks waiting for each other at the end alone."""
+    """Run micro-batches through pipelines of pp stages by 1F1B; ranks synchronize only at the end."""
     dp, count = ahead.shape
     schedule, everyone = one_f_one_b(pp, count), np.arange(dp * count, dtype=np.int32)
     micropacks = MicroPacks(
@@ -213,9 +213,7 @@ def _run(ahead: FloatArray, back: FloatArray, pp: int) -> Timeline:
         forward=micropacks,
         backward=micropacks,
         tasks=np.tile(schedule.tasks, dp),
-        task_offsets=np.concatenate(([0], np.cumsum(np.tile(np.diff(schedule.offsets), dp)))).astype(
-            np.int32
-        ),
+        task_offsets=np.cumsum([0, *np.tile(np.diff(schedule.offsets), dp)], dtype=np.int32),
         mesh=Mesh(dp=dp, pp=pp),
         method="packed",
     )

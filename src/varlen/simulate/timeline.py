@@ -1,4 +1,4 @@
-"""`Timeline`: when every task of a planned step begins and ends, and what each GPU's memory holds meanwhile."""
+"""`Timeline`: start and end of every task of a planned step, and the memory of each GPU over time."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ from varlen.types import FloatArray, Int32Array, IntArray
 class Timeline:
     """A simulated step as flat arrays; read-only.
 
-    Tasks stand stream by stream, each stream in its order of time: first the compute streams (of rank 0 stage 0,
-    rank 0 stage 1 and so on), then links and collectives. All seconds count from the step's beginning.
+    Tasks are ordered by stream, and by time within a stream: first the compute streams (rank 0 stage 0, rank 0 stage
+    1 and so on), then links and collectives. Times are seconds since the step's beginning.
     """
 
     plan: StepPlan
-    """What was simulated."""
+    """The simulated plan."""
     kinds: npt.NDArray[np.uint8]
     """uint8 `[num_tasks]`: FORWARD, BACKWARD, WEIGHT, SEND_FORWARD, SEND_BACKWARD, GRADIENT_SYNC, GATHER."""
     ranks: Int32Array
-    """int32 `[num_tasks]`: the data-parallel rank; of a message, that of both ends."""
+    """int32 `[num_tasks]`: the data-parallel rank; a message stays within a rank."""
     stages: Int32Array
-    """int32 `[num_tasks]`: the pipeline stage; of a message, the stage that sends it."""
+    """int32 `[num_tasks]`: the pipeline stage; of a message, the sending stage."""
     chunks: Int32Array
     """int32 `[num_tasks]`: the chunk of layers; -1 for the gradient sync of a stage."""
     micropacks: Int32Array
-    """int32 `[num_tasks]`: its number in `plan.forward` or `plan.backward`, see `backward_of`; -1 for the sync."""
+    """int32 `[num_tasks]`: index in `plan.forward` or `plan.backward`, see `backward_of`; -1 for the sync."""
     backward_of: npt.NDArray[np.bool_]
     """bool `[num_tasks]`: whether the task belongs to a MicroPack of `plan.backward`."""
     starts_s: FloatArray
     """float64 `[num_tasks]`."""
     stops_s: FloatArray
-    """float64 `[num_tasks]`. Ranks that share a document leave a task together, when the last of them is done."""
+    """float64 `[num_tasks]`. Ranks that share a document end a task together, when the last of them is done."""
     work_s: FloatArray
-    """float64 `[num_tasks]`: seconds of work; less than `stops_s - starts_s` where the task waits for others."""
+    """float64 `[num_tasks]`: seconds of work; less than `stops_s - starts_s` if the task waits for others."""
     lags_s: FloatArray
-    """float64 `[num_tasks]`: seconds from its end until what waits for it may start: the latency of a message."""
+    """float64 `[num_tasks]`: seconds from its end until dependent tasks may start: the latency of a message."""
     deciders: Int32Array
-    """int32 `[num_tasks]`: the task whose end let this one start, the last of those it waited for; -1 for none."""
+    """int32 `[num_tasks]`: the last task that this one waited for; -1 for none."""
     memory_offsets: IntArray
     """int64 `[dp * pp + 1]`: stage s of rank r has the points from `memory_offsets[r * pp + s]` to the next."""
     memory_times_s: FloatArray
     """float64 `[num_points]`: rising within a stage."""
     memory_bytes: FloatArray
-    """float64 `[num_points]`: what one GPU of the stage holds from that time on, until the next point."""
+    """float64 `[num_points]`: memory of one GPU of the stage from that time until the next point."""
     memory_limit_bytes: float
-    """What a GPU may hold."""
+    """Bytes that a GPU may use."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of all streams."""
+        """Number of tasks of all streams."""
         return len(self.kinds)
 
     @property
@@ -85,7 +85,7 @@ class Timeline:
 
     @property
     def busy_s(self) -> FloatArray:
-        """float64 `[dp, pp]`: seconds in which each stage computes; the rest is `exposed_s` and bubble."""
+        """float64 `[dp, pp]`: seconds in which each stage computes; the rest is `exposed_s` and bubbles."""
         dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
         computes = self.kinds < KINDS
         places = self.ranks[computes].astype(np.int64) * pp + self.stages[computes]
@@ -94,9 +94,9 @@ class Timeline:
 
     @property
     def exposed_s(self) -> FloatArray:
-        """float64 `[dp, pp]`: seconds in which each stage computes nothing while a collective of its own runs.
+        """float64 `[dp, pp]`: seconds of each stage's collectives that don't overlap with its computation.
 
-        Collectives are the gradient sync, and parameters gathered or gradients scattered that computing doesn't hide.
+        Collectives are the gradient sync, gathered parameters and scattered gradients.
         """
         dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
         collects = (self.kinds == GRADIENT_SYNC) | (self.kinds == GATHER)
@@ -104,10 +104,10 @@ class Timeline:
             return np.zeros((dp, pp))
         some = np.flatnonzero(collects | (self.kinds < KINDS))
         places = self.ranks[some].astype(np.int64) * pp + self.stages[some]
-        # What computing and collectives cover together, less computing. Stages stand behind each other in time, so
+        # The union of computation and collectives, less computation. Stages are shifted behind each other in time, so
         # that one running maximum of ends serves all of them.
-        apart_s = places * self.makespan_s
-        begins, ends = apart_s + self.starts_s[some], apart_s + self.starts_s[some] + self.work_s[some]
+        shift_s = places * self.makespan_s
+        begins, ends = shift_s + self.starts_s[some], shift_s + self.starts_s[some] + self.work_s[some]
         order = np.lexsort((begins, places))
         begins, ends = begins[order], ends[order]
         covered_until = np.concatenate(([0.0], np.maximum.accumulate(ends)[:-1]))
@@ -117,7 +117,7 @@ class Timeline:
 
     @property
     def exposed_ratio(self) -> float:
-        """The share of all stages' time in which they wait for collectives of their own; see `exposed_s`."""
+        """The share of all stages' time in which they wait for their collectives; see `exposed_s`."""
         return float(self.exposed_s.mean() / self.makespan_s) if self.makespan_s > 0 else 0.0
 
     @property
@@ -131,33 +131,33 @@ class Timeline:
     def bubble_ratio(self) -> float:
         """The share of all stages' time in which they wait for other stages and ranks.
 
-        Exposed communication isn't part of it: work, `exposed_ratio` and this add up to 1.
+        It doesn't include exposed communication: the shares of work, `exposed_ratio` and this add up to 1.
         """
         return float(self.bubble_ratios.mean())
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest data-parallel rank over that of the mean; 1.0 is even."""
+        """Work of the busiest data-parallel rank over the mean; 1.0 is even."""
         work = self.busy_s.sum(1)
         return float(work.max() / work.mean()) if work.sum() > 0 else 1.0
 
     @property
     def peaks_bytes(self) -> FloatArray:
-        """float64 `[dp, pp]`: the most that one GPU of each stage holds."""
+        """float64 `[dp, pp]`: peak memory of one GPU of each stage."""
         dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
         return np.maximum.reduceat(self.memory_bytes, self.memory_offsets[:-1]).reshape(dp, pp)
 
     @property
     def peak_bytes(self) -> float:
-        """The most that any GPU holds."""
+        """Peak memory of any GPU."""
         return float(self.memory_bytes.max())
 
     @property
     def critical_path(self) -> Int32Array:
-        """int32 `[num_critical]`: tasks, first to last, of which each waited for the one before.
+        """int32 `[num_critical]`: tasks, first to last, each of which waited for the one before.
 
-        Their lengths `stops_s - starts_s` add up to the makespan, together with the `lags_s` of those messages whose
-        arrival the next task waited for.
+        Their durations `stops_s - starts_s`, and the `lags_s` of messages that the next task waited for, add up to
+        the makespan.
         """
         path = []
         task = int(self.stops_s.argmax()) if self.num_tasks else -1
@@ -175,21 +175,16 @@ class Timeline:
         write_trace(self, path)
 
 
-# A timeline as a Chrome trace, which Perfetto and chrome://tracing draw: written event by event.
-
-
 _Event = dict[str, Any]
 _MICROSECONDS = 1e6
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write a timeline as JSON in the form of Chrome's Trace Event Format.
+    """Write a timeline as JSON in Chrome's Trace Event Format.
 
     A data-parallel rank is a process, a pipeline stage a thread of it. Messages and collectives, which may overlap
-    each other, are asynchronous events of the process; arrows lead from each task to the one that takes its output;
+    each other, are asynchronous events of the process; arrows lead from each task to the one that uses its output;
     memory is a counter of each stage, in GB of 1e9 bytes.
-
-    Cost: O(tasks) time, and the memory of a few numbers a task.
     """
     path = Path(path)
     if path.exists() and not path.is_file():  # a pipe or a device
@@ -216,14 +211,13 @@ def _write(timeline: Timeline, path: Path, *, is_packed: bool) -> None:
 
 
 def _opened(path: Path, *, is_packed: bool) -> IO[str]:
-    """A file to write text to."""
     if is_packed:
         return io.TextIOWrapper(gzip.open(path, "wb", compresslevel=5), encoding="utf-8")
     return path.open("w", encoding="utf-8")
 
 
 def _places(timeline: Timeline) -> Iterator[_Event]:
-    """What processes and threads are called, and in which order they stand."""
+    """Yield names and order of processes and threads."""
     mesh = timeline.plan.mesh
     for rank in range(mesh.dp):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -235,7 +229,7 @@ def _places(timeline: Timeline) -> Iterator[_Event]:
 
 
 def _tasks(timeline: Timeline) -> Iterator[_Event]:
-    """Every task: one event if it computes, begin and end if it is a message or a collective."""
+    """Yield every task: one event if it computes, a begin and an end event if it is a message or a collective."""
     plan = timeline.plan
     passes = (plan.forward, plan.backward)
     firsts = [pack.rank_offsets.tolist() for pack in passes]
@@ -277,7 +271,7 @@ def _tasks(timeline: Timeline) -> Iterator[_Event]:
 
 
 def _arrows(timeline: Timeline) -> Iterator[_Event]:
-    """From each task to that of the next chunk, which takes its output."""
+    """Yield arrows from each task to that of the next chunk, which uses its output."""
     middles = ((timeline.starts_s + timeline.stops_s) / 2 * _MICROSECONDS).tolist()
     ranks, stages = timeline.ranks.tolist(), timeline.stages.tolist()
     number = 0
@@ -295,7 +289,7 @@ def _arrows(timeline: Timeline) -> Iterator[_Event]:
 
 
 def _memory(timeline: Timeline) -> Iterator[_Event]:
-    """A counter of each stage, a point wherever it changes."""
+    """Yield the memory counters of stages."""
     pp = timeline.plan.mesh.pp
     for place, (first, last) in enumerate(itertools.pairwise(timeline.memory_offsets.tolist())):
         times = (timeline.memory_times_s[first:last] * _MICROSECONDS).tolist()

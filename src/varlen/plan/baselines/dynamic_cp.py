@@ -1,4 +1,4 @@
-"""Whole documents shared by as many ranks as each needs: Megatron's dynamic context parallelism, and FlexSP."""
+"""Share whole documents among as many ranks as each needs: Megatron's dynamic context parallelism, and FlexSP."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SHARED_ORDERS: tuple[Order, ...] = ("long_first", "long_last", "long_middle")
 Way = Literal["Megatron", "FlexSP"]
 WAYS: tuple[Way, ...] = ("Megatron", "FlexSP")
 MOST_STEPS = 2**26
-"""Documents times micro-batches of all ranks that are looked at, each of them by many groups."""
+"""Limit for `micro_batch_counts`, lower than the default since each document is tried in many groups."""
 SLACK = 1.05
-"""Times its even share of work that a micro-batch of Megatron's may take."""
+"""A micro-batch of Megatron's way may take this multiple of its even share of work."""
 
 
 def dynamic_cp_candidates(
@@ -34,26 +34,23 @@ def dynamic_cp_candidates(
     orders: tuple[Order, ...] = SHARED_ORDERS,
     ways: tuple[Way, ...] = WAYS,
 ) -> Iterator[Candidate]:
-    """Yield both ways to share documents among ranks, at each number of micro-batches, in every order.
+    """Yield both ways to share documents among ranks, for each number of micro-batches, in every order.
 
-    - Megatron's: a document is shared by the fewest ranks, a power of two, that hold its rows; micro-batches are
-      filled one after the other until they have their share of work and 5 % more.
+    - Megatron's: the fewest ranks, a power of two, that hold a document's rows share it; micro-batches are filled one
+      after the other until they have 5 % more than their share of work.
     - FlexSP's (Wang et al. 2025, "FlexSP: Accelerating Large Language Model Training via Flexible Sequence
-      Parallelism", arXiv 2412.01523): documents are divided into micro-batches first, sorted by length as they have
-      it or each like the others; within one, groups of ranks are chosen so that the slowest is fast.
+      Parallelism", arXiv 2412.01523): documents are divided into micro-batches first, sorted by length as in the
+      paper, or evenly; within each, groups of ranks are chosen so that the slowest is fast.
 
-    Every rank runs one MicroPack a micro-batch, an empty one where it has no part in it, and all ranks run
-    micro-batches in one order: under 1F1B no two of them then wait for each other.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-        work: float64 `[num_documents, num_levels]`: seconds of both passes on each rank if 2^level ranks share it.
+    Every rank runs one MicroPack a micro-batch, perhaps an empty one, and all ranks run micro-batches in one order,
+    so that 1F1B can't deadlock. `work[d, k]` is the seconds of both passes on each rank if 2^k ranks share document
+    d.
     """
     seen: set[bytes] = set()
     for label, group_of, levels, batches in _shared(lengths, work, mesh, capacity, counts, ways):
-        print_of = b"|".join(array.tobytes() for array in (group_of, levels, batches))
-        if print_of not in seen:
-            seen.add(print_of)
+        key = b"|".join(array.tobytes() for array in (group_of, levels, batches))
+        if key not in seen:
+            seen.add(key)
             yield from _candidates(lengths, work, mesh, group_of, levels, batches, label, orders)
 
 
@@ -65,7 +62,7 @@ def _shared(
     counts: tuple[int, ...] | None,
     ways: tuple[Way, ...],
 ) -> Iterator[tuple[str, Int32Array, Int32Array, Int32Array]]:
-    """Yield a label, and what `by_need` and `by_speed` return."""
+    """Yield a label, and the result of `by_need` or `by_speed`."""
     for count in micro_batch_counts(lengths, mesh, MOST_STEPS) if counts is None else counts:
         for tried in capacities(capacity) if "Megatron" in ways else ():
             label = f"Megatron, {count} micro-batches of {tried:,} tokens a rank"
@@ -80,13 +77,7 @@ def by_need(
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Share each document among as few ranks as hold it, and fill micro-batches one after the other.
 
-    Args:
-        lengths: int32 `[num_documents]`.
-        work: float64 `[num_documents, num_levels]`.
-
-    Returns:
-        int32 `[num_documents]`, the group of each document, -1 where it is empty; and of each group, int32
-        `[num_groups]`, its level and its micro-batch.
+    Returns the group of each document, -1 if it is empty, and the level and the micro-batch of each group.
     """
     size = np.maximum(lengths, 1) / capacity
     least = np.clip(np.ceil(np.log2(size)), 0, work.shape[1] - 1).astype(np.int32)
@@ -110,10 +101,7 @@ def by_speed(
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Share the documents of each micro-batch among groups of ranks so that the slowest group is fast.
 
-    Args:
-        lengths: int32 `[num_documents]`.
-        work: float64 `[num_documents, num_levels]`.
-        batch_of: int32 `[num_documents]`: -1 where a document is empty.
+    `batch_of` is the micro-batch of each document, -1 if it is empty. Returns the same as `by_need`.
     """
     group_of, levels = np.full(lengths.size, -1, np.int32), np.zeros(dp, np.int32)
     all_levels, batches = [np.zeros(0, np.int32)], []
@@ -122,37 +110,33 @@ def by_speed(
     with jit.sized(1e-5 * lengths.size * dp):
         sizes = np.bincount(batch_of[by_work], minlength=1)
         for batch, mine in enumerate(np.split(by_work, np.cumsum(sizes)[:-1])):
-            found = kernels_groups.share(mine, lengths, work, dp, capacity, group_of, levels)
+            count = kernels_groups.share(mine, lengths, work, dp, capacity, group_of, levels)
             group_of[mine] += num_groups
-            all_levels.append(levels[:found].copy())
-            batches += [batch] * found
-            num_groups += found
+            all_levels.append(levels[:count].copy())
+            batches += [batch] * count
+            num_groups += count
     return group_of, np.concatenate(all_levels), np.array(batches, np.int32)
 
 
 def divisions(lengths: Int32Array, work: FloatArray, count: int) -> Iterator[tuple[str, Int32Array]]:
-    """Yield the ways to divide documents into micro-batches with their names.
+    """Yield names of ways to divide documents into micro-batches, and the micro-batch of each (-1 if it is empty).
 
-    Args:
-        lengths: int32 `[num_documents]`.
-        work: float64 `[num_documents]`.
-
-    Yields:
-        int32 `[num_documents]` each, -1 where a document is empty: neighbours by length with about equal tokens, the
+    Documents are sorted by length and cut into parts of about equal tokens or equal work, or divided into micro-
+    batches of similar documents.
     """
-    held = np.flatnonzero(lengths)
-    if not held.size:
+    filled = np.flatnonzero(lengths)
+    if not filled.size:
         return
-    held = held[np.argsort(-lengths[held].astype(np.int64), kind="stable")]
+    filled = filled[np.argsort(-lengths[filled].astype(np.int64), kind="stable")]
     for name, weights in (("sorted by length", lengths.astype(np.float64)), ("sorted, of equal work", work)):
-        # Whoever holds the middle of a document holds it whole.
-        middles = np.cumsum(weights[held]) - 0.5 * weights[held]
+        # A document belongs to the part that contains its middle.
+        middles = np.cumsum(weights[filled]) - 0.5 * weights[filled]
         batch_of = np.full(lengths.size, -1, np.int32)
-        parts = np.minimum((middles * (count / weights[held].sum())).astype(np.int32), count - 1)
-        batch_of[held] = np.unique(parts, return_inverse=True)[1]
+        parts = np.minimum((middles * (count / weights[filled].sum())).astype(np.int32), count - 1)
+        batch_of[filled] = np.unique(parts, return_inverse=True)[1]
         yield name, batch_of
     batch_of = np.full(lengths.size, -1, np.int32)
-    batch_of[held] = partition(work[held], count)
+    batch_of[filled] = partition(work[filled], count)
     yield "each like the others", batch_of
 
 
@@ -166,10 +150,10 @@ def _candidates(
     label: str,
     orders: tuple[Order, ...],
 ) -> Iterator[Candidate]:
-    """Yield one candidate an order of the micro-batches; arrays as `by_need` returns them."""
-    held = np.flatnonzero(group_of >= 0)
+    """Yield one candidate for each order of the micro-batches."""
+    filled = np.flatnonzero(group_of >= 0)
     own = np.zeros(lengths.size)
-    own[held] = work[held, levels[group_of[held]]]
+    own[filled] = work[filled, levels[group_of[filled]]]
     loads = work_of_packs(own, group_of, levels.size)
     first_ranks = seated(loads, levels, batches, mesh.dp)
     slowest = np.zeros(int(batches.max(initial=-1)) + 1)
@@ -190,12 +174,9 @@ def _candidates(
 
 
 def seated(loads: FloatArray, levels: Int32Array, batches: Int32Array, dp: int) -> Int32Array:
-    """Return the first rank of each group, int32 `[num_groups]`: aligned neighbours with the least work so far.
+    """Return the first rank of each group: the aligned neighbours with the least work so far.
 
-    Args:
-        loads: float64 `[num_groups]`: seconds of each rank.
-        levels: int32 `[num_groups]`: the group has 2^level ranks.
-        batches: int32 `[num_groups]`, rising: the micro-batch of each.
+    `loads` are the seconds of each of a group's 2^level ranks; `batches`, the micro-batch of each group, rise.
     """
     first_ranks = np.zeros(levels.size, np.int32)
     totals = np.zeros(dp)

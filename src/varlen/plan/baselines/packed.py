@@ -1,4 +1,4 @@
-"""Packs as users run them, round robin and 1F1B, and the same at the best capacity, balance and order."""
+"""Packs dealt round robin, packs at the best capacity, balance and order, and documents balanced by work."""
 
 from __future__ import annotations
 
@@ -11,31 +11,23 @@ from varlen import jit
 from varlen.pack.api import pack
 from varlen.plan import kernels_groups
 from varlen.plan.partition import partition
-from varlen.plan.search import Candidate, Schedule
+from varlen.plan.search import Candidate
 from varlen.step_plan import Mesh, MicroPacks
 from varlen.types import FloatArray, Int32Array, IntArray
 
-# The orders in which a rank may run its packs: a setting that every method is given the best of.
-
 Order = Literal["given", "long_first", "long_last", "long_middle", "long_ends", "random"]
+"""The order in which a rank runs its packs."""
 
 ORDERS: Final[tuple[Order, ...]] = ("given", "long_first", "long_last", "long_middle", "long_ends", "random")
 
 
 def ordered(work: FloatArray, group_of: Int32Array, order: Order) -> IntArray:
-    """Return all packs so that those of each group stand in an order.
+    """Return the packs, group by group, each group in an order.
 
     - "given": by number.
     - "long_first", "long_last": by falling and rising work; equal work by number.
     - "long_middle": rising up to the heaviest, then falling; "long_ends": the other way round.
     - "random": the same permutation every time.
-
-    Args:
-        work: float64 `[num_packs]`, in any unit.
-        group_of: int32 `[num_packs]`: the rank of each pack, or zeros where all ranks run them in one order.
-
-    Returns:
-        int64 `[num_packs]`: groups one after the other.
 
     >>> ordered(np.array([1.0, 5.0, 3.0, 2.0]), np.zeros(4, np.int32), "long_middle").tolist()
     [0, 2, 1, 3]
@@ -58,20 +50,16 @@ def ordered(work: FloatArray, group_of: Int32Array, order: Order) -> IntArray:
 
 
 def _inwards(turn: IntArray, counts: IntArray) -> IntArray:
-    """Return places taken in turn from both ends: 0, last, 1, last but one, and so on."""
+    """Return positions taken in turn from both ends: 0, last, 1, last but one, and so on."""
     return np.where(turn % 2 == 0, turn // 2, counts - 1 - turn // 2)
 
 
 LEAST_CAPACITY = 1024
-"""Tokens below which a smaller capacity is not tried: kernels lose more there than balance can gain."""
+"""The least smaller capacity that is tried: below, kernels lose more than balance can gain."""
 
 
 def packed(lengths: Int32Array, mesh: Mesh, capacity: int) -> Candidate:
-    """Return best-fit-decreasing packs dealt round robin to data-parallel ranks, run by 1F1B.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-    """
+    """Return best-fit-decreasing packs dealt round robin to data-parallel ranks."""
     pack_of, num_packs = packs_of(lengths, capacity)
     numbers = np.arange(num_packs)
     return placed(
@@ -93,12 +81,7 @@ def packed_candidates(
     *,
     orders: tuple[Order, ...] = ORDERS,
 ) -> Iterator[Candidate]:
-    """Yield what a careful user of packing would try: smaller capacities, ranks of even work, orders.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-        work: float64 `[num_documents]`: seconds of both passes.
-    """
+    """Yield tuned packings: smaller capacities, ranks of even work, several orders."""
     for tried in capacities(capacity):
         pack_of, num_packs = packs_of(lengths, tried)
         pack_work = work_of_packs(work, pack_of, num_packs)
@@ -120,10 +103,9 @@ def packed_candidates(
 
 
 def packs_of(lengths: Int32Array, capacity: int) -> tuple[Int32Array, int]:
-    """Return the best-fit-decreasing pack of each document, int32 `[num_documents]`, and how many packs there are.
+    """Return the best-fit-decreasing pack of each document, -1 for empty ones, and the number of packs.
 
-    Args:
-        lengths: int32 `[num_documents]`; those of 0 get pack -1.
+    Documents over the capacity get packs of their own.
     """
     pack_of = np.full(lengths.size, -1, np.int32)
     is_long = lengths > capacity
@@ -135,17 +117,13 @@ def packs_of(lengths: Int32Array, capacity: int) -> tuple[Int32Array, int]:
 
 
 def capacities(capacity: int) -> list[int]:
-    """Return a capacity, its half, … its 32nd part, but none below `LEAST_CAPACITY` save the first."""
+    """Return a capacity and its halvings down to 1/32, as far as they are at least `LEAST_CAPACITY`."""
     smaller = (capacity >> halvings for halvings in (1, 2, 3, 4, 5))
     return [capacity, *(tried for tried in smaller if tried >= LEAST_CAPACITY)]
 
 
 def rank_choices(work: FloatArray, dp: int) -> Iterator[tuple[str, Int32Array]]:
-    """Yield the ways to hand packs to ranks with their names: int32 `[num_packs]` each.
-
-    Args:
-        work: float64 `[num_packs]`.
-    """
+    """Yield names of ways to deal packs to ranks, and the rank of each pack."""
     yield "round robin", (np.arange(work.size) % dp).astype(np.int32)
     if work.size > dp:
         yield "even work in equal numbers", equal_counts(work, dp)
@@ -153,14 +131,8 @@ def rank_choices(work: FloatArray, dp: int) -> Iterator[tuple[str, Int32Array]]:
 
 
 def equal_counts(work: FloatArray, dp: int) -> Int32Array:
-    """Return ranks of even work and equal numbers of packs, int32 `[num_packs]`.
-
-    Where the packs can't be divided, some ranks get less: packs of no work are added, and left out again.
-
-    Args:
-        work: float64 `[num_packs]`.
-    """
-    missing = -work.size % dp
+    """Return the rank of each pack, for even work and equal numbers of packs."""
+    missing = -work.size % dp  # filled up with packs of no work
     return partition(np.concatenate([work, np.zeros(missing)]), dp, is_equal=True)[: work.size]
 
 
@@ -178,14 +150,13 @@ COUNTS = (
     12.0,
     *(2.0**step * part for step in range(4, 31) for part in (1, 1.5)),
 )
-"""Micro-batches a rank that may be tried, times the pipeline's stages: as long as more of them help."""
+"""Numbers of micro-batches a rank to try, as multiples of the pipeline's chunks."""
 LEAST_TOKENS = 1024
-"""Tokens of a micro-batch, on average, below which more of them are not tried."""
-_MOST_STEPS, _LEAST_ROUNDS = 2**29, 4
-"""Documents times micro-batches of all ranks that are looked at, about a second; but this many micro-batches for each
-of the pipeline's stages are always tried. Steps of less than some 20,000 documents are never held back by it."""
+"""Least tokens of a micro-batch on average."""
+_MOST_STEPS = 2**29  # documents times micro-batches of all ranks: limits the time to about a second
+_LEAST_ROUNDS = 4  # micro-batches for each chunk of the pipeline that are tried in any case
 SLACK = 2.0
-"""Times its even share of tokens that a micro-batch may hold, as WLB-LLM has it."""
+"""A micro-batch may hold this multiple of its even share of tokens, as in WLB-LLM."""
 
 
 def balanced_candidates(
@@ -196,16 +167,12 @@ def balanced_candidates(
     counts: tuple[int, ...] | None = None,
     orders: tuple[Order, ...] = BALANCED_ORDERS,
 ) -> Iterator[Candidate]:
-    """Yield both ways to balance whole documents, at each number of micro-batches, in every order.
+    """Yield both ways to balance whole documents, for each number of micro-batches, in every order.
 
     - WLB-LLM (Wang et al. 2025, "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training",
-      arXiv 2503.17924): all micro-batches of the step are filled at once, documents from long to short.
-    - Karmarkar-Karp: documents to ranks of even work, as verl does; then on each rank, from much work to little, to
-      the micro-batch with the least.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-        work: float64 `[num_documents]`: seconds of both passes.
+      arXiv 2503.17924): all micro-batches of the step are filled at once, with documents from long to short.
+    - Karmarkar-Karp: documents are divided into ranks of even work, as in verl; then each rank's go, by falling work,
+      to the micro-batch with the least.
     """
     for count in micro_batch_counts(lengths, mesh) if counts is None else counts:
         for name, pack_of, ranks in (
@@ -226,18 +193,14 @@ def balanced_candidates(
 
 
 def micro_batch_counts(lengths: Int32Array, mesh: Mesh, steps: int = _MOST_STEPS) -> tuple[int, ...]:
-    """Return the numbers of micro-batches a rank that may be tried, at least one, rising.
+    """Return the numbers of micro-batches a rank to try, at least one, rising.
 
-    The last is one document a micro-batch, or micro-batches of `LEAST_TOKENS`; of very many documents, as many as can
-    be filled in about a second.
-
-    Args:
-        lengths: int32 `[num_documents]`.
+    The last is limited by the number of documents, by `LEAST_TOKENS`, and by `steps` of work for many documents.
     """
     most = int(lengths.sum(dtype=np.int64)) // (mesh.dp * LEAST_TOKENS)
-    held = int(np.count_nonzero(lengths))
-    in_time = max(steps // max(held * mesh.dp, 1), _LEAST_ROUNDS * mesh.num_chunks)
-    most = min(most, held, in_time)
+    filled = int(np.count_nonzero(lengths))
+    in_time = max(steps // max(filled * mesh.dp, 1), _LEAST_ROUNDS * mesh.num_chunks)
+    most = min(most, filled, in_time)
     tried = {round(times * mesh.num_chunks) for times in COUNTS}
     return (*sorted(count for count in tried if count < most), max(most, 1))
 
@@ -245,18 +208,11 @@ def micro_batch_counts(lengths: Int32Array, mesh: Mesh, steps: int = _MOST_STEPS
 def by_workload(
     lengths: Int32Array, work: FloatArray, count: int, dp: int
 ) -> Iterator[tuple[str, Int32Array, Int32Array]]:
-    """Yield micro-batches filled by WLB-LLM's greedy with the ways to hand them to ranks.
+    """Yield a name, the micro-batch of each document (-1 if it is empty), and the rank of each micro-batch.
 
-    A document goes to the micro-batch with the least work if its tokens fit there, else to the one with the fewest
-    tokens if they fit there. What fits nowhere waits, and goes to the least work in the end: our step is one step.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-        work: float64 `[num_documents]`.
-
-    Yields:
-        A name; int32 `[num_documents]`, the micro-batch of each document, -1 where it is empty; and int32
-        `[num_packs]`, the rank of each micro-batch.
+    WLB-LLM's greedy gives a document to the micro-batch with the least work if its tokens fit there, else to the one
+    with the fewest tokens if they fit there. WLB-LLM delays the others to later steps; here, they go to the
+    micro-batch with the least work in the end.
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")[: np.count_nonzero(lengths)].astype(np.int32)
     limit = max(SLACK * lengths.sum(dtype=np.int64) / (count * dp), float(lengths.max(initial=0)))
@@ -271,26 +227,19 @@ def by_workload(
 
 
 def by_differencing(work: FloatArray, count: int, dp: int) -> tuple[Int32Array, Int32Array]:
-    """Return the micro-batch of each document, int32 `[num_documents]`, and the rank of each, int32 `[num_packs]`.
-
-    Args:
-        work: float64 `[num_documents]`; 0 for empty documents and no others.
-    """
-    held = np.flatnonzero(work)
-    rank_of = partition(work[held], dp) if held.size > dp else np.arange(held.size, dtype=np.int32)
+    """Return the micro-batch of each document, and the rank of each micro-batch; only empty documents have work 0."""
+    filled = np.flatnonzero(work)
+    rank_of = partition(work[filled], dp) if filled.size > dp else np.arange(filled.size, dtype=np.int32)
     pack_of = np.full(work.size, -1, np.int32)
     ranks: list[int] = []
     for rank in range(dp):
-        mine = held[rank_of == rank]
+        mine = filled[rank_of == rank]
         mine = mine[np.argsort(-work[mine], kind="stable")]
         parts = min(count, mine.size)
         if parts:
             pack_of[mine] = len(ranks) + partition(work[mine], parts, method="greedy")
         ranks += [rank] * parts
     return pack_of, np.array(ranks, np.int32)
-
-
-# Packs of whole documents as a Candidate: each runs on one rank, or on neighbours that share its rows.
 
 
 def placed(
@@ -302,17 +251,11 @@ def placed(
     *,
     mesh: Mesh,
     label: str,
-    schedule: Schedule = "one_f_one_b",
 ) -> Candidate:
     """Return packs of whole documents as MicroPacks, the same in both passes.
 
-    Args:
-        lengths: int32 `[num_documents]`.
-        pack_of: int32 `[num_documents]`: -1 for documents of length 0 and no others.
-        first_ranks: int32 `[num_packs]`: the first data-parallel rank that runs the pack.
-        num_ranks: int32 `[num_packs]`: how many neighbours share its rows, a power of two.
-        order: int64 `[num_packs]`: all packs as they are run; each rank runs its own in this order, so that packs
-            which ranks share stand in one order on all of them.
+    A pack runs on `num_ranks` neighbouring ranks that share its rows (`num_ranks` and `first_ranks` have an entry per
+    pack). Every rank runs its packs in the order of `order`, so that shared packs have one order on all ranks.
     """
     num_packs = first_ranks.size
     copies = np.repeat(order, num_ranks[order])
@@ -336,40 +279,27 @@ def placed(
         starts=np.zeros(ids.size, np.int32),
         stops=lengths[ids].astype(np.int32),
     )
-    held = np.flatnonzero(pack_of >= 0)
-    first_of_documents, num_of_documents = (
-        np.full(pack_of.size, -1, np.int32),
-        np.ones(pack_of.size, np.int32),
-    )
-    first_of_documents[held] = first_ranks[pack_of[held]]
-    num_of_documents[held] = num_ranks[pack_of[held]]
+    is_packed = pack_of >= 0
     return Candidate(
         forward=packs,
         backward=packs,
-        first_ranks=first_of_documents,
-        num_ranks=num_of_documents,
-        schedule=schedule,
+        first_ranks=np.where(is_packed, np.append(first_ranks, 0)[pack_of], -1).astype(np.int32),
+        num_ranks=np.where(is_packed, np.append(num_ranks, 0)[pack_of], 1).astype(np.int32),
         label=label,
     )
 
 
 def work_of_packs(work: FloatArray, pack_of: Int32Array, num_packs: int) -> FloatArray:
-    """Return the work of each pack, float64 `[num_packs]`.
-
-    Args:
-        work: float64 `[num_documents]`.
-        pack_of: int32 `[num_documents]`: -1 where a document is in no pack.
-    """
-    is_held = pack_of >= 0
-    total = np.bincount(pack_of[is_held], weights=work[is_held], minlength=num_packs)
+    """Return the work of each pack; documents of pack -1 don't count."""
+    is_packed = pack_of >= 0
+    total = np.bincount(pack_of[is_packed], weights=work[is_packed], minlength=num_packs)
     return total.astype(np.float64)
 
 
 def _count_up(counts: IntArray) -> IntArray:
-    """Return 0, 1, … up to each count, one after the other."""
+    """Return 0, 1, … below each count, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _offsets(counts: IntArray) -> Int32Array:
-    """Return int32 `[n + 1]` offsets of `[n]` counts."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -1,1 +1,1 @@
-"""Proofs of batches: what would go wrong with one, before it does."""
+"""Checks of batches before they are used for training: `check.check_batch`."""

@@ -1,7 +1,7 @@
-"""check_batch: what would go wrong with a batch, before it does.
+"""check_batch: finds errors in a batch before it is used.
 
-Nothing is run: what each attention of transformers makes of a batch's arguments is known, and tests hold it
-against real runs.
+No model is run: how each attention of transformers interprets a batch's arguments is written down here, and tests
+compare it with real runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.counts import many
 from varlen.verify.batches.finding import BatchReport, Finding, Kind, Level, ModelFacts, finding
-from varlen.verify.batches.isolation import isolation_findings, recurrent_findings
+from varlen.verify.batches.isolation import RESTART, facts_of, isolation_findings, recurrent_findings
 from varlen.verify.batches.reading import (
     BOUNDARIES,
     LONGEST,
@@ -29,26 +29,26 @@ from varlen.verify.batches.reading import (
 
 
 def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> BatchReport:
-    """Find what would go wrong with a batch, before it does: leaks, lost targets, broken boundaries.
+    """Find errors in a batch before it is used: attention across documents, lost targets, broken boundaries.
 
     Args:
         batch: a PackedBatch, or the keyword arguments of a transformers model as any collator makes them:
-            arrays, tensors on any device, or lists, `input_ids` `[rows, width]` among them.
-        model: the transformers model, bare or wrapped, as it is set up now: its attention, cache, vocabulary,
-            positions and family decide what a batch does. Without one, a batch with all of FlashAttention's
-            arguments is judged for FlashAttention and any other for sdpa; what would be wrong only with
-            another attention is a warning.
+            arrays, tensors on any device, or lists; `input_ids` must be `[rows, width]`.
+        model: the transformers model, bare or wrapped, in its current setup: its attention, cache, vocabulary,
+            positions and family decide how it interprets a batch. Without a model, a batch with all of
+            FlashAttention's arguments is checked for FlashAttention and any other for sdpa; errors that only
+            another attention would have are warnings.
 
     Returns:
-        The findings, errors first; `report.ok` if none is an error. A PackedBatch is judged as
-        `varlen.adapters.hf.model_inputs` would pass it on.
+        The findings, errors first; `report.ok` if none is an error. A PackedBatch is checked as
+        `varlen.adapters.hf.model_inputs` would pass it to the model.
 
     Raises:
-        DocumentsError: no `input_ids`, or something that isn't a rectangle of numbers.
+        DocumentsError: no `input_ids`, or an argument that isn't a rectangle of numbers.
         ModelError: not a transformers model.
 
-    Cost: a few passes over the tokens, some milliseconds for 65,536. Tensors on a GPU cross to the host in one
-    transfer. A finished (4-D) mask in host memory is gone through once; on a GPU it is believed.
+    Cost: a few passes over the tokens, some milliseconds for 65,536. Tensors on a GPU are copied to the host in one
+    transfer. A 4-D mask in host memory is read once; on a GPU it isn't checked.
 
     >>> import varlen as vl
     >>> ids, positions = [[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]]
@@ -60,16 +60,12 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
     del batch["attention_mask"]
     """
     given = read(batch)
-    facts = None
-    if model is not None:
-        from varlen.verify.batches.isolation import facts_of  # a batch by itself is checked without torch
-
-        facts = facts_of(model)
+    facts = None if model is None else facts_of(model)
     segments = segments_of(given)
-    found = list(_found(given, segments, facts)) if given.input_ids.size else []
-    found.sort(key=lambda finding: finding.level)  # "error" before "warning", else as they were found
+    findings = list(_findings(given, segments, facts)) if given.input_ids.size else []
+    findings.sort(key=lambda finding: finding.level)  # stable: "error" before "warning"
     return BatchReport(
-        findings=tuple(found),
+        findings=tuple(findings),
         rows=given.rows,
         width=given.width,
         documents=segments.documents,
@@ -78,7 +74,7 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
     )
 
 
-def _found(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
+def _findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
     isolation = [*isolation_findings(given, segments, facts), *recurrent_findings(given, segments, facts)]
     yield from isolation
     yield from number_findings(given, facts)
@@ -86,17 +82,12 @@ def _found(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> I
     yield from target_findings(given, segments, facts)
 
 
-# Shapes, boundaries, token ids and positions: numbers that a kernel or an embedding can't take.
-
-RESTART = "restart position_ids at 0 with every document and every piece of one"
-
-
 def number_findings(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Finding]:
-    """Yield what is wrong with shapes, dtypes, ids, positions and each array of boundaries by itself."""
+    """Yield errors in shapes, dtypes, ids, positions and each array of boundaries."""
     yield from _shapes(given)
     yield from _finished_masks(given)
     yield from _float_ids(given)
-    for name in BOUNDARIES[: 1 if _are_the_same(given) else 2]:
+    for name in BOUNDARIES[: 1 if _boundaries_are_equal(given) else 2]:
         yield from _boundaries(given, name)
     yield from _longest(given)
     yield from _tokens(given, facts)
@@ -106,7 +97,7 @@ def number_findings(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Fin
 def agreement_findings(
     given: GivenBatch, segments: Segments, facts: ModelFacts | None, known: Set[Kind]
 ) -> Iterator[Finding]:
-    """Yield where the arguments that tell boundaries tell different ones."""
+    """Yield disagreements between the arguments that define boundaries."""
     ends, other = (given.arrays.get(name) for name in BOUNDARIES)
     if ends is not None and other is not None and not np.array_equal(ends, other):
         what = "cu_seq_lens_q and cu_seq_lens_k differ, and a token attends to its own row alone"
@@ -115,11 +106,11 @@ def agreement_findings(
     yield from _run_on(given, segments, facts, known)
     if "boundaries_disagree" in known:
         return
-    for name, told in segments.starts_by.items():
-        missing = segments.needed & ~told
+    for name, starts in segments.starts_by.items():
+        missing = segments.needed & ~starts
         if name == "position_ids" or not missing.any():
             continue
-        others = ", ".join(one for one in segments.starts_by if one != name)
+        others = ", ".join(other for other in segments.starts_by if other != name)
         what = f"{name} begins no document at {many(int(missing.sum()), 'place')} where {others} do"
         level: Level = "error" if facts is None or given.packed is not None else "warning"
         fix = "make all of them from the same lengths of documents"
@@ -130,18 +121,18 @@ def agreement_findings(
 def _run_on(
     given: GivenBatch, segments: Segments, facts: ModelFacts | None, known: Set[Kind]
 ) -> Iterator[Finding]:
-    """Documents whose positions don't begin anew: right where positions only turn, wrong where they're learned."""
+    """Yield documents whose positions don't restart: harmless with rotary positions, wrong with learned ones."""
     if given.finished_mask is not None or {"positions_run_on", "positions_missing"} & known:
         return
     level: Level = "error" if given.packed is not None or (facts and facts.learned_positions) else "warning"
     learned = "looks positions up in a table" if level == "error" else "only turns by positions is the same"
-    told = segments.starts_by.get("position_ids")
-    missing = segments.needed if told is None else segments.needed & ~told
-    if not missing.any() or (told is None and "position_ids" in given.arrays):
+    starts = segments.starts_by.get("position_ids")
+    missing = segments.needed if starts is None else segments.needed & ~starts
+    if not missing.any() or (starts is None and "position_ids" in given.arrays):
         return
     kind: Kind = "positions_run_on" if "position_ids" in given.arrays else "positions_missing"
-    said = "position_ids run on" if kind == "positions_run_on" else "without position_ids, positions run on"
-    what = f"{said} across the beginning of {many(int(missing.sum()), 'document')}; a model that {learned}"
+    cause = "position_ids run on" if kind == "positions_run_on" else "without position_ids, positions run on"
+    what = f"{cause} across the beginning of {many(int(missing.sum()), 'document')}; a model that {learned}"
     what = what if level == "warning" else f"{what}, and computes something else than for the document alone"
     yield finding(kind, level, what, RESTART, missing, "the document that begins at")
 
@@ -213,8 +204,8 @@ def _boundaries(given: GivenBatch, name: str) -> Iterator[Finding]:
         yield finding("empty_documents", "warning", what, fix, empty, named)
 
 
-def _are_the_same(given: GivenBatch) -> bool:
-    """Return whether queries and keys have the same boundaries, as they should."""
+def _boundaries_are_equal(given: GivenBatch) -> bool:
+    """Whether queries and keys have the same boundaries, as they should."""
     ends, other = (given.arrays.get(name) for name in BOUNDARIES)
     dtypes = [given.dtypes.get(name) for name in BOUNDARIES]
     return ends is not None and other is not None and dtypes[0] == dtypes[1] and np.array_equal(ends, other)
@@ -222,17 +213,17 @@ def _are_the_same(given: GivenBatch) -> bool:
 
 def _longest(given: GivenBatch) -> Iterator[Finding]:
     for name, number in zip(BOUNDARIES, LONGEST, strict=True):
-        ends, told = usable_ends(given, name), given.longest.get(number)
-        if ends is None or told is None:
+        ends, longest = usable_ends(given, name), given.longest.get(number)
+        if ends is None or longest is None:
             continue
         lengths = np.diff(ends)
-        if told < lengths.max():
+        if longest < lengths.max():
             what = (
-                f"{number} is {told:,}, and the longest segment has {int(lengths.max()):,} tokens: kernels "
+                f"{number} is {longest:,}, and the longest segment has {int(lengths.max()):,} tokens: kernels "
                 "compute nothing, or nonsense, beyond it"
             )
             fix = f'batch["{number}"] = int(batch["{name}"].diff().max())'
-            yield finding("max_length", "error", what, fix, lengths > told, "the segment with")
+            yield finding("max_length", "error", what, fix, lengths > longest, "the segment with")
 
 
 def _tokens(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Finding]:
@@ -274,11 +265,8 @@ def _beyond(given: GivenBatch, facts: ModelFacts | None) -> Level:
     return "error" if given.packed is not None or (facts and facts.learned_positions) else "warning"
 
 
-# Targets: labels that cross a boundary, stand on padding, are outside the vocabulary, or aren't there at all.
-
-
 def target_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
-    """Yield what is wrong with labels; where there are none at all, nothing."""
+    """Yield errors in labels: across a boundary, at padding, outside the vocabulary, or no targets at all."""
     for name in ("labels", "shift_labels"):
         labels = given.by_token(name)
         if labels is None:
@@ -293,7 +281,7 @@ def target_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | N
 def _crossing(given: GivenBatch, segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
     targets = labels != IGNORE_INDEX
     if name == "labels":
-        crossing = segments.follows & targets  # a row's first label is nobody's target, and follows nothing
+        crossing = segments.follows & targets  # a row's first label is never used as a target
         fix = 'batch["labels"][batch["position_ids"] == 0] = -100'
         what, place = "the first label of {} isn't -100", "the label at"
     else:

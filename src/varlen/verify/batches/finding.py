@@ -1,4 +1,4 @@
-"""BatchReport: what would go wrong with a batch, one finding each, with the place and the way out."""
+"""BatchReport: the errors and warnings of a batch, each with its location and a fix; and ModelFacts."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ Kind = Literal[
     "label_ids",
     "positions_range",
 ]
-"""What a finding is about; stable, so that a program may tell them apart."""
+"""The kind of a finding; stable, for use in programs."""
 
 Level = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that would go wrong."""
+    """One error or warning."""
 
     kind: Kind
     level: Level
-    """error: training would be wrong, or fail. warning: perhaps not meant, or wrong with another attention."""
+    """error: training would be wrong, or fail. warning: perhaps unintended, or wrong with another attention."""
     what: str
     """What happens, with numbers."""
     where: str
-    """The first place, in words; for whole batches, which argument."""
+    """The first location, in words; for whole batches, the argument."""
     fix: str
-    """The way out; a line to copy where there is one."""
+    """How to fix it; a line to copy where possible."""
     count: int = 1
-    """How many places."""
+    """Number of locations."""
     row: int | None = None
-    """Row of the first place; None where the finding is about no single place."""
+    """Row of the first location; None if the finding has no single location."""
     column: int | None = None
-    """Column of the first place, or its index in an array of boundaries."""
+    """Column of the first location, or its index in an array of boundaries."""
 
     def __str__(self) -> str:
-        """Say it in three lines."""
+        """Return the finding in three lines."""
         return f"{self.level} {self.kind}: {self.what}\n  where: {self.where}\n  fix:   {self.fix}"
 
 
@@ -76,37 +76,35 @@ class BatchReport:
     rows: int
     width: int
     documents: int
-    """Documents that the batch's own boundaries tell apart, padding not counted."""
+    """Number of documents by the batch's own boundaries, padding not counted."""
     model: str | None = None
-    """Name of the model's class; None where no model was given."""
+    """Name of the model's class; None without a model."""
     attention: str | None = None
-    """Attention function that the model is set to."""
+    """The model's attention function."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; there may be warnings."""
+        """Whether there are no errors; there may be warnings."""
         return not self.errors
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings by which training would be wrong."""
+        """The findings of level "error"."""
         return tuple(finding for finding in self.findings if finding.level == "error")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of all findings, in their order."""
+        """The kinds of all findings, in order."""
         return tuple(finding.kind for finding in self.findings)
 
     def __iter__(self) -> Iterator[Finding]:
-        """Go over the findings."""
         return iter(self.findings)
 
     def __len__(self) -> int:
-        """Count the findings."""
         return len(self.findings)
 
     def __str__(self) -> str:
-        """Say how many findings there are, then each in three lines."""
+        """Return the number of findings, then each in three lines."""
         errors = len(self.errors)
         counted = (
             f"{many(errors, 'error')}, {many(len(self) - errors, 'warning')}" if len(self) else "nothing"
@@ -119,62 +117,54 @@ class BatchReport:
         return "\n".join([head, *map(str, self.findings)])
 
 
-# ModelFacts: what of a model decides whether a batch keeps its documents apart in it.
-
 MRope = Literal["none", "text_row", "text_row_or_plain"]
 Detector = Literal["mask", "flash", "varlen", "unknown"]
-"""How an attention learns of boundaries: from positions while it builds a mask (eager, sdpa, FlexAttention);
-from cu_seqlens, else from positions (FlashAttention); from cu_seqlens alone ("varlen")."""
+"""How an attention finds boundaries: from positions while it builds a mask (eager, sdpa, FlexAttention);
+from cu_seqlens, else from positions (FlashAttention); only from cu_seqlens ("varlen")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What a model makes of a batch's arguments."""
+    """The properties of a model that decide how it interprets a batch's arguments."""
 
     name: str
     attention: str
     detector: Detector
     uses_cache: bool
-    """Whether a cache is on where the batch doesn't say `use_cache`."""
+    """Whether a cache is used if the batch has no `use_cache`."""
     drops_cache: bool
-    """Whether a cache is off whatever the batch says: gradients are checkpointed."""
+    """Whether a cache is never used, because of gradient checkpointing."""
     reads_positions: bool
-    """Whether masks are built with a look at positions."""
+    """Whether masks depend on positions."""
     mrope: MRope
-    """Whether positions have several rows (M-RoPE), of which only a fourth, in front, tells documents apart."""
+    """Whether positions have several rows (M-RoPE), of which only a fourth, in front, separates documents."""
     reads_boundaries: bool
-    """Whether the family's code names `seq_idx` or cu_seqlens, as hybrids do for their recurrent layers."""
+    """Whether the family's code mentions `seq_idx` or cu_seqlens, as hybrids do for their recurrent layers."""
     drops_boundaries: bool
-    """Whether cu_seqlens and their like get lost on the way through the layers."""
+    """Whether the model doesn't pass cu_seqlens and the like to its layers."""
     recurrent_read: tuple[str, ...]
-    """Arguments from which recurrent and convolving layers learn of boundaries; empty without such layers."""
+    """Arguments from which recurrent and convolutional layers read boundaries; empty without such layers."""
     recurrent_in_one_row: bool
-    """Whether those layers take the boundaries of a single row only."""
+    """Whether those layers only support the boundaries of a single row."""
     learned_positions: bool
-    """Whether positions are looked up in a table, so that a shift changes what a document computes."""
+    """Whether positions are looked up in a table, so that a shift changes the result."""
     vocabulary: int
     positions: int | None
-    """The largest number of positions; None where the model names none."""
+    """The largest number of positions; None if the model has no limit."""
     refusal: str | None
-    """Why `model_inputs` refuses the model; None where it doesn't."""
-
-
-# Places: the first of many positions at which something is wrong, and a finding that names it.
+    """Why `model_inputs` refuses the model; None if it doesn't."""
 
 
 def finding(
-    kind: Kind, level: Level, what: str, fix: str, places: BoolArray | None = None, place: str = ""
+    kind: Kind, level: Level, what: str, fix: str, wrong: BoolArray | None = None, place: str = ""
 ) -> Finding:
-    """Make a finding of all places at which something is wrong.
-
-    `places`: bool `[rows, width]` or `[entries]`, true where it is wrong; None where it has no place.
-    """
-    if places is None:
+    """Make one finding of all locations where `wrong` (`[rows, width]` or `[entries]`) is true; None for none."""
+    if wrong is None:
         return Finding(kind=kind, level=level, what=what, where=place, fix=fix)
-    first = int(np.argmax(places))
-    row, column = divmod(first, places.shape[-1]) if places.ndim == 2 else (None, first)
+    first = int(np.argmax(wrong))
+    row, column = divmod(first, wrong.shape[-1]) if wrong.ndim == 2 else (None, first)
     spot = f"row {row:,}, column {column:,}" if row is not None else f"index {column:,}"
-    count = int(places.sum())
+    count = int(wrong.sum())
     where = f"{place} {spot}" + (f", and {count - 1:,} more" if count > 1 else "")
     return Finding(
         kind=kind, level=level, what=what, where=where, fix=fix, count=count, row=row, column=column

@@ -1,8 +1,8 @@
-"""Whether documents are kept apart: what each kind of attention would make of a batch's arguments.
+"""Whether documents are isolated: how each kind of attention interprets a batch's arguments.
 
-transformers has two detectors of boundaries that disagree. Eager, sdpa and FlexAttention look at positions
-while a mask is built, unless a mask or a cache is there; FlashAttention takes cu_seqlens if all four arguments
-are given, else looks at the positions of a single row, unless a mask has holes.
+transformers finds boundaries in two ways that disagree. Eager, sdpa and FlexAttention read positions when a mask is
+built, unless there is a mask or a cache; FlashAttention uses cu_seqlens if all four arguments are given, else the
+positions of a single row, unless a mask has zeros.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RESTART = "restart position_ids at 0 with every document and every piece of one"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """One batch before one kind of attention."""
+    """A batch with one kind of attention."""
 
     given: GivenBatch
     segments: Segments
@@ -66,21 +66,21 @@ class _Case:
     level: Level
 
     @property
-    def who(self) -> str:
-        """The attention, in words."""
+    def name(self) -> str:
+        """The attention, for messages."""
         known = self.facts is not None and self.facts.detector == self.detector
         return self.facts.attention if self.facts and known else NAMED[self.detector]
 
     def lost(self, kind: Kind, why: str, fix: str, lost: BoolArray | None = None) -> Iterator[Finding]:
-        """Yield a finding if boundaries are lost: by default, all that there are."""
+        """Yield a finding if boundaries are lost, by default all of them."""
         lost = self.segments.needed if lost is None else lost
         if lost.any():
-            seen = f"{why}, so {many(int(lost.sum()), 'document sees', 'documents see')} tokens of others"
-            yield finding(kind, self.level, seen, fix, lost, "the document that begins at")
+            what = f"{why}, so {many(int(lost.sum()), 'document sees', 'documents see')} tokens of others"
+            yield finding(kind, self.level, what, fix, lost, "the document that begins at")
 
 
 def isolation_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
-    """Yield what lets documents see each other."""
+    """Yield causes of attention across documents."""
     if facts is not None and facts.refusal and segments.is_packed:
         yield _refused(given, segments, facts)
         return
@@ -94,13 +94,13 @@ def isolation_findings(given: GivenBatch, segments: Segments, facts: ModelFacts 
     for detector, level in _detectors(given, facts):
         case = _Case(given=given, segments=segments, facts=facts, detector=detector, level=level)
         check = {"mask": _by_mask, "flash": _by_flash, "varlen": _by_varlen}[detector]
-        found = [one for one in check(case) if one.kind not in yielded]
-        yielded |= {one.kind for one in found}
-        yield from found
+        fresh = [found for found in check(case) if found.kind not in yielded]
+        yielded |= {found.kind for found in fresh}
+        yield from fresh
 
 
 def _detectors(given: GivenBatch, facts: ModelFacts | None) -> list[tuple[Detector, Level]]:
-    """Return the kinds of attention to think of, the likeliest first, and how bad a leak in each is."""
+    """Return the kinds of attention to check, the likeliest first, with the level of their findings."""
     if facts is not None and facts.detector != "unknown":
         return [(facts.detector, "error")]
     if facts is not None:
@@ -115,12 +115,12 @@ def _has_all_four(given: GivenBatch) -> bool:
 
 
 def _refused(given: GivenBatch, segments: Segments, facts: ModelFacts) -> Finding:
-    told = facts.reads_boundaries and "seq_idx" in given.arrays and "cu_seq_lens_q" in given.arrays
+    may_work = facts.reads_boundaries and "seq_idx" in given.arrays and "cu_seq_lens_q" in given.arrays
     why = f"varlen can't vouch for it, although it reads seq_idx and cu_seqlens: {facts.refusal}"
     return finding(
         "model_family",
-        "warning" if told else "error",
-        why if told else str(facts.refusal),
+        "warning" if may_work else "error",
+        why if may_work else str(facts.refusal),
         ONE_A_ROW,
         segments.needed,
         "the document that begins at",
@@ -128,60 +128,59 @@ def _refused(given: GivenBatch, segments: Segments, facts: ModelFacts) -> Findin
 
 
 def _by_mask(case: _Case) -> Iterator[Finding]:
-    """Eager, sdpa and FlexAttention: positions, if nothing stands in the way."""
+    """Check eager, sdpa and FlexAttention, which read positions unless something prevents it."""
     given, facts = case.given, case.facts
     if given.finished_mask is not None:
         yield from _open_mask(case)
         return
-    in_the_way = False
+    is_prevented = False
     if "attention_mask" in given.arrays:
-        in_the_way = True
+        is_prevented = True
         yield from case.lost("attention_mask", _mask_in_words(case), 'del batch["attention_mask"]')
     if _cache_is_on(given, facts):
-        in_the_way = True
-        said = (
-            "use_cache is on"
-            if given.use_cache
-            else "use_cache isn't given and the model's config turns it on"
-        )
-        said = "a cache is given" if given.has_cache else said
-        why = f"{said}, and with a cache no boundaries are looked for in position_ids ({case.who})"
+        is_prevented = True
+        cause = "use_cache isn't given and the model's config turns it on"
+        if given.use_cache:
+            cause = "use_cache is on"
+        if given.has_cache:
+            cause = "a cache is given"
+        why = f"{cause}, and with a cache no boundaries are looked for in position_ids ({case.name})"
         fix = "model.config.use_cache = False  # transformers' Trainer does it by itself"
         absent = given.use_cache is None and not given.has_cache
         yield from case.lost("use_cache", why, fix if absent else 'batch["use_cache"] = False')
     if facts is not None and not facts.reads_positions:
-        in_the_way = True
+        is_prevented = True
         why = f"{facts.name} never looks at position_ids when it builds its {facts.attention} mask"
         yield from case.lost("model_family", why, WITH_MODEL_INPUTS)
-    yield from _by_positions(case, in_the_way)
+    yield from _by_positions(case, is_prevented)
 
 
-def _by_positions(case: _Case, in_the_way: bool) -> Iterator[Finding]:
-    """What positions by themselves tell eager, sdpa and FlexAttention."""
+def _by_positions(case: _Case, is_prevented: bool) -> Iterator[Finding]:
+    """Check the positions as eager, sdpa and FlexAttention read them."""
     given = case.given
     positions = given.by_token("position_ids")
     if positions is None:
         if "position_ids" not in given.arrays:
-            why = f"boundaries are read from position_ids alone ({case.who}), and there are none{_unread(given)}"
+            why = f"boundaries are read from position_ids alone ({case.name}), and there are none{_unread(given)}"
             yield from case.lost("positions_missing", why, RESTART)
     elif _loses_text_positions(case):
         yield from _mrope(case)
-    elif not in_the_way:
-        told = breaks(positions, 1)
-        why = f"position_ids run on where another argument, which isn't read ({case.who}), begins a document"
-        yield from case.lost("positions_run_on", why, RESTART, case.segments.needed & ~told)
+    elif not is_prevented:
+        starts = breaks(positions, 1)
+        why = f"position_ids run on where another argument, which isn't read ({case.name}), begins a document"
+        yield from case.lost("positions_run_on", why, RESTART, case.segments.needed & ~starts)
         if not _has_all_four(given):
             yield from _mid_document(case, "warning", "With FlashAttention they would belong to no segment")
 
 
 def _by_flash(case: _Case) -> Iterator[Finding]:
-    """FlashAttention: a mask with holes, else cu_seqlens, else the positions of a single row."""
+    """Check FlashAttention, which reads a mask with zeros, else cu_seqlens, else the positions of a single row."""
     given, needed = case.given, case.segments.needed
     if given.finished_mask is not None:
         yield finding(
             "attention_mask",
             case.level,
-            f"{case.who} takes no finished (4-D) mask, only boundaries",
+            f"{case.name} takes no finished (4-D) mask, only boundaries",
             WITH_MODEL_INPUTS,
             place="attention_mask",
         )
@@ -199,55 +198,55 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
     incomplete = [] if drops else some
     if positions is None or given.rows > 1 or _loses_text_positions(case):
         if incomplete:
-            why = f"{case.who} reads boundaries only if all four are given, and there is {', '.join(incomplete)}"
+            why = f"{case.name} reads boundaries only if all four are given, and there is {', '.join(incomplete)}"
             yield from case.lost("incomplete_boundaries", why, ALL_FOUR)
         elif given.rows > 1:
-            why = f"{case.who} looks for boundaries in position_ids of a single row, and there are {given.rows:,}"
+            why = f"{case.name} looks for boundaries in position_ids of a single row, and there are {given.rows:,}"
             fix = f'{ALL_FOUR} (of the flattened rows), or collate with layout="flat"'
             if case.facts is not None and case.facts.drops_boundaries:
                 why = f"{case.facts.name} hands cu_seq_lens_q on to no layer, so {why}"
                 fix = 'collate with layout="flat", or model.set_attn_implementation("sdpa")'
             yield from case.lost("packed_rows", why, fix)
         elif positions is None and "position_ids" not in given.arrays:
-            why = f"{case.who} is told no boundaries that it reads{_unread(given)}"
+            why = f"{case.name} is told no boundaries that it reads{_unread(given)}"
             yield from case.lost("positions_missing", why, ALL_FOUR)
         elif positions is not None:
             yield from _mrope(case)
         return
-    told, first = breaks(positions, 1), positions == positions.min()
-    packed = bool(told[:, 1:].any())
-    kept = first if packed else np.zeros_like(first)
-    why = f"position_ids run on where another argument, which isn't read ({case.who}), begins a document"
-    yield from case.lost("positions_run_on", why, f"{RESTART}, or {ALL_FOUR}", needed & ~told)
-    why = f"{case.who} begins a segment only at the smallest position ({int(positions.min()):,}), and pieces go on"
-    yield from case.lost("positions_continue", why, f"{RESTART}, or {ALL_FOUR}", needed & told & ~kept)
+    starts, first = breaks(positions, 1), positions == positions.min()
+    packed = bool(starts[:, 1:].any())
+    separated = first if packed else np.zeros_like(first)
+    why = f"position_ids run on where another argument, which isn't read ({case.name}), begins a document"
+    yield from case.lost("positions_run_on", why, f"{RESTART}, or {ALL_FOUR}", needed & ~starts)
+    why = f"{case.name} begins a segment only at the smallest position ({int(positions.min()):,}), and pieces go on"
+    yield from case.lost("positions_continue", why, f"{RESTART}, or {ALL_FOUR}", needed & starts & ~separated)
     if packed:
         yield from _mid_document(
-            case, case.level, f"{case.who} leaves them out of every segment: nothing is computed"
+            case, case.level, f"{case.name} leaves them out of every segment: nothing is computed"
         )
 
 
 def _by_ends(case: _Case) -> Iterator[Finding]:
-    """FlashAttention with all four arguments: cu_seqlens decide, over the flattened rows."""
+    """Check FlashAttention with all four arguments, which uses cu_seqlens over the flattened rows."""
     ends = usable_ends(case.given)
     if ends is None:
-        return  # they are findings of their own
-    kept = case.segments.starts_by["cu_seq_lens_q"]
+        return  # reported by `number_findings`
+    separated = case.segments.starts_by["cu_seq_lens_q"]
     needed = case.segments.needed.copy()
-    needed[1:, 0] = True  # rows lie one behind the other
+    needed[1:, 0] = True  # flattened rows follow each other
     why = "cu_seq_lens_q begin no segment there"
     fix = "let cu_seq_lens_q hold every start of a document, over the flattened rows"
-    yield from case.lost("boundaries_disagree", why, fix, needed & ~kept)
+    yield from case.lost("boundaries_disagree", why, fix, needed & ~separated)
 
 
 def _by_varlen(case: _Case) -> Iterator[Finding]:
-    """Our attention: cu_seqlens alone; whatever else is told makes it raise an error."""
+    """Check varlen's attention, which reads only cu_seqlens and refuses masks."""
     mask = case.given.arrays.get("attention_mask")
     if case.given.finished_mask is not None or (mask is not None and not mask.all()):
-        why = f"{case.who} takes boundaries and no mask, and raises an error when given one"
+        why = f"{case.name} takes boundaries and no mask, and raises an error when given one"
         yield finding("attention_mask", case.level, why, WITH_MODEL_INPUTS, place="attention_mask")
     if "cu_seq_lens_q" not in case.given.arrays:
-        why = f"{case.who} reads boundaries from cu_seq_lens_q alone, and raises an error without them"
+        why = f"{case.name} reads boundaries from cu_seq_lens_q alone, and raises an error without them"
         yield finding("boundaries_missing", case.level, why, WITH_MODEL_INPUTS, place="the batch")
     else:
         yield from _by_ends(case)
@@ -261,12 +260,12 @@ def _cache_is_on(given: GivenBatch, facts: ModelFacts | None) -> bool:
 
 
 def _unread(given: GivenBatch) -> str:
-    """Say which boundaries are there under a name that no model looks at."""
+    """Name the boundaries that models ignore, for messages."""
     return f" (models don't look at {', '.join(given.unread)})" if given.unread else ""
 
 
 def _loses_text_positions(case: _Case) -> bool:
-    """Return whether the positions are of a shape in which a model with M-RoPE finds no text positions."""
+    """Whether the positions have a shape in which a model with M-RoPE finds no text positions."""
     positions = case.given.arrays["position_ids"]
     if positions.ndim == 3:
         return len(positions) != 4
@@ -284,7 +283,7 @@ def _mrope(case: _Case) -> Iterator[Finding]:
 
 
 def _mask_in_words(case: _Case) -> str:
-    """Say what kind of mask it is and what it does to boundaries."""
+    """Describe the mask and its effect on boundaries."""
     given = case.given
     mask = given.arrays["attention_mask"]
     masked = int((mask == 0).sum())
@@ -294,13 +293,13 @@ def _mask_in_words(case: _Case) -> str:
         kind = "attention_mask is all ones"
     else:
         kind = f"attention_mask is 0 at {many(masked, 'position')}"
-    return f"{kind}; under such a mask no boundaries are looked for ({case.who})"
+    return f"{kind}; under such a mask no boundaries are looked for ({case.name})"
 
 
 def _open_mask(case: _Case) -> Iterator[Finding]:
     masks = case.given.finished_mask
     absent = [kind for kind, mask in masks.items() if mask is None] if isinstance(masks, Mapping) else []
-    # Recurrent layers have no mask, and are called linear attention.
+    # Recurrent layers, called linear attention, have no mask.
     if absent := [kind for kind in map(str, absent) if "attention" in kind and "linear" not in kind]:
         why = f"attention_mask holds no mask for layers of kind {', '.join(absent)}, which then attend to all before"
         yield from case.lost("open_mask", why, WITH_MODEL_INPUTS)
@@ -319,7 +318,7 @@ def _open_mask(case: _Case) -> Iterator[Finding]:
 
 
 def _mid_document(case: _Case, level: Level, then: str) -> Iterator[Finding]:
-    """Rows whose first position isn't the smallest: they begin in the middle of a document."""
+    """Yield rows whose first position isn't the smallest: they begin in the middle of a document."""
     positions = case.given.by_token("position_ids")
     if positions is None or not case.segments.is_packed:
         return
@@ -331,20 +330,16 @@ def _mid_document(case: _Case, level: Level, then: str) -> Iterator[Finding]:
     yield finding("row_starts_mid_document", level, what, RESTART, before, "the token at")
 
 
-# Finished attention masks, read token by token: who sees another document.
-
 CLOSED_BELOW = -1e3
-"""Numbers added to scores that are lower close a position: even in half precision its weight is then 0."""
+"""Mask values below this, added to scores, mask a position out: its weight is 0 even in half precision."""
 BLOCK = 1024
-"""Queries looked at together, so that little memory is used beside the mask's own."""
+"""Queries that are read at once, to limit memory."""
 
 
 def opened_across(given: GivenBatch, segments: Segments) -> BoolArray | None:
-    """Return the tokens that a finished mask lets see another document, or None where it can't be read.
+    """Return the tokens that attend to another document by a finished mask, or None if it can't be read.
 
-    Masks on a GPU and FlexAttention's block masks aren't read. Cost: the mask is gone through once.
-
-    Returns bool `[rows, width]`.
+    Masks on a GPU and FlexAttention's block masks aren't read.
     """
     if not segments.starts_by:
         return None
@@ -360,14 +355,14 @@ def opened_across(given: GivenBatch, segments: Segments) -> BoolArray | None:
             own = mask[min(row, len(mask) - 1)]
             for start in range(0, given.width, BLOCK):
                 block = slice(start, start + BLOCK)
-                seen = own[:, block] if own.dtype == bool else own[:, block] > CLOSED_BELOW
+                is_open = own[:, block] if own.dtype == bool else own[:, block] > CLOSED_BELOW
                 other = numbers[row, block, None] != numbers[row]
-                across[row, block] |= (seen.any(axis=0) & other).any(axis=1)
+                across[row, block] |= (is_open.any(axis=0) & other).any(axis=1)
     return None if across is None else across & ~segments.padding
 
 
 def _readable(given: GivenBatch) -> Iterator[Any]:
-    """Yield the masks that are arrays in host memory; integers are numbers to add, as floats are."""
+    """Yield the masks that are arrays in host memory; integer masks are added to scores, like floats."""
     masks = (
         given.finished_mask.values() if isinstance(given.finished_mask, Mapping) else [given.finished_mask]
     )
@@ -378,13 +373,8 @@ def _readable(given: GivenBatch) -> Iterator[Any]:
             yield mask.detach().float().numpy() if mask.is_floating_point() else mask.detach().numpy()
 
 
-# Whether recurrent and convolving layers are told where documents begin: no mask and no position reaches them.
-
-_FIX = "inputs = varlen.adapters.hf.model_inputs(packed_batch, model); model(**inputs)"
-
-
 def recurrent_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
-    """Yield what lets a state run on from one document into the next."""
+    """Yield missing boundaries of recurrent and convolutional layers, which masks and positions don't reach."""
     if facts is None or not facts.recurrent_read or not segments.is_packed:
         return
     if facts.recurrent_in_one_row and given.rows > 1:
@@ -393,30 +383,31 @@ def recurrent_findings(given: GivenBatch, segments: Segments, facts: ModelFacts 
         )
         yield finding("packed_rows", "error", what, 'collate with layout="flat"', place="the batch")
     if given.packed is not None:
-        return  # model_inputs tells them
+        return  # model_inputs passes them
     for name in facts.recurrent_read:
-        told = segments.starts_by.get(name)
-        lost = segments.needed if told is None else segments.needed & ~told
+        starts = segments.starts_by.get(name)
+        lost = segments.needed if starts is None else segments.needed & ~starts
         if lost.any():
-            seen = "there is none" if told is None else "it begins no segment there"
+            problem = "there is none" if starts is None else "it begins no segment there"
             what = (
-                f"the recurrent layers of {facts.name} read boundaries from {name} and {seen}, so their state runs "
-                f"on into {many(int(lost.sum()), 'document')}"
+                f"the recurrent layers of {facts.name} read boundaries from {name} and {problem}, so their state "
+                f"runs on into {many(int(lost.sum()), 'document')}"
             )
-            yield finding("model_family", "error", what, _FIX, lost, "the document that begins at")
+            yield finding(
+                "model_family", "error", what, WITH_MODEL_INPUTS, lost, "the document that begins at"
+            )
             return
 
-
-# facts_of: ask a model what decides whether a batch keeps its documents apart in it.
-#
-# Whether a family looks at positions when it builds its mask is read off its own code, as transformers has it
-# installed, and not off a list of names, which would age.
 
 INFERRED_FROM_POSITIONS = ("eager", "sdpa", "flex_attention")
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """Ask a model all that matters to a batch."""
+    """Read the properties of a model that decide how it interprets a batch.
+
+    Whether a family's masks depend on positions is read from its installed source code rather than from a list of
+    names, which would become outdated.
+    """
     config, decoder, name = text_config(model), text_decoder(model), implementation(model)
     limit = getattr(config, "max_position_embeddings", None)
     kind: Any = type(decoder)
@@ -444,7 +435,7 @@ _RECURRENT_READ = {"": (), "numbers": ("seq_idx",), "ends": ("seq_idx", "cu_seq_
 
 
 def _detector(model: Any, name: str) -> Detector:
-    # A model with an attention of its own takes any registered name, and builds its mask all the same.
+    # A model with its own attention accepts any registered name, but still builds a mask.
     if name in INFERRED_FROM_POSITIONS or not uses_registry(model):
         return "mask"
     if name == attention.NAME:
@@ -461,7 +452,7 @@ def _refusal(model: Any) -> str | None:
 
 
 def _has_table_of_positions(decoder: Any, limit: Any) -> bool:
-    """Return whether an embedding beside the tokens' has a row for every position (and a few more)."""
+    """Whether an embedding other than the tokens' has a row for every position (and a few more)."""
     if not isinstance(limit, int):
         return False
     tokens = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
@@ -475,7 +466,7 @@ def _has_table_of_positions(decoder: Any, limit: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Code:
-    """What a decoder's source says."""
+    """Properties read from a decoder's source."""
 
     reads_positions: bool = True
     mrope: MRope = "none"
@@ -484,7 +475,7 @@ class _Code:
 
 @lru_cache(maxsize=256)
 def _code(decoder: Any) -> _Code:
-    """Read a decoder's source; where there is none, believe that it looks at positions."""
+    """Read a decoder's source; without source, assume that its masks depend on positions."""
     try:
         forward = inspect.getsource(inspect.unwrap(decoder.forward))
         module = inspect.getsource(inspect.getmodule(decoder) or decoder)
@@ -501,7 +492,7 @@ def _code(decoder: Any) -> _Code:
 
 
 def _hands_positions_on(forward: ast.AST) -> bool:
-    """Return whether every mask of causal attention is built with `position_ids`; True where none is built."""
+    """Whether every causal mask is built with `position_ids`; True if none is built."""
     tables = {
         target.id
         for node in ast.walk(forward)

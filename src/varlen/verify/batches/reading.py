@@ -1,6 +1,6 @@
-"""GivenBatch: any mapping or PackedBatch read into arrays in host memory, before anything is judged.
+"""GivenBatch: a mapping or PackedBatch as arrays in host memory; and Segments: where its documents begin.
 
-Tensors of one device are copied in one transfer, so that a batch on a GPU makes the host wait once.
+Tensors of one device are copied in one transfer, so that the host waits for a GPU only once.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ LONGEST = ("max_length_q", "max_length_k")
 OTHER_ENDS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens")
 OTHER_NUMBERS = ("segment_ids", "sequence_ids", "document_ids", "doc_ids")
 OTHER_LENGTHS = ("seq_lengths", "seq_lens")
-"""How boundaries are called elsewhere: transformers' models take such arguments and don't look at them."""
+"""Other projects' names of boundaries, which transformers' models accept and ignore."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenBatch:
-    """A batch as it was given: arrays by the name under which a transformers model takes them."""
+    """A batch as arrays, by the names of a transformers model's arguments."""
 
     arrays: Mapping[str, IntArray]
-    """What was given of `BY_TOKEN` and `BOUNDARIES`, as int64 in any shape; finished masks are left out."""
+    """The given arrays of `BY_TOKEN` and `BOUNDARIES`, as int64 in any shape, without finished masks."""
     dtypes: Mapping[str, str]
-    """The dtype that each of the arrays had."""
+    """The original dtype of each array."""
     longest: Mapping[str, int] = field(default_factory=dict)
-    """What was given of `LONGEST`."""
+    """The given numbers of `LONGEST`."""
     finished_mask: Any = None
-    """A 4-D attention mask, a `BlockMask`, or one of them for each kind of layer: models pass it on unread."""
+    """A 4-D attention mask, a `BlockMask`, or one of them for each kind of layer, which models use unchanged."""
     use_cache: bool | None = None
-    """None where it wasn't given."""
+    """None if it wasn't given."""
     has_cache: bool = False
-    """Whether a cache itself was given (`past_key_values`)."""
+    """Whether a cache was given (`past_key_values`)."""
     segment_ids: IntArray | None = None
-    """`[rows, width]`, -1 at padding; of a PackedBatch alone."""
+    """`[rows, width]`, -1 at padding; only of a PackedBatch."""
     unread: Mapping[str, IntArray] = field(default_factory=dict)
-    """What was given of `OTHER_ENDS` and their like: for each, the number of the document of every token."""
+    """Boundaries under names that models ignore (`OTHER_ENDS` and others), as the document number of every token."""
     packed: PackedBatch | None = None
-    """The batch itself, where it is a PackedBatch: `model_inputs` will make its arguments."""
+    """The batch, if it is a PackedBatch; `model_inputs` will make its arguments."""
 
     @property
     def input_ids(self) -> IntArray:
@@ -62,13 +62,13 @@ class GivenBatch:
 
     @property
     def width(self) -> int:
-        """Tokens of a row, padding counted."""
+        """Tokens of a row, padding included."""
         return int(self.input_ids.shape[1])
 
     def by_token(self, name: str) -> IntArray | None:
-        """Return an array shaped like `input_ids`, or None where it wasn't given or has another shape.
+        """Return an array shaped like `input_ids`, or None if it wasn't given or has another shape.
 
-        One row of positions stands for all rows. Of M-RoPE positions, text positions are returned.
+        One row of positions is used for all rows. Of M-RoPE positions, the first row is returned.
         """
         array = self.arrays.get(name)
         if array is None:
@@ -115,7 +115,7 @@ def read(batch: Any) -> GivenBatch:
 
 
 def _unread(batch: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[str, IntArray]]:
-    """Yield boundaries under names that no model reads, as numbers of documents; what can't be them is left out."""
+    """Yield valid boundaries under names that no model reads, as document numbers of tokens."""
     for name in (*OTHER_ENDS, *OTHER_NUMBERS, *OTHER_LENGTHS):
         value = batch.get(name)
         if value is None:
@@ -165,7 +165,7 @@ def _check_rectangle(ids: IntArray) -> None:
 
 
 def _is_finished(mask: Any) -> bool:
-    """Return whether models take this mask as it is: 4-D, a `BlockMask`, or one for each kind of layer."""
+    """Whether models use this mask unchanged: 4-D, a `BlockMask`, or one for each kind of layer."""
     return isinstance(mask, Mapping) or len(getattr(mask, "shape", ())) == 4
 
 
@@ -174,7 +174,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _on_host(given: Mapping[str, Any]) -> tuple[dict[str, IntArray], dict[str, str]]:
-    """Return everything as int64 arrays, with the dtypes they had; one transfer for each device."""
+    """Return int64 arrays, and their original dtypes; one transfer for each device."""
     arrays, dtypes = {}, {}
     tensors: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
@@ -208,7 +208,7 @@ def _host_tensors(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
 
 
 def _in_one_transfer(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
-    """Copy all tensors of a device at once, so that the host waits for it once."""
+    """Copy all tensors of a device in one transfer."""
     import torch
 
     if any(tensor.is_meta for tensor in tensors.values()):
@@ -228,26 +228,26 @@ def _number(name: str, array: IntArray) -> int:
     return int(array.reshape(-1)[0])
 
 
-# Segments: where a batch says that documents begin, by each of the ways in which it says so.
+# Segments.
 #
-# A position *starts* a segment if the one before it belongs to another. Padding that every position shows as a
-# segment of its own (positions 0, 0, 0) is no document, and nobody is harmed by what it sees.
+# A position *starts* a segment if the one before it belongs to another segment. Padding in which each position is a
+# segment (positions 0, 0, 0) is no document, and may attend to anything.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """Where documents begin and what is no document; bool arrays `[rows, width]`."""
+    """Where documents and padding are; bool arrays `[rows, width]`."""
 
     starts_by: Mapping[str, BoolArray]
-    """For each argument that tells boundaries, where segments start; the first column always does."""
+    """Where segments start by each argument that defines boundaries; the first column always does."""
     starts: BoolArray
-    """All of them together: what the batch means."""
+    """The union of these."""
     padding: BoolArray
     """Positions of no document."""
     follows: BoolArray
-    """Starts that have something before them in their row that isn't masked, padding of one token included."""
+    """Starts with unmasked positions before them in their row; includes padding of one token."""
     needed: BoolArray
-    """Starts of documents that have something before them in their row to be kept apart from."""
+    """Starts of documents with unmasked positions before them, from which they must be isolated."""
 
     @property
     def is_packed(self) -> bool:
@@ -256,7 +256,7 @@ class Segments:
 
     @property
     def documents(self) -> int:
-        """Documents, padding not counted."""
+        """Number of documents, padding not counted."""
         return int((self.starts & ~self.padding).sum())
 
     def numbers(self) -> IntArray:
@@ -266,31 +266,28 @@ class Segments:
 
 
 def segments_of(given: GivenBatch) -> Segments:
-    """Find out where documents begin."""
-    starts_by = dict(_told(given))
+    """Find where documents begin."""
+    starts_by = dict(_starts_by(given))
     starts = np.zeros((given.rows, given.width), dtype=bool)
     starts[:, :1] = True
-    for told in starts_by.values():
-        starts |= told
+    for starts_of_one in starts_by.values():
+        starts |= starts_of_one
     masked = _masked(given)
-    alone = _alone(given, starts_by, starts)
-    seen = ~masked
-    after_something = np.zeros_like(starts)
-    after_something[:, 1:] = np.logical_or.accumulate(seen, axis=1)[:, :-1]
+    maybe_padding = _maybe_padding(given, starts_by, starts)
+    unmasked = ~masked
+    has_previous = np.zeros_like(starts)
+    has_previous[:, 1:] = np.logical_or.accumulate(unmasked, axis=1)[:, :-1]
     return Segments(
         starts_by=starts_by,
         starts=starts,
-        padding=masked | (alone & _in_runs_of_padding(given, alone)),
-        follows=starts & seen & after_something,
-        needed=starts & seen & after_something & ~alone,
+        padding=masked | (maybe_padding & _in_runs_of_padding(given, maybe_padding)),
+        follows=starts & unmasked & has_previous,
+        needed=starts & unmasked & has_previous & ~maybe_padding,
     )
 
 
 def breaks(values: IntArray, step: int) -> BoolArray:
-    """Return where a row doesn't go on from one column to the next by `step`; true in the first column.
-
-    `values`: `[rows, width]`.
-    """
+    """Return where a row doesn't change by `step` from one column to the next; true in the first column."""
     starts = np.ones(values.shape, dtype=bool)
     np.not_equal(values[:, 1:], values[:, :-1] + step, out=starts[:, 1:])
     return starts
@@ -311,33 +308,33 @@ def segment_mask(given: GivenBatch) -> IntArray | None:
     return mask if mask is not None and mask.size and int(mask.max()) > 1 else None
 
 
-def _told(given: GivenBatch) -> Mapping[str, BoolArray]:
-    """Return the starts that each argument tells."""
-    told = {}
+def _starts_by(given: GivenBatch) -> Mapping[str, BoolArray]:
+    """Return the starts of segments by each argument."""
+    starts_by = {}
     if (positions := given.arrays.get("position_ids")) is not None and positions.ndim == 3:
         # Image positions jump within a document; at its first token all of them are 0.
         first = given.by_token("position_ids")
         if len(positions) == 4 and first is not None:
-            told["position_ids"] = breaks(first, 1)
+            starts_by["position_ids"] = breaks(first, 1)
         elif positions.shape[1:] == given.input_ids.shape:
-            told["position_ids"] = (positions == 0).all(axis=0)
+            starts_by["position_ids"] = (positions == 0).all(axis=0)
     elif (plain := given.by_token("position_ids")) is not None:
-        told["position_ids"] = breaks(plain, 1)
+        starts_by["position_ids"] = breaks(plain, 1)
     if (ends := usable_ends(given)) is not None:
         starts = np.zeros(given.rows * given.width, dtype=bool)
         starts[ends[:-1][np.diff(ends) > 0]] = True
-        told["cu_seq_lens_q"] = starts.reshape(given.rows, given.width)
+        starts_by["cu_seq_lens_q"] = starts.reshape(given.rows, given.width)
     if (numbers := given.by_token("seq_idx")) is not None:
-        told["seq_idx"] = breaks(numbers, 0)
+        starts_by["seq_idx"] = breaks(numbers, 0)
     if given.segment_ids is not None:
-        told["segment_ids"] = breaks(given.segment_ids, 0)
+        starts_by["segment_ids"] = breaks(given.segment_ids, 0)
     if (mask := segment_mask(given)) is not None:
-        told["attention_mask"] = breaks(mask, 0)
-    return told | {name: breaks(numbers, 0) for name, numbers in given.unread.items()}
+        starts_by["attention_mask"] = breaks(mask, 0)
+    return starts_by | {name: breaks(numbers, 0) for name, numbers in given.unread.items()}
 
 
 def _masked(given: GivenBatch) -> BoolArray:
-    """Return the positions that the batch itself says are padding."""
+    """Return the positions that the batch marks as padding."""
     if given.segment_ids is not None:
         padding: BoolArray = given.segment_ids < 0
         return padding
@@ -345,12 +342,12 @@ def _masked(given: GivenBatch) -> BoolArray:
     return np.zeros(given.input_ids.shape, dtype=bool) if mask is None else mask == 0
 
 
-def _alone(given: GivenBatch, starts_by: Mapping[str, BoolArray], starts: BoolArray) -> BoolArray:
-    """Return the positions that may be padding: nothing goes on from them, and they are no targets."""
+def _maybe_padding(given: GivenBatch, starts_by: Mapping[str, BoolArray], starts: BoolArray) -> BoolArray:
+    """Return the positions that may be padding: segments of one position or of one repeated token, no targets."""
     labels = given.by_token("labels")
     without_target = np.ones(starts.shape, dtype=bool) if labels is None else labels == -100
     if given.segment_ids is not None:
-        return np.zeros_like(starts)  # a PackedBatch says what is padding
+        return np.zeros_like(starts)  # a PackedBatch marks its padding
     if "position_ids" in starts_by:
         single = without_target & _single(starts_by["position_ids"])
         return single if labels is None else single | _tails(given, starts, without_target)
@@ -360,7 +357,7 @@ def _alone(given: GivenBatch, starts_by: Mapping[str, BoolArray], starts: BoolAr
 
 
 def _tails(given: GivenBatch, starts: BoolArray, without_target: BoolArray) -> BoolArray:
-    """Return segments at the ends of rows that hold one token alone and no target: padding with its own positions."""
+    """Return segments at the ends of rows with one repeated token and no target: padding with its own positions."""
     last = np.zeros_like(starts)
     if starts.size:
         numbers = starts.cumsum(axis=1)
@@ -369,7 +366,7 @@ def _tails(given: GivenBatch, starts: BoolArray, without_target: BoolArray) -> B
 
 
 def _repeated(given: GivenBatch, starts: BoolArray, without_target: BoolArray) -> BoolArray:
-    """Return segments of the same token over and over, none of them a target: padding in segments of any length."""
+    """Return segments of one repeated token without a target: padding of any length."""
     ids, flat = given.input_ids.reshape(-1), starts.reshape(-1)
     first = np.flatnonzero(flat)
     if not len(first):
@@ -387,15 +384,15 @@ def _single(starts: BoolArray) -> BoolArray:
     return single
 
 
-def _in_runs_of_padding(given: GivenBatch, alone: BoolArray) -> BoolArray:
-    """Return of the positions that may be padding those that follow one of the same token, or end a row.
+def _in_runs_of_padding(given: GivenBatch, maybe_padding: BoolArray) -> BoolArray:
+    """Return possible padding next to possible padding of the same token, or at the end of a row.
 
-    A document of one token looks like padding; between others it is counted as a document.
+    A document of one token looks like padding; between others it counts as a document.
     """
     ids = given.input_ids
-    run = np.zeros_like(alone)
+    run = np.zeros_like(maybe_padding)
     run[:, -1:] = True
-    twin = alone[:, 1:] & alone[:, :-1] & (ids[:, 1:] == ids[:, :-1])
+    twin = maybe_padding[:, 1:] & maybe_padding[:, :-1] & (ids[:, 1:] == ids[:, :-1])
     run[:, 1:] |= twin
     run[:, :-1] |= twin
     return run
