@@ -151,8 +151,4 @@ FAMILIES: dict[str, Family] = {
 }
 """Those that run in slices are tested against their uncut models."""
 UNKNOWN = Family()
-
-
-def family_named(name: object) -> Family:
-    """Return the row of a family, or what holds of one that has none."""
-    return FAMILIES.get(str(name), UNKNOWN)
+"""What holds of a family that has no row."""

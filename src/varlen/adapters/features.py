@@ -160,11 +160,6 @@ def flash_arguments(row: FlatRow, return_tensors: str) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def carried_columns(row: FlatRow, given: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of a row with the dtypes that torch gives them: lists of floats become float32."""
-    return as_torch_has_them(row.columns, given)
-
-
 def as_torch_has_them(
     arrays: Mapping[str, npt.NDArray[Any]], given: Mapping[str, Any]
 ) -> dict[str, npt.NDArray[Any]]:

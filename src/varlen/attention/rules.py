@@ -73,11 +73,6 @@ def rules_of_call(
     return LayerRules(scale, sliding_window, softcap or None, dropout)
 
 
-def named_kinds(config: Any) -> tuple[str, ...]:
-    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
-    return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-
-
 def rotary_settings(config: Any) -> list[dict[str, Any]]:
     """Return the settings of rotary positions: those of all layers, and those of each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}

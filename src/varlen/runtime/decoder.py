@@ -19,7 +19,7 @@ from varlen.attention.rules import rotary_settings
 from varlen.cost.memory import LOGIT_ROWS
 from varlen.counts import many
 from varlen.errors import ModelError
-from varlen.model_families import FAMILIES, Sliced, family_named
+from varlen.model_families import FAMILIES, UNKNOWN, Sliced
 from varlen.runtime.attention import register
 from varlen.runtime.casting import add_product, uncast, ungraphed
 from varlen.runtime.kv_cache import CachedSlice
@@ -338,7 +338,7 @@ def family_of(model: Any) -> tuple[str, Sliced]:
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if name in SLICED:
         return name, SLICED[name]
-    family = family_named(name)
+    family = FAMILIES.get(name, UNKNOWN)
     if family.is_recurrent:
         raise ModelError(
             f"slices don't run {name} models: some of their layers hand a state on from token to token, and a slice "

@@ -15,7 +15,7 @@ import torch
 
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
-from varlen.model_families import Family, family_named
+from varlen.model_families import FAMILIES, UNKNOWN, Family
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
@@ -84,7 +84,7 @@ def model_type(model: Any) -> str:
 
 def family(model: Any) -> Family:
     """Return what is known of a model's family."""
-    return family_named(model_type(model))
+    return FAMILIES.get(model_type(model), UNKNOWN)
 
 
 def first_position(model: Any) -> int:
@@ -114,6 +114,11 @@ def implementation(model: Any) -> str:
         model: a transformers model, bare or wrapped.
     """
     return getattr(text_config(model), "_attn_implementation", None) or "eager"
+
+
+def named_kinds(config: Any) -> tuple[str, ...]:
+    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
+    return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
 
 
 def only_kind(model: Any) -> str:

@@ -13,7 +13,6 @@ from varlen.adapters.features import (
     Features,
     as_columns,
     as_torch_has_them,
-    carried_columns,
     columns_to_carry,
     finish,
     flash_arguments,
@@ -134,7 +133,7 @@ class DataCollatorForLanguageModeling:
         arrays: dict[str, Any] = {"input_ids": row.input_ids, "labels": row.labels}
         arrays["position_ids"] = row.position_ids
         batch = finish({name: array[None] for name, array in arrays.items()}, "pt")
-        others = {"seq_idx": row.owners, **carried_columns(row, carried)}
+        others = {"seq_idx": row.owners, **as_torch_has_them(row.columns, carried)}
         batch |= flash_arguments(row, "pt")
         return batch | finish(
             {name: array[None] for name, array in others.items() if array is not None}, "pt"

@@ -14,7 +14,8 @@ import transformers
 
 from varlen import __version__
 from varlen.adapters import hf
-from varlen.adapters.hf.mixing import check_family, found_apart, trying
+from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries
+from varlen.adapters.hf.mixing import check_family, found_apart, segment_numbers, trying
 from varlen.adapters.hf.model import family
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
@@ -181,22 +182,12 @@ def _notes(model: Any, batches: dict[Layout, PackedBatch]) -> list[str]:
         for width in _windows(model)
         if width >= longest
     ]
-    if limit := _rope_limit(model):
-        found.append(
-            f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, "
-            "dynamic), packed or not; the check's are shorter, or see it"
-        )
+    found += [
+        f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, dynamic), "
+        "packed or not; the check's are shorter, or see it"
+        for limit in sorted({limit for _, limit in batch_wide_rotary(hf.text_config(model))})
+    ]
     return found
-
-
-def _rope_limit(model: Any) -> int | None:
-    """Return the length from which one document changes the positions of a whole batch; None where none does."""
-    config = hf.text_config(model)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if not isinstance(rope, dict) or rope.get("rope_type") not in ("longrope", "dynamic"):
-        return None
-    limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
 
 
 def _with_attention(loaded: LoadedModel, backend: str) -> Any:
@@ -499,26 +490,16 @@ def _mask_of_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
     return arguments | {"attention_mask": torch.as_tensor(batch.segment_ids + 1).to(arguments["input_ids"])}
 
 
-def _ends(batch: PackedBatch) -> torch.Tensor:
-    """Return the ends of slots in the flattened rows, which are rounded up where documents' are."""
-    return torch.as_tensor(batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded)
-
-
 def _boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
-    ends = _ends(batch).to(hf.unwrap(model).device, torch.int32)
-    longest = int(ends.diff().max())
-    return _positions(
-        batch, model, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest
-    )
+    return _positions(batch, model, **boundaries(batch, hf.unwrap(model).device))
 
 
 def _boundaries_and_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
     arguments = _boundaries(batch, model)
-    shape = arguments["input_ids"].shape
-    ends = _ends(batch).long()
-    numbers = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()).view(shape)
-    numbers = (numbers - numbers[:, :1]).to(arguments["input_ids"].device, torch.int32)
-    return arguments | ({"seq_idx": numbers} if hf.accepts(model, "seq_idx") else {})
+    if not hf.accepts(model, "seq_idx"):
+        return arguments
+    ends = boundaries(batch, hf.unwrap(model).device)["cu_seq_lens_q"]
+    return arguments | {"seq_idx": segment_numbers(ends, *arguments["input_ids"].shape)}
 
 
 def _tokens_alone(batch: PackedBatch, model: Any) -> dict[str, Any]:

@@ -385,18 +385,8 @@ def attention_picture(trial: Trial) -> AttentionPicture | None:
 
 def _weights(trial: Trial, inputs: Inputs, row: int) -> npt.NDArray[np.float32] | None:
     """Return the largest weight over layers and heads, `[width, width]`."""
-    if not hf.accepts(trial.model, "output_attentions"):
-        return None
-    outputs: Any = trial.call(inputs(trial.batch, trial.model), output_attentions=True)
-    width = trial.owner.shape[1]
-    found = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
-    square = [w[row].abs().amax(0) for w in found if w.ndim == 4 and w.shape[-2:] == (width, width)]
-    if not square:
-        return None
-    largest = square[0]
-    for each in square[1:]:
-        largest = largest.maximum(each)
-    return np.asarray(largest.float().cpu().numpy(), dtype=np.float32)
+    layers = [weights[row].abs().amax(0).float().cpu().numpy() for weights in trial.attentions(inputs)]
+    return np.maximum.reduce(layers).astype(np.float32) if layers else None
 
 
 def _shaded(weights: Any) -> str:

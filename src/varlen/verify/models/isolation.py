@@ -164,7 +164,7 @@ def check_isolation(
             facts["arguments"] = _described(inputs(batch, model))
             if known is None:
                 before, dtype = computed_in(lambda: trial.logits(batch))
-                wavering = trial.moved(before, trial.logits(batch), trial.owner >= 0)
+                wavering = trial.waver(before)
             else:
                 before, dtype, wavering = trial.logits(batch), known.computed_in, 0.0
             dtype = dtype or base.dtype
@@ -273,9 +273,7 @@ def _movements(
                 row_coupling=_row_coupling(trial, limit, known),
                 control_difference=control,
             )
-    padding = 0.0
-    if (trial.owner < 0).any():
-        padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
+    padding = trial.moved_by_padding(before)
     against = against_alone(trial, before, chosen, alone)
     stays = max(*others, padding) == 0 and against["alone_difference"] <= limit
     return Movements(

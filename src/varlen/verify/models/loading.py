@@ -219,9 +219,7 @@ def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedMod
 
     kind: Any = AutoModelForCausalLM
     try:
-        with torch.device("meta"):
-            size = sum(weight.numel() for weight in kind.from_config(config).parameters())
-        if size > _LARGEST_RANDOM:
+        if (size := _num_weights(config)) > _LARGEST_RANDOM:
             raise ModelError(
                 f"a {config.model_type} of this configuration has {size:,} weights, and varlen makes models of "
                 f"random ones up to {_LARGEST_RANDOM:,}; pass {config.model_type!r} for a tiny one of the family, "
@@ -240,6 +238,15 @@ def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedMod
         raise
     except Exception as error:
         raise ModelError(f"no model can be made of this configuration: {named(error)}") from error
+
+
+def _num_weights(config: Any) -> int:
+    """Return the number of weights that a configuration's model has, without making one."""
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in kind.from_config(config).parameters())
 
 
 def _copies(model: Any) -> Callable[[str], Any] | None:
@@ -339,72 +346,37 @@ _LARGEST = 3_000_000
 """Weights; a model with more wasn't made small, and would take the time of all others."""
 
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "out_hidden_size"), 32),
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "decoder_layers",
-            "encoder_layers",
-            "depth",
-        ),
-        2,
-    ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "decoder_attention_heads",
-            "encoder_attention_heads",
-            "swa_num_attention_heads",
-            "linear_num_value_heads",
-        ),
-        4,
-    ),
-    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "linear_num_key_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("v_head_dim", "index_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "n_inner",
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "ffn_hidden_size",
-            "dim_ff",
-            "dff",
-        ),
-        64,
-    ),
-    **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32
-    ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "zero_expert_num"), 2),
-    **dict.fromkeys(
-        ("num_shared_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1
-    ),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
-    **dict.fromkeys(
-        ("mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state"), 8
-    ),
-    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups"), 1),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size"), WINDOW),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), POSITIONS),
-    **dict.fromkeys(("hidden_size_per_layer_input", "index_topk"), 8),
-    "index_n_heads": 32,  # fewer give many tokens the same score, and which of them is selected is left to chance
-    "mamba_chunk_size": 16,
-    "rotary_dim": 4,
-    "image_size": 28,
-    "is_decoder": True,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    name: size
+    for names, size in {
+        "vocab_size vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size n_embd d_model emb_dim embedding_size out_hidden_size": 32,
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers depth": 2,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads": 4,
+        "swa_num_attention_heads linear_num_value_heads": 4,
+        "num_key_value_heads swa_num_key_value_heads linear_num_key_heads": 2,
+        "head_dim swa_head_dim dim_head qk_rope_head_dim qk_nope_head_dim": 8,
+        "v_head_dim index_head_dim linear_key_head_dim linear_value_head_dim": 8,
+        "intermediate_size n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dim_ff dff": 64,
+        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size": 32,
+        "num_experts num_local_experts n_routed_experts": 4,
+        "num_experts_per_tok moe_topk zero_expert_num": 2,
+        "num_shared_experts n_shared_experts n_group topk_group first_k_dense_replace": 1,
+        "kv_lora_rank q_lora_rank": 16,
+        "mamba_n_heads mamba_num_heads mamba_d_head mamba_head_dim mamba_d_state": 8,
+        "mamba_n_groups mamba_ngroups": 1,
+        "sliding_window sliding_window_size attention_chunk_size window_size": WINDOW,
+        "max_position_embeddings n_positions n_ctx max_seq_len": POSITIONS,
+        "hidden_size_per_layer_input index_topk": 8,
+        "index_n_heads": 32,  # fewer give many tokens the same score, and chance selects among them
+        "mamba_chunk_size": 16,
+        "rotary_dim": 4,
+        "image_size": 28,
+        "is_decoder": True,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }.items()
+    for name in names.split()
 }
 """Sizes by the names that configurations have for them."""
 
@@ -516,20 +488,17 @@ def tiny_model(
 
     kind: Any = AutoModelForCausalLM
     config = tiny_config(family)
-    try:
-        with torch.device("meta"):
-            size = sum(weight.numel() for weight in kind.from_config(config).parameters())
-    except Exception as error:
-        raise ModelError(f"no tiny model of {family}: {named(error, 200)}") from error
-    if size > _LARGEST:
-        raise ModelError(
-            f"the smallest model of {family} that was found has {size:,} weights, above {_LARGEST:,}"
-        )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         try:
+            if (size := _num_weights(config)) > _LARGEST:
+                raise ModelError(
+                    f"the smallest model of {family} that was found has {size:,} weights, above {_LARGEST:,}"
+                )
+            torch.manual_seed(seed)
             # Experts one by one: their grouped kernels know no float64, and round by what else is in a group.
             model = kind.from_config(config, attn_implementation=attention, experts_implementation="eager")
+        except ModelError:
+            raise
         except Exception as error:
             raise ModelError(f"no tiny model of {family}: {named(error, 200)}") from error
         _enlarge(model)

@@ -15,7 +15,9 @@ from varlen.verify.models.report import (
     backend_rows,
     call_rows,
     explanations,
+    extremes,
     reasons,
+    shown,
     stand_ins,
     tried,
 )
@@ -39,12 +41,7 @@ def model_page(report: VerifyReport) -> str:
 def _opening(report: VerifyReport) -> str:
     """Return the title, and the four numbers that matter most."""
     ran = [cell for cell in report.cells if cell.isolation is not None and cell.kernels]
-    moves = [cell.isolation.movements for cell in ran if cell.isolation is not None]
-    moved = max((max(m.largest_difference, m.padding_difference) for m in moves), default=None)
-    controls = [m.control_difference for m in moves if m.control_difference is not None]
-    found = [
-        cell.gradients.difference for cell in ran if cell.gradients and cell.gradients.difference is not None
-    ]
+    moved, control, gradients = extremes(ran)
     leaking = {cell.call for cell in report.leaks}
     boxes = [
         (
@@ -52,11 +49,11 @@ def _opening(report: VerifyReport) -> str:
             report.verdict,
             f"in {many(len(ran), 'backend and layout', 'backends and layouts')} that ran",
         ),
-        ("", _shown(moved), "how far other documents move when one is changed, of the largest logit"),
-        ("", _shown(min(controls, default=None)), "the same without boundaries: what a leak would look like"),
+        ("", shown(moved), "how far other documents move when one is changed, of the largest logit"),
+        ("", shown(control), "the same without boundaries: what a leak would look like"),
         (
             "",
-            _shown(max(found, default=None)),
+            shown(gradients),
             "largest difference of any gradient from documents one by one",
         ),
     ]
@@ -154,7 +151,3 @@ def _square(picture: AttentionPicture, weights: Any, x: float, y: float, side: f
         marks.append(line(x, y + cut * step, x + side, y + cut * step, "cut"))
         marks.append(line(x + cut * step, y, x + cut * step, y + side, "cut"))
     return marks
-
-
-def _shown(value: float | None) -> str:
-    return "not run" if value is None else f"{value:.2g}"

@@ -333,7 +333,7 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
         try:
             before = trial.logits(trial.batch)
             differs = not torch.equal(before, in_eval)
-            wavering = _wavering(trial, before) if differs else 0.0
+            wavering = trial.waver(before) if differs else 0.0
             if differs and wavering <= found.rounding:
                 verdict, reason = judge(_movements(trial, before, found), found.tolerance, found.rounding)
             if verdict == "isolated" and (loss := own_loss(trial)) is not None and loss.coupling:
@@ -350,20 +350,15 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
     return InTraining(verdict=verdict, reason=told, unjudged=unjudged)
 
 
-def _wavering(trial: Trial, before: torch.Tensor) -> float:
-    return trial.moved(before, trial.logits(trial.batch), trial.owner >= 0)
-
-
 def _movements(trial: Trial, before: torch.Tensor, found: IsolationReport) -> Movements:
     """Change some documents, and padding; compare with documents alone."""
     chosen = trial.choose(_CHANGED)
     against = against_alone(trial, before, chosen)
-    padding, others = 0.0, []
-    for document in chosen:
-        after = trial.logits(trial.changed(document))
-        others.append(trial.moved(before, after, trial.others(document)))
-    if (trial.owner < 0).any():
-        padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
+    others = [
+        trial.moved(before, trial.logits(trial.changed(document)), trial.others(document))
+        for document in chosen
+    ]
+    padding = trial.moved_by_padding(before)
     stays = max(*others, padding) == 0 and against["alone_difference"] <= found.tolerance
     return replace(
         found.movements,

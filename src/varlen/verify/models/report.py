@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Any, Literal
@@ -204,7 +204,8 @@ def backend_rows(report: VerifyReport) -> list[list[str]]:
     """Return the cells of a table: a head, and a row for every backend."""
     layouts = list(dict.fromkeys(cell.layout for cell in report.cells))
     rows = [["backend", *layouts, "moved by", "control", "gradients", "kernel"]]
-    for backend, cells in _grouped(report.cells).items():
+    for backend in dict.fromkeys(cell.backend for cell in report.cells):
+        cells = [cell for cell in report.cells if cell.backend == backend]
         name = backend + (" *" if any(cell.stand_in for cell in cells) else "")
         verdicts = {cell.layout: cell.verdict for cell in cells}
         rows.append([name, *(verdicts.get(layout, "") for layout in layouts), *_measured(cells)])
@@ -265,18 +266,21 @@ def _measured(cells: Sequence[Cell]) -> list[str]:
     ]
     if not ran:
         return ["", "", "", ""]
-    moves = [cell.isolation.movements for cell in ran if cell.isolation is not None]
-    controls = [moved.control_difference for moved in moves if moved.control_difference is not None]
-    differences = [
-        cell.gradients.difference for cell in ran if cell.gradients and cell.gradients.difference is not None
-    ]
-    kernels = list(dict.fromkeys(name for cell in ran for name, _ in cell.kernels))
-    return [
-        _number(max(max(moved.largest_difference, moved.padding_difference) for moved in moves)),
-        _number(min(controls)) if controls else "none",
-        _number(max(differences)) if differences else "not run",
-        ", ".join(kernels),
-    ]
+    moved, control, gradients = extremes(ran)
+    kernels = ", ".join(dict.fromkeys(name for cell in ran for name, _ in cell.kernels))
+    return [shown(moved), shown(control, "none"), shown(gradients), kernels]
+
+
+def extremes(cells: Sequence[Cell]) -> tuple[float | None, float | None, float | None]:
+    """Return the largest movement, the smallest control and the largest difference of gradients; None without any."""
+    moves = [cell.isolation.movements for cell in cells if cell.isolation is not None]
+    controls = [moved.control_difference for moved in moves]
+    differences = [cell.gradients.difference for cell in cells if cell.gradients]
+    return (
+        max((max(moved.largest_difference, moved.padding_difference) for moved in moves), default=None),
+        min((each for each in controls if each is not None), default=None),
+        max((each for each in differences if each is not None), default=None),
+    )
 
 
 def _calls(report: VerifyReport) -> list[str]:
@@ -293,7 +297,8 @@ def call_rows(report: VerifyReport) -> list[list[str]]:
     """Return the cells of a table: a head, and a row for every way of calling."""
     backends = list(dict.fromkeys(cell.backend for cell in report.calls))
     rows = [["arguments", *(_SHORT.get(backend, backend) for backend in backends)]]
-    for call, cells in _by_call(report.calls).items():
+    for call in dict.fromkeys(cell.call for cell in report.calls):
+        cells = [cell for cell in report.calls if cell.call == call]
         found = [_verdicts([cell for cell in cells if cell.backend == backend]) for backend in backends]
         rows.append([_shortened(call, rows), *found])
     return rows
@@ -336,20 +341,6 @@ def _shortened(call: str, rows: Sequence[Sequence[str]]) -> str:
     return call if len(rows) == 1 or not call.startswith(_KEPT) else "  … " + call.removeprefix(_KEPT)
 
 
-def _grouped(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    found: dict[str, list[Cell]] = {}
-    for cell in cells:
-        found.setdefault(cell.backend, []).append(cell)
-    return found
-
-
-def _by_call(cells: Iterable[CallCell]) -> dict[str, list[CallCell]]:
-    found: dict[str, list[CallCell]] = {}
-    for cell in cells:
-        found.setdefault(cell.call, []).append(cell)
-    return found
-
-
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines with columns, two spaces in."""
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -363,5 +354,6 @@ def _wrapped(text: str) -> str:
     )
 
 
-def _number(value: float) -> str:
-    return f"{value:.2g}"
+def shown(value: float | None, without: str = "not run") -> str:
+    """Write a measured number, or what stands where there is none."""
+    return without if value is None else f"{value:.2g}"
