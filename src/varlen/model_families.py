@@ -150,5 +150,4 @@ FAMILIES: dict[str, Family] = {
     "zaya": RECURRENT,
 }
 """Those that run in slices are tested against their uncut models."""
-UNKNOWN = Family()
-"""What holds of a family that has no row."""
+UNKNOWN = Family()  # for a family without a row

@@ -122,7 +122,6 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
 
 
 def _check_width(batch: PackedBatch, model: Any) -> None:
-    """Refuse rows wider than a model's table of distances."""
     limit, width = getattr(text_config(model), family(model).widest), batch.input_ids.shape[1]
     if width > limit:
         raise ModelError(
@@ -132,7 +131,7 @@ def _check_width(batch: PackedBatch, model: Any) -> None:
 
 
 def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
-    """Refuse a model whose own code drops boundaries before they reach its attention."""
+    """Refuse a model whose own code drops boundaries on their way to attention."""
     name, kind = type(unwrap(model)).__name__, implementation(model)
     if kind == "flex_attention" and drops_block_masks(model):
         raise ModelError(
@@ -233,13 +232,13 @@ def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
 
 
 def _input_device(model: Any) -> torch.device | None:
-    """Return where the model wants its inputs; None where its weights are fetched as they are needed."""
+    """Return the device of the model's inputs; None if its weights are loaded on demand."""
     device: torch.device = unwrap(model).device
     return None if device.type == "meta" else device
 
 
 def _takes_boundaries(name: str) -> bool:
-    """Return whether this attention takes boundaries in place of a mask."""
+    """Return whether an attention takes boundaries instead of a mask."""
     if name == attention.NAME or ("flash" in name and not name.startswith("paged|")):
         return True
     if name in MASK_FORMS:
@@ -252,7 +251,7 @@ def _takes_boundaries(name: str) -> bool:
 
 
 def _slots(batch: PackedBatch) -> Any:
-    """Return where segments begin in the flattened batch, which slots round up where documents' are."""
+    """Return where slots begin in the flattened batch; a slot may be longer than its document."""
     return batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
 
 
@@ -270,7 +269,7 @@ def _boundary_arguments(ends: torch.Tensor, longest: int) -> dict[str, Any]:
 
 
 def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
-    """Return the arguments for the model's attention, whether or not its forward takes them."""
+    """Return the arguments for the model's attention, including those that its forward may not take."""
     base, name = unwrap(model), implementation(model)
     with_boundaries = _takes_boundaries(name)
     tensors = batch.to_torch(_input_device(model))
@@ -376,7 +375,7 @@ def batch_wide_rotary(config: Any) -> list[tuple[str, int]]:
 
 
 def _check_places(batch: PackedBatch, config: Any, name: str) -> None:
-    """Refuse tokens whose place in the row has another temperature than their place in the document."""
+    """Refuse tokens whose temperature by their place in the row differs from that by their place in the document."""
     step, width = config.floor_scale, batch.input_ids.shape[1]
     rows = getattr(config, "no_rope_layers", None)
     if width < step or (rows is not None and all(rows)):
@@ -404,15 +403,12 @@ def _numpy(values: Any) -> Any:
 # text positions, from which transformers reads boundaries.
 
 _log = logging.getLogger(__name__)
-_WARNED: WeakSet[Any] = WeakSet()
-"""Models of whose tokens without images it was said."""
+_WARNED: WeakSet[Any] = WeakSet()  # models that were warned about image tokens without images
 
-AXES = 3
-"""Time, height and width."""
+AXES = 3  # time, height and width
 _OF_TOKENS = frozenset(("input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"))
 """What a processor returns beside, which a batch has anyway."""
-_IMAGE, _VIDEO = 1, 2
-"""Kinds of tokens, as `mm_token_type_ids` calls them; 0 is text."""
+_IMAGE, _VIDEO = 1, 2  # kinds of tokens, as `mm_token_type_ids` calls them; 0 is text
 
 
 def reads_text_positions(model: Any) -> bool:
@@ -489,7 +485,7 @@ def media_arguments(batch: PackedBatch, model: Any, media: Media) -> dict[str, t
 
 
 def _segments(batch: PackedBatch) -> list[tuple[int, int, int, int]]:
-    """Document, its token that comes first, place in the flattened batch, and length, of every segment."""
+    """Return document, first token, place in the flattened batch and length of each segment."""
     slots = on_host(_slots(batch))[:-1]
     places = slots[on_host(batch.segment_ids).reshape(-1)[slots] >= 0]
     of_segments = (batch.document_ids, batch.document_starts, places, batch.document_lengths)
@@ -497,7 +493,7 @@ def _segments(batch: PackedBatch) -> list[tuple[int, int, int, int]]:
 
 
 def _say_once(base: Any, tokens: int) -> None:
-    """Warn, once a model, of tokens that stand for images which nobody gave."""
+    """Warn once per model of image tokens without images."""
     if tokens and base not in _WARNED:
         _WARNED.add(base)
         _log.warning(
@@ -509,7 +505,7 @@ def _say_once(base: Any, tokens: int) -> None:
 
 
 def _given(media: Media, document: int) -> Mapping[str, Any] | None:
-    """What there is of a document's images, None where there is none."""
+    """Return the media of a document; None if there are none."""
     try:
         given = media[document]
     except (KeyError, IndexError):
@@ -519,7 +515,7 @@ def _given(media: Media, document: int) -> Mapping[str, Any] | None:
 
 
 def _kinds(ids: IntArray, config: Any) -> IntArray:
-    """Kind of every token, by the ids that the config has for images and videos."""
+    """Return the kind of each token by the config's ids of images and videos."""
     kinds = np.zeros(ids.shape, np.int64)
     for kind, name in ((_IMAGE, "image_token_id"), (_VIDEO, "video_token_id")):
         token = getattr(config, name, None)
@@ -529,7 +525,7 @@ def _kinds(ids: IntArray, config: Any) -> IntArray:
 
 
 def _kinds_of(given: Mapping[str, Any], by_ids: IntArray, document: int) -> IntArray:
-    """Kinds of a document's tokens, as its processor says, or by their ids."""
+    """Return the kinds of a document's tokens, from its processor or by their ids."""
     told = given.get("mm_token_type_ids")
     if told is None:
         return by_ids
@@ -543,7 +539,7 @@ def _kinds_of(given: Mapping[str, Any], by_ids: IntArray, document: int) -> IntA
 
 
 def _check_whole(given: Mapping[str, Any] | None, kinds: IntArray, document: int, start: int) -> None:
-    """Require that images and their tokens come together."""
+    """Refuse images without their tokens, and tokens without their images."""
     images, videos = int((kinds == _IMAGE).sum()), int((kinds == _VIDEO).sum())
     if given is None:
         raise DocumentsError(
@@ -564,7 +560,6 @@ def _check_whole(given: Mapping[str, Any] | None, kinds: IntArray, document: int
 
 
 def _check_marks(ids: IntArray, kinds: IntArray, base: Any) -> None:
-    """Require that the model can tell images from videos."""
     if np.intersect1d(ids[kinds == _IMAGE], ids[kinds == _VIDEO]).size:
         raise DocumentsError(
             f"{type(base).__name__} marks images and videos with the same token, and can't take both in one call; "
@@ -575,7 +570,7 @@ def _check_marks(ids: IntArray, kinds: IntArray, base: Any) -> None:
 def _of_document(
     base: Any, ids: IntArray, kinds: IntArray, given: Mapping[str, Any], document: int
 ) -> IntArray:
-    """Positions of one document, int64 `[3, tokens]`."""
+    """Return the positions of one document, int64 `[3, tokens]`."""
     inner = getattr(base, getattr(base, "base_model_prefix", ""), None)
     home = next((module for module in (base, inner) if hasattr(module, "get_rope_index")), None)
     if home is None:

@@ -61,8 +61,7 @@ _TRY = (
 
 _LOOKED_THROUGH: WeakKeyDictionary[Any, tuple[str | None, str | None]] = WeakKeyDictionary()
 """Models that were looked through, each with the first reason found to refuse it, and what is unknown of it."""
-_TRIED: WeakSet[Any] = WeakSet()
-"""Models that `vl.verify` has found to keep documents apart."""
+_TRIED: WeakSet[Any] = WeakSet()  # models that keep documents apart, as `vl.verify` has found
 _TRYING: ContextVar[bool] = ContextVar("_TRYING", default=False)
 
 
@@ -146,7 +145,7 @@ def _recurrence(base: Any) -> str | None:
 
 
 def _looked_through(base: Any, *, told: bool) -> tuple[str | None, str | None]:
-    """Look through a model's modules, once a model: there are thousands, and a batch comes every step."""
+    """Look through a model's modules, once per model: there are thousands, and a batch comes every step."""
     if base not in _LOOKED_THROUGH:
         decoder = _mixer(base)
         reason, unknown = _direction(decoder), None
@@ -166,7 +165,7 @@ def _looked_through(base: Any, *, told: bool) -> tuple[str | None, str | None]:
 
 
 def _mixer(base: Any) -> Any:
-    """Return the decoder; of a model that has no name for it, the one transformers model within it."""
+    """Return the decoder; if the model doesn't name one, the one transformers model within it."""
     decoder = text_decoder(base)
     if decoder is not base or is_known(type(base)):
         return decoder
@@ -177,7 +176,7 @@ def _mixer(base: Any) -> Any:
 
 
 def _direction(decoder: Any) -> str | None:
-    """Say that a decoder attends in both directions: by its modules, or by the masks that its code makes."""
+    """Return why a decoder attends in both directions, by its modules or by its masks; None if it doesn't."""
     for name, module in decoder.named_modules():
         if name.rpartition(".")[2] not in CROSS_ATTENTION and getattr(module, "is_causal", True) is False:
             where = f"in {name}" if name else "by its is_causal"
@@ -193,7 +192,7 @@ def _direction(decoder: Any) -> str | None:
 
 
 def _no_sign_of_causality(decoder: Any) -> tuple[str | None, str | None]:
-    """Say that nothing shows a decoder to be causal: neither its code nor transformers' list of such families."""
+    """Return why a decoder may not be causal, judged by its code and transformers' list of causal families."""
     from transformers.models.auto import modeling_auto as auto
 
     name = getattr(getattr(decoder, "config", None), "model_type", "")
@@ -239,7 +238,7 @@ def _names_in(kind: Any) -> frozenset[str]:
 
 
 def _codes_of(member: Any) -> list[CodeType]:
-    """Return the code of a member of a class: of a method, behind its decorators, or of a property's functions."""
+    """Return the code objects of a class's member: a method behind its decorators, or a property's functions."""
     if isinstance(member, property):
         return [code for each in (member.fget, member.fset, member.fdel) if each for code in _codes_of(each)]
     function: Any = getattr(member, "__func__", member)
@@ -248,7 +247,7 @@ def _codes_of(member: Any) -> list[CodeType]:
 
 
 def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
-    """Return why a decoder's modules are unfit, and the first that is unknown."""
+    """Return why a decoder's modules are refused, and the first unknown one."""
     unknown, passed = None, None
     hidden = getattr(getattr(decoder, "config", None), "hidden_size", None)
     for name, module in decoder.named_modules():
@@ -302,7 +301,7 @@ def drops_block_masks(model: Any) -> bool:
 
 
 def _read(model: Any) -> tuple[str | None, bool]:
-    """Read the code of a decoder's modules, once a model: there are thousands, and a batch comes every step."""
+    """Read the code of a decoder's modules, once per model."""
     decoder = text_decoder(model)
     if decoder not in _READ:
         kinds: dict[Any, None] = dict.fromkeys(type(module) for module in decoder.modules())
@@ -342,7 +341,7 @@ def _passes_over(kind: Any) -> bool:
 
 
 def _forward(kind: Any) -> ast.FunctionDef | None:
-    """Return the syntax of a module's forward; None where there is no source."""
+    """Return the syntax tree of a module's forward; None without source."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
         found = parse_python(source).body[0]
@@ -388,8 +387,7 @@ def segment_numbers(ends: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 # have any name. So the model's own code runs once, with small stand-ins for the decoder and for large matrices, each
 # of which acts on every token by itself; whatever then reaches from one token to another is the head's doing.
 
-TOKENS = 6
-"""In a row that is tried."""
+TOKENS = 6  # in the row that is tried
 _LARGE = 1 << 16
 """Numbers of a parameter that is copied as random ones; of larger ones one row stands for all."""
 _DOCUMENTS = (torch.arange(5, 45)[None], torch.arange(45, 62)[None])
@@ -488,7 +486,7 @@ def _named(module: Any, given: torch.Tensor, _: torch.Tensor) -> dict[str, torch
 
 
 def _tried_classes() -> frozenset[str]:
-    """Return names of transformers' classes whose heads give logits of each token, or which have none."""
+    """Return transformers' classes whose heads give logits per token, or that have no head."""
     return _names(
         "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
         "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -498,7 +496,7 @@ def _tried_classes() -> frozenset[str]:
 
 
 def _pooling_classes() -> frozenset[str]:
-    """Return names of transformers' classes that give one answer for each row."""
+    """Return transformers' classes that give one answer per row."""
     return _names(
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
         "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
@@ -508,7 +506,6 @@ def _pooling_classes() -> frozenset[str]:
 
 @lru_cache
 def _names(*tables: str) -> frozenset[str]:
-    """Return the classes in some of transformers' tables."""
     from transformers.models.auto import modeling_auto
 
     return frozenset(
@@ -520,7 +517,7 @@ def _names(*tables: str) -> frozenset[str]:
 
 
 def _replaced(base: Any, decoder: Any) -> bool:
-    """Return whether something stands beside the decoder that isn't transformers' or torch's linear and norm."""
+    """Return whether a module beside the decoder is neither transformers' nor one of torch's plain layers."""
     inside = set(map(id, decoder.modules()))
     beside = [module for module in base.modules() if id(module) not in inside]
     plain = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.Dropout, torch.nn.Identity)
@@ -534,7 +531,7 @@ def _replaced(base: Any, decoder: Any) -> bool:
 
 
 def _outputs(base: Any, copied: Any) -> dict[str, Tries]:
-    """Run a copy with one token changed after another, by other ids and by those that mark something."""
+    """Run a copy once per changed token, with ordinary ids and with those of special tokens."""
     ids = torch.arange(TOKENS)[None] + 5
     marks = [getattr(base.config, f"{name}_token_id", None) for name in ("pad", "eos", "sep", "cls", "bos")]
     changes = [(place, int(ids[0, place]) + 31) for place in range(TOKENS)]
@@ -552,7 +549,6 @@ def _outputs(base: Any, copied: Any) -> dict[str, Tries]:
 def _answer_of(
     base: Any, copied: Any, ids: torch.Tensor, places: torch.Tensor
 ) -> list[tuple[str, torch.Tensor]]:
-    """Run a copy of a model on one row."""
     arguments = _taken(base, {"input_ids": ids, "position_ids": places, "use_cache": False})
     with torch.no_grad():
         return _numbers(type(base).forward(copied, **arguments))
@@ -598,7 +594,7 @@ def _taken(base: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(answer: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of numbers in an answer by name; one number is a loss."""
+    """Return the floating-point tensors of an answer by name, without scalars, which are losses."""
     if hasattr(answer, "items"):
         pairs = [(str(name), value) for name, value in answer.items()]
     elif isinstance(answer, tuple | list):
@@ -617,7 +613,7 @@ def _is_of_tokens(tries: Tries) -> bool:
 
 
 def _reaches(tries: Tries) -> bool:
-    """Return whether the answer at any token moves with another one."""
+    """Return whether the answer at any token depends on another token."""
     before = tries[0][1][0].reshape(TOKENS, -1).float()
     scale = float(before.abs().max().clamp(min=1e-6))
     for place, after in tries[1:]:
@@ -629,7 +625,7 @@ def _reaches(tries: Tries) -> bool:
 
 
 def _moves(tries: Tries) -> bool:
-    """Return whether the answer at a token depends on the token at all."""
+    """Return whether the answer at any token depends on that token."""
     return any(not torch.equal(tries[0][1][0, place], each[0, place]) for place, each in tries[1:])
 
 
@@ -638,7 +634,7 @@ def _random() -> torch.Generator:
 
 
 def _copy(module: Any, decoder: Any) -> Any:
-    """Return a module of the same classes with stand-ins for the decoder, large matrices and all weights."""
+    """Return a module of the same classes, with stand-ins for the decoder, large matrices and all weights."""
     if module is decoder:
         return _Decoder(module)
     if isinstance(module, torch.nn.Embedding) and is_known(type(module)):
@@ -669,7 +665,7 @@ _LEFT_OUT = ("forward", "_old_forward", "_hf_hook")
 
 
 def _stand_in(weight: Any) -> Any:
-    """Return numbers in the shape of a parameter."""
+    """Return random numbers in the shape of a parameter."""
     if weight is None:
         return None
     shape = tuple(weight.shape)
@@ -681,7 +677,7 @@ def _stand_in(weight: Any) -> Any:
 
 
 class _Table(torch.nn.Module):
-    """Stands for an embedding."""
+    """A stand-in for an embedding."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -693,7 +689,7 @@ class _Table(torch.nn.Module):
 
 
 class _Matrix(torch.nn.Module):
-    """Stands for a linear layer: all outputs depend on all inputs of a token, and on no other token's."""
+    """A stand-in for a linear layer: each output depends on all inputs of its token, and on no other token."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -709,7 +705,7 @@ class _Matrix(torch.nn.Module):
 
 
 class _Decoder(torch.nn.Module):
-    """Stands for a decoder: hidden states that depend on their own token alone."""
+    """A stand-in for a decoder: hidden states that depend on their own token alone."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
@@ -732,7 +728,7 @@ class _Decoder(torch.nn.Module):
 
 @dataclass
 class _Answer(ModelOutput):
-    """A decoder's answer, with nothing of what else decoders give."""
+    """A decoder's output; anything else that it may have is None."""
 
     last_hidden_state: Any = None
     pooler_output: Any = None

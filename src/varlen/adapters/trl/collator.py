@@ -26,8 +26,7 @@ from varlen.errors import DocumentsError, SettingError
 from varlen.pack.lengths import as_lengths
 from varlen.types import IntArray
 
-RowLengths: TypeAlias = Sequence[Sequence[int]]
-"""Of each row the lengths of its documents, in TRL's form."""
+RowLengths: TypeAlias = Sequence[Sequence[int]]  # of each row the lengths of its documents, in TRL's form
 _TAKEN = frozenset(
     [
         *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "seq_lengths"),
@@ -158,7 +157,6 @@ class DataCollatorForLanguageModeling:
 
 
 def _check_form(return_tensors: object) -> None:
-    """Refuse other tensors than torch's."""
     if return_tensors != "pt":
         raise SettingError(f'return_tensors must be "pt", as in TRL; got {return_tensors!r}')
 
@@ -218,7 +216,7 @@ def padded_rows(
 
 
 def _check_sizes(sizes: IntArray, wanted: IntArray, name: str) -> None:
-    """Refuse a column that has another length than its ids."""
+    """Refuse a column whose lengths differ from those of the ids."""
     if sizes.size == wanted.size and bool((sizes == wanted).all()):
         return
     if sizes.size != wanted.size:

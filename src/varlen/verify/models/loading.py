@@ -72,7 +72,7 @@ def load_model(
 
 
 def _check_live(base: Any) -> None:
-    """Refuse a live model of which nothing can be asked."""
+    """Refuse a live model that lacks what the checks need."""
     name = type(base).__name__
     lacking = [each for each in ("device", "dtype", "set_attn_implementation") if not hasattr(base, each)]
     if lacking:
@@ -89,7 +89,7 @@ def _check_live(base: Any) -> None:
 
 
 def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
-    """Return the model on a device, and made there whenever it is made again."""
+    """Return the model on a device; copies that are made later go there too."""
     if str(device) == "meta":
         raise ModelError("on the meta device nothing is computed; name cpu, or a device of this machine")
     try:
@@ -103,7 +103,6 @@ def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
 
 
 def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
-    """Return the model of a folder, or of a family."""
     from transformers import CONFIG_MAPPING
 
     path = Path(name)
@@ -129,7 +128,6 @@ def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
 
 
 def _check_causal(family: str) -> None:
-    """Refuse a family that is no causal language model."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -182,7 +180,7 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
 
 
 def _check_code(path: Path) -> None:
-    """Refuse a folder whose model is code of its own."""
+    """Refuse a folder whose model needs code of its own."""
     from transformers import CONFIG_MAPPING
 
     place = path / "config.json"
@@ -214,7 +212,6 @@ def _check_code(path: Path) -> None:
 
 
 def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedModel:
-    """Return a model with random weights."""
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM
@@ -250,7 +247,7 @@ def _num_weights(config: Any) -> int:
 
 
 def _copies(model: Any) -> Callable[[str], Any] | None:
-    """Return what makes a copy of a live model, with its weights; None for a large one."""
+    """Return a function that copies a live model with its weights; None for a large one."""
     base = hf.unwrap(model)
     if sum(weight.numel() for weight in base.parameters()) > _LARGEST_RANDOM:
         return None
@@ -267,7 +264,7 @@ def _copies(model: Any) -> Callable[[str], Any] | None:
 
 
 def _about(model: Any) -> list[str]:
-    """Return what a reader should know of a model: how it is compiled and quantised."""
+    """Return notes on whether a model is compiled or quantised."""
     base = hf.unwrap(model)
     notes = []
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
@@ -280,7 +277,6 @@ def _about(model: Any) -> list[str]:
 
 
 def _own_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a folder; None where it has none."""
     place = path / "tokenizer.json"
     if not place.is_file():
         return _listed(path)
@@ -293,8 +289,6 @@ def _own_tokenizer(path: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Vocabulary:
-    """Tokens and their ids, as the files of older tokenizers list them."""
-
     ids: dict[str, int]
 
     def get_vocab(self) -> dict[str, int]:
@@ -302,7 +296,7 @@ class _Vocabulary:
 
 
 def _listed(path: Path) -> _Vocabulary | None:
-    """Return what vocab.json, vocab.txt and added_tokens.json list; None where there is none of them."""
+    """Return the vocabulary in vocab.json, vocab.txt and added_tokens.json; None without any."""
     ids: dict[str, int] = {}
     try:
         for name in ("vocab.json", "added_tokens.json"):
@@ -320,7 +314,6 @@ def _listed(path: Path) -> _Vocabulary | None:
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer with ids that the model doesn't embed."""
     if not hasattr(tokenizer, "get_vocab"):
         raise ModelError(f"a tokenizer must have get_vocab, as those of transformers have; got {tokenizer!r}")
     vocabulary = tokenizer.get_vocab()
@@ -342,8 +335,7 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
 VOCABULARY = 97
 POSITIONS = 256
 WINDOW = 6
-_LARGEST = 3_000_000
-"""Weights; a model with more wasn't made small, and would take the time of all others."""
+_LARGEST = 3_000_000  # weights; a model with more wasn't made small, and would dominate the time
 
 _SIZES: dict[str, Any] = {
     name: size
@@ -506,7 +498,7 @@ def tiny_model(
 
 
 def _enlarge(model: Any) -> None:
-    """Draw matrices anew, wider than a model is begun with, whose tokens would hardly matter to each other."""
+    """Draw matrices anew, wider than usual, so that tokens matter to each other."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1 and weight.is_floating_point():
@@ -514,7 +506,7 @@ def _enlarge(model: Any) -> None:
 
 
 def _arguments(kind: Any) -> dict[str, Any]:
-    """Return what a configuration class is made with, and the configurations within it."""
+    """Return arguments for a configuration class, and for the configurations within it."""
     named = _named_tiny_models(kind)
     found = {name: size for name, size in _SIZES.items() if name in named}
     if "kv_lora_rank" in named and "num_key_value_heads" in named:
@@ -530,7 +522,7 @@ def _arguments(kind: Any) -> dict[str, Any]:
 
 
 def _kinds(kind: Any, named: set[str]) -> dict[str, Any]:
-    """Return lists with a layer of each kind that the family's usual model has, and how many layers that makes."""
+    """Return lists with a layer of each kind of the family's default model, and the number of layers."""
     try:
         usual = kind()
     except Exception:  # some have no usual model
@@ -547,7 +539,7 @@ def _kinds(kind: Any, named: set[str]) -> dict[str, Any]:
 
 
 def _part(kind: Any, name: str, part: Any) -> dict[str, Any] | None:
-    """Return a configuration within another, as a mapping; None where it has none."""
+    """Return a nested configuration as a mapping; None if there is none."""
     if part.__name__ == "AutoConfig":
         usual = getattr(kind(), name, None)
         if usual is None:
@@ -557,7 +549,7 @@ def _part(kind: Any, name: str, part: Any) -> dict[str, Any] | None:
 
 
 def _named_tiny_models(kind: Any) -> set[str]:
-    """Return the settings that a configuration class takes."""
+    """Return the names of the settings that a configuration class takes."""
     found: set[str] = set()
     for each in kind.__mro__[:-1]:
         found |= set(vars(each).get("__annotations__", {}))

@@ -22,8 +22,7 @@ from varlen.verify.models.report import (
     tried,
 )
 
-_STEPS = 9
-"""Shades of attention weights."""
+_STEPS = 9  # shades of attention weights
 _GAP, _TOP = 28.0, 22.0
 
 
@@ -71,7 +70,6 @@ def _opening(report: VerifyReport) -> str:
 
 
 def _own(report: VerifyReport) -> list[str]:
-    """Return the table of backends, and what must be said of it."""
     head, *rows = backend_rows(report)
     parts = [table(head, [("", row) for row in rows], _kind)]
     parts += [paragraph(said) for said in (*stand_ins(report), *reasons(report))]
@@ -79,7 +77,6 @@ def _own(report: VerifyReport) -> list[str]:
 
 
 def _others(report: VerifyReport) -> list[str]:
-    """Return the table of other calls, and why they leak."""
     head, *rows = call_rows(report)
     parts = [table(head, [("", [cell.strip() for cell in row]) for row in rows], _kind)]
     if any("/" in cell for row in rows for cell in row[1:]):
@@ -91,7 +88,7 @@ def _others(report: VerifyReport) -> list[str]:
 
 
 def _kind(cell: str) -> str:
-    """Return the class of a cell by the verdicts in it, one a layout where they differ."""
+    """Return the class of a cell by its verdicts, one per layout if they differ."""
     verdicts = set(cell.split("/"))
     if verdicts & {"leaks", "coupled"}:
         return "bad"
@@ -110,7 +107,6 @@ def _facts(report: VerifyReport) -> list[tuple[str, str]]:
 
 
 def _attention(picture: AttentionPicture) -> str:
-    """Draw the weights with boundaries beside those without."""
     caption = (
         "Attention weights of one packed row, the largest of all layers and heads: each line is a token, each column "
         "one that it may look at; lines part the documents, of which the last may be padding. With boundaries "
@@ -120,7 +116,7 @@ def _attention(picture: AttentionPicture) -> str:
 
 
 def _weights(picture: AttentionPicture, width: int) -> str:
-    """Draw squares side by side, or one below the other where the page is narrow."""
+    """Draw squares side by side, or one below the other on a narrow page."""
     drawn = [("with boundaries", picture.kept_apart)]
     if picture.without is not None:
         drawn.append(("without", picture.without))
@@ -137,7 +133,6 @@ def _weights(picture: AttentionPicture, width: int) -> str:
 
 
 def _square(picture: AttentionPicture, weights: Any, x: float, y: float, side: float) -> list[str]:
-    """Draw one square of weights, and lines between its documents."""
     count = len(picture.owner)
     step = side / count
     marks = [rect(x, y, side, side, "unused")]

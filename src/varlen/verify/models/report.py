@@ -135,7 +135,6 @@ class VerifyReport:
         )
 
     def __str__(self) -> str:
-        """Say the verdict, what it rests on, and what else leaks, in a page of text."""
         return report_text(self)
 
 
@@ -195,7 +194,6 @@ def tried(report: VerifyReport) -> str:
 
 
 def _backends(report: VerifyReport) -> list[str]:
-    """Return a line for every backend, and below them what must be said of their verdicts."""
     said = (*stand_ins(report), *reasons(report))
     return [*_aligned(backend_rows(report)), *map(_wrapped, said)]
 
@@ -260,7 +258,7 @@ def arguments(report: VerifyReport) -> list[str]:
 
 
 def _measured(cells: Sequence[Cell]) -> list[str]:
-    """Return what was measured in a backend's cells, the worst of its layouts."""
+    """Return a backend's measurements, the worst of its layouts."""
     ran = [
         cell for cell in cells if cell.isolation is not None and cell.verdict not in ("refuses", "not run")
     ]
@@ -284,7 +282,6 @@ def extremes(cells: Sequence[Cell]) -> tuple[float | None, float | None, float |
 
 
 def _calls(report: VerifyReport) -> list[str]:
-    """Return a line for every way of calling, with what each backend made of it."""
     rows = call_rows(report)
     lines = _aligned(rows)
     if any("/" in cell for row in rows[1:] for cell in row[1:]):
@@ -331,18 +328,17 @@ def explanations(report: VerifyReport) -> list[tuple[str, str]]:
 
 
 def _verdicts(cells: Sequence[CallCell]) -> str:
-    """Return one verdict, or one for each layout where they differ."""
+    """Return one verdict, or one per layout if they differ."""
     verdicts = [cell.verdict for cell in cells]
     return verdicts[0] if len(set(verdicts)) == 1 else "/".join(verdicts)
 
 
 def _shortened(call: str, rows: Sequence[Sequence[str]]) -> str:
-    """Leave out what every line above says as well."""
+    """Leave out the part that every line above has too."""
     return call if len(rows) == 1 or not call.startswith(_KEPT) else "  … " + call.removeprefix(_KEPT)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with columns, two spaces in."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 

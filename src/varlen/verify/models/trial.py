@@ -195,7 +195,7 @@ class Trial:
         return self._plain(ids)[0]
 
     def _plain(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits of rows that hold one document each."""
+        """Return the logits of rows with one document each."""
         return self.predict(hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model))
 
     def row_coupling(self, tolerance: float) -> float:
@@ -237,8 +237,7 @@ class Trial:
 
 LENGTHS = (9, 21, 1, 13, 30, 6, 2, 64, 17)
 """Documents of one token and of two among them, one that is split, and rows that end in padding."""
-_SPLIT = 7
-"""The document that is longer than a row, whatever the capacity; its rest shares a row."""
+_SPLIT = 7  # the document that is longer than a row, whatever the capacity; its rest shares a row
 CAPACITY = 52
 
 
