@@ -150,9 +150,4 @@ FAMILIES: dict[str, Family] = {
     "zaya": RECURRENT,
 }
 """Those that run in slices are tested against their uncut models."""
-UNKNOWN = Family()
-
-
-def family_named(name: object) -> Family:
-    """Return the row of a family, or what holds of one that has none."""
-    return FAMILIES.get(str(name), UNKNOWN)
+UNKNOWN = Family()  # for a family without a row

@@ -36,8 +36,7 @@ __all__ = [
 # 0.2.0, which takes `eos_token_id` and returns a dictionary of lists. Where the original panics or loses tokens
 # in silence, these raise, or do what `overlong` says.
 
-Sequences = Sequence[Any]
-"""Token ids of each sequence: lists, numpy arrays or torch tensors."""
+Sequences = Sequence[Any]  # token ids of each sequence: lists, numpy arrays or torch tensors
 Policy = Literal["error", "truncate", "drop"]
 _POLICIES = ("error", "truncate", "drop")
 
@@ -105,8 +104,7 @@ class PackedColumns(dict[str, Any]):
         return PackedColumns, (dict(self.items()),)
 
 
-Boundaries = list[list[tuple[int, int]]]
-"""For each row, where each of its sequences begins and ends."""
+Boundaries = list[list[tuple[int, int]]]  # for each row, where each of its sequences begins and ends
 
 
 def pack_sequences(
@@ -219,7 +217,6 @@ def concatenate_and_pack(
 
 
 def _check_lengths(sequences: Sequences, longest: int, overlong: Policy) -> None:
-    """Refuse what is no sequence, and sequences that are too long unless a policy is named."""
     odd = [
         number
         for number, sequence in enumerate(sequences)
@@ -250,7 +247,7 @@ def _rows(
     *,
     is_made_here: bool = False,
 ) -> tuple[dict[str, Any], Packing]:
-    """Pack sequences next-fit; returns ids and columns as rows, lists where lists were given, and the packing."""
+    """Pack sequences by next-fit; return ids and columns as rows (lists for lists), and the packing."""
     packing = pack([len(sequence) for sequence in sequences], width, "next_fit", overlong)
     if are_plain([sequences] if is_made_here else [sequences, *columns.values()]):
         rows = {name: join(column, packing, pads.get(name, 0)) for name, column in columns.items()}
@@ -260,7 +257,7 @@ def _rows(
 
 
 def _boundaries(packing: Packing, padding: int) -> Boundaries:
-    """Where each sequence begins and ends in its row, the padding that follows it left out."""
+    """Return (begin, end) of each sequence in its row, without the padding behind it."""
     ends = np.cumsum(packing.lengths)
     rows = []
     for first, stop in zip(packing.offsets[:-1].tolist(), packing.offsets[1:].tolist()):
@@ -273,7 +270,6 @@ def _boundaries(packing: Packing, padding: int) -> Boundaries:
 
 
 def _as_lists(values: Any) -> Any:
-    """Return an array or tensor as lists; what isn't one stays as it is."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
@@ -293,13 +289,11 @@ def _like(rows: Any, given: Sequences, pad: int) -> Any:
 
 
 def _fits(limits: Any, rows: Any, pad: int) -> bool:
-    """Return whether numbers of a kind can hold these rows and their padding."""
     values = (pad, int(rows.min()), int(rows.max())) if rows.size else (pad,)
     return bool(limits.min <= min(values) and max(values) <= limits.max)
 
 
 def _warn() -> None:
-    """Say what the rows leak, and the way out."""
     warnings.warn(
         "rows of packed sequences carry no boundaries: the model lets each sequence see those before it in its "
         "row, and labels=batch trains on the padding. Two lines keep them apart: "
@@ -407,7 +401,7 @@ def streaming_dataset_reader(
 
 
 def _batches(files: Sequence[File], size: int, on_error: OnError) -> Iterator[dict[str, list[Any]]]:
-    """Yield the rows of files in batches of one size; where a file has other columns, a new batch begins."""
+    """Yield batches of `size` rows; a file with other columns begins a new batch."""
     waiting: dict[str, list[Any]] = {}
     skipped: list[str] = []
     for file in files:
@@ -432,5 +426,4 @@ def _batches(files: Sequence[File], size: int, on_error: OnError) -> Iterator[di
 
 
 def _rows_of(columns: Mapping[str, list[Any]]) -> int:
-    """Count the rows of columns."""
     return max(map(len, columns.values()), default=0)

@@ -63,7 +63,7 @@ def tell_of_weights(columns: Columns, carried: Collection[str] = ()) -> None:
 
 
 def _as_table(features: Any) -> Columns | None:
-    """The columns of an Arrow table or a mapping of columns, or None where it is neither."""
+    """Return the columns of an Arrow table or a mapping of columns; None for anything else."""
     if hasattr(features, "schema") and hasattr(features, "column"):
         columns = {name: _whole(features.column(name)) for name in features.schema.names}
     elif hasattr(features, "keys"):
@@ -77,13 +77,13 @@ def _as_table(features: Any) -> Columns | None:
 
 
 def _whole(column: Any) -> Any:
-    """A column, and one of lists in many chunks, as it comes of rows taken one by one, in one."""
+    """Return a column, chunks of lists combined."""
     is_chunked = hasattr(column, "num_chunks") and hasattr(column.type, "value_type")
     return column.combine_chunks() if is_chunked else column
 
 
 def _of_all(features: Sequence[Mapping[str, Any]], needed: Collection[str]) -> Columns:
-    """The columns that all have, where some have others too."""
+    """Return the columns that all features have, where some have more."""
     columns = {}
     for name in {name: None for feature in features for name in feature}:
         without = [number for number, feature in enumerate(features) if name not in feature]
@@ -123,7 +123,7 @@ def columns_to_carry(
 
 
 def _is_per_token(values: Any, documents: Any) -> bool:
-    """Whether a column holds a number for each token: not text, numbers a document, lists of lists."""
+    """Return whether a column has a number for each token, and not text, numbers per document or nested lists."""
     if any(isinstance(column, tuple) or hasattr(column, "null_count") for column in (values, documents)):
         held = getattr(getattr(values, "type", None), "value_type", None)
         if not isinstance(values, tuple) and (held is None or not str(held).startswith(_NUMBERS)):
@@ -158,11 +158,6 @@ def flash_arguments(row: FlatRow, return_tensors: str) -> dict[str, Any]:
     ends: Any = row.cu_seqlens if return_tensors == "np" else import_torch().from_numpy(row.cu_seqlens)
     longest = row.max_seqlen
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-
-
-def carried_columns(row: FlatRow, given: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of a row with the dtypes that torch gives them: lists of floats become float32."""
-    return as_torch_has_them(row.columns, given)
 
 
 def as_torch_has_them(

@@ -87,7 +87,6 @@ class PaddingFreeCollator:
 
 
 def _counts(row: FlatRow, of_step: int | None) -> dict[str, int]:
-    """Targets, samples that have one, targets of the step, and tokens."""
     targets = np.add.reduceat(row.labels != -100, row.cu_seqlens[:-1], dtype=np.int64)
     num_targets = int(targets.sum())
     return {

@@ -128,7 +128,7 @@ class PackedDataModule(LightningDataModule):
 
 
 class _Batches:
-    """What Lightning iterates over: batches with the state behind each, and the state of the last trained one."""
+    """The iterable for Lightning: each batch with the state behind it, and the state of the last trained batch."""
 
     def __init__(self, loader: PackedLoader) -> None:
         self.loader = loader
@@ -140,7 +140,6 @@ class _Batches:
         return self
 
     def __next__(self) -> _Taken:
-        """Return the next batch."""
         was_begun, self._has_begun = self._has_begun, True
         try:
             batch = next(self.loader)
@@ -166,14 +165,14 @@ class _Batches:
 
 
 class _Taken:
-    """A batch on its way; no collection, so that precision plugins don't look for tensors in a frozen batch."""
+    """A batch with its state; not a collection, so that precision plugins don't look for tensors in it."""
 
     def __init__(self, batch: PackedBatch, state: Mapping[str, Any], given_by: _Batches) -> None:
         self.batch, self.state, self.given_by = batch, state, given_by
 
 
 def _check(trainer: Any, loader: PackedLoader) -> None:
-    """Refuse a trainer whose steps or epochs are others than the loader's."""
+    """Refuse a trainer whose steps or epochs differ from the loader's."""
     accumulated = trainer.accumulate_grad_batches
     by_itself = getattr(trainer.lightning_module, "automatic_optimization", True)
     if by_itself and accumulated != loader.micro_batches:

@@ -18,8 +18,7 @@ from varlen.types import IntArray
 
 __all__ = ["MultipackDistributedBatchSampler"]
 
-_EPOCHS = 2**40
-"""Seeds lie this far apart, so that no seed's epoch is another seed's."""
+_EPOCHS = 2**40  # distance between seeds, so that no seed's epoch equals another's
 
 
 @raises_too(AssertionError, RuntimeError)
@@ -84,7 +83,7 @@ class MultipackDistributedBatchSampler(Sampler[IntArray]):
         self._steps: Steps | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Write a setting; the epoch is packed anew by it."""
+        """Set an attribute; any setting makes the epoch be packed again."""
         if not name.startswith("_"):
             object.__setattr__(self, "_steps", None)
         object.__setattr__(self, name, value)

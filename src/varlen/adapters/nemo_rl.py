@@ -136,7 +136,6 @@ class SequencePacker(ABC):
         return bins
 
     def _enough(self, bins: Bins, lengths: Int32Array) -> Bins:
-        """Return as many bins as are asked for."""
         goal = max(len(bins), self.min_bin_count or 0)
         goal += -goal % (self.bin_count_multiple or 1)
         if lengths.size < goal and not self.allow_empty:
@@ -187,7 +186,6 @@ class ConcatenativePacker(SequencePacker):
     """Most sequences of a bin; -1 for no limit. Set on the class or an object, as there."""
 
     def _bins(self, lengths: Int32Array) -> Bins:
-        """Next-fit."""
         most = None if self.max_sequences_per_bin == -1 else self.max_sequences_per_bin
         return _packed(lengths, np.arange(lengths.size), self.bin_capacity, "next_fit", most)
 
@@ -196,7 +194,6 @@ class FirstFitDecreasingPacker(SequencePacker):
     """Sequences from long to short, equal ones from last to first, each into the first bin with space."""
 
     def _bins(self, lengths: Int32Array) -> Bins:
-        """First-fit in falling order of (length, number)."""
         order = np.argsort(lengths, kind="stable")[::-1]
         return _packed(lengths, order, self.bin_capacity, "first_fit")
 
@@ -212,7 +209,6 @@ class FirstFitShufflePacker(SequencePacker):
     """Of the order; None draws from Python's `random`."""
 
     def _bins(self, lengths: Int32Array) -> Bins:
-        """First-fit in shuffled order."""
         order = list(range(lengths.size))
         (random if self.seed is None else random.Random(self.seed)).shuffle(order)
         return _packed(lengths, np.array(order), self.bin_capacity, "first_fit")
@@ -222,7 +218,6 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """NeMo-RL's version of Johnson & Garey's algorithm; see `modified_first_fit_decreasing`."""
 
     def _bins(self, lengths: Int32Array) -> Bins:
-        """Modified first-fit-decreasing."""
         return modified_first_fit_decreasing(lengths.tolist(), self.bin_capacity)
 
 
@@ -230,7 +225,6 @@ class BestFitDecreasingPacker(SequencePacker):
     """varlen's fullest bins: sequences from long to short, each where the least space stays free."""
 
     def _bins(self, lengths: Int32Array) -> Bins:
-        """Best-fit-decreasing."""
         return _packed(lengths, np.arange(lengths.size), self.bin_capacity, "best_fit_decreasing")
 
 
@@ -238,7 +232,6 @@ class BalancedPacker(SequencePacker):
     """varlen's bins of even work, attention included, about as few as best-fit-decreasing makes."""
 
     def _bins(self, lengths: Int32Array) -> Bins:
-        """Work spread over as few bins as are asked for; those of `pack` where it can't be."""
         packing = pack(lengths, self.bin_capacity, "balanced", work=self.work)
         goal = max(packing.num_packs + self._others, self.min_bin_count or 0)
         goal = min(goal + -goal % (self.bin_count_multiple or 1) - self._others, lengths.size)
@@ -312,7 +305,7 @@ _PACKERS: dict[str, type[SequencePacker]] = {
 def _packed(
     lengths: Int32Array, order: IntArray, capacity: int, method: Method, most: int | None = None
 ) -> Bins:
-    """Pack sequences in an order by one of the packer's methods; they stand in their bins in that order."""
+    """Pack sequences in an order; they stand in their bins in that order."""
     packing = pack(lengths[order], capacity, method, max_documents=most)
     return [numbers.tolist() for numbers in np.split(order[packing.document_ids], packing.offsets[1:-1])]
 
@@ -340,21 +333,19 @@ def _cut(bins: Bins, goal: int, work: FloatArray) -> Bins:
 
 # Modified first-fit-decreasing: the packs that NeMo-RL's packer of this name makes, found by bisection.
 
-Bins = list[list[int]]
-"""The sequences of each bin, by number."""
+Bins = list[list[int]]  # the sequences of each bin, by number
 
 
 class _Shelf:
-    """Sequences from short to long, of which the longest that fits is taken; of equally long ones the first."""
+    """Sequences by length, of which the longest that fits is taken, the first of equally long ones."""
 
     def __init__(self, items: list[tuple[int, int]]) -> None:
-        """Take (length, number) of each, in the order in which equally long ones have their turn."""
         ranked = sorted((length, -turn, number) for turn, (length, number) in enumerate(items))
         self.lengths = [length for length, _, _ in ranked]
         self.numbers = [number for _, _, number in ranked]
 
     def take(self, room: int) -> tuple[int, int] | None:
-        """Remove and return (length, number) of the longest that fits; None where none does."""
+        """Remove and return (length, number) of the longest that fits; None if none does."""
         place = bisect_right(self.lengths, room) - 1
         return None if place < 0 else (self.lengths.pop(place), self.numbers.pop(place))
 
@@ -401,7 +392,7 @@ def modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
 
 
 def _paired(small: list[tuple[int, int]], bins: Bins, rooms: list[int]) -> list[tuple[int, int]]:
-    """Put two small sequences into bins that hold one long one, the last bin first; return those left over."""
+    """Put two small sequences into each bin that holds one long one, last bin first; return those left over."""
     lengths = [length for length, _ in small]
     first, numbers = 0, [number for _, number in small]
     for place in range(len(bins) - 1, -1, -1):
@@ -420,7 +411,7 @@ def _paired(small: list[tuple[int, int]], bins: Bins, rooms: list[int]) -> list[
 
 
 def _emptiest_first(rest: _Shelf, capacity: int) -> Bins:
-    """Put sequences from long to short each into the emptiest bin, or a new one where that is too full."""
+    """Put sequences, longest first, into the emptiest bin, or into a new one if it has no room."""
     bins: Bins = []
     loads: list[int] = []
     while (item := rest.take(capacity)) is not None:
@@ -446,7 +437,6 @@ class PackingMetrics:
     """
 
     def __init__(self) -> None:
-        """Begin without packings."""
         self.reset()
 
     def reset(self) -> None:
@@ -542,7 +532,7 @@ class PackingMetrics:
 
 
 def _balance(lengths: npt.NDArray[np.int64], bins: Bins, bin_capacity: int) -> float:
-    """Return 1 less the standard deviation of how full bins are, as a share of how full they are on average."""
+    """Return 1 minus the ratio of standard deviation to mean of the bins' fill."""
     loads = np.array([lengths[numbers].sum() if numbers else 0 for numbers in bins]) / bin_capacity
     mean = float(lengths.sum()) / (len(bins) * bin_capacity)
     return 1.0 - float(loads.std(ddof=1)) / mean if len(bins) > 1 and mean else 1.0

@@ -94,7 +94,7 @@ def _joined(own: Any, kinds: tuple[Any, ...]) -> type[VarlenError]:
 
 
 def _made(own: Any, kinds: tuple[Any, ...], args: tuple[Any, ...]) -> VarlenError:
-    """Make an error anew that was pickled."""
+    """Unpickle an error."""
     return _joined(own, kinds)(*args)
 
 
@@ -142,7 +142,7 @@ def check_processes(
 
 
 def _group() -> tuple[int, int] | None:
-    """Rank and size of the default process group, or None where there is none."""
+    """Return rank and size of the default process group; None if there is none."""
     distributed: Any = import_torch().distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None

@@ -85,7 +85,6 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             self._say_what_is_left_out(int(held[self._rows].sum()), is_all)
 
     def __len__(self) -> int:
-        """Rows."""
         return self._rows.size
 
     @property
@@ -129,7 +128,6 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
 
     def _say_what_is_left_out(self, held: int, is_all: bool) -> None:
-        """Log what no row holds because of `max_packs`."""
         _log.warning(
             "max_packs=%s leaves out %s of the %s tokens read%s; raise it to train on them",
             f"{self.max_packs:,}",
@@ -176,7 +174,7 @@ def _read(
 
 
 def _values(sample: Any, name: str, number: int) -> npt.NDArray[np.int32]:
-    """Tokens or labels of a sample as int32."""
+    """Return tokens or labels of a sample as int32."""
     try:
         values = np.asarray(sample[name])
     except (KeyError, TypeError, IndexError):

@@ -28,8 +28,7 @@ __all__ = [
     "micro_batch_partitions",
 ]
 
-Partitions = list[list[int]]
-"""The items of each part, by number."""
+Partitions = list[list[int]]  # the items of each part, by number
 
 
 @raises_too(AssertionError)
@@ -176,12 +175,10 @@ def log_seqlen_unbalance(seqlen_list: npt.ArrayLike, partitions: Partitions, pre
 
 
 def _as_lists(weights: npt.ArrayLike, num_parts: int, is_equal: bool, method: Division) -> Partitions:
-    """A division by one of the planner's methods, in verl's form."""
     return _lists(partition(weights, num_parts, is_equal=is_equal, method=method), num_parts)
 
 
 def _lists(part_of: npt.NDArray[np.int32], num_parts: int) -> Partitions:
-    """The items of each part as lists."""
     items, offsets = by_part(part_of, num_parts)
     return [part.tolist() for part in np.split(items, offsets[1:-1])]
 
@@ -276,7 +273,7 @@ def micro_batch_partitions(
 
 
 def _grouped(seqlen_list: npt.ArrayLike, size: int) -> tuple[Int32Array, FloatArray]:
-    """Return the tokens of each group of neighbours, and its work."""
+    """Return tokens and work of each group of neighbours."""
     lengths = as_lengths(seqlen_list)
     if lengths.size and not lengths.min():
         raise LengthsError(f"sample {int(np.argmin(lengths)):,} has no tokens; leave such samples out")
@@ -287,7 +284,7 @@ def _grouped(seqlen_list: npt.ArrayLike, size: int) -> tuple[Int32Array, FloatAr
 
 
 def _needed(lengths: Int32Array, work: FloatArray, limit: int) -> int:
-    """Return how few micro-batches keep to the limit: those of best-fit-decreasing, or fewer that are even parts."""
+    """Return the fewest micro-batches within the limit that best-fit-decreasing or an even division finds."""
     if not lengths.size:
         return 0
     packs = packed(lengths, limit)[1]

@@ -15,8 +15,7 @@ from varlen.attention.choice import chosen_for_packs
 from varlen.attention.kernels import Places, Qkv, heads_of, tokens_of
 from varlen.attention.rules import LayerRules
 
-BLOCK = 512
-"""Queries computed at once where scores must be formed, so that memory is linear in the document."""
+BLOCK = 512  # queries computed at once if scores are formed, so that memory is linear in the document
 
 
 def attend_in_packs(
@@ -54,7 +53,6 @@ def attend_in_packs(
 
 
 def _document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: LayerRules) -> torch.Tensor:
-    """Attend within one document with PyTorch's kernel."""
     length, window = len(query), rules.window
     if window is None or length <= window:
         return _kernel(query, key, value, None, rules)

@@ -22,8 +22,7 @@ _CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 _CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 HALF = (torch.float16, torch.bfloat16)
-MAX_HEAD_DIM = 256
-"""The widest head that the CUDA kernels take."""
+MAX_HEAD_DIM = 256  # the widest head that the CUDA kernels take
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Of keys and of values: `[1, key_heads, tokens, dim]`, neighbouring tokens side by side in memory."""
@@ -133,7 +132,7 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _padded(width: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Give heads the same width, as kernels want it; zeros add nothing to a score, and give nothing."""
+    """Pad heads to one width, as kernels require; zeros change neither scores nor outputs."""
     return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 

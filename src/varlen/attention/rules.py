@@ -14,8 +14,7 @@ SELECTING = "indexed_attention"
 """Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
 MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
 """Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
-SINGLE_TOKENS = ("moe", "mlp")
-"""Kinds of layers that mix no tokens."""
+SINGLE_TOKENS = ("moe", "mlp")  # kinds of layers that mix no tokens
 MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
 """Layers in which no mask has a meaning: they take boundaries, or look at single tokens."""
 
@@ -71,11 +70,6 @@ def rules_of_call(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return LayerRules(scale, sliding_window, softcap or None, dropout)
-
-
-def named_kinds(config: Any) -> tuple[str, ...]:
-    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
-    return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
 
 
 def rotary_settings(config: Any) -> list[dict[str, Any]]:

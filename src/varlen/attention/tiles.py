@@ -18,8 +18,7 @@ from varlen.attention.rectangles import Pair
 from varlen.attention.rules import LayerRules
 from varlen.cost import memory
 
-BLOCK = 512
-"""Rows, and keys where scores are formed, that are computed at once."""
+BLOCK = 512  # rows computed at once, and keys if scores are formed
 BACKWARD_KEYS = memory.BACKWARD_KEYS
 """Keys before a slice whose gradients a kernel gives at once: else one layer's of the whole document would be there
 beside those that are gathered, and that many keys are enough for its full rate."""
@@ -138,7 +137,7 @@ def backward(
 
 
 def _backward_tiles(tile: Tile) -> Iterator[Tile]:
-    """Yield a tile's keys some at a time, where all rows see them."""
+    """Cut a tile that all rows see wholly into blocks of keys."""
     step = BACKWARD_KEYS if tile.sight == "all" else tile.stop_key - tile.first_key
     for first in range(tile.first_key, tile.stop_key, step):
         yield tile._replace(first_key=first, stop_key=min(first + step, tile.stop_key))
@@ -163,7 +162,7 @@ def _of_tile(query: torch.Tensor, pair: Pair, tile: Tile) -> tuple[torch.Tensor,
 
 
 def _sight(tile: Tile, start: int, rules: LayerRules, like: torch.Tensor) -> dict[str, Any]:
-    """Return which keys a tile's rows see, as the kernels take it."""
+    """Return a tile's visibility as arguments of a rectangle."""
     if tile.sight != "band":
         return {"causal": tile.sight == "causal"}
     rows = torch.arange(start + tile.first_row, start + tile.stop_row, device=like.device)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import ModelError, SettingError
-from varlen.model_families import family_named
+from varlen.model_families import FAMILIES, UNKNOWN
 from varlen.step_plan import Mesh, Recompute
 from varlen.types import FloatArray, Int32Array
 
@@ -367,7 +367,7 @@ def read(config: Any) -> dict[str, Any]:
         "name": kind,
         **sizes,
         "ffn": width or 0,
-        "gated": family_named(kind).is_gated,
+        "gated": FAMILIES.get(str(kind), UNKNOWN).is_gated,
         "max_positions": _first(given, _POSITIONS),
         "tied": bool(given.get("tie_word_embeddings", False)),
         **_attention(given, sizes["heads"]),
@@ -408,7 +408,11 @@ def _width(given: Mapping[str, Any], hidden: int | None) -> Any:
     if given.get("intermediate_size_mlp") is not None:  # Llama 4; its intermediate_size is that of experts
         return given["intermediate_size_mlp"]
     width = _first(given, _WIDTHS)
-    if width is None and hidden is not None and family_named(given.get("model_type")).is_four_times:
+    if (
+        width is None
+        and hidden is not None
+        and FAMILIES.get(str(given.get("model_type")), UNKNOWN).is_four_times
+    ):
         return 4 * hidden
     return width
 

@@ -155,7 +155,7 @@ class Call(NamedTuple):
 
 
 class _SliceAttention(torch.autograd.Function):
-    """Forward and backward of `attend`; caches are written in both."""
+    """Forward and backward of `attend`; both write caches."""
 
     @staticmethod
     def forward(
@@ -286,10 +286,10 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 class _GatheredCache(DocumentCache):
-    """What is gathered of a document, for one slice in one layer; gradients are added up from outside."""
+    """The gathered tokens of a document, for one slice in one layer; the caller adds up gradients."""
 
     def own_gradients(self, layer: int, start: int, stop: int) -> Pair | None:  # noqa: ARG002
-        """Return None, so that what comes back is of this slice alone."""
+        """Return None: what comes back is of this slice alone."""
         return None
 
 
@@ -383,7 +383,7 @@ def _share_of(piece: CachedSlice) -> Share:
 
 
 def _gathered(piece: CachedSlice, call: Call, none: Pair) -> _Gathered:
-    """Gather the keys and values of the tokens of a span, in their order."""
+    """Gather the keys and values of a span's tokens, in token order."""
     share = _share_of(piece)
     span = share.span(call.rules.window)
     mine = none[0].new_empty(span.width, *_shape(none))
@@ -403,7 +403,7 @@ def _gathered(piece: CachedSlice, call: Call, none: Pair) -> _Gathered:
 
 
 def _scattered(totals: torch.Tensor, share: Share, span: Span, none: Pair) -> Pair:
-    """Sum gradients over ranks, `[tokens, heads, widths]`, and return those of this rank's rows of a span."""
+    """Sum gradients over ranks, `[tokens, heads, widths]`, and return those of this rank's rows of the span."""
     size, order = share.document.peers.size, share.order(span)
     padded = totals.new_zeros(size * span.width, *_shape(none))
     padded.index_copy_(0, order, totals)
@@ -414,7 +414,7 @@ def _scattered(totals: torch.Tensor, share: Share, span: Span, none: Pair) -> Pa
 def _taken(
     mine: Pair, piece: CachedSlice, layer: int, span: Span, none: Pair
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add gradients of earlier rows to the cache; return those of the slice's rows, which are then done with."""
+    """Add gradients of earlier rows to the cache; return those of the slice's rows, and release these."""
     share, cache = _share_of(piece), piece.cache
     if not share.last:
         return none  # and the cache of this layer, which holds no row yet or none anymore, is left alone
@@ -431,7 +431,7 @@ def _taken(
 
 
 def _shape(none: Pair) -> tuple[int, int]:
-    """Heads, and the widths of a key and a value side by side."""
+    """Return the number of heads, and the summed widths of a key and a value."""
     return none[0].shape[1], none[0].shape[3] + none[1].shape[3]
 
 

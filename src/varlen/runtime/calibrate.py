@@ -35,8 +35,7 @@ from varlen.runtime.kv_cache import CachedSlice, DocumentCache
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray
 
-FLOPS_BACKWARD: Final = 2.0
-"""Of matrix products, times those of the forward pass."""
+FLOPS_BACKWARD: Final = 2.0  # FLOPs of backward matrix products, relative to forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,13 +208,13 @@ class Bench:
 
 
 def _error(held: Sequence[Predicted], kind: str) -> float:
-    """Return the mean absolute error of held-out shapes of a kind, as a share of the measured time."""
+    """Return the mean absolute error of held-out shapes of a kind, relative to the measured time."""
     rows = [row for row in held if row.kind == kind]
     return mape(np.array([row.predicted_s for row in rows]), np.array([row.measured_s for row in rows]))
 
 
 def _check_memory(model: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a layer whose weights and gradients take over half of the memory."""
+    """Refuse a model one layer of which, with gradients, takes over half of the memory."""
     size = torch.finfo(dtype).bits // 8
     needed, there = 2 * size * _layer_parameters(model), _memory_bytes(device)
     if needed > there / 2:
@@ -237,7 +236,7 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _hardware(bench: Bench, seconds: FloatArray) -> Hardware:
-    """Fit all rates; what one device can't measure is the maker's, or assumed."""
+    """Fit all rates; those that one device can't measure come from the maker, or are assumed."""
     probes, device = bench.probes[: len(seconds)], bench.device
     tables = [fit_table(_samples("attention", probes, seconds, back)) for back in (0, 1)]
     curves = [fit_curve(_samples("layer", probes, seconds, back)) for back in (0, 1)]
@@ -277,7 +276,6 @@ def _hardware(bench: Bench, seconds: FloatArray) -> Hardware:
 
 
 def _samples(kind: str, probes: Sequence[Probe], seconds: FloatArray, back: int) -> Samples:
-    """Return the timings of one kind of probe in one pass."""
     chosen = [i for i, probe in enumerate(probes) if probe.kind == kind]
     ratio = (1.0, BACKWARD_RATIO if kind == "attention" else FLOPS_BACKWARD)[back]
     return Samples(
@@ -291,7 +289,7 @@ def _samples(kind: str, probes: Sequence[Probe], seconds: FloatArray, back: int)
 def _predictions(
     model: ModelShape, hardware: Hardware, probes: Sequence[Probe], seconds: FloatArray
 ) -> list[Predicted]:
-    """Return what the tables say of held-out probes, priced by the kernel that planners call."""
+    """Return the tables' predictions for held-out probes, by the kernel that planners call."""
     cost = CostModel(model=model, hardware=hardware)
     rates = cost.rates(Mesh())._replace(attention_flops=0.0, windowed_flops=0.0, linear_flops=0.0)
     found = []
@@ -319,7 +317,6 @@ def _predictions(
 
 
 def _price(*given: Any) -> FloatArray:
-    """Price MicroPacks."""
     priced: FloatArray = kernels.price(*given)
     return priced
 
@@ -356,26 +353,22 @@ KEY_LENGTHS: Final = (128, 181, 256, 362, 512, 725, 1024, 1449, 2048, 2897, 4096
 LAYER_ROWS: Final = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 HELD_ROWS: Final = (50, 100, 150, 300, 430, 600, 850, 1700)
 HELD_KEYS: Final = (150, 300, 600, 850, 1250, 1700, 3400, 6800, 13600)
-DOCUMENTS: Final = (2, 4, 8)
-"""How many whole documents stand for more rows than keys."""
+DOCUMENTS: Final = (2, 4, 8)  # numbers of whole documents in probes with more rows than keys
 LEAST_KEYS: Final = 512
 LEAST_CELLS: Final = tuple(product((32, 91, 256), (128, 256, 512)))
 """Rows and keys of the least that attention's rates are fitted to; 256 rows of 128 keys are two documents."""
 LEAST_HELD: Final = ((50, 150), (150, 300))
-LEAST_ROWS: Final = 128
-"""The least that a layer's rates are fitted to are 32 rows and these; 50 are held out."""
+LEAST_ROWS: Final = 128  # the least that a layer's rates are fitted to are 32 rows and these; 50 are held out
 FEWEST_ROUNDS: Final = 2
 """Where the least takes longer than the budget; one half of the rounds is still compared with the other."""
 LEAST_ROUNDS: Final = 5
 """As often all shapes are run again before more shapes are; `FEWEST_ROUNDS` where the least alone is too slow."""
 MOST_ROUNDS: Final = 101
-LAYER_SHARE: Final = 0.4
-"""Of the seconds; the rest is for attention."""
+LAYER_SHARE: Final = 0.4  # share of the seconds for layers; the rest is for attention
 SHORT_S: Final = 0.05
 """A first run that is shorter may have taken most of that to choose a kernel: like the very first of its kind, which
 loads libraries, it says nothing yet."""
-MARGIN: Final = 1.15
-"""What a shape may take, times what the largest before it lets expect."""
+MARGIN: Final = 1.15  # a shape may take this times the seconds predicted from smaller ones
 
 
 class Case(NamedTuple):
@@ -528,8 +521,7 @@ def choose(
     )
 
 
-Level = tuple[list[Case], list[Case]]
-"""What is fitted to, and what is held out."""
+Level = tuple[list[Case], list[Case]]  # shapes to fit, and shapes held out
 
 
 def attention_levels() -> list[Level]:
@@ -582,8 +574,7 @@ def layer_levels() -> list[Level]:
 # Whatever else runs on a machine slows a probe down for a while and never speeds it up. Probes therefore take turns,
 # and `Timings.seconds` is the lower quartile over the rounds.
 
-QUIET = 0.25
-"""The quantile of a probe's rounds that stands for it."""
+QUIET = 0.25  # quantile of a probe's rounds that is reported
 ProbeKind = Literal["attention", "layer"]
 
 
@@ -730,7 +721,7 @@ _ABSENT = "varlen_no_attention"
 
 
 class _Absent(torch.autograd.Function):
-    """Queries out as they came in, and gradients for keys and values, at no cost."""
+    """Return queries unchanged, and gradients for keys and values, at no cost."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -745,6 +736,5 @@ class _Absent(torch.autograd.Function):
 def _absent_attention(
     _module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend to nothing; transformers' calling convention."""
     out: torch.Tensor = _Absent.apply(query, key, value)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2), None

@@ -64,7 +64,7 @@ def add_product(parameter: torch.Tensor, gradient: torch.Tensor, rows: torch.Ten
 
 @functools.cache
 def _casts_keep_graphs() -> bool:
-    """Whether a weight that was cast without a graph has one afterwards."""
+    """Return whether a weight that was first cast without a graph has one afterwards."""
     weight, row = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():

@@ -28,8 +28,7 @@ from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostL
 from varlen.runtime.mesh.shared_documents import Key, SharedDocument, rows_of, tokens_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, Offload
 
-Leaf = tuple[torch.Tensor, torch.Tensor]
-"""What went into a graph and what came out."""
+Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,7 +52,7 @@ class StepData:
 
 @dataclass(slots=True)
 class _Document:
-    """What a document leaves between its tasks."""
+    """What is kept of a document between its tasks."""
 
     cache: DocumentCache
     inputs: dict[int, KeptRows] = field(default_factory=dict)
@@ -81,7 +80,6 @@ class ChunkStep:
         keeps_losses: bool = False,
         shared: Mapping[int, SharedDocument] | None = None,
     ) -> None:
-        """Take the layers of a chunk."""
         self._shared = shared or {}
         self._parts, self._data = parts, data
         self.layers = layers
@@ -226,7 +224,7 @@ class ChunkStep:
         return DocumentCache(length) if self._link is None else HostCache(length, link=self._link)
 
     def _keep(self, key: Key, layer: int, hidden: torch.Tensor) -> None:
-        """Keep what goes into a layer; of one slice alone it is not copied."""
+        """Keep a layer's input; that of a single slice isn't copied."""
         row = 0
         for document, start, stop in rows_of(key, self._shared):
             rows = hidden[0, row : row + stop - start].detach()
@@ -241,7 +239,7 @@ class ChunkStep:
     def _into(
         self, key: Key, layer: int, positions: Positions | None, slices: Sequence[CachedSlice]
     ) -> tuple[torch.Tensor, Positions]:
-        """Return what went into a layer, `[1, rows, hidden]`, kept no longer, and the rows' positions."""
+        """Return a layer's input, `[1, rows, hidden]`, which is no longer kept, and the rows' positions."""
         if self._made:
             hidden = self._made.pop()
         elif layer in self._kept_layers:
@@ -256,7 +254,7 @@ class ChunkStep:
         return hidden.detach(), positions or self._parts.positions(slices, hidden)
 
     def _taken(self, key: Key, layer: int) -> torch.Tensor:
-        """Return what was kept of a layer's input, `[1, rows, hidden]`; of one piece alone it is not copied."""
+        """Return the kept input of a layer, `[1, rows, hidden]`; a single piece isn't copied."""
         pieces = [
             piece
             for document, start, stop in reversed(rows_of(key, self._shared))
@@ -266,7 +264,7 @@ class ChunkStep:
 
     @contextlib.contextmanager
     def _near(self, key: Key, kind: int) -> Iterator[None]:
-        """Have keys and values that stand in host memory on the device while a MicroPack runs."""
+        """Have keys and values from host memory on the device while a MicroPack runs."""
         key = rows_of(key, self._shared)
         caches: dict[int, HostCache] = {}
         for document, _, _ in key:
@@ -387,7 +385,7 @@ def add_up(waiting: Sequence[Waiting]) -> None:
 
 
 class _Product(NamedTuple):
-    """A view of a product, as its factors."""
+    """A view of a product, stored as its factors."""
 
     one: torch.Tensor
     other: torch.Tensor

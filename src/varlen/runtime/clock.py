@@ -115,7 +115,6 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count the storages that it made."""
         given = {
             x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
         }
@@ -128,7 +127,6 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage until it dies."""
         number, size, is_far = storage._cdata, storage.nbytes(), _IN_HOST_MEMORY.get()
         self._known.add(number)
         self._add(size, is_far)

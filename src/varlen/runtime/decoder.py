@@ -19,15 +19,13 @@ from varlen.attention.rules import rotary_settings
 from varlen.cost.memory import LOGIT_ROWS
 from varlen.counts import many
 from varlen.errors import ModelError
-from varlen.model_families import FAMILIES, Sliced, family_named
+from varlen.model_families import FAMILIES, UNKNOWN, Sliced
 from varlen.runtime.attention import register
 from varlen.runtime.casting import add_product, uncast, ungraphed
 from varlen.runtime.kv_cache import CachedSlice
 
-HEAD_ROWS = LOGIT_ROWS
-"""Rows whose logits are there at once."""
-IGNORED = -100
-"""The label of a token with nothing to learn."""
+HEAD_ROWS = LOGIT_ROWS  # rows whose logits exist at once
+IGNORED = -100  # the label of a token with nothing to learn
 
 
 class Positions(NamedTuple):
@@ -261,7 +259,7 @@ def check_model(model: Any, kernels: Kernels) -> None:
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient, zeros at first."""
+    """Return a parameter's gradient, zeros if it has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -273,8 +271,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 # logits nor a gradient of the whole vocabulary is there at once. An adapter around them, or a hook on them, would be
 # passed by and never learn.
 
-_COPIES = "ModulesToSaveWrapper"
-"""Of peft: trains a copy of a module, and has the copy's weight as its own."""
+_COPIES = "ModulesToSaveWrapper"  # peft's class that trains a copy of a module and exposes the copy's weight
 
 
 def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
@@ -300,7 +297,7 @@ def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
 
 
 def _check_end(name: str, what: str, end: Any, kind: type[nn.Module]) -> None:
-    """Refuse an end that computes something else than its weight says, or that has hooks."""
+    """Refuse an end that computes more than its weight says, or that has hooks."""
     owner = end
     if type(end).__name__ == _COPIES:
         owner = next((m for m in end.modules() if m._parameters.get("weight") is end.weight), end)
@@ -338,7 +335,7 @@ def family_of(model: Any) -> tuple[str, Sliced]:
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if name in SLICED:
         return name, SLICED[name]
-    family = family_named(name)
+    family = FAMILIES.get(name, UNKNOWN)
     if family.is_recurrent:
         raise ModelError(
             f"slices don't run {name} models: some of their layers hand a state on from token to token, and a slice "
@@ -397,7 +394,7 @@ def _check_noise(name: str, model: nn.Module) -> None:
 
 
 def _check_balance(name: str, config: Any) -> None:
-    """Refuse a loss that balances experts: it is of all tokens of a batch together, and no sum over slices."""
+    """Refuse a loss that balances experts over all tokens of a batch, which is no sum over slices."""
     weight = getattr(config, "router_aux_loss_coef", 0.0) or 0.0
     if getattr(config, "output_router_logits", False) and weight:
         raise ModelError(

@@ -220,7 +220,7 @@ class SliceEngine:
         meter: Meter | None,
         document_losses: bool,
     ) -> StepStats:
-        """Run this process's part of a step; what is wrong with it here ends it on all ranks."""
+        """Run this process's part of a step; a fault here ends the step on all ranks."""
         prepared: StepInputs | VarlenError
         try:
             prepared = self._prepared(batch, plan, member.seat.mesh, member.seat.dp_rank, shares=True)
@@ -247,7 +247,7 @@ class SliceEngine:
     def _prepared(
         self, batch: PackedBatch, plan: StepPlan | None, mesh: Mesh, dp_rank: int, *, shares: bool = False
     ) -> StepInputs:
-        """Return the plan that is run, slices of `slice_tokens` where none is given, and a batch's tokens."""
+        """Check the step; return its plan (slices of `slice_tokens` if none is given) and tokens."""
         check_grad()
         lengths = lengths_of(batch)
         plan = batch.plan if plan is None else plan
@@ -281,7 +281,6 @@ class SliceEngine:
 
 
 def _mean_losses(inputs: StepInputs, token_losses: torch.Tensor | None) -> FloatArray | None:
-    """Return the mean loss of each document's targets, of a step that ran in this process alone."""
     if token_losses is None:
         return None
     return means(
@@ -297,7 +296,7 @@ def _member(
     gathered: Gathered,
     kernels: Kernels,
 ) -> MeshRank | None:
-    """This process among those of a mesh; None where it is alone."""
+    """Return this process's rank in a mesh; None without a mesh."""
     if gathered not in ("unit", "step") or not deadline_s > 0:
         raise SettingError(
             f'gathered={gathered!r} and deadline_s={deadline_s!r}; there are "unit" and "step", and a deadline is '
@@ -314,7 +313,6 @@ def _member(
 
 
 def _attention(model: Any) -> str:
-    """The attention that a model has now."""
     return str(model.config._attn_implementation)
 
 

@@ -152,7 +152,6 @@ class KeptRows:
 
 
 def _copied(tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the first tokens in memory of their own."""
     return _tokens(tokens, length, tokens.dtype).copy_(tokens[:, :, :length])
 
 
@@ -184,7 +183,6 @@ class HostLink:
     """The way between a device and host memory, in the order asked for."""
 
     def __init__(self, device: torch.device) -> None:
-        """Open it."""
         self.device = device
         is_cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -249,7 +247,7 @@ class HostLink:
 
 @dataclass(slots=True)
 class _Near:
-    """Of one layer, what stands on the device; its memory serves one layer of a task after the other."""
+    """One layer's part on the device, whose memory serves one layer after the other."""
 
     layer: int = -1
     pair: Pair | None = None
@@ -337,7 +335,7 @@ class HostCache(DocumentCache):
             )
 
     def _arrive(self, layer: int, like: Pair) -> tuple[_Near, Pair]:
-        """Return what a layer has on the device, and fetch what the next one needs."""
+        """Return a layer's part on the device, and begin to fetch that of the next."""
         near, after = self._near
         if near.layer != layer:
             visit = self._visits.popleft()
@@ -352,7 +350,7 @@ class HostCache(DocumentCache):
         return near, near.pair
 
     def _fetch(self, near: _Near, visit: Visit, like: Pair) -> None:
-        """Begin to fetch what a layer needs, into the memory of one that has run."""
+        """Begin to fetch a layer's part into the memory of a layer that has run."""
         near.layer, near.gathered = visit.layer, 0
         if near.pair is None or any(_is_other(x, y) for x, y in zip(near.pair, like)):
             self.link.wait(near.copied)
@@ -370,7 +368,6 @@ class HostCache(DocumentCache):
             near.copied = self.link.copy(into, rows)
 
     def _gradients(self, near: _Near, tokens: int) -> Pair:
-        """Return where a layer's gradients of so many tokens are gathered."""
         if near.gradients is None or near.gradients[0].shape[2] < tokens:
             assert near.pair is not None
             self.link.wait(near.copied)
@@ -384,7 +381,6 @@ class HostRows(KeptRows):
     """As `KeptRows`, in host memory."""
 
     def __init__(self, link: HostLink) -> None:
-        """Keep none at first."""
         super().__init__()
         self._link = link
 
@@ -402,5 +398,5 @@ def _rows(pair: Pair, start: int, stop: int) -> Pair:
 
 
 def _is_other(held: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether memory for one layer doesn't serve another, whose heads or dtype differ."""
+    """Return whether memory of one layer can't serve another, with other heads or another dtype."""
     return (held.shape[1], held.shape[3], held.dtype) != (wanted.shape[1], wanted.shape[3], wanted.dtype)

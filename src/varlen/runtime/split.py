@@ -39,7 +39,6 @@ class Elsewhere(nn.Module):
     """
 
     def __init__(self, module: nn.Module, name: str, cut: Cut) -> None:
-        """Take the place of a module."""
         super().__init__()
         for key, value in vars(module).items():
             if isinstance(value, int | float | str) and not key.startswith("_"):

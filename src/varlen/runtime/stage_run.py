@@ -53,8 +53,7 @@ class TaskRun:
     """int64 `[num_tasks]`: the most alive at once during each."""
 
 
-PASSES = ("forward", "backward", "weight gradients")
-"""By kind of task, for people."""
+PASSES = ("forward", "backward", "weight gradients")  # names of the kinds of tasks in messages
 
 
 def _nothing(_: range) -> AbstractContextManager[Any]:
@@ -76,7 +75,6 @@ class StageRunner:
         meter: Meter | None = None,
         unit: Callable[[range], AbstractContextManager[Any]] = _nothing,
     ) -> None:
-        """Take the tasks of a stage."""
         first, last = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
         self._codes: list[int] = plan.tasks[first:last].tolist()
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
@@ -133,7 +131,7 @@ class StageRunner:
         self._done[self._codes[len(self._run) - 1]] += 1
 
     def _took(self, kind: int, chunk: int) -> list[Took]:
-        """Return what the tasks of a pass and chunk took that have run."""
+        """Return rows and bytes of the tasks of a pass and chunk that have run."""
         before, took = self._live_at_first, []
         for each, at, micropack, live, peak in self._run:
             key = self._packs[min(each, BACKWARD)][micropack]
@@ -144,7 +142,7 @@ class StageRunner:
         return took
 
     def _room(self) -> int:
-        """Return bytes beside those alive when the task began: what was ever alive at once did fit; 0 unmetered."""
+        """Return free bytes when the task began, judged by the highest peak so far; 0 without a meter."""
         if self._meter is None:
             return 0
         before = self._run[-1][3] if self._run else self._live_at_first
@@ -196,10 +194,8 @@ def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
 
 # `ran_out`: what to say where a task found no memory: which one, of which documents, and how many rows would fit.
 
-MARGIN = 0.9
-"""Share of what is there that rows are advised to take: an allocator's blocks aren't all in use."""
-NAMED = 4
-"""Slices that a message names."""
+MARGIN = 0.9  # share of free memory to advise, as allocators don't fill all blocks
+NAMED = 4  # slices named in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

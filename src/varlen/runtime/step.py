@@ -134,17 +134,15 @@ def take_turns(places: Sequence[StageRunner], wires: Sequence[LocalWires]) -> No
 
 
 class _Unrun(ChunkStep):
-    """A chunk whose tasks take nothing and give nothing, to see in which order they can be run."""
+    """A chunk that computes nothing, to find out whether an order of tasks can run."""
 
     def __init__(self) -> None:
         self.layers = range(1)
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Give nothing."""
         return _NOTHING
 
     def backward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Give nothing."""
         return _NOTHING
 
     def weight(self, *_: Any, **__: Any) -> None:
@@ -224,7 +222,7 @@ def chunk_steps(
 
 
 def _added(heads: Sequence[ChunkStep]) -> torch.Tensor:
-    """The losses of all ranks' tokens; each rank has those of its documents, and 0 elsewhere."""
+    """Add up token losses of all ranks; each has those of its documents, and 0 elsewhere."""
     return torch.stack([head.token_losses for head in heads if head.token_losses is not None]).sum(0)
 
 
@@ -262,7 +260,7 @@ def check_plan(plan: StepPlan, *, shares: bool = False) -> None:
 
 
 def _check_within(packs: MicroPacks, kind: int) -> None:
-    """Require that a document's slices stand in the order of the pass within a MicroPack too."""
+    """Refuse a MicroPack in which slices of a document stand against the order of the pass."""
     of_slice, documents, starts = packs.micropack_of_slice, packs.document_ids, packs.starts
     order = np.lexsort((documents, of_slice))  # stable, so that the plan's own order is left
     one, other = order[:-1], order[1:]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig
 
 import varlen as vl
 from varlen.adapters import hf
-from varlen.adapters.hf.vision import mrope_positions, reads_text_positions
+from varlen.adapters.hf.inputs import mrope_positions, reads_text_positions
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError
 from varlen.verify.models import backends

@@ -2,7 +2,12 @@
 
 from varlen.adapters.hf.attention import register, use_varlen_attention
 from varlen.adapters.hf.collator import DataCollatorWithFlattening
-from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
+from varlen.adapters.hf.inputs import (
+    inputs_without_boundaries,
+    model_inputs,
+    mrope_positions,
+    plain_inputs,
+)
 from varlen.adapters.hf.model import (
     accepts,
     first_position,
@@ -14,7 +19,6 @@ from varlen.adapters.hf.model import (
     unwrap,
     vocabulary_size,
 )
-from varlen.adapters.hf.vision import mrope_positions
 
 __all__ = [
     "DataCollatorWithFlattening",

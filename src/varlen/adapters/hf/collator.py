@@ -11,7 +11,7 @@ import numpy as np
 from varlen.adapters.features import (
     Features,
     as_columns,
-    carried_columns,
+    as_torch_has_them,
     check_form,
     columns_to_carry,
     finish,
@@ -123,7 +123,7 @@ class DataCollatorWithFlattening:
         if self.shift_labels:
             arrays["shift_labels"] = shifted(row)[None]
         if carried:
-            arrays |= {name: values[None] for name, values in carried_columns(row, carried).items()}
+            arrays |= {name: values[None] for name, values in as_torch_has_them(row.columns, carried).items()}
         batch = finish(arrays, form)
         if self.return_flash_attn_kwargs:
             batch |= flash_arguments(row, form)

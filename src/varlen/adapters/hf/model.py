@@ -15,7 +15,7 @@ import torch
 
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
-from varlen.model_families import Family, family_named
+from varlen.model_families import FAMILIES, UNKNOWN, Family
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
@@ -84,7 +84,7 @@ def model_type(model: Any) -> str:
 
 def family(model: Any) -> Family:
     """Return what is known of a model's family."""
-    return family_named(model_type(model))
+    return FAMILIES.get(model_type(model), UNKNOWN)
 
 
 def first_position(model: Any) -> int:
@@ -114,6 +114,11 @@ def implementation(model: Any) -> str:
         model: a transformers model, bare or wrapped.
     """
     return getattr(text_config(model), "_attn_implementation", None) or "eager"
+
+
+def named_kinds(config: Any) -> tuple[str, ...]:
+    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
+    return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
 
 
 def only_kind(model: Any) -> str:
@@ -156,7 +161,7 @@ def vocabulary_size(model: Any) -> int:
 
 
 def _embeddings(model: Any, getter: str) -> Any:
-    """Return what a model says of its embeddings; None where it says nothing."""
+    """Return what one of the model's getters returns; None if it has none."""
     try:
         return getattr(unwrap(model), getter)()
     except (NotImplementedError, AttributeError):
@@ -254,7 +259,7 @@ def check_size(batch: PackedBatch, model: Any) -> None:
 
 
 def _smallest_id(input_ids: Any) -> int:
-    """Return the smallest token id; 0 where there is none, or where asking would wait for a GPU."""
+    """Return the smallest token id; 0 for an empty batch, and on a GPU, where asking would wait."""
     if torch.is_tensor(input_ids):
         return int(input_ids.min()) if input_ids.numel() and input_ids.device.type == "cpu" else 0
     return int(input_ids.min()) if input_ids.size else 0
@@ -315,7 +320,7 @@ def put_on(module: Any) -> str | None:
 
 
 def _own_class(kind: Any) -> Any:
-    """Return the class whose code isn't known that computes something in a class of modules; None for none."""
+    """Return the first unknown class in a module's bases that computes something; None for none."""
     for number, each in enumerate(kind.__mro__):
         if each is torch.nn.Module:
             return None
@@ -331,7 +336,7 @@ def _own_class(kind: Any) -> Any:
 
 
 def _replaces(name: str, kind: Any, number: int) -> bool:
-    """Whether a method stands in the place of one that a forward may call; those of all models are about files."""
+    """Return whether a method overrides one that a forward may call; methods of all models are about files."""
     for each in kind.__mro__[number + 1 :]:
         if each is torch.nn.Module or each.__module__ == "transformers.modeling_utils":
             return False
@@ -345,7 +350,7 @@ def _is_library(module: Any) -> bool:
 
 
 def _is_of_libraries(function: Any) -> bool:
-    """Return whether a function, and what it wraps, was written in a known library, whatever it is named after."""
+    """Return whether a function and all that it wraps are defined in known libraries, whatever their names say."""
     wrapped = getattr(function, "__wrapped__", None)
     if isinstance(function, partial):
         function = function.func
@@ -361,7 +366,7 @@ def _is_of_libraries(function: Any) -> bool:
 
 
 def _answers_nothing(hook: Any) -> bool:
-    """Return whether a hook returns None wherever it ends, so that it changes no input and no output."""
+    """Return whether a hook always returns None, so that it changes neither input nor output."""
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     return code is not None and _ends_with_none(code)
 

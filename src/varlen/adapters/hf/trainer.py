@@ -113,7 +113,7 @@ class PackedTraining(_BeforeTrainer):
         return DataLoader(self._batches, batch_size=None)
 
     def _num_steps(self) -> int | None:
-        """Count the updates of the whole run, those before the checkpoint included; None where nobody knows."""
+        """Return the updates of the whole run, including those before the checkpoint; None if unknown."""
         loader = self.train_loader
         try:
             whole = len(loader) // loader.micro_batches

@@ -19,8 +19,7 @@ from varlen.errors import ModelError, SettingError
 from varlen.feed.loader import PackedLoader
 
 Weighting = Literal["token", "document", "longalign"]
-BEFORE_DATASET = 3
-"""Arguments of a Trainer that stand before `train_dataset`."""
+BEFORE_DATASET = 3  # positional arguments of a Trainer before `train_dataset`
 
 
 def checked_loader(loader: object, trainer: str) -> PackedLoader:
@@ -90,7 +89,7 @@ def check_settings(trainer: Any) -> None:
 
 
 def _check_ranks(trainer: Any, loader: PackedLoader) -> None:
-    """Require that the loader deals to the ranks that there are."""
+    """Refuse a loader made for other ranks than these."""
     args, (rank, world) = trainer.args, loader.settings.ranks
     check_processes(trainer.accelerator.num_processes)
     if trainer.get_cp_size() * trainer.get_sp_size() > 1:
@@ -145,7 +144,7 @@ def check_own_loss(trainer: Any) -> None:
 
 
 def _weighing(trainer: Any) -> str:
-    """Say why a trainer weighs targets by itself."""
+    """Return why a trainer weighs targets itself."""
     if trainer.loss_weighting != "token":
         return f"loss_weighting={trainer.loss_weighting!r}"
     if trainer.train_loader.has_weights:
@@ -197,7 +196,7 @@ def shares(batch: PackedBatch) -> torch.Tensor:
 
 
 def _noisy(trainer: Any) -> Any:
-    """Return the embedding that has transformers' hook, with ours in its place; None where there is no noise."""
+    """Return the embedding that has transformers' NEFTune hook, replaced by ours; None without noise."""
     if getattr(trainer, "neftune_noise_alpha", None) is None:
         return None
     handle = getattr(trainer, "neftune_hook_handle", None)
@@ -216,7 +215,7 @@ def _noisy(trainer: Any) -> Any:
 
 
 def _add_noise(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
-    """Add noise to embedded tokens; with no batch told of, as transformers does."""
+    """Add noise to embedded tokens; without a batch's shares, as transformers does."""
     if not module.training:
         return output
     told = getattr(module, _SHARES, None)

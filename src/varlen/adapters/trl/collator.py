@@ -13,7 +13,6 @@ from varlen.adapters.features import (
     Features,
     as_columns,
     as_torch_has_them,
-    carried_columns,
     columns_to_carry,
     finish,
     flash_arguments,
@@ -27,8 +26,7 @@ from varlen.errors import DocumentsError, SettingError
 from varlen.pack.lengths import as_lengths
 from varlen.types import IntArray
 
-RowLengths: TypeAlias = Sequence[Sequence[int]]
-"""Of each row the lengths of its documents, in TRL's form."""
+RowLengths: TypeAlias = Sequence[Sequence[int]]  # of each row the lengths of its documents, in TRL's form
 _TAKEN = frozenset(
     [
         *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "seq_lengths"),
@@ -134,7 +132,7 @@ class DataCollatorForLanguageModeling:
         arrays: dict[str, Any] = {"input_ids": row.input_ids, "labels": row.labels}
         arrays["position_ids"] = row.position_ids
         batch = finish({name: array[None] for name, array in arrays.items()}, "pt")
-        others = {"seq_idx": row.owners, **carried_columns(row, carried)}
+        others = {"seq_idx": row.owners, **as_torch_has_them(row.columns, carried)}
         batch |= flash_arguments(row, "pt")
         return batch | finish(
             {name: array[None] for name, array in others.items() if array is not None}, "pt"
@@ -159,7 +157,6 @@ class DataCollatorForLanguageModeling:
 
 
 def _check_form(return_tensors: object) -> None:
-    """Refuse other tensors than torch's."""
     if return_tensors != "pt":
         raise SettingError(f'return_tensors must be "pt", as in TRL; got {return_tensors!r}')
 
@@ -219,7 +216,7 @@ def padded_rows(
 
 
 def _check_sizes(sizes: IntArray, wanted: IntArray, name: str) -> None:
-    """Refuse a column that has another length than its ids."""
+    """Refuse a column whose lengths differ from those of the ids."""
     if sizes.size == wanted.size and bool((sizes == wanted).all()):
         return
     if sizes.size != wanted.size:

@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 from varlen.errors import DocumentsError
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
-SEQ_LENGTHS = "seq_lengths"
-"""The column in which TRL keeps the lengths of a row's documents."""
+SEQ_LENGTHS = "seq_lengths"  # the column in which TRL keeps the lengths of a row's documents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +89,7 @@ def lengths_of(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> IntArray
 
 
 def _check_types(schema: pa.Schema) -> None:
-    """Require columns, all of them lists, that aren't packed yet."""
+    """Refuse columns that aren't lists, and rows that are packed already."""
     if not len(schema):
         raise DocumentsError("the data set has no columns; it needs one with lists of token ids")
     wrong = [
@@ -115,7 +114,6 @@ def _check_types(schema: pa.Schema) -> None:
 
 
 def _lengths(column: pa.Array, name: str, done: int) -> IntArray:
-    """Lengths of one column's lists."""
     if column.null_count:
         row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
         raise DocumentsError(
@@ -174,20 +172,18 @@ def marked_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _lists(offsets: IntArray, values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Values as lists of a type."""
     form = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
     wide = pa.int64() if pa.types.is_large_list(kind) else pa.int32()
     return form.from_arrays(pa.array(offsets, wide), values, type=kind)
 
 
 def _pieces(column: pa.Array, documents: IntArray, starts: Int32Array, lengths: IntArray) -> pa.Array:
-    """Values of pieces of a column's lists, end to end."""
     offsets = column.offsets.to_numpy(zero_copy_only=False)
     return _gathered(column.values, offsets[documents] + starts.astype(np.int64), lengths)
 
 
 def _gathered(values: pa.Array, begins: IntArray, lengths: IntArray) -> pa.Array:
-    """Runs of values end to end: a view where they lie so already, else a copy."""
+    """Return runs of values end to end: a view if they are adjacent already, else a copy."""
     if begins.size and (begins[1:] == begins[:-1] + lengths[:-1]).all():
         return values.slice(int(begins[0]), int(lengths.sum()))
     kind = values.type

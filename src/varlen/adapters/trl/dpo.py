@@ -87,7 +87,7 @@ class PackedDPOTrainer(DPOTrainer):
 
     @contextlib.contextmanager
     def _flat(self, model: Any, inputs: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Let the policy and the reference be called with padded rows, and compute a flat one."""
+        """Let the policy and the reference take padded rows and compute a flat one."""
         if PACKED not in inputs:
             yield model, inputs
             return
@@ -113,7 +113,6 @@ class UnevenGather:
         self._accelerator = accelerator
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the Accelerator has."""
         return getattr(self._accelerator, name)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -155,11 +154,9 @@ class PairPacks(Dataset[list[dict[str, Any]]]):
         self._pairs, self._offsets = order[steps.documents], steps.offsets
 
     def __len__(self) -> int:
-        """Count packs."""
         return len(self._offsets) - 1
 
     def __getitem__(self, number: int) -> list[dict[str, Any]]:
-        """Return the pairs of a pack."""
         begin, end = self._offsets[number : number + 2].tolist()
         return [self._rows[pair] for pair in self._pairs[begin:end].tolist()]
 

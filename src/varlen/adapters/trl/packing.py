@@ -41,8 +41,7 @@ _MAP_SETTINGS = (
     "disable_nullable",
     "desc",
 )
-_TOKENS_AT_A_TIME = 2**22
-"""Tokens written at a time: 32 MB of int64, whatever the set's size."""
+_TOKENS_AT_A_TIME = 2**22  # tokens written at a time: 32 MB of int64, whatever the set's size
 
 
 @raises_too(AssertionError, TypeError)
@@ -104,12 +103,11 @@ def pack_dataset(
 
 
 def _named(settings: dict[str, Any], file: str | None) -> dict[str, Any]:
-    """Settings of one set of several: each has a file of its own."""
+    """Return the settings for one of several sets, which has its own cache file."""
     return settings if file is None else {**settings, "cache_file_name": file}
 
 
 def _packed_set(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> Any:
-    """One set packed, stored or streamed."""
     from datasets import Dataset
 
     known = _MAP_SETTINGS if isinstance(dataset, Dataset) else ("batch_size",)
@@ -127,7 +125,7 @@ def _packed_set(dataset: Any, capacity: int, strategy: Strategy, settings: dict[
 
 
 def _packed_dataset(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> Any:
-    """A stored set packed, in its format."""
+    """Pack a stored set, and keep its format."""
     from datasets import Dataset, DatasetInfo, Features
 
     method, overlong = METHODS[strategy]
@@ -162,7 +160,7 @@ def _packed_dataset(dataset: Any, capacity: int, strategy: Strategy, settings: d
 
 
 def _stored(dataset: Any) -> tuple[list[pa.RecordBatch], pa.Schema, IntArray]:
-    """The columns of a set where they lie, their names and types, and which row of them each row of the set is."""
+    """Return the stored columns, their schema, and the stored row of each row of the set."""
     indices = getattr(dataset, "_indices", None)  # of a set that was shuffled, sorted or selected from
     places = (
         np.arange(len(dataset))
@@ -174,14 +172,14 @@ def _stored(dataset: Any) -> tuple[list[pa.RecordBatch], pa.Schema, IntArray]:
 
 
 def _written(numbers: pa.Table, *, dataset: Any, rows: Rows, marked: bool) -> pa.Table:
-    """Some rows of the packed set, by number."""
+    """Return rows of the packed set by number."""
     wanted = numbers["row"].to_numpy()
     batches, schema, places = _stored(dataset)
     return packed(batches, places, rows.part(wanted[0], wanted[-1] + 1), schema, marked=marked)
 
 
 def _where(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> dict[str, Any]:
-    """How `map` writes rows: beside the set's own files, under a name that says what was done to it."""
+    """Return how `map` writes rows: beside the set's own files, under a fingerprint of all settings."""
     import datasets
     from datasets.fingerprint import Hasher
 

@@ -57,7 +57,6 @@ def packed_stream(
 
 
 def _as_they_are(table: pa.Table) -> pa.Table:
-    """Return a table as it is."""
     return table
 
 
@@ -82,12 +81,10 @@ class _PackedRows(_BaseExamplesIterable):  # type: ignore[misc]
 
     @property
     def iter_arrow(self) -> Any:
-        """What gives rows as tables."""
         return self._iter_arrow
 
     @property
     def num_shards(self) -> int:
-        """Shards of the documents; each worker packs its own."""
         return int(self.ex_iterable.num_shards)
 
     def _init_state_dict(self) -> dict[str, Any]:
@@ -96,20 +93,16 @@ class _PackedRows(_BaseExamplesIterable):  # type: ignore[misc]
         return state
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> _PackedRows:
-        """Return the rows of documents in another order."""
         return _PackedRows(self.ex_iterable.shuffle_data_sources(generator), *self._settings)
 
     def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> _PackedRows:
-        """Return the rows of one share of the documents."""
         part = self.ex_iterable.shard_data_sources(num_shards, index, contiguous=contiguous)
         return _PackedRows(part, *self._settings)
 
     def reshard_data_sources(self) -> _PackedRows:
-        """Return the rows of documents in more shards, where there can be more."""
         return _PackedRows(self.ex_iterable.reshard_data_sources(), *self._settings)
 
     def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Iterate over rows."""
         for key, table in self._tables():
             for number in range(table.num_rows):
                 if self._state_dict:
@@ -117,14 +110,14 @@ class _PackedRows(_BaseExamplesIterable):  # type: ignore[misc]
                 yield f"{key}_{number}", {name: table[name][number].as_py() for name in table.column_names}
 
     def _iter_arrow(self) -> Iterator[tuple[Any, pa.Table]]:
-        """Iterate over rows, those of a window at a time."""
+        """Yield the rows of a window at a time."""
         for key, table in self._tables():
             if self._state_dict:
                 self._state_dict["num_rows"] += table.num_rows
             yield key, table
 
     def _tables(self) -> Iterator[tuple[str, pa.Table]]:
-        """Tables from where the state stands."""
+        """Yield tables from the current state on."""
         skip = self._state_dict["num_rows"] if self._state_dict else 0
         for number, table in enumerate(_rows_of(self.ex_iterable, *self._settings)):
             if skip < table.num_rows:
@@ -139,7 +132,7 @@ def _rows_of(
     window: int | None,
     features: Features | None,
 ) -> Iterator[pa.Table]:
-    """Tables of packed rows, one a window, and what is left at the end."""
+    """Yield a table of packed rows per window, and one of the rest."""
     method, overlong = METHODS[strategy]
     packer = WindowPacker(capacity=capacity, window=window or 2**31 - 1, method=method, overlong=overlong)
     kept = _Kept(marked=strategy != "wrapped")
@@ -160,7 +153,7 @@ def _rows_of(
 def _tables_of(
     documents: _BaseExamplesIterable, window: int | None, features: Features | None
 ) -> Iterator[pa.Table]:
-    """Tables of documents, all of one type."""
+    """Yield tables of documents, all of one schema."""
     schema: pa.Schema | None = None
     try:
         for table in (
@@ -195,7 +188,7 @@ def _tables_of_rows(
 
 
 class _Kept:
-    """Documents that aren't all handed out yet."""
+    """Documents of which tokens are still to be handed out."""
 
     def __init__(self, *, marked: bool) -> None:
         self._marked = marked
@@ -205,7 +198,7 @@ class _Kept:
         self._num_records = 0
 
     def take_in(self, table: pa.Table) -> IntArray:
-        """Keep documents; returns their lengths."""
+        """Keep documents, and return their lengths."""
         schema = table.schema.remove_metadata()
         try:
             lengths = lengths_of(table.to_batches(), schema)
@@ -217,14 +210,14 @@ class _Kept:
         return lengths
 
     def note(self, held: IntArray) -> None:
-        """Count the tokens that rows will hold of the documents taken in last."""
+        """Note how many tokens of the documents taken in last will be handed out."""
         records = np.arange(self._num_records, self._num_records + held.size)
         self._records = np.concatenate([self._records, records])
         self._left = np.concatenate([self._left, held])
         self._num_records += held.size
 
     def hand_out(self, packing: Packing) -> pa.Table:
-        """Return rows of some of them, and let go of what has been handed out whole."""
+        """Return packed rows, and drop documents that have been handed out whole."""
         rows = listed(packing)
         first = int(self._records[0])
         places = np.full(self._num_records - first, -1, np.int64)

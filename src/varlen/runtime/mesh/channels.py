@@ -81,7 +81,7 @@ class Channel:
         self._sent.clear()
 
     def _guarded(self, work: Any, *arguments: Any) -> Any:
-        """Do something with the connection."""
+        """Call something of the connection; a failure names the other rank."""
         try:
             with self._lookout.waiting(self._group.ranks[self._other]):
                 return work(*arguments)

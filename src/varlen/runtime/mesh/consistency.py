@@ -14,8 +14,7 @@ from varlen.errors import PlanError, VarlenError
 from varlen.runtime.chunk import StepData
 from varlen.runtime.mesh.process_groups import Group
 
-_DIGITS = 12
-"""Of a fingerprint that a person compares."""
+_DIGITS = 12  # hexadecimal digits of a fingerprint in messages
 
 
 def model_fingerprint(model: Any) -> str:

@@ -20,20 +20,16 @@ from varlen.errors import WorkerDiedError
 
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
 """How PyTorch words that the group is broken: gloo raises a bare RuntimeError."""
-ANSWER_S = 5.0
-"""A process that is alive says so within this time after the group broke."""
+ANSWER_S = 5.0  # seconds within which a live process answers after the group broke
 _WAITS, _LOST = "waits", "lost "
-_ALL = -1
-"""Whom a process waits for in a collective."""
-_MOST_CHARACTERS = 500
-"""Of a note: an error's own message may hold a whole traceback."""
+_ALL = -1  # instead of a rank: waits for all, in a collective
+_MOST_CHARACTERS = 500  # longest note; an error's message may hold a whole traceback
 
 
 class PeerLostError(WorkerDiedError):
     """Nothing comes any more from the process at the other end of a channel, or from some of a group."""
 
     def __init__(self, rank: int | None, said: str) -> None:
-        """Name it."""
         super().__init__(
             f"nothing comes from {'others' if rank is None else f'rank {rank}'} any more: {said}"
         )
@@ -105,7 +101,6 @@ class Lookout:
     """Says in the job's store whom this process waits for, if it waits for longer than a moment."""
 
     def __init__(self, notes: Notes, *, every_s: float = 0.25) -> None:
-        """Begin to look; `close` ends it."""
         self._notes, self._every_s = notes, every_s
         self._wait: tuple[int, object] | None = None
         self._closed = threading.Event()
@@ -167,13 +162,13 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    """An error as others hear of it."""
+    """Return an error as other ranks read it."""
     where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {error}{where}"
 
 
 def _is_of_the_group(error: BaseException) -> bool:
-    """Return whether it was the connection that failed, and nothing of this process's own."""
+    """Return whether the connection failed, and not this process itself."""
     said = str(error).lower()
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in said for word in _BROKEN)
@@ -205,7 +200,7 @@ def _cause(notes: Notes, peer: int) -> tuple[list[int], list[tuple[int, str]]]:
 
 
 def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
-    """Return the processes that left no note and wait for none, and those that failed by themselves."""
+    """Return ranks that left no note and wait for none, and those that failed themselves."""
     end = time.monotonic() + notes.answer_s
     missing = [rank for rank in range(notes.world_size) if rank != notes.rank]
     failed: list[tuple[int, str]] = []

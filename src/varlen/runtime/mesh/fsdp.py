@@ -80,7 +80,6 @@ class Shards:
         gathered: Gathered,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Take a stage."""
         self._parts, self._replicas, self._gathered, self._waiting = parts, replicas, gathered, waiting
         config: Any = model.config
         self._ties = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
@@ -171,7 +170,7 @@ class Shards:
             module.reshard()
 
     def _keep_wide(self, name: str) -> None:
-        """Add a gradient in half precision to what it is summed in, that of the divided parameter."""
+        """Add a half-precision gradient to one in the dtype of the sharded parameter."""
         whole, dtype = self._whole[name], self._sharded[name].dtype
         if whole.grad is None or whole.grad.dtype == dtype:
             return
@@ -182,7 +181,7 @@ class Shards:
         whole.grad = None
 
     def _of_chunk(self, layers: range) -> list[Any]:
-        """The modules with the parameters that a chunk's tasks use, in one order on all replicas."""
+        """Return the sharded modules of a chunk's tasks, in one order on all replicas."""
         parts = self._parts
         used: list[nn.Module] = [parts.layers[layer] for layer in layers]
         used += [parts.embedding] if layers.start == 0 else []
@@ -221,7 +220,7 @@ def _unhooked(module: Any) -> Any:
 
 
 def _own(model: nn.Module, sharded: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield what a sharded module divides itself: name in the model, the module that has it, its key."""
+    """Yield the parameters that a sharded module divides itself: name in the model, owner, key."""
     names = {id(p): name for name, p in model.named_parameters()}
     seen: set[int] = set()
     waiting: list[nn.Module] = [sharded]

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 from varlen.counts import many
 from varlen.runtime.mesh.process_groups import Group
 
-BUCKET_BYTES = 25 << 20
-"""Of gradients that are sent as one: enough for the full rate of a link."""
+BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
 
 
 @contextmanager

@@ -162,7 +162,7 @@ class MeshRank:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """End the part of this process in the job where something fails, and say who began it."""
+        """Close this process's part of the job if something fails, and name who failed first."""
         with naming_the_missing(self._notes, _WAY_OUT):
             try:
                 yield
@@ -171,7 +171,7 @@ class MeshRank:
                 raise
 
     def _fault_of(self, model: Any, plan: StepPlan) -> VarlenError | None:
-        """What is wrong with a plan for this process."""
+        """Return why a plan can't run here; None if it can."""
         mine, its = self.seat.mesh, plan.mesh
         shapes = [(m.dp, m.pp, m.virtual_stages) for m in (mine, its)]
         if shapes[0] != shapes[1]:
@@ -202,7 +202,7 @@ class MeshRank:
         meter: Meter | None,
         kept: dict[str, Any],
     ) -> StepRun:
-        """Run the tasks, and add up gradients."""
+        """Run the tasks, and reduce gradients."""
         parts, mesh, stage = DecoderParts.of(model, self._kernels), self.seat.mesh, self.seat.stage
         waiting = self._lookout.waiting
         shards = Shards(model, parts, groups.replicas, self._gathered, waiting) if is_sharded(model) else None
@@ -252,21 +252,21 @@ class MeshRank:
         )
 
     def _settle(self, device: torch.device) -> None:
-        """On CUDA, wait for what was queued in a way that ends when another process has ended."""
+        """On CUDA, wait for queued work; the wait ends if another process has ended."""
         if device.type == "cuda":
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record()
             wait_until(end.query, self._notes, self._timeout_s)
 
     def _shared(self, groups: Groups, plan: StepPlan) -> dict[int, SharedDocument]:
-        """The documents of a plan that this process shares with others of its stage."""
+        """Return the documents of a plan that this process shares with others of its stage."""
         rank = self.seat.dp_rank
         with self._lookout.waiting():
             peers = peers_of(plan, rank, groups.peers, self._lookout.waiting)
         return shared_documents(plan, rank, peers, groups.device)
 
     def _hidden_dtype(self, parts: DecoderParts, layers: range, shards: Shards | None) -> torch.dtype:
-        """The dtype of what chunks give each other; of shards it is seen once."""
+        """Return the dtype of what chunks exchange; sharded layers are gathered for it once."""
         if self._dtype is None:
             own = [parts.layers[layer] for layer in layers]
             self._dtype = stage_dtype(own) if shards is None else shards.whole_dtype(layers)
@@ -302,18 +302,18 @@ class MeshRank:
 
 
 def _token_losses(chunks: Any, data: StepData) -> torch.Tensor:
-    """The losses of this process's tokens, and 0 elsewhere."""
+    """Return the losses of this process's tokens, and 0 elsewhere."""
     found = [chunk.token_losses for chunk in chunks if chunk.token_losses is not None]
     return found[0].contiguous() if found else torch.zeros_like(data.weights)
 
 
 def _trained(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters that have gradients, by name; one that stands in two places, once."""
+    """Return parameters with gradients by name; a shared one once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _job_store(seat: Seat) -> Any:
-    """Return the job's store, under a prefix of the engine that is made now."""
+    """Return the job's store, under a prefix for the new engine."""
     mesh, number = seat.mesh, next(_ENGINES)
     if mesh.num_gpus == 1:
         return HashStore()

@@ -14,8 +14,7 @@ from varlen.runtime.mesh.process_groups import Group
 from varlen.step_plan import StepPlan
 from varlen.types import Int32Array, IntArray
 
-Key = tuple[tuple[int, int, int], ...]
-"""A MicroPack as its slices: document, start, stop."""
+Key = tuple[tuple[int, int, int], ...]  # a MicroPack as its slices: document, start, stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -166,7 +165,7 @@ def with_idle_row(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _cuts_of(plan: StepPlan, rank: int, document: int) -> list[int]:
-    """Where a document's slices on a rank begin and end, in both passes; those of its group are cut alike."""
+    """Return where a document's slices on a rank begin and end, in both passes; its group cuts them alike."""
     cuts = [0, int(plan.lengths[document])]
     for packs in (plan.forward, plan.backward):
         first, last = packs.slice_offsets[packs.rank_offsets[rank : rank + 2]].tolist()
@@ -289,7 +288,6 @@ class ProcessPeers:
     def __init__(
         self, group: Group, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """Take a group."""
         self._group, self._waiting = group, waiting
         self._rank, self._size = group.index, group.size
 

@@ -14,7 +14,8 @@ import transformers
 
 from varlen import __version__
 from varlen.adapters import hf
-from varlen.adapters.hf.mixing import check_family, found_apart, trying
+from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries
+from varlen.adapters.hf.mixing import check_family, found_apart, segment_numbers, trying
 from varlen.adapters.hf.model import family
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
@@ -41,10 +42,8 @@ _WINDOWS = (
     *("window_size", "sliding_window_size", "attention_window_size"),
 )
 """How configurations call the width of their windows and chunks."""
-_WIDEST_WINDOW = 256
-"""Tokens; rows are made long enough for windows up to this one to matter."""
-_CHANGED, _BY_CALL = 16, 2
-"""At most so many documents are changed, one at a time, in a cell."""
+_WIDEST_WINDOW = 256  # tokens; rows are made long enough for windows up to this one to matter
+_CHANGED, _BY_CALL = 16, 2  # most documents changed, one at a time, in a cell; by a way of calling
 
 
 def verify(
@@ -135,7 +134,6 @@ def verify(
 
 
 def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tuple[Layout, ...]:
-    """Return the layouts to try."""
     if batch is not None:
         if not isinstance(batch, PackedBatch):
             raise DocumentsError(
@@ -156,7 +154,7 @@ def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tu
 
 
 def _batch(model: Any, layout: Layout, seed: int) -> PackedBatch:
-    """Return documents that are longer than the model's windows, and no longer than its positions."""
+    """Return documents longer than the model's windows, and no longer than its positions."""
     capacity = max([CAPACITY, *(width + 16 for width in _windows(model) if width <= _WIDEST_WINDOW)])
     positions = getattr(hf.text_config(model), "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
@@ -166,7 +164,6 @@ def _batch(model: Any, layout: Layout, seed: int) -> PackedBatch:
 
 
 def _windows(model: Any) -> list[int]:
-    """Return how wide the model's windows and chunks are."""
     config = hf.text_config(model)
     widths = (getattr(config, name, None) for name in _WINDOWS)
     return [width for width in widths if isinstance(width, int) and width > 0]
@@ -181,26 +178,16 @@ def _notes(model: Any, batches: dict[Layout, PackedBatch]) -> list[str]:
         for width in _windows(model)
         if width >= longest
     ]
-    if limit := _rope_limit(model):
-        found.append(
-            f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, "
-            "dynamic), packed or not; the check's are shorter, or see it"
-        )
+    found += [
+        f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, dynamic), "
+        "packed or not; the check's are shorter, or see it"
+        for limit in sorted({limit for _, limit in batch_wide_rotary(hf.text_config(model))})
+    ]
     return found
 
 
-def _rope_limit(model: Any) -> int | None:
-    """Return the length from which one document changes the positions of a whole batch; None where none does."""
-    config = hf.text_config(model)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if not isinstance(rope, dict) or rope.get("rope_type") not in ("longrope", "dynamic"):
-        return None
-    limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
-
-
 def _with_attention(loaded: LoadedModel, backend: str) -> Any:
-    """Return the model, made anew where its attention can't be set afterwards; or the error that says why not."""
+    """Return the model, made anew if its attention can't be set afterwards; or the error if that fails."""
     try:
         with attending(loaded.model, backend):
             return loaded.model
@@ -243,7 +230,7 @@ def _judged(
     gradients: bool,
     seed: int,
 ) -> Cell:
-    """Look at kernels, gradients and the model's own loss, and decide the cell."""
+    """Look at kernels, gradients and the model's own loss, and decide on the cell."""
     cell = Cell(
         backend=backend,
         layout=batch.layout,
@@ -278,7 +265,6 @@ def _verdict_of(verdict: Verdict) -> ModelVerdict:
 def _call_cells(
     models: dict[str, Any], cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
 ) -> list[CallCell]:
-    """Call the model in every other way, wherever its attention can be set at all."""
     found = []
     for cell in cells:
         batch, model = batches[cell.layout], models[cell.backend]
@@ -303,13 +289,13 @@ def _call_cells(
 
 
 def _recurrence(model: Any, cells: Sequence[Cell]) -> AbstractContextManager[Any]:
-    """Let plain PyTorch stand in for the kernels of recurrent layers where it did in any cell."""
+    """Let PyTorch stand in for recurrent kernels if it did so in any cell."""
     missing = {name for cell in cells for name in cell.stand_in}
     return backends.recurrence(model) if missing - {backends.FLASH} else nullcontext()
 
 
 def _refusal(model: Any) -> str:
-    """Return why no argument keeps the model's documents apart; empty where some do."""
+    """Return why no argument keeps the model's documents apart; empty if some do."""
     try:
         check_family(model)
     except ModelError as error:
@@ -345,7 +331,7 @@ def _explained(cells: list[CallCell], refusal: str) -> list[CallCell]:
 
 
 def _called_in_turn(model: Any, cell: Cell, batch: PackedBatch, seed: int) -> list[CallCell]:
-    """Try every way of calling the model; how far plain rows move each other is asked once."""
+    """Call the model in every way; the coupling of plain rows is measured once."""
     known, found = cell.isolation if cell.kernels else None, []
     alone: dict[int, torch.Tensor] = {}
     for call in CALLS:
@@ -360,7 +346,7 @@ def _called_in_turn(model: Any, cell: Cell, batch: PackedBatch, seed: int) -> li
 
 
 def _called(model: Any, call: Call, backend: str, batch: PackedBatch, report: IsolationReport) -> CallCell:
-    """Return what came of one way of calling the model, and let `check_batch` explain where it leaks."""
+    """Return the result of one way of calling; `check_batch` explains a leak."""
     cell = CallCell(
         call=call.name,
         backend=backend,
@@ -386,7 +372,6 @@ def _called(model: Any, call: Call, backend: str, batch: PackedBatch, report: Is
 def _picture(
     model: Any, cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
 ) -> AttentionPicture | None:
-    """Read the attention weights of a row, in the first layout that ran."""
     ran = [cell.layout for cell in cells if cell.backend == "eager" and cell.kernels]
     if not ran:
         return None
@@ -455,7 +440,7 @@ def _calls(calls: Sequence[CallCell]) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Keep two digits: more would change from machine to machine."""
+    """Keep two digits: more would differ between machines."""
     return None if value is None else float(f"{value:.1e}")
 
 
@@ -476,7 +461,7 @@ class Call:
 
 
 def _positions(batch: PackedBatch, model: Any, **more: Any) -> dict[str, Any]:
-    """Return positions that restart at every document, and nothing else that tells documents apart."""
+    """Return positions that restart with every document, and no other boundaries."""
     tensors = batch.to_torch(hf.unwrap(model).device)
     positions = tensors.position_ids + hf.first_position(model)
     arguments = {"input_ids": tensors.input_ids, "position_ids": positions, "use_cache": False} | more
@@ -499,26 +484,16 @@ def _mask_of_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
     return arguments | {"attention_mask": torch.as_tensor(batch.segment_ids + 1).to(arguments["input_ids"])}
 
 
-def _ends(batch: PackedBatch) -> torch.Tensor:
-    """Return the ends of slots in the flattened rows, which are rounded up where documents' are."""
-    return torch.as_tensor(batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded)
-
-
 def _boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
-    ends = _ends(batch).to(hf.unwrap(model).device, torch.int32)
-    longest = int(ends.diff().max())
-    return _positions(
-        batch, model, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest
-    )
+    return _positions(batch, model, **boundaries(batch, hf.unwrap(model).device))
 
 
 def _boundaries_and_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
     arguments = _boundaries(batch, model)
-    shape = arguments["input_ids"].shape
-    ends = _ends(batch).long()
-    numbers = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()).view(shape)
-    numbers = (numbers - numbers[:, :1]).to(arguments["input_ids"].device, torch.int32)
-    return arguments | ({"seq_idx": numbers} if hf.accepts(model, "seq_idx") else {})
+    if not hf.accepts(model, "seq_idx"):
+        return arguments
+    ends = boundaries(batch, hf.unwrap(model).device)["cu_seq_lens_q"]
+    return arguments | {"seq_idx": segment_numbers(ends, *arguments["input_ids"].shape)}
 
 
 def _tokens_alone(batch: PackedBatch, model: Any) -> dict[str, Any]:

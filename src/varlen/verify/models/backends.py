@@ -78,7 +78,7 @@ def attending(model: Any, backend: str) -> Iterator[tuple[str, ...]]:
 
 
 def _set(model: Any, backend: str, configs: list[Any], stack: ExitStack) -> tuple[str, ...]:
-    """Set the attention; return what stands in."""
+    """Set the attention; return the kernels that are stood in for."""
     if hf.unwrap(model).dtype is torch.float64 and hf.has_experts(model):
         for config in configs:  # one by one: their grouped products know no float64
             config._experts_implementation_internal = "eager"
@@ -109,7 +109,7 @@ def _set(model: Any, backend: str, configs: list[Any], stack: ExitStack) -> tupl
 
 @contextmanager
 def _uncompiled_flex_attention() -> Iterator[None]:
-    """Let FlexAttention run without compiling, which it otherwise warns of."""
+    """Run FlexAttention uncompiled, without its warning."""
     from torch.nn.attention import flex_attention
 
     module: Any = flex_attention
@@ -132,7 +132,6 @@ def _has_kernel(model: Any, backend: str) -> bool:
 
 
 def _configs(model: Any) -> list[Any]:
-    """Return every configuration in the model that says which attention to use, each once."""
     found: dict[int, Any] = {}
     waiting = [getattr(module, "config", None) for module in hf.unwrap(model).modules()]
     while waiting:
@@ -204,7 +203,6 @@ def _varlen_kernel(
     softcap: float = 0.0,
     **rest: Any,
 ) -> torch.Tensor:
-    """Attend as `flash_attn_varlen_func` does, in Python."""
     if not causal:
         raise ModelError(
             "the stand-in for FlashAttention is causal, and the model attends in both directions"
@@ -255,7 +253,7 @@ def recurrence(model: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _is_fallback(value: Any) -> bool:
-    """Whether this is a function that transformers replaces by a kernel where its package is installed."""
+    """Return whether transformers replaces this function by a kernel if the kernel's package is installed."""
     return (
         callable(value)
         and hasattr(value, "__wrapped__")
@@ -264,7 +262,7 @@ def _is_fallback(value: Any) -> bool:
 
 
 def _by_segment(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a fallback that takes segments in the form that its kernel takes, and runs over each by itself."""
+    """Return a fallback that takes segments as its kernel does, and runs over each by itself."""
     plain = inspect.unwrap(function)
     takes_ends = any(word in plain.__name__ for word in _OF_FLA)
 
@@ -292,7 +290,7 @@ def _by_segment(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _segments(numbers: Any, ends: Any, rows: int, width: int) -> list[tuple[int, int, int]]:
-    """Return the row, the first token and the end of every segment."""
+    """Return row, first token and end of every segment."""
     if numbers is not None:
         changes = [
             [*torch.cat([torch.ones(1), line.diff()]).nonzero()[:, 0].tolist(), width]
@@ -311,7 +309,7 @@ def _segments(numbers: Any, ends: Any, rows: int, width: int) -> list[tuple[int,
 def _cut(
     value: Any, row: int, start: int, stop: int, *, is_first: bool, rows: int, width: int, axis: int
 ) -> Any:
-    """Return the part of an argument that belongs to a segment: all of it, unless it has a value for every token."""
+    """Return a segment's part of an argument with a value per token, and any other argument whole."""
     if not torch.is_tensor(value):
         return value
     if axis == 2:
@@ -322,7 +320,7 @@ def _cut(
 
 
 def _joined(outputs: list[tuple[int, Any]], rows: int, axis: int) -> Any:
-    """Return the segments' outputs side by side; of what comes with them, such as a last state, the last one's."""
+    """Return the segments' outputs side by side, and whatever else the last one returned."""
     parts = [out[0] if isinstance(out, tuple) else out for _, out in outputs]
     lines = [torch.cat([p for (r, _), p in zip(outputs, parts) if r == row], dim=axis) for row in range(rows)]
     whole = torch.cat(lines, dim=0)
@@ -359,7 +357,6 @@ class AttentionPicture:
         return found
 
     def __str__(self) -> str:
-        """Draw both in characters, documents by documents."""
         pictures = [("with boundaries", self.between(self.kept_apart))]
         if self.without is not None:
             pictures.append(("without", self.between(self.without)))
@@ -385,22 +382,12 @@ def attention_picture(trial: Trial) -> AttentionPicture | None:
 
 def _weights(trial: Trial, inputs: Inputs, row: int) -> npt.NDArray[np.float32] | None:
     """Return the largest weight over layers and heads, `[width, width]`."""
-    if not hf.accepts(trial.model, "output_attentions"):
-        return None
-    outputs: Any = trial.call(inputs(trial.batch, trial.model), output_attentions=True)
-    width = trial.owner.shape[1]
-    found = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
-    square = [w[row].abs().amax(0) for w in found if w.ndim == 4 and w.shape[-2:] == (width, width)]
-    if not square:
-        return None
-    largest = square[0]
-    for each in square[1:]:
-        largest = largest.maximum(each)
-    return np.asarray(largest.float().cpu().numpy(), dtype=np.float32)
+    layers = [weights[row].abs().amax(0).float().cpu().numpy() for weights in trial.attentions(inputs)]
+    return np.maximum.reduce(layers).astype(np.float32) if layers else None
 
 
 def _shaded(weights: Any) -> str:
-    """Write a row of weights as one character each: a dot only for exactly nothing."""
+    """Return a row of weights as one character each; a dot means exactly 0."""
     steps = [0 if w == 0 else 1 + min(3, int(w * 4)) for w in weights]
     return " ".join(SHADES[step] for step in steps)
 
@@ -428,7 +415,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._following = ExitStack()
 
     def __enter__(self) -> Any:
-        """Begin to follow which module is at work; PyTorch's own are parts of the one that calls them."""
+        """Also follow which module runs; PyTorch's own are part of the module that calls them."""
 
         def enters(module: torch.nn.Module, _: Any) -> None:
             kind = type(module)
@@ -451,14 +438,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End to follow."""
         self._following.close()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Count and run one operator."""
         name = _name(func)
         self.counts[name] += 1
         if name in _WEIGHING and self._within and "Attention" in self._within[-1]:

@@ -98,7 +98,6 @@ class IsolationReport:
         return self.verdict == "isolated"
 
     def __str__(self) -> str:
-        """Say the verdict and what it rests on, in a few lines."""
         head = f"{self.verdict}: {self.model}, attention {self.attention}, {self.dtype}, {self.layout}"
         if self.verdict == "refuses":
             return f"{head}\n  {self.reason}"
@@ -164,7 +163,7 @@ def check_isolation(
             facts["arguments"] = _described(inputs(batch, model))
             if known is None:
                 before, dtype = computed_in(lambda: trial.logits(batch))
-                wavering = trial.moved(before, trial.logits(batch), trial.owner >= 0)
+                wavering = trial.waver(before)
             else:
                 before, dtype, wavering = trial.logits(batch), known.computed_in, 0.0
             dtype = dtype or base.dtype
@@ -231,7 +230,7 @@ def judge(moved: Movements, tolerance: float, rounding: float = 0.0) -> tuple[Ve
 
 
 def _described(arguments: dict[str, Any]) -> tuple[str, ...]:
-    """Name every argument with what it is: a shape, a mapping of shapes, or a value."""
+    """Describe every argument: its shape, a mapping of shapes, or its value."""
 
     def describe(value: Any) -> str:
         if isinstance(value, dict):
@@ -244,7 +243,7 @@ def _described(arguments: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _row_coupling(trial: Trial, limit: float, known: IsolationReport | None) -> float:
-    """Ask how far rows move each other, unless it was asked before: it doesn't depend on how packing is told."""
+    """Measure how far plain rows move each other, unless that is known; packing doesn't matter for it."""
     before = None if known is None else known.movements.row_coupling
     return trial.row_coupling(limit) if before is None else before
 
@@ -273,9 +272,7 @@ def _movements(
                 row_coupling=_row_coupling(trial, limit, known),
                 control_difference=control,
             )
-    padding = 0.0
-    if (trial.owner < 0).any():
-        padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
+    padding = trial.moved_by_padding(before)
     against = against_alone(trial, before, chosen, alone)
     stays = max(*others, padding) == 0 and against["alone_difference"] <= limit
     return Movements(
@@ -291,7 +288,7 @@ def _movements(
 
 
 def _control(trial: Trial) -> float | None:
-    """Make one change without boundaries, and return how far other documents moved."""
+    """Change one document without boundaries, and return how far others moved."""
     document = trial.followed()
     if document is None:
         return None

@@ -72,7 +72,7 @@ def load_model(
 
 
 def _check_live(base: Any) -> None:
-    """Refuse a live model of which nothing can be asked."""
+    """Refuse a live model that lacks what the checks need."""
     name = type(base).__name__
     lacking = [each for each in ("device", "dtype", "set_attn_implementation") if not hasattr(base, each)]
     if lacking:
@@ -89,7 +89,7 @@ def _check_live(base: Any) -> None:
 
 
 def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
-    """Return the model on a device, and made there whenever it is made again."""
+    """Return the model on a device; copies that are made later go there too."""
     if str(device) == "meta":
         raise ModelError("on the meta device nothing is computed; name cpu, or a device of this machine")
     try:
@@ -103,7 +103,6 @@ def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
 
 
 def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
-    """Return the model of a folder, or of a family."""
     from transformers import CONFIG_MAPPING
 
     path = Path(name)
@@ -129,7 +128,6 @@ def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
 
 
 def _check_causal(family: str) -> None:
-    """Refuse a family that is no causal language model."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -182,7 +180,7 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
 
 
 def _check_code(path: Path) -> None:
-    """Refuse a folder whose model is code of its own."""
+    """Refuse a folder whose model needs code of its own."""
     from transformers import CONFIG_MAPPING
 
     place = path / "config.json"
@@ -214,14 +212,11 @@ def _check_code(path: Path) -> None:
 
 
 def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedModel:
-    """Return a model with random weights."""
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM
     try:
-        with torch.device("meta"):
-            size = sum(weight.numel() for weight in kind.from_config(config).parameters())
-        if size > _LARGEST_RANDOM:
+        if (size := _num_weights(config)) > _LARGEST_RANDOM:
             raise ModelError(
                 f"a {config.model_type} of this configuration has {size:,} weights, and varlen makes models of "
                 f"random ones up to {_LARGEST_RANDOM:,}; pass {config.model_type!r} for a tiny one of the family, "
@@ -242,8 +237,17 @@ def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedMod
         raise ModelError(f"no model can be made of this configuration: {named(error)}") from error
 
 
+def _num_weights(config: Any) -> int:
+    """Return the number of weights that a configuration's model has, without making one."""
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in kind.from_config(config).parameters())
+
+
 def _copies(model: Any) -> Callable[[str], Any] | None:
-    """Return what makes a copy of a live model, with its weights; None for a large one."""
+    """Return a function that copies a live model with its weights; None for a large one."""
     base = hf.unwrap(model)
     if sum(weight.numel() for weight in base.parameters()) > _LARGEST_RANDOM:
         return None
@@ -260,7 +264,7 @@ def _copies(model: Any) -> Callable[[str], Any] | None:
 
 
 def _about(model: Any) -> list[str]:
-    """Return what a reader should know of a model: how it is compiled and quantised."""
+    """Return notes on whether a model is compiled or quantised."""
     base = hf.unwrap(model)
     notes = []
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
@@ -273,7 +277,6 @@ def _about(model: Any) -> list[str]:
 
 
 def _own_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a folder; None where it has none."""
     place = path / "tokenizer.json"
     if not place.is_file():
         return _listed(path)
@@ -286,8 +289,6 @@ def _own_tokenizer(path: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Vocabulary:
-    """Tokens and their ids, as the files of older tokenizers list them."""
-
     ids: dict[str, int]
 
     def get_vocab(self) -> dict[str, int]:
@@ -295,7 +296,7 @@ class _Vocabulary:
 
 
 def _listed(path: Path) -> _Vocabulary | None:
-    """Return what vocab.json, vocab.txt and added_tokens.json list; None where there is none of them."""
+    """Return the vocabulary in vocab.json, vocab.txt and added_tokens.json; None without any."""
     ids: dict[str, int] = {}
     try:
         for name in ("vocab.json", "added_tokens.json"):
@@ -313,7 +314,6 @@ def _listed(path: Path) -> _Vocabulary | None:
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer with ids that the model doesn't embed."""
     if not hasattr(tokenizer, "get_vocab"):
         raise ModelError(f"a tokenizer must have get_vocab, as those of transformers have; got {tokenizer!r}")
     vocabulary = tokenizer.get_vocab()
@@ -335,76 +335,40 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
 VOCABULARY = 97
 POSITIONS = 256
 WINDOW = 6
-_LARGEST = 3_000_000
-"""Weights; a model with more wasn't made small, and would take the time of all others."""
+_LARGEST = 3_000_000  # weights; a model with more wasn't made small, and would dominate the time
 
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "out_hidden_size"), 32),
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "decoder_layers",
-            "encoder_layers",
-            "depth",
-        ),
-        2,
-    ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "decoder_attention_heads",
-            "encoder_attention_heads",
-            "swa_num_attention_heads",
-            "linear_num_value_heads",
-        ),
-        4,
-    ),
-    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "linear_num_key_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("v_head_dim", "index_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "n_inner",
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "ffn_hidden_size",
-            "dim_ff",
-            "dff",
-        ),
-        64,
-    ),
-    **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32
-    ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "zero_expert_num"), 2),
-    **dict.fromkeys(
-        ("num_shared_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1
-    ),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
-    **dict.fromkeys(
-        ("mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state"), 8
-    ),
-    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups"), 1),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size"), WINDOW),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), POSITIONS),
-    **dict.fromkeys(("hidden_size_per_layer_input", "index_topk"), 8),
-    "index_n_heads": 32,  # fewer give many tokens the same score, and which of them is selected is left to chance
-    "mamba_chunk_size": 16,
-    "rotary_dim": 4,
-    "image_size": 28,
-    "is_decoder": True,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    name: size
+    for names, size in {
+        "vocab_size vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size n_embd d_model emb_dim embedding_size out_hidden_size": 32,
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers depth": 2,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads": 4,
+        "swa_num_attention_heads linear_num_value_heads": 4,
+        "num_key_value_heads swa_num_key_value_heads linear_num_key_heads": 2,
+        "head_dim swa_head_dim dim_head qk_rope_head_dim qk_nope_head_dim": 8,
+        "v_head_dim index_head_dim linear_key_head_dim linear_value_head_dim": 8,
+        "intermediate_size n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dim_ff dff": 64,
+        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size": 32,
+        "num_experts num_local_experts n_routed_experts": 4,
+        "num_experts_per_tok moe_topk zero_expert_num": 2,
+        "num_shared_experts n_shared_experts n_group topk_group first_k_dense_replace": 1,
+        "kv_lora_rank q_lora_rank": 16,
+        "mamba_n_heads mamba_num_heads mamba_d_head mamba_head_dim mamba_d_state": 8,
+        "mamba_n_groups mamba_ngroups": 1,
+        "sliding_window sliding_window_size attention_chunk_size window_size": WINDOW,
+        "max_position_embeddings n_positions n_ctx max_seq_len": POSITIONS,
+        "hidden_size_per_layer_input index_topk": 8,
+        "index_n_heads": 32,  # fewer give many tokens the same score, and chance selects among them
+        "mamba_chunk_size": 16,
+        "rotary_dim": 4,
+        "image_size": 28,
+        "is_decoder": True,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }.items()
+    for name in names.split()
 }
 """Sizes by the names that configurations have for them."""
 
@@ -516,20 +480,17 @@ def tiny_model(
 
     kind: Any = AutoModelForCausalLM
     config = tiny_config(family)
-    try:
-        with torch.device("meta"):
-            size = sum(weight.numel() for weight in kind.from_config(config).parameters())
-    except Exception as error:
-        raise ModelError(f"no tiny model of {family}: {named(error, 200)}") from error
-    if size > _LARGEST:
-        raise ModelError(
-            f"the smallest model of {family} that was found has {size:,} weights, above {_LARGEST:,}"
-        )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         try:
+            if (size := _num_weights(config)) > _LARGEST:
+                raise ModelError(
+                    f"the smallest model of {family} that was found has {size:,} weights, above {_LARGEST:,}"
+                )
+            torch.manual_seed(seed)
             # Experts one by one: their grouped kernels know no float64, and round by what else is in a group.
             model = kind.from_config(config, attn_implementation=attention, experts_implementation="eager")
+        except ModelError:
+            raise
         except Exception as error:
             raise ModelError(f"no tiny model of {family}: {named(error, 200)}") from error
         _enlarge(model)
@@ -537,7 +498,7 @@ def tiny_model(
 
 
 def _enlarge(model: Any) -> None:
-    """Draw matrices anew, wider than a model is begun with, whose tokens would hardly matter to each other."""
+    """Draw matrices anew, wider than usual, so that tokens matter to each other."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1 and weight.is_floating_point():
@@ -545,7 +506,7 @@ def _enlarge(model: Any) -> None:
 
 
 def _arguments(kind: Any) -> dict[str, Any]:
-    """Return what a configuration class is made with, and the configurations within it."""
+    """Return arguments for a configuration class, and for the configurations within it."""
     named = _named_tiny_models(kind)
     found = {name: size for name, size in _SIZES.items() if name in named}
     if "kv_lora_rank" in named and "num_key_value_heads" in named:
@@ -561,7 +522,7 @@ def _arguments(kind: Any) -> dict[str, Any]:
 
 
 def _kinds(kind: Any, named: set[str]) -> dict[str, Any]:
-    """Return lists with a layer of each kind that the family's usual model has, and how many layers that makes."""
+    """Return lists with a layer of each kind of the family's default model, and the number of layers."""
     try:
         usual = kind()
     except Exception:  # some have no usual model
@@ -578,7 +539,7 @@ def _kinds(kind: Any, named: set[str]) -> dict[str, Any]:
 
 
 def _part(kind: Any, name: str, part: Any) -> dict[str, Any] | None:
-    """Return a configuration within another, as a mapping; None where it has none."""
+    """Return a nested configuration as a mapping; None if there is none."""
     if part.__name__ == "AutoConfig":
         usual = getattr(kind(), name, None)
         if usual is None:
@@ -588,7 +549,7 @@ def _part(kind: Any, name: str, part: Any) -> dict[str, Any] | None:
 
 
 def _named_tiny_models(kind: Any) -> set[str]:
-    """Return the settings that a configuration class takes."""
+    """Return the names of the settings that a configuration class takes."""
     found: set[str] = set()
     for each in kind.__mro__[:-1]:
         found |= set(vars(each).get("__annotations__", {}))

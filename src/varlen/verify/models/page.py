@@ -15,13 +15,14 @@ from varlen.verify.models.report import (
     backend_rows,
     call_rows,
     explanations,
+    extremes,
     reasons,
+    shown,
     stand_ins,
     tried,
 )
 
-_STEPS = 9
-"""Shades of attention weights."""
+_STEPS = 9  # shades of attention weights
 _GAP, _TOP = 28.0, 22.0
 
 
@@ -39,12 +40,7 @@ def model_page(report: VerifyReport) -> str:
 def _opening(report: VerifyReport) -> str:
     """Return the title, and the four numbers that matter most."""
     ran = [cell for cell in report.cells if cell.isolation is not None and cell.kernels]
-    moves = [cell.isolation.movements for cell in ran if cell.isolation is not None]
-    moved = max((max(m.largest_difference, m.padding_difference) for m in moves), default=None)
-    controls = [m.control_difference for m in moves if m.control_difference is not None]
-    found = [
-        cell.gradients.difference for cell in ran if cell.gradients and cell.gradients.difference is not None
-    ]
+    moved, control, gradients = extremes(ran)
     leaking = {cell.call for cell in report.leaks}
     boxes = [
         (
@@ -52,11 +48,11 @@ def _opening(report: VerifyReport) -> str:
             report.verdict,
             f"in {many(len(ran), 'backend and layout', 'backends and layouts')} that ran",
         ),
-        ("", _shown(moved), "how far other documents move when one is changed, of the largest logit"),
-        ("", _shown(min(controls, default=None)), "the same without boundaries: what a leak would look like"),
+        ("", shown(moved), "how far other documents move when one is changed, of the largest logit"),
+        ("", shown(control), "the same without boundaries: what a leak would look like"),
         (
             "",
-            _shown(max(found, default=None)),
+            shown(gradients),
             "largest difference of any gradient from documents one by one",
         ),
     ]
@@ -74,7 +70,6 @@ def _opening(report: VerifyReport) -> str:
 
 
 def _own(report: VerifyReport) -> list[str]:
-    """Return the table of backends, and what must be said of it."""
     head, *rows = backend_rows(report)
     parts = [table(head, [("", row) for row in rows], _kind)]
     parts += [paragraph(said) for said in (*stand_ins(report), *reasons(report))]
@@ -82,7 +77,6 @@ def _own(report: VerifyReport) -> list[str]:
 
 
 def _others(report: VerifyReport) -> list[str]:
-    """Return the table of other calls, and why they leak."""
     head, *rows = call_rows(report)
     parts = [table(head, [("", [cell.strip() for cell in row]) for row in rows], _kind)]
     if any("/" in cell for row in rows for cell in row[1:]):
@@ -94,7 +88,7 @@ def _others(report: VerifyReport) -> list[str]:
 
 
 def _kind(cell: str) -> str:
-    """Return the class of a cell by the verdicts in it, one a layout where they differ."""
+    """Return the class of a cell by its verdicts, one per layout if they differ."""
     verdicts = set(cell.split("/"))
     if verdicts & {"leaks", "coupled"}:
         return "bad"
@@ -113,7 +107,6 @@ def _facts(report: VerifyReport) -> list[tuple[str, str]]:
 
 
 def _attention(picture: AttentionPicture) -> str:
-    """Draw the weights with boundaries beside those without."""
     caption = (
         "Attention weights of one packed row, the largest of all layers and heads: each line is a token, each column "
         "one that it may look at; lines part the documents, of which the last may be padding. With boundaries "
@@ -123,7 +116,7 @@ def _attention(picture: AttentionPicture) -> str:
 
 
 def _weights(picture: AttentionPicture, width: int) -> str:
-    """Draw squares side by side, or one below the other where the page is narrow."""
+    """Draw squares side by side, or one below the other on a narrow page."""
     drawn = [("with boundaries", picture.kept_apart)]
     if picture.without is not None:
         drawn.append(("without", picture.without))
@@ -140,7 +133,6 @@ def _weights(picture: AttentionPicture, width: int) -> str:
 
 
 def _square(picture: AttentionPicture, weights: Any, x: float, y: float, side: float) -> list[str]:
-    """Draw one square of weights, and lines between its documents."""
     count = len(picture.owner)
     step = side / count
     marks = [rect(x, y, side, side, "unused")]
@@ -154,7 +146,3 @@ def _square(picture: AttentionPicture, weights: Any, x: float, y: float, side: f
         marks.append(line(x, y + cut * step, x + side, y + cut * step, "cut"))
         marks.append(line(x + cut * step, y, x + cut * step, y + side, "cut"))
     return marks
-
-
-def _shown(value: float | None) -> str:
-    return "not run" if value is None else f"{value:.2g}"

@@ -118,7 +118,7 @@ def gradient_parity(trial: Trial, dtype: torch.dtype) -> GradientParity:
 
 
 def _across(trial: Trial) -> float | None:
-    """Follow each document's loss back to the embedded tokens; None where the model embeds elsewhere."""
+    """Follow each document's loss back to the embedded tokens; None if the model doesn't show where it embeds."""
     found: list[torch.Tensor] = []
 
     def keep(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -151,14 +151,13 @@ def _across(trial: Trial) -> float | None:
 
 
 def _packed_loss(trial: Trial, inputs: Inputs | None = None) -> torch.Tensor:
-    """Return the summed loss of the batch's targets, from logits, so that no reduction of the model's enters."""
+    """Return the summed loss of the batch's targets from logits, without the model's own reduction."""
     logits = trial.logits(trial.batch, inputs)
     labels = torch.as_tensor(trial.batch.labels).to(logits.device).long()
     return _summed(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def _one_by_one(trial: Trial, weights: Gradients) -> tuple[Gradients, float]:
-    """Add up gradients and losses of every document that has a target."""
     total: Gradients = {}
     loss = 0.0
     labels = torch.as_tensor(trial.batch.labels).cpu().long()
@@ -175,7 +174,6 @@ def _one_by_one(trial: Trial, weights: Gradients) -> tuple[Gradients, float]:
 
 
 def _gradients(weights: Gradients, loss: torch.Tensor) -> tuple[Gradients, float]:
-    """Return every gradient that there is, and the loss."""
     found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     present = {name: gradient for name, gradient in zip(weights, found) if gradient is not None}
     if not all(bool(gradient.isfinite().all()) for gradient in present.values()):
@@ -189,7 +187,7 @@ def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _furthest(ours: Gradients, theirs: Gradients) -> tuple[float, str]:
-    """Return the largest difference relative to a gradient's largest value, and whose it is."""
+    """Return the largest difference relative to a gradient's largest value, and its parameter."""
     # An expert that no document alone reached has a gradient of zeros in one and none in the other.
     names = [*theirs, *(name for name in ours if name not in theirs)]
     largest = max((float(gradient.abs().max()) for gradient in theirs.values()), default=0.0)
@@ -276,7 +274,7 @@ def own_loss(trial: Trial) -> OwnLoss | None:
 
 
 def _adds_auxiliary(model: object) -> bool:
-    """Return whether the configuration adds an auxiliary loss: rounding may hide a small one."""
+    """Return whether the configuration adds an auxiliary loss, which rounding may hide."""
     config = hf.text_config(model)
     weights = (
         getattr(config, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
@@ -289,18 +287,16 @@ def _adds_auxiliary(model: object) -> bool:
 # Recurrent layers have kernels of their own there, norms take statistics of the batch, experts drop or jitter, losses
 # get terms. Dropout is left out, since it would hide everything else.
 
-_CHANGED = 4
-"""At most so many documents are changed."""
+_CHANGED = 4  # most documents changed
 _DROPPING = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Lets values through where they would be dropped."""
+    """Turns dropout off."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of PyTorch, unless it drops."""
         given = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in _DROPPING:
@@ -333,7 +329,7 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
         try:
             before = trial.logits(trial.batch)
             differs = not torch.equal(before, in_eval)
-            wavering = _wavering(trial, before) if differs else 0.0
+            wavering = trial.waver(before) if differs else 0.0
             if differs and wavering <= found.rounding:
                 verdict, reason = judge(_movements(trial, before, found), found.tolerance, found.rounding)
             if verdict == "isolated" and (loss := own_loss(trial)) is not None and loss.coupling:
@@ -350,20 +346,14 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
     return InTraining(verdict=verdict, reason=told, unjudged=unjudged)
 
 
-def _wavering(trial: Trial, before: torch.Tensor) -> float:
-    return trial.moved(before, trial.logits(trial.batch), trial.owner >= 0)
-
-
 def _movements(trial: Trial, before: torch.Tensor, found: IsolationReport) -> Movements:
-    """Change some documents, and padding; compare with documents alone."""
     chosen = trial.choose(_CHANGED)
     against = against_alone(trial, before, chosen)
-    padding, others = 0.0, []
-    for document in chosen:
-        after = trial.logits(trial.changed(document))
-        others.append(trial.moved(before, after, trial.others(document)))
-    if (trial.owner < 0).any():
-        padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
+    others = [
+        trial.moved(before, trial.logits(trial.changed(document)), trial.others(document))
+        for document in chosen
+    ]
+    padding = trial.moved_by_padding(before)
     stays = max(*others, padding) == 0 and against["alone_difference"] <= found.tolerance
     return replace(
         found.movements,
@@ -378,7 +368,7 @@ def _movements(trial: Trial, before: torch.Tensor, found: IsolationReport) -> Mo
 
 @contextmanager
 def _training(model: Any) -> Iterator[None]:
-    """Put a model into training mode without dropout, and its buffers back afterwards: norms would count on."""
+    """Put a model into training mode without dropout, and restore its buffers, such as running means, afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.train()
     try:

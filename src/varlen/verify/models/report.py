@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Any, Literal
@@ -135,7 +135,6 @@ class VerifyReport:
         )
 
     def __str__(self) -> str:
-        """Say the verdict, what it rests on, and what else leaks, in a page of text."""
         return report_text(self)
 
 
@@ -195,7 +194,6 @@ def tried(report: VerifyReport) -> str:
 
 
 def _backends(report: VerifyReport) -> list[str]:
-    """Return a line for every backend, and below them what must be said of their verdicts."""
     said = (*stand_ins(report), *reasons(report))
     return [*_aligned(backend_rows(report)), *map(_wrapped, said)]
 
@@ -204,7 +202,8 @@ def backend_rows(report: VerifyReport) -> list[list[str]]:
     """Return the cells of a table: a head, and a row for every backend."""
     layouts = list(dict.fromkeys(cell.layout for cell in report.cells))
     rows = [["backend", *layouts, "moved by", "control", "gradients", "kernel"]]
-    for backend, cells in _grouped(report.cells).items():
+    for backend in dict.fromkeys(cell.backend for cell in report.cells):
+        cells = [cell for cell in report.cells if cell.backend == backend]
         name = backend + (" *" if any(cell.stand_in for cell in cells) else "")
         verdicts = {cell.layout: cell.verdict for cell in cells}
         rows.append([name, *(verdicts.get(layout, "") for layout in layouts), *_measured(cells)])
@@ -259,28 +258,30 @@ def arguments(report: VerifyReport) -> list[str]:
 
 
 def _measured(cells: Sequence[Cell]) -> list[str]:
-    """Return what was measured in a backend's cells, the worst of its layouts."""
+    """Return a backend's measurements, the worst of its layouts."""
     ran = [
         cell for cell in cells if cell.isolation is not None and cell.verdict not in ("refuses", "not run")
     ]
     if not ran:
         return ["", "", "", ""]
-    moves = [cell.isolation.movements for cell in ran if cell.isolation is not None]
-    controls = [moved.control_difference for moved in moves if moved.control_difference is not None]
-    differences = [
-        cell.gradients.difference for cell in ran if cell.gradients and cell.gradients.difference is not None
-    ]
-    kernels = list(dict.fromkeys(name for cell in ran for name, _ in cell.kernels))
-    return [
-        _number(max(max(moved.largest_difference, moved.padding_difference) for moved in moves)),
-        _number(min(controls)) if controls else "none",
-        _number(max(differences)) if differences else "not run",
-        ", ".join(kernels),
-    ]
+    moved, control, gradients = extremes(ran)
+    kernels = ", ".join(dict.fromkeys(name for cell in ran for name, _ in cell.kernels))
+    return [shown(moved), shown(control, "none"), shown(gradients), kernels]
+
+
+def extremes(cells: Sequence[Cell]) -> tuple[float | None, float | None, float | None]:
+    """Return the largest movement, the smallest control and the largest difference of gradients; None without any."""
+    moves = [cell.isolation.movements for cell in cells if cell.isolation is not None]
+    controls = [moved.control_difference for moved in moves]
+    differences = [cell.gradients.difference for cell in cells if cell.gradients]
+    return (
+        max((max(moved.largest_difference, moved.padding_difference) for moved in moves), default=None),
+        min((each for each in controls if each is not None), default=None),
+        max((each for each in differences if each is not None), default=None),
+    )
 
 
 def _calls(report: VerifyReport) -> list[str]:
-    """Return a line for every way of calling, with what each backend made of it."""
     rows = call_rows(report)
     lines = _aligned(rows)
     if any("/" in cell for row in rows[1:] for cell in row[1:]):
@@ -293,7 +294,8 @@ def call_rows(report: VerifyReport) -> list[list[str]]:
     """Return the cells of a table: a head, and a row for every way of calling."""
     backends = list(dict.fromkeys(cell.backend for cell in report.calls))
     rows = [["arguments", *(_SHORT.get(backend, backend) for backend in backends)]]
-    for call, cells in _by_call(report.calls).items():
+    for call in dict.fromkeys(cell.call for cell in report.calls):
+        cells = [cell for cell in report.calls if cell.call == call]
         found = [_verdicts([cell for cell in cells if cell.backend == backend]) for backend in backends]
         rows.append([_shortened(call, rows), *found])
     return rows
@@ -326,32 +328,17 @@ def explanations(report: VerifyReport) -> list[tuple[str, str]]:
 
 
 def _verdicts(cells: Sequence[CallCell]) -> str:
-    """Return one verdict, or one for each layout where they differ."""
+    """Return one verdict, or one per layout if they differ."""
     verdicts = [cell.verdict for cell in cells]
     return verdicts[0] if len(set(verdicts)) == 1 else "/".join(verdicts)
 
 
 def _shortened(call: str, rows: Sequence[Sequence[str]]) -> str:
-    """Leave out what every line above says as well."""
+    """Leave out the part that every line above has too."""
     return call if len(rows) == 1 or not call.startswith(_KEPT) else "  … " + call.removeprefix(_KEPT)
 
 
-def _grouped(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    found: dict[str, list[Cell]] = {}
-    for cell in cells:
-        found.setdefault(cell.backend, []).append(cell)
-    return found
-
-
-def _by_call(cells: Iterable[CallCell]) -> dict[str, list[CallCell]]:
-    found: dict[str, list[CallCell]] = {}
-    for cell in cells:
-        found.setdefault(cell.call, []).append(cell)
-    return found
-
-
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with columns, two spaces in."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
@@ -363,5 +350,6 @@ def _wrapped(text: str) -> str:
     )
 
 
-def _number(value: float) -> str:
-    return f"{value:.2g}"
+def shown(value: float | None, without: str = "not run") -> str:
+    """Write a measured number, or what stands where there is none."""
+    return without if value is None else f"{value:.2g}"

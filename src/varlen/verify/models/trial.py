@@ -163,18 +163,31 @@ class Trial:
 
     def attention_across(self) -> float | None:
         """Return the largest attention weight from a document to another or to padding; None where none is shown."""
-        owner = self.owner
-        if not hf.accepts(self.model, "output_attentions"):
-            return None
-        outputs = self.call(self.inputs(self.batch, self.model), output_attentions=True)
-        given = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
-        # Where keys are compressed or joined by others, columns are no tokens.
-        weights = [w for w in given if w.ndim == 4 and w.shape[-2:] == (owner.shape[1],) * 2]
+        owner, weights = self.owner, self.attentions(self.inputs)
         if not weights:
             return None
         across = (owner[:, :, None] != owner[:, None, :]) & (owner >= 0)[:, :, None]
         outside = self.where(across)[:, None]
         return max(float(w.abs().masked_fill(~outside, 0).max()) for w in weights)
+
+    def attentions(self, inputs: Inputs) -> list[torch.Tensor]:
+        """Return the attention weights of all layers that show some, `[rows, heads, width, width]` each."""
+        if not hf.accepts(self.model, "output_attentions"):
+            return []
+        outputs = self.call(inputs(self.batch, self.model), output_attentions=True)
+        given = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
+        # Where keys are compressed or joined by others, columns are no tokens.
+        return [w for w in given if w.ndim == 4 and w.shape[-2:] == (self.owner.shape[1],) * 2]
+
+    def waver(self, before: torch.Tensor) -> float:
+        """Return how far logits move when the same batch runs once more (`before`: `[rows, width, vocabulary]`)."""
+        return self.moved(before, self.logits(self.batch), self.owner >= 0)
+
+    def moved_by_padding(self, before: torch.Tensor) -> float:
+        """Return how far documents move when padding is changed; 0.0 without (`before`: as of `waver`)."""
+        if not (self.owner < 0).any():
+            return 0.0
+        return self.moved(before, self.logits(self.changed(-1)), self.owner >= 0)
 
     def alone(self, document: int) -> torch.Tensor:
         """Run one document by itself, in an ordinary causal call; `[length, vocabulary]`."""
@@ -182,7 +195,7 @@ class Trial:
         return self._plain(ids)[0]
 
     def _plain(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits of rows that hold one document each."""
+        """Return the logits of rows with one document each."""
         return self.predict(hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model))
 
     def row_coupling(self, tolerance: float) -> float:
@@ -224,8 +237,7 @@ class Trial:
 
 LENGTHS = (9, 21, 1, 13, 30, 6, 2, 64, 17)
 """Documents of one token and of two among them, one that is split, and rows that end in padding."""
-_SPLIT = 7
-"""The document that is longer than a row, whatever the capacity; its rest shares a row."""
+_SPLIT = 7  # the document that is longer than a row, whatever the capacity; its rest shares a row
 CAPACITY = 52
 
 
