@@ -183,7 +183,6 @@ class WeightsMark:
     """Which weights a run begins with; files are hashed by a thread beside the run, about a second a GB."""
 
     def __init__(self, path: str | None, config: Any, known: Mapping[str, Any] | None) -> None:
-        """Begin to look."""
         self._future: Future[dict[str, Any]] = Future()
         if known is not None or path is None:
             self._future.set_result(dict(known or {}))
