@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.feed.streaming.loaders import loader_of as streaming_of
 from tests.support.rarely import IS_SOAK
-from tests.support.stores import NAMES, content, drained, loader_of, random_store, write_store
+from tests.support.stores import NAMES, content, count_openings, drained, loader_of, random_store, write_store
 
 import varlen as vl
 from varlen.errors import SettingError, StateError
@@ -56,6 +56,16 @@ def test_a_process_gives_the_same_batches_as_a_thread(store):
                 break
         process.load_state_dict(states[3])
         assert drained(process)[0] == whole[3:]
+
+
+def test_a_loader_opens_its_store_once_and_its_thread_reads_the_same_one(store, monkeypatch):
+    counts = count_openings(monkeypatch, store)
+
+    with loader_of(store, epochs=1) as loader:
+        drained(loader)
+        assert loader.lengths(0) is not None
+
+    assert counts == {"opened": 1, "read": 1}
 
 
 @pytest.mark.parametrize("world", WORLDS)

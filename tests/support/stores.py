@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import varlen as vl
 from varlen.documents.documents import Documents
 from varlen.documents.source import open_source
+from varlen.files import written
 from varlen.files.losses import Losses
 from varlen.files.rows import Fault
 from varlen.offline import index as index_module
@@ -149,3 +151,21 @@ def index_until(data, folder, notes, monkeypatch):
         patch.setattr(index_module, "write_json", dying)
         with pytest.raises(KeyboardInterrupt):
             index_source(open_source(data), folder)
+
+
+def count_openings(monkeypatch: Any, folder: Path) -> Counter[str]:
+    """Count from now on how often this process opens a store, and reads its manifest."""
+    counts: Counter[str] = Counter()
+    opening, finding = TokenStore.__init__, written._found
+
+    def opened(self: TokenStore, where: Path, *arguments: Any, **named: Any) -> None:
+        counts["opened"] += where == folder
+        opening(self, where, *arguments, **named)
+
+    def found(where: Path) -> Any:
+        counts["read"] += where == folder
+        return finding(where)
+
+    monkeypatch.setattr(TokenStore, "__init__", opened)
+    monkeypatch.setattr(written, "_found", found)
+    return counts

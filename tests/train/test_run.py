@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rarely import IS_SOAK
+from tests.support.stores import count_openings
 from tests.support.training import (
     LLAMA,
     STEPS,
@@ -106,6 +107,18 @@ def test_a_run_equals_a_plain_loop_over_documents_one_by_one(store, tmp_path, la
     ours = weights_of(tmp_path / "run")
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(ours[name].numpy(), parameter.detach().numpy(), atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("plan", [None, 64], ids=["packs", "slices"])
+def test_a_run_opens_its_store_once(store, tmp_path, monkeypatch, plan):
+    changes = {} if plan is None else {"plan__slice_tokens": plan}
+    llama = {**LLAMA, "attention_dropout": 0.0}
+    given = settings(store, tmp_path / "run", run__steps=1, model__settings=llama, **changes)
+    counts = count_openings(monkeypatch, store)
+
+    train(given, Notes())
+
+    assert counts == {"opened": 1, "read": 1}
 
 
 def test_going_on_from_any_checkpoint_ends_with_the_same_bits(whole, store, tmp_path):

@@ -54,7 +54,6 @@ class Agreement:
     """Brings together what the ranks know."""
 
     def __init__(self, store: Any, name: str, rank: int, ranks: int, deadline_s: float) -> None:
-        """Take a store of torch.distributed, and which rank this is."""
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._deadline_s = deadline_s
         self._said: deque[str] = deque()

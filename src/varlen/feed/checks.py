@@ -168,7 +168,6 @@ class Unreadable:
     """What becomes of documents that can't be read, and which were named already."""
 
     def __init__(self, on_error: OnError, pad_id: int) -> None:
-        """Take whether they are an error or skipped, and what stands in their place then."""
         self.on_error, self.pad_id = on_error, pad_id
         self._named: set[str] = set()
 
@@ -189,7 +188,6 @@ class ReadPieces:
     """A store as batches read it, which counts the pieces that are masked since they can't be read."""
 
     def __init__(self, store: ReadableTokens, unreadable: Unreadable) -> None:
-        """Take the documents, and what becomes of those that can't be read."""
         self._store, self._unreadable = store, unreadable
         self.skipped = 0
         """Pieces that were masked so far."""

@@ -316,7 +316,6 @@ class PackedLoader(OfOneProcess):
         return self
 
     def __next__(self) -> PackedBatch:
-        """Return the next batch."""
         if not self._is_running or self._is_fork:
             self.start_prefetch()
         begun = time.perf_counter()
@@ -448,7 +447,6 @@ class PackedLoader(OfOneProcess):
             let_go(self._opened.spec)
 
     def __repr__(self) -> str:
-        """Say how data is fed, and how far it has come."""
         settings, (rank, world) = self._settings, self._settings.ranks
         return (
             f"PackedLoader({self.mode}, {settings.global_batch_size:,} packs of {settings.capacity:,} a step, rank "
@@ -456,11 +454,9 @@ class PackedLoader(OfOneProcess):
         )
 
     def __enter__(self) -> PackedLoader:
-        """Begin to make batches."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
 
@@ -537,7 +533,6 @@ class Meter:
     """
 
     def __init__(self, say_cut: Callable[[Ledger], bool] | None = None) -> None:
-        """Begin at nothing."""
         self._say_cut = say_cut
         names = [field.name for field in fields(LoaderStats) if field.name not in ("ledger", "losses")]
         self._counts: dict[str, float] = dict.fromkeys(names, 0)

@@ -43,7 +43,6 @@ class IndexedLookup:
     """Steps of documents whose lengths are known: any of them is found by the window table."""
 
     def __init__(self, feed: IndexedFeed) -> None:
-        """Take the feed."""
         self._feed, stream = feed, feed.stream
         self._table: WindowTable | MixedTable
         if isinstance(stream, MixedStream):
@@ -111,7 +110,6 @@ class StreamingLookup:
     """Steps that are streamed: those of the last rounds are found by reading their documents again."""
 
     def __init__(self, feed: StreamingFeed) -> None:
-        """Take the feed."""
         self._feed = feed
         self._rounds: OrderedDict[int, Any] = OrderedDict()
         self._beginning: dict[str, Any] = {}

@@ -45,7 +45,6 @@ class Prefetcher(Generic[_Item]):
     def __init__(
         self, items: Callable[[], Iterator[_Item]], settings: AheadSettings, stop: Callable[[], None]
     ) -> None:
-        """Begin."""
         self._settings, self._stop, self._make = settings, stop, items
         self._ready: deque[_Item] = deque()
         self._changed = threading.Condition()

@@ -56,7 +56,6 @@ class LoaderSettings:
     plan: Any = None
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
         for name, choices in (
             ("mode", ("auto", *get_args(Mode))),
             ("scope", get_args(Scope)),

@@ -156,7 +156,6 @@ class _PartsNow:
         self._store, self._first, self._rank, self._exchanges = store, first, rank, exchanges
 
     def __call__(self, epoch: int) -> int:
-        """Return the parts of an epoch."""
         if epoch == 0:
             return self._first
         self._store.reread()

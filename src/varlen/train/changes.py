@@ -1,8 +1,8 @@
-"""What differs between the run that saved a checkpoint and the one that goes on from it.
+"""What differs between the run that saved a checkpoint and the run that resumes from it.
 
-What only steers training that is to come may change, and is said: the learning rate, the schedule, how many steps,
-how ranks share the work, what is logged. What makes the checkpoint another run's is refused unless it is allowed:
-the model or its weights, the tokenizer, the data, the size of packs and batches, the seed, the precision.
+Changes that only affect coming steps are allowed and reported: the learning rate, the schedule, the number of steps,
+how ranks share the work, what is logged. Changes that make it another run are refused, unless `--allow-changed` is
+given: the model or its weights, the tokenizer, the data, the size of packs and batches, the seed, the precision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from varlen.train.settings import RunSettings, TrainSettings
 
 ALLOW = "--allow-changed"
 WEIGHTS, BEGUN = "weights", "data_begun_at"
-"""In a checkpoint's manifest: which weights a run began with, and after how many steps its data was begun anew."""
+"""Keys of a manifest: the weights that a run began with, and the step at which its data was restarted."""
 _REFUSED = ("data.capacity", "data.global_batch_size", "run.seed", "run.precision")
 _OF_THE_LOADER = _REFUSED[:3]
 _SAID = ("optimizer", "run", "log", "plan", "model.dtype", "model.attention")
@@ -34,7 +34,7 @@ _PLACES = ("run.output", "run.resume")
 
 
 def checkpoint_of(run: RunSettings, folder: Path, ranks: Ranks) -> Checkpoint | None:
-    """Return what a run goes on from; None where it begins; all ranks call it together."""
+    """Return the checkpoint that a run resumes from, None for a new run; all ranks call it together."""
     found = newest(folder, ranks)
     if found is not None and run.resume == "never":
         raise SettingError(
@@ -47,7 +47,10 @@ def checkpoint_of(run: RunSettings, folder: Path, ranks: Ranks) -> Checkpoint | 
 def check_unchanged(
     found: Checkpoint, settings: TrainSettings, config: Any, loader: PackedLoader, *, allow_changed: bool
 ) -> tuple[list[str], bool]:
-    """Put a loader where a checkpoint stands in the data, and require that the checkpoint is of the same run."""
+    """Move a loader to a checkpoint's place in the data, and require that the checkpoint is of the same run.
+
+    Returns sentences about what has changed, and whether the data is read from its beginning.
+    """
     was, now = found.manifest.get("settings"), json.loads(json.dumps(asdict(settings)))
     words = [*([] if found.words is None else [found.words]), *_unknown(found, settings)]
     before: dict[str, Any] = dict(_flat(was)) if isinstance(was, Mapping) else {}
@@ -64,7 +67,7 @@ def check_unchanged(
         begins_anew = True
         if _differ("data.source", before, after):
             told.append(_was("data.source", before["data.source"], after["data.source"]))
-        if not changed.keys() & set(_OF_THE_LOADER):  # which the loader says once more
+        if not changed.keys() & set(_OF_THE_LOADER):  # else the error repeats them
             told.append(f"its place in the data isn't this run's: {error}")
     if told and not allow_changed:
         raise StateError(
@@ -94,7 +97,7 @@ def _loader_state(found: Checkpoint) -> Mapping[str, Any]:
 
 
 def _unknown(found: Checkpoint, settings: TrainSettings) -> Iterator[str]:
-    """Say what a checkpoint of an earlier version doesn't tell."""
+    """Yield sentences about what a checkpoint of an earlier version lacks."""
     version = found.manifest.get("varlen", "an unknown version")
     if not isinstance(found.manifest.get("settings"), Mapping):
         yield f"{found.folder} is of varlen {version}, which didn't note its settings; they are taken to be these"
@@ -126,7 +129,7 @@ def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]
 def _other_model(
     found: Checkpoint, settings: TrainSettings, config: Any, before: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Say in what the model of a run differs from a checkpoint's."""
+    """Yield the differences between a run's model and a checkpoint's."""
     was, now = found.manifest.get("model"), described(config)
     if isinstance(was, Mapping):
         for key in {**was, **now}:
@@ -146,9 +149,9 @@ def _other_model(
 
 
 def _other_weights(mark: Mapping[str, Any], path: str, config: Any) -> str | None:
-    """Say in what the weights in a place differ from those that a run began with; None where they don't.
+    """Return how weights differ from those that a run began with; None if they don't.
 
-    Files of the same size and time are taken to be the same; of others the content is compared.
+    Files of equal size and modification time count as equal; the contents of others are compared.
     """
     files = mark.get("files")
     if not isinstance(files, Mapping):
@@ -180,22 +183,21 @@ def _sha256(path: Path) -> str:
 
 
 class WeightsMark:
-    """Which weights a run begins with; files are hashed by a thread beside the run, about a second a GB."""
+    """The mark of the weights that a run begins with; a thread hashes the files, at about a second a GB."""
 
     def __init__(self, path: str | None, config: Any, known: Mapping[str, Any] | None) -> None:
-        """Begin to look."""
         self._future: Future[dict[str, Any]] = Future()
         if known is not None or path is None:
             self._future.set_result(dict(known or {}))
         elif not Path(path).expanduser().is_dir():
             self._future.set_result({"commit": getattr(config, "_commit_hash", None)})
         else:
-            # No pool: Python would wait for its threads before it ends, for minutes where there is much to hash.
+            # A daemon thread, since Python waits for the threads of a pool before it exits, which may take minutes.
             given = (self._future, _weight_files(path))
             threading.Thread(target=_mark, args=given, name="varlen weights", daemon=True).start()
 
     def get(self) -> dict[str, Any] | None:
-        """Return it, for a checkpoint; None where it isn't known yet, or can't be."""
+        """Return the mark, for a checkpoint; None where it isn't known yet, or can't be."""
         is_known = self._future.done() and self._future.exception() is None
         return (self._future.result() or None) if is_known else None
 

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder: a second one would replace the first one's checkpoints."""
+"""The output folder: one run at a time may use it, and finds only what runs wrote."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OUT = "move it away, or choose another run.output"
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder; the claim ends with this process, however that ends.
+    """Lock a folder against other runs, until this process ends in whatever way.
 
     A folder in which nothing else was written is removed again.
     """
@@ -48,12 +48,12 @@ def claimed(folder: Path) -> Iterator[None]:
         finally:
             if [path.name for path in folder.iterdir()] == [_NAME]:
                 (folder / _NAME).unlink()
-                with suppress(OSError):  # somebody has written there just now
+                with suppress(OSError):  # another process has just written there
                     folder.rmdir()
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """Return the open lock of a folder."""
+    """Return the locked file of a folder."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -75,19 +75,19 @@ def _locked(folder: Path) -> IO[bytes]:
             if error.errno not in NO_LOCKS:
                 file.close()
                 raise
-        # The run before may have removed it since.
+        # The previous run may have removed the file meanwhile.
         if (folder / _NAME).exists() and os.path.samestat(os.fstat(file.fileno()), (folder / _NAME).stat()):
             return file
         file.close()
 
 
-# What a run finds in its output folder before it begins: its own from before, or somebody else's, which stays.
+# What a run finds in its output folder before it begins: files of runs, or others, which it never replaces.
 
 MODEL, CHECKPOINTS = "model", "checkpoints"
 
 
 def prepare(run: RunSettings, metrics: str) -> None:
-    """Remove what runs that were killed have left, and refuse what isn't a run's where this one will write.
+    """Remove partial files of killed runs, and refuse files that no run wrote where this one would write.
 
     The folder itself may be a link; what is in it may not.
     """
@@ -109,7 +109,7 @@ def prepare(run: RunSettings, metrics: str) -> None:
 
 
 def _check_plans(path: Path) -> None:
-    """Refuse a file that doesn't hold how steps were planned."""
+    """Refuse a file that isn't a record of plans."""
     if not is_there(path):
         return
     try:

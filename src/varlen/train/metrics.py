@@ -1,4 +1,4 @@
-"""What is written of every step, a line of JSON each, in a file that reads as if no run had ever been stopped."""
+"""The metrics of every step, one line of JSON each, in a file that reads as if the run had never been stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from varlen.errors import SettingError
 from varlen.files.ours import is_there, open_own
 
 TIMINGS = ("tokens_per_s", "data_wait_s", "step_s", "plan_wait_s")
-"""What differs between two runs of the same steps; everything else is equal."""
+"""Fields that differ between two runs of the same steps; all others are equal."""
 _OUT = "move it away, name another log.metrics, or choose another run.output"
 
 
@@ -28,7 +28,7 @@ class StepMetrics:
     grad_norm: float
     """Before clipping."""
     tokens: int
-    """Of documents, padding not counted."""
+    """Without padding."""
     supervised_tokens: int
     fill: float
     """Tokens over the slots of all packs."""
@@ -37,33 +37,33 @@ class StepMetrics:
     epoch: int | None
     """From 0; None where the loader has no epochs."""
     position: dict[str, Any]
-    """Where the loader stands after the step."""
+    """The loader's position after the step."""
     tokens_per_s: float
-    """Effective: tokens of documents that reached the optimizer, over the step's seconds."""
+    """Effective: tokens without padding, over the step's seconds."""
     data_wait_s: float
-    """The longest that a rank waited for its batches; on a GPU, of the host, which runs ahead of it."""
+    """Longest wait of a rank for its batches; on a GPU, of the host, which runs ahead of it."""
     step_s: float
-    """The slowest rank's, waiting included."""
+    """On the slowest rank, waiting included."""
     plan_method: str | None = None
-    """Of the plan that was run; None where steps aren't planned, here and below."""
+    """Method of the plan; None here and below where steps aren't planned."""
     plan_answered_by: str | None = None
-    """Which of the method's candidates it is; begins with "quick" where the plan made ahead wasn't there."""
+    """Which candidate of the method won; begins with "quick" where the plan made ahead wasn't ready."""
     plan_wait_s: float | None = None
-    """The longest that a rank waited for the plan."""
+    """Longest wait of a rank for the plan."""
     plan_simulated_s: float | None = None
-    """What the cost model says of the step, the optimizer's part not counted; None without one."""
+    """Seconds of the step by the cost model, without the optimizer; None without a cost model."""
 
     @property
     def is_quick(self) -> bool:
-        """Whether the step's plan wasn't there in time."""
+        """Whether the step's plan wasn't ready in time."""
         return (self.plan_answered_by or "").startswith("quick")
 
 
 class MetricsFile:
-    """A file of steps, written by the first rank."""
+    """The file of metrics, which the first rank writes."""
 
     def __init__(self, path: Path, after: int) -> None:
-        """Open the file, and cut off what stands in it of later steps."""
+        """Open the file, and cut off lines of steps after `after`."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_own(path, _OUT)
@@ -85,7 +85,7 @@ class MetricsFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Bring it to the disk."""
+        """Flush the file to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class MetricsFile:
 
 
 def check_metrics(path: Path) -> None:
-    """Refuse a file that no run has written, before anything is built."""
+    """Refuse a file that no run wrote, before anything is built."""
     if not is_there(path):
         return
     try:
@@ -105,7 +105,7 @@ def check_metrics(path: Path) -> None:
 
 
 def _end_of(file: IO[bytes], path: Path, after: int) -> int:
-    """Return where the last whole line of a step up to `after` ends."""
+    """Return the end of the last whole line of a step up to `after`."""
     end = 0
     is_before = True
     for number, line in enumerate(file, start=1):
@@ -121,7 +121,7 @@ def _end_of(file: IO[bytes], path: Path, after: int) -> int:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step that a line is of, by the names that every version has written; None: it is no step's."""
+    """Return the step of a line, by the fields that every version writes; None if it is no line of a step."""
     try:
         found = json.loads(line)
         return int(found["step"]) if _EVER <= found.keys() <= _NAMES else None
@@ -130,7 +130,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Return whether bytes without an end of line are what a stop or a power cut leaves of a step's line."""
+    """Return whether bytes without a line end are the beginning of a step's line, as a power cut may leave it."""
     begun = line.rstrip(b"\0")
     return begun.startswith(_BEGIN) or _BEGIN.startswith(begun)
 

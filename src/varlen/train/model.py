@@ -1,4 +1,4 @@
-"""The model of a run: from a type and settings or from a folder, and what tells it from another."""
+"""The model of a run: built from a type and settings or from a folder, compared with a checkpoint's, and exported."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
-    """Return the configuration of the model, without building it."""
+    """Return the configuration of the model."""
     if settings.path is not None:
         return _saved_config(settings.path)
     assert settings.type is not None, "settings name one of the two"
-    types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # asking for the classes would import hundreds of files
+    types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # the mapping of classes would import hundreds of files
     if settings.type not in types:
         near = difflib.get_close_matches(settings.type, types, n=1, cutoff=0.0)[0]
         raise SettingError(
@@ -70,13 +70,13 @@ def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
 
 
 def _place(path: str) -> tuple[str, bool]:
-    """Return what `from_pretrained` is given, and whether it is a folder of this machine."""
+    """Return the argument for `from_pretrained`, and whether it is a local folder."""
     folder = Path(path).expanduser()
     return (str(folder), True) if folder.is_dir() else (path, False)
 
 
 def _saved_config(path: str) -> Any:
-    """Return the configuration that a folder, or a name on the hub, holds."""
+    """Return the configuration in a folder, or of a name on the hub."""
     place, is_here = _place(path)
     if not (Path(place) / "config.json").is_file() if is_here else not _HUB_NAME.fullmatch(path):
         raise SourceError(
@@ -91,7 +91,7 @@ def _saved_config(path: str) -> Any:
 
 
 def saved_dtype(config: Any, settings: ModelSettings) -> torch.dtype:
-    """Return the dtype that the trained model is saved in: the one that is asked for, else the checkpoint's own."""
+    """Return the dtype that the trained model is saved in: the one in settings, else that of `model.path`."""
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
     own = getattr(config, "dtype", None)
@@ -101,7 +101,7 @@ def saved_dtype(config: Any, settings: ModelSettings) -> torch.dtype:
 
 
 def _stored_dtype(path: str) -> torch.dtype:
-    """Return the dtype of a checkpoint's first floating weight, as transformers takes it where no file says."""
+    """Return the dtype of the first floating-point weight, which transformers takes if no configuration has one."""
     place, is_here = _place(path)
     found: str | None = None
     try:
@@ -112,7 +112,7 @@ def _stored_dtype(path: str) -> torch.dtype:
             parts = parse_json(read_regular(found))["weight_map"]
             found = cached_file(place, next(iter(parts.values())), local_files_only=is_here)
         if found is None:
-            return torch.float32  # reading the weights will say
+            return torch.float32  # reading the weights raises the error
         with safe_open(found, framework="pt") as file:
             kinds = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118 - no mapping
     except (OSError, ValueError, KeyError, StopIteration, SafetensorError) as error:
@@ -145,7 +145,7 @@ def build_model(
 
 
 def _read_model(path: str, config: Any) -> Any:
-    """Return the model whose weights a folder, or a name on the hub, holds: safetensors alone, which run no code."""
+    """Return the model with the weights of a folder or hub name; reads only safetensors, which run no code."""
     place, is_here = _place(path)
     try:
         return AutoModelForCausalLM.from_pretrained(
@@ -157,7 +157,7 @@ def _read_model(path: str, config: Any) -> Any:
 
 
 def _set_attention(model: Any, attention: str) -> None:
-    """Set the attention: per document where the model computes it through transformers' registry."""
+    """Set the attention: "varlen" where the model calls transformers' registry, else the first that it accepts."""
     hf.register()
     names = ["varlen", "sdpa", "eager"] if attention == "auto" else [attention]
     refused = ""
@@ -176,9 +176,9 @@ def _set_attention(model: Any, attention: str) -> None:
 
 
 def tied_names(model: Any) -> Mapping[str, str]:
-    """Return the other names of parameters that stand in several places, with the name that checkpoints have.
+    """Return the other names of tied parameters, each with the name that checkpoints use.
 
-    A stage may hold a tied weight in a place that isn't its first.
+    A pipeline stage may hold a tied weight under another name than the first.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -186,7 +186,7 @@ def tied_names(model: Any) -> Mapping[str, str]:
 
 
 def copy_generation(settings: ModelSettings, folder: Path) -> None:
-    """Copy what a model's folder says of generating, its stop tokens among it, beside the trained model."""
+    """Copy a model folder's generation settings, such as stop tokens, beside the trained model."""
     place, is_here = _place(settings.path or "")
     said = Path(place) / "generation_config.json"
     if settings.path is not None and is_here and said.is_file():
@@ -194,7 +194,7 @@ def copy_generation(settings: ModelSettings, folder: Path) -> None:
 
 
 def described(config: Any) -> Mapping[str, Any]:
-    """Return what tells one model from another, as JSON has it: a checkpoint's weights fit no other."""
+    """Return the configuration by which models are compared, as JSON: without what may differ for equal weights."""
     told = json.loads(json.dumps(config.to_diff_dict(), default=str))
     return {key: value for key, value in told.items() if not key.startswith("_") and key not in _CHANGEABLE}
 
@@ -202,14 +202,14 @@ def described(config: Any) -> Mapping[str, Any]:
 _CHANGEABLE = {"transformers_version", "dtype", "architectures", "use_cache"}
 
 
-# The trained model as transformers saves it: a folder that `from_pretrained` reads.
+# The trained model, as transformers saves it: a folder for `from_pretrained`.
 
 _MARK = ".varlen.json"
-"""In the folder of a model: that a run wrote it, and each of its files, by size and content."""
+"""File in a model's folder that marks it as a run's, and lists its files with sizes and checksums."""
 
 
 def whole_weights(model: Any, tied: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
-    """Return a model's weights on the first rank, each once; all ranks call it together."""
+    """Return a model's weights on the first rank, tied ones once; all ranks call it together."""
     every: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
@@ -225,21 +225,22 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a model to a folder, which appears whole; all ranks call it together.
+    """Write a model to a folder, atomically; all ranks call it together.
 
     Args:
-        dtype: that it is saved in; weights that the model keeps in float32 stay so.
+        dtype: of the saved weights, except those that the model keeps in float32.
+        beside: writes more files into the folder.
     """
     fault: VarlenError | None = None
     if ranks.is_first:
         partial = unfinished(folder)
         try:
-            check_model(folder)  # again: somebody may have written there meanwhile
+            check_model(folder)  # again: its contents may have changed meanwhile
             partial.mkdir()
             _write_mark(partial, {})
             with torch.device("meta"):
                 bare: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-            hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # in the midst of what a run shows
+            hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would disturb the run's own
             bare.save_pretrained(partial, state_dict=_as_saved(weights, bare, dtype))
             if beside is not None:
                 beside(partial)
@@ -261,7 +262,7 @@ def export_model(
 
 
 def clear_models(folder: Path) -> None:
-    """Remove what runs that were killed have left of a model, and refuse somebody else's folder of its name."""
+    """Remove partial models of killed runs, and refuse a folder of this name that no run wrote."""
     for left in folder.parent.glob(f".{folder.name}.*.part"):
         if not left.is_symlink() and left.is_dir() and mark_of_folder(left, _MARK, _is_mark):
             remove_marked(left, _MARK)
@@ -269,7 +270,7 @@ def clear_models(folder: Path) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Refuse to replace a folder that doesn't hold a model as a run wrote it."""
+    """Refuse to replace a folder unless it holds exactly what a run wrote."""
     out = "move it away and run the same command again, or choose another run.output"
     refuse_link(folder, out)
     if not is_there(folder):
@@ -284,7 +285,7 @@ def check_model(folder: Path) -> None:
     try:
         written: Mapping[str, Any] = parse_json(read_regular(folder / _MARK))["files"]
     except (OSError, ValueError, KeyError):
-        written = {}  # it has just been made
+        written = {}  # a run was killed before it listed its files
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         is_same = (path.is_dir() and not path.is_symlink()) or name == _MARK
@@ -302,13 +303,13 @@ def _write_mark(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def _told(path: Path) -> dict[str, Any]:
-    """Return what tells a file's content."""
+    """Return a file's size and checksum."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _as_saved(weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return weights in a dtype, but for whole numbers and what the model keeps in float32."""
+    """Return weights in a dtype, except integers and what the model keeps in float32."""
     kept = [
         part
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

@@ -28,7 +28,7 @@ from varlen.train.settings import RunSettings
 
 
 def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
-    """Return the model as this rank trains it, on its device."""
+    """Move a model to this rank's device, and wrap or shard it as settings say."""
     if settings.parallel == "fsdp" and dist.is_initialized():
         return sharded(
             model, settings, ranks.device, init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -36,7 +36,7 @@ def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
     model.to(ranks.device)
     if ranks.world_size == 1:
         return model
-    # Buffers are equal on every rank and change on none; how to say so changed its name in PyTorch 2.13.
+    # Buffers are equal on all ranks and never change, so they aren't synchronized; PyTorch 2.13 renamed the argument.
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     still: Any = {("forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"): False}
     return DistributedDataParallel(
@@ -48,7 +48,7 @@ def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
 
 
 def sharded(model: Any, settings: RunSettings, device: torch.device, mesh: DeviceMesh) -> Any:
-    """Shard every layer by itself, and the rest together; weights stay float32 whatever is computed in."""
+    """Shard each layer by itself, and the rest together; weights stay float32 whatever the compute dtype."""
     half = torch.bfloat16 if settings.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, output_dtype=None)
     layers = set(getattr(model, "_no_split_modules", None) or ())
@@ -60,16 +60,16 @@ def sharded(model: Any, settings: RunSettings, device: torch.device, mesh: Devic
 
 
 def computing(model: Any, settings: RunSettings, ranks: Ranks) -> AbstractContextManager[Any]:
-    """Return what a forward pass runs in: half precision, but where shards bring their own."""
+    """Return the context of a forward pass: autocast for bf16, unless FSDP2 casts parameters itself."""
     if settings.precision == "bf16" and not isinstance(model, FSDPModule):
         return torch.autocast(ranks.device.type, dtype=torch.bfloat16)
     return nullcontext()
 
 
 def accumulating(model: Any, *, is_last: bool) -> AbstractContextManager[Any]:
-    """Return what a micro-batch's passes run in: replicas add up their gradients in its last alone.
+    """Return the context of a micro-batch's passes: DDP reduces gradients in the last micro-batch only.
 
-    Shards add up theirs in every one: whole gradients of all parameters would take the memory that sharding saves.
+    FSDP2 reduces them in every one: unsharded gradients would take the memory that sharding saves.
     """
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
@@ -77,37 +77,37 @@ def accumulating(model: Any, *, is_last: bool) -> AbstractContextManager[Any]:
 
 
 def settle(model: Any, passes: Callable[[], torch.Tensor]) -> None:
-    """Bring a fresh model to the state that every later step finds, so that a resumed run adds as an undisturbed one.
+    """Bring a fresh DDP model to the state of every later step, so that a resumed run equals an uninterrupted one.
 
-    DDP lays its gradients out anew after the first backward pass, and with three ranks or more another layout adds
-    them in another order, which another last bit shows. So that pass is done before the first step.
+    DDP rebuilds its buckets after the first backward pass. With three ranks or more, other buckets add gradients in
+    another order, and so the last bit may differ. So that pass is run before the first step.
     """
     if isinstance(model, DistributedDataParallel):
-        for _ in range(2):  # the layout changes at the beginning of the second
+        for _ in range(2):  # buckets are rebuilt at the beginning of the second pass
             passes().backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
 
 
-# The processes of a run: who this one is, what they tell each other, and who is missing when one is gone.
+# The processes of a run: the rank of this one, what they exchange, and which one is missing after a failure.
 
 _JOINED = itertools.count()
 _STOPPED = f"{Stopped.__name__}: "
-"""How the note of a rank begins that a signal has stopped."""
+"""Beginning of the note of a rank that a signal has stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ranks:
-    """This process among all."""
+    """The rank of this process, and how it reaches the others."""
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Any = None
-    """Where processes leave notes for each other; None where this one is alone."""
+    """Key-value store in which processes leave notes; None for a single process."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this is rank 0, which writes files and shows the run."""
         return self.rank == 0
 
     def gather(self, values: Sequence[float]) -> torch.Tensor:
@@ -120,11 +120,11 @@ class Ranks:
         return torch.stack(parts)
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         self.gather([0.0])
 
     def check_all(self, fault: VarlenError | None) -> None:
-        """Fail on every rank where one has failed."""
+        """Raise an error on every rank if one has failed."""
         failed = self.gather([fault is not None])[:, 0].nonzero().flatten().tolist()
         if fault is not None:
             raise fault
@@ -133,7 +133,7 @@ class Ranks:
 
 
 def device_of(settings: RunSettings) -> torch.device:
-    """Return where this process computes."""
+    """Return the device on which this process computes."""
     there = torch.cuda.is_available()
     if settings.device == "cuda" and not there:
         raise SettingError('run.device is "cuda" and PyTorch finds no GPU here; set run.device = "cpu"')
@@ -144,7 +144,7 @@ def device_of(settings: RunSettings) -> torch.device:
 
 @contextmanager
 def _ending_together(notes: Notes) -> Iterator[None]:
-    """End by the signal that has ended another rank, where that happened before they could agree on a step."""
+    """End by the signal that ended another rank, if it came before ranks agreed on a step."""
     others = [rank for rank in range(notes.world_size) if rank != notes.rank]
     try:
         yield
@@ -158,10 +158,10 @@ def _ending_together(notes: Notes) -> Iterator[None]:
                 raise stopped from error
         raise
     except Stopped:
-        with suppress(Exception):  # so that the others notice
+        with suppress(Exception):  # the other ranks notice that the group is gone
             dist.destroy_process_group()
         until = time.monotonic() + notes.answer_s
-        # The store may be this process's own, and the others are still to read in it.
+        # This process may serve the store, which the other ranks have yet to read.
         while notes.rank == 0 and time.monotonic() < until:
             if all((notes.of(rank) or "").startswith(_STOPPED) for rank in others):
                 break
@@ -170,7 +170,7 @@ def _ending_together(notes: Notes) -> Iterator[None]:
 
 
 def _world_size() -> int:
-    """Return how many processes torchrun started; 1 where it started none."""
+    """Return how many processes torchrun started; 1 without torchrun."""
     said = os.environ.get("WORLD_SIZE", "").strip() or "1"
     told = {name: os.environ.get(name, "").strip() for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
     if said.isdecimal() and int(said) <= 1:
@@ -191,7 +191,7 @@ def _world_size() -> int:
 
 @contextmanager
 def joined(settings: RunSettings) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, or be alone."""
+    """Join the process group of torchrun, or run as a single process."""
     world_size = _world_size()
     launch = launched() if world_size == 1 else None
     if launch is not None:
@@ -217,7 +217,7 @@ def joined(settings: RunSettings) -> Iterator[Ranks]:
     rank = 0
     if world_size > 1:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store = PrefixStore(f"varlen {next(_JOINED)}", store)  # a process may train more than once
+    store = PrefixStore(f"varlen {next(_JOINED)}", store)  # a process may call this more than once
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -236,5 +236,5 @@ def joined(settings: RunSettings) -> Iterator[Ranks]:
         ):
             yield ranks
     finally:
-        with suppress(Exception):  # of a broken group there is nothing to hear any more
+        with suppress(Exception):  # the group may be broken
             dist.destroy_process_group()

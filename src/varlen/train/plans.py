@@ -1,4 +1,4 @@
-"""The plans of a run's steps: even slices, or those that a process of the first rank makes ahead of the training."""
+"""The plans of a run's steps: even slices, or plans that a process of the first rank makes ahead of training."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from varlen.train.step import Gradients, Part
 from varlen.types import Int32Array
 
 STATE: Final = "plans.json"
-"""How the last steps were answered, in the run's folder. It is written with each step, and not with checkpoints: what
-is behind the newest checkpoint is run again, by the plans that it had."""
+"""File in the run's folder that says how the last steps were planned. It is written after every step, so that steps
+after the newest checkpoint, which are run again, get the same plans."""
 
 
 class RunPlans:
-    """What plans the steps of a run, for its loader, and how the last ones were planned."""
+    """The source of a run's plans, and a record of how the last steps were planned."""
 
     def __init__(
         self, given: GivenPlans, words: str, *, cost: CostModel | None = None, path: Path | None = None
     ) -> None:
-        """Take what gives plans, and words for it; on the first rank also costs, and where choices are kept."""
+        """Take what gives plans to the loader, and its description; on the first rank also costs and the record."""
         self.given, self.words, self._cost, self._path = given, words, cost, path
         self._belongs_to = ""
         self._choices: dict[str, list[str]] = {}
 
     def begin(self, loader: PackedLoader) -> None:
-        """Have steps that are run again planned as they were, as far as that is known."""
+        """Give steps that are run again the plans that they had, as far as the record says."""
         if self._path is None:
             return
         state = loader.state_dict()
@@ -69,7 +69,7 @@ class RunPlans:
         ).hexdigest()
         with suppress(
             OSError, ValueError, KeyError, TypeError, RecursionError
-        ):  # steps are planned anew then
+        ):  # without a record, steps are planned anew
             kept = json.loads(read_regular(self._path))
             if kept["belongs_to"] == self._belongs_to:
                 choices = {**kept["planner"]["choices"], **state[PLANS]["choices"]}
@@ -77,7 +77,7 @@ class RunPlans:
                     loader.load_state_dict({**state, PLANS: {**state[PLANS], "choices": choices}})
 
     def taken(self, step: int, plan: StepPlan) -> None:
-        """Note how a step was planned; it is kept whole or not at all, and a power cut may take the last of it."""
+        """Record how a step was planned. The file is replaced atomically, but not synced to the disk."""
         if self._path is None:
             return
         self._choices[str(step)] = choice_of(plan)
@@ -96,13 +96,13 @@ class RunPlans:
             partial.unlink(missing_ok=True)
 
     def simulated_s(self, plan: StepPlan) -> float | None:
-        """Return the seconds that a plan was made for, on the first rank; None where nobody knows."""
+        """Return the seconds that the cost model predicts, on the first rank; None without a cost model."""
         if self._cost is None:
             return None
         return float(simulate(plan, self._cost.as_planned(plan)).makespan_s)
 
 
-# What a run with `[plan]` is built of: its mesh, its cost model, and the engine that runs its plans.
+# What a run with `[plan]` needs: its mesh, its cost model, and the engine that runs its plans.
 
 _SHARDING: Final[dict[str, Sharding]] = {"none": "none", "ddp": "none", "fsdp": "parameters"}
 
@@ -130,7 +130,7 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
 def plans_of(
     settings: TrainSettings, config: Any, ranks: Ranks, say: Callable[[str], object]
 ) -> RunPlans | None:
-    """Return what plans the steps of a run, where it asks for that; a new machine is measured."""
+    """Return the plans of a run with `[plan]`, else None; measures hardware that isn't known."""
     plan = settings.plan
     if plan is None:
         return None
@@ -153,7 +153,7 @@ def plans_of(
     if cost is None:
         return RunPlans(Heard(), words)
     search = Search(merges=plan.merges, least_rows=plan.least_rows)
-    # One look is enough for it, but where the same method is to make the same plan.
+    # The quick plan needs no close search, unless it must equal the plan of the same method.
     quick = search if plan.quick == method else replace(search, closely=False)
     planner = Planner(
         function="varlen.train.plans:affordable",
@@ -172,7 +172,7 @@ def plans_of(
 
 
 def _even_slices(plan: PlanSettings) -> RunPlans:
-    """Return plans of one process, which take no seconds into account and no time to make."""
+    """Return plans of one process, which need no cost model."""
     rows = SLICE_TOKENS if plan.slice_tokens is None else plan.slice_tokens
     recompute: Recompute = "full" if plan.recompute == "auto" else plan.recompute
     offload: Offload = "none" if plan.offload == "auto" else plan.offload
@@ -191,7 +191,7 @@ def _cost_of(
     ranks: Ranks,
     say: Callable[[str], object],
 ) -> CostModel:
-    """What plans are priced by."""
+    """Return the cost model that prices plans."""
     hardware = hardware_of(
         plan,
         shape,
@@ -200,7 +200,7 @@ def _cost_of(
         folder=settings.run.folder,
         say=say,
     )
-    # The engine gathers what ranks share before it attends to it: nothing of that is hidden.
+    # The engine gathers shared keys and values before attention, so no exchange overlaps with computing.
     cost = CostModel(
         model=shape,
         hardware=hardware,
@@ -262,9 +262,9 @@ def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine
     return SliceEngine(model, mesh=mesh, rank=ranks.rank, deadline_s=run.timeout_s)
 
 
-# `affordable`: the plan of a step with as little recomputation and offloading as memory asks for and settings allow.
+# `affordable`: the plan of a step with as little recomputation and offloading as fits in memory and settings allow.
 #
-# It is called in the process that plans ahead too, which loads no torch.
+# The process that plans ahead calls it too, and loads no torch.
 
 Auto = Literal["auto"]
 
@@ -279,9 +279,10 @@ def affordable(
     recompute: Recompute | Auto,
     offload: Offload | Auto,
 ) -> StepPlan:
-    """Plan a step with what is recomputed and offloaded as settings say, or as the planner chooses.
+    """Plan a step, recomputing and offloading what settings say or, for "auto", what the planner chooses.
 
-    What the planner may not choose is tried here: the first of the ways that are left with which the step fits.
+    Where the planner may choose only one of the two, this function tries the other one's ways and takes the first
+    that fits in memory.
 
     Args:
         lengths: int32 `[num_documents]`.
@@ -312,7 +313,7 @@ def _planned(
     recompute: Recompute | Auto,
     offload: Offload | Auto,
 ) -> StepPlan:
-    """As `affordable`."""
+    """Do what `affordable` does; its errors don't say yet what would help."""
     if recompute == "auto":
         least = cost.replace(recompute="none", offload="kv" if offload == "kv" else "none")
         plan = plan_step(lengths, cost=least, mesh=mesh, method=method, search=search)
@@ -332,7 +333,7 @@ def _planned(
 def _ways(
     cost: CostModel, mesh: Mesh, recompute: Recompute | Auto, offload: Offload | Auto
 ) -> Iterator[CostModel]:
-    """Yield what settings allow, what takes least time first."""
+    """Yield cost models of what settings allow, the fastest first."""
     if recompute == "auto":
         least = cost.replace(recompute="none", offload="none")
         yield from (way for way in repairs(least, mesh) if way.offload == offload)
@@ -341,15 +342,15 @@ def _ways(
     yield from (cost.replace(recompute=recompute, offload=each) for each in offloads)
 
 
-# What a run's plans are priced by: hardware of a name or a file, or what this machine was measured to be, once.
+# The hardware that plans are priced by: given by a name or a file, or measured once on this machine.
 
 MEASURED: Final = "hardware.json"
-"""In a run's folder: rates that were measured for its plans."""
+"""File in a run's folder with the rates that were measured for its plans."""
 WIDE: Final = 2.0
-"""Bytes of a row in float32 over those that a cost model counts."""
+"""Bytes of a row in float32 over those that a cost model counts, which are of half precision."""
 AUTOCAST: Final = 1.5
-"""The same under autocast, which keeps what goes from layer to layer in float32: 1.25 without recomputation and 1.4
-with it, as `train/test_plan.py` counts them."""
+"""The same ratio under autocast, which keeps hidden states between layers in float32: `train/test_plan.py` counts
+1.25 without recomputation and 1.4 with it."""
 
 
 def hardware_of(
@@ -363,7 +364,7 @@ def hardware_of(
 ) -> Hardware:
     """Return the hardware that plans are priced by.
 
-    Cost: `settings.calibrate_s` seconds once, where nothing is named and the device isn't known.
+    Cost: `settings.calibrate_s` seconds in a new run, where no hardware is named and the device isn't known.
     """
     named = settings.hardware
     if named != "auto":
@@ -387,17 +388,18 @@ def hardware_of(
 
 
 def _said(hardware: Hardware, say: Callable[[str], object]) -> Hardware:
-    """Say how well rates predict, where it was measured."""
+    """Report how well measured rates predict, and return the hardware."""
     if hardware.held_out:
         say(hardware.held_out)
     return hardware
 
 
 def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
-    """Return a cost model that leaves room for rows of more bytes than those in half precision that it counts.
+    """Return a cost model for rows of more bytes than those of half precision, which a cost model counts.
 
-    Where states leave room for rows, it is that many times smaller, on the stage whose states are least. What is all
-    in float32 also takes as many times longer on every link; under autocast keys and values are not, and links stay.
+    Memory beside the states is divided by `times`, on the stage with the smallest states. Rows that are all float32
+    (`WIDE`) also take that many times longer on every link; under autocast, keys and values stay in half precision,
+    and so do links.
     """
     state = float(cost.memory(mesh).state_bytes.min())
     room = cost.limit_bytes - state
@@ -413,7 +415,7 @@ def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
 
 
 def _named(name: str) -> Hardware:
-    """Hardware of a name or of a file."""
+    """Return the hardware of a name or a file."""
     if Path(name).is_file():
         return load_hardware(name)
     if Path(name).suffix == ".json" or "/" in name:

@@ -92,7 +92,6 @@ class ModelSettings:
     """"auto": per document where the model allows; or transformers' name of an attention."""
 
     def __post_init__(self) -> None:
-        """Require one of the two ways to name a model."""
         if (self.type is None) == (self.path is None):
             both = "names both" if self.type is not None else "names neither"
             raise SettingError(
@@ -126,7 +125,6 @@ class OptimizerSettings:
     """Gradients are scaled down to this norm; 0 leaves them."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers with which nothing can be trained."""
         for name in ("learning_rate", "weight_decay", "warmup_steps", "min_learning_rate", "max_grad_norm"):
             _check_range(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("beta1", "beta2"):
@@ -165,7 +163,6 @@ class RunSettings:
     """Longest that processes wait for each other."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of their range."""
         lowest = {"steps": 1, "epochs": 1, "checkpoint_every": 0, "keep": 1, "threads": 1, "timeout_s": 1}
         for name, limit in lowest.items():
             if getattr(self, name) is not None:
@@ -188,7 +185,6 @@ class LogSettings:
     """Steps between two lines where there is no terminal to draw on."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
         _check_range("log.every", self.every, 1)
         if Path(self.metrics).name != self.metrics or self.metrics in _TAKEN:
             raise SettingError(
@@ -207,7 +203,6 @@ class MeasureSettings:
     """Steps at the end of training that are trained again."""
 
     def __post_init__(self) -> None:
-        """Refuse to measure nothing."""
         _check_range("measure.steps", self.steps, 1)
 
 
@@ -254,7 +249,6 @@ class PlanSettings:
     """How long a run waits for its first plan, and for one that is made again after a stop."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of their range, and rows for plans that are made of seconds."""
         for name in ("slice_tokens", "pp", "virtual_stages", "least_rows", "ahead"):
             if getattr(self, name) is not None:
                 _check_range(f"plan.{name}", getattr(self, name), 1)
@@ -302,7 +296,6 @@ class TrainSettings:
     plan: PlanSettings | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what slices don't run."""
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(
                 f'model.attention = "{self.model.attention}" and [plan]: slices bring their own attention; leave one '

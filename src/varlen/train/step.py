@@ -311,7 +311,6 @@ class Stopwatch:
     """Runs from when it is made until `stop`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin."""
         self._is_gpu = device.type == "cuda"
         self._begin = self._mark()
         self._end: Any = None

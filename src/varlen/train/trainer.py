@@ -1,4 +1,4 @@
-"""The run: what is built before the first step, the loop over steps, and where it saves, stops and goes on."""
+"""The run: what is built before the first step, the loop over steps, and when it saves, stops and resumes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from varlen import __version__
@@ -61,16 +61,16 @@ def train(settings: TrainSettings, watcher: Watcher, *, allow_changed: bool = Fa
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Launched:
-    """A step that a GPU may still be at."""
+    """A step whose numbers aren't read yet: a GPU may still compute it."""
 
     done: StepDone
     before: Mapping[str, Any]
-    """The loader's state when it began, where that is wanted."""
+    """The loader's state before the step; empty unless steps are replayed."""
     position: dict[str, Any]
 
 
 class _Run:
-    """Everything that lives as long as a run."""
+    """One call of `train`, from what it builds to its summary."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Run:
             stack.callback(self._metrics.close)
 
     def _go_on(self, found: Checkpoint, allow_changed: bool) -> None:
-        """Take from a checkpoint where the run stands, and note what has changed since."""
+        """Continue from a checkpoint, and note which settings have changed since."""
         self._done = self._saved = found.step
         self._changes, begins_anew = check_unchanged(
             found, self._settings, self._config, self._loader, allow_changed=allow_changed
@@ -125,7 +125,7 @@ class _Run:
         self._begun_at = found.step if begins_anew else int(found.manifest.get(BEGUN, 0))
 
     def _build(self, found: Checkpoint | None) -> Stepper[PackedBatch]:
-        """Build model and optimizer, and fill them with what a checkpoint holds."""
+        """Build model and optimizer, and load a checkpoint into them."""
         settings, ranks = self._settings, self._ranks
         model = build_model(
             self._config,
@@ -173,7 +173,7 @@ class _Run:
         )
 
     def train(self) -> TrainSummary:
-        """Take all steps, save, and write the model."""
+        """Train all steps, save, and export the model."""
         self._tell("begin", self._plan)
         for sentence in (*self._changes, *self._tokenizer.words):
             self._tell("say", sentence)
@@ -182,14 +182,14 @@ class _Run:
             launched = self._launch()
             if launched is None:
                 break
-            stop = self._report()  # the step before, while a GPU works at this one
+            stop = self._report()  # the step before, while a GPU computes this one
             self._done, self._pending = self._done + 1, launched
             is_due = self._is_checkpoint_due()
             if self._ranks.device.type == "cpu" or is_due:
                 stop = self._report() or stop
             if stop or is_due:
                 self._save()
-                stop = stop or self._asked()  # while it was saved
+                stop = stop or self._asked()  # signals may have come while it was saved
             if stop and self._done != self._steps:
                 where = self._newest
                 raise raised(stop, f"step {self._done:,} is saved in {where}, where the same command goes on")
@@ -201,7 +201,7 @@ class _Run:
         return self._summary(self._measure())
 
     def _launch(self) -> _Launched | None:
-        """Take a step, and don't wait for a GPU to have done it; None where the data is at its end."""
+        """Launch a step, without waiting for a GPU; None at the end of the data."""
         before = self._loader.state_dict() if self._replay is not None else {}
         rate = learning_rate(self._done + 1, self._steps, self._settings.optimizer)
         done = self._stepper.step(self._done + 1, rate, lambda: next(self._loader, None))
@@ -214,7 +214,7 @@ class _Run:
         return _Launched(done=done, before=before, position=self._position())
 
     def _position(self) -> dict[str, Any]:
-        """Return where the loader stands, in a few numbers."""
+        """Return the loader's position in a few numbers, for the metrics."""
         position: dict[str, Any] = {"step": self._loader.step}
         if self._loader.mode == "indexed":
             at = self._loader.state_dict()["at"]
@@ -222,11 +222,11 @@ class _Run:
         return position
 
     def _asked(self) -> int:
-        """Return the signal by which one of the ranks is asked to stop; 0 for none."""
+        """Return the signal that asks a rank to stop; 0 for none."""
         return agreed(self._ranks.gather([self._interrupt.asked])[:, 0].tolist())
 
     def _report(self) -> int:
-        """Note the step that was launched last, over all ranks; returns the signal by which one is asked to stop."""
+        """Write the metrics of the last launched step; returns the signal that asks a rank to stop, or 0."""
         if self._pending is None:
             return 0
         launched, self._pending = self._pending, None
@@ -274,7 +274,7 @@ class _Run:
         return agreed(asked.tolist())
 
     def _of_plan(self, done: StepDone, waited_s: float) -> dict[str, Any]:
-        """What is noted of a step's plan."""
+        """Return the metrics of a step's plan."""
         plan = done.part.plan
         if self._plans is None or plan is None:
             return {}
@@ -290,7 +290,7 @@ class _Run:
         return every > 0 and self._done % every == 0
 
     def _save(self) -> None:
-        """Save what the next step depends on, unless it has been."""
+        """Write a checkpoint, unless this step has one."""
         self._report()
         if self._saved == self._done:
             return
@@ -305,7 +305,7 @@ class _Run:
                 "varlen": __version__,
                 "kind": "checkpoint",
                 "model": described(self._config),
-                "seed": settings.run.seed,  # with the step, all that dropout draws from
+                "seed": settings.run.seed,  # dropout depends on it and on the step alone
                 "total_tokens": self._total_tokens,
                 "loader": self._loader.state_dict(),
                 "settings": asdict(settings),
@@ -318,7 +318,7 @@ class _Run:
         self._saved = self._done
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the whole model's weights on the first rank; of stages, as they were saved just now."""
+        """Return the whole model's weights on the first rank; of stages, read from the checkpoint just saved."""
         plan = self._settings.plan
         if plan is None or plan.pp == 1:
             return whole_weights(self._stepper.model, self._tied)
@@ -326,17 +326,17 @@ class _Run:
 
     @property
     def _newest(self) -> Path:
-        """The folder of the checkpoint of this step."""
+        """Folder of this step's checkpoint."""
         return self._checkpoints / f"step-{self._done:08d}"
 
     def _write_beside(self, folder: Path) -> None:
-        """Write what belongs beside the trained model."""
+        """Write the tokenizer and the generation settings into the model's folder."""
         write_tokenizer(self._tokenizer, self._settings.data.chat_template, folder)
         copy_generation(self._settings.model, folder)
 
     def _measure(self) -> Exposed | None:
-        """Measure what data cost, now that nothing of the run can change any more."""
-        if self._replay is None or self._asked():  # the time that is left isn't for measuring
+        """Measure exposed data time; the run is finished, so training more steps changes nothing of it."""
+        if self._replay is None or self._asked():  # whoever sent a signal leaves no time to measure
             return None
         return self._replay.measure(
             self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._tell("say", text)
@@ -418,7 +418,7 @@ def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -
         ) from None
 
 
-# What a run says of itself: before its first step, and after its last.
+# What a run reports: before its first step, and after its last.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -426,9 +426,9 @@ class RunPlan:
     """What is about to be trained."""
 
     steps: int | None
-    """Of the whole run; None where the end of the data will say."""
+    """Of the whole run; None where it ends with the data."""
     resumed_from: int
-    """Steps of the checkpoint that it goes on from; 0 where it begins."""
+    """Step of the checkpoint that it resumes from; 0 for a new run."""
     num_parameters: int
     model: str
     attention: str
@@ -450,15 +450,15 @@ class Totals:
     supervised_tokens: int = 0
     seconds: float = 0.0
     data_wait_s: float = 0.0
-    """Of these seconds, the slowest rank's at each step; the first batch's not counted."""
+    """Part of `seconds` spent waiting for batches, on the slowest rank of each step; the first batch not counted."""
     first_batch_s: float = 0.0
-    """Until the first batch was there."""
+    """Seconds until the first batch was ready."""
     plan_wait_s: float = 0.0
-    """Of these seconds, waiting for plans; the first one's not counted."""
+    """Part of `seconds` spent waiting for plans; the first plan not counted."""
     first_plan_s: float = 0.0
-    """Until the first plan was there."""
+    """Seconds until the first plan was ready."""
     quick_plans: int = 0
-    """Steps whose plan wasn't there in time, so that a quick one was made."""
+    """Steps whose plan wasn't ready in time, so that a quick one was made."""
     loss: float | None = None
     """Of the last step."""
 
@@ -488,9 +488,9 @@ class TrainSummary:
 
     plan: RunPlan
     steps: int
-    """Of the whole run, those before it was resumed included."""
+    """Of the whole run, including those before it was resumed."""
     total_tokens: int
-    """In these steps."""
+    """Of these steps."""
     totals: Totals
     """Of this call."""
     checkpoint: str
@@ -508,41 +508,41 @@ class TrainSummary:
 
 
 class Watcher(Protocol):
-    """Is told what goes on; of the first rank alone."""
+    """Shows a run; only the first rank calls it."""
 
     def begin(self, plan: RunPlan) -> None:
-        """Hear what is about to be trained."""
+        """Show what is about to be trained."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Hear of a step."""
+        """Show a finished step."""
 
     def say(self, sentence: str) -> None:
-        """Hear of something else."""
+        """Show any other sentence."""
 
 
-# Signals that end a run: Ctrl-C, and SIGTERM and SIGUSR1 of schedulers.
+# Signals that end a run: Ctrl-C, and SIGTERM and SIGUSR1, which schedulers send.
 #
-# While a run is built, they end it at once: nothing has been trained. From the first step on, they ask it to
-# stop where a step ends; a second Ctrl-C, later, stops it at once.
+# While a run is built, a signal ends it at once, since nothing is trained yet. From the first step on, it ends the
+# run after the current step; a second Ctrl-C ends it at once.
 
 _AT_ONCE_S = 1.0
-"""A terminal and torchrun both hand on the same Ctrl-C; signals within this time are one."""
+"""Signals within this time count as one: a terminal and torchrun both deliver the same Ctrl-C."""
 _ORDER = (*SCHEDULERS, signal.SIGINT)
 
 
 class Interrupt:
-    """Within it, signals that end a run are a wish, read in `asked`; outside, they are what they were."""
+    """A context in which signals that end a run set `asked`; leaving it restores the handlers."""
 
     def __init__(self) -> None:
         self.asked: int = signal.SIGINT if was_interrupted() else 0
-        """The signal that came first; 0 for none."""
+        """The first signal; 0 for none."""
         self._defers = False
         self._first_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._take_back: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Interrupt:
-        """Take the signals over, where that is possible: in the main thread, and those that aren't ignored."""
+        """Install handlers, in the main thread, for signals that aren't ignored."""
         if is_main_thread():
             for number in _ORDER:
                 before = signal.getsignal(number)
@@ -553,13 +553,12 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give them back; what a signal has raised has arrived."""
         self._take_back()
         for number, before in self._before.items():
             signal.signal(number, before)
 
     def defer(self) -> None:
-        """Note signals from now on, until a step ends; one that came before and was lost is among them."""
+        """Let signals wait until a step ends, including one that came earlier and whose exception was lost."""
         self._defers = True
         self._take_back()
 
@@ -576,21 +575,21 @@ class Interrupt:
 
 
 def agreed(asked: Iterable[float]) -> int:
-    """Return the one signal that all ranks follow; 0 where none has come."""
+    """Return the signal that all ranks follow; 0 where none has come."""
     came = set(map(int, asked))
     return next((number for number in _ORDER if number in came), 0)
 
 
 def raised(number: int, said: str = "") -> KeyboardInterrupt:
-    """Return what ends a run by a signal."""
+    """Return the exception that ends a run after a signal."""
     if number == signal.SIGINT:
         return KeyboardInterrupt(*([said] if said else []))
     return Stopped(number, said)
 
 
-# Exposed data time by the difference: the last steps again from memory, and what the real ones took longer.
+# Exposed data time, measured as a difference: the last steps are trained again with batches from memory.
 #
-# Waiting in `next` isn't enough: a loader that keeps the CPU busy makes the steps themselves slower, and on a
+# The time spent in `next` isn't enough: a loader that keeps the CPU busy makes the steps themselves slower, and on a
 # GPU the host waits at no cost while kernels are queued. So the same batches are trained twice (DS-Analyzer,
 # arXiv:2007.06775), and the stall is `1 - cached / real`.
 
@@ -601,29 +600,29 @@ class Exposed:
 
     steps: int
     real_s: float
-    """Of the steps as they were trained, the slowest rank's."""
+    """Of the steps as they were trained, on the slowest rank."""
     cached_s: float
     """Of the same steps from memory."""
     waited_s: float
-    """What the host stood still for batches in the real ones."""
+    """Seconds of `real_s` for which the host waited for batches."""
 
     @property
     def stall(self) -> float:
-        """Share of time that data cost; noise can make it negative."""
+        """Share of the time that data cost; noise can make it negative."""
         return 1 - self.cached_s / self.real_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
     before: Mapping[str, Any]
-    """Where the loader stood."""
+    """The loader's state."""
     seconds: float
     waited_s: float
 
 
 @dataclass(slots=True)
 class Replay:
-    """Notes the last steps, to train them again."""
+    """Records the last steps, to train them again."""
 
     most: int
     """Steps that are kept."""
@@ -631,10 +630,10 @@ class Replay:
     _seen: int = 0
 
     def note(self, before: Mapping[str, Any], seconds: float, waited_s: float) -> None:
-        """Enter a step."""
+        """Record a step, unless it is the first: its batches weren't made ahead, and its kernels weren't warm."""
         self._seen += 1
         if self._seen == 1:
-            return  # whose batches weren't made ahead yet, and whose kernels weren't warm
+            return
         self._steps.append(_Step(before=before, seconds=seconds, waited_s=waited_s))
         while len(self._steps) > self.most:
             self._steps.popleft()
@@ -647,13 +646,15 @@ class Replay:
         number: int,
         say: Callable[[str], None],
     ) -> Exposed | None:
-        """Train the noted steps again, from memory; the weights are none of a run's afterwards."""
+        """Train the recorded steps again from memory; the weights aren't the run's afterwards."""
         if not self._steps:
             return None
         count = len(self._steps)
         say(f"training the last {count:,} steps again from memory")
         loader.load_state_dict(self._steps[0].before)
-        batches = [_copied(next(loader)) for _ in range(count * loader.micro_batches)]
+        batches = [
+            deepcopy(next(loader)) for _ in range(count * loader.micro_batches)
+        ]  # so that the ring is free
         here = loader.micro_batches
         _seconds(stepper, batches[:here], number)  # warms up
         cached_s = sum(
@@ -665,26 +666,8 @@ class Replay:
 
 
 def _seconds(stepper: Stepper[PackedBatch], batches: list[PackedBatch], number: int) -> float:
-    """Train one step that changes no weight, and return what it took."""
+    """Train one step at learning rate 0, and return the seconds that it took."""
     here = iter(batches)
     done = stepper.step(number, 0.0, lambda: next(here))
     assert done is not None, "batches come from memory"
     return done.watch.seconds()
-
-
-def _copied(batch: PackedBatch) -> PackedBatch:
-    """Return a batch in memory of its own, so that the loader's slots are free."""
-    copies = {
-        one.name: _copy(getattr(batch, one.name))
-        for one in fields(batch)
-        if _is_array(getattr(batch, one.name))
-    }
-    return batch.replace(**copies, columns={name: _copy(column) for name, column in batch.columns.items()})
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | torch.Tensor)
-
-
-def _copy(array: Any) -> Any:
-    return array.clone() if isinstance(array, torch.Tensor) else array.copy()

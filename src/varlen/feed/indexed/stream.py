@@ -102,7 +102,6 @@ class PackStream:
         *,
         grows: bool = True,
     ) -> None:
-        """Take the windows, and how many epochs there are."""
         self.windows, self.epochs, self._grows = windows, epochs, grows
         now = windows.store.num_parts
         self._num_parts = num_parts or (lambda _: now)

@@ -82,7 +82,6 @@ class WindowTable:
     """The tables of all epochs of a stream, made when they are needed."""
 
     def __init__(self, stream: PackStream, threads: int | None = None) -> None:
-        """Take the stream."""
         self._stream, self._threads = stream, threads or min(processors(), _MOST_THREADS)
         self._making = threading.Lock()  # who comes second finds the table
         self._made = lru_cache(_KEPT)(self._make)
@@ -236,7 +235,6 @@ class CachedTable:
     """Where a table of int64 is kept, if anywhere."""
 
     def __init__(self, stores: Sequence[TokenDocuments], num_parts: Sequence[int], depends_on: Any) -> None:
-        """Name it."""
         marks = [store.fingerprint_at(parts) for store, parts in zip(stores, num_parts)]
         folders = [stores[0].tables, _cache_folder()]
         if None in marks:

@@ -59,7 +59,6 @@ class Windows:
     """All windows of a store, group by group, in one epoch after the other."""
 
     def __init__(self, store: TokenDocuments, groups: Groups, settings: WindowSettings) -> None:
-        """Take the documents, and what is shuffled together of them."""
         self._store, self._groups, self._settings = store, groups, settings
         # Of this object alone: several loaders don't push out each other's windows.
         self._order = lru_cache(_KEPT)(self._make_order)

@@ -86,7 +86,6 @@ class MixedStream:
         settings: WindowSettings,
         mix: MixSettings,
     ) -> None:
-        """Take the documents, and their order in each source."""
         self.sources, self.settings, self.mix = tuple(sources), settings, mix
         self.epochs = None if mix.until == "endless" else mix.epochs
         self._columns = [Columns(stream) for stream in self.sources]
@@ -264,7 +263,6 @@ class Columns:
     """The windows of one source; the last ones are kept, as windows of a mixture end in the midst of them."""
 
     def __init__(self, stream: PackStream) -> None:
-        """Take the source."""
         self.stream = stream
         self._rows = lru_cache(_KEPT_WINDOWS)(self._make)
 
@@ -292,7 +290,6 @@ class SourceCursor:
     def __init__(
         self, windows: Columns, first_shard: int, place: SourcePlace, last_epoch: int | None
     ) -> None:
-        """Go to a place."""
         self._windows, self._stream, self._first_shard = windows, windows.stream, first_shard
         self._last_epoch = last_epoch
         self.place = place

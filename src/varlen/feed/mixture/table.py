@@ -74,7 +74,6 @@ class MixedTable:
     """Finds packs of a mixture."""
 
     def __init__(self, stream: MixedStream) -> None:
-        """Take the stream."""
         self._stream = stream
         self._width = 2 + _PLACE * len(stream.sources)
         self._going = threading.Lock()  # who comes second finds what the first has counted

@@ -80,7 +80,6 @@ class _Chunks:
     """Blocks of documents of known lengths, and who reads them."""
 
     def __init__(self, lengths: Int32Array, bytes_a_token: int, lanes: int) -> None:
-        """Cut documents into blocks."""
         ends = np.cumsum(lengths, dtype=np.int64) * bytes_a_token
         total = int(ends[-1]) if ends.size else 0
         block_bytes = block_bytes_for(total, lanes)

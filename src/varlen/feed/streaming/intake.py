@@ -75,7 +75,6 @@ class Intake:
     """Reads chunks on a few threads; results come in the order asked for."""
 
     def __init__(self, source: Source, reader: BlockReader, threads: int) -> None:
-        """Take the documents, who reads their blocks, and how many blocks are read side by side."""
         self._source, self._reader, self._threads = source, reader, threads
         self._is_alone = reader.num_blocks == 1
         self._begun: dict[Chunk, Future[ReadChunk | Exception]] = {}
@@ -307,7 +306,6 @@ class ChunkSequence:
     """The chunks of all epochs, one after the other."""
 
     def __init__(self, blocks: Blocks, reader: Chunks, seed: int | None, epochs: int | None) -> None:
-        """Take the blocks of an epoch, who reads them, the seed of their order and how many epochs there are."""
         self._blocks, self._reader, self._seed, self._epochs = blocks, reader, seed, epochs
         self._order = lru_cache(2)(blocks.order)
         self._about = blocks.chunks_about()
@@ -438,7 +436,6 @@ class Unread:
     """Knows which documents were packed without being read, and reads them."""
 
     def __init__(self, intake: Reading, records: Mapping[int, LaneRecord]) -> None:
-        """Take who reads, and what waited in each lane."""
         self._intake = intake
         self._waited = {lane: record.ids for lane, record in records.items()}
 

@@ -251,7 +251,6 @@ class Lane:
     """What waits in one lane. Between rounds that is small; during a round it grows by what is claimed."""
 
     def __init__(self, settings: LaneSettings, carried: Arrival, counts: Counts) -> None:
-        """Take how to pack, what waits from the round before and what was counted so far."""
         self._settings, self._counts = settings, counts
         self._arrived, self._epochs = [carried], [0]
         self._held = held_by(np.diff(carried.offsets), settings)

@@ -153,7 +153,6 @@ class Rounds:
         mine: Sequence[int],
         told: set[Chunk] | None = None,
     ) -> None:
-        """Take the input, who reads it, how to tell other ranks, and the lanes of this process."""
         self._sequence, self._intake, self._exchange = sequence, intake, exchange
         self._settings, self._mine, self._told = settings, tuple(mine), told
         self._num_soon = min(_SOON_BYTES // settings.block_bytes, _MOST_SOON)

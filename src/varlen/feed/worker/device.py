@@ -37,7 +37,6 @@ class DeviceWorker:
     """Another worker's batches, as tensors on a device; on CUDA one of them is on its way ahead of the trainer."""
 
     def __init__(self, worker: Worker, device: Any) -> None:
-        """Take the worker, and the device."""
         torch = import_torch()
         self._worker, self._device = worker, torch.device(device)
         self._is_cuda = self._device.type == "cuda"

@@ -78,7 +78,6 @@ class ProcessWorker:
     """Has batches made in a fresh interpreter."""
 
     def __init__(self, spec: Spec, slots: int, slot_bytes: int, exchanges: Exchanges | None = None) -> None:
-        """Take what makes the feed, the slots of the ring, and how ranks agree where they have to."""
         try:
             head = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -40,7 +40,6 @@ class Ring:
     """A number of slots of one size. Make it on one side, and hand `file` to the process on the other."""
 
     def __init__(self, slots: int, slot_bytes: int, file: int | None = None) -> None:
-        """Take the number of slots and their size, and the open file of a ring that is there already."""
         self.slots, self.slot_bytes = slots, _whole_pages(slot_bytes)
         marks, total = _whole_pages(slots), max(slots * self.slot_bytes, mmap.PAGESIZE)
         self._lent: dict[int, weakref.ref[Bytes]] = {}
@@ -161,7 +160,6 @@ class Slot:
     """A slot that is being filled with one batch."""
 
     def __init__(self, memory: Bytes) -> None:
-        """Take its bytes."""
         self._memory, self._filled = memory, 0
         self._made: dict[str, tuple[npt.NDArray[Any], int]] = {}
 

@@ -72,7 +72,6 @@ class ThreadWorker:
         exchanges: Exchanges | None = None,
         held: Sequence[TokenDocuments] = (),
     ) -> None:
-        """Take what makes the feed, the batches made ahead, how ranks agree, and documents that are open already."""
         self._held = held
         self._spec, self._ahead, self._exchanges = spec, ahead, exchanges
         self._feed: Feed | None = None

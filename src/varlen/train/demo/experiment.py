@@ -90,7 +90,6 @@ class Experiment:
     """The runs of one demo: which there are, and what they found so far."""
 
     def __init__(self, corpus: Corpus, on_progress: OnProgress) -> None:
-        """Draw every seed's documents and deal them to steps."""
         self._corpus = corpus
         self._settings = settings = corpus.settings
         self._seeds = [settings.seed + k for k in range(settings.num_seeds)]

@@ -56,7 +56,6 @@ class Seconds:
     """In the kernel, above all handing out fresh memory (page faults)."""
 
     def __add__(self, other: Seconds) -> Seconds:
-        """Add up."""
         return Seconds(
             wall_s=self.wall_s + other.wall_s,
             user_s=self.user_s + other.user_s,
@@ -64,7 +63,6 @@ class Seconds:
         )
 
     def __sub__(self, other: Seconds) -> Seconds:
-        """Return what passed between two readings of `now`."""
         return Seconds(
             wall_s=self.wall_s - other.wall_s,
             user_s=self.user_s - other.user_s,

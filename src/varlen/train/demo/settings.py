@@ -58,7 +58,6 @@ class DemoSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
 
     def __post_init__(self) -> None:
-        """Refuse settings with which nothing could be trained or compared."""
         lowest = {
             "steps": 1,
             "batch_documents": 2,
