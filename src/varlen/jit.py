@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-# Seconds that a process packs in Python before numba is worth its import, which takes about as long.
-PATIENCE_S = 0.5
+PATIENCE_S = 0.5  # a process packs so long in Python before importing numba, which takes as long
 
 _in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
 _spent_s = 0.0

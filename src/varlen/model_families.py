@@ -20,8 +20,9 @@ class Sliced:
     embedding_factor: str = ""  # field that multiplies embeddings outside of their module (Granite)
     logit_factor: str = ""  # field that multiplies logits (Cohere)
     logit_divisor: str = ""  # field that divides logits (Granite)
-    # Field with c, where logits z become `c * tanh(z / c)` (Gemma 2); may be None in a config.
-    logit_cap: str = ""
+    logit_cap: str = (
+        ""  # field with c, where logits z become `c * tanh(z / c)` (Gemma 2); may be None in a config
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +30,10 @@ class Family:
     """One row; the defaults apply to families without one."""
 
     sliced: Sliced | None = None  # how it runs in slices; None where tokens may mix outside of its attention
-    # Whether some layers pass a state, or the last few tokens, from token to token.
-    is_recurrent: bool = False
-    # Whether its attention computes its own scores, or doesn't receive its layer's parameters.
-    has_own_attention: bool = False
+    is_recurrent: bool = (
+        False  # whether some layers pass a state, or the last few tokens, from token to token
+    )
+    has_own_attention: bool = False  # computes its own scores, or ignores its layer's parameters
     # Arguments for recurrent and convolution kernels: `seq_idx`, the segment number of every token ("numbers"), or
     # that for convolutions and `cu_seqlens` for the recurrence, of a single row ("ends"). Determined by running each
     # family with stand-ins for its kernels (`varlen.verify.models.backends`), which the tests repeat; where the

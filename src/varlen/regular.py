@@ -16,8 +16,7 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-# For metadata that is read whole: far more than any run writes, far less than would exhaust memory.
-MOST_JSON_BYTES = 1 << 30
+MOST_JSON_BYTES = 1 << 30  # for metadata: more than any run writes, less than exhausts memory
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:

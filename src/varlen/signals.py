@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-# Sent by schedulers before they kill; of several signals, the first in this order counts.
-SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
+SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)  # sent before a kill; the first in this order counts
 
 _PATIENCE_S = 10.0  # seconds until a process that has nothing to save is ended
 _raised: list[Stopped] = []
@@ -47,9 +46,7 @@ def ignore() -> None:
     for number in SCHEDULERS:
         # Python complains about a pending signal whose handler isn't a function any more.
         signal.signal(number, _passed)
-        atexit.register(
-            signal.signal, number, signal.SIG_IGN
-        )  # otherwise Python restores the default at exit
+        atexit.register(signal.signal, number, signal.SIG_IGN)  # otherwise Python restores the default
 
 
 def _passed(_number: int, _frame: FrameType | None) -> None:

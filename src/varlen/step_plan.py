@@ -153,7 +153,8 @@ class StepPlan:
     method: PlanMethod = "micropack"
     recompute: Recompute = "none"
     recompute_share: float = 1.0
-    """With recompute="full": the share of each chunk's layers, rounded up, that are recomputed; the others recompute selectively."""
+    """With recompute="full": the share of each chunk's layers, rounded up, that are recomputed; the others recompute
+    selectively."""
     offload: Offload = "none"
     answered_by: str = ""
     """A description of the winning candidate: `"24 to 24 MicroPacks a rank, … 2 of 512 documents shared"`."""

@@ -43,8 +43,7 @@ _LOCK, _MARK = "lock", "varlen.json"
 _OURS = {TEXT_ROWS, TABLE, _LOCK, _MARK}
 _MAKING, _LEAVING = ".making-", ".leaving-"
 _NAME_DIGITS = 40
-# How often, and how long between, to retry a folder that another process is removing.
-_TRIES, _PAUSE_S = 100, 0.02
+_TRIES, _PAUSE_S = (100, 0.02)  # to get a folder that another process is removing
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

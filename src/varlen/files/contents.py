@@ -51,8 +51,7 @@ OTHER_TEXT: dict[bytes, str] = {
 }
 _ALL_MARKS = _MARKS | OTHER_TEXT
 _FIRST_BYTES = {mark[:1] for mark in _ALL_MARKS}  # checked first: most small files begin with none of these
-# Magic numbers that text could begin with; they count only where a NUL byte follows.
-_NUL_BEHIND = (b"Obj\x01", b"ORC")
+_NUL_BEHIND = (b"Obj\x01", b"ORC")  # magic numbers that text may begin with; valid only if a NUL byte follows
 _TAR, _TAR_AT = b"ustar", 257
 _STREAM = b"\xff\xff\xff\xff"
 _MOST_SCHEMA_BYTES = 1 << 26

@@ -9,8 +9,7 @@ from typing import Any
 from varlen.counts import many
 from varlen.types import Ledger
 
-# (messages, characters) by the key of a message that holds them (`reasoning_content`, `tool_calls`).
-Texts = Mapping[str, tuple[int, int]]
+Texts = Mapping[str, tuple[int, int]]  # (messages, characters) by message key, such as `reasoning_content`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -247,8 +247,7 @@ def _head(file: File) -> tuple[bytes, bool]:
     return bytes(unpacked), is_whole and len(unpacked) < LOOKED_AT_BYTES
 
 
-# Cached by the server's ETag or checksum of the file; errors are not cached.
-_head_by_mark = lru_cache(maxsize=1 << 7)(_head)
+_head_by_mark = lru_cache(maxsize=1 << 7)(_head)  # cached by ETag or checksum; errors are not cached
 _SAID: dict[Format, str] = {
     "jsonl": "JSON lines",
     "json": "JSON",

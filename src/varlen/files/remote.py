@@ -48,8 +48,7 @@ class Listed:
     name: str  # relative to the URL that was listed
     size: int  # bytes, or -1 where the server doesn't report it
     mark: str | None = None  # ETag or checksum, which changes with the content
-    # Detects a replacement during a run: inode and times, or everything the server reports.
-    seen: Seen | str | None = None
+    seen: Seen | str | None = None  # detects a replacement: inode and times, or all that the server reports
 
 
 @contextmanager
@@ -269,8 +268,7 @@ def read_remote(url: str, retry: Retry) -> bytes:
 
 # A file behind a URL as a stream: read range by range, each range retried on failure; every byte exactly once.
 
-# Bytes per request: the most that a failure loses, and what must arrive within `silence_s`.
-_MOST_FETCHED = 4 << 20
+_MOST_FETCHED = 4 << 20  # bytes per request: the most that a failure loses; must arrive in `silence_s`
 BUFFER_BYTES = 4 << 20
 _NOT_THAT_ONE = 412  # HTTP status "precondition failed": the file has another ETag
 # Protocols where each range is a request: streams of S3 ask for the size first, those of memory are shared.

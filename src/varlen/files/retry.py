@@ -15,8 +15,9 @@ from varlen.errors import MissingExtraError, SettingError, SourceError, VarlenEr
 
 Result = TypeVar("Result")
 
-# Of a library's message that an error quotes: some quote everything that they have read.
-_MOST_CHARACTERS = 200
+_MOST_CHARACTERS = (
+    200  # of a library's message that an error quotes: some quote everything that they have read
+)
 # What pip installs, by URL protocol.
 _PACKAGES = {
     "s3": '"varlen[s3]"',

@@ -37,8 +37,9 @@ class Seen:
     modified_ns: int
     device: int
     inode: int
-    # Inode change time: also changed by a rename, by permissions, and by resetting `modified_ns`.
-    changed_ns: int
+    changed_ns: (
+        int  # inode change time: also changed by a rename, by permissions, and by resetting `modified_ns`
+    )
 
     @classmethod
     def of(cls, status: os.stat_result) -> Seen:
@@ -98,8 +99,7 @@ def check_unchanged(place: str, seen: object) -> None:
 
 
 _lock = threading.Lock()
-# The last status shown to have the same content, by path and listed status.
-_shown: dict[tuple[str, Seen], Seen] = {}
+_shown: dict[tuple[str, Seen], Seen] = {}  # last status with the same content, by path and listed status
 
 
 def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:

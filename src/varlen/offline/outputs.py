@@ -57,8 +57,7 @@ from varlen.regular import read_regular
 from varlen.store.shard import SHARD_FILES
 from varlen.store.store import TABLES
 
-# How long to try for a lock: readers of an unfinished store hold it for a moment to see whether a run does.
-_LOCK_S = 0.5
+_LOCK_S = 0.5  # time to try for a lock: readers of an unfinished store hold it for a moment
 _MOST_ATTEMPTS = 100
 _FREE = "varlen_free_bytes"
 # Errors of network file systems without locks, where the user must avoid concurrent runs.
@@ -354,9 +353,8 @@ def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:
 
     def is_ours(path: Path) -> bool:
         part = part_of(path.name)
-        is_moved = part is not None and part >= int(
-            manifest.get("num_parts", 0)
-        )  # moved by a run that ended before listing them
+        # A run may have ended after moving shards here and before listing them.
+        is_moved = part is not None and part >= int(manifest.get("num_parts", 0))
         return not path.is_symlink() and (
             path.name in _BESIDE
             or path.name in listed

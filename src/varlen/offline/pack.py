@@ -503,8 +503,7 @@ class PackSettings:
     format: OutputFormat = "parquet"
     # Also write `position_ids`: 0, 1, ... in each document.
     position_ids: bool = False
-    # Also write `document_ids` and `document_starts`: the document of each piece, and where the piece begins in it.
-    trace: bool = False
+    trace: bool = False  # also write `document_ids` and `document_starts`: the origin of each piece
     part_tokens: int = 1 << 23  # approximate tokens per file; memory grows with it
 
     def __post_init__(self) -> None:

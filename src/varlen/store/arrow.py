@@ -27,8 +27,7 @@ from varlen.store.token_files import Unchanged, sampled_mark
 from varlen.text.loss_masks import Mask
 from varlen.types import IntArray
 
-# Roles with which a row is one document of contiguous tokens.
-_READ = {"input_ids", "labels", "loss_mask", "attention_mask"}
+_READ = {"input_ids", "labels", "loss_mask", "attention_mask"}  # one contiguous document per row
 _KEPT_BATCHES = 4096
 _MAGIC = b"ARROW1"
 _Flat = tuple[npt.NDArray[Any], IntArray]

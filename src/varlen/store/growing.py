@@ -198,9 +198,7 @@ class PartialStore:
         """Whether a run holds the lock, or that is unknown."""
         try:
             with (self._partial / WORK / LOCK).open("rb") as lock:
-                fcntl.flock(
-                    lock, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # released at once: a run waits this short time for it
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once, for which runs wait
         except FileNotFoundError:
             return False
         except OSError:

@@ -132,8 +132,7 @@ class _EachText:
 # processes receive the result.
 
 _log = logging.getLogger(__name__)
-# File suffixes; a name on a hub may have another one, as `Llama-3.1-8B` has.
-_FILES = (".json", ".model", ".txt", ".jinja", ".gz", ".zst")
+_FILES = (".json", ".model", ".txt", ".jinja", ".gz", ".zst")  # a hub's `Llama-3.1-8B` ends in another
 _BACKEND, _CONFIG, _MAP, _ADDED, _MODEL = (
     "tokenizer.json",
     "tokenizer_config.json",

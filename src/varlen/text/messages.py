@@ -32,8 +32,7 @@ from varlen.files.rows import READ_AS_TEXT, found_kind
 from varlen.text.loss_masks import ALLOWED, OPTION
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Keys of a message's thoughts; the first is the common one.
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the first is the common one
 
 # Roles by the names of ShareGPT, Gemma and old OpenAI formats, and the common ones.
 _ROLE_OF = {role: role for role in ROLES} | {
@@ -477,8 +476,7 @@ class Chat:
     messages: list[dict[str, Any]]
     off: frozenset[int] = frozenset()  # indexes of messages whose labels are switched off
     is_plain: bool = False  # all messages consist of role and text only
-    # Weight of a message's labels by index, where neither 0 nor 1.
-    weights: Mapping[int, float] = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)  # by index, where neither 0 nor 1
 
     def behind(self, number: int) -> tuple[frozenset[int], dict[int, float]]:
         """Return `off` and `weights` shifted by a number of preceding messages."""

@@ -386,10 +386,8 @@ class Rendered:
 
     text: str  # as the template writes it
     spans: tuple[tuple[int, int], ...]  # supervised characters [start, stop), ascending, disjoint, none empty
-    # The last message is the assistant's and no end-of-turn mark follows it, so a supervised EOS is to be appended.
-    needs_eos: bool
-    # Assistant text that isn't supervised, because its author switched it off.
-    off: tuple[tuple[int, int], ...] = ()
+    needs_eos: bool  # it ends with an assistant's message without an end mark, so append a supervised EOS
+    off: tuple[tuple[int, int], ...] = ()  # assistant text that its author switched off
     weights: tuple[float, ...] = ()  # label weight of each span; empty where all are 1
     losses: Losses = NO_LOSSES  # what the template left out
 
@@ -400,8 +398,7 @@ class Choice:
 
     everything: bool = False  # supervise all of the text except what its author switches off
     last: bool = False  # supervise only the last of the assistant's messages
-    # Count text of an assistant's turn that the template doesn't write, instead of raising.
-    allow_unwritten: bool = False
+    allow_unwritten: bool = False  # count what a template drops of an assistant's turn, instead of raising
     row_weights: bool = False  # accept message weights other than 0 and 1
 
 

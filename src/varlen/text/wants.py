@@ -28,8 +28,7 @@ _ARGUMENTS: dict[str, Any] = {
     _OTHER: {_SAID: _NUMBER, _THOUGHT: [_MORE, {_USER: _FRACTION}]},
     "last": -_NUMBER // 7,
 }
-# Transformers drops keys whose value is null, so that is tried first.
-_BLANKS: tuple[Blank, ...] = ("absent", "empty", "null")
+_BLANKS: tuple[Blank, ...] = ("absent", "empty", "null")  # as transformers does first
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -48,12 +47,13 @@ class Wants:
     null: Blank  # how a null content beside calls is passed
     empty: Blank  # how an empty content beside calls is passed
     thoughts: tuple[str, ...]  # keys for thoughts, in addition to those of transformers
-    # Any arguments are written in full; otherwise those of each row must be searched for.
-    whole_arguments: bool
-    # Parts of a content are written as their joined texts, or unsupported, so that they are joined.
-    joins: bool
-    # Tools in OpenAI's form, or only their `function`; None: it writes no tools.
-    tools: Literal["wrapped", "bare"] | None
+    whole_arguments: (
+        bool  # any arguments are written in full; otherwise those of each row must be searched for
+    )
+    joins: (
+        bool  # parts of a content are written as their joined texts, or unsupported, so that they are joined
+    )
+    tools: Literal["wrapped", "bare"] | None  # OpenAI's form, or only their `function`; None: writes none
 
 
 def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:

@@ -18,8 +18,7 @@ from varlen.files.opening import other_content
 from varlen.files.paths import File
 from varlen.files.rows import Fault, Rows, as_list, faulty
 
-# Rows inspected to find the columns: more where these differ, and the most where none can be used.
-_LOOKED_AT = (3, 16, 1000)
+_LOOKED_AT = (3, 16, 1000)  # rows inspected for columns: more if they differ, the most if none is usable
 
 
 def rows_of(
