@@ -2,11 +2,11 @@
 
 ::
 
-    a.jsonl      |----|----|----|--|      bytes, moved to line ends by whoever reads them
-    b.parquet    |--:--:--|---|           row groups, the large ones in parts of their rows
+    a.jsonl      |----|----|----|--|      bytes, which the reader moves to line ends
+    b.parquet    |--:--:--|---|           row groups, large ones in parts of their rows
     c.jsonl.gz   ~~~~~~~~~~~~~~~~~        can't be cut: read from its beginning, in chunks
 
-Blocks follow from names, sizes and what tables say of themselves, so that every rank has the same without reading.
+Blocks depend only on names, sizes and the metadata of tables, so that every rank has the same without reading.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ first bytes                            are those of
 `PAR1`                                 Parquet
 `ARROW1`; ff ff ff ff and a length     Arrow, as a file or a stream
 zip whose first member is `*.npy`      npz
-`{`, and objects line by line          JSON lines: two lines or more that are objects each; or one, even if only
-                                       its beginning is seen, with a field that documents have
-`[` and an object                      JSON, if the object has a field that documents have
-`ustar` at byte 257, `%PDF-`, ...      a file that isn't read: it is refused by what it is
-anything else                          text; a document with a NUL byte is refused
+`{`, and objects line by line          JSON lines: at least two lines that are objects; or one object, possibly
+                                       incomplete, with a document field
+`[` and an object                      JSON, if the object has a document field
+`ustar` at byte 257, `%PDF-`, ...      an unsupported file; the error names its type
+anything else                          text; a document with a NUL byte is an error
 =====================================  ==========================================================================
 
 Prose, source code, one object over several lines and lists of values stay text.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from varlen.counts import many
 from varlen.errors import SourceError
@@ -35,7 +35,7 @@ class Live:
     is_once: bool  # whether they can be iterated over only once
 
 
-class _Lines:
+class LiveRows:
     """The lines of one pass over served rows, as a file read from its beginning."""
 
     def __init__(self, where: str, path: str) -> None:
@@ -67,19 +67,15 @@ class _Lines:
         return line
 
     def close(self) -> None:
+        """Disconnect."""
         self._file.close()
         self._socket.close()
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> LiveRows:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def open_live(where: str, path: str) -> BinaryIO:
-    """Begin a pass over served rows."""
-    return cast(BinaryIO, _Lines(where, path))
 
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]

@@ -50,11 +50,6 @@ def losses_of(faults: Iterable[Fault]) -> Losses:
     return total(fault.losses for fault in faults)
 
 
-def zero() -> int:
-    """Return 0."""
-    return 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rows:
     """Consecutive rows of one file.
@@ -67,7 +62,7 @@ class Rows:
     path: str
     unit: str = "row"  # what is counted: "line", "row", "value", "paragraph"; "" where the file is one row
     # Rows of the file before those that `numbers` count from; called only for messages, since it may read.
-    base: Callable[[], int] = zero
+    base: Callable[[], int] = int
     faults: tuple[Fault, ...] = ()  # unreadable rows between these; they have no entry in the columns
 
     def __len__(self) -> int:

@@ -1,15 +1,15 @@
 """The status of a local file when it was listed, and whether the file there now has the same content.
 
 ==========================  ======================================================================================
-what differs                what is done
+difference                  action
 ==========================  ======================================================================================
-its size                    refused
-its time of change          its content is compared, if all of it is known by its SHA-256; else refused
-its inode, or the time at   its content is compared, by SHA-256 or by samples, whichever is known; some network file
-which that was changed      systems number files anew, so where neither is known that alone says nothing
+size                        raise
+modification time           compare the content with its SHA-256, if that is known; else raise
+inode, or inode change      compare the content with its SHA-256 or its samples, if known; else ignore, since some
+time                        network file systems renumber files
 ==========================  ======================================================================================
 
-Content is compared once for each such difference, and remembered.
+Content is compared once for each such difference; the result is cached.
 """
 
 from __future__ import annotations

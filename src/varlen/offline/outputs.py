@@ -2,16 +2,16 @@
 
 ::
 
-    OUT.partial/               becomes OUT by one rename, when it is whole
-      part-00000.parquet ...   what goes with it
-      .work/                   what doesn't: removed after the rename
+    OUT.partial/               renamed to OUT when it is complete
+      part-00000.parquet ...   the output
+      .work/                   removed after the rename
         lock                   held while a run works
-        state.json             what the run makes
-        plan.json              how many parts a token store will have, for those who read it already
-        part-00000.json ...    notes of finished tasks, which a later run takes over
+        state.json             the run's fingerprint
+        plan.json              the final number of parts of a token store, for concurrent readers
+        part-00000.json ...    notes of finished tasks, which a later run reuses
 
-A file's content is on the disk before the file gets its name, and a note is written after what it speaks of, so
-that a note can be believed after a power cut too.
+A file is flushed to disk before it gets its name, and a note is written after the file that it describes, so notes
+are valid even after a power failure.
 """
 
 from __future__ import annotations
@@ -207,11 +207,6 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
             folder.replace(replaced_place(partial))
         partial.replace(folder)
         sync(folder.absolute().parent)
-    tidy(folder)
-
-
-def tidy(folder: Path) -> None:
-    """Remove the work files beside a finished output."""
     remove_work(folder)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from varlen.errors import MissingExtraError, SettingError
 from varlen.regular import read_regular, read_regular_text
-from varlen.text.identity import function_fingerprint
+from varlen.text.identity import backend_fingerprint, function_fingerprint
 from varlen.text.tokenizer import (
     ByteTokenizer,
     FastTokenizer,
@@ -21,12 +21,11 @@ from varlen.text.tokenizer import (
     Specials,
     Tokenizer,
     backend_faults,
+    is_cuttable,
 )
 
 if TYPE_CHECKING:
     import tokenizers
-from varlen.text.identity import backend_fingerprint
-from varlen.text.tokenizer import is_cuttable
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -192,21 +191,8 @@ _WITHOUT_EFFECT = frozenset(
 _OTHER_FORMS = ("tekken.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 # Files that transformers' tokenizers are read from.
 _PATTERNS = (
-    "tokenizer*.*",
-    "tokenization*.json",
-    _MAP,
-    _ADDED,
-    _TEMPLATE,
-    _TEMPLATES,
-    _PROCESSORS,
-    "vocab*",
-    "merges*.txt",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "tekken.json",
-    "bpe.codes",
-    "emoji.json",
+    *(_MAP, _ADDED, _TEMPLATE, _TEMPLATES, _PROCESSORS, "tokenizer*.*", "tokenization*.json", "vocab*"),
+    *("merges*.txt", "*.model", "*.spm", "*.tiktoken", "tekken.json", "bpe.codes", "emoji.json"),
 )
 _PLAIN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 

@@ -8,9 +8,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varlen.errors import SourceError
+from varlen.errors import MissingExtraError, SettingError, SourceError
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.text.assistant_spans import Located, by_frames, by_prefixes, fill, fill_masked
 from varlen.text.messages import Chat, apart_thoughts, joined, well_formed
@@ -28,11 +31,6 @@ from varlen.text.skeleton import (
 
 if TYPE_CHECKING:
     from varlen.text.chat_template import ChatTemplate
-from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
-
-from varlen.errors import MissingExtraError, SettingError
 
 _MOST_SKELETONS = 512
 _WAYS_OUT = (
