@@ -38,7 +38,11 @@ def of_missing(library: str, needed_by: str) -> MissingExtraError:
 
 
 def tell_of_missing(package: str) -> None:
-    """Make imports of a package's modules raise MissingExtraError for libraries that aren't installed."""
+    """Make imports of a package's modules raise MissingExtraError for libraries that aren't installed.
+
+    Args:
+        package: a package of varlen.
+    """
     if not any(isinstance(each, _Finder) and each.package == package for each in sys.meta_path):
         sys.meta_path.insert(0, _Finder(package))
 

@@ -7,7 +7,7 @@
                ─► pass 1: ...                                 (each opening of the file is a pass, from the first row)
 
 The iterable stays in its process and is consumed at the reader's speed: the socket buffers a few hundred KB, and no
-disk is used. Each epoch is a pass, and so is each resumption from a state, which reads again up to its position. Lines
+disk is used. Each epoch is a pass, and so is resuming from a state, which reads again up to its position. Lines
 are hashed while they are read (`formats.jsonl`), and a state holds the hash of the rows before it, so that resuming
 with an iterable of other rows raises.
 """
