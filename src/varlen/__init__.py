@@ -17,8 +17,8 @@ import varlen.pack
 import varlen.simulate
 import varlen.verify  # noqa: F401
 
-# `varlen.pack` is a room and `vl.pack` a verb; so are `simulate` and `verify`. Python binds a room's name to its
-# parent when the room is first imported; imported here and unbound, it can never hide the verb later.
+# `varlen.pack` is a package and `vl.pack` a function; likewise `simulate` and `verify`. Python binds a subpackage to
+# its parent when it is first imported; imported here and unbound, it can't hide the function later.
 del pack, simulate, verify  # noqa: F821
 
 if TYPE_CHECKING:

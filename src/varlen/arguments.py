@@ -1,4 +1,4 @@
-"""Arguments and settings, each checked by one function, with sentences that say what is taken."""
+"""Validation of arguments and settings, one function each; error messages say what is accepted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import re
 from varlen.errors import SettingError
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-LARGEST = 2**31 - 1
-"""Longest document, largest capacity and most documents in one call: what an int32 holds."""
+LARGEST = 2**31 - 1  # longest document, largest capacity and most documents in one call: what an int32 holds
 
 
 def as_count(value: object, name: str, least: int = 1, most: int = LARGEST) -> int:
-    """Return a setting as a whole number from `least` to `most`."""
+    """Return a setting as an integer from `least` to `most`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -24,7 +23,7 @@ def as_count(value: object, name: str, least: int = 1, most: int = LARGEST) -> i
 
 
 def check_multiple(capacity: int, multiple: int, name: str) -> None:
-    """Require that a capacity is a multiple, or name the nearest that are."""
+    """Raise unless a capacity is a multiple, naming the nearest that are."""
     if capacity % multiple:
         below, above = capacity // multiple * multiple, (capacity // multiple + 1) * multiple
         near = f"{below:,} or {above:,}" if below else f"{above:,}"
@@ -34,13 +33,13 @@ def check_multiple(capacity: int, multiple: int, name: str) -> None:
 
 
 def as_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
-    """Require one of a few words."""
+    """Raise unless a value is one of the choices."""
     if value not in choices:
         raise SettingError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
 def as_seed(seed: object) -> int:
-    """Return a seed as a whole number from 0 to 2^64 - 1."""
+    """Return a seed as an integer from 0 to 2^64 - 1."""
     try:
         number = operator.index(seed)  # type: ignore[arg-type]
     except TypeError:
@@ -50,8 +49,7 @@ def as_seed(seed: object) -> int:
     return number
 
 
-TOKENS = "4096, 4k (of 1,024) or 1m"
-"""How a number of tokens is given, for messages and help."""
+TOKENS = "4096, 4k (of 1,024) or 1m"  # accepted forms of a number of tokens, for messages and help
 
 
 def as_tokens(given: object, name: str) -> int:
@@ -60,12 +58,12 @@ def as_tokens(given: object, name: str) -> int:
     >>> as_tokens("256k", "--capacity"), as_tokens("1M", "--capacity"), as_tokens("8_192", "--capacity")
     (262144, 1048576, 8192)
     """
-    found = (
+    match = (
         re.fullmatch(r"(\d[\d_,]{0,20})\s*([km]?)", given.strip().lower(), re.ASCII)
         if isinstance(given, str)
         else None
     )
-    value = int(re.sub("[_,]", "", found[1])) * _UNITS[found[2]] if found else 0
+    value = int(re.sub("[_,]", "", match[1])) * _UNITS[match[2]] if match else 0
     if isinstance(given, int) and not isinstance(given, bool):
         value = given
     if not 1 <= value <= LARGEST:

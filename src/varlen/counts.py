@@ -1,4 +1,4 @@
-"""A number of things in words."""
+"""Counted nouns for messages."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-PATIENCE_S = 0.5
-"""Seconds that a process packs in Python before numba is worth its import, which takes about as long."""
+PATIENCE_S = 0.5  # a process packs so long in Python before importing numba, which takes as long
 
 _in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
 _spent_s = 0.0
@@ -40,25 +39,25 @@ _is_enabled = os.environ.get("VARLEN_JIT", "1") != "0"
 
 
 def is_enabled() -> bool:
-    """Return whether kernels are compiled; False where the environment said `VARLEN_JIT=0` at the import."""
+    """Whether kernels are compiled; False if `VARLEN_JIT=0` was set at import."""
     return _is_enabled
 
 
 def in_python() -> bool:
-    """Return whether a kernel that is called now runs in Python."""
+    """Whether a kernel called now runs in Python."""
     return _in_python.get() or not _is_enabled
 
 
 def load() -> None:
-    """Import numba now, in a process that will need it, while it waits for something else."""
+    """Import numba in advance, while the process waits for something else."""
     if is_enabled():
         _apart(importlib.import_module, "numba")
 
 
 def _apart(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Import or compile in a thread of its own, so that Ctrl-C interrupts the wait for it and not the work.
+    """Import or compile in a separate thread, so that Ctrl-C interrupts the wait but not the work.
 
-    What is imported or registered by half can't be done again in the same process.
+    A half-finished import or registration can't be repeated in the same process.
     """
     if threading.current_thread() is not threading.main_thread():
         return call(*arguments)
@@ -81,10 +80,9 @@ def _apart(call: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextmanager
 def sized(expected_s: float) -> Iterator[None]:
-    """Within this block, run small work in Python as long as numba isn't loaded; the results are the same.
+    """Within this context, run small work in Python unless numba is loaded; the results are the same.
 
-    So a script that packs some documents never waits for the compiler. `VARLEN_JIT=1` compiles whatever the
-    size.
+    So a script that packs a few documents never waits for the compiler. `VARLEN_JIT=1` compiles whatever the size.
     """
     global _spent_s
     loaded = "numba" in sys.modules or "VARLEN_JIT" in os.environ
@@ -98,15 +96,14 @@ def sized(expected_s: float) -> Iterator[None]:
             _spent_s += min(time.perf_counter() - begun, expected_s)
 
 
-_kernels: defaultdict[str, dict[str, _Kernel]] = defaultdict(dict)
-"""The kernels of each module, by name."""
+_kernels: defaultdict[str, dict[str, _Kernel]] = defaultdict(dict)  # kernels of each module, by name
 
 
 class _Kernel:
-    """A kernel under its own name: a call compiles it, or runs its source in Python.
+    """A named kernel: a call compiles it, or runs its source in Python.
 
-    Numba and plain Python each see a copy of the kernel's module in which the names of other kernels stand for their
-    compiled or plain functions.
+    Numba and plain Python each get a copy of the kernel's module in which the names of other kernels are bound to
+    their compiled or plain functions.
     """
 
     def __init__(
@@ -119,13 +116,12 @@ class _Kernel:
         functools.update_wrapper(self, function)
         self.name = function.__name__
         self.function, self.python_form, self.is_inlined = function, in_python, is_inlined
-        self.dispatcher: Any = None
-        """Numba's, once the kernel was called."""
+        self.dispatcher: Any = None  # numba's, after the first call
         self._is_compiled = False
         _kernels[self.__module__][self.name] = self
 
     def __call__(self, *arguments: Any) -> Any:
-        # Thousands of calls a second take microseconds each: what a call has to do once stands in `_first`.
+        # Thousands of calls a second take microseconds each, so work for the first call is in `_first`.
         if not self._is_compiled or _in_python.get() or not _is_enabled:
             return self._first(arguments)
         try:
@@ -150,10 +146,10 @@ class _Kernel:
 
 
 def _cause_of(error: SystemError) -> BaseException:
-    """Return what a signal's handler raised during a call of a kernel, such as KeyboardInterrupt.
+    """Return what a signal handler raised during a kernel call, such as KeyboardInterrupt.
 
-    numba calls Python to load, box and unbox. What is raised there comes out of numba's code as SystemError
-    ("returned a result with an exception set"), with the exception as its cause.
+    numba calls Python to load, box and unbox. An exception raised there leaves numba's code as a SystemError
+    ("returned a result with an exception set") with the exception as its cause.
     """
     raised: BaseException | None = error
     while isinstance(raised, SystemError):
@@ -162,7 +158,7 @@ def _cause_of(error: SystemError) -> BaseException:
 
 
 def _boxed(result: Any) -> Any:
-    """Return what numba would: Python's own numbers in place of NumPy's scalars."""
+    """Convert NumPy scalars to Python numbers, as numba does."""
     if isinstance(result, np.generic):
         return result.item()
     if type(result) is tuple:
@@ -172,7 +168,7 @@ def _boxed(result: Any) -> Any:
 
 @functools.cache
 def _functions(module: str, *, compiled: bool) -> dict[str, Any]:
-    """Return the namespace of a module with each of its kernels made anew, to call each other directly."""
+    """Return the namespace of a module with all its kernels rebuilt, so that they call each other directly."""
     kernels = _kernels[module]
     names = dict(next(iter(kernels.values())).function.__globals__)
     for name, kernel in kernels.items():
@@ -188,11 +184,11 @@ def _dispatcher(function: types.FunctionType, is_inlined: bool) -> Any:
 
     if is_inlined:
         return numba.njit(inline="always", error_model="numpy")(function)
-    # Kernels are called from Python alone and hold no array expressions; leaving out what serves those saves
-    # a fifth of the compile time.
+    # Kernels are called only from Python and contain no array expressions; without the options for those, compiling
+    # takes a fifth less time.
     options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "no_rewrites": True}
     made: Any = numba.njit(**options)(function)
-    if made is not function:  # it is under NUMBA_DISABLE_JIT=1, which runs kernels in Python for a debugger
+    if made is not function:  # equal under NUMBA_DISABLE_JIT=1, which runs kernels in Python for a debugger
         if kernel_cache.keep(made, inspect.getfile(function)):
             _forgive(made._cache)
         else:
@@ -205,12 +201,11 @@ def compiled(function: _Function) -> _Function: ...
 @overload
 def compiled(*, in_python: Callable[..., Any]) -> Callable[[_Function], _Function]: ...
 def compiled(function: Any = None, *, in_python: Callable[..., Any] | None = None) -> Any:
-    """Make a kernel of a function: it is called as before, and compiled by its first call.
+    """Make a function a kernel, which is compiled on its first call.
 
-    Machine code is kept on disk where that is possible: beside the source, or in the user's cache folder, or in a
-    folder of the user's own, whichever can be written by this user and by nobody else (see `kernel_cache`). A cache
-    that breaks later (a full disk, a file cut short) is left aside or begun anew: it costs time and a log line,
-    never the call.
+    Machine code is cached on disk if possible: beside the source, or in the user's cache folder, or in a private
+    folder, whichever only this user can write (see `kernel_cache`). A cache that breaks later (a full disk, a
+    truncated file) is ignored or rebuilt: that costs time and a log line, but doesn't fail.
 
     The GIL is released while the kernel runs. Under `VARLEN_JIT=0` and within `sized`, its source runs in Python.
     """
@@ -220,21 +215,21 @@ def compiled(function: Any = None, *, in_python: Callable[..., Any] | None = Non
 
 
 def inlined(function: _Function) -> _Function:
-    """Compile a part of a kernel into each kernel of its file that calls it.
+    """Inline a function into each kernel of its file that calls it.
 
-    Worth it where it takes many arrays and does little with them: a call costs more than the work then.
+    Worthwhile for functions that take many arrays and do little: a call would cost more than the work.
     """
     return cast(_Function, _Kernel(function, is_inlined=True))
 
 
 def _forgive(cache: Any) -> None:
-    """Let a numba cache miss where it would raise."""
+    """Make a numba cache miss where it would raise."""
     load, save = cache.load_overload, cache.save_overload
 
     def load_or_miss(*arguments: Any) -> Any:
         try:
             return load(*arguments)
-        except Exception as error:  # a damaged file can raise almost anything when it is unpickled
+        except Exception as error:  # unpickling a damaged file can raise almost anything
             _log.info("a compiled kernel could not be read from disk: %r; compiling it again", error)
             try:
                 cache.flush()

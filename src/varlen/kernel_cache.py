@@ -1,8 +1,8 @@
-"""Where compiled kernels are kept: only in folders that nobody else can write, since reading them runs them.
+"""Caching of compiled kernels: only in folders that nobody else can write, since loading them executes them.
 
-numba keeps machine code and pickles. A folder is taken if this user or root owns it, and nobody else can write it or
-put another in its place: that is asked of the folder, of each folder above it, and of the files. The private group of
-the user is nobody else. Where the usual folders are open to others, the kernels are kept in a private one.
+numba stores machine code and pickles. A folder is trusted if this user or root owns it, and nobody else can write or
+replace it; the same is checked for each folder above it, and for the files. The user's private group doesn't count as
+somebody else. Where the usual folders are writable by others, a private one is used.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """The user who would run what a file holds."""
+    """The user who would execute a file's content."""
 
     user: int
-    private_group: int | None = None
-    """The group that has this user for its only member, if there is one."""
+    private_group: int | None = None  # the group whose only member is this user, if there is one
 
 
 def is_private(
     place: os.stat_result, reader: Reader, *, is_above: bool = False, has_acl: bool = False
 ) -> bool:
-    """Return whether nobody but the reader and root decides what stands in a file or folder."""
+    """Whether only the reader and root can change a file or folder."""
     if place.st_uid not in (0, reader.user):
         return False
     open_to = place.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -54,22 +53,22 @@ def reader() -> Reader:
 
 
 def _private_group(user: int) -> int | None:
-    """Return the group that is named as the user, is their first, and has no other member."""
+    """Return the primary group of the user if it has the user's name and no other member."""
     import grp
     import pwd
 
     try:
-        found = pwd.getpwuid(user)
-        group = grp.getgrgid(found.pw_gid)
+        account = pwd.getpwuid(user)
+        group = grp.getgrgid(account.pw_gid)
     except (KeyError, OSError):
         return None
-    is_shared = group.gr_name != found.pw_name or set(group.gr_mem) - {found.pw_name}
-    others = any(one.pw_gid == found.pw_gid and one.pw_uid != user for one in pwd.getpwall())
-    return None if is_shared or others else int(found.pw_gid)
+    is_shared = group.gr_name != account.pw_name or set(group.gr_mem) - {account.pw_name}
+    others = any(other.pw_gid == account.pw_gid and other.pw_uid != user for other in pwd.getpwall())
+    return None if is_shared or others else int(account.pw_gid)
 
 
 def is_trusted(folder: Path) -> bool:
-    """Return whether nobody else can write a folder, or put another in its place."""
+    """Whether nobody else can write a folder, or replace it."""
     places = [folder, *folder.parents]
     try:
         return all(
@@ -83,32 +82,34 @@ def is_trusted(folder: Path) -> bool:
 def _has_acl(place: Path) -> bool:
     try:
         return "system.posix_acl_access" in os.listxattr(place)
-    except (OSError, AttributeError):  # a file system, or an operating system, without such lists
+    except (OSError, AttributeError):  # a file system or operating system without ACLs
         return False
 
 
 def folder_for(source: str) -> Path | None:
-    """Return the folder that holds the compiled kernels of a source file, made if need be.
+    """Return the folder for the compiled kernels of a source file, created if need be.
 
-    Looked at in this order: NUMBA_CACHE_DIR, `__pycache__` beside the source, the user's cache folder, a folder of
-    the user's own among the temporary ones, and a new one that this process alone uses.
+    Tried in this order: NUMBA_CACHE_DIR, `__pycache__` beside the source, the user's cache folder, a private folder
+    in the temporary folder, and a new one for this process only.
     """
     for candidate in _candidates(source):
         with suppress(OSError):
             for folder in (*reversed(candidate.parents), candidate):
                 if not folder.exists():
                     folder.mkdir(mode=0o700, exist_ok=True)
-            found = candidate.resolve()
-            if not is_trusted(found):
-                _log.info("compiled kernels are not kept in %s, which others than this user can write", found)
+            folder_ = candidate.resolve()
+            if not is_trusted(folder_):
+                _log.info(
+                    "compiled kernels are not kept in %s, which others than this user can write", folder_
+                )
                 continue
-            tempfile.TemporaryFile(dir=found).close()  # only a try says whether it can be written
-            return found
+            tempfile.TemporaryFile(dir=folder_).close()  # only an attempt shows whether it can be written
+            return folder_
     return _of_this_process(source)
 
 
 def _candidates(source: str) -> Iterator[Path]:
-    """Yield the folders that could hold the kernels of a file."""
+    """Yield the folders to try for a file's kernels."""
     if named := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(named, _name_of(source))
     yield Path(source).parent / "__pycache__"
@@ -133,7 +134,7 @@ def _name_of(source: str) -> str:
 
 
 def _of_this_process(source: str) -> Path | None:
-    """Return a new folder, which goes with this process."""
+    """Return a new folder, which is removed at exit."""
     try:
         return _temporary(os.getpid()) / _name_of(source)
     except OSError:
@@ -145,7 +146,7 @@ def _temporary(process: int) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="varlen-kernels-"))
 
     def remove() -> None:
-        if os.getpid() == process:  # a fork leaves it to its parent
+        if os.getpid() == process:  # forks leave it to their parent
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
@@ -153,7 +154,7 @@ def _temporary(process: int) -> Path:
 
 
 def keep(kernel: Any, source: str) -> bool:
-    """Have numba keep the machine code of a kernel on disk, in a folder that only this user can write."""
+    """Make numba cache a kernel's machine code in a folder that only this user can write."""
     folder = folder_for(source) if os.path.exists(source) else None  # noqa: PTH110, it may come from no file
     if folder is None:
         return False
@@ -167,7 +168,7 @@ def keep(kernel: Any, source: str) -> bool:
 
 
 def _if_private(load: Callable[..., Any], path_of: Callable[..., str], otherwise: Any) -> Callable[..., Any]:
-    """Load a file only if nobody else wrote it."""
+    """Wrap a loading function to ignore files that others can write."""
 
     def loaded(*arguments: Any) -> Any:
         path = path_of(*arguments)
@@ -185,7 +186,7 @@ def _if_private(load: Callable[..., Any], path_of: Callable[..., str], otherwise
 
 @functools.cache
 def _cache_type() -> Any:
-    """Return numba's cache in a folder that is given, whatever a configuration file of the current folder names."""
+    """Return a numba cache class with a given folder, regardless of configuration files."""
     from numba.core import caching
 
     class Locator(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):

@@ -1,4 +1,4 @@
-"""How this process was started: alone, or as one of several that a launcher started with the same command."""
+"""How this process was launched: alone, or as one of several with the same command."""
 
 from __future__ import annotations
 
@@ -7,52 +7,44 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+# Environment variables of launchers for the number of processes and the rank. `SLURM_NTASKS` and `SLURM_PROCID` alone
+# don't count: sbatch and salloc set them for a single process.
 _LAUNCHERS = (
     ("WORLD_SIZE", "RANK"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-"""Variables that launchers set in each process of a step: how many there are, and which this is.
-
-`SLURM_NTASKS` and `SLURM_PROCID` alone say nothing: sbatch and salloc set them for a single process.
-"""
-_NO_STEP = 0xFFFFFFF0
-"""Ids of Slurm's steps from here on are of a batch script or a shell, not of what srun starts."""
+_NO_STEP = 0xFFFFFFF0  # Slurm's step ids from here on are of batch scripts and shells, not of srun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Several processes that were started with the same command."""
+    """One of several processes that were launched with the same command."""
 
-    said_by: str
-    """What says so: the name of a variable, or the process group."""
-    size: str
-    """How many, as that has it."""
-    rank: str | None
-    """Which this is, from 0; None where nothing says so."""
-    rank_code: str
-    """Python that gives the rank."""
-    size_code: str
-    """Python that gives the number."""
+    said_by: str  # source of the information: the name of a variable, or the process group
+    size: str  # number of processes, as the source spells it
+    rank: str | None  # from 0; None if unknown
+    rank_code: str  # Python code for the rank
+    size_code: str  # Python code for the number of processes
 
     @property
     def said(self) -> str:
-        """What this process is, in words."""
+        """A sentence about this process."""
         return f"this is one of {self.size} processes ({self.said_by})"
 
     @property
     def arguments(self) -> str:
-        """What to pass to whatever takes ranks."""
+        """Arguments for functions that take ranks."""
         return f"dp_rank={self.rank_code}, dp_world_size={self.size_code}"
 
 
 def launched() -> Launch | None:
-    """Return the processes that this one is one of; None where it is alone, as far as can be known.
+    """Return the launch of this process; None where it is alone, as far as known.
 
-    Asked in this order: an initialised process group of torch.distributed, which knows; the number that torchrun
-    gives, which knows as well; then `WORLD_SIZE`, Open MPI's, PMI's and Slurm's, of which one above 1 is enough.
-    torch is not imported.
+    Checked in this order: an initialised process group of torch.distributed, which is authoritative; torchrun's
+    number, which is as well; then `WORLD_SIZE` and the variables of Open MPI, PMI and Slurm, of which a single one
+    above 1 is enough. Doesn't import torch.
     """
     group = _process_group()
     if group is not None:
@@ -60,25 +52,25 @@ def launched() -> Launch | None:
     if os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         return None
     for size, rank in _LAUNCHERS:
-        said = os.environ.get(size, "").strip()
-        if not said or _is_one(said) or (size.startswith("SLURM") and not _is_step()):
+        count = os.environ.get(size, "").strip()
+        if not count or _is_one(count) or (size.startswith("SLURM") and not _is_step()):
             continue
-        told = os.environ.get(rank, "").strip() or None
+        rank_value = os.environ.get(rank, "").strip() or None
         code = [f'int(os.environ["{name}"])' for name in (rank, size)]
-        return Launch(said_by=size, size=said, rank=told, rank_code=code[0], size_code=code[1])
+        return Launch(said_by=size, size=count, rank=rank_value, rank_code=code[0], size_code=code[1])
     return None
 
 
 def loading_workers() -> int:
-    """Return how many worker processes of PyTorch's DataLoader this is one of; 0 in any other process."""
+    """Return the number of workers of the PyTorch DataLoader that this process belongs to; 0 if it is none."""
     data: Any = sys.modules.get("torch.utils.data")
-    told = None if data is None else data.get_worker_info()
-    return 0 if told is None else int(told.num_workers)
+    worker = None if data is None else data.get_worker_info()
+    return 0 if worker is None else int(worker.num_workers)
 
 
 def _process_group() -> Launch | None:
     distributed: Any = sys.modules.get("torch.distributed")
-    # A module that is being imported by another thread lacks its names.
+    # A module that another thread is importing lacks its names.
     is_there = getattr(distributed, "is_available", bool)() and distributed.is_initialized()
     if not is_there:
         return None
@@ -91,15 +83,15 @@ def _process_group() -> Launch | None:
     )
 
 
-def _is_one(said: str) -> bool:
-    """Whether a launcher's number is at most 1. What is no number may be any."""
+def _is_one(text: str) -> bool:
+    """Whether a launcher's number is at most 1; False for other text."""
     try:
-        return int(said) <= 1
+        return int(text) <= 1
     except ValueError:
         return False
 
 
 def _is_step() -> bool:
-    """Whether srun started this process in a step of its own, and no batch script or shell did."""
+    """Whether srun started this process, rather than a batch script or shell."""
     step = os.environ.get("SLURM_STEP_ID") or os.environ.get("SLURM_STEPID") or "0"
     return step.isdigit() and int(step) < _NO_STEP

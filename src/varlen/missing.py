@@ -1,4 +1,4 @@
-"""One sentence for a library that isn't installed, wherever a public name or an adapter needs it."""
+"""The error for a library that isn't installed, wherever a public name or an adapter needs it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,26 @@ from types import ModuleType
 
 from varlen.errors import MissingExtraError
 
+# Extras of varlen that install a library.
 _EXTRAS = {"torch": "train", "transformers": "train", "highspy": "plan", "ray": "ray", "s3fs": "s3"}
-"""Libraries that an extra of varlen installs."""
-_PACKAGES = {"yaml": "pyyaml", "megatron": "megatron-core"}
-"""Distributions that aren't called what they are imported as."""
+_PACKAGES = {
+    "yaml": "pyyaml",
+    "megatron": "megatron-core",
+}  # distributions with another name than their import
 
 
 def library_in(error: BaseException | None) -> str:
-    """Return the library whose absence an error tells of, itself or as its cause; empty where it tells of none.
-
-    Args:
-        error: as an import raised it.
-    """
-    found = ""
+    """Return the missing library that an import error or its cause reports; "" for other errors."""
+    library = ""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:
-            found = error.name.partition(".")[0]
+            library = error.name.partition(".")[0]
         error = error.__cause__ or error.__context__
-    return "" if found == "varlen" else found
+    return "" if library == "varlen" else library
 
 
 def of_missing(library: str, needed_by: str) -> MissingExtraError:
-    """Return the error that says what isn't installed, what needs it, and the command that installs it.
-
-    Args:
-        library: as it is imported.
-        needed_by: a public name.
-    """
+    """Return the error that names a missing library, what needs it, and the command that installs it."""
     extra = _EXTRAS.get(library)
     command = f"'varlen[{extra}]'" if extra else _PACKAGES.get(library, library)
     return MissingExtraError(
@@ -45,17 +38,17 @@ def of_missing(library: str, needed_by: str) -> MissingExtraError:
 
 
 def tell_of_missing(package: str) -> None:
-    """Let imports of a package's modules tell of libraries that aren't installed by a MissingExtraError.
+    """Make imports of a package's modules raise MissingExtraError for libraries that aren't installed.
 
     Args:
-        package: of varlen.
+        package: a package of varlen.
     """
     if not any(isinstance(each, _Finder) and each.package == package for each in sys.meta_path):
         sys.meta_path.insert(0, _Finder(package))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of one package as Python does, and has their code run by a `_Loader`."""
+    """Finds a package's modules as Python does, and loads them by `_Loader`."""
 
     def __init__(self, package: str) -> None:
         self.package = package

@@ -1,6 +1,6 @@
-"""What is known of transformers' families, by `config.model_type`: one row each, for every room that needs a fact.
+"""Facts about transformers' model families, by `config.model_type`: one row each, shared by all rooms.
 
-What isn't here is read off a model's config, its modules and its source.
+Everything else is read from a model's config, its modules and its source.
 """
 
 from __future__ import annotations
@@ -11,47 +11,38 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sliced:
-    """What a family does around its layers, as names of the decoder's modules and of its config's fields."""
+    """A family's operations around its layers, as names of the decoder's modules and of its config's fields."""
 
     embedding: str = "embed_tokens"
-    norm: str = "norm"
-    """After the last layer."""
+    norm: str = "norm"  # after the last layer
+    # Whether all layers share rotary positions, or there is one set per entry of `config.layer_types` (Gemma 3).
     rotary: Literal["shared", "by_layer_type"] = "shared"
-    """Whether all layers get the same rotary positions, or one per entry of `config.layer_types` (Gemma 3)."""
-    embedding_factor: str = ""
-    """Field by which embeddings are multiplied outside of their module (Granite)."""
-    logit_factor: str = ""
-    """Field by which logits are multiplied (Cohere)."""
-    logit_divisor: str = ""
-    """Field by which logits are divided (Granite)."""
+    embedding_factor: str = ""  # field that multiplies embeddings outside of their module (Granite)
+    logit_factor: str = ""  # field that multiplies logits (Cohere)
+    logit_divisor: str = ""  # field that divides logits (Granite)
+    # Field with c, where logits z become `c * tanh(z / c)` (Gemma 2); may be None in a config.
     logit_cap: str = ""
-    """Field of c where logits z become `c * tanh(z / c)` (Gemma 2); may be None in a config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One row; a family that has none is as this says where nothing is given."""
+    """One row; the defaults apply to families without one."""
 
-    sliced: Sliced | None = None
-    """How it runs in slices; None where it isn't known to mix tokens in its attention alone."""
+    sliced: Sliced | None = None  # how it runs in slices; None where tokens may mix outside of its attention
+    # Whether some layers pass a state, or the last few tokens, from token to token.
     is_recurrent: bool = False
-    """Whether some of its layers hand a state, or the last few tokens, from token to token."""
-    has_own_attention: bool = False
-    """Whether its attention computes its own scores, or isn't handed what its layer is."""
+    has_own_attention: bool = False  # computes its own scores, or ignores its layer's parameters
+    # Arguments for recurrent and convolution kernels: `seq_idx`, the segment number of every token ("numbers"), or
+    # that for convolutions and `cu_seqlens` for the recurrence, of a single row ("ends"). Determined by running each
+    # family with stand-ins for its kernels (`varlen.verify.models.backends`), which the tests repeat; where the
+    # kernels' packages aren't installed, transformers itself rejects boundaries.
     boundaries: Literal["", "numbers", "ends"] = ""
-    """What recurrent and convolving kernels are told: `seq_idx`, in which every token has the number of its segment;
-    or that for convolutions and `cu_seqlens` for the recurrence, of one row only. Found by running each with
-    stand-ins for its kernels (`varlen.verify.models.backends`), as the tests do again; where the kernels' packages
-    aren't installed, transformers itself refuses boundaries."""
-    takes_flat_masks: bool = False
-    """Whether its code takes masks of padding alone: a finished 4-D one makes it fail."""
+    takes_flat_masks: bool = False  # whether its code accepts only padding masks, and fails with a 4-D mask
+    # For families whose only positions are distances between tokens (ALiBi), the same wherever a document stands in
+    # its row: the setting that bounds a row's width.
     widest: str = ""
-    """Where its only positions are distances between tokens (ALiBi), the same wherever a document stands in its row:
-    the setting that bounds how wide a row may be."""
-    is_gated: bool = True
-    """Whether its feed-forward part has three matrices; else two."""
-    is_four_times: bool = False
-    """Whether its inner width is four times the hidden size where none is given."""
+    is_gated: bool = True  # whether its feed-forward part has three matrices instead of two
+    is_four_times: bool = False  # whether its inner width defaults to four times the hidden size
 
 
 PLAIN = Sliced()
@@ -60,6 +51,7 @@ GEMMA_3 = Sliced(logit_cap="final_logit_softcapping", rotary="by_layer_type")
 GRANITE = Sliced(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling")
 LLAMA_LIKE, RECURRENT = Family(sliced=PLAIN), Family(is_recurrent=True)
 
+# Those that run in slices are tested against their unsliced models.
 FAMILIES: dict[str, Family] = {
     "apertus": LLAMA_LIKE,
     "arcee": LLAMA_LIKE,
@@ -149,5 +141,4 @@ FAMILIES: dict[str, Family] = {
     "zamba2": Family(is_recurrent=True, boundaries="numbers"),
     "zaya": RECURRENT,
 }
-"""Those that run in slices are tested against their uncut models."""
 UNKNOWN = Family()  # for a family without a row

@@ -1,8 +1,7 @@
-"""JSON, TOML, YAML and Python of strangers: what can't be read, or stands for too much, is a `ValueError`.
+"""Parsing of untrusted JSON, TOML, YAML and Python: invalid or excessive input raises a `ValueError`.
 
-The parsers that this wraps recurse, build numbers of any size and follow aliases. Here, brackets nested too deeply,
-numbers of hundreds of digits and aliases that stand for a million values are refused, in a time that grows with the
-text.
+The wrapped parsers recurse, build numbers of any size and follow aliases. Excessive nesting, numbers of hundreds of
+digits and aliases that expand to a million values are rejected here, in linear time.
 """
 
 from __future__ import annotations
@@ -12,28 +11,25 @@ import json
 import re
 from typing import Any
 
-LARGEST_CONFIGURATION = 2**22
-"""Characters of a configuration in TOML or YAML, whose parsers are slow."""
+LARGEST_CONFIGURATION = 2**22  # characters of a configuration in TOML or YAML, whose parsers are slow
 _DEEPEST = 100
 _TRIES = 20
-_LONGEST_NUMBER = 320
-"""Characters of a number: a little more than the largest that floating point holds."""
+_LONGEST_NUMBER = 320  # characters of a number: a little more than the largest float has
 _MOST_VALUES = 1_000_000
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*\.[ \t]*){100}""")
 _DEEP = "brackets, tables or blocks nested too deeply"
 
 
 class UnreadableError(ValueError):
-    """A text isn't of its format, or stands for too much."""
+    """A text isn't of its format, or is excessive."""
 
     def __init__(self, said: str, line: int | None = None) -> None:
-        """Take what is wrong, and the line where that is known."""
         super().__init__(said)
         self.line = line
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON holds."""
+    """Parse JSON."""
     try:
         return json.loads(text, parse_int=_integer)
     except RecursionError:
@@ -45,17 +41,17 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return what TOML holds."""
+    """Parse TOML."""
     import tomllib
 
     _check_size(text, "TOML")
-    if _LONG_KEY.search(text):  # which takes tomllib a time that grows with its square
+    if _LONG_KEY.search(text):  # tomllib would take quadratic time
         raise UnreadableError("a key of over 100 parts")
     try:
         table = tomllib.loads(text)
     except RecursionError:
         raise UnreadableError(_DEEP) from None
-    except ValueError as error:  # of a number of thousands of digits, too
+    except ValueError as error:  # also for a number of thousands of digits
         raise UnreadableError(_first_line(error)) from None
     for value in _values(table):
         if type(value) is int and not -(2**63) <= value < 2**63:
@@ -64,7 +60,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what YAML holds, without running anything that it names."""
+    """Parse YAML without constructing objects that it names."""
     import yaml
 
     _check_size(text, "YAML")
@@ -82,11 +78,9 @@ def parse_yaml(text: str) -> Any:
         raise UnreadableError(_DEEP) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        said = getattr(error, "problem", None) or _first_line(error)
-        raise UnreadableError(said, None if mark is None else mark.line + 1) from None
-    except (
-        Exception
-    ) as error:  # PyYAML's constructors let what they call raise: a date of month 99, an empty !!int
+        message = getattr(error, "problem", None) or _first_line(error)
+        raise UnreadableError(message, None if mark is None else mark.line + 1) from None
+    except Exception as error:  # PyYAML's constructors may raise anything: a date of month 99, an empty !!int
         raise UnreadableError(f"a value that its tag doesn't allow ({_first_line(error)})") from None
     finally:
         if loader is not None:
@@ -94,10 +88,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_python(source: str) -> ast.Module:
-    """Return the syntax of Python source.
+    """Parse Python source.
 
-    CPython counts how deeply it nests in one place for all threads, and until 3.13 fails at random where two of them
-    parse at once; it is tried again then.
+    Until 3.13, CPython keeps one nesting counter for all threads, and fails at random where two of them parse at
+    once; this is retried.
     """
     for _ in range(_TRIES - 1):
         try:
@@ -108,13 +102,13 @@ def parse_python(source: str) -> ast.Module:
 
 
 def _check_node(node: Any, known: dict[int, int], depth: int) -> int:
-    """Return how many values a part of YAML stands for, with what its aliases repeat and its merges copy."""
+    """Return how many values a YAML node expands to, including aliases and merges."""
     line = node.start_mark.line + 1
-    found = known.get(id(node))
-    if found is not None:
-        if found < 0:
+    count_ = known.get(id(node))
+    if count_ is not None:
+        if count_ < 0:
             raise UnreadableError("an alias within what it stands for", line)
-        return found
+        return count_
     if depth > _DEEPEST:
         raise UnreadableError(_DEEP, line)
     known[id(node)] = -1
@@ -123,7 +117,7 @@ def _check_node(node: Any, known: dict[int, int], depth: int) -> int:
             raise UnreadableError(f"a number of {len(node.value):,} digits", line)
         count = 1
     else:
-        parts = [one for part in node.value for one in (part if isinstance(part, tuple) else (part,))]
+        parts = [child for part in node.value for child in (part if isinstance(part, tuple) else (part,))]
         count = 1
         for part in parts:
             count += _check_node(part, known, depth + 1)
@@ -140,15 +134,15 @@ def _integer(digits: str) -> int:
 
 
 def _values(table: dict[str, Any]) -> list[Any]:
-    """Return all that stands in a table that isn't nested too deeply."""
-    found: list[Any] = []
+    """Return all values of a table, unless it is nested too deeply."""
+    values: list[Any] = []
     level: list[Any] = [table]
     for _ in range(_DEEPEST):
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
-        found += level
-        level = [one for one in level if isinstance(one, dict | list)]
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
+        values += level
+        level = [value for value in level if isinstance(value, dict | list)]
         if not level:
-            return found
+            return values
     raise UnreadableError(_DEEP)
 
 

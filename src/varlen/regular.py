@@ -1,4 +1,4 @@
-"""Open regular files alone: a FIFO, a socket or a device in place of one is an error, and never waited for."""
+"""Open only regular files: a FIFO, a socket or a device raises an error instead of blocking."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-MOST_JSON_BYTES = 1 << 30
-"""Of a description that is read whole: far above what any run writes, far below what fills a machine."""
+MOST_JSON_BYTES = 1 << 30  # for metadata: more than any run writes, less than exhausts memory
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Return the descriptor of a regular file that is open; usable as the opener of `open`."""
+    """Return the descriptor of an open regular file; usable as the opener of `open`."""
     return open_with_status(path, flags)[0]
 
 
 def open_with_status(path: str | Path, flags: int = os.O_RDONLY) -> tuple[int, os.stat_result]:
-    """Return an open regular file and its status, with the arguments and errors of `open_regular`."""
-    # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it. Reads of regular files don't heed it.
+    """Return an open regular file and its status; arguments and errors as in `open_regular`."""
+    # Without O_NONBLOCK, opening a FIFO waits for a writer. Reads of regular files ignore it.
     opened = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(opened)
@@ -39,14 +38,14 @@ def open_with_status(path: str | Path, flags: int = os.O_RDONLY) -> tuple[int, o
 
 
 def require_regular(mode: int) -> None:
-    """Require that a file is a regular one."""
+    """Raise unless a mode is that of a regular file."""
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
         raise NoFileError(f"it is {kind} and not a file")
 
 
 def read_regular_text(path: str | Path) -> str:
-    """Return the text of a regular file in UTF-8, with line ends as Python reads them."""
+    """Return the UTF-8 text of a regular file, with universal newlines."""
     with io.TextIOWrapper(io.BytesIO(read_regular(path)), encoding="utf-8") as text:
         return text.read()
 

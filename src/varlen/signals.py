@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: SIGTERM and SIGUSR1, which schedulers send, and Ctrl-C."""
+"""Signals that ask a process to end: schedulers' SIGTERM and SIGUSR1, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they kill; of several that came, the first here counts."""
+SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)  # sent before a kill; the first in this order counts
 
-_PATIENCE_S = 10.0
-"""How long a process that has nothing to save may take to end in good order."""
+_PATIENCE_S = 10.0  # seconds until a process that has nothing to save is ended
 _raised: list[Stopped] = []
 _interrupted = threading.Event()
 _said = threading.Event()
 
 
 class Stopped(KeyboardInterrupt):
-    """A scheduler's signal asked this process to end. Whatever handles Ctrl-C handles it."""
+    """A scheduler's signal asked this process to end; handlers of Ctrl-C catch it too."""
 
     def __init__(self, number: int, said: str = "") -> None:
-        """Say which, and what is kept."""
         super().__init__(number, said)
         self.number, self.said = number, said
 
@@ -36,7 +33,6 @@ class Stopped(KeyboardInterrupt):
         return signal.Signals(self.number).name
 
     def __str__(self) -> str:
-        """Return both."""
         return f"{self.name}; {self.said}" if self.said else self.name
 
     @property
@@ -46,13 +42,11 @@ class Stopped(KeyboardInterrupt):
 
 
 def ignore() -> None:
-    """Let further signals of schedulers pass: this process ends already."""
+    """Ignore further signals of schedulers: this process is ending."""
     for number in SCHEDULERS:
-        # Python complains where a signal has come whose handler isn't a function any more.
+        # Python complains about a pending signal whose handler isn't a function any more.
         signal.signal(number, _passed)
-        atexit.register(
-            signal.signal, number, signal.SIG_IGN
-        )  # else the end of Python brings back the default
+        atexit.register(signal.signal, number, signal.SIG_IGN)  # otherwise Python restores the default
 
 
 def _passed(_number: int, _frame: FrameType | None) -> None:
@@ -60,9 +54,9 @@ def _passed(_number: int, _frame: FrameType | None) -> None:
 
 
 def end_soon(number: int) -> Callable[[], None]:
-    """End this process by a signal's exit code in a while, whatever it does then; returns what takes that back.
+    """End this process with a signal's exit code after a delay; return a function that cancels this.
 
-    `Stopped` may be lost: Python drops what is raised in a finalizer, and libraries hold locks of their own.
+    `Stopped` may be lost: Python drops exceptions of finalizers, and libraries hold locks.
     """
     timer = threading.Timer(_PATIENCE_S, _end, (number,))
     timer.daemon = True
@@ -72,14 +66,14 @@ def end_soon(number: int) -> Callable[[], None]:
 
 def _end(number: int) -> None:
     if not _said.is_set():
-        said = f"varlen: stopped by {signal.Signals(number).name}; the same command goes on\n"
+        message = f"varlen: stopped by {signal.Signals(number).name}; the same command goes on\n"
         with suppress(OSError):
-            os.write(2, said.encode())
+            os.write(2, message.encode())
     os._exit(128 + number)
 
 
 def is_said() -> None:
-    """Note that whoever watches knows of the signal."""
+    """Record that the user was informed of the signal."""
     _said.set()
 
 
@@ -91,21 +85,21 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def last_stopped() -> Stopped | None:
-    """Return what `raise_stopped` had raised, also where somebody has caught it as Ctrl-C; None for nothing."""
+    """Return the exception of `raise_stopped`, even if it was caught as Ctrl-C; None if there was none."""
     return _raised[-1] if _raised else None
 
 
 def raise_stopped() -> None:
-    """Have the first signal of a scheduler raise `Stopped` in the main thread; those that are ignored stay so.
+    """Make schedulers' signals raise `Stopped` in the main thread, unless they are ignored.
 
-    Ctrl-C raises `KeyboardInterrupt` as before, and `was_interrupted` remembers it.
+    Ctrl-C still raises `KeyboardInterrupt`, and `was_interrupted` records it.
     """
     for number in SCHEDULERS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    # Python reports an exception of a finalizer and drops it. These two are remembered, and need no report.
+    # Python reports and drops exceptions of finalizers. These two are recorded, and need no report.
     report = sys.unraisablehook
     sys.unraisablehook = lambda lost: None if isinstance(lost.exc_value, KeyboardInterrupt) else report(lost)
 
@@ -116,16 +110,16 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def was_interrupted() -> bool:
-    """Return whether Ctrl-C came since `raise_stopped`, also where its exception was lost."""
+    """Whether Ctrl-C came since `raise_stopped`, even if its exception was lost."""
     return _interrupted.is_set()
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold back signals of schedulers from the processes that this thread starts meanwhile.
+    """Block schedulers' signals in processes that this thread starts meanwhile.
 
-    Some schedulers signal every process of a job at once, and a trainer that is to save its last steps needs its
-    workers until then.
+    Some schedulers signal every process of a job at once, and a trainer that saves its last steps needs its workers
+    until then.
     """
     before: Any = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS)
     try:
@@ -135,5 +129,5 @@ def held_back() -> Iterator[None]:
 
 
 def is_main_thread() -> bool:
-    """Return whether this thread is the one in which Python handles signals."""
+    """Whether this is the thread in which Python handles signals."""
     return threading.current_thread() is threading.main_thread()

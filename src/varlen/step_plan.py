@@ -1,4 +1,4 @@
-"""The nouns of a planned step: the mesh it runs on, the MicroPacks of both passes, and the order of their tasks."""
+"""The data structures of a planned step: its mesh, the MicroPacks of both passes, and the order of their tasks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ TaskArray = npt.NDArray[np.uint8]
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
-"""All of the backward pass, or its input gradients alone where `StepPlan.splits_backward`."""
+"""The whole backward pass, or only its input gradients if `StepPlan.splits_backward`."""
 WEIGHT: Final = 2
-"""The weight gradients of a backward MicroPack, where `StepPlan.splits_backward`."""
+"""The weight gradients of a backward MicroPack, if `StepPlan.splits_backward`."""
 KINDS: Final = 3
-MOST_GPUS: Final = 1 << 20
-"""That a plan is of; more are a slip of the pen."""
+MOST_GPUS: Final = 1 << 20  # larger meshes are assumed to be a mistake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +37,15 @@ class Mesh:
     dp: int = 1
     """Data-parallel ranks."""
     pp: int = 1
-    """Pipeline stages that a model is cut into, one GPU of each pipeline a stage."""
+    """Pipeline stages of the model; each GPU of a pipeline runs one stage."""
     cp: int = 1
     """GPUs that share every document's rows (context parallelism), whatever its length."""
     tp: int = 1
     """GPUs that share every layer's heads and columns (tensor parallelism)."""
     virtual_stages: int = 1
-    """Chunks of layers on each GPU; over 1 the pipeline is interleaved: stage s holds chunks s, s + pp, s + 2 pp…"""
+    """Chunks of layers on each GPU; above 1 the pipeline is interleaved: stage s holds chunks s, s + pp, s + 2 pp…"""
     sharding: Sharding = "optimizer"
-    """What data-parallel ranks divide among them: nothing, optimizer states, or parameters and gradients too."""
+    """What data-parallel ranks shard: nothing, optimizer states, or parameters and gradients as well."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "pp", "cp", "tp", "virtual_stages"):
@@ -70,7 +69,7 @@ class Mesh:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of layers that the model is cut into, `pp * virtual_stages`; chunk q runs on stage `q % pp`."""
+        """Chunks of layers of the model, `pp * virtual_stages`; chunk q runs on stage `q % pp`."""
         return self.pp * self.virtual_stages
 
 
@@ -99,7 +98,7 @@ class MicroPacks:
             getattr(self, field.name).flags.writeable = False
 
     def __reduce__(self) -> tuple[partial[MicroPacks], tuple[()]]:
-        """Pickle through the constructor, so that arrays are read-only in another process too."""
+        """Pickle through the constructor, so that arrays stay read-only."""
         return partial(MicroPacks, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     @property
@@ -150,15 +149,15 @@ class StepPlan:
     """int32 `[dp * pp + 1]`: stage s of rank r runs those from `task_offsets[r * pp + s]` up to the next offset."""
     mesh: Mesh
     splits_backward: bool = False
-    """Whether weight gradients are tasks of their own (zero-bubble schedules; Qi et al. 2023, arXiv 2401.10241)."""
+    """Whether weight gradients are separate tasks (zero-bubble schedules; Qi et al. 2023, arXiv 2401.10241)."""
     method: PlanMethod = "micropack"
     recompute: Recompute = "none"
     recompute_share: float = 1.0
-    """With recompute="full": the share of each chunk's layers, rounded up, that are computed again; the others
-    recompute selectively."""
+    """With recompute="full": the share of each chunk's layers, rounded up, that are recomputed; the others recompute
+    selectively."""
     offload: Offload = "none"
     answered_by: str = ""
-    """Which candidate won, for people: `"24 to 24 MicroPacks a rank, … 2 of 512 documents shared"`."""
+    """A description of the winning candidate: `"24 to 24 MicroPacks a rank, … 2 of 512 documents shared"`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute_share", float(self.recompute_share))
@@ -168,7 +167,7 @@ class StepPlan:
                 value.flags.writeable = False
 
     def __reduce__(self) -> tuple[partial[StepPlan], tuple[()]]:
-        """Pickle through the constructor, so that arrays are read-only in another process too."""
+        """Pickle through the constructor, so that arrays stay read-only."""
         return partial(StepPlan, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     @property

@@ -1,4 +1,4 @@
-"""The nouns that rooms exchange about packing: a ledger that balances, and a plan of packs as flat arrays."""
+"""The data structures of packing: a ledger that balances, and a packing as flat arrays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ledger:
     dropped: int = 0
     """Tokens of documents left out whole (`overlong="drop"`)."""
     duplicated: int = 0
-    """Tokens that stand in more than one place; 0, or the packing is not handed out."""
+    """Tokens that stand in more than one place; always 0 in a packing that is returned."""
     documents_in: int = 0
     """Documents as given, empty ones included."""
     empty_documents: int = 0
@@ -50,7 +50,7 @@ class Ledger:
     dropped_documents: int = 0
     """Documents left out whole, empty ones not counted."""
     repeated: int = 0
-    """Tokens of documents that a mixture gives again; they are among `tokens_in` each time."""
+    """Tokens of documents that a mixture repeats; each time they are also in `tokens_in`."""
 
     def and_then(self, other: Ledger) -> Ledger:
         """Return the sum of two ledgers.
@@ -111,9 +111,9 @@ class Packing:
     method: Method = "best_fit_decreasing"
     overlong: Overlong = "error"
     document_multiple_of: int = 1
-    """Every piece takes up a slot rounded up to this multiple."""
+    """Every piece takes a slot rounded up to this multiple."""
     groups: IntArray | None = None
-    """int64 `[num_documents]`: the group of each document, or None; a group's documents share a pack."""
+    """int64 `[num_documents]`: the group of each document, or None; documents of a group share a pack."""
 
     def __post_init__(self) -> None:
         for array in (self.document_ids, self.starts, self.stops, self.offsets, self.groups):
@@ -121,7 +121,7 @@ class Packing:
                 array.flags.writeable = False
 
     def __reduce__(self) -> tuple[partial[Packing], tuple[()]]:
-        """Pickle through the constructor, so that arrays are read-only in another process too."""
+        """Pickle through the constructor, so that arrays stay read-only."""
         return partial(Packing, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     @property
@@ -197,7 +197,7 @@ class Packing:
 
 
 def as_packing(given: object, use: str) -> Packing:
-    """Require a Packing, where something else is easily given."""
+    """Raise unless the argument is a Packing; other types are easily passed by mistake."""
     if isinstance(given, Packing):
         return given
     raise SettingError(

@@ -20,9 +20,8 @@ from varlen.cost.hardware import Hardware, RateCurve, RateTable
 from varlen.errors import SettingError
 from varlen.types import FloatArray
 
-_REACH_OCTAVES: Final = (
-    0.5  # standard deviation of the Gaussian weight of samples, in octaves of rows or keys
-)
+# Standard deviation of the Gaussian weight of samples, in octaves of rows or keys.
+_REACH_OCTAVES: Final = 0.5
 _LEAST_TRUST: Final = 0.05  # least weight of the first fit, relative to one sample at the same point
 _POINTS_AN_OCTAVE: Final = 2
 

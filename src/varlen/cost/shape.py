@@ -377,12 +377,10 @@ def read(config: Any) -> dict[str, Any]:
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:
-    mapping: Mapping[str, Any]
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "to_dict"):
-        mapping = config.to_dict()
-        return mapping
+        return dict(config.to_dict())
     if hasattr(config, "__dict__"):
         return vars(config)
     raise SettingError(

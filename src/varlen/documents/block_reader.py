@@ -239,7 +239,7 @@ class BlockReader:
             yield faulty(rest_of(file, error, start=start, stop=end))
             return
         if columns is not None:
-            yield from rows_in(file, columns, self._source.text_cut, start, end)
+            yield from rows_in(file, columns.fields, self._source.text_cut, start, end)
 
     def _columns_of(self, index: int) -> Columns | None:
         """Return what the rows of a file hold."""

@@ -2,11 +2,11 @@
 
 ::
 
-    a.jsonl      |----|----|----|--|      bytes, moved to line ends by whoever reads them
-    b.parquet    |--:--:--|---|           row groups, the large ones in parts of their rows
+    a.jsonl      |----|----|----|--|      bytes, which the reader moves to line ends
+    b.parquet    |--:--:--|---|           row groups, large ones in parts of their rows
     c.jsonl.gz   ~~~~~~~~~~~~~~~~~        can't be cut: read from its beginning, in chunks
 
-Blocks follow from names, sizes and what tables say of themselves, so that every rank has the same without reading.
+Blocks depend only on names, sizes and the metadata of tables, so that every rank has the same without reading.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ from varlen.types import IntArray
 
 MOST_BLOCK_BYTES = 1 << 20
 FEWEST_BLOCK_BYTES = 4 << 10
-# Blocks per lane and epoch for little data, so that the last ones are small compared with the total.
-BLOCKS_OF_A_LANE = 100
-# Tables with at most so many bytes in total stay in memory, so that their parts can be read in any order.
-KEPT_BYTES = 64 << 20
+BLOCKS_OF_A_LANE = 100  # per epoch for little data, so that the last ones are small compared with the total
+KEPT_BYTES = 64 << 20  # tables up to this size stay in memory, so that parts can be read in any order
 SPREAD = 8  # large row groups that are read concurrently where they are shuffled
 _MOST_PARTS = 1 << 20  # of one row group or record batch
-# First chunk size of served rows, which may end soon, when lanes should have about equal amounts.
-_FEWEST_LIVE_BYTES = 512
+_FEWEST_LIVE_BYTES = 512  # first chunk of served rows, which may end soon; lanes should be about equal then
 _ENDLESS = 1 << 50  # approximate bytes of served rows, which may have no end
 _UNPACKED = 4  # assumed compression ratio
 
@@ -46,8 +43,7 @@ class Blocks:
     starts: IntArray  # int64: in bytes, row groups or record batches, depending on the format
     stops: IntArray  # int64: -1 for the end of the file
     parts: IntArray  # int64: index of the part within the stretch
-    # int64: number of parts of the stretch; 0: chunks from the file's beginning, in an unknown number.
-    of_parts: IntArray
+    of_parts: IntArray  # int64: parts of the stretch; 0: read in chunks, whose number is unknown
     sizes: IntArray  # int64: approximate bytes
     block_bytes: int  # maximum bytes of a block, except for its last document
     is_kept: bool = False  # whether rows of tables stay in memory once read

@@ -63,12 +63,10 @@ class Encoding:
     template: ChatTemplate  # for chats
     append_eos: bool = True  # end every text, and every completion given as text, with the tokenizer's EOS
     supervise: Supervise = "assistant"  # which tokens of chats and completions are trained on
-    # Count what a chat template leaves out of an assistant's turn, instead of raising.
-    allow_unwritten: bool = False
+    allow_unwritten: bool = False  # count what a template drops of an assistant's turn, instead of raising
     row_weights: bool = False  # take weights of messages and tokens other than 0 and 1 as loss weights
     vocab_size: int | None = None  # token ids at or above are rejected; None: any are accepted
-    # Column names by role, where they aren't the usual ones.
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)  # column names by role, if unusual
 
 
 def targets_of(documents: Documents) -> IntArray:
@@ -324,8 +322,7 @@ def _not_text(name: str, value: Any) -> str:
 
 # Encode the parts of texts in one call, joined by a special token at which the tokenizer reliably splits.
 
-# By the tokenizer's fingerprint and its special tokens.
-_DIVIDERS: dict[tuple[str, frozenset[str]], tuple[str, int]] = {}
+_DIVIDERS: dict[tuple[str, frozenset[str]], tuple[str, int]] = {}  # by fingerprint and special tokens
 _MOST_TRIED = 16
 # Texts for probing both sides of a special token.
 _BESIDE = ("Hi there", "user\n", " and", "  ", "\n\n", "1", ".", "<|", "é")

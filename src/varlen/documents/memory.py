@@ -1,4 +1,4 @@
-"""Rows in memory become files, so that every reader, worker and fingerprint takes them as it takes any other file.
+"""Store rows in memory as files, so that readers, workers and fingerprints treat them like any other file.
 
 ::
 
@@ -8,12 +8,12 @@
     datasets.Dataset, __arrow_c_stream__
     function, iterable (streaming)       ─ JSON lines over a socket (serving.py) ─► File of unknown size
 
-Workers are interpreters of their own, to which no object of the trainer's is handed: they get the name of a file.
-Objects are written as JSON, in which an absent key stays absent, and tables as Arrow, in which ids stay arrays.
-Written are the columns that documents are made of. The fingerprint is that of the bytes: equal rows in equal
-form have it in every process, so several ranks share one file, and a state goes on with the rows that it was saved
-with and refuses others. What is written follows from the rows alone, however a table is cut into chunks. Messages
-name the rows by what was given: `memory (list of 40 rows) row 17`, rows counted from 1.
+Workers are separate interpreters that receive a file name instead of the trainer's objects. Objects are written as
+JSON, in which an absent key stays absent, and tables as Arrow, in which ids stay arrays; only the columns that
+documents are made of are written. The fingerprint is that of the bytes, which depend only on the rows, however a
+table is chunked. It is equal in every process for equal rows of equal form, so ranks share one file, and a state can
+only be resumed with the rows that it was saved with. Messages name rows by what was given:
+`memory (list of 40 rows) row 17`, counted from 1.
 """
 
 from __future__ import annotations

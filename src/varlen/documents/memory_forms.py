@@ -52,8 +52,9 @@ class Table:
 
     where: str
     names: Sequence[str]
-    # From column names to tables or record batches of these columns.
-    batches: Callable[[list[str]], Iterable[Any]]
+    batches: Callable[
+        [list[str]], Iterable[Any]
+    ]  # from column names to tables or record batches of these columns
     media: Mapping[str, str]  # kinds of media by column name
 
 

@@ -2,14 +2,14 @@
 
 ::
 
-    the trainer's process                                   whoever reads: the loader's thread or its worker process
+    the trainer's process                                   the reader: the loader's thread or its worker process
       iterable ─► pass 0: rows ─► JSON lines ─► socket ─►     a file of unknown size that can't be cut
                ─► pass 1: ...                                 (each opening of the file is a pass, from the first row)
 
-The iterable stays where it was made, and rows come as fast as they are taken: the socket's buffers hold a few hundred
-KB, and no disk is used. A pass is begun for each epoch, and for whoever comes back to a state: it reads again up to
-where the state stands. Lines are hashed on the way (`formats.jsonl`), and a state holds the hash of what was read up
-to it, so that an iterable which gives other rows is refused, and not gone on with.
+The iterable stays in its process and is consumed at the reader's speed: the socket buffers a few hundred KB, and no
+disk is used. Each epoch is a pass, and so is resuming from a state, which reads again up to its position. Lines
+are hashed while they are read (`formats.jsonl`), and a state holds the hash of the rows before it, so that resuming
+with an iterable of other rows raises.
 """
 
 from __future__ import annotations

@@ -49,15 +49,13 @@ class Source:
 
     files: tuple[File, ...]
     encoding: Encoding
-    # Data files of folders that aren't read: other splits, caches.
-    left_out: tuple[LeftOut, ...] = field(default=(), compare=False)
+    left_out: tuple[LeftOut, ...] = field(default=(), compare=False)  # other splits, caches
     taken: tuple[str, ...] = field(default=(), compare=False)  # splits chosen from folders with several
     on_error: OnError = "raise"
     text_cut: Cut = "file"  # what a document is in text files
     # The tokenizer named by the manifests of packed sets among the files.
     packed_by: TokenizerMark | None = None
-    # Changes with everything that determines the tokens, except the files' contents.
-    fingerprint: str = field(default="", compare=False)
+    fingerprint: str = field(default="", compare=False)  # of everything but the files' contents
 
     def parts(self, target_bytes: int = 64 << 20) -> list[Part]:
         """Cut the files into parts of about as many bytes; deterministic for the same files.

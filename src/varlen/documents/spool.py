@@ -3,14 +3,14 @@
 ::
 
     ~/.cache/varlen/rows/         or the cache folder that was named, else the temporary folder
-      3f9a...c2/                  rows of this content, for all processes of this machine that were given them
+      3f9a...c2/                  rows with this content, shared by all processes of this machine
         rows.jsonl                or rows.arrow
         lock                      locked, shared, by each process that reads
-        varlen.json               our mark: nothing without it is removed
+        varlen.json               our marker: nothing without it is removed
       .making-5d1c.../            the same while it is written, locked by its writer; one rename makes it appear
 
-The lock of a process that was killed is gone with it, so whoever comes next knows what is stale and removes it: what
-lies there is never more than the rows that living processes hold.
+A killed process loses its lock, so the next process recognizes and removes stale folders: the cache holds only the
+rows of running processes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ _LOCK, _MARK = "lock", "varlen.json"
 _OURS = {TEXT_ROWS, TABLE, _LOCK, _MARK}
 _MAKING, _LEAVING = ".making-", ".leaving-"
 _NAME_DIGITS = 40
-# How often, and how long between, to retry a folder that another process is removing.
-_TRIES, _PAUSE_S = 100, 0.02
+_TRIES, _PAUSE_S = (100, 0.02)  # to get a folder that another process is removing
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

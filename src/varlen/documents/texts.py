@@ -110,7 +110,9 @@ def interpreter_texts(folder: Path | None = None) -> Iterator[str]:
     out; parsing all of the standard library takes about 3 s.
     """
     root = folder or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not _is_left_out(path.relative_to(root)))
+    files = sorted(
+        path for path in root.rglob("*.py") if _LEFT_OUT_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1])
+    )
     found_any = False
     for path in files:
         for text in _module_texts(path, path.relative_to(root).as_posix()):
@@ -118,11 +120,6 @@ def interpreter_texts(folder: Path | None = None) -> Iterator[str]:
             yield text
     if not found_any:
         raise SourceError(f"this interpreter has no Python sources in {root}; pass your own text with --data")
-
-
-def _is_left_out(relative: Path) -> bool:
-    """Whether a file belongs to tests or third-party packages."""
-    return not _LEFT_OUT_FOLDERS.isdisjoint(relative.parts[:-1])
 
 
 def _module_texts(path: Path, name: str) -> Iterator[str]:

@@ -4,7 +4,7 @@
                            folders                   remote       one file each      columns
                            splits                    contents
 
-In: what the user names. Out: batches of Arrow columns, and `losses.Losses`, which counts what could not be read.
-`ours`, `written` and `token_tables` hold the marks and forms of what varlen itself writes.
-Begin in `formats/reader.py`: it lists every format and what a reader must give.
+In: paths, globs and URLs. Out: batches of columns, and `losses.Losses`, which counts what could not be read.
+`ours`, `written` and `token_tables` define the markers and formats of varlen's own output.
+Begin in `formats/reader.py`, which lists every format and what a reader must return.
 """

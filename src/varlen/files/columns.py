@@ -66,8 +66,7 @@ class Columns:
 
     kind: Kind
     names: Mapping[str, str]  # column name by role, such as {"text": "body"}
-    # Usual names of roles for which the caller named another column.
-    passed_over: frozenset[str] = frozenset()
+    passed_over: frozenset[str] = frozenset()  # usual names replaced by the caller
     fields: Fields = field(init=False)  # what is read from rows that are objects
 
     def __post_init__(self) -> None:

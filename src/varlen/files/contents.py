@@ -6,11 +6,11 @@ first bytes                            are those of
 `PAR1`                                 Parquet
 `ARROW1`; ff ff ff ff and a length     Arrow, as a file or a stream
 zip whose first member is `*.npy`      npz
-`{`, and objects line by line          JSON lines: two lines or more that are objects each; or one, even if only
-                                       its beginning is seen, with a field that documents have
-`[` and an object                      JSON, if the object has a field that documents have
-`ustar` at byte 257, `%PDF-`, ...      a file that isn't read: it is refused by what it is
-anything else                          text; a document with a NUL byte is refused
+`{`, and objects line by line          JSON lines: at least two lines that are objects; or one object, possibly
+                                       incomplete, with a document field
+`[` and an object                      JSON, if the object has a document field
+`ustar` at byte 257, `%PDF-`, ...      an unsupported file; the error names its type
+anything else                          text; a document with a NUL byte is an error
 =====================================  ==========================================================================
 
 Prose, source code, one object over several lines and lists of values stay text.
@@ -51,8 +51,7 @@ OTHER_TEXT: dict[bytes, str] = {
 }
 _ALL_MARKS = _MARKS | OTHER_TEXT
 _FIRST_BYTES = {mark[:1] for mark in _ALL_MARKS}  # checked first: most small files begin with none of these
-# Magic numbers that text could begin with; they count only where a NUL byte follows.
-_NUL_BEHIND = (b"Obj\x01", b"ORC")
+_NUL_BEHIND = (b"Obj\x01", b"ORC")  # magic numbers that text may begin with; valid only if a NUL byte follows
 _TAR, _TAR_AT = b"ustar", 257
 _STREAM = b"\xff\xff\xff\xff"
 _MOST_SCHEMA_BYTES = 1 << 26

@@ -492,8 +492,7 @@ def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
 
 # Data sets that Hugging Face's `datasets` saved to disk: how their metadata describes them.
 
-# Where old versions of `datasets` record that rows were selected or shuffled.
-_INDICES = ("_indices_data_files", "_indices_files")
+_INDICES = ("_indices_data_files", "_indices_files")  # used by old versions of `datasets` for selected rows
 
 
 def refuse_indices(content: bytes, path: str) -> None:

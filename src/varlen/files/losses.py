@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from varlen.counts import many
 from varlen.types import Ledger
 
-# (messages, characters) by the key of a message that holds them (`reasoning_content`, `tool_calls`).
-Texts = Mapping[str, tuple[int, int]]
+_COUNTS = ("records", "rows", "num_bytes", "cut_files", "empty_turns")
+Texts = Mapping[str, tuple[int, int]]  # (messages, characters) by message key, such as `reasoning_content`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,27 +30,15 @@ class Losses:
     def __add__(self, other: Losses) -> Losses:
         if self is NO_LOSSES or other is NO_LOSSES:
             return other if self is NO_LOSSES else self
-        return Losses(
-            records=self.records + other.records,
-            rows=self.rows + other.rows,
-            num_bytes=self.num_bytes + other.num_bytes,
-            cut_files=self.cut_files + other.cut_files,
-            dropped=_added(self.dropped, other.dropped),
-            unwritten=_added(self.unwritten, other.unwritten),
-            empty_turns=self.empty_turns + other.empty_turns,
-        )
+        return self._plus(other, 1)
 
     def __sub__(self, before: Losses) -> Losses:
-        """Return the losses added since `before`."""
-        return Losses(
-            records=self.records - before.records,
-            rows=self.rows - before.rows,
-            num_bytes=self.num_bytes - before.num_bytes,
-            cut_files=self.cut_files - before.cut_files,
-            dropped=_since(self.dropped, before.dropped),
-            unwritten=_since(self.unwritten, before.unwritten),
-            empty_turns=self.empty_turns - before.empty_turns,
-        )
+        return self._plus(before, -1)
+
+    def _plus(self, other: Losses, sign: int) -> Losses:
+        counts: dict[str, Any] = {n: getattr(self, n) + sign * getattr(other, n) for n in _COUNTS}
+        dropped = _sum_of(self.dropped, other.dropped, sign)
+        return Losses(**counts, dropped=dropped, unwritten=_sum_of(self.unwritten, other.unwritten, sign))
 
     def __bool__(self) -> bool:
         return self is not NO_LOSSES and self != NO_LOSSES
@@ -107,37 +95,22 @@ class Losses:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, with sorted keys."""
-        dropped, unwritten = (
-            {key: list(texts[key]) for key in sorted(texts)} for texts in (self.dropped, self.unwritten)
-        )
-        return {
-            "records": self.records,
-            "rows": self.rows,
-            "num_bytes": self.num_bytes,
-            "cut_files": self.cut_files,
-            "dropped": dropped,
-            "unwritten": unwritten,
-            "empty_turns": self.empty_turns,
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("dropped", "unwritten"):
+            values[name] = {key: list(values[name][key]) for key in sorted(values[name])}
+        return values
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Losses:
         """Return losses from what `to_json` returned; missing entries are 0, as in results of version 0.1.0."""
         if not any(stored.values()):
             return NO_LOSSES
-        texts: dict[str, Any] = {
+        values: dict[str, Any] = {name: int(stored.get(name, 0)) for name in _COUNTS}
+        values |= {
             name: {str(key): (int(count[0]), int(count[1])) for key, count in stored.get(name, {}).items()}
             for name in ("dropped", "unwritten")
         }
-        return cls(
-            records=int(stored.get("records", 0)),
-            rows=int(stored.get("rows", 0)),
-            num_bytes=int(stored.get("num_bytes", 0)),
-            cut_files=int(stored.get("cut_files", 0)),
-            dropped=texts["dropped"],
-            unwritten=texts["unwritten"],
-            empty_turns=int(stored.get("empty_turns", 0)),
-        )
+        return cls(**values)
 
 
 NO_LOSSES = Losses()
@@ -176,15 +149,10 @@ def nothing_left(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1)
     return "; ".join([", ".join(facts), *losses.sentences()])
 
 
-def _added(first: Texts, second: Texts) -> Texts:
-    if not first or not second:
-        return first or second
+def _sum_of(first: Texts, second: Texts, sign: int) -> Texts:
+    """Add `sign` times the second counts to the first; keys with counts of 0 are dropped."""
+    if not second:
+        return first
     pairs = {key: (first.get(key, (0, 0)), second.get(key, (0, 0))) for key in {**first, **second}}
-    return {key: (a[0] + b[0], a[1] + b[1]) for key, (a, b) in pairs.items()}
-
-
-def _since(now: Texts, before: Texts) -> Texts:
-    counts = {
-        key: (n[0] - before.get(key, (0, 0))[0], n[1] - before.get(key, (0, 0))[1]) for key, n in now.items()
-    }
-    return {key: count for key, count in counts.items() if any(count)}
+    sums = {key: (a[0] + sign * b[0], a[1] + sign * b[1]) for key, (a, b) in pairs.items()}
+    return {key: count for key, count in sums.items() if any(count)}

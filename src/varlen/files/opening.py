@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError
 from varlen.files.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_of, rows_in
-from varlen.files.paths import Compression, File, Format, open_live, says_text
+from varlen.files.paths import Compression, File, Format, LiveRows, says_text
 from varlen.files.remote import BUFFER_BYTES, changed, open_remote, remote_faults, replaced_words
 from varlen.files.retry import first_line
 from varlen.files.seen import Seen, changed_file_error, difference, forget_change
@@ -127,7 +127,7 @@ class _Stored(io.RawIOBase):
 def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
     """Open a file's bytes as they are stored."""
     if file.live is not None:
-        return open_live(file.path, file.place)
+        return cast(BinaryIO, LiveRows(file.path, file.place))
     if file.is_remote:
         seen = file.seen if isinstance(file.seen, str) else None
         return open_remote(file.path, file.size, file.retry, buffer_bytes or BUFFER_BYTES, seen)
@@ -177,16 +177,13 @@ def _compression_of(file: File, stored: BinaryIO | None) -> Compression | None:
     for magic, kind in _REFUSED.items():
         if first.startswith(magic) and file.format != "npz":
             raise SourceError(f"{file.path} is compressed ({kind}); unpack it, or use gzip or zstd")
-    if file.suffix_compression and first and not _is_unpacked_on_the_way(file):
+    # With Content-Encoding, a web server reports no size, and the client has decompressed the file.
+    may_be_decompressed = file.size < 0 and file.path.startswith("http")
+    if file.suffix_compression and first and not may_be_decompressed:
         raise SourceError(
             f"{file.path} is not a {file.suffix_compression} file, though its name says so; rename it"
         )
     return None
-
-
-def _is_unpacked_on_the_way(file: File) -> bool:
-    """Whether an HTTP client may have decompressed the file: with Content-Encoding, a web server reports no size."""
-    return file.size < 0 and file.path.startswith("http")
 
 
 @contextmanager
@@ -247,9 +244,8 @@ def _head(file: File) -> tuple[bytes, bool]:
     return bytes(unpacked), is_whole and len(unpacked) < LOOKED_AT_BYTES
 
 
-# Cached by the server's ETag or checksum of the file; errors are not cached.
-_head_by_mark = lru_cache(maxsize=1 << 7)(_head)
-_SAID: dict[Format, str] = {
+_head_by_mark = lru_cache(maxsize=1 << 7)(_head)  # cached by ETag or checksum; errors are not cached
+_FORMAT_NAMES: dict[Format, str] = {
     "jsonl": "JSON lines",
     "json": "JSON",
     "csv": "CSV",
@@ -275,22 +271,18 @@ def other_content(file: File, fields: Collection[str]) -> str | None:
     kind = mark_of(head[:MARK_BYTES])
     if kind is None:
         rows = rows_in(head, fields, is_whole=len(head) < LOOKED_AT_BYTES)
-        kind = _SAID[rows] if rows else _binary(file, head)
+        is_binary = file.format not in ("parquet", "arrow", "npz") and b"\0" in head
+        kind = _FORMAT_NAMES[rows] if rows else "binary data" if is_binary else None
     same = kind is None or _READABLE.get(kind) == file.format
     return None if kind is None or same else _holds(file, kind)
 
 
-def _binary(file: File, head: bytes) -> str | None:
-    is_text = file.format not in ("parquet", "arrow", "npz")
-    return "binary data" if is_text and b"\0" in head else None
-
-
 def _holds(file: File, kind: str) -> str:
     """Say what a file holds, what was expected, and what to do about it."""
-    should = f"though --read-as (format=) says {_SAID[file.format]}" if file.is_format_given else ""
+    should = f"though --read-as (format=) says {_FORMAT_NAMES[file.format]}" if file.is_format_given else ""
     if not should:
         named = file.format != "text" or says_text(file.name)
-        should = f"though its name says {_SAID[file.format]}" if named else ""
+        should = f"though its name says {_FORMAT_NAMES[file.format]}" if named else ""
     if kind in OTHER_TEXT.values():  # text in another encoding doesn't contradict the name
         should = ""
     if kind in _READABLE:

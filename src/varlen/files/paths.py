@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from varlen.counts import many
 from varlen.errors import SourceError
@@ -35,7 +35,7 @@ class Live:
     is_once: bool  # whether they can be iterated over only once
 
 
-class _Lines:
+class LiveRows:
     """The lines of one pass over served rows, as a file read from its beginning."""
 
     def __init__(self, where: str, path: str) -> None:
@@ -67,19 +67,15 @@ class _Lines:
         return line
 
     def close(self) -> None:
+        """Disconnect."""
         self._file.close()
         self._socket.close()
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> LiveRows:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def open_live(where: str, path: str) -> BinaryIO:
-    """Begin a pass over served rows."""
-    return cast(BinaryIO, _Lines(where, path))
 
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
@@ -129,27 +125,21 @@ class File:
     name: str  # relative to what the user named, with slashes: the same wherever the data lies
     size: int  # bytes as stored, or -1 where a server doesn't report it
     format: Format
-    # By the suffix of its name; the file's first bytes take precedence.
-    suffix_compression: Compression | None = None
+    suffix_compression: Compression | None = None  # by its suffix; the file's first bytes take precedence
     is_format_given: bool = False  # the caller gave the format
     binary_as_text: bool = False  # read binary columns of tables as UTF-8 text
     # Called with the path and the byte range that was read, about a megabyte at a time, for local files.
     on_read: Callable[[str, int, int], None] | None = field(default=None, compare=False, repr=False)
     mark: str | None = None  # ETag or checksum that the server listed, which changes with the content
-    # Retry policy for reads of a remote file.
-    retry: Retry = field(default=Retry(), compare=False, repr=False)
-    # Where it lies, if it holds rows given in memory; `path` then names those, for messages.
-    stored: str | None = None
+    retry: Retry = field(default=Retry(), compare=False, repr=False)  # for remote files
+    stored: str | None = None  # where rows given in memory lie; `path` then names them, for messages
     content: str | None = None  # its fingerprint, if known
     # Identifies the file that was listed, to detect a replacement during a run: the status of a local file, or what a
     # server reports, times included. Never part of a fingerprint.
     seen: Seen | str | None = field(default=None, compare=False, repr=False)
-    # Its fingerprint when the run began, if it was computed.
-    known: str | None = field(default=None, compare=False, repr=False)
-    # Set if its rows are served while it is read; it then has neither a size nor a content.
-    live: Live | None = None
-    # Keeps the file in existence while it is referenced.
-    hold: object = field(default=None, compare=False, repr=False)
+    known: str | None = field(default=None, compare=False, repr=False)  # at the beginning of the run
+    live: Live | None = None  # set if its rows are served while it is read; size and content are then unknown
+    hold: object = field(default=None, compare=False, repr=False)  # keeps the file while referenced
 
     def __str__(self) -> str:
         return self.path

@@ -48,8 +48,7 @@ class Listed:
     name: str  # relative to the URL that was listed
     size: int  # bytes, or -1 where the server doesn't report it
     mark: str | None = None  # ETag or checksum, which changes with the content
-    # Detects a replacement during a run: inode and times, or everything the server reports.
-    seen: Seen | str | None = None
+    seen: Seen | str | None = None  # detects a replacement: inode and times, or all that the server reports
 
 
 @contextmanager
@@ -171,15 +170,9 @@ def _glob(fs: Any, path: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]
         for folder in sorted(folders):
             inside |= {info["name"].rstrip("/"): info for info in _entries(fs, folder)}
         itself = inside.get(so_far)
-        level = {
-            name: info for name, info in inside.items() if wanted.match(name) and _is_within(name, level)
-        }
+        # A folder with the pattern's literal name was listed too, but may not match.
+        level = {n: i for n, i in inside.items() if wanted.match(n) and n.rpartition("/")[0] in level}
     return level, itself
-
-
-def _is_within(name: str, level: dict[str, Any]) -> bool:
-    """Whether a name lies in a folder that matches so far, and not only in one with the pattern's literal name."""
-    return name.rpartition("/")[0] in level
 
 
 def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:
@@ -269,8 +262,7 @@ def read_remote(url: str, retry: Retry) -> bytes:
 
 # A file behind a URL as a stream: read range by range, each range retried on failure; every byte exactly once.
 
-# Bytes per request: the most that a failure loses, and what must arrive within `silence_s`.
-_MOST_FETCHED = 4 << 20
+_MOST_FETCHED = 4 << 20  # bytes per request: the most that a failure loses; must arrive in `silence_s`
 BUFFER_BYTES = 4 << 20
 _NOT_THAT_ONE = 412  # HTTP status "precondition failed": the file has another ETag
 # Protocols where each range is a request: streams of S3 ask for the size first, those of memory are shared.
@@ -402,16 +394,12 @@ class _Objects(_Ranges):
         etag = etag_of(self.seen)
         asked = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
         asked |= {} if version is None else {"VersionId": version}
-        given = self._fs.call_s3(
-            "get_object", **asked, **({} if etag is None else {"IfMatch": _quoted(etag)})
-        )
+        if etag is not None:
+            asked["IfMatch"] = etag if etag.startswith('"') else f'"{etag}"'
+        given = self._fs.call_s3("get_object", **asked)
         with closing(given["Body"]) as body:
             self.check(given)  # some servers ignore the condition
             return bytes(sync(self._fs.loop, body.read))
-
-
-def _quoted(etag: str) -> str:
-    return etag if etag.startswith('"') else f'"{etag}"'
 
 
 def _skip(stream: Any, start: int) -> None:

@@ -15,7 +15,7 @@ from varlen.errors import MissingExtraError, SettingError, SourceError, VarlenEr
 
 Result = TypeVar("Result")
 
-# Of a library's message that an error quotes: some quote everything that they have read.
+# Characters of a library's message that an error quotes; some messages contain everything that was read.
 _MOST_CHARACTERS = 200
 # What pip installs, by URL protocol.
 _PACKAGES = {

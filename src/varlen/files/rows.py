@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from varlen.errors import SourceError
@@ -30,8 +30,7 @@ class Fault:
     number: int = 0  # of the row in its file, to sort faults; 0 where it isn't a single row's
     losses: Losses = _RECORD  # what is lost, in its unit
     raises: str = ""  # the error's message where nothing may be skipped; the sentence by default
-    # Whether a disk, network or server failed rather than the file, so that reading again may succeed.
-    is_outside: bool = False
+    is_outside: bool = False  # a disk, network or server failed, so that reading again may succeed
 
     def __str__(self) -> str:
         return f"{self.where} {self.why}"
@@ -51,11 +50,6 @@ def losses_of(faults: Iterable[Fault]) -> Losses:
     return total(fault.losses for fault in faults)
 
 
-def zero() -> int:
-    """Return 0."""
-    return 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rows:
     """Consecutive rows of one file.
@@ -64,14 +58,12 @@ class Rows:
     """
 
     columns: Mapping[str, Column]
-    # Number of each row, from 1, counted from `base`; blank lines count, so that an editor finds the row.
-    numbers: Sequence[int]
+    numbers: Sequence[int]  # from 1, counted from `base`; blank lines count, so that an editor finds the row
     path: str
     unit: str = "row"  # what is counted: "line", "row", "value", "paragraph"; "" where the file is one row
     # Rows of the file before those that `numbers` count from; called only for messages, since it may read.
-    base: Callable[[], int] = zero
-    # Unreadable rows between these; they have no entry in the columns.
-    faults: tuple[Fault, ...] = field(default=())
+    base: Callable[[], int] = int
+    faults: tuple[Fault, ...] = ()  # unreadable rows between these; they have no entry in the columns
 
     def __len__(self) -> int:
         return len(self.numbers)

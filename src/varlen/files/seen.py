@@ -1,15 +1,15 @@
 """The status of a local file when it was listed, and whether the file there now has the same content.
 
 ==========================  ======================================================================================
-what differs                what is done
+difference                  action
 ==========================  ======================================================================================
-its size                    refused
-its time of change          its content is compared, if all of it is known by its SHA-256; else refused
-its inode, or the time at   its content is compared, by SHA-256 or by samples, whichever is known; some network file
-which that was changed      systems number files anew, so where neither is known that alone says nothing
+size                        raise
+modification time           compare the content with its SHA-256, if that is known; else raise
+inode, or inode change      compare the content with its SHA-256 or its samples, if known; else ignore, since some
+time                        network file systems renumber files
 ==========================  ======================================================================================
 
-Content is compared once for each such difference, and remembered.
+Content is compared once for each such difference; the result is cached.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Seen:
     modified_ns: int
     device: int
     inode: int
-    # Inode change time: also changed by a rename, by permissions, and by resetting `modified_ns`.
-    changed_ns: int
+    changed_ns: (
+        int  # inode change time: also changed by a rename, by permissions, and by resetting `modified_ns`
+    )
 
     @classmethod
     def of(cls, status: os.stat_result) -> Seen:
@@ -98,8 +99,7 @@ def check_unchanged(place: str, seen: object) -> None:
 
 
 _lock = threading.Lock()
-# The last status shown to have the same content, by path and listed status.
-_shown: dict[tuple[str, Seen], Seen] = {}
+_shown: dict[tuple[str, Seen], Seen] = {}  # last status with the same content, by path and listed status
 
 
 def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:

@@ -1,15 +1,15 @@
-"""Which split a file of a folder belongs to, by the names that Hugging Face's `datasets` knows.
+"""The split of a file in a folder, by the naming rules of Hugging Face's `datasets`.
 
-Names of files are relative to the folder that the user named. Where `datasets` looks for the first rule that any
-file of the whole folder follows, a rule here holds for the folder in which it finds both `train` and another split
-(its root), so that several data sets may lie side by side. All rules tell capitals apart.
+File names are relative to the folder that the user named. `datasets` applies the first rule that matches any file to
+the whole folder. Here a rule applies to the folder in which it finds both `train` and another split (its root), so
+that several data sets may lie side by side. All rules are case-sensitive.
 
 ============  ====================================================  =============================================
 rule          a file belongs to a split                             root
 ============  ====================================================  =============================================
 shards        `data/NAME-00000-of-00002*.*`, any NAME               the folder of `data`
-folder        a folder above it is called by a word of the split    the folder of that folder
-file          its name holds a word of the split, and more          the folder of the file
+folder        a parent folder's name has a word of the split        the folder of that folder
+file          its own name has a word of the split, and more        the folder of the file
 both          by folder, or else by file                            as above
 ============  ====================================================  =============================================
 
@@ -21,13 +21,12 @@ validation     validation, valid, dev, val
 test           test, testing, eval, evaluation
 =============  =====================================
 
-A word stands at the beginning of a name or behind one of `- . _ space 0-9`, and before one of these (of a folder: or
-at its end). Of a root, the first rule that gives `train` and another split decides; of several roots that know a
-file, the outermost. What has no split below such a root is left out, as `datasets` does; all else is read.
+A word is delimited by one of `- . _ space 0-9`, by the beginning of a name, or by the end of a folder's name. Within
+a root, the first rule that finds `train` and another split applies; if several roots contain a file, the outermost
+one. Files without a split below such a root are left out, as `datasets` does; all other files are read.
 
-Splits are evident from files of rows and `.txt`. Source code has names of the same kind (`test_x.py`, `test/`), so a
-folder that holds code is no split, and beside code a `.txt` counts only if its name is nothing but a split's word and
-numbers.
+Only files of rows and `.txt` indicate splits. Source code has similar names (`test_x.py`, `test/`), so a folder that
+holds code is no split, and beside code a `.txt` counts only if its name consists of a split's word and numbers.
 """
 
 from __future__ import annotations

@@ -16,12 +16,9 @@ from typing import Any
 from varlen.errors import SourceError
 from varlen.regular import MOST_JSON_BYTES, open_regular, require_regular
 
-# Suffix of an unfinished result's name, and its subfolder of files that aren't part of the result.
-PARTIAL, WORK = ".partial", ".work"
-# In the work folder: held while a run works, and how many parts the token store will have.
-LOCK, PLAN = "lock", "plan.json"
-# Written last: of token stores, and beside packed rows.
-MANIFEST, MANIFEST_OF_ROWS = "manifest.json", ".manifest.json"
+PARTIAL, WORK = ".partial", ".work"  # suffix of an unfinished result, and its folder of temporary files
+LOCK, PLAN = "lock", "plan.json"  # in the work folder: held during a run; the number of parts
+MANIFEST, MANIFEST_OF_ROWS = "manifest.json", ".manifest.json"  # written last: of stores, of packed sets
 MANIFESTS = (MANIFEST_OF_ROWS, MANIFEST)
 # Skipped records, one per line: of a shard of a token store, and beside packed rows.
 SKIPPED, SKIPPED_OF_ROWS = "skipped.log", ".skipped.log"

@@ -1,8 +1,8 @@
-"""Work on whole data sets before training: tokenize into a store, pack into files.
+"""Process whole data sets before training: tokenize into a store, pack into files.
 
     Source ──► index ──► token store ──► pack ──► Parquet, Arrow
-               crew: tasks in this process, in other processes, over Ray
+               crew: tasks in this process, in other processes, on Ray
 
-In: a `Source`. Out: finished folders with a manifest, or nothing that looks finished. The same command resumes.
-Begin in `index.py` and `pack.py`; `outputs.py` says where results appear and how.
+In: a `Source`. Out: complete folders with a manifest, written atomically. The same command resumes.
+Begin in `index.py` and `pack.py`; `outputs.py` describes how outputs are written.
 """

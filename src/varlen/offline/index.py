@@ -27,7 +27,7 @@ from varlen.offline.outputs import (
     finish,
     part_of,
     remove_unfinished,
-    tidy,
+    remove_work,
     working_folder,
     write_json,
 )
@@ -122,7 +122,7 @@ def build_store(
     grown = stages_before(existing, marks)
     print_ = fingerprint_of_marks(marks, grown)
     if existing is not None and existing.get("fingerprint") == print_:
-        tidy(folder)
+        remove_work(folder)
         return open_store(folder)
     if overwrite or existing is None or not grown or len(marks["files"]) == len(existing["source"]["files"]):
         if not overwrite:

@@ -2,16 +2,16 @@
 
 ::
 
-    OUT.partial/               becomes OUT by one rename, when it is whole
-      part-00000.parquet ...   what goes with it
-      .work/                   what doesn't: removed after the rename
+    OUT.partial/               renamed to OUT when it is complete
+      part-00000.parquet ...   the output
+      .work/                   removed after the rename
         lock                   held while a run works
-        state.json             what the run makes
-        plan.json              how many parts a token store will have, for those who read it already
-        part-00000.json ...    notes of finished tasks, which a later run takes over
+        state.json             the run's fingerprint
+        plan.json              the final number of parts of a token store, for concurrent readers
+        part-00000.json ...    notes of finished tasks, which a later run reuses
 
-A file's content is on the disk before the file gets its name, and a note is written after what it speaks of, so
-that a note can be believed after a power cut too.
+A file is flushed to disk before it gets its name, and a note is written after the file that it describes, so notes
+are valid even after a power failure.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ from varlen.regular import read_regular
 from varlen.store.shard import SHARD_FILES
 from varlen.store.store import TABLES
 
-# How long to try for a lock: readers of an unfinished store hold it for a moment to see whether a run does.
-_LOCK_S = 0.5
+_LOCK_S = 0.5  # time to try for a lock: readers of an unfinished store hold it for a moment
 _MOST_ATTEMPTS = 100
 _FREE = "varlen_free_bytes"
 # Errors of network file systems without locks, where the user must avoid concurrent runs.
@@ -208,11 +207,6 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
             folder.replace(replaced_place(partial))
         partial.replace(folder)
         sync(folder.absolute().parent)
-    tidy(folder)
-
-
-def tidy(folder: Path) -> None:
-    """Remove the work files beside a finished output."""
     remove_work(folder)
 
 
@@ -354,9 +348,8 @@ def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:
 
     def is_ours(path: Path) -> bool:
         part = part_of(path.name)
-        is_moved = part is not None and part >= int(
-            manifest.get("num_parts", 0)
-        )  # moved by a run that ended before listing them
+        # A run may have ended after moving shards here and before listing them.
+        is_moved = part is not None and part >= int(manifest.get("num_parts", 0))
         return not path.is_symlink() and (
             path.name in _BESIDE
             or path.name in listed

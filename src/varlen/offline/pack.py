@@ -37,7 +37,7 @@ from varlen.offline.outputs import (
     disk_faults,
     finish,
     made_whole,
-    tidy,
+    remove_work,
     working_folder,
     write_json,
 )
@@ -104,60 +104,51 @@ def make_set(
     tokens = tokens.resolve() if tokens and tokens.is_symlink() else tokens
     check_places(source if isinstance(source, Path) else source.files, output, tokens)
     with (crew or Crew()).hired() as team:
-        return _made(source, output, settings, write, tokens, team, overwrite, on_progress)
-
-
-def _made(
-    source: Source | Path,
-    output: Path,
-    settings: dict[str, Any],
-    write: Write,
-    tokens: Path | None,
-    team: Team,
-    overwrite: bool,
-    on_progress: OnProgress,
-) -> PackedSet:
-    """Make a set, with running processes; arguments as in `make_set`."""
-    if isinstance(source, Path):
-        store = open_store(source)
-        marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest.get("source", {})}
-    else:
-        marks = look_at(source, output, team, on_progress)
-    wanted = digest(json.dumps([__version__, deciding(marks), settings], sort_keys=True))
-    manifest = read_manifest(output)
-    if manifest is not None and manifest.get("fingerprint") == wanted:
-        if manifest.get("kind") == "packed":
-            check_parts(output, manifest)
-        tidy(output)
-        return PackedSet(folder=output, manifest=manifest, was_there=True)
-    if not overwrite:
-        check_tokenizer(output, manifest, marks)
-    check_output(output, overwrite=overwrite)
-    with working_folder(output, wanted, keep=_TOKENS) as partial:
-        check_output(output, overwrite=overwrite)  # the run that had the lock may have finished
-        if not isinstance(source, Path):
-            kept = partial / WORK / _TOKENS if tokens is None else tokens
-            store = build_store(
-                source, kept, marks, team=team, on_progress=on_progress, overwrite=overwrite or tokens is None
-            )
-        try:
-            manifest = write(store, partial, team)
-        except OverlongDocumentError as error:
-            if isinstance(source, Path):
-                raise
-            raise OverlongDocumentError(
-                f"{error}; the tokens are kept in {partial if tokens is None else tokens}, so that the same run with "
-                "one of these goes on from there"
-            ) from error
-        finally:
-            opened_store.cache_clear()  # open files would keep a removed store's space
-        manifest["fingerprint"], manifest["source"] = wanted, marks
-        with disk_faults(output):
-            (partial / SKIPPED).unlink(missing_ok=True)  # left by a run of version 0.1.0
-            _gather_skipped(store, partial / SKIPPED_OF_ROWS)
-        manifest = sealed(manifest)
-        finish(partial, output, manifest, MANIFEST_OF_ROWS)
-    return PackedSet(folder=output, manifest=manifest, was_there=False)
+        if isinstance(source, Path):
+            store = open_store(source)
+            marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest.get("source", {})}
+        else:
+            marks = look_at(source, output, team, on_progress)
+        wanted = digest(json.dumps([__version__, deciding(marks), settings], sort_keys=True))
+        manifest = read_manifest(output)
+        if manifest is not None and manifest.get("fingerprint") == wanted:
+            if manifest.get("kind") == "packed":
+                check_parts(output, manifest)
+            remove_work(output)
+            return PackedSet(folder=output, manifest=manifest, was_there=True)
+        if not overwrite:
+            check_tokenizer(output, manifest, marks)
+        check_output(output, overwrite=overwrite)
+        with working_folder(output, wanted, keep=_TOKENS) as partial:
+            check_output(output, overwrite=overwrite)  # the run that had the lock may have finished
+            if not isinstance(source, Path):
+                kept = partial / WORK / _TOKENS if tokens is None else tokens
+                store = build_store(
+                    source,
+                    kept,
+                    marks,
+                    team=team,
+                    on_progress=on_progress,
+                    overwrite=overwrite or tokens is None,
+                )
+            try:
+                manifest = write(store, partial, team)
+            except OverlongDocumentError as error:
+                if isinstance(source, Path):
+                    raise
+                raise OverlongDocumentError(
+                    f"{error}; the tokens are kept in {partial if tokens is None else tokens}, so that the same run "
+                    "with one of these goes on from there"
+                ) from error
+            finally:
+                opened_store.cache_clear()  # open files would keep a removed store's space
+            manifest["fingerprint"], manifest["source"] = wanted, marks
+            with disk_faults(output):
+                (partial / SKIPPED).unlink(missing_ok=True)  # left by a run of version 0.1.0
+                _gather_skipped(store, partial / SKIPPED_OF_ROWS)
+            manifest = sealed(manifest)
+            finish(partial, output, manifest, MANIFEST_OF_ROWS)
+        return PackedSet(folder=output, manifest=manifest, was_there=False)
 
 
 def _write(
@@ -265,9 +256,10 @@ class Plan:
                 part, waiting = self._cut(waiting, number)
                 yield part
                 number += 1
-        if any(p.num_packs for p in waiting):
-            for part in self._rest(waiting, number):
-                yield part
+        while any(p.num_packs for p in waiting):
+            part, waiting = self._cut(waiting, number)
+            yield part
+            number += 1
 
     def packings(self) -> Iterator[Packing]:
         """Yield packs as windows fill; document ids are positions in the order."""
@@ -278,12 +270,6 @@ class Plan:
             self.long_tokens += int(lengths[lengths > self._settings.capacity].sum())
             yield self._packer.add(lengths)
         yield self._packer.flush()
-
-    def _rest(self, waiting: list[Packing], number: int) -> Iterator[PartPlan]:
-        while any(p.num_packs for p in waiting):
-            part, waiting = self._cut(waiting, number)
-            yield part
-            number += 1
 
     def _cut(self, waiting: list[Packing], number: int) -> tuple[PartPlan, list[Packing]]:
         """Take as many packs as a part holds; return the part, and the packs left."""
@@ -503,8 +489,7 @@ class PackSettings:
     format: OutputFormat = "parquet"
     # Also write `position_ids`: 0, 1, ... in each document.
     position_ids: bool = False
-    # Also write `document_ids` and `document_starts`: the document of each piece, and where the piece begins in it.
-    trace: bool = False
+    trace: bool = False  # also write `document_ids` and `document_starts`: the origin of each piece
     part_tokens: int = 1 << 23  # approximate tokens per file; memory grows with it
 
     def __post_init__(self) -> None:

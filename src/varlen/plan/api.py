@@ -227,7 +227,7 @@ def _planned(
     if method == "dynamic_cp":
         return _dynamic_cp(lengths, cost, mesh, capacity, method)
     work = _work(lengths, cost, mesh)[:, 0]
-    counts = (0,)  # the number of packs follows from their capacity
+    counts: tuple[int, ...] = (0,)  # the number of packs follows from their capacity
     if method == "balanced":
         counts = micro_batch_counts(lengths, mesh)
 

@@ -5,6 +5,6 @@
     Arrow, saved ┘
 
 In: folders and files of token ids. Out: one protocol, `tokens.TokenDocuments`, that the loader and `pack` read.
-`shard` writes a store whole or not at all; `growing` reads one that is still written.
+`shard` writes a store atomically; `growing` reads one that is still being written.
 Begin in `tokens.py`.
 """

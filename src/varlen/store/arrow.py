@@ -27,8 +27,7 @@ from varlen.store.token_files import Unchanged, sampled_mark
 from varlen.text.loss_masks import Mask
 from varlen.types import IntArray
 
-# Roles with which a row is one document of contiguous tokens.
-_READ = {"input_ids", "labels", "loss_mask", "attention_mask"}
+_READ = {"input_ids", "labels", "loss_mask", "attention_mask"}  # one contiguous document per row
 _KEPT_BATCHES = 4096
 _MAGIC = b"ARROW1"
 _Flat = tuple[npt.NDArray[Any], IntArray]
@@ -104,9 +103,7 @@ class ArrowFile:
             return begins, lengths
         # A run of ones begins at a row's start or after a zero; a row with several runs is no document.
         edges = np.concatenate([[0], marks.astype(np.int8)])
-        edges[offsets[:-1][lengths > 0] - offsets[0]] = (
-            0  # treat a row's first token as if a zero preceded it
-        )
+        edges[offsets[:-1][lengths > 0] - offsets[0]] = 0  # as if a zero preceded each row
         runs = np.flatnonzero((marks == 1) & (edges[:-1] == 0))
         owners = np.searchsorted(offsets - offsets[0], runs, side="right") - 1
         if (twice := np.flatnonzero(np.diff(owners) == 0)).size:

@@ -3,11 +3,11 @@
 ::
 
     NAME.idx   "MMIDIDX" 00 00 · u64 version, 1 · u8 kind of number · u64 sequences S · u64 documents + 1
-               int32 [S] lengths · int64 [S] where each begins, in bytes · int64 [documents + 1] sequences of each
-               document · int8 [S] modes, which some have and nothing here reads
+               int32 [S] lengths · int64 [S] offsets in bytes · int64 [documents + 1] sequences of each document
+               int8 [S] modes (optional, ignored)
     NAME.bin   tokens
 
-A document is all its sequences, end to end; the pages of an index are read as they are needed, and checked then.
+A document is the concatenation of its sequences. Pages of an index are read and validated when they are needed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A token store that is still being written: what is finished is read, and what isn't is waited for.
+"""Read a token store while it is being written, waiting for parts that aren't finished.
 
 ::
 
     STORE.partial/
       00000-0000/ ...          finished shards
       .work/
-        plan.json              how many parts there will be, and the store's fingerprint
+        plan.json              the final number of parts, and the store's fingerprint
         lock                   held while a run writes
         00000.json ...         a note of each finished part: its shards
 
-The order of parts is fixed before the first is begun. So whatever is asked for, the answer is that of the finished
-store, or there is none yet. The folder is renamed in the end, and reading goes on under the new name.
+The order of parts is fixed before the first is begun, so every result is that of the finished store, or not available
+yet. The folder is renamed in the end, and reading continues under the new name.
 """
 
 from __future__ import annotations
@@ -198,9 +198,7 @@ class PartialStore:
         """Whether a run holds the lock, or that is unknown."""
         try:
             with (self._partial / WORK / LOCK).open("rb") as lock:
-                fcntl.flock(
-                    lock, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # released at once: a run waits this short time for it
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once, for which runs wait
         except FileNotFoundError:
             return False
         except OSError:

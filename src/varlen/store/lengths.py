@@ -44,14 +44,12 @@ class Lengths:
     """How long documents are."""
 
     lengths: IntArray  # int64 `[num_documents]`, including empty ones
-    # int64 `[num_documents]`: labels of each document; None where every token is trained on.
-    targets: IntArray | None
+    targets: IntArray | None  # int64 `[num_documents]`: labels; None where every token is trained on
     excerpts: dict[int, str]  # the beginnings of some documents, by number
     skipped: Sequence[str]  # records that couldn't be read
     losses: Losses = NO_LOSSES  # these, and what chat templates left out
     unread: str | None = None  # which split was read, and what was left out of folders
-    # int64: documents of each part that is tokenized separately; None: unknown, or only one.
-    parts: IntArray | None = None
+    parts: IntArray | None = None  # int64: documents of each part tokenized separately; None: unknown, or one
     are_bytes: bool = False  # whether bytes were counted, since no tokenizer was given
     are_counted: bool = False  # whether lengths were given, so that there are no tokens to pack
 

@@ -44,8 +44,7 @@ class ShardCounts:
     num_skipped: int  # rows lost, as records or in unreadable stretches
     dtype: str
     has_mask: bool  # whether there is a file with one value per token: a mask or weights
-    # `Losses` as JSON; None in shards of version 0.1.0, which store only `num_skipped`.
-    losses: Mapping[str, Any] | None = None
+    losses: Mapping[str, Any] | None = None  # as JSON; version 0.1.0 stored only `num_skipped`
     # Of the arrays in `offsets.npy` and `targets.npy`, which are read whole anyway; None in shards of 0.1.0.
     crc32: Mapping[str, int] | None = None
     has_weights: bool = False  # whether these values are label weights
@@ -145,7 +144,7 @@ class ShardWriter:
         if shard_counts(self._folder) is not None and not self._folder.is_symlink():
             shutil.rmtree(
                 self._folder, ignore_errors=True
-            )  # left by a run that was killed before writing its note
+            )  # of a run that was killed before writing its note
         self._partial.replace(self._folder)
         return counts
 

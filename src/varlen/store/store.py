@@ -33,8 +33,7 @@ from varlen.store.shard import Shard, ShardCounts, ShardFiles, shard_counts
 from varlen.text.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
 
-# Formats of stores without and with weights; version 0.1.0 would ignore the weights.
-STORE_FORMAT, WEIGHTED_FORMAT = 1, 2
+STORE_FORMAT, WEIGHTED_FORMAT = 1, 2  # version 0.1.0 would ignore the weights of the second
 STORE_FORMATS = (STORE_FORMAT, WEIGHTED_FORMAT)
 TABLES = ".tables"  # folder in a store for tables computed from its lengths
 _OPEN_SHARDS = 8192
@@ -49,9 +48,7 @@ class TokenStore:
         self.shards: list[str] = []
         self._listed: list[Mapping[str, Any]] = []
         self.take(manifest)
-        listed = (
-            self._listed
-        )  # not self, whose reference cycle would keep mappings until a garbage collection
+        listed = self._listed  # not self: a reference cycle would keep mappings until garbage collection
         opened = lru_cache(maxsize=_OPEN_SHARDS)(
             lambda index: _opened(folder, listed[index], check_tokens=check_tokens)
         )
@@ -281,8 +278,7 @@ class Reader:
 # Validate a token store's manifest, by itself and against its shards.
 
 _MOST = 1 << 47  # documents or tokens, so that their bytes fit any file system and sums fit 63 bits
-# Documents of a shard above which its own metadata is checked before memory is allocated.
-_MANY_DOCUMENTS = 1 << 20
+_MANY_DOCUMENTS = 1 << 20  # of a shard: check its metadata before allocating for more
 _COUNTS = ("num_documents", "num_tokens", "num_targets", "num_skipped")
 _COMPARED = ("num_documents", "num_tokens", "num_targets", "dtype", "has_mask", "has_weights", "crc32")
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from varlen.text.skeleton import Skeleton
     from varlen.text.wants import Wants
 
-# Template variables that hold the chat itself.
-_OWN = ("messages", "tools", "documents", "add_generation_prompt")
+_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # variables of the chat itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,12 +36,10 @@ class ChatTemplate:
     """A chat template that compiles, made by `chat_template`; it can be sent to other processes."""
 
     source: str  # in Jinja's language
-    # SHA-256 of everything that determines text and spans: sources, special tokens, end marks and variables.
-    fingerprint: str
+    fingerprint: str  # of what determines text and spans: sources, tokens, end marks, variables
     special_tokens: Mapping[str, str]
     end_marks: tuple[str, ...]
-    # Template variables besides the chat, such as `enable_thinking`.
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)  # such as `enable_thinking`
     tool_use: ChatTemplate | None = None  # the template for conversations with tools
     marks: EndMarks = field(repr=False)
     _chatml_mark: int = field(repr=False)

@@ -431,8 +431,7 @@ class Run:
     grown_from: int | None = None
     began: float | None = None
     waited = 0.0
-    # Containers that it made, and the size of their content.
-    known: dict[int, tuple[object, int, int]] | None = None
+    known: dict[int, tuple[object, int, int]] | None = None  # size and depth of the containers that it made
 
 
 _running: dict[int, Run] = {}

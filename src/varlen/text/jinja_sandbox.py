@@ -137,16 +137,13 @@ class Compiler(CodeGenerator):
         self.write(")" if is_asked else "")
 
 
-# Characters that a template may output: beyond any context length, below what exhausts a machine.
-_LONGEST_TEXT = 2**26
+_LONGEST_TEXT = 2**26  # characters of output: beyond any context length, but bounded
 _LONGEST_SOURCE = 2**20  # characters of a template
 
 _OWN = ("_loop_vars", "_block_vars")  # arguments that Jinja adds to every call, for its own functions
-# Variables that are output before and after each generation block.
-_BEGIN, _END = "varlen_generation_begins", "varlen_generation_ends"
+_BEGIN, _END = "varlen_generation_begins", "varlen_generation_ends"  # output around generation blocks
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-# Types whose attributes are either accessible for every object, or for none.
-_KINDS = (str, list, dict, LoopContext)
+_KINDS = (str, list, dict, LoopContext)  # attributes are accessible for all objects, or none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,8 +156,7 @@ class Program:
     has_generation: bool
     # Whether all {% generation %} blocks are output directly, none is stored in a variable or filtered.
     has_bare_generation: bool = False
-    # Whether contents must be lists of parts, which templates of vision models may require.
-    takes_parts: bool = False
+    takes_parts: bool = False  # contents must be lists of parts, as some vision models require
 
     def run(
         self,

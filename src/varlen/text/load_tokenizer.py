@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from varlen.errors import MissingExtraError, SettingError
 from varlen.regular import read_regular, read_regular_text
-from varlen.text.identity import function_fingerprint
+from varlen.text.identity import backend_fingerprint, function_fingerprint
 from varlen.text.tokenizer import (
     ByteTokenizer,
     FastTokenizer,
@@ -21,12 +21,11 @@ from varlen.text.tokenizer import (
     Specials,
     Tokenizer,
     backend_faults,
+    is_cuttable,
 )
 
 if TYPE_CHECKING:
     import tokenizers
-from varlen.text.identity import backend_fingerprint
-from varlen.text.tokenizer import is_cuttable
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -132,8 +131,7 @@ class _EachText:
 # processes receive the result.
 
 _log = logging.getLogger(__name__)
-# File suffixes; a name on a hub may have another one, as `Llama-3.1-8B` has.
-_FILES = (".json", ".model", ".txt", ".jinja", ".gz", ".zst")
+_FILES = (".json", ".model", ".txt", ".jinja", ".gz", ".zst")  # a hub's `Llama-3.1-8B` ends in another
 _BACKEND, _CONFIG, _MAP, _ADDED, _MODEL = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -193,21 +191,8 @@ _WITHOUT_EFFECT = frozenset(
 _OTHER_FORMS = ("tekken.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 # Files that transformers' tokenizers are read from.
 _PATTERNS = (
-    "tokenizer*.*",
-    "tokenization*.json",
-    _MAP,
-    _ADDED,
-    _TEMPLATE,
-    _TEMPLATES,
-    _PROCESSORS,
-    "vocab*",
-    "merges*.txt",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "tekken.json",
-    "bpe.codes",
-    "emoji.json",
+    *(_MAP, _ADDED, _TEMPLATE, _TEMPLATES, _PROCESSORS, "tokenizer*.*", "tokenization*.json", "vocab*"),
+    *("merges*.txt", "*.model", "*.spm", "*.tiktoken", "tekken.json", "bpe.codes", "emoji.json"),
 )
 _PLAIN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 

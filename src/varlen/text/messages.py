@@ -1,18 +1,18 @@
 """Normalize a chat's messages, from any form that rows have; each fault is a sentence.
 
-Each message is an object of these keys, whatever the row calls them:
+A normalized message is an object with these keys:
 
 =====================  ===========================================================================================
 `role`                 `system`, `developer`, `user`, `assistant` or `tool`
-`content`              text; null where an assistant's message has none; parts of text stay a list where there are
-                       several, since a template may write something between them
-`reasoning_content`    an assistant's thoughts, as text (`reasoning` and `thinking` are the same)
+`content`              text; null where an assistant's message has none; several parts of text stay a list, since a
+                       template may write something between them
+`reasoning_content`    an assistant's thoughts, as text (also given as `reasoning` or `thinking`)
 `tool_calls`           an assistant's calls, each `{"type": "function", "function": {"name", "arguments"}}`
-others                 as the row has them: `name`, `tool_call_id` and the like; null is the same as absent
+others                 unchanged: `name`, `tool_call_id` and the like; null is the same as absent
 =====================  ===========================================================================================
 
-Flags that switch labels off (`weight: 0`, `train: false`, `loss: false`) or weigh them (`weight: 0.5`) are taken out
-of the messages.
+Flags that switch labels off (`weight: 0`, `train: false`, `loss: false`) or weigh them (`weight: 0.5`) are removed
+from the messages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from varlen.files.rows import READ_AS_TEXT, found_kind
 from varlen.text.loss_masks import ALLOWED, OPTION
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Keys of a message's thoughts; the first is the common one.
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the first is the common one
 
 # Roles by the names of ShareGPT, Gemma and old OpenAI formats, and the common ones.
 _ROLE_OF = {role: role for role in ROLES} | {
@@ -477,8 +476,7 @@ class Chat:
     messages: list[dict[str, Any]]
     off: frozenset[int] = frozenset()  # indexes of messages whose labels are switched off
     is_plain: bool = False  # all messages consist of role and text only
-    # Weight of a message's labels by index, where neither 0 nor 1.
-    weights: Mapping[int, float] = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)  # by index, where neither 0 nor 1
 
     def behind(self, number: int) -> tuple[frozenset[int], dict[int, float]]:
         """Return `off` and `weights` shifted by a number of preceding messages."""

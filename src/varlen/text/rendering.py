@@ -8,9 +8,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varlen.errors import SourceError
+from varlen.errors import MissingExtraError, SettingError, SourceError
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.text.assistant_spans import Located, by_frames, by_prefixes, fill, fill_masked
 from varlen.text.messages import Chat, apart_thoughts, joined, well_formed
@@ -28,11 +31,6 @@ from varlen.text.skeleton import (
 
 if TYPE_CHECKING:
     from varlen.text.chat_template import ChatTemplate
-from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
-
-from varlen.errors import MissingExtraError, SettingError
 
 _MOST_SKELETONS = 512
 _WAYS_OUT = (
@@ -386,10 +384,8 @@ class Rendered:
 
     text: str  # as the template writes it
     spans: tuple[tuple[int, int], ...]  # supervised characters [start, stop), ascending, disjoint, none empty
-    # The last message is the assistant's and no end-of-turn mark follows it, so a supervised EOS is to be appended.
-    needs_eos: bool
-    # Assistant text that isn't supervised, because its author switched it off.
-    off: tuple[tuple[int, int], ...] = ()
+    needs_eos: bool  # it ends with an assistant's message without an end mark, so append a supervised EOS
+    off: tuple[tuple[int, int], ...] = ()  # assistant text that its author switched off
     weights: tuple[float, ...] = ()  # label weight of each span; empty where all are 1
     losses: Losses = NO_LOSSES  # what the template left out
 
@@ -400,8 +396,7 @@ class Choice:
 
     everything: bool = False  # supervise all of the text except what its author switches off
     last: bool = False  # supervise only the last of the assistant's messages
-    # Count text of an assistant's turn that the template doesn't write, instead of raising.
-    allow_unwritten: bool = False
+    allow_unwritten: bool = False  # count what a template drops of an assistant's turn, instead of raising
     row_weights: bool = False  # accept message weights other than 0 and 1
 
 

@@ -24,8 +24,7 @@ class Region:
 
     first: int  # the piece that it begins in, before its first slot
     lead: str  # the end of that piece that it generates
-    # What the generation prompt has after the piece, such as `<think>`: not generated where a text begins with it.
-    opened: str
+    opened: str  # what the prompt adds, such as `<think>`: not generated where a text begins with it
     last: int  # the piece that it ends in, after its last slot
     mark: str  # what it generates of that piece, or the end of that where arguments stand before it
     tail: str  # the rest of that piece
@@ -41,13 +40,11 @@ class Turn:
     # Usually one; several if another's message is written in between; none if nothing of it is written.
     regions: tuple[Region, ...]
     has_mark: bool
-    # The header between earlier messages and the turn, for templates without a generation prompt; None: unknown.
-    opening: str | None
+    opening: str | None  # header before the turn, for templates without a generation prompt; None: unknown
     closing: str  # the part of the text after its last slot that belongs to this message
     mark: int  # length of `closing` up to the end of its end-of-turn mark; 0 where there is none
     missing: tuple[Slot, ...] = ()  # texts that aren't written
-    # Those of `missing` that are written where no later message follows.
-    by_design: frozenset[Slot] = frozenset()
+    by_design: frozenset[Slot] = frozenset()  # of these, written if no message follows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,11 +271,11 @@ class _Builder:
 
 # The texts of a chat as slots: its shape, and the same chat with a placeholder for each text.
 
-# For each message, everything but its texts that determines how it is written.
-Shape = tuple[tuple[Any, ...], ...]
+Shape = tuple[
+    tuple[Any, ...], ...
+]  # for each message, everything but its texts that determines how it is written
 
-# From normalized messages, and whether to add a generation prompt, to text.
-Render = Callable[[list[dict[str, Any]], bool], str]
+Render = Callable[[list[dict[str, Any]], bool], str]  # (messages, add a generation prompt) to text
 
 _THOUGHTS = "reasoning_content"
 _ALWAYS = {"role", "content", _THOUGHTS, "tool_calls"}

@@ -23,8 +23,7 @@ from varlen.types import Int32Array, IntArray
 if TYPE_CHECKING:
     import tokenizers
 
-# Characters per call of a tokenizer: enough for its threads, and bounded in memory.
-_ENCODE_CHARACTERS = 4 << 20
+_ENCODE_CHARACTERS = 4 << 20  # per call: enough for all threads, and bounded in memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +32,8 @@ class Specials:
 
     eos_id: int | None = None
     pad_id: int | None = None
-    # Prepended to every document that isn't a chat, as the tokenizer itself would: often BOS.
-    prefix_ids: tuple[int, ...] = ()
-    # For chat templates: {"bos_token": "<s>", "eos_token": "</s>", ...}.
-    texts: Mapping[str, str] = field(default_factory=dict)
+    prefix_ids: tuple[int, ...] = ()  # prepended to documents that aren't chats: often BOS
+    texts: Mapping[str, str] = field(default_factory=dict)  # {"eos_token": "</s>", ...}
     end_marks: frozenset[str] = frozenset()  # texts of all special tokens: where a chat's turn may end
     # By name: `default`, and others such as `tool_use`; a single one is the default.
     chat_templates: Mapping[str, str] = field(default_factory=dict)

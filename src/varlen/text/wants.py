@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
 Blank = Literal["absent", "empty", "null"]
 
-_USER, _SAID, _NAME, _KEY, _VALUE, _THOUGHT, _TOOL, _OTHER, _MORE = (chr(0xF0000 + n) for n in range(9))
+_USER, _CONTENT, _NAME, _KEY, _VALUE, _THOUGHT, _TOOL, _OTHER, _MORE = (chr(0xF0000 + n) for n in range(9))
 _NUMBER, _FRACTION = 9_081_726_354, 0.8172635
 # Arguments of several types, of which a template may write some.
 _ARGUMENTS: dict[str, Any] = {
     _KEY: _VALUE,
-    _OTHER: {_SAID: _NUMBER, _THOUGHT: [_MORE, {_USER: _FRACTION}]},
+    _OTHER: {_CONTENT: _NUMBER, _THOUGHT: [_MORE, {_USER: _FRACTION}]},
     "last": -_NUMBER // 7,
 }
-# Transformers drops keys whose value is null, so that is tried first.
-_BLANKS: tuple[Blank, ...] = ("absent", "empty", "null")
+_BLANKS: tuple[Blank, ...] = ("absent", "empty", "null")  # as transformers does first
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -48,12 +47,13 @@ class Wants:
     null: Blank  # how a null content beside calls is passed
     empty: Blank  # how an empty content beside calls is passed
     thoughts: tuple[str, ...]  # keys for thoughts, in addition to those of transformers
-    # Any arguments are written in full; otherwise those of each row must be searched for.
-    whole_arguments: bool
-    # Parts of a content are written as their joined texts, or unsupported, so that they are joined.
-    joins: bool
-    # Tools in OpenAI's form, or only their `function`; None: it writes no tools.
-    tools: Literal["wrapped", "bare"] | None
+    whole_arguments: (
+        bool  # any arguments are written in full; otherwise those of each row must be searched for
+    )
+    joins: (
+        bool  # parts of a content are written as their joined texts, or unsupported, so that they are joined
+    )
+    tools: Literal["wrapped", "bare"] | None  # OpenAI's form, or only their `function`; None: writes none
 
 
 def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
@@ -65,7 +65,7 @@ def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
     forms: tuple[Literal["object", "text"], ...] = ("object", "text")
     for form in forms:
         blanks = [blank for blank in _BLANKS if probe.writes_call(form, blank)]
-        if arguments is None and (blanks or probe.writes_call(form, "said")):
+        if arguments is None and (blanks or probe.writes_call(form, "text")):
             arguments = form
             null = blanks[0] if blanks else "empty"
             empty = "empty" if "empty" in blanks else null
@@ -140,6 +140,15 @@ def _arguments(
     return dict(arguments)
 
 
+def _calling(arguments: Any, content: str) -> dict[str, Any]:
+    """Return a message with a call and a content, if not "absent"."""
+    call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": arguments}}
+    message: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
+    if content != "absent":
+        message["content"] = {"empty": "", "null": None, "text": _CONTENT}[content]
+    return message
+
+
 class _Probe:
     """Renders chats of placeholders."""
 
@@ -148,9 +157,11 @@ class _Probe:
 
     def _render(self, message: dict[str, Any], tools: list[Any] | None = None, *, user: str = _USER) -> str:
         """Render a user's message and an assistant's; "" where the template fails."""
+        return self._run([{"role": "user", "content": user}, message], tools)
+
+    def _run(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         try:
-            asked = [{"role": "user", "content": user}, message]
-            return self._program.run(asked, tools, variables=self._variables)
+            return self._program.run(messages, tools, variables=self._variables)
         except SourceError:
             return ""
 
@@ -158,10 +169,7 @@ class _Probe:
         """Whether a call with its arguments in this form is written without Python's repr."""
         named: Any = {_KEY: _VALUE}
         given = json.dumps(named, ensure_ascii=False) if form == "text" else named
-        call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": given}}
-        message: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
-        if blank != "absent":
-            message["content"] = {"empty": "", "null": None, "said": _SAID}[blank]
+        message = _calling(given, blank)
         for tools in (None, [_PROBE_TOOL]):
             text = self._render(message, tools)
             is_written = all(mark in text for mark in (_NAME, _KEY, _VALUE))
@@ -171,7 +179,7 @@ class _Probe:
                 is_written
                 and as_text
                 and not spoilt
-                and (blank == "said" or not self._writes_none(message, text, tools))
+                and (blank == "text" or not self._writes_none(message, text, tools))
             ):
                 return True
         return False
@@ -179,19 +187,16 @@ class _Probe:
     def writes_all(self, form: str, blank: str) -> bool:
         """Whether arguments of several types are written with all their keys and values."""
         given = json.dumps(_ARGUMENTS, ensure_ascii=False) if form == "text" else _ARGUMENTS
-        call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": given}}
-        message: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
-        if blank != "absent":
-            message["content"] = {"empty": "", "null": None}[blank]
-        marks = [_NAME, _KEY, _VALUE, _OTHER, _SAID, _THOUGHT, _MORE, _USER, "last"]
+        message = _calling(given, blank)
+        marks = [_NAME, _KEY, _VALUE, _OTHER, _CONTENT, _THOUGHT, _MORE, _USER, "last"]
         marks += [str(_NUMBER), str(-_NUMBER // 7), str(_FRACTION)]
         texts = (self._render(message, tools, user=".") for tools in (None, [_PROBE_TOOL]))
         return any(all(mark in text for mark in marks) for text in texts)
 
     def _writes_none(self, message: dict[str, Any], text: str, tools: list[Any] | None) -> bool:
         """Whether absent content is written as "None"."""
-        text_with_content = self._render({**message, "content": _SAID}, tools)
-        return _SAID in text_with_content and text == text_with_content.replace(_SAID, "None")
+        text_with_content = self._render({**message, "content": _CONTENT}, tools)
+        return _CONTENT in text_with_content and text == text_with_content.replace(_CONTENT, "None")
 
     def thoughts(self) -> tuple[str, ...]:
         """Return another key under which thoughts must be passed, if the usual two aren't read."""
@@ -201,30 +206,23 @@ class _Probe:
             *({**usual, key: _THOUGHT} for key in (*THOUGHTS, "thoughts", "thought") if key not in usual),
         ]
         for way in ways:
-            if _THOUGHT in self._render({"role": "assistant", "content": _SAID, **way}):
+            if _THOUGHT in self._render({"role": "assistant", "content": _CONTENT, **way}):
                 return tuple(key for key in way if key not in usual)
         return ()
 
     def joins_parts(self) -> bool:
         """Whether two parts are written as one text, or unsupported."""
-        texts = (f" {_SAID} ", f" {_VALUE}\n")
+        texts = (f" {_CONTENT} ", f" {_VALUE}\n")
         parts = [{"type": "text", "text": text} for text in texts]
         for role in ("user", "assistant"):
-            messages = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _NAME}]
-            apart, one = (self._chat(messages, role, content) for content in (parts, "".join(texts)))
-            if _SAID in apart and _VALUE in apart and "type" not in apart and apart != one:
+            contents = {"user": _USER, "assistant": _NAME}
+            by_parts, by_text = (
+                self._run([{"role": r, "content": {**contents, role: c}[r]} for r in contents], None)
+                for c in (parts, "".join(texts))
+            )
+            if _CONTENT in by_parts and _VALUE in by_parts and "type" not in by_parts and by_parts != by_text:
                 return False
         return True
-
-    def _chat(self, messages: list[dict[str, Any]], role: str, content: Any) -> str:
-        """Render a chat with a content for one role; "" where the template fails."""
-        given = [
-            {**message, "content": content} if message["role"] == role else message for message in messages
-        ]
-        try:
-            return self._program.run(given, None, variables=self._variables)
-        except SourceError:
-            return ""
 
     def writes_tools(self, form: Literal["wrapped", "bare"]) -> bool:
         """Whether the names of two tools in this form are written."""
@@ -232,5 +230,5 @@ class _Probe:
         tools: list[Any] = [function, {**function, "name": _OTHER}]
         if form == "wrapped":
             tools = [{"type": "function", "function": tool} for tool in tools]
-        text = self._render({"role": "assistant", "content": _SAID}, tools)
+        text = self._render({"role": "assistant", "content": _CONTENT}, tools)
         return _TOOL in text and _OTHER in text

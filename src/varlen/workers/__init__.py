@@ -1,10 +1,10 @@
-"""Processes beside this one: fresh interpreters that speak through pipes, and are replaced when they die.
+"""Child processes: fresh interpreters that communicate over pipes, and are restarted when they die.
 
 ::
 
     supervise ──► Child ──► pipe ──► main() of a module: the loader's worker, the planner's
-    Workers   ──► Child ──► pipe ──► task_worker.py, which runs one task after the other
+    Workers   ──► Child ──► pipe ──► task_worker.py, which runs tasks one by one
 
-In: the name of a module that has a `main`, and messages. Out: its messages, or how it ended.
+In: the name of a module with a `main`, and messages. Out: its messages, or how it ended.
 Begin in `child.py`.
 """

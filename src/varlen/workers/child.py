@@ -51,8 +51,7 @@ CANNOT_BE_SENT = (
 )
 MOST_DEATHS = 3  # consecutive deaths without a message after which a child isn't restarted
 _STARTS_S = 1.0
-# Standard modules imported within functions, and by numba.
-_LATER = ("decimal", "selectors", "socket", "subprocess", "tomllib")
+_LATER = ("decimal", "selectors", "socket", "subprocess", "tomllib")  # imported within functions
 
 
 class Child:

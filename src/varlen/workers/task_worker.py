@@ -20,9 +20,7 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     inbox: SimpleQueue[bytes] = SimpleQueue()
-    tasks = os.fdopen(
-        os.dup(0), "rb"
-    )  # unlike a descriptor of our own, sys.stdin can't be closed while it is read
+    tasks = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at exit while a thread reads it
     threading.Thread(target=_listen, args=(tasks, inbox), daemon=True).start()
     head: Any = None
     while True:

@@ -12,8 +12,7 @@ from varlen.types import IntArray
 BATCH_BYTES = 4 << 20  # target size of a batch
 MOST_ROWS = 8192
 _VIEW_BYTES = 16
-# Types of varying width whose values aren't shared.
-_APART = ("string", "binary", "large_string", "large_binary", "null")
+_APART = ("string", "binary", "large_string", "large_binary", "null")  # varying width, never shared
 
 
 def row_sizes(array: Any) -> IntArray:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from varlen.files.losses import Losses
-from varlen.files.rows import Fault, Rows, place, zero
+from varlen.files.rows import Fault, Rows, place
 
 # A row's number, its size, and its values by column; or why it can't be read; or None where it is blank.
 Found = tuple[int, int, list[Any] | str | None]
@@ -36,7 +36,7 @@ def gather(
     names: Sequence[str],
     path: str,
     unit: str,
-    base: Callable[[], int] = zero,
+    base: Callable[[], int] = int,  # returns 0
     most_rows: int = _MOST_ROWS,
     count_faults: bool = False,
     size: int = BATCH_SIZE,

@@ -223,8 +223,7 @@ _BLANK = r"[ \t\r\n]*"
 _BEHIND = re.compile(rf"{_BLANK}(?:,{_BLANK}[{{\]]|\{{|\]{_BLANK}\Z)")
 _FIRST_NAME = re.compile(rf'\{{{_BLANK}({_STRING}"){_BLANK}:', re.DOTALL)
 _DECODER = json.JSONDecoder()
-# Characters, and strings and brackets, searched for the closing bracket of a record.
-_MOST_SCANNED, _MOST_PARTS = 64 << 20, 1 << 20
+_MOST_SCANNED, _MOST_PARTS = 64 << 20, 1 << 20  # characters, and parts, searched for a closing bracket
 _BEFORE = 256  # characters before a record that are searched for the beginning of its line
 
 

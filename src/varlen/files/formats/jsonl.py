@@ -22,8 +22,7 @@ _LAST_LINE_BYTES = 64 << 10  # read past a stretch of a file, for the line that 
 _MOST_TRIED = 1000  # lines searched for a first row
 _PRINT_BYTES = 8
 _LIVE_BYTES = 64 << 10  # Batch size of served rows: a slow row mustn't wait for many others
-# Longer lines are a mistake (a file without line ends), and would exhaust memory.
-MOST_RECORD_BYTES = 256 << 20
+MOST_RECORD_BYTES = 256 << 20  # a longer line is a mistake (a file without line ends)
 
 
 def row_names(file: File, most: int) -> list[tuple[str, ...]]:

@@ -18,8 +18,7 @@ from varlen.files.opening import other_content
 from varlen.files.paths import File
 from varlen.files.rows import Fault, Rows, as_list, faulty
 
-# Rows inspected to find the columns: more where these differ, and the most where none can be used.
-_LOOKED_AT = (3, 16, 1000)
+_LOOKED_AT = (3, 16, 1000)  # rows inspected for columns: more if they differ, the most if none is usable
 
 
 def rows_of(
@@ -36,7 +35,7 @@ def rows_of(
         yield faulty(rest_of(file, error, start=start, stop=stop)), None
         return
     if columns is not None:
-        for rows in rows_in(file, columns, text_cut, start, stop):
+        for rows in rows_in(file, columns.fields, text_cut, start, stop):
             yield rows, columns
 
 
@@ -114,19 +113,9 @@ def _refuse_twice(names: Sequence[str], columns: Columns, path: str) -> None:
 
 
 def rows_in(
-    file: File, columns: Columns, text_cut: Cut, start: int = 0, stop: int | None = None
-) -> Iterator[Rows]:
-    """Yield the rows of a file, or of a stretch of it, whose columns are known.
-
-    Where nothing more can be read, the last batch is empty and has a fault.
-    """
-    return _to_the_fault(file, columns.fields, text_cut, start, stop)
-
-
-def _to_the_fault(
     file: File, fields: Fields, text_cut: Cut, start: int = 0, stop: int | None = None
 ) -> Iterator[Rows]:
-    """Yield rows; instead of raising, yield the fault of what can't be read."""
+    """Yield the rows of a file, or of a stretch of it; instead of raising, yield the fault of what can't be read."""
     covered = read_to = at = 0
 
     def note(path: str, first: int, last: int) -> None:
@@ -137,12 +126,7 @@ def _to_the_fault(
 
     noted = file if file.is_remote else replace(file, on_read=note)
     try:
-        read = (
-            _placed(text.read(noted, text_cut))
-            if file.format == "text"
-            else _read(noted, fields, start, stop)
-        )
-        for rows in read:
+        for rows in _read(noted, fields, text_cut, start, stop):
             yield rows
             covered, read_to = covered + rows.covers, at
     except SourceError as error:
@@ -156,12 +140,14 @@ def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault,
     names = column_names(file)
     if not names:
         return
-    for rows in _to_the_fault(file, Fields(needed=tuple(names)), "line"):
+    for rows in rows_in(file, Fields(needed=tuple(names)), "line"):
         yield {name: as_list(rows.columns[name]) for name in names}, rows.faults
 
 
-def _read(file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:
-    """Yield the wanted fields of a file of rows."""
+def _read(file: File, fields: Fields, text_cut: Cut, start: int, stop: int | None) -> Iterator[Rows]:
+    """Yield the wanted fields of a file's rows."""
+    if file.format == "text":
+        return _placed(text.read(file, text_cut))
     if file.format in ("parquet", "arrow"):
         return tables.read(file, fields.names, start, stop)
     if file.format == "jsonl":

@@ -37,11 +37,9 @@ _MOST_BYTES, _FIRST_BYTES = 512 << 20, 64 << 20
 _MOST_ROW_BYTES = 1 << 30  # of a row, by the same bound; above it, strings are read as dictionaries
 _STRING_BYTES = 2**31 - 1  # of one row, in Arrow's lists of strings
 _PAGE_BYTES = 1 << 20
-# Of a batch of dictionaries, and of a batch of strings that may all be long.
-_VALUES, _FEW_VALUES = 1 << 20, 256
+_VALUES, _FEW_VALUES = (1 << 20, 256)  # of a batch of dictionaries; of possibly long strings
 _SHORT_BYTES = 64 << 10  # dictionaries of at most so many bytes hold no long value
-# Ratio of a column's size to its dictionary's from which the dictionary is searched for its longest value.
-_WORTHWHILE = 16
+_WORTHWHILE = 16  # a column this many times its dictionary: search that for its longest value
 _GROWTH = 4  # maximum growth of a batch's rows from one batch to the next
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 # Ratio of decoded to encoded size from which a row group's decoded size is used, and from which it is inspected.
