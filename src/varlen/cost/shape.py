@@ -380,9 +380,10 @@ def _mapping(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "to_dict"):
-        return dict(config.to_dict())
+        mapping: Mapping[str, Any] = config.to_dict()
+        return mapping
     if hasattr(config, "__dict__"):
-        return vars(config)
+        return dict(vars(config))
     raise SettingError(
         f"a configuration must be a mapping or a transformers configuration; got {type(config).__name__}"
     )
