@@ -382,13 +382,11 @@ def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | 
     elif consumed:
         loader.seek(consumed)
     elif iteration:
-        missing = (
-            f"{dataloader_save} holds no state of the loader"
-            if dataloader_save
-            else "dataloader_save is None"
-        )
+        why = "no dataloader_save was given"
+        if dataloader_save:
+            why = f"{dataloader_save} holds no state of the loader"
         raise SettingError(
-            f"the run goes on after iteration {iteration:,}, but {missing} and consumed_train_samples is 0, so the "
+            f"the run goes on after iteration {iteration:,}, but {why} and consumed_train_samples is 0, so the "
             "data would begin anew; pass consumed_train_samples, or iteration=0 if that is meant"
         )
 

@@ -32,7 +32,7 @@ from varlen.adapters.megatron.files.reader import (
     taken_from,
     with_lengths,
 )
-from varlen.adapters.megatron.files.writer import PackedWriter, WholeFiles
+from varlen.adapters.megatron.files.writer import PackedWriter, WholeFiles, write_dicts
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError, SourceError
 from varlen.offline.outputs import disk_faults, made_whole
@@ -240,7 +240,7 @@ def write_packed_indexed_dataset(rows: Sequence[Mapping[str, Any]], output_path:
         SettingError: the name ends otherwise, or the place can't be written.
     """
     with PackedIndexedWriter(output_path) as writer:
-        writer.write_dicts(rows)
+        write_dicts(writer, rows)
     return str(writer.path)
 
 

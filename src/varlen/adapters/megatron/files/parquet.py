@@ -31,7 +31,7 @@ from varlen.adapters.megatron.files.reader import (
     taken_from,
     with_lengths,
 )
-from varlen.adapters.megatron.files.writer import PackedWriter
+from varlen.adapters.megatron.files.writer import PackedWriter, write_dicts
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.documents.pretokenized import flat_column
 from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError
@@ -429,4 +429,4 @@ def write_packed_parquet(
         SettingError: the place can't be written.
     """
     with PackedParquetWriter(output_path, row_group_rows=row_group_size) as writer:
-        writer.write_dicts(rows)
+        write_dicts(writer, rows)

@@ -113,12 +113,9 @@ class PackedWriter(WholeFiles):
     def _add(self, rows: PackedRows) -> None:
         """Write checked rows, or keep them for the next call."""
 
-    def write_dicts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows given as dictionaries.
 
-        Args:
-            rows: each with `input_ids`, `loss_mask` and `seq_start_id`, and optionally `seq_lengths`.
-        """
-        for start in range(0, len(rows), _ROWS_AT_A_TIME):
-            some = rows[start : start + _ROWS_AT_A_TIME]
-            self.write(from_dicts(some, lambda row, start=start: f"row {start + row:,}"))  # type: ignore[misc]
+def write_dicts(writer: PackedWriter, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add rows given as dictionaries."""
+    for start in range(0, len(rows), _ROWS_AT_A_TIME):
+        some = rows[start : start + _ROWS_AT_A_TIME]
+        writer.write(from_dicts(some, lambda row, start=start: f"row {start + row:,}"))  # type: ignore[misc]
