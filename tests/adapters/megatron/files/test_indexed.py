@@ -120,9 +120,6 @@ def test_rows_come_in_any_order_from_several_pairs_threads_and_pickles(tmp_path)
         thread.join()
     assert wrong == []
     assert pickle.loads(pickle.dumps(reader))[-1]["input_ids"] == rows[-1]["input_ids"]
-    assert reader.rows([]).num_rows == 0
-    with pytest.raises(IndexError, match="there is no row 20"):
-        reader.rows([20])
 
 
 def test_lengths_are_those_of_whole_documents_where_one_pair_of_several_has_none(tmp_path):
