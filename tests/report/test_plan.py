@@ -487,10 +487,10 @@ def test_a_plan_that_is_too_large_is_cut_down_to_its_slowest_ranks_and_says_so(m
     ends = np.array([timeline.stops_s[computes & (timeline.ranks == rank)].max() for rank in range(4)])
     left_out = np.setdiff1d(np.arange(4), part.ranks)
     assert len(part.ranks) >= 1
-    assert part.is_whole == (most == 10**9) == (part.said == "")
+    assert part.is_whole == (most == 10**9) == (part.note == "")
     if not part.is_whole:
         assert ends[part.ranks].min() >= ends[left_out].max()
-        assert part.said.startswith(f"Shown: {len(part.ranks)} of 4 ranks, ")
+        assert part.note.startswith(f"Shown: {len(part.ranks)} of 4 ranks, ")
         assert len(part.tasks) <= most or len(part.ranks) == 1
 
 

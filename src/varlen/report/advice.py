@@ -1,7 +1,7 @@
-"""What to choose, and why: a capacity, a method and a policy that follow from the figures.
+"""Advise a capacity, a method and a policy, with reasons.
 
-The rules are few and stand here as numbers. Advice never costs anything against the default of the same door:
-another method is advised only if it takes no more packs, keeps lengths as mixed and the heaviest pack as light, and
+The thresholds are below. Advice is never worse than the default of the same entry point (`varlen pack` or `vl.pack`):
+another method is advised only if it takes no more packs, mixes lengths as well and has as light a heaviest pack, and
 is clearly better in one of these; a smaller capacity only if it cuts no more documents and computes no more slots.
 """
 
@@ -27,26 +27,26 @@ from varlen.report.page import fill, share, times
 from varlen.types import Method, Overlong
 
 MOST_CUT = 0.01
-"""Share of documents that a capacity may cut and still count as large enough."""
+"""A capacity is large enough if it cuts at most this share of documents …"""
 MOST_BEYOND = 0.05
-"""Share of tokens that may lie beyond the capacity."""
+"""… and at most this share of tokens lies beyond it."""
 LEAST_FILL = 0.98
-"""Fill that a capacity must reach to be chosen for its smallness."""
+"""The smallest capacity with this fill is chosen."""
 FEWER_PACKS = 0.005
-"""Share of packs that a method must save to be advised for it."""
+"""Share of packs that a method must save to be clearly better."""
 EVENER = 0.95
-"""Packs are evener if the work of all, each as heavy as the heaviest, falls to this part."""
+"""Ratio of `waiting` at which a method is clearly better."""
 ALIKE = 0.1
-"""Likeness of lengths within packs, from which one is told from another."""
+"""Difference of length correlation that counts."""
 CANDIDATES: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced")
-"""The methods that are advised; of equals, the first."""
+"""The methods that may be advised; of equals, the first."""
 DEFAULT_CAPACITY = 4096
-"""Of `varlen pack`."""
+"""The default of `varlen pack`."""
 DEFAULTS: dict[str, Method] = {
     WITH_PACK: PackSettings(capacity=1).method,
     WITH_LENGTHS: signature(pack).parameters["method"].default,
 }
-"""The method of each door that a user gets without asking for one."""
+"""The default method of each entry point."""
 
 
 def advise(
@@ -89,7 +89,7 @@ def advise(
 
 
 def pack_command(arguments: Sequence[str], capacity: int, method: Method, overlong: Overlong) -> str:
-    """Write a command that packs as chosen, to be pasted into a shell.
+    """Write the shell command that packs as advised.
 
     >>> pack_command(["my chats.jsonl", "-o", "packed"], 2048, "best_fit", "split")
     "varlen pack 'my chats.jsonl' -o packed --capacity 2048 --method best_fit --overlong split"
@@ -102,7 +102,7 @@ def pack_command(arguments: Sequence[str], capacity: int, method: Method, overlo
 def choose_capacity(capacities: tuple[CapacityFigures, ...]) -> CapacityFigures:
     """Return the smallest capacity that cuts few documents and packs well, or the one that comes nearest.
 
-    Where the default one was looked at and is large enough, a smaller one must cost nothing against it.
+    If the default capacity was measured and is large enough, a smaller one must not be worse.
     """
     enough = [c for c in capacities if _is_enough(c)]
     default = next((c for c in enough if c.capacity == DEFAULT_CAPACITY), None)
@@ -117,13 +117,13 @@ def choose_capacity(capacities: tuple[CapacityFigures, ...]) -> CapacityFigures:
 
 
 def _costs_nothing(smaller: CapacityFigures, default: CapacityFigures) -> bool:
-    """Whether a smaller capacity cuts no more documents than the default one, and computes no more slots."""
+    """Whether a smaller capacity cuts no more documents than the default, and computes no more slots."""
     slots = [_usual(at).packs * at.capacity for at in (smaller, default)]
     return smaller.overlong_documents <= default.overlong_documents and slots[0] <= slots[1]
 
 
 def choose_method(capacity: CapacityFigures, door: str) -> Method:
-    """Return a door's default method, or one that is clearly better in one way and worse in none."""
+    """Return the default method, or one that is clearly better in one way and worse in none."""
     default = capacity.packing(door + DEFAULTS[door])
     better = [name for name in CANDIDATES if _is_better(capacity.packing(door + name), default)]
     if not better:
@@ -150,10 +150,7 @@ def _is_better(packing: PackFigures, default: PackFigures) -> bool:
 
 
 def waiting(packing: PackFigures) -> float:
-    """Return what packs cost that wait for each other: as many as there are, each as heavy as the heaviest.
-
-    In units of the mean work of as many packs as the tokens would fill.
-    """
+    """Return the cost of packs that wait for the heaviest one, over that of full packs of mean work."""
     return packing.work_imbalance / packing.fill if packing.fill else packing.work_imbalance
 
 
@@ -162,7 +159,7 @@ def _is_enough(capacity: CapacityFigures) -> bool:
 
 
 def _usual(capacity: CapacityFigures) -> PackFigures:
-    """Return what `varlen pack` does unless told otherwise."""
+    """Return the packing of `varlen pack` by default."""
     return capacity.packing(WITH_PACK + DEFAULTS[WITH_PACK])
 
 
@@ -172,7 +169,7 @@ def _why_capacity(
     distribution: DistributionFigures,
     door: str,
 ) -> str:
-    """Say why this capacity and not the next smaller."""
+    """Say why this capacity was chosen, and not the next smaller one."""
     cut = _cut(chosen, distribution)
     if not _is_enough(chosen):
         return (
@@ -205,7 +202,7 @@ def _cut(chosen: CapacityFigures, distribution: DistributionFigures) -> str:
 
 
 def _why_method(chosen: CapacityFigures, door: str, method: Method) -> str:
-    """Say what the method brings over the door's default, or over what sorts where it is the default."""
+    """Compare the method with the default, or the default with an alternative."""
     packed, default = chosen.packing(door + method), chosen.packing(door + DEFAULTS[door])
     if packed is default:
         return _why_default(chosen, door)
@@ -218,7 +215,7 @@ def _why_method(chosen: CapacityFigures, door: str, method: Method) -> str:
 
 
 def _why_default(chosen: CapacityFigures, door: str) -> str:
-    """Say what the default method of a door is like."""
+    """Describe the default method of an entry point."""
     packed = chosen.packing(door + DEFAULTS[door])
     if door == WITH_PACK:
         sorted_ = chosen.packing(door + "best_fit_decreasing")
@@ -237,7 +234,7 @@ def _why_default(chosen: CapacityFigures, door: str) -> str:
 
 
 def _of_lengths(chosen: CapacityFigures, method: Method) -> str:
-    """Say what the line of Python gives, where it isn't what the command gives."""
+    """Describe the packing by the line of Python, which differs from that by the command."""
     packed = chosen.packing(WITH_LENGTHS + method)
     return (
         f"vl.pack, in the order of the lengths, takes {many(packed.packs, 'pack')} by {method}, with a likeness of "
@@ -246,7 +243,7 @@ def _of_lengths(chosen: CapacityFigures, method: Method) -> str:
 
 
 def _why_policy(chosen: CapacityFigures) -> list[str]:
-    """Say what splitting saves, where anything is longer than the capacity."""
+    """Say what splitting saves, if anything is longer than the capacity."""
     if not chosen.overlong_documents:
         return []
     return [

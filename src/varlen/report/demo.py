@@ -1,4 +1,4 @@
-"""The figures of the demo as plain, frozen data: what its table, its page and its JSON all show."""
+"""The figures of the demo, which its table, its page and its JSON show; and its table for the terminal."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ Role = Literal["baseline", "varlen", "control"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodFigures:
-    """One way of feeding the model, and what it took."""
+    """One way of feeding the model, with its measurements."""
 
     name: str
-    """A word for programs, such as "padded_with_mask"."""
+    """An identifier such as "padded_with_mask"."""
     title: str
-    """A few words for readers."""
+    """The name for display."""
     role: Role
-    """Whether it is a baseline, varlen's, or a control that must be worse."""
+    """A baseline, varlen's method, or a control that must be worse."""
     steps: int
     num_documents: int
     num_tokens: int
     """Tokens of documents; padding not counted."""
     num_targets: int
-    """Tokens learned from."""
+    """Tokens that are targets."""
     num_slots: int
     """Positions computed, padding included."""
     wall_s: float
     user_s: float
-    """CPU seconds in the program's own code, all threads together."""
+    """CPU seconds in user mode, all threads together."""
     system_s: float
-    """CPU seconds in the kernel, above all handing out fresh memory."""
+    """CPU seconds in the kernel, mainly for page faults."""
     memory_bytes: int
-    """Most memory held during a step, beyond what the process held before the first."""
+    """Peak memory of a step, beyond that before the first step."""
     step_losses: tuple[float, ...]
     """Mean target loss of each step of the first seed, in nats."""
     validation_losses: tuple[float | None, ...]
-    """One for each seed; None where the run wasn't done because `same_loss_as` says what it would be."""
+    """One for each seed; None if the run was skipped because `same_loss_as` gives the same loss."""
     same_loss_as: str | None = None
     """The method that trains the same batches in another layout."""
 
@@ -72,7 +72,7 @@ class MethodFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerFigures:
-    """What became of every token of a run's documents."""
+    """The ledger of a run's tokens."""
 
     tokens_in: int
     packed: int
@@ -86,19 +86,19 @@ class LedgerFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IsolationFigures:
-    """The proof that documents don't see each other, as measured on the trained model."""
+    """The test of isolation on the trained model."""
 
     verdict: str
-    """In one word or sentence; "isolated" only if the control failed."""
+    """A word or a sentence; "isolated" only if the control leaks."""
     is_proved: bool
-    """Whether documents are isolated and the control leaks, as it must."""
+    """Whether documents are isolated and the control leaks."""
     rows: tuple[tuple[str, str], ...]
-    """What was measured and what came out, in words."""
+    """Measurements and their results, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceFigures:
-    """A document in a picture: its tokens, and how its text begins."""
+    """A document in a picture: its tokens, and the beginning of its text."""
 
     document_id: int
     num_tokens: int
@@ -119,7 +119,7 @@ class PictureFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusFigures:
-    """What the documents are."""
+    """The documents."""
 
     description: str
     documents_found: int
@@ -131,15 +131,15 @@ class CorpusFigures:
     lengths: tuple[int, ...]
     """Tokens of each document, before cutting."""
     padded_ratio: float
-    """Slots per token when random batches of all documents are padded to their longest."""
+    """Slots per token if random batches of all documents are padded to their longest."""
     bucketed_ratio: float
-    """The same when pools of `bucket_pool` documents are sorted by length first."""
+    """The same if pools of `bucket_pool` documents are sorted by length first."""
     bucket_pool: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoFigures:
-    """All that the demo measured."""
+    """All figures of the demo."""
 
     methods: tuple[MethodFigures, ...]
     corpus: CorpusFigures
@@ -163,7 +163,7 @@ class DemoFigures:
         return next(method for method in self.methods if method.name == name)
 
     def losses(self, method: MethodFigures) -> tuple[float, ...]:
-        """Return a loss for each seed, where needed that of the same batches in another layout."""
+        """Return a loss for each seed, for skipped runs that of the same batches in another layout."""
         twin = method if method.same_loss_as is None else self.method(method.same_loss_as)
         pairs = zip(method.validation_losses, twin.validation_losses, strict=True)
         return tuple(own if own is not None else _known(other) for own, other in pairs)
@@ -199,19 +199,17 @@ def _known(value: float | None) -> float:
     return value
 
 
-# What the figures of the demo say, in sentences that follow from them: what is beaten, what isn't, and why.
-#
-# Nothing here is a fixed verdict: other documents, another machine or a fault give other sentences.
+# Sentences that follow from the figures: other documents, another machine or a fault give other sentences.
 
 ROUNDING = 1e-4
-"""Losses of two layouts of the same batch that differ by less are equal but for rounding in float32."""
+"""Smaller differences between losses of two layouts of the same batch are rounding in float32."""
 LARGER_POOL_PADS_LESS = 0.97
-"""A larger pool of documents to sort counts as better if it pads to less than this part."""
+"""Larger pools for sorting count as better if they reduce slots to less than this share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What the figures say about one comparison each."""
+    """A sentence on each comparison."""
 
     padding: str
     loss: str
@@ -221,7 +219,7 @@ class Findings:
     inflation: str
 
     def titled(self) -> tuple[tuple[str, str], ...]:
-        """Return each with a title, in order of weight."""
+        """Return each with a title, the most important first."""
         return (
             ("Against padding", self.padding),
             ("The loss", self.loss),
@@ -233,7 +231,7 @@ class Findings:
 
 
 def headline(figures: DemoFigures) -> str:
-    """Say in one sentence what flattening brought over the strongest padded run on random batches."""
+    """Summarize in one sentence what flattening gains over the fastest padded run on random batches."""
     ours, padded = figures.method("flattened"), figures.method("padded")
     speedup = ours.tokens_per_s / padded.tokens_per_s
     same = "the same loss" if figures.loss_difference(ours, padded) < ROUNDING else "another loss"
@@ -242,7 +240,7 @@ def headline(figures: DemoFigures) -> str:
 
 
 def findings(figures: DemoFigures) -> Findings:
-    """Say what the figures show."""
+    """Return the sentences that follow from the figures."""
     return Findings(
         padding=_padding(figures),
         loss=_loss(figures),
@@ -254,7 +252,7 @@ def findings(figures: DemoFigures) -> Findings:
 
 
 def loss_gap(figures: DemoFigures, method: MethodFigures, other: MethodFigures) -> tuple[float, float]:
-    """Return how much higher a method's validation loss is than another's: mean over seeds, and spread."""
+    """Return a method's validation loss minus another's: mean over seeds, and spread."""
     gaps = [a - b for a, b in zip(figures.losses(method), figures.losses(other), strict=True)]
     return fmean(gaps), spread(gaps)
 
@@ -358,8 +356,6 @@ def _inflation(figures: DemoFigures) -> str:
     )
 
 
-# The demo's figures for the terminal: one table, the proof, the ledger, and what the figures say.
-
 _STYLES = {"baseline": "", "varlen": "bold green", "control": "magenta"}
 
 
@@ -378,7 +374,7 @@ def demo_table(figures: DemoFigures) -> RenderableType:
 
 
 def _methods(figures: DemoFigures) -> Table:
-    """One row a method; ratios say how much faster flattened is."""
+    """Return a row for each method; ratios are the speedup of flattening."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
     for title in (
@@ -413,7 +409,7 @@ def _mark(method: MethodFigures) -> str:
 
 
 def _reading(figures: DemoFigures) -> str:
-    """Say how to read the table."""
+    """Explain the table."""
     ours = figures.method("flattened")
     lines = [
         f"{ours.num_documents:,} documents, {ours.num_tokens:,} tokens, {ours.num_targets:,} targets and "

@@ -1,4 +1,4 @@
-"""The demo's report: one page of pictures and tables, from the figures alone."""
+"""The demo's HTML report, from its figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from varlen.report.page import (
 
 
 def demo_page(figures: DemoFigures) -> str:
-    """Return the whole report as one self-contained HTML page; text of documents in it is escaped."""
+    """Return the report as one self-contained HTML page."""
     said = findings(figures)
     return page(
         "varlen demo",
@@ -170,7 +170,7 @@ def _losses(figures: DemoFigures) -> str:
 
 
 def _origin(figures: DemoFigures, method: MethodFigures) -> str:
-    """Say for which seeds a method was trained as its name says, and where other seeds' losses come from."""
+    """Say for which seeds a method was trained, and where other seeds' losses come from."""
     if method.same_loss_as is not None and None in method.validation_losses:
         twin = figures.method(method.same_loss_as)
         return f"seed {figures.seeds[0]}; further seeds: {twin.title}, same batches"

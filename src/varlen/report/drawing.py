@@ -1,4 +1,4 @@
-"""Charts and documents drawn for a given width: bars, dots, a histogram; strips of packs, and masks."""
+"""SVG charts of a given width: bars, dots, histograms, lines; packs as strips, and attention masks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from varlen.report.demo import PieceFigures
 from varlen.report.page import NARROW, WIDE, caption_of, twice
 
 NARROW_COLUMN = 480
-"""Columns narrower than this put labels above marks instead of beside them."""
+"""In narrower columns, labels are above marks instead of beside them."""
 LABEL_WIDTH = 176
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One bar: its length, and what stands beside it."""
+    """One bar, with a label and a note."""
 
     label: str
     value: float
@@ -93,7 +93,7 @@ def histogram(lengths: Sequence[int], cut: int, width: int, label: str) -> str:
 
 
 def half_octave(length: int) -> int:
-    """Return the number of the half octave that a length falls in: 0 for 1, 2 for 2, 4 for 4 and 5."""
+    """Return the number of a length's half octave: 0 for 1, 2 for 2, 4 for 4 and 5."""
     return math.floor(2 * math.log2(length))
 
 
@@ -106,7 +106,7 @@ def half_octaves(
     width: int,
     label: str,
 ) -> str:
-    """Draw a histogram that was counted before: documents above, tokens below."""
+    """Draw a histogram from counts: documents above, tokens below."""
     bins = max(first + len(documents), half_octave(cut) + 1, first + 2) - first
     last = first + bins
     band, gap, pitch = 92, 40, width / (last - first)
@@ -151,12 +151,12 @@ def _length_axis(first: int, last: int, pitch: float, bottom: float, width: int)
 
 
 def _row_shape(width: int) -> tuple[float, float, float, float]:
-    """Return where bars begin, how far rows are apart, how thick bars are, and how far from the row's top."""
+    """Return the left edge of bars, the distance of rows, the thickness of bars, and their offset in the row."""
     return (LABEL_WIDTH, 34, 20, 5) if width >= NARROW_COLUMN else (0, 46, 18, 20)
 
 
 def _row_label(label: str, left: float, y: float, thickness: float, kind: str) -> str:
-    """Write a row's label beside its bar, or above it where there is no room."""
+    """Write a row's label beside its bar, or above it if there is no room."""
     if left > 0:
         return text(left - 10, y + 5 + thickness / 2 + 4.5, label, f"label {kind}", "end")
     return text(0, y + 14, label, f"label {kind}")
@@ -171,9 +171,8 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-# The few marks that our pictures are drawn with, as SVG text; their colours are the page's to choose.
-#
-# Every text is escaped here and nowhere else: no mark can carry a document's text into the page as markup.
+# SVG elements; their colours come from the page's style sheet. All text is escaped here, so that a document's text
+# can't become markup.
 
 
 def number(value: float) -> str:
@@ -231,21 +230,21 @@ def _tip(tip: str) -> str:
     return f"<title>{escape(tip)}</title>" if tip else ""
 
 
-# Lines over capacities on a log axis, named where they end, or below where there is no room.
+# Line charts over capacities on a log axis, with labels at the ends of lines, or below if there is no room.
 
 
 _HEIGHT, _PITCH = 280.0, 17.0
 _NAMES_WIDTH = 256
-"""Room for names at the right of a wide picture."""
+"""Space for labels at the right of a wide picture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One line: a value at each place, and what it is called."""
+    """One line of a chart."""
 
     label: str
     values: tuple[float | None, ...]
-    """One a place; None where there is none, which breaks the line."""
+    """One for each position; None breaks the line."""
     kind: str
     """Class of its colour: "varlen", "baseline", "control" or "series0" to "series5"."""
 
@@ -253,7 +252,7 @@ class Line:
 def lines(
     rows: Sequence[Line], places: Sequence[int], width: int, label: str, axis: Callable[[float], str]
 ) -> str:
-    """Draw values against places, whose logarithms are evenly far apart."""
+    """Draw values against positions on a log axis."""
     is_wide = width >= NARROW_COLUMN
     left, top = 58.0, 12.0
     right = width - (_NAMES_WIDTH if is_wide else 14)
@@ -283,7 +282,7 @@ def lines(
 
 
 def _places_named(places: Sequence[int], across: Callable[[int], float], y: float) -> list[str]:
-    """Write places under the axis, those that would touch the one before left out."""
+    """Write positions under the axis, without those that would overlap the previous one."""
     marks, free = [], -math.inf
     for place in places:
         half = 3.6 * len(f"{place:,}")
@@ -300,7 +299,7 @@ def _drawn(
     up: Callable[[float], float],
     axis: Callable[[float], str],
 ) -> list[str]:
-    """Draw one line in as many parts as it has gaps, and a dot for each value."""
+    """Draw one line, broken at gaps, and a dot for each value."""
     marks: list[str] = []
     part: list[tuple[float, float]] = []
     for place, value in zip(places, row.values, strict=True):
@@ -319,7 +318,7 @@ def _drawn(
 
 
 def _names_at_ends(rows: Sequence[Line], right: float, up: Callable[[float], float]) -> list[str]:
-    """Write each name level with its line's last value, or as near as its neighbours leave room."""
+    """Write each label at the height of its line's last value, or as near as possible without overlap."""
     ends = [
         (up(known[-1]), row)
         for row in rows
@@ -361,15 +360,15 @@ def spread_out(heights: Sequence[float], pitch: float, most: float) -> list[floa
     return moved
 
 
-# Documents as coloured strips, padded and packed, and the masks that say who attends to whom.
+# Documents as coloured strips, padded and packed, and attention masks.
 
 MASK_WIDTH = 320
 NUM_COLOURS = 10
-"""Colours of documents in the page's style sheet, used in turn."""
+"""Number of document colours in the page's style sheet."""
 
 
 def padded_batch(pieces: Sequence[PieceFigures], width: int) -> str:
-    """Draw one document a row, and what padding to the longest adds."""
+    """Draw one document a row, padded to the longest."""
     longest = max(piece.num_tokens for piece in pieces)
     pitch = 13
     marks = []
@@ -381,7 +380,7 @@ def padded_batch(pieces: Sequence[PieceFigures], width: int) -> str:
 
 
 def flattened_batch(pieces: Sequence[PieceFigures], width: int) -> str:
-    """Draw the same documents end to end, broken into lines as long as the padded batch is wide."""
+    """Draw the same documents end to end, in lines as wide as the padded batch."""
     longest = max(piece.num_tokens for piece in pieces)
     pitch, at = 13, 0
     marks = []
@@ -398,7 +397,7 @@ def flattened_batch(pieces: Sequence[PieceFigures], width: int) -> str:
 
 
 def packed_row(pieces: Sequence[PieceFigures], capacity: int, width: int) -> str:
-    """Draw a row of documents one after another, its free slots at the end."""
+    """Draw a packed row of documents, with free slots at the end."""
     marks, at = [rect(0, 0, width, 22, "padding")], 0
     for index, piece in enumerate(pieces):
         marks.append(
@@ -419,7 +418,7 @@ def packed_mask(pieces: Sequence[PieceFigures], capacity: int, width: int) -> st
 
 
 def padded_masks(pieces: Sequence[PieceFigures], capacity: int, scale_width: int, width: int) -> str:
-    """Draw the masks of the same documents padded, to the scale of `packed_mask`: a whole square for each."""
+    """Draw the masks of the same documents padded, at the scale of `packed_mask`: a whole square for each."""
     side = max(piece.num_tokens for piece in pieces) * scale_width / capacity
     columns = max(1, min(len(pieces), int((width + 6) // (side + 6))))
     pieces = pieces[: squares_shown(pieces, capacity, scale_width, width)]
@@ -435,19 +434,19 @@ def padded_masks(pieces: Sequence[PieceFigures], capacity: int, scale_width: int
 
 
 def squares_shown(pieces: Sequence[PieceFigures], capacity: int, scale_width: int, width: int) -> int:
-    """Return how many squares `padded_masks` draws: rows beyond twice the height of the packed mask are left out."""
+    """Return the number of squares that `padded_masks` draws, up to twice the height of the packed mask."""
     side = max(piece.num_tokens for piece in pieces) * scale_width / capacity
     columns, rows = max(1, int((width + 6) // (side + 6))), max(1, int((2 * scale_width + 6) // (side + 6)))
     return min(len(pieces), columns * rows)
 
 
 def colour(index: int) -> str:
-    """Return the class that colours a picture's n-th document."""
+    """Return the CSS class of a picture's n-th document."""
     return f"doc doc{index % NUM_COLOURS}"
 
 
 def tip(piece: PieceFigures) -> str:
-    """Say which document this is."""
+    """Return a document's tooltip."""
     return f"document {piece.document_id:,}, {piece.num_tokens:,} tokens: {piece.excerpt}"
 
 
@@ -482,7 +481,7 @@ def pack_figure(row: Sequence[PieceFigures], capacity: int, which: str, most_nam
 
 
 def legend(pieces: Sequence[PieceFigures], most: int) -> str:
-    """List the documents of a picture in their colours, each with its tokens and how its text begins."""
+    """List the documents of a picture in their colours, with their tokens and the beginning of their texts."""
     lines = "".join(
         f'<li><i class="{colour(index)}"></i><span>{piece.num_tokens:,} tokens</span>'
         f"<code>{escape(piece.excerpt or f'document {piece.document_id:,}')}</code></li>"

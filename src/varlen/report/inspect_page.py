@@ -1,4 +1,4 @@
-"""The report of an inspection: one page of pictures and tables, from the figures alone."""
+"""The HTML report of an inspection, from its figures."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _DRAWN = {
     "pack_best_fit": "varlen pack",
     "best_fit_decreasing": "vl.pack, sorted by length",
 }
-"""The packings of the line chart besides the advised one, with short names; the others lie on top of these."""
+"""The packings of the line chart besides the advised one, with short names; the others would cover these lines."""
 
 _LEAST_SHARE = 0.1
-"""What the longest bar of shares is worth at least: half a percent of padding mustn't look like much."""
+"""Least value at full width of a bar chart, so that half a percent of padding looks small."""
 
 
 def inspect_page(inspection: Inspection) -> str:
-    """Return the whole report as one self-contained HTML page; text of documents in it is escaped."""
+    """Return the report as one self-contained HTML page."""
     at = inspection.at(inspection.advice.capacity)
     return page(
         f"varlen inspect: {inspection.name}" if inspection.name else "varlen inspect",
@@ -163,7 +163,7 @@ def _short(name: str, cut_at: int | None) -> str:
 
 
 def _thousands(value: int) -> str:
-    """Write a capacity as short as it goes: 4,096 as 4k, 500 as it is."""
+    """Abbreviate a capacity: 4,096 as 4k, 500 as 500."""
     return f"{value // 1024}k" if value % 1024 == 0 else f"{value:,}"
 
 
@@ -288,7 +288,7 @@ def _work(inspection: Inspection, at: CapacityFigures) -> str:
 
 
 def _details(inspection: Inspection, at: CapacityFigures) -> str:
-    """Every figure of one capacity, folded away unless it is the advised one."""
+    """Return all figures of one capacity, collapsed unless it is the advised one."""
     rows = [
         (
             _kind(row, inspection.advice.packing),
@@ -332,7 +332,7 @@ def _kind(row: PackFigures, advised: str) -> str:
 
 
 def _wordy(content: str) -> str:
-    """Let the first column of a table break its words over lines."""
+    """Let the first column of a table wrap."""
     return f'<div class="wordy">{content}</div>'
 
 

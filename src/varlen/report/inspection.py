@@ -1,4 +1,4 @@
-"""`inspect_lengths`: lengths in, everything that `varlen inspect` shows out; and its table for the terminal."""
+"""`inspect_lengths`: takes lengths, returns all figures of `varlen inspect`; and its table for the terminal."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from varlen.report.page import count, fill, share, times
 from varlen.types import Int32Array, IntArray
 
 USUAL_CAPACITIES = (2_048, 4_096, 8_192, 32_768)
-"""Row lengths that models are mostly trained with; looked at wherever the documents fill some packs of them."""
+"""Usual row lengths of training, measured if the documents fill some packs of them."""
 MOST_CAPACITIES = 6
 LARGEST_CAPACITY = 131_072
-"""A capacity over this is only looked at where a user asks for it."""
+"""Larger capacities are only measured on request."""
 FEWEST_PACKS = 8
-"""A capacity is looked at if the documents would fill so many packs of it."""
+"""A capacity is measured if the documents would fill this many packs of it."""
 LONGEST_EXCERPT = 160
-"""Characters of a text that the picture shows."""
+"""Most characters of a text that the picture shows."""
 DRAWN_DOCUMENTS = 8
 """The pack whose number of documents is nearest to this is drawn."""
 
@@ -130,7 +130,7 @@ def suitable_capacities(lengths: Int32Array) -> tuple[int, ...]:
     holds_most = _power_above(int(np.quantile(full, 0.99)))
     wanted = {*USUAL_CAPACITIES, holds_most, holds_all, 2 * holds_all, 4 * holds_all}
     usual = [c for c in sorted(wanted) if 64 <= c <= LARGEST_CAPACITY and tokens >= FEWEST_PACKS * c]
-    # What one document fills alone is no packing; small sets are looked at where all of them fit.
+    # A pack of one document is no packing; small sets are measured at capacities that hold all of them.
     small = [c for c in usual if c >= int(np.median(full))] or usual or [min(holds_all, LARGEST_CAPACITY)]
     must = [c for c in small if c in USUAL_CAPACITIES or c == holds_most]
     rest = [c for c in small if c not in must]
@@ -142,7 +142,7 @@ def _power_above(value: int) -> int:
 
 
 def _as_capacities(capacities: Sequence[int]) -> tuple[int, ...]:
-    """Return capacities checked, rising, each once."""
+    """Return validated capacities, sorted and distinct."""
     checked = sorted({as_count(capacity, "capacity") for capacity in capacities})
     if not checked:
         raise SettingError("capacities is empty; name at least one, or None for those that suit the lengths")
@@ -150,7 +150,7 @@ def _as_capacities(capacities: Sequence[int]) -> tuple[int, ...]:
 
 
 def _as_targets(targets: npt.ArrayLike, lengths: Int32Array) -> IntArray:
-    """Return supervised tokens as int64, one number a document, none above its length."""
+    """Return validated supervised tokens as int64, one number a document, none above its length."""
     array = np.asarray(targets)
     if array.shape != lengths.shape or array.dtype.kind not in "iu":
         raise DocumentsError(
@@ -169,11 +169,11 @@ def _as_targets(targets: npt.ArrayLike, lengths: Int32Array) -> IntArray:
 
 
 def _silent(_done: int, _total: int, _text: str) -> None:
-    """Take progress and show it to nobody."""
+    """Ignore progress."""
 
 
 def _distribution(sample: Sample, documents: int) -> DistributionFigures:
-    """Count how long the documents are."""
+    """Measure the distribution of lengths."""
     lengths = sample.lengths
     tokens = int(lengths.sum(dtype=np.int64))
     median, p90, p99 = np.quantile(lengths, (0.5, 0.9, 0.99)).tolist()
@@ -197,7 +197,7 @@ def _distribution(sample: Sample, documents: int) -> DistributionFigures:
 
 
 def _half_octaves(lengths: Int32Array) -> tuple[BinFigures, ...]:
-    """Count documents and tokens by half octaves; those that hold no whole number are left out."""
+    """Count documents and tokens by half octaves, without those that contain no whole number."""
     places = np.floor(2 * np.log2(lengths.astype(np.float64))).astype(np.int64)
     documents, tokens = np.bincount(places), np.bincount(places, lengths.astype(np.float64))
     bins = []
@@ -210,13 +210,13 @@ def _half_octaves(lengths: Int32Array) -> tuple[BinFigures, ...]:
 
 
 def _printable(text: str) -> str:
-    """Return the beginning of a text on one line, without what a terminal or a file of UTF-8 can't take."""
+    """Return the beginning of a text on one line, without unprintable characters."""
     line = " ".join(text[: 4 * LONGEST_EXCERPT].split())[:LONGEST_EXCERPT]
     return "".join(letter if letter.isprintable() else "�" for letter in line)
 
 
 def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) -> PackPicture:
-    """Take the pack whose number of documents is nearest to a handful, with texts where there are some."""
+    """Choose the pack whose number of documents is nearest to `DRAWN_DOCUMENTS`, with excerpts of texts."""
     by_door = by_pack if advice.packing.startswith(WITH_PACK) else by_lengths
     packing = by_door(sample.given, advice.capacity, advice.method)
     numbers = packing.document_ids
@@ -244,12 +244,9 @@ def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) ->
 
 
 def _sums(values: npt.NDArray[Any], packing: Packed) -> IntArray:
-    """Sum up values of pieces, pack by pack, each of which has some."""
+    """Sum up values of pieces for each pack; packs aren't empty."""
     sums: IntArray = np.add.reduceat(values.astype(np.int64), packing.offsets[:-1])
     return sums
-
-
-# What padding would compute, counted without packing anything: random batches, one length, length buckets.
 
 
 def measure_padding(
@@ -293,15 +290,13 @@ def _padded(lengths: Int32Array, batch_documents: int) -> int:
     return int((longest * sizes).sum())
 
 
-# An inspection for the terminal: what to choose first, then the lengths, padding, packing and what is lost.
-
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _INDENT = (0, 0, 0, 2)
 BYTES = (
     "Bytes are counted here, by the built-in tokenizer: several times as many as your model's tokens. "
     "Pass --tokenizer before you choose a capacity."
 )
-"""What is said where bytes were counted."""
+"""A caveat for lengths in bytes."""
 
 
 def inspect_table(inspection: Inspection) -> RenderableType:
@@ -322,7 +317,7 @@ def inspect_table(inspection: Inspection) -> RenderableType:
 
 
 def _choice(inspection: Inspection) -> list[RenderableType]:
-    """The choice to copy: as Python, as a command, each on a line that is broken by the terminal alone."""
+    """Return the advice as Python and as a command, on unwrapped lines to copy."""
     advice = inspection.advice
     lines = [
         Text(line, style="green", no_wrap=True, overflow="ignore")
@@ -333,7 +328,7 @@ def _choice(inspection: Inspection) -> list[RenderableType]:
 
 
 def reading(inspection: Inspection) -> str:
-    """Say how the figures came about, in plain sentences."""
+    """Explain how the figures were measured."""
     measured = (
         f"Packs were measured on {inspection.packed_documents:,} of the documents, drawn at random, windows on "
         f"{inspection.window_documents:,}; lengths, padding and losses are counted over all. "
@@ -367,7 +362,7 @@ def _plain(*titles: str, gap: int = 2) -> Table:
 
 
 def _lengths(inspection: Inspection) -> RenderableType:
-    """The quantiles in a line, and how documents and tokens spread over half octaves."""
+    """Return the quantiles, and the distribution of documents and tokens over half octaves."""
     found = inspection.distribution
     empty = f" ({found.empty:,} empty)" if found.empty else ""
     supervised = "" if found.targets_share is None else f", {share(found.targets_share)} of them supervised"
@@ -386,13 +381,13 @@ def _lengths(inspection: Inspection) -> RenderableType:
 
 
 def _spark(values: list[int]) -> str:
-    """Draw values as a row of blocks, two columns each; what isn't zero is seen."""
+    """Draw values as a row of blocks, two columns each; all but zeros are visible."""
     top = max(values)
     return "".join(2 * _BLOCKS[-(-8 * value // top)] for value in values)
 
 
 def _padding(inspection: Inspection) -> Table:
-    """One row a way of padding, and packed for comparison."""
+    """Return a row for each way of padding, and one for packing."""
     table = _plain("padding", "slots / token")
     for way in inspection.padding:
         title = way.title.replace("batches,", f"batches of {inspection.batch_documents},")
@@ -408,7 +403,7 @@ def _padding(inspection: Inspection) -> Table:
 
 
 def _fill(inspection: Inspection) -> Table:
-    """One row a method or policy, one column a capacity."""
+    """Return a row for each method or policy, with a column for each capacity."""
     table = _plain(*(f"{at.capacity:,}" for at in inspection.capacities))
     for row in inspection.capacities[0].packings:
         found = [at.packing(row.name) for at in inspection.capacities]
@@ -417,7 +412,7 @@ def _fill(inspection: Inspection) -> Table:
 
 
 def full(packing: PackFigures) -> str:
-    """Write how full packs are, or a dash where every document was dropped."""
+    """Write the fill of packs, or a dash if every document was dropped."""
     return fill(packing.fill) if packing.packs else "–"
 
 
@@ -437,12 +432,12 @@ def _style(row: PackFigures, inspection: Inspection) -> str:
 
 
 def _style_of(row: PackFigures, advised: str) -> str:
-    """The advised packing stands out, peers have a colour of their own."""
+    """Return a style: the advised packing is highlighted, and peers have their own colour."""
     return "bold green" if row.name == advised else "magenta" if row.kind == "policy" else ""
 
 
 def _losses(inspection: Inspection) -> Table:
-    """What is longer than each capacity, and what truncating and dropping lose."""
+    """Return the overlong documents of each capacity, and the losses by truncating and dropping."""
     table = _plain(*(f"{at.capacity:,}" for at in inspection.capacities))
     rows = (
         ("documents longer", [f"{at.overlong_documents:,}" for at in inspection.capacities]),
@@ -460,7 +455,7 @@ def _losses(inspection: Inspection) -> Table:
 
 
 def _details(at: CapacityFigures, advised: str) -> RenderableType:
-    """Everything about the packings of one capacity."""
+    """Return all figures of the packings of one capacity."""
     table = _plain("packs", "fill", "lost", "work", "attention", "likeness", gap=1)
     for row in at.packings:
         table.add_row(

@@ -1,4 +1,4 @@
-"""The figures of an inspection as plain, frozen data, and the packings that they are measured on."""
+"""The figures of an inspection, and the packings that they are measured on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = Literal["pack", "loader", "method", "policy"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BinFigures:
-    """Documents of lengths that are half an octave apart, counted."""
+    """Counts of documents within half an octave of lengths."""
 
     low: int
     """Shortest length of the bin, in tokens."""
@@ -36,10 +36,10 @@ class BinFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributionFigures:
-    """How long the documents are; empty ones are counted once and left out of everything else."""
+    """The distribution of lengths; empty documents are only counted."""
 
     documents: int
-    """As given, empty ones included."""
+    """Number of documents, empty ones included."""
     empty: int
     tokens: int
     mean: float
@@ -50,7 +50,7 @@ class DistributionFigures:
     longest_share: float
     """Share of all tokens in the longest hundredth of the documents (at least one)."""
     targets: int | None
-    """Supervised tokens; None where they aren't known."""
+    """Supervised tokens; None if unknown."""
     targets_share: float | None
     histogram: tuple[BinFigures, ...]
     """Half octaves from the shortest to the longest document."""
@@ -58,15 +58,15 @@ class DistributionFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddingFigures:
-    """What one way of padding would compute; every document once, none packed."""
+    """The slots of one way of padding; every document once, none packed."""
 
     name: str
-    """A word for programs: "random", "maximum" or "buckets", with "_cut" where documents are cut."""
+    """An identifier: "random", "maximum" or "buckets", with "_cut" if documents are cut."""
     title: str
     cut_at: int | None
-    """Documents are cut to this many tokens first; None where they stay whole."""
+    """Documents are cut to this many tokens first; None if they stay whole."""
     tokens: int
-    """Tokens that are left after cutting."""
+    """Tokens after cutting."""
     slots: int
 
     @property
@@ -82,21 +82,21 @@ class PaddingFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackFigures:
-    """What came out of packing at one capacity in one way."""
+    """The result of packing at one capacity in one way."""
 
     name: str
-    """Of `vl.pack` the method, of `varlen pack` "pack_" and the method; else a word for a loader or a peer."""
+    """An identifier: of `vl.pack` the method, of `varlen pack` "pack_" and the method; else a loader or a peer."""
     title: str
-    """What a user would write, or what a peer does."""
+    """The call or command, or the peer's policy."""
     kind: Kind
     method: Method
     overlong: Overlong
     documents: int
-    """Documents that were packed to measure this: all, or a sample of them."""
+    """Documents that were packed: all, or a sample."""
     packs: int
-    """Packs that those documents took."""
+    """Packs of these documents."""
     tokens: int
-    """Tokens that stand in those packs."""
+    """Tokens in these packs."""
     fill: float
     """Tokens over slots."""
     lost_tokens: int
@@ -104,36 +104,36 @@ class PackFigures:
     lost_share: float
     """The same as a share of all tokens."""
     lost_targets: int | None
-    """Supervised tokens of dropped documents; None where unknown: not given, or truncated anywhere."""
+    """Supervised tokens of dropped documents; None if unknown (not given, or documents are truncated)."""
     cut_share: float
-    """Share of the documents that are cut, into pieces or short."""
+    """Share of the documents that are split or truncated."""
     dropped_share: float
-    """Share of the documents that are left out whole."""
+    """Share of the documents that are dropped."""
     attention_imbalance: float
     """Largest over mean sum of squared piece lengths of a pack."""
     work_imbalance: float
     """Largest over mean total work of a pack, attention and the rest."""
     length_correlation: float
-    """Likeness of lengths within packs: 0 for random packs, 1 where each holds one length."""
+    """Correlation of lengths within packs: 0 for random packs, 1 if each holds one length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityFigures:
-    """Everything about one capacity."""
+    """All figures of one capacity."""
 
     capacity: int
     overlong_documents: int
-    """Documents longer than it."""
+    """Documents longer than the capacity."""
     overlong_share: float
     """The same as a share of the documents that aren't empty."""
     truncation_share: float
-    """Share of all tokens that truncating at this capacity would lose."""
+    """Share of all tokens lost by truncating."""
     dropping_share: float
-    """Share of all tokens in documents longer than it, which dropping would lose."""
+    """Share of all tokens lost by dropping overlong documents."""
     lower_bound: int
-    """Packs that the measured documents need, split where they are longer than a pack and cut nowhere else."""
+    """Least number of packs of the measured documents, if only overlong ones are split."""
     packings: tuple[PackFigures, ...]
-    """Those of `varlen pack`, of the loader and of `vl.pack`, then the policies of peers."""
+    """`varlen pack`, the loader and `vl.pack`, then the policies of peers."""
 
     def packing(self, name: str) -> PackFigures:
         """Return a packing by its name."""
@@ -142,28 +142,28 @@ class CapacityFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdviceFigures:
-    """What to choose, and why; every word follows from the figures."""
+    """The advised settings, with reasons."""
 
     capacity: int
     method: Method
-    """Of `varlen pack`; where only lengths are known, of `vl.pack`."""
+    """The method of `varlen pack`, or of `vl.pack` if only lengths are known."""
     packing: str
-    """The name of the packing that this is."""
+    """The name of the advised packing."""
     overlong: Overlong
-    """"error" where no document is longer than the capacity."""
+    """"error" if no document is longer than the capacity."""
     call: str
-    """The choice as a line of Python."""
+    """The advice as a line of Python."""
     command: str
-    """The choice as a command that packs the same data; empty where only lengths are known."""
+    """The advice as a command that packs the same data; empty if only lengths are known."""
     headline: str
-    """The choice, and what it brings, in one sentence."""
+    """The advice and its effect in one sentence."""
     why: str
     """The reasons in a few sentences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackPicture:
-    """One pack of the advised packing, to be drawn."""
+    """One pack of the advised packing, for a picture."""
 
     capacity: int
     pieces: tuple[PieceFigures, ...]
@@ -171,7 +171,7 @@ class PackPicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """All that `inspect_lengths` found."""
+    """The result of `inspect_lengths`."""
 
     name: str
     distribution: DistributionFigures
@@ -183,9 +183,9 @@ class Inspection:
     batch_documents: int
     """Documents of a padded batch."""
     packed_documents: int
-    """Documents that methods were measured on: all of them, or a random sample in input order."""
+    """Documents on which methods were measured: all, or a random sample in input order."""
     window_documents: int
-    """Documents that policies with windows were measured on: all, or evenly spread windows."""
+    """Documents on which policies with windows were measured: all, or evenly spread windows."""
     window: int
     """Documents of such a window."""
     seed: int
@@ -198,12 +198,12 @@ class Inspection:
 
     @property
     def advised(self) -> PackFigures:
-        """The figures of the packing that is advised."""
+        """The figures of the advised packing."""
         return self.at(self.advice.capacity).packing(self.advice.packing)
 
     @property
     def is_sampled(self) -> bool:
-        """Whether packs were measured on some of the documents only."""
+        """Whether packs were measured on a sample of the documents."""
         return self.packed_documents < self.distribution.documents - self.distribution.empty
 
     def to_json(self) -> dict[str, Any]:
@@ -218,20 +218,18 @@ class Inspection:
         return {"format": 2, **tree}
 
 
-# What packs documents at one capacity: ours, each under its own name, and what peers do by default.
-
 WINDOW = 1_000
-"""Rows that TRL and LLaMA-Factory pack together: the batch that `datasets` maps by default."""
+"""Rows that TRL and LLaMA-Factory pack together: the default batch of `datasets.map`."""
 MOST_WINDOWS = 200
-"""Windows that a policy is measured on; with more of them, evenly spread ones are taken."""
+"""Most windows on which a policy is measured; of more, evenly spread ones are taken."""
 MOST_DOCUMENTS = 200_000
-"""Documents that methods are measured on; of more, a random sample in input order."""
+"""Most documents on which methods are measured; of more, a random sample in input order."""
 MOST_PIECES = 2_000_000
-"""Pieces that the sample may be cut into at the smallest capacity."""
+"""Most pieces of the sample at the smallest capacity."""
 REFUSED_PIECES = 20_000_000
-"""Pieces of so few documents that no sample helps."""
+"""Inputs with more pieces in too few documents for a sample are refused."""
 GROUP, GROUP_DOCUMENTS = 100_000, 200
-"""Rows that axolotl packs together, and the most documents that it puts into one pack."""
+"""Rows that axolotl packs together, and its most documents of a pack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,11 +241,11 @@ class Sample:
     targets: IntArray | None
     """int64: supervised tokens of the same documents."""
     ids: IntArray
-    """int64: numbers of the sampled documents among the lengths given."""
+    """int64: indices of the sampled documents in the given lengths."""
     sampled: Int32Array
     """int32: lengths of the sampled documents."""
     given: Given
-    """The same, and the empty ones unless some were left out: what ours are measured on."""
+    """The same, with empty documents if all are sampled, on which varlen's own packings are measured."""
     shuffled: Int32Array
     """int32: the same in random order."""
     windows: tuple[Int32Array, ...]
@@ -256,14 +254,14 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What a peer does by default, said and done in our terms."""
+    """A peer's default packing in varlen's terms."""
 
     name: str
     title: str
     method: Method
     overlong: Overlong
     parts: Callable[[Sample], Iterator[Int32Array]]
-    """What is packed together, one after another."""
+    """Yields the documents that are packed together."""
     max_documents: int | None = None
 
 
@@ -280,8 +278,8 @@ def _at_once(sample: Sample) -> Iterator[Int32Array]:
     yield sample.sampled
 
 
-# Filling one pack after another with the largest document that still fits is first-fit-decreasing: both
-# look at documents from long to short, and a document goes where the earliest pack has space for it.
+# Filling one pack after another with the largest document that still fits is first-fit-decreasing: both place
+# documents from long to short, each into the first pack with space.
 POLICIES = (
     Policy(
         name="trl_bfd",
@@ -323,9 +321,9 @@ METHODS: tuple[Method, ...] = (
     "wrapped",
 )
 PACK_METHODS: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced", "wrapped")
-"""Those of `varlen pack` that are measured: its others are as these are, or for comparison with other packers."""
+"""The measured methods of `varlen pack`; its others are similar, or for comparison with other packers."""
 WITH_PACK, WITH_LENGTHS = "pack_", ""
-"""Before a method in the names of packings: of `varlen pack`, and of `vl.pack`."""
+"""Prefixes of names of packings: of `varlen pack`, and of `vl.pack`."""
 
 
 def draw_sample(
@@ -374,7 +372,7 @@ def draw_sample(
 
 
 def measure_capacity(sample: Sample, capacity: int) -> CapacityFigures:
-    """Pack a sample by every method and every policy, and count over all documents what is lost."""
+    """Pack a sample by every method and policy; losses are counted over all documents."""
     loss = _loss(sample, capacity)
     tokens = int(sample.lengths.sum(dtype=np.int64))
     packings = _measure_ours(sample, capacity, loss)
@@ -393,7 +391,7 @@ def measure_capacity(sample: Sample, capacity: int) -> CapacityFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Loss:
-    """What a capacity costs, counted over all documents."""
+    """Tokens lost at a capacity, over all documents."""
 
     documents: int
     truncated: int
@@ -417,15 +415,15 @@ def _measure_ours(sample: Sample, capacity: int, loss: _Loss) -> list[PackFigure
     given, size = sample.given, sample.sampled.size
     measured: list[tuple[str, str, Kind, Method, Packed, int]] = []
     for method in PACK_METHODS:
-        found = by_pack(given, capacity, method, is_named=False)
-        measured.append((WITH_PACK + method, f"varlen pack ({method})", "pack", method, found, size))
+        packed = by_pack(given, capacity, method, is_named=False)
+        measured.append((WITH_PACK + method, f"varlen pack ({method})", "pack", method, packed, size))
     streamed = int(np.count_nonzero(given.streamed(capacity)))
-    for name, found, documents in (
+    for name, packed, documents in (
         ("indexed", by_index(given, capacity), size),
         ("streaming", by_stream(given, capacity), streamed),
     ):
         title = f"vl.PackedLoader ({name})"
-        measured.append((f"loader_{name}", title, "loader", "best_fit", found, documents))
+        measured.append((f"loader_{name}", title, "loader", "best_fit", packed, documents))
     for method in METHODS:
         title = f"vl.pack ({method})"
         measured.append(
@@ -438,12 +436,12 @@ def _measure_ours(sample: Sample, capacity: int, loss: _Loss) -> list[PackFigure
             kind=kind,
             method=method,
             capacity=capacity,
-            packings=[found],
+            packings=[packed],
             sample=sample,
             loss=loss,
             documents=documents,
         )
-        for name, title, kind, method, found, documents in measured
+        for name, title, kind, method, packed, documents in measured
     ]
 
 
@@ -481,7 +479,7 @@ def _figures(
     loss: _Loss,
     documents: int,
 ) -> PackFigures:
-    """Put packings of parts of the documents into figures, as if they were one."""
+    """Return the figures of packings of parts of the documents, as if they were one."""
     overlong = packings[0].overlong
     lengths = np.concatenate([packing.lengths for packing in packings])
     sizes = np.concatenate([np.diff(packing.offsets) for packing in packings])
@@ -514,28 +512,27 @@ def _figures(
 
 
 def _imbalance(work: FloatArray, offsets: IntArray) -> float:
-    """Return the work of the heaviest pack over the mean; 1 where there is none."""
+    """Return the work of the heaviest pack over the mean; 1 without work."""
     if offsets.size < 2:
         return 1.0
     packs = np.add.reduceat(work, offsets[:-1])
     return float(packs.max() / packs.mean())
 
 
-# What packs documents of ours, each way under its own name, run on lengths as it runs on documents.
+# varlen's own packings of lengths.
 #
-# `varlen pack` and the loader take documents in random order and window by window, with a packer that keeps
-# packs random samples; `vl.pack` takes lengths at once, in the order in which they are given. Their packs
-# differ, so each is measured by the code that makes them.
+# `varlen pack` and the loader pack documents in random order, window by window, and keep packs random samples;
+# `vl.pack` takes all lengths at once, in the given order. Their packs differ, so each is measured by its own code.
 
 STEP_PACKS = 8
-"""Packs of a step that a loader is measured with: streaming has as many lanes."""
+"""Packs of a step of the measured loader, and lanes of streaming."""
 MOST_STREAMED, MOST_STREAMED_PACKS = 10_000, 4_000
-"""Documents, and packs that they fill, that streaming is measured on; its rounds take a while."""
+"""Most documents, and packs that they fill, on which streaming is measured, which is slow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packed:
-    """Packs that documents were put into: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
+    """A packing: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
 
     overlong: Overlong
     lengths: IntArray | Int32Array
@@ -543,7 +540,7 @@ class Packed:
     offsets: IntArray
     """int64 `[packs + 1]`."""
     document_ids: IntArray | None = None
-    """int64 `[pieces]`: the number of each piece's document in the data, where it is known."""
+    """int64 `[pieces]`: the index of each piece's document in the data, if known."""
     split_documents: int = 0
 
     @property
@@ -554,19 +551,19 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Given:
-    """The documents that are packed, as they stand in the data."""
+    """The documents to pack, in the order of the data."""
 
     lengths: Int32Array
     """int32 `[documents]`, empty ones too."""
     ids: IntArray
-    """int64 `[documents]`: the number of each in the data."""
+    """int64 `[documents]`: the index of each in the data."""
     parts: IntArray | None
-    """int64: documents of each part of the data that is tokenized by itself; None: it is one."""
+    """int64: documents of each separately tokenized part of the data; None for a single part."""
     bytes_a_token: int = BYTES_A_TOKEN
-    """Of the files, about."""
+    """Approximate bytes a token in the files."""
 
     def streamed(self, capacity: int) -> Int32Array:
-        """Return those that streaming is measured on at a capacity: all, or evenly spread ones."""
+        """Return the documents on which streaming is measured: all, or evenly spread ones."""
         size, packs = self.lengths.size, int(self.lengths.sum(dtype=np.int64)) / capacity
         most = min(MOST_STREAMED, max(1, int(size * MOST_STREAMED_PACKS / packs))) if packs else size
         if size <= most:
@@ -575,7 +572,7 @@ class Given:
 
 
 def by_pack(given: Given, capacity: int, method: Method, *, is_named: bool = True) -> Packed:
-    """Pack as `varlen pack --method` does; `is_named`: whether it is to be known which documents stand in packs."""
+    """Pack as `varlen pack --method` does; with `is_named`, the result has document ids."""
     tokens = BlankTokens(given.lengths, given.parts)
     plan = Plan(tokens, PackSettings(capacity=capacity, method=method))
     found = [packing for packing in plan.packings() if packing.num_packs]
@@ -596,7 +593,7 @@ def by_pack(given: Given, capacity: int, method: Method, *, is_named: bool = Tru
 
 
 def by_lengths(given: Given, capacity: int, method: Method) -> Packed:
-    """Pack as `vl.pack(lengths, method=)` does, in the order of the data, and split what is longer."""
+    """Pack as `vl.pack(lengths, method=)` does, in the order of the data, and split overlong documents."""
     packing = pack(given.lengths, capacity, method, "split")
     return Packed(
         overlong="split",
@@ -615,12 +612,12 @@ def by_index(given: Given, capacity: int) -> Packed:
 
 
 def by_stream(given: Given, capacity: int) -> Packed:
-    """Pack as `vl.PackedLoader` does with documents that it reads as they come."""
+    """Pack as `vl.PackedLoader` does in streaming."""
     settings = _loader(capacity)
     lengths, offsets = streamed_packs(given.streamed(capacity), settings, given.bytes_a_token)
     return Packed(overlong=settings.overlong, lengths=lengths, offsets=offsets)
 
 
 def _loader(capacity: int) -> LoaderSettings:
-    """Return a loader's settings as they are unless changed; nothing is read, so rank 0 of 1 may ask anywhere."""
+    """Return a loader's default settings, for rank 0 of 1."""
     return LoaderSettings(capacity=capacity, global_batch_size=STEP_PACKS, dp_rank=0, dp_world_size=1)

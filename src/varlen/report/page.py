@@ -1,4 +1,4 @@
-"""A self-contained HTML page: escaped text, one style sheet, nothing fetched; and numbers written for readers."""
+"""Self-contained HTML pages: escaped text, one style sheet, no external resources; and formatting of numbers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from varlen.files.ours import is_there, refuse_link, unfinished
 GENERATOR = '<meta name="generator" content="varlen'
 _HEAD_BYTES = 1024
 _WRITTEN = (GENERATOR.encode(), b'"format": "varlen hardware', b'"writer":"varlen', b"\x89varlen plan\n")
-"""What stands in the head of a file that varlen wrote: a page, rates of a machine, a trace, a plan."""
+"""Marks at the beginning of files that varlen wrote: a page, rates of a machine, a trace, a plan."""
 WIDE, NARROW = 944, 354
-"""Widths that pictures are drawn for: the page's column on a laptop, and on a phone of 390 pixels."""
+"""Widths of pictures: the page's column on a laptop, and on a phone of 390 pixels."""
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -97,7 +97,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def write_page(path: Path, content: str) -> None:
-    """Write a page whole or not at all: under another name in the same folder, then renamed."""
+    """Write a page atomically."""
     check_writable(path)
     partial = unfinished(path)
     try:
@@ -110,7 +110,7 @@ def write_page(path: Path, content: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place where no page could be written, before hours of work are done for it."""
+    """Refuse a path where no page could be written, before hours of work are done for it."""
     refuse_link(path, "name the file that it leads to, or another")
     if path.is_dir():
         raise SettingError(f"{path} is a folder; name a file in it, such as {path / 'report.html'}")
@@ -128,7 +128,7 @@ def check_writable(path: Path) -> None:
 
 
 def _is_written(path: Path) -> bool:
-    """Return whether varlen wrote a file, or nobody wrote anything into it."""
+    """Return whether varlen wrote a file, or it is empty."""
     if not path.is_file():
         return False
     try:
@@ -139,11 +139,11 @@ def _is_written(path: Path) -> bool:
     return not head or any(mark in head for mark in _WRITTEN)
 
 
-# Numbers as readers want them: few digits, thousands apart, units beside them.
+# Formatting of numbers.
 
 
 def count(value: float) -> str:
-    """Write a whole number with thousands apart, rounded to three digits where it is a rate.
+    """Write a rounded number with thousands separators.
 
     >>> count(8912.4)
     '8,912'
@@ -203,7 +203,7 @@ def percent(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Write a small share with the digits that tell it from none.
+    """Write a share with enough digits that a small one isn't shown as 0.
 
     >>> share(0.2274), share(0.0027), share(0.00004), share(0.0)
     ('22.7 %', '0.27 %', '<0.01 %', '0 %')
@@ -214,7 +214,7 @@ def share(value: float) -> str:
 
 
 def fill(value: float) -> str:
-    """Write how full packs are, rounded down, so that only full packs are called full.
+    """Write the fill of packs, rounded down, so that only full packs show 100 %.
 
     >>> fill(0.99996), fill(0.9423), fill(1.0), fill(0.28)
     ('99.99 %', '94.23 %', '100 %', '28.00 %')

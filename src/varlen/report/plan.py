@@ -1,11 +1,11 @@
-"""One step planned by every method, simulated by one simulator: the figures of `varlen plan`."""
+"""Plan one step by several methods, simulate the plans, and compare them: the figures and table of `varlen plan`."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -29,8 +29,6 @@ from varlen.simulate.timeline import Timeline
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
 from varlen.types import Int32Array
 
-# What a report of planning shows: one step planned by several methods, each with its timeline or why it has none.
-
 TITLES = {
     "micropack": "MicroPacks",
     "sliced": "equal slices",
@@ -39,31 +37,31 @@ TITLES = {
     "packed": "packs as they come",
     "dynamic_cp": "dynamic context parallelism",
 }
-"""What each way of planning is called in tables."""
+"""The name of each method in tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MethodFigures:
-    """One way of planning: what came of it."""
+    """The result of one method."""
 
     name: str
-    """A method of `plan_step`, or "packed_tuned": packs at their best capacity, balance and order."""
+    """A method of `plan_step`, or "packed_tuned": "packed" with `tuned`."""
     plan: StepPlan | None = None
-    """None where no plan holds the step."""
+    """None if no plan fits."""
     timeline: Timeline | None = None
-    """Of the plan; None where there is none."""
+    """None without a plan."""
     planning_s: float = 0.0
     refusal: str = ""
     """Why there is no plan."""
 
     @property
     def title(self) -> str:
-        """What it is called in tables."""
+        """The name in tables."""
         return TITLES.get(self.name, self.name)
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step; infinity where no plan holds it."""
+        """Seconds of the step; infinity without a plan."""
         return float("inf") if self.timeline is None else float(self.timeline.makespan_s)
 
     @property
@@ -75,24 +73,24 @@ class MethodFigures:
 
     @property
     def offload(self) -> str:
-        """What the plan keeps in host memory, or ""."""
+        """What the plan offloads to host memory, or ""."""
         return "" if self.plan is None or self.plan.offload == "none" else self.plan.offload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanComparison:
-    """One step planned in several ways, and what they are measured against."""
+    """One step planned by several methods."""
 
     name: str
-    """Of the data, for headings."""
+    """The name of the data, for headings."""
     model: str
     hardware: str
     hardware_source: str
-    """Where the figures of the hardware come from."""
+    """The source of the hardware's rates."""
     mesh: Mesh
     capacity: int
     step: int
-    """Which step of the data this is, from 0."""
+    """Number of the step in the data, from 0."""
     num_documents: int
     num_tokens: int
     """After truncation."""
@@ -102,50 +100,47 @@ class PlanComparison:
     """Tokens lost because their documents are longer than the capacity."""
     lower_bound_s: float
     limit_bytes: float
-    """Memory that a plan may use of each GPU."""
+    """Memory of each GPU that a plan may use."""
     methods: tuple[MethodFigures, ...]
     """From the fastest to the slowest, those without a plan last."""
     are_bytes: bool = False
-    """Whether lengths are of bytes, since no tokenizer was given."""
+    """Whether lengths are in bytes, since no tokenizer was given."""
     estimated: str = ""
-    """A sentence about how well measured rates predict, or ""."""
+    """A sentence on the error of measured rates, or ""."""
     stretched: str = ""
-    """A sentence about documents beyond the positions that the model was published with, or ""."""
+    """A sentence on documents beyond the positions of the model's checkpoint, or ""."""
 
     @property
     def best(self) -> MethodFigures | None:
-        """The fastest method, or None where no method has a plan."""
+        """The fastest method, or None if no method has a plan."""
         return self.methods[0] if self.methods and self.methods[0].timeline is not None else None
 
     @property
     def truncated_share(self) -> float:
-        """Tokens lost to truncation, of all tokens given."""
+        """Share of all tokens lost to truncation."""
         return self.truncated_tokens / max(self.num_tokens + self.truncated_tokens, 1)
 
     def method(self, name: str) -> MethodFigures | None:
-        """Return the figures of one method, or None where it wasn't asked for."""
+        """Return the figures of one method, or None if it isn't among them."""
         return next((row for row in self.methods if row.name == name), None)
 
     def bound_ratio(self, row: MethodFigures) -> float:
-        """Return a method's step time over the lower bound; infinity where it has no plan."""
+        """Return a method's step time over the lower bound; infinity without a plan."""
         return row.step_s / self.lower_bound_s
 
     def tokens_per_s(self, row: MethodFigures) -> float:
-        """Return tokens of the whole mesh a second; 0 where it has no plan."""
+        """Return tokens of the whole mesh a second; 0 without a plan."""
         return self.num_tokens / row.step_s
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""
-        mesh = {
-            name: getattr(self.mesh, name) for name in ("dp", "pp", "cp", "tp", "virtual_stages", "sharding")
-        }
         return {
             "name": self.name,
             "model": self.model,
             "hardware": self.hardware,
             "hardware_source": self.hardware_source,
             "gpus": self.mesh.num_gpus,
-            "mesh": mesh,
+            "mesh": asdict(self.mesh),
             "capacity": self.capacity,
             "step": self.step,
             "documents": self.num_documents,
@@ -231,8 +226,8 @@ def compare(
 
 
 def load_kernels(documents: StepDocuments, methods: Sequence[str], *, cost: CostModel, mesh: Mesh) -> None:
-    """Plan a few short documents, so that the times of planning don't hold those of compiling."""
-    import numba  # noqa: F401  # once it is loaded, kernels are compiled for small work too
+    """Plan a few short documents, so that the times of planning don't include compilation."""
+    import numba  # noqa: F401  # once it is loaded, kernels are compiled for small inputs too
 
     few = replace(documents, lengths=documents.lengths[:4].clip(max=2048))
     for method in methods:
@@ -261,7 +256,7 @@ def planned(
 
 
 def check_methods(methods: Sequence[str]) -> None:
-    """Refuse methods that there aren't."""
+    """Refuse unknown methods."""
     for method in methods:
         if method not in METHODS:
             near = get_close_matches(method, METHODS, n=1)
@@ -269,13 +264,13 @@ def check_methods(methods: Sequence[str]) -> None:
             raise SettingError(f"no method is called {method!r}; {meant} are {', '.join(METHODS)}")
 
 
-# What a comparison of plans says in words: durations, meshes, refusals, and the sentence on top.
+# The words of a comparison.
 
 BYTES = (
     "Bytes are counted here, by the built-in tokenizer: several times as many as your model's tokens. "
     "Pass --tokenizer before you believe these times."
 )
-"""What is said where bytes were counted."""
+"""A caveat for lengths in bytes."""
 
 
 UNFAIR = (
@@ -283,7 +278,7 @@ UNFAIR = (
     "long documents' rows shared by all), which may make them faster: until they are, read these ratios as of this "
     "mesh alone."
 )
-"""What is said above every comparison of methods, until each is tuned over context parallelism too."""
+"""A caveat of every comparison, as long as methods aren't tuned over context parallelism."""
 
 
 def duration(value_s: float) -> str:
@@ -294,9 +289,7 @@ def duration(value_s: float) -> str:
     """
     if not math.isfinite(value_s):
         return "–"
-    scale, unit = next(
-        (found for found in ((1.0, "s"), (1e-3, "ms")) if value_s >= 0.9995 * found[0]), (1e-6, "µs")
-    )
+    scale, unit = (1.0, "s") if value_s >= 0.9995 else (1e-3, "ms") if value_s >= 0.9995e-3 else (1e-6, "µs")
     value = value_s / scale
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"
@@ -335,21 +328,21 @@ def mesh_words(mesh: Mesh) -> str:
     return f"{words}, {mesh.virtual_stages} chunks a stage" if mesh.virtual_stages > 1 else words
 
 
-def baseline(found: PlanComparison) -> MethodFigures | None:
-    """Return what the fastest method is compared with: the next best; None where a single one has a plan."""
-    planned = [row for row in found.methods if row.timeline is not None and row is not found.best]
+def baseline(comparison: PlanComparison) -> MethodFigures | None:
+    """Return the second-fastest method, with which the fastest is compared; None if only one has a plan."""
+    planned = [row for row in comparison.methods if row.timeline is not None and row is not comparison.best]
     return min(planned, key=lambda row: row.step_s, default=None)
 
 
-def headline(found: PlanComparison) -> str:
-    """Say in one sentence what came out."""
-    best = found.best
+def headline(comparison: PlanComparison) -> str:
+    """Summarize the comparison in one sentence."""
+    best = comparison.best
     if best is None:
         return "No method holds this step on this mesh."
     step = f"{duration(best.step_s)} a step with {best.title}"
-    other = baseline(found)
+    other = baseline(comparison)
     if other is None:
-        return f"{step}, {ratio(found.bound_ratio(best))} times the lower bound."
+        return f"{step}, {ratio(comparison.bound_ratio(best))} times the lower bound."
     return f"{step}: {_beside(best, other)}, the next best."
 
 
@@ -359,31 +352,32 @@ def _beside(best: MethodFigures, other: MethodFigures) -> str:
     return f"{times(faster)} as fast as {other.title}" if faster >= 1.02 else f"no faster than {other.title}"
 
 
-def setting(found: PlanComparison) -> str:
+def setting(comparison: PlanComparison) -> str:
     """Say which job was planned."""
-    gpus = many(found.mesh.num_gpus, "GPU")
+    gpus = many(comparison.mesh.num_gpus, "GPU")
     return (
-        f"{found.model} on {gpus} of {found.hardware} ({mesh_words(found.mesh)}): step {found.step:,}, "
-        f"{many(found.num_documents, 'document')}, {many(found.num_tokens, 'token')}, the longest {found.longest:,}"
+        f"{comparison.model} on {gpus} of {comparison.hardware} ({mesh_words(comparison.mesh)}): "
+        f"step {comparison.step:,}, {many(comparison.num_documents, 'document')}, "
+        f"{many(comparison.num_tokens, 'token')}, the longest {comparison.longest:,}"
     )
 
 
-def truncation(found: PlanComparison) -> str:
+def truncation(comparison: PlanComparison) -> str:
     """Say what truncation lost, or ""."""
-    if not found.truncated_documents:
+    if not comparison.truncated_documents:
         return ""
-    verb = "was" if found.truncated_documents == 1 else "were"
+    verb = "was" if comparison.truncated_documents == 1 else "were"
     return (
-        f"{many(found.truncated_documents, 'document')} longer than {found.capacity:,} {verb} truncated: "
-        f"{share(found.truncated_share)} of the tokens are lost."
+        f"{many(comparison.truncated_documents, 'document')} longer than {comparison.capacity:,} {verb} truncated: "
+        f"{share(comparison.truncated_share)} of the tokens are lost."
     )
 
 
 def stretched(model: ModelShape, longest: int) -> str:
-    """Say that documents are beyond the positions of the model's published checkpoint, or "".
+    """Say that documents exceed the positions of the model's published checkpoint, or "".
 
-    A known shape limits no positions, and long-context training stretches a checkpoint's first; whoever plans it
-    should know that this step needs it. A model that sets a limit itself has refused what is longer, or was told to.
+    Named shapes don't limit positions, since long-context training first extends those of a checkpoint; users should
+    know that this step needs it. A model with a limit has refused longer documents.
 
     >>> stretched(ModelShape.named("llama-3-8b"), 262_144).partition("; ")[2]
     'documents of up to 262,144 tokens are planned as if its positions were stretched.'
@@ -397,31 +391,28 @@ def stretched(model: ModelShape, longest: int) -> str:
     )
 
 
-def refusals(found: PlanComparison) -> list[tuple[str, str]]:
-    """Return why methods have no plan: each reason once, with the methods that have it."""
+def refusals(comparison: PlanComparison) -> list[tuple[str, str]]:
+    """Return the reasons why methods have no plan, each once with its methods."""
     titles: dict[str, list[str]] = {}
-    for row in found.methods:
+    for row in comparison.methods:
         if row.timeline is None:
             titles.setdefault(row.refusal, []).append(row.title)
-    if len(titles) == 1 and len(found.methods) > 1 and found.best is None:
+    if len(titles) == 1 and len(comparison.methods) > 1 and comparison.best is None:
         return [("every method", why) for why in titles]
     return [("; ".join(names), why) for why, names in titles.items()]
 
 
-def reading(found: PlanComparison) -> str:
-    """Say what the columns mean."""
+def reading(comparison: PlanComparison) -> str:
+    """Explain the columns."""
     return (
-        f"Step: simulated seconds of one optimizer step. Bound: {duration(found.lower_bound_s)}, which no plan of "
-        "this step can beat: all work over all GPUs, the longest chain of a document, the pipeline's filling. "
+        f"Step: simulated seconds of one optimizer step. Bound: {duration(comparison.lower_bound_s)}, which no plan "
+        "of this step can beat: all work over all GPUs, the longest chain of a document, the pipeline's filling. "
         "Bubble: the share of GPU time spent waiting for other stages and ranks. Exposed: the share spent on "
         "gradient sync and gathered parameters while nothing is computed. Imbalance: work of the busiest "
-        f"data-parallel rank over the mean. Peak: of the fullest GPU, of {size(found.limit_bytes)} that a plan "
+        f"data-parallel rank over the mean. Peak: of the fullest GPU, of {size(comparison.limit_bytes)} that a plan "
         "may use. "
         "Planned in: seconds on this machine."
     )
-
-
-# Which documents a planned step holds: drawn as a loader would, truncated to the capacity, and counted.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -445,7 +436,7 @@ class StepDocuments:
 def step_documents(
     lengths: npt.NDArray[np.integer], *, documents: int, step: int, capacity: int, seed: int | None
 ) -> StepDocuments:
-    """Take the documents of one step (`lengths`: integers `[any]`: of all documents; those of 0 are left out)."""
+    """Take the documents of one step from all lengths, without empty ones, in the order of `seed`."""
     if documents < 1:
         raise SettingError(f"--documents must be at least 1, the documents of a step; got {documents}")
     if seed is not None and seed < 0:
@@ -466,71 +457,74 @@ def step_documents(
         )
     order = np.arange(given.size) if seed is None else np.random.default_rng(seed).permutation(given.size)
     mine = given[order[step * documents : (step + 1) * documents]].astype(np.int64)
-    kept = np.minimum(mine, capacity)
+    truncated = np.minimum(mine, capacity)
     return StepDocuments(
-        lengths=kept.astype(np.int32),
+        lengths=truncated.astype(np.int32),
         capacity=capacity,
         step=step,
         truncated_documents=int((mine > capacity).sum()),
-        truncated_tokens=int((mine - kept).sum()),
+        truncated_tokens=int((mine - truncated).sum()),
     )
 
 
-# A comparison of plans for the terminal: what came out first, then a row a method, then how to read it.
-
-
-def plan_table(found: PlanComparison) -> RenderableType:
+def plan_table(comparison: PlanComparison) -> RenderableType:
     """Return everything that `varlen plan` prints about one step."""
-    said = (found.estimated, truncation(found), BYTES if found.are_bytes else "", found.stretched)
-    notes = [note for note in said if note]
-    parts: list[RenderableType] = ["", Text(headline(found), style="bold"), Text(setting(found))]
-    if found.best is not None:
-        parts += ["", *_unfair(found), Padding(_methods(found), (0, 0, 0, 2))]
-    parts += _refusals(found)
+    notes = [
+        comparison.estimated,
+        truncation(comparison),
+        BYTES if comparison.are_bytes else "",
+        comparison.stretched,
+    ]
+    notes = list(filter(None, notes))
+    parts: list[RenderableType] = ["", Text(headline(comparison), style="bold"), Text(setting(comparison))]
+    if comparison.best is not None:
+        parts += ["", *_unfair(comparison), Padding(_methods(comparison), (0, 0, 0, 2))]
+    parts += _refusals(comparison)
     if notes:
         parts += ["", *(Text(note, style="yellow") for note in notes)]
-    if found.best is not None:
-        parts += ["", Text(reading(found), style="dim")]
+    if comparison.best is not None:
+        parts += ["", Text(reading(comparison), style="dim")]
     return Group(*parts)
 
 
-def _unfair(found: PlanComparison) -> list[RenderableType]:
-    """What is to be known before methods are compared."""
-    return [Text(UNFAIR, style="yellow"), ""] if len(found.methods) > 1 else []
+def _unfair(comparison: PlanComparison) -> list[RenderableType]:
+    """Return the caveat of comparisons, if there are several methods."""
+    return [Text(UNFAIR, style="yellow"), ""] if len(comparison.methods) > 1 else []
 
 
-def _methods(found: PlanComparison) -> Table:
-    """One row a method that has a plan."""
+def _methods(comparison: PlanComparison) -> Table:
+    """Return a row for each method that has a plan."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("", overflow="fold")
     for title in ("step", "over bound", "bubble", "exposed", "imbalance", "peak", "recompute", "planned in"):
         table.add_column(title, justify="right", no_wrap=True)
-    for row in found.methods:
+    for row in comparison.methods:
         if row.timeline is not None:
-            style = "bold green" if row is found.best else ""
-            table.add_row(row.title, *cells(found, row), style=style)
+            style = "bold green" if row is comparison.best else ""
+            table.add_row(row.title, *cells(comparison, row), style=style)
     return table
 
 
-def cells(found: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
+def cells(comparison: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
     """Return the figures of a method that has a plan, as the columns of a table."""
     assert row.timeline is not None
-    kept = f"{row.recompute} + offload" if row.offload else row.recompute
+    recompute = f"{row.recompute} + offload" if row.offload else row.recompute
     return (
         duration(row.step_s),
-        ratio(found.bound_ratio(row)),
+        ratio(comparison.bound_ratio(row)),
         share(float(row.timeline.bubble_ratio)),
         share(float(row.timeline.exposed_ratio)),
         ratio(float(row.timeline.imbalance)),
         size(float(row.timeline.peak_bytes)),
-        kept,
+        recompute,
         duration(row.planning_s),
     )
 
 
-def _refusals(found: PlanComparison) -> list[RenderableType]:
-    """Why methods have no plan: each reason once, behind the methods that have it."""
+def _refusals(comparison: PlanComparison) -> list[RenderableType]:
+    """Return the reasons why methods have no plan."""
     lines: list[RenderableType] = [
-        Padding(Text.assemble((titles, "bold"), f": {why}"), (0, 0, 0, 2)) for titles, why in refusals(found)
+        Padding(Text.assemble((titles, "bold"), f": {why}"), (0, 0, 0, 2))
+        for titles, why in refusals(comparison)
     ]
     return ["", *lines] if lines else []

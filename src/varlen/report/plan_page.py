@@ -1,4 +1,4 @@
-"""The report of a comparison of plans: a table of methods, and their timelines to zoom into, on one page."""
+"""The HTML report of a comparison of plans: a table of methods, and their timelines to zoom into."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ from varlen.simulate.timeline import Timeline
 from varlen.step_plan import KINDS, MicroPacks
 from varlen.types import Int32Array, IntArray
 
-# What a page draws of a timeline, as flat arrays: all of it, or the slowest ranks where that would be too much.
-
 MOST_TASKS = 150_000
-"""Tasks that a page draws smoothly; a plan of more is cut down to its slowest ranks."""
+"""Most tasks that a page draws smoothly; of larger plans, only the slowest ranks are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lanes:
-    """The part of a timeline that is drawn: whole ranks, with all their stages."""
+    """The drawn part of a timeline: all stages of some ranks."""
 
     timeline: Timeline
     ranks: Int32Array
@@ -59,8 +57,8 @@ class Lanes:
         return len(self.ranks) == self.timeline.plan.mesh.dp
 
     @property
-    def said(self) -> str:
-        """What is shown where that isn't all, else ""."""
+    def note(self) -> str:
+        """A sentence on the ranks that are shown, "" if all are."""
         if self.is_whole:
             return ""
         dp = self.timeline.plan.mesh.dp
@@ -104,24 +102,24 @@ class Lanes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shown:
-    """The MicroPacks of one pass that shown ranks run, numbered anew."""
+    """The MicroPacks of one pass on shown ranks, renumbered."""
 
     packs: MicroPacks
     rank_offsets: Int32Array
     pack_ids: IntArray
     local: IntArray
-    """int64 `[num_micropacks]`: the new number of each, -1 where it isn't shown."""
+    """int64 `[num_micropacks]`: the new number of each, -1 if it isn't shown."""
 
     @classmethod
     def of(cls, packs: MicroPacks, ranks: Int32Array) -> _Shown:
-        """Take the MicroPacks of some ranks."""
+        """Return the MicroPacks of some ranks."""
         ids, offsets = _ranges(packs.rank_offsets[ranks], packs.rank_offsets[ranks + 1])
         local = np.full(max(packs.num_micropacks, 1), -1, np.int64)
         local[ids] = np.arange(len(ids))
         return cls(packs=packs, rank_offsets=offsets, pack_ids=ids, local=local)
 
     def numbers(self, packs: Int32Array) -> IntArray:
-        """Return the new numbers of MicroPacks, -1 for what is none of this pass or isn't shown."""
+        """Return the new numbers of MicroPacks, -1 for those of the other pass or not shown."""
         known = (packs >= 0) & (packs < len(self.local))
         return np.where(known, self.local[np.where(known, packs, 0)], -1)
 
@@ -139,7 +137,7 @@ class _Shown:
 
 
 def lanes(timeline: Timeline, most_tasks: int = MOST_TASKS) -> Lanes:
-    """Choose what is drawn of a timeline: every rank, or as many of the slowest as have at most so many tasks."""
+    """Choose the ranks of a timeline to draw: all, or as many of the slowest as have at most `most_tasks` tasks."""
     dp, pp = timeline.plan.mesh.dp, timeline.plan.mesh.pp
     tasks_of = np.bincount(timeline.ranks, minlength=dp)
     ranks = np.arange(dp, dtype=np.int32)
@@ -160,7 +158,7 @@ def lanes(timeline: Timeline, most_tasks: int = MOST_TASKS) -> Lanes:
 
 
 def _ranges(starts: npt.NDArray[Any], stops: npt.NDArray[Any]) -> tuple[IntArray, Int32Array]:
-    """Return the numbers of several ranges one after another, int64, and where each begins, int32 `[ranges + 1]`."""
+    """Return the numbers of several ranges, one after another, and the offsets of the ranges."""
     counts = (stops - starts).astype(np.int64)
     offsets = np.concatenate(([0], np.cumsum(counts)))
     numbers = (
@@ -184,23 +182,28 @@ _KEYS = (
 )
 
 
-def plan_page(found: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
-    """Return the whole report as one self-contained HTML page, with a script of its own and nothing fetched."""
-    planned = [row for row in found.methods if row.timeline is not None]
-    title = f"varlen plan: {found.name}" if found.name else "varlen plan"
+def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
+    """Return the report as one self-contained HTML page with a script."""
+    planned = [row for row in comparison.methods if row.timeline is not None]
+    title = f"varlen plan: {comparison.name}" if comparison.name else "varlen plan"
     parts = [
         _style(),
-        _opening(found),
-        section("Methods", *_unfair(found), _methods(found), paragraph(reading(found)) if planned else ""),
+        _opening(comparison),
+        section(
+            "Methods",
+            *_unfair(comparison),
+            _methods(comparison),
+            paragraph(reading(comparison)) if planned else "",
+        ),
     ]
     if planned:
         drawn = [
             lanes(row.timeline, most_tasks // len(planned)) for row in planned if row.timeline is not None
         ]
         parts.append(section("Timelines", _timelines(planned, drawn)))
-    parts.append(section("What was planned", facts(_facts(found))))
+    parts.append(section("What was planned", facts(_facts(comparison))))
     if planned:
-        parts.append(_script(found, planned, drawn))
+        parts.append(_script(comparison, planned, drawn))
     return page(title, parts)
 
 
@@ -208,24 +211,28 @@ def _style() -> str:
     return f"<style>\n{files('varlen.report').joinpath('plan_page.css').read_text(encoding='utf-8')}</style>"
 
 
-def _opening(found: PlanComparison) -> str:
-    best = found.best
+def _opening(comparison: PlanComparison) -> str:
+    best = comparison.best
     warnings = "".join(
         paragraph(words, "warning")
-        for words in (found.estimated, truncation(found), BYTES if found.are_bytes else "")
+        for words in (comparison.estimated, truncation(comparison), BYTES if comparison.are_bytes else "")
         if words
     )
-    name = f" · {escape(found.name)}" if found.name else ""
+    name = f" · {escape(comparison.name)}" if comparison.name else ""
     opening = (
-        f'<header><p class="kicker"><b>varlen</b> plan{name}</p><h1>{escape(headline(found))}</h1>'
-        f"{paragraph(setting(found), 'lead')}{warnings}</header>"
+        f'<header><p class="kicker"><b>varlen</b> plan{name}</p><h1>{escape(headline(comparison))}</h1>'
+        f"{paragraph(setting(comparison), 'lead')}{warnings}</header>"
     )
     if best is None or best.timeline is None:
         return opening
     return opening + numbers(
         (
             ("varlen", duration(best.step_s), f"a step, with {best.title}"),
-            ("", ratio(found.bound_ratio(best)), f"times the lower bound, {duration(found.lower_bound_s)}"),
+            (
+                "",
+                ratio(comparison.bound_ratio(best)),
+                f"times the lower bound, {duration(comparison.lower_bound_s)}",
+            ),
             (
                 "",
                 share(float(best.timeline.bubble_ratio)),
@@ -235,28 +242,30 @@ def _opening(found: PlanComparison) -> str:
             (
                 "",
                 size(float(best.timeline.peak_bytes)),
-                f"on the fullest GPU, of {size(found.limit_bytes)} that a plan may use",
+                f"on the fullest GPU, of {size(comparison.limit_bytes)} that a plan may use",
             ),
         )
     )
 
 
-def _unfair(found: PlanComparison) -> list[str]:
-    """What is to be known before methods are compared."""
-    return [paragraph(UNFAIR, "warning")] if len(found.methods) > 1 and found.best is not None else []
+def _unfair(comparison: PlanComparison) -> list[str]:
+    """Return the caveat of comparisons, if there are several methods."""
+    return (
+        [paragraph(UNFAIR, "warning")] if len(comparison.methods) > 1 and comparison.best is not None else []
+    )
 
 
-def _methods(found: PlanComparison) -> str:
-    """One row a method, then those that have no plan, and why."""
+def _methods(comparison: PlanComparison) -> str:
+    """Return a table with a row for each method, then the methods without a plan, and why."""
     head = ("", "step", "over bound", "bubble", "exposed", "imbalance", "peak", "recompute", "planned in")
     rows = [
-        ("varlen" if row is found.best else "", (row.title, *cells(found, row)))
-        for row in found.methods
+        ("varlen" if row is comparison.best else "", (row.title, *cells(comparison, row)))
+        for row in comparison.methods
         if row.timeline is not None
     ]
-    refused = refusals(found)
+    refused = refusals(comparison)
     answered = [
-        (row.title, row.plan.answered_by) for row in found.methods if row.plan and row.plan.answered_by
+        (row.title, row.plan.answered_by) for row in comparison.methods if row.plan and row.plan.answered_by
     ]
     return (
         (table(head, rows) if rows else "")
@@ -266,7 +275,7 @@ def _methods(found: PlanComparison) -> str:
 
 
 def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[Lanes]) -> str:
-    """The buttons, the key, and the place where the script draws."""
+    """Return the buttons, the key, and the element in which the script draws."""
     choices = "".join(
         f'<label><input type="checkbox" data-plan="{escape(row.name)}"/>{escape(row.title)}</label>'
         for row in planned
@@ -292,22 +301,22 @@ def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[Lanes]) -> str:
 
 
 def _kinds(drawn: Sequence[Lanes]) -> set[str]:
-    """Return which keys the drawn timelines need."""
+    """Return the keys that the drawn timelines need."""
     names = ("forward", "backward", "weight", "send", "send", "sync", "gather", "gather")
     present = {int(kind) for part in drawn for kind in set(part.timeline.kinds.tolist())}
     return {names[kind] for kind in present} | {"idle"}
 
 
-def _script(found: PlanComparison, planned: Sequence[MethodFigures], drawn: Sequence[Lanes]) -> str:
-    """The data and the script that draws it."""
-    other = baseline(found)
+def _script(comparison: PlanComparison, planned: Sequence[MethodFigures], drawn: Sequence[Lanes]) -> str:
+    """Return the data and the script that draws it."""
+    other = baseline(comparison)
     plans = [
         part.to_json()
         | {
             "method": row.name,
             "title": row.title,
-            "note": ". ".join(filter(None, (duration(row.step_s), part.said))),
-            "shown": row is found.best or row is other,
+            "note": ". ".join(filter(None, (duration(row.step_s), part.note))),
+            "shown": row is comparison.best or row is other,
         }
         for row, part in zip(planned, drawn)
     ]
@@ -325,28 +334,33 @@ def _script(found: PlanComparison, planned: Sequence[MethodFigures], drawn: Sequ
     )
 
 
-def _facts(found: PlanComparison) -> list[tuple[str, str]]:
+def _facts(comparison: PlanComparison) -> list[tuple[str, str]]:
     rows = [
-        ("model", found.model),
-        ("GPUs", f"{found.mesh.num_gpus:,} of {found.hardware}: {mesh_words(found.mesh)}"),
-        ("sharded over data-parallel ranks", found.mesh.sharding),
-        ("step", f"{found.step:,}: {found.num_documents:,} documents, {found.num_tokens:,} tokens"),
-        ("longest document", f"{found.longest:,}"),
-        ("capacity", f"{found.capacity:,}"),
+        ("model", comparison.model),
+        ("GPUs", f"{comparison.mesh.num_gpus:,} of {comparison.hardware}: {mesh_words(comparison.mesh)}"),
+        ("sharded over data-parallel ranks", comparison.mesh.sharding),
+        (
+            "step",
+            f"{comparison.step:,}: {comparison.num_documents:,} documents, {comparison.num_tokens:,} tokens",
+        ),
+        ("longest document", f"{comparison.longest:,}"),
+        ("capacity", f"{comparison.capacity:,}"),
         (
             "truncated",
-            f"{found.truncated_documents:,} documents, {share(found.truncated_share)} of the tokens",
+            f"{comparison.truncated_documents:,} documents, {share(comparison.truncated_share)} of the tokens",
         ),
-        ("rates", found.hardware_source),
+        ("rates", comparison.hardware_source),
     ]
-    if found.stretched:
-        rows.insert(1, ("positions", found.stretched))
-    best = found.best
+    if comparison.stretched:
+        rows.insert(1, ("positions", comparison.stretched))
+    best = comparison.best
     if best is not None and best.plan is not None:
         plan = best.plan
         few, most = int(plan.forward.counts.min()), int(plan.forward.counts.max())
         rows.append(("MicroPacks of a rank", f"{few:,}" if few == most else f"{few:,} to {most:,}"))
         rows.append(("documents shared by ranks", f"{plan.num_merged:,}"))
         rows.append(("weight gradients apart", "yes" if plan.splits_backward else "no"))
-        rows.append(("tokens a second and GPU", f"{found.tokens_per_s(best) / found.mesh.num_gpus:,.0f}"))
+        rows.append(
+            ("tokens a second and GPU", f"{comparison.tokens_per_s(best) / comparison.mesh.num_gpus:,.0f}")
+        )
     return rows

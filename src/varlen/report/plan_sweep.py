@@ -1,4 +1,4 @@
-"""Which mesh is fastest: every division of some GPUs into dp x pp x cp x tp that could be, planned."""
+"""Find the fastest mesh: plans a step on every division of some GPUs into dp x pp x cp x tp."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from varlen.step_plan import Mesh, Sharding
 
 OnProgress = Callable[[int, int, str], None]
 MORE_CHUNKS = (2, 3)
-"""Chunks of layers a stage, beside one, that the fastest meshes are tried with: interleaved stages."""
+"""Chunks of layers a stage, besides one, to try on the fastest meshes: interleaved stages."""
 WIDEST_CP = 16
-"""Wider context parallelism brings next to nothing over DP-Merge, and exchanges more."""
+"""Wider context parallelism gains almost nothing over DP-Merge, and exchanges more."""
 STATES, NO_PLAN, BOUND, DIVIDED = (
     "parameters and optimizer states alone are over the memory of a GPU",
     "no plan keeps within the memory of a GPU",
@@ -62,7 +62,7 @@ class SweptMesh:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanSweep:
-    """What a sweep found."""
+    """The result of a sweep."""
 
     name: str
     model: str
@@ -70,14 +70,14 @@ class PlanSweep:
     num_gpus: int
     method: str
     num_meshes: int
-    """Divisions at a capacity, all told."""
+    """Number of combinations of a mesh and a capacity."""
     best: tuple[SweptMesh, ...]
-    """Those of the most tokens a second first, ten at most."""
+    """At most ten, by falling tokens a second."""
     left_out: tuple[tuple[str, int], ...]
-    """Why others have no plan, and how many."""
+    """Reasons why others aren't among the best, with their numbers."""
     are_bytes: bool = False
     stretched: str = ""
-    """A sentence about documents beyond the positions that the model was published with, or ""."""
+    """A sentence on documents beyond the positions of the model's checkpoint, or ""."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -106,10 +106,10 @@ def sweep(
     are_bytes: bool = False,
     on_progress: OnProgress = lambda *_: None,
 ) -> PlanSweep:
-    """Plan one step on every division of some GPUs, and keep the fastest.
+    """Plan one step on every division of some GPUs, and return the fastest.
 
-    Meshes are planned by rising lower bound, and the rest is left out once no bound is under the slowest of the
-    best: those can't be among them. The best are then planned with 2 and 3 chunks of layers a stage too.
+    Meshes are planned by rising lower bound, until all remaining bounds are above the slowest of the best. The best
+    are then also planned with 2 and 3 chunks of layers a stage.
     """
     if num_gpus < 1:
         raise SettingError(f"--gpus must be at least 1; got {num_gpus}")
@@ -128,7 +128,7 @@ def sweep(
         for documents in steps:
             bound = lower_bound(documents.lengths, cost, mesh).seconds
             waiting.append((bound / documents.num_tokens, len(waiting), mesh, documents, bound))
-    waiting.sort(key=lambda one: one[:2])
+    waiting.sort(key=lambda entry: entry[:2])
     best: list[SweptMesh] = []
     for done, (bound_per_token, _, mesh, documents, bound) in enumerate(waiting):
         on_progress(done, len(waiting), f"planning dp {mesh.dp} × pp {mesh.pp} × cp {mesh.cp} × tp {mesh.tp}")
@@ -162,7 +162,7 @@ def sweep(
 
 
 def _of_most_chunks(swept: SweptMesh, method: str, cost: CostModel, repairs: bool) -> SweptMesh:
-    """A mesh with as many chunks of layers a stage as make it fastest."""
+    """Return a mesh with the number of chunks of layers a stage that makes it fastest."""
     best = swept
     for chunks in MORE_CHUNKS if swept.mesh.pp > 1 else ():
         mesh = replace(swept.mesh, virtual_stages=chunks)
@@ -176,7 +176,7 @@ def _of_most_chunks(swept: SweptMesh, method: str, cost: CostModel, repairs: boo
 
 
 def meshes(cost: CostModel, num_gpus: int, sharding: Sharding) -> Iterator[Mesh]:
-    """Yield every mesh of some GPUs that the model can be divided by.
+    """Yield every mesh of some GPUs that divides the model.
 
     Tensor parallelism stays within a node, pipelines have no more stages than layers, context parallelism is a
     power of two up to 16.
@@ -218,60 +218,43 @@ def _row(swept: SweptMesh) -> dict[str, Any]:
     }
 
 
-# A sweep over meshes for the terminal: the ten fastest, and why the others aren't among them.
-
-
-def sweep_table(found: PlanSweep) -> RenderableType:
+def sweep_table(result: PlanSweep) -> RenderableType:
     """Return everything that `varlen plan --sweep` prints."""
-    job = f"{found.model} on {many(found.num_gpus, 'GPU')} of {found.hardware}, {TITLES[found.method]}"
-    parts: list[RenderableType] = ["", Text(sweep_headline(found), style="bold"), Text(job)]
-    if found.best:
-        parts += ["", Padding(_meshes(found), (0, 0, 0, 2))]
-    count = many(found.num_meshes, "mesh", "meshes")
-    parts += ["", Text(f"Of {count}, not among these:" if found.best else f"Of {count}:", style="dim")]
-    parts += [Text(f"  {count:,}: {why}", style="dim") for why, count in found.left_out]
-    notes = (BYTES if found.are_bytes else "", found.stretched)
+    job = f"{result.model} on {many(result.num_gpus, 'GPU')} of {result.hardware}, {TITLES[result.method]}"
+    parts: list[RenderableType] = ["", Text(sweep_headline(result), style="bold"), Text(job)]
+    if result.best:
+        parts += ["", Padding(_meshes(result), (0, 0, 0, 2))]
+    count = many(result.num_meshes, "mesh", "meshes")
+    parts += ["", Text(f"Of {count}, not among these:" if result.best else f"Of {count}:", style="dim")]
+    parts += [Text(f"  {count:,}: {why}", style="dim") for why, count in result.left_out]
+    notes = (BYTES if result.are_bytes else "", result.stretched)
     parts += [Text(note, style="yellow") for note in notes if note]
     return Group(*parts)
 
 
-def sweep_headline(found: PlanSweep) -> str:
-    """Say in one sentence what came out."""
-    if not found.best:
+def sweep_headline(result: PlanSweep) -> str:
+    """Summarize the sweep in one sentence."""
+    if not result.best:
         return "No mesh of these GPUs holds this step."
-    first = found.best[0]
-    rate = first.tokens_per_s / found.num_gpus
+    first = result.best[0]
+    rate = first.tokens_per_s / result.num_gpus
     return f"{mesh_words(first.mesh)} is the fastest: {rate:,.0f} tokens a second and GPU."
 
 
-def _meshes(found: PlanSweep) -> Table:
-    """One row a mesh."""
+def _meshes(result: PlanSweep) -> Table:
+    """Return a row for each mesh."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    titles = (
-        "dp",
-        "pp",
-        "cp",
-        "tp",
-        "chunks",
-        "capacity",
-        "step",
-        "tokens/s/GPU",
-        "over bound",
-        "bubble",
-        "exposed",
-        "peak",
-        "recompute",
-    )
-    for title in titles:
+    titles = ("dp", "pp", "cp", "tp", "chunks", "capacity", "step", "tokens/s/GPU")
+    for title in (*titles, "over bound", "bubble", "exposed", "peak", "recompute"):
         table.add_column(title, justify="right", no_wrap=True)
-    for place, swept in enumerate(found.best):
+    for place, swept in enumerate(result.best):
         mesh, row = swept.mesh, swept.figures
         assert row.timeline is not None
         table.add_row(
             *(str(axis) for axis in (mesh.dp, mesh.pp, mesh.cp, mesh.tp, mesh.virtual_stages)),
             f"{swept.documents.capacity:,}",
             duration(row.step_s),
-            f"{swept.tokens_per_s / found.num_gpus:,.0f}",
+            f"{swept.tokens_per_s / result.num_gpus:,.0f}",
             ratio(row.step_s / swept.bound_s),
             share(float(row.timeline.bubble_ratio)),
             share(float(row.timeline.exposed_ratio)),
