@@ -157,20 +157,12 @@ def _finish(partial: Path, final: Path, notes: Mapping[str, Any], checksums: Map
 
 def load(checkpoint: Checkpoint, tensors: Tensors, ranks: Ranks) -> None:
     """Fill tensors with what a checkpoint holds; all ranks call it together."""
-    fault: VarlenError | None = None
-    try:
-        with _reading(checkpoint.folder):
-            reader = HuggingFaceStorageReader(str(checkpoint.folder))
-            _check_same(reader.read_metadata().state_dict_metadata, tensors, checkpoint.folder)
-    except StateError as error:
-        fault = error
-    ranks.check_all(fault)  # before all of them take part in reading
-    try:
-        with _reading(checkpoint.folder):
-            load_tensors(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    except StateError as error:
-        fault = error
-    ranks.check_all(fault)
+    folder = checkpoint.folder
+    with _for_all(ranks, "", folder), _reading(folder):  # all ranks, before reading becomes collective
+        reader = HuggingFaceStorageReader(str(folder))
+        _check_same(reader.read_metadata().state_dict_metadata, tensors, folder)
+    with _for_all(ranks, "", folder), _reading(folder):
+        load_tensors(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _check_same(saved: Mapping[str, Any], tensors: Tensors, folder: Path) -> None:
@@ -202,7 +194,7 @@ def _for_all(ranks: Ranks, what: str, folder: Path) -> Iterator[None]:
     fault: VarlenError | None = None
     try:
         yield
-    except SettingError as error:
+    except (SettingError, StateError) as error:
         fault = error
     except OSError as error:
         said = f"{error.strerror or error}{free_words(error, folder)}"
