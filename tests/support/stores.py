@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 import varlen as vl
 from varlen.documents.documents import Documents
 from varlen.documents.source import open_source
-from varlen.files import written
 from varlen.files.losses import Losses
 from varlen.files.rows import Fault
+from varlen.files.written import read_manifest
 from varlen.offline import index as index_module
 from varlen.offline.index import index_source
 from varlen.store.shard import ShardWriter
@@ -156,16 +157,18 @@ def index_until(data, folder, notes, monkeypatch):
 def count_openings(monkeypatch: Any, folder: Path) -> Counter[str]:
     """Count from now on how often this process opens a store, and reads its manifest."""
     counts: Counter[str] = Counter()
-    opening, finding = TokenStore.__init__, written._found
+    opening = TokenStore.__init__
 
     def opened(self: TokenStore, where: Path, *arguments: Any, **named: Any) -> None:
         counts["opened"] += where == folder
         opening(self, where, *arguments, **named)
 
-    def found(where: Path) -> Any:
+    def read(where: Path) -> Any:
         counts["read"] += where == folder
-        return finding(where)
+        return read_manifest(where)
 
     monkeypatch.setattr(TokenStore, "__init__", opened)
-    monkeypatch.setattr(written, "_found", found)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("varlen.") and hasattr(module, "read_manifest"):
+            monkeypatch.setattr(module, "read_manifest", read)
     return counts

@@ -1,7 +1,7 @@
-"""What ranks tell each other, through the key-value store of the training job and never through its collectives.
+"""Exchanges between the ranks of a loader, through the job's key-value store and never through its collectives.
 
-Values are pure functions of the data and the settings, so a rank that does a stretch again finds there what it found
-the first time, and says itself what it said.
+Values are pure functions of the data and the settings. So a rank that repeats a stretch finds the values that it
+found the first time, and writes what it wrote.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from varlen.errors import StalledError
 from varlen.feed.state import TOKENIZER
 
 _FIRST_S, _MOST_S = 0.001, 0.05
-"""Pauses between two looks."""
+"""Shortest and longest pause between two checks of the store."""
 PLAN = "plan"
-"""The key of what isn't told to all ranks: a step's lengths, of which its plan comes back."""
+"""A key that isn't exchanged among ranks: it sends the lengths of a step, and returns the plan."""
 _KEPT = 512
-"""Keys that each rank leaves in the store: more than ranks can be apart."""
+"""Keys that each rank keeps in the store; ranks are never further apart."""
 _SHORT_S = 30.0
 _numbers: dict[str, itertools.count[int]] = {}
 
 
 def job_store() -> Any:
-    """Return the store of the process group of this job, on a connection of its own; None without a group."""
+    """Return the store of the job's process group, on a new connection; None without a process group."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
-    clone = getattr(store, "clone", None)  # whoever waits on a connection keeps others from using it
+    clone = getattr(store, "clone", None)  # a wait blocks the other users of a connection
     return store if clone is None else clone()
 
 
@@ -51,7 +51,7 @@ def name_of(belongs_to: Mapping[str, Any], prefix: str = "") -> str:
 
 
 class Agreement:
-    """Brings together what the ranks know."""
+    """Exchanges values among ranks."""
 
     def __init__(self, store: Any, name: str, rank: int, ranks: int, deadline_s: float) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
@@ -62,7 +62,7 @@ class Agreement:
 
     def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
         """Return the values of all ranks; waits until every rank has given its own."""
-        # What was said first stands, also for who comes back, and for peers that share a data-parallel rank.
+        # The first value stays, also for a restarted rank and for peers that share a data-parallel rank.
         said = self._store.compare_set(self._key(key, self._rank), "", json.dumps(list(mine.items())))
         self._forget(key)
         found: dict[int, Any] = {int(lane): value for lane, value in json.loads(said)}
@@ -85,14 +85,14 @@ class Agreement:
         return found
 
     def close(self) -> None:
-        """Have whoever waits give up."""
+        """Let waiting threads fail."""
         self._closed.set()
 
     def _key(self, key: str, rank: int) -> str:
         return f"{self._name}/{key}/{rank}"
 
     def _forget(self, key: str) -> None:
-        """Remove what nobody can need any more."""
+        """Remove the key of this rank that is too old to be read."""
         if key not in self._said:
             self._said.append(key)
         if len(self._said) > _KEPT:
@@ -107,17 +107,17 @@ class Agreement:
         )
 
 
-# What ranks tell each other while they prepare a round: so much of each lane that all can say what comes next.
+# The protocol of exchanges in one run of a feed, such as of lane counts, by which all ranks know the next round.
 
 
 class Exchange(Protocol):
-    """Brings together what the ranks know of their lanes, in one run of a feed."""
+    """Exchanges values by lane or rank, in one run of a feed."""
 
     def all(self, key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
         """Return the values of all lanes; waits until every rank has given its own."""
 
     def close(self) -> None:
-        """Let whoever waits in `all` give up with an error; called from another thread, where the feed is closed."""
+        """Let a thread that waits in `all` fail; called from another thread, which closes the feed."""
 
 
 Exchanges = Callable[[int], Exchange]
@@ -125,14 +125,14 @@ Exchanges = Callable[[int], Exchange]
 
 
 class Solo:
-    """The exchange of a process that has all lanes."""
+    """The exchange of a single process, which has all lanes."""
 
     def __init__(self, _run: int = 0) -> None:
-        """Begin a run."""
+        """Open the exchange of a run, as `Exchanges` do."""
 
     def all(self, _key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return what is given, which is everything."""
+        """Return what was given."""
         return mine
 
     def close(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no thread waits."""

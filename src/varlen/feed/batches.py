@@ -1,4 +1,4 @@
-"""From the packs of a step to a rank's batches: tokens out of the store, targets counted over all ranks."""
+"""Makes a rank's batches of the packs of a step: reads tokens from the store, and counts targets over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding steps: where one begins, how many there are, and which documents one held, of all ranks."""
+"""Finds steps: where one begins, how many there are, and which documents of all ranks it holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from varlen.feed.streaming.rounds import beginning_of
 from varlen.types import Int32Array, IntArray
 
 _KEPT = 16
-"""Places of rounds of streaming that are remembered, for who asks what was in a step."""
+"""Rounds of streaming whose places are remembered, so that their steps can be found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class StepDocuments:
 
 
 class IndexedLookup:
-    """Steps of documents whose lengths are known: any of them is found by the window table."""
+    """Steps of documents of known lengths; the window table finds any of them."""
 
     def __init__(self, feed: IndexedFeed) -> None:
         self._feed, stream = feed, feed.stream
@@ -52,11 +52,11 @@ class IndexedLookup:
         self._last = FeedState()
 
     def num_steps(self, state: FeedState) -> int:
-        """Return the steps of all epochs, those without targets counted too."""
+        """Return the number of steps of all epochs, including those without targets."""
         return -(-self._table.num_packs(self._parts(state)) // self._feed.step_packs)
 
     def _parts(self, state: FeedState) -> Any:
-        """Return the parts of the epochs, or sources, of a state; a mixture is looked at from where it stands."""
+        """Return the parts of the epochs, or sources, of a state."""
         position = self._feed.position(state)
         if isinstance(self._table, MixedTable):
             self._table.stand_at(state.step * self._feed.step_packs, position)
@@ -67,20 +67,20 @@ class IndexedLookup:
         if step < 0:
             raise SettingError(f"step {step:,} is none: steps are counted from 0")
         position, is_there = self._table.find(step * self._feed.step_packs, self._parts(state))
-        # Only behind the end it matters how many there are: counting them takes the tables of all epochs.
+        # Steps are counted only behind the end, since that takes the tables of all epochs.
         if not is_there and self._feed.stream.epochs is not None and step > (count := self.num_steps(state)):
             raise SettingError(f"step {step:,} is none of the {count:,} steps of this loader")
         return self._feed.state(step, position)
 
     def remember(self, state: FeedState) -> None:
-        """Keep the windows of a mixture that are passed."""
+        """Record the windows of a mixture that training has passed."""
         last, self._last = self._last, state
         was_gone_on_from = (last.step, last.micro_batch) < (state.step, state.micro_batch) and last.at
         if was_gone_on_from and isinstance(self._table, MixedTable):
             self._table.pass_by(last.step * self._feed.step_packs, last.at)
 
     def documents(self, step: int, state: FeedState) -> StepDocuments:
-        """Return what a step holds; arguments and errors as `state_at` has them."""
+        """Return the documents of a step; arguments and errors as in `state_at`."""
         packs, ids = self._feed.packs(self.state_at(step, state))
         if packs.num_packs == 0:
             raise SettingError(f"step {step:,} would be the next after the last one")
@@ -102,12 +102,12 @@ class IndexedLookup:
         return (packs.stops - packs.starts).astype(np.int32)
 
     def where(self, document_id: int, state: FeedState) -> str:
-        """Say where a document lies, as batches of now name it."""
+        """Say where a document lies, by its number in batches of this state."""
         return self._feed.where(document_id, state)
 
 
 class StreamingLookup:
-    """Steps that are streamed: those of the last rounds are found by reading their documents again."""
+    """Steps of streaming; those of the last rounds are found by reading their documents again."""
 
     def __init__(self, feed: StreamingFeed) -> None:
         self._feed = feed
@@ -115,7 +115,7 @@ class StreamingLookup:
         self._beginning: dict[str, Any] = {}
 
     def num_steps(self, _state: FeedState) -> int:
-        """Say that nobody knows."""
+        """Refuse: the number isn't known."""
         raise SettingError(
             "how many steps there are isn't known before the documents are tokenized; index them (varlen index) "
             "where that is needed"
@@ -125,13 +125,13 @@ class StreamingLookup:
         """Return the state in which a step is the next, from the last round before it that is remembered."""
         self.remember(state)
         known = [begin for begin in self._rounds if begin <= step]
-        # Rounds between are prepared on the way, and none of their batches is made.
+        # Rounds in between are prepared, but their batches aren't made.
         return FeedState(step=step, at=self._rounds[max(known)] if known else beginning_of(state.at))
 
     def remember(self, state: FeedState) -> None:
-        """Keep the place of the round that a state is in."""
+        """Record the place of the round of a state."""
         beginning = beginning_of(state.at)
-        if beginning != self._beginning:  # of a run that ended after other epochs: its rounds are others
+        if beginning != self._beginning:  # a run with other epochs has other rounds
             self._rounds.clear()
             self._beginning = beginning
         begin = int(state.at.get("step", 0))
@@ -141,7 +141,7 @@ class StreamingLookup:
                 self._rounds.popitem(last=False)
 
     def documents(self, step: int, state: FeedState) -> StepDocuments:
-        """Return what a step of the last rounds held."""
+        """Return the documents of a step of the last rounds."""
         at = self.state_at(step, state)
         if step > state.step or step < min(self._rounds):
             raise SettingError(
@@ -165,7 +165,7 @@ class StreamingLookup:
         raise SettingError(f"step {step:,} held nothing to train on, and was left out")
 
     def lengths(self, _step: int, _state: FeedState) -> Int32Array | None:
-        """Say that nobody knows."""
+        """Refuse: lengths of coming steps aren't known."""
         raise SettingError(
             "the lengths of coming steps aren't known before their documents are tokenized; index them (varlen "
             "index) where steps are to be planned ahead"

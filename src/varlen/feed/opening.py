@@ -1,4 +1,4 @@
-"""From data and settings to what makes batches: tokens that are there, a store made on the spot, or lanes."""
+"""From data and settings to a feed: over tokens that exist, over a store made in the cache, or over lanes."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _WINDOW, _WINDOW_PACKS = 1 << 16, 32
 _FEWEST_THREADS, _MOST_THREADS = 2, 8
-"""That read and tokenize blocks side by side; a tokenizer may have more of its own."""
+"""Threads that read and tokenize blocks; a tokenizer may start more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """What a loader runs, and what its state belongs to."""
+    """What a loader runs, and the data and settings of its state."""
 
     mode: Mode
     spec: Spec
     feed: IndexedFeed | StreamingFeed
-    """In the trainer's process, to look into; the worker has its own."""
+    """The feed of the trainer's process, for lookups; the worker has its own."""
     belongs_to: dict[str, Any]
     has_weights: bool
-    """Whether labels may weigh other than 1: rows are read, or were, with `row_weights`."""
+    """Whether labels may have weights: rows are read, or were, with `row_weights`."""
     exchanges: Exchanges | None = None
-    """How ranks agree, where they have to."""
+    """How ranks exchange values; None where they don't."""
     plans: Plans | None = None
-    """Of the loader's steps, where it has some."""
+    """Plans of the loader's steps; None without."""
     has_said_cut: bool = False
-    """Whether it was said already how many documents are longer than a pack."""
+    """Whether the number of documents longer than a pack was reported already."""
     held: tuple[TokenDocuments, ...] = ()
     """Documents that are open, which a thread beside the trainer may read too."""
 
@@ -80,11 +80,11 @@ class Opened:
         return not isinstance(self.spec, IndexedSpec)
 
     def losses(self) -> Losses:
-        """Return what was lost when tokens were made; documents tell as they are read."""
+        """Return what was lost when tokens were made; streaming reports losses as it reads."""
         return self.feed.losses() if isinstance(self.feed, IndexedFeed) else NO_LOSSES
 
     def lookup(self) -> IndexedLookup | StreamingLookup:
-        """Return what finds steps."""
+        """Return the lookup of steps."""
         return IndexedLookup(self.feed) if isinstance(self.feed, IndexedFeed) else StreamingLookup(self.feed)
 
 
@@ -98,7 +98,7 @@ class OpenTokens:
 
 
 def open_data(data: Data | Mixture | OpenTokens, tokenizer: Any, settings: LoaderSettings) -> Opened:
-    """Look at the data, and decide how it is fed."""
+    """Open the data, and decide how it is fed."""
     if isinstance(data, Mixture):
         opened = open_mixture(replace(data, sources=placed_in(data, settings)), tokenizer, settings)
     elif isinstance(data, OpenTokens):
@@ -112,7 +112,7 @@ def open_data(data: Data | Mixture | OpenTokens, tokenizer: Any, settings: Loade
 
 
 def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
-    """Decide how data that is no mixture is fed; arguments and errors as of `open_data`."""
+    """Open data that is no mixture; arguments and errors as of `open_data`."""
     tokens = None if tokenizer is not None or settings.mode == "streaming" else tokens_of(data, settings)
     if tokens is not None:
         refuse_reading(tokens, data, settings)
@@ -133,7 +133,7 @@ def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
 
 
 def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
-    """Return how several sources are fed, each of which becomes a token store where it is none."""
+    """Return the feed of several sources; those that aren't tokens are indexed in the cache."""
     if settings.mode == "streaming" or settings.scope == "all":
         given = 'mode="streaming"' if settings.mode == "streaming" else 'scope="all"'
         raise SettingError(f"a mixture is fed by known lengths, window by window; leave {given} out")
@@ -197,9 +197,9 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
 
 
 def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
-    """Return documents that are to be tokenized."""
+    """Return the documents to tokenize."""
     entries = entries_of(data)
-    # Where a folder holds both, such as texts beside what Megatron made of them, the texts are meant.
+    # A folder may hold texts beside the files that Megatron made of them; then the texts are meant.
     stores = [e for e in entries if is_token_store(e) or (is_megatron(e) and not _is_folder(e))]
     failed: SourceError | None = None
     if not stores:
@@ -239,7 +239,7 @@ def batch_settings(settings: LoaderSettings) -> BatchSettings:
 
 
 def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> Opened:
-    """Return how documents are fed that are tokens already."""
+    """Return the feed of documents that are tokens already."""
     check_tokens(tokens, settings)
     if settings.overlong == "error" and settings.method != "wrapped":
         check_lengths(tokens, settings.capacity, str(data))
@@ -247,7 +247,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     is_all = settings.scope == "all"
     if is_all:
         tokens.wait_for(tokens.num_parts)
-    # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
+    # The state names the data part by part: a store may grow, and ranks agree at each epoch on its number of parts.
     window = max(int(tokens.documents.sum()), 1) if is_all else usual_window(settings)
     mark = made_by(tokens)
     belongs_to = {
@@ -295,7 +295,7 @@ def _shared(held: Sequence[TokenDocuments]) -> tuple[TokenDocuments, ...]:
 
 
 def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
-    """Return what packs depend on, with so many documents to a window."""
+    """Return the settings that packs depend on, for windows of so many documents."""
     return WindowSettings(
         capacity=settings.capacity,
         window=window,
@@ -313,7 +313,7 @@ def usual_window(settings: LoaderSettings) -> int:
 
 
 def streaming_settings(settings: LoaderSettings) -> StreamingSettings:
-    """Return what packs of documents depend on that are read as they come."""
+    """Return the settings that packs depend on in streaming."""
     return StreamingSettings(
         lanes=settings.lanes or settings.batch_sizes[0],
         seed=settings.order_seed,
@@ -328,7 +328,7 @@ def streaming_settings(settings: LoaderSettings) -> StreamingSettings:
 
 
 def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
-    """Return how documents are fed straight from their files."""
+    """Return the feed of documents that are read from their files."""
     rank, world = settings.ranks
     if settings.plan is not None:
         raise SettingError(
@@ -337,7 +337,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         )
     check_passes(source, settings)
     prints = known_prints(source.files)
-    # Who reads them compares with these where a file seems to be another than the one that was listed.
+    # Readers compare with these where a file seems to have been replaced since it was listed.
     source = replace(source, files=tuple(replace(f, known=p) for f, p in zip(source.files, prints)))
     spec = StreamingSpec(
         source=source,
@@ -394,7 +394,7 @@ def _planned_ahead(settings: LoaderSettings) -> int | None:
 def _plans(
     store: Any, belongs_to: dict[str, Any], settings: LoaderSettings, exchanges: Exchanges | None
 ) -> tuple[Plans | None, Exchanges | None]:
-    """Return what decides plans, and the exchanges of ranks with plans among what they bring."""
+    """Return the plans of a loader, and exchanges through which workers request them too."""
     if settings.plan is None:
         return None, exchanges
     from varlen.feed.plans import Plans
@@ -412,7 +412,7 @@ def _plans(
 
 
 def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings) -> Exchanges | None:
-    """Return how ranks tell each other what they know: through the job's store, if there is one."""
+    """Return the exchanges of ranks through the job's store; None without a store."""
     if store is None:
         return None
     rank, world = settings.ranks
@@ -420,7 +420,7 @@ def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings)
     return lambda run: Agreement(store, f"{name}/{run}", rank, world, settings.patience_s)
 
 
-# What a loader is given: rows in memory become files, and paths lead there from any folder.
+# The data that a loader is given: rows in memory become files, and paths become absolute.
 
 
 def placed_for(data: Data, settings: LoaderSettings) -> Data:
@@ -437,12 +437,12 @@ def placed_in(mixture: Mixture, settings: LoaderSettings) -> dict[str, Data]:
 
 
 def absolute(data: Data) -> Data:
-    """Return data by paths that lead there from any folder: a worker may be started after the trainer has moved."""
+    """Return data by absolute paths: the trainer may change its folder before a worker is started."""
     if isinstance(data, File):
         return data
     if isinstance(data, str | os.PathLike):
         data = data if isinstance(data, str) else Path(data)
-        # A home is the same from anywhere.
+        # "~" doesn't depend on the current folder.
         if is_url(data) or not str(data) or str(data).startswith("~"):
             return data
         return str(Path(data).absolute())
@@ -450,7 +450,7 @@ def absolute(data: Data) -> Data:
 
 
 def check_passes(source: Source, settings: LoaderSettings) -> None:
-    """Refuse several epochs of what can be iterated over once."""
+    """Refuse several epochs of an iterator that can be read once."""
     once = [file for file in source.files if file.live is not None and file.live.is_once]
     if once and settings.epochs != 1:
         raise SettingError(
@@ -464,7 +464,7 @@ def _listed(names: list[str]) -> str:
 
 
 def tell_read_by_all(names: list[str], source: Source, world: int) -> None:
-    """Warn of what each of several ranks reads whole."""
+    """Warn of files that each of several ranks must read whole."""
     if not names:
         return
     is_live = any(file.live is not None for file in source.files)
@@ -476,11 +476,11 @@ def tell_read_by_all(names: list[str], source: Source, world: int) -> None:
     )
 
 
-# A loader's data, opened as its settings say, and what is said of what isn't read of it.
+# Opening a loader's data as its settings say, and reporting the files that aren't read.
 
 
 def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
-    """Open documents that are tokens already; None where they aren't."""
+    """Open documents that are tokens already; None if they aren't."""
     reading = settings.reading
     check_reading(reading.get("split"), reading.get("format"))
     tokens = open_tokens(
@@ -495,7 +495,7 @@ def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
 
 
 def source_of(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
-    """Open documents that are to be tokenized, and say which of them are read."""
+    """Open documents to tokenize, and report which files are read."""
     source = open_source(data, tokenizer, **settings.reading)
     _say(source.unread(), settings)
     _say(source.said_of_template(), settings)
@@ -503,7 +503,7 @@ def source_of(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
 
 
 def _say(said: str | None, settings: LoaderSettings) -> None:
-    """Log what is worth knowing of a source; of several ranks, one warns."""
+    """Log a sentence about a source: as a warning on rank 0, else for debugging."""
     if said is not None:
         _log.log(logging.WARNING if settings.ranks[0] == 0 else logging.DEBUG, "%s", said)
 
@@ -536,7 +536,7 @@ def refuse_reading(tokens: TokenDocuments, data: Data, settings: LoaderSettings)
             raise SettingError(f"{data} holds tokens already, which {name} can't change; leave it out")
 
 
-# One tokenizer for all that a loader feeds: refused by name where several meet, logged where tokens are bytes.
+# One tokenizer for all data of a loader: several are refused by name, and the one of bytes is logged.
 
 
 def one_tokenizer(marks: Mapping[str, TokenizerMark | None], given: Any) -> dict[str, Any] | None:
@@ -559,7 +559,7 @@ def one_tokenizer(marks: Mapping[str, TokenizerMark | None], given: Any) -> dict
 
 
 def differing(store: str | Path, given: Any) -> str:
-    """Say by name that a store's tokenizer isn't the one that is given; "" where it is, or that can't be told."""
+    """Return a sentence that names a store's tokenizer if it is known to differ from the given one, else ""."""
     if given is None:
         return ""
     try:
@@ -572,7 +572,7 @@ def differing(store: str | Path, given: Any) -> str:
 
 
 def say_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
-    """Say that tokens are bytes, on the first rank."""
+    """Log on rank 0 that tokens are bytes."""
     found = mark_in(mark)
     if rank == 0 and found is not None and found.are_bytes:
         _log.warning(
@@ -580,7 +580,7 @@ def say_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
         )
 
 
-# The store that a loader makes of its documents, in the user's cache: made once, whoever asks for it first.
+# The store that a loader makes of its documents in the user's cache, once for all processes.
 
 _WAIT_S = 0.5
 
@@ -588,8 +588,8 @@ _WAIT_S = 0.5
 def indexed_in_cache(source: Source, cache: Path | None, patience_s: float) -> Path:
     """Tokenize documents into a store in the user's cache, or find them there; returns its folder.
 
-    Of several processes that ask for the same store one makes it, and the others wait. If it dies, one of them goes
-    on where it stopped.
+    Of several processes that want the same store, one makes it and the others wait. If it dies, one of them resumes
+    where it stopped.
     """
     base = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
     marks = source_marks(source)
@@ -618,7 +618,7 @@ def indexed_in_cache(source: Source, cache: Path | None, patience_s: float) -> P
 
 
 def _processes(source: Source) -> int:
-    """Return how many processes may tokenize: one where the tokenizer can't be handed to others."""
+    """Return how many processes may tokenize: one if the tokenizer can't be pickled."""
     try:
         pickle.dumps(source)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -627,11 +627,11 @@ def _processes(source: Source) -> int:
 
 
 def _written(folder: Path) -> list[tuple[str, int, int]]:
-    """Return what has been written of a store so far: it changes while somebody goes on."""
+    """Return what has been written of a store so far, which changes while a process writes it."""
     return sorted(
         (str(path), status.st_size, status.st_mtime_ns)
         for path, status in entries_below(folder.with_name(folder.name + PARTIAL))
-        # Every process that tries the lock opens it, which changes its time.
+        # Trying the lock changes the time of its file.
         if path.name != LOCK and stat.S_ISREG(status.st_mode)
     )
 
@@ -646,13 +646,13 @@ def _stopped(folder: Path, seconds: float) -> str:
 
 
 def _holder(lock: Path) -> str:
-    """Name the process that holds a lock, as far as this system tells."""
+    """Return the process that holds a lock, as far as /proc says."""
     try:
         inode = lock.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()  # 1: FLOCK ADVISORY WRITE 2345 08:01:67890 0 EOF
             if "->" not in words and words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == inode:
                 return f"process {words[4]}"
-    except (OSError, ValueError, IndexError):  # of other systems, or on other machines
+    except (OSError, ValueError, IndexError):  # other systems have no /proc/locks
         pass
     return "another process"

@@ -1,4 +1,4 @@
-"""The plans of a loader's steps: decided once, before any worker reads the step, and the same on all ranks.
+"""The plans of a loader's steps: decided once, before any worker reads the step, and equal on all ranks.
 
 ::
 
@@ -7,7 +7,7 @@
       those of the next      other ranks                           ◄──
       the plan          ◄──  held until the batch of the step is taken
 
-What crosses goes through the exchange of the feed's run (`agreement`), never through the trainer's process group.
+Plans travel through the exchange of the feed's run (`agreement`), never through the trainer's process group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Heard:
-    """Stands for the plans that another rank decides, on ranks that can't."""
+    """Given as plans on ranks that can't plan: another rank decides."""
 
 
 GivenPlans = (
@@ -43,15 +43,15 @@ GivenPlans = (
 )
 """By step, from the step and its lengths, or by a planner that was made without lengths."""
 _GIVEN = "given"
-"""What a state's choices belong to where no planner makes the plans."""
+"""`belongs_to` of a state's choices where no planner makes the plans."""
 KEPT = 256
-"""Steps whose choices are known: those that were decided and not yet taken, and the last ones before."""
+"""Steps whose choices are kept: those decided and not yet taken, and the last ones before."""
 _PAUSE_S = 0.005
 _PLAN, _FAULT = b"p", b"e"
 
 
 def check_plans(given: Any) -> None:
-    """Refuse what gives no plans."""
+    """Refuse a `plan` argument that gives no plans."""
     if isinstance(given, Planner) and not given.is_supplied:
         raise SettingError(
             "the loader supplies the lengths of its steps; make the planner without lengths: "
@@ -67,17 +67,16 @@ def check_plans(given: Any) -> None:
 
 
 def ahead_of(given: Any) -> int:
-    """Return how many steps ahead lengths are wanted."""
+    """Return for how many steps ahead a planner takes lengths."""
     return given.ahead if isinstance(given, Planner) else 0
 
 
 class Plans:
-    """Decides plans, or hears of them from the rank that does, and holds each until its step is taken."""
+    """Decides plans, or receives them from the rank that does, and holds each until its step is taken."""
 
     def __init__(
         self, given: GivenPlans, *, rank: int, num_ranks: int, store: Any, name: str, patience_s: float
     ) -> None:
-        """Take what gives plans, this data-parallel rank among all, and the job's store; None where it has none."""
         if store is None and num_ranks > 1 and isinstance(given, Planner):
             raise SettingError(
                 f"a planner decides the steps of {num_ranks:,} ranks on one of them, and there is no process group "
@@ -89,24 +88,26 @@ class Plans:
         self._belongs_to = given.belongs_to if isinstance(given, Planner) else f"{_GIVEN}, dp={num_ranks}"
         self._lock = threading.Lock()
         self._run = 0
-        """Counts where `go_on` was called: what is asked by runs before changes nothing any more."""
+        """Number of calls of `go_on`; requests of earlier runs have no effect."""
         self._held: dict[int, StepPlan] = {}
         self._times: dict[int, tuple[float, float]] = {}
-        """When a plan was asked for, and when it was there, by `time.perf_counter`."""
+        """When a plan was requested, and when it was ready, by `time.perf_counter`."""
         self._choices: dict[int, list[str]] = {}
         self._replayed: dict[int, list[str]] = {}
         self._is_first: bool | None = None
 
     def exchanges(self, inner: Exchanges | None) -> Exchanges:
-        """Return what opens the exchange of a run, in which plans are asked for too."""
+        """Return what opens the exchange of a run, in which workers request plans too."""
         return lambda run: _PlanExchange(self, run, self._run, Solo() if inner is None else inner(run))
 
     def take(self, step: int, since: float) -> tuple[StepPlan, float]:
-        """Return the plan of a step whose batch is taken, and let go of it and of those before.
+        """Return the plan of a step whose batch is taken, and the seconds that the batch waited for it.
+
+        Forgets the plan and those before.
 
         Args:
             step: that was taken.
-            since: when the batch was asked for; the second value is how many seconds of the wait were for the plan.
+            since: when the batch was requested, by `time.perf_counter`.
         """
         with self._lock:
             plan = self._held.pop(step)
@@ -116,17 +117,17 @@ class Plans:
         return plan, max(came - max(asked, since), 0.0)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return how the steps from one on were decided that were read already, for JSON."""
+        """Return, for JSON, how the steps from `step` on were decided, as far as they were read."""
         with self._lock:
             known = {**self._replayed, **self._choices}
         choices = {str(number): known[number] for number in sorted(known) if number >= step}
         return {"belongs_to": self._belongs_to, "choices": choices}
 
     def go_on(self, state: Mapping[str, Any] | None = None) -> None:
-        """Begin anew: steps that are run again get the plans that they had, as a state says or as is known here.
+        """Begin a run; repeated steps get the plans that they had, by a state or, without one, by what is known here.
 
         Raises:
-            StateError: it is no such state; nothing has changed then.
+            StateError: this is no such state; nothing has changed.
         """
         if state and not isinstance(state, Mapping):
             raise StateError(f"this is no state of a loader's plans: {str(state)[:80]!r}")
@@ -150,7 +151,7 @@ class Plans:
     def decided(
         self, of: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
     ) -> StepPlan:
-        """Return the plan of a step, final from now on."""
+        """Return the plan of a step, which never changes afterwards."""
         with self._lock:
             plan = self._held.get(step)
         if plan is None or not np.array_equal(plan.lengths, lengths):
@@ -200,7 +201,7 @@ class Plans:
         return plan_from_bytes(content[1:])
 
     def _decides(self) -> bool:
-        """Whether this process decides: of those with the first data-parallel rank the one that came first."""
+        """Whether this process decides: the first to ask, of those with data-parallel rank 0."""
         if self._is_first is None:
             mine = f"{time.time_ns()} {id(self)}"
             can = self._rank == 0 and not isinstance(self._given, Heard)
@@ -232,7 +233,7 @@ class Plans:
         raise PlanError(f"there is no plan of step {step:,} among the {len(given):,} that were given; add it")
 
     def _choice(self, step: int, lengths: Int32Array, plan: object) -> list[str]:
-        """Return which plan it is; refuse one of other documents or ranks, or another than the step had."""
+        """Return the choice of a plan; refuse one of other documents or ranks, or another than the step had."""
         if not isinstance(plan, StepPlan):
             raise PlanError(
                 f"what was given for step {step:,} is a {type(plan).__name__}, and must be a StepPlan, as "
@@ -260,12 +261,12 @@ class Plans:
 
 
 def choice_of(plan: StepPlan) -> list[str]:
-    """Return how a plan was answered, "planned" or "quick", and its fingerprint."""
+    """Return "planned" or "quick", and the fingerprint of a plan."""
     return ["quick" if plan.answered_by.startswith("quick") else "planned", plan_fingerprint(plan)]
 
 
 def _choices_in(state: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Read what `Plans.state` gave."""
+    """Return the choices in a state of `Plans.state`."""
     try:
         found = {int(step): [str(how), str(print_)] for step, (how, print_) in state["choices"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -298,6 +299,6 @@ class _PlanExchange:
         return {rank: {"plan": base64.b64encode(plan_to_bytes(plan)).decode("ascii")}}
 
     def close(self) -> None:
-        """Have whoever waits give up."""
+        """Let waiting threads fail."""
         self.closed.set()
         self._inner.close()

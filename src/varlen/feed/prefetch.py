@@ -1,4 +1,4 @@
-"""Prepares what comes next in a thread of its own, so many items ahead as ride out a stall, and no more."""
+"""Prepares coming items in a thread, as many ahead as bridge a stall of the storage, and no more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from varlen.workers.child import await_end
 
 
 class Sized(Protocol):
-    """What takes memory, and lasts a while."""
+    """An item that takes memory, and serves some steps."""
 
     @property
     def num_bytes(self) -> int:
@@ -32,11 +32,11 @@ class AheadSettings:
     """How far ahead."""
 
     items: int = 2
-    """Ready at least, and at most until one was taken."""
+    """Items that are ready at least; no more are before one was taken."""
     seconds: float = 10.0
-    """More are ready where these, at the pace at which they are taken, wouldn't last so long."""
+    """More items are prepared until they last so long, at the rate at which they are taken."""
     most_bytes: int = 1 << 30
-    """But no more are begun where those that are ready take so much memory."""
+    """No item is begun while the ready ones take so much memory."""
 
 
 class Prefetcher(Generic[_Item]):

@@ -1,4 +1,4 @@
-"""What a worker runs: from a state, batch after batch, each with the state that follows it."""
+"""What a worker runs: a feed, which makes batches from a state on, each with the state that follows it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from varlen.files.losses import Losses
 from varlen.types import Ledger
 
 Buffers = Callable[[], Out | None]
-"""Gives what the next batch is to fill, as `vl.collate` takes it; None for new arrays. It may wait."""
+"""Returns the buffers for the next batch, as `vl.collate` takes them; None for new arrays. It may wait."""
 
 
 def new_arrays() -> None:
-    """Let a batch have arrays of its own."""
+    """Give no buffers, so that a batch gets new arrays."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCounts:
-    """What a batch holds, counted where it is made: on a device it would have to be waited for."""
+    """What a batch holds, counted where it is made: counting on a device would have to wait for it."""
 
     tokens: int
     """Of documents, padding not counted."""
@@ -56,24 +56,23 @@ def counts_of(batch: PackedBatch) -> BatchCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Made:
-    """A batch, and where whoever has taken it stands."""
+    """A batch, and the state after it."""
 
     batch: PackedBatch
     state: FeedState
-    """After this batch."""
     ledger: Ledger | None = None
-    """What became of the tokens of the window that begins with this batch, over all ranks; None where none does."""
+    """What became of the tokens of the window that begins with this batch, over all ranks; None if none begins."""
     skipped: int = 0
     """Pieces of this batch that couldn't be read."""
     losses: Losses | None = None
     """Of documents in streaming: what was lost of the sources of that window, over all ranks; None where nothing."""
     counts: BatchCounts | None = None
-    """What the batch holds; workers enter it."""
+    """What the batch holds; filled in by workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The end of the last epoch, and what no batch has told."""
+    """The end of the last epoch, and what came after the last batch."""
 
     ledger: Ledger | None = None
     """What became of the tokens of windows that gave no batch, over all ranks."""
@@ -85,12 +84,12 @@ class Feed(Protocol):
     """Makes the batches of one rank."""
 
     def begun(self, state: FeedState) -> FeedState:
-        """Return a state that says where it stands, also where training begins."""
+        """Return a state with an explicit place, also for the empty state with which training begins."""
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
-        """Yield the batches that follow a state, to the end of the last epoch; the same bytes whenever it is asked.
+        """Yield the batches that follow a state, to the end of the last epoch; the bytes are the same each time.
 
-        Behind them comes what no batch has told, if there is anything.
+        `Ended` follows if there is anything that no batch reported.
         """
 
 
@@ -110,13 +109,13 @@ class Worker(Protocol):
         """Batches copied since the trainer held all slots."""
 
     def start(self, state: FeedState) -> None:
-        """Begin after a state, whatever was made before."""
+        """Begin after a state; batches made before are dropped."""
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many were ready when it was asked for."""
+        """Return the next batch, or the end, and how many batches were ready before."""
 
     def closer(self) -> Callable[[], None]:
-        """Return what ends it, and doesn't keep it alive."""
+        """Return a function that ends the worker, without a reference to it."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """End the worker, and release its memory."""

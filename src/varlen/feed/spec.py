@@ -1,4 +1,4 @@
-"""Everything that makes a feed, in one frozen record: what the trainer's process hands to the one that works."""
+"""Everything that a feed is made of, in one frozen record, which the trainer's process sends to the worker."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class IndexedSpec:
     planned_ahead: int | None = None
     """How far ahead steps are planned; None where they have no plans."""
     is_alone: bool = False
-    """Whether exchanges bring plans alone, since no other rank hears."""
+    """Whether exchanges are of plans only, since ranks can't reach each other."""
 
     def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> IndexedFeed:
         """Make the feed."""
@@ -123,17 +123,17 @@ class MixtureSpec:
 
 
 def step_plans(exchanges: Exchanges | None, ahead: int | None) -> StepPlans | None:
-    """Return where a feed asks for plans; None where it has none, or is only looked into."""
+    """Return where a feed requests plans; None where it has none, or is only looked up."""
     return None if exchanges is None or ahead is None else StepPlans(exchanges=exchanges, ahead=ahead)
 
 
 def _losses_of(tokens: TokenDocuments) -> Losses:
-    """Return what was lost when tokens were made; of those that others made nobody knows."""
+    """Return what was lost when tokens were made; nothing is known of files that other programs wrote."""
     return tokens.losses if isinstance(tokens, TokenStore | PartialStore) else NO_LOSSES
 
 
 def let_go(spec: Spec) -> None:
-    """Let go of rows in memory that a feed was made of."""
+    """Release the rows in memory that a feed was made of."""
     if isinstance(spec, StreamingSpec):
         memory.let_go(spec.source.files)
     elif isinstance(spec, IndexedSpec):
@@ -144,13 +144,13 @@ def let_go(spec: Spec) -> None:
 
 
 def grouped(tokens: TokenDocuments, settings: WindowSettings, parts: int = PARTS_A_GROUP) -> Windows:
-    """Return the windows of documents, in groups of at least so many parts, which hold enough for such windows."""
+    """Return the windows of documents, in groups of at least `parts` parts that hold enough for whole windows."""
     enough = enough_for(settings.window, settings.capacity, settings.overlong, parts)
     return Windows(tokens, Groups(tokens, enough), settings)
 
 
 class _PartsNow:
-    """Says how many parts a store has when an epoch begins: as many as all ranks have seen."""
+    """Returns the parts of a store when an epoch begins: as many as every rank has seen."""
 
     def __init__(self, store: TokenStore, first: int, rank: int, exchanges: Exchanges | None) -> None:
         self._store, self._first, self._rank, self._exchanges = store, first, rank, exchanges
@@ -173,7 +173,7 @@ def opened(
     split: str | None = None,
     format: Format | None = None,
 ) -> TokenDocuments:
-    """Open documents that were tokens when a loader was made."""
+    """Open documents that were tokens when their loader was made."""
     tokens = open_tokens(
         data, patience_s=patience_s, check_tokens=on_error == "raise", split=split, format=format
     )

@@ -1,4 +1,4 @@
-"""A loader's place, as a few numbers that are the same on every rank, and what it belongs to."""
+"""The state of a loader: its place, as a few numbers that are equal on every rank, and the data and settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from varlen.text.identity import mark_in
 
 VERSION = 2
 TOKENIZER = "tokenizer"
-"""Among what a state belongs to: compared by the ids that it gives, whatever its name."""
+"""Key in `belongs_to`: tokenizers are compared by the ids that they give, whatever their names."""
 PLANS = "plans"
-"""In a state: how the steps were planned that were read and not yet given."""
+"""Key in a state: how the steps were planned that were read and not yet taken."""
 EPOCHS = "epochs"
-"""Among what a state of streaming belongs to: a loader with more of them goes on with it."""
+"""Key in `belongs_to` of streaming: a loader with more epochs may resume from the state."""
 ENDS = "ends"
-"""Of a place in streaming: numbers of epochs after which its run had ended, before it went on with more."""
+"""Key in a place of streaming: the numbers of epochs after which a run ended before it resumed with more."""
 _log = logging.getLogger(__name__)
 MOST = 2**63 - 1
 Mode = Literal["indexed", "streaming"]
@@ -27,19 +27,19 @@ Mode = Literal["indexed", "streaming"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedState:
-    """What the trainer has taken: whole steps, and batches of the step that it is in."""
+    """What the trainer has taken: whole steps, and batches of the current step."""
 
     step: int = 0
-    """Steps before this one."""
+    """Steps before the current one."""
     micro_batch: int = 0
     """Batches of this step that every rank has taken."""
     at: Mapping[str, Any] = field(default_factory=dict)
-    """Where the step begins, or the round of steps that it is in: numbers and lists, as the mode has them, the same
-    on every rank; empty where training begins."""
+    """Where the step, or its round of steps, begins: numbers and lists that the mode defines, equal on every rank;
+    empty at the beginning of training."""
 
 
 def to_json(state: FeedState, mode: Mode, belongs_to: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state as numbers, texts, lists and mappings."""
+    """Return a state for JSON."""
     return {
         "version": VERSION,
         "mode": mode,
@@ -72,10 +72,10 @@ def from_json(
 
 
 def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a place from which a loader with at least as many epochs goes on.
+    """Return a place from which a loader with at least as many epochs resumes.
 
-    Near the end of its data a run packs otherwise than where more follows: all that waits goes out there. What comes
-    after a state fits what came before only if that end stays where it was, and so the place names it.
+    At the end of its data a run packs all documents that wait, which it wouldn't do if more followed. The resumed run
+    must pack that stretch in the same way, so the place names the epoch at which the earlier run ended.
     """
     if EPOCHS not in was or EPOCHS not in now or was[EPOCHS] == now[EPOCHS]:
         return at
@@ -100,7 +100,7 @@ def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[s
 
 
 def check_micro_batch(state: FeedState, micro_batches: int) -> None:
-    """Refuse a state that says that more of a step was taken than there is."""
+    """Refuse a state by which more batches of a step were taken than it has."""
     if state.micro_batch >= micro_batches:
         raise StateError(
             f"the state says that {state.micro_batch:,} batches of step {state.step:,} were taken, which has "
@@ -139,7 +139,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _plans_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how steps were planned that some rank had read: each has read as far ahead as it could."""
+    """Return how steps were planned that some rank had read: ranks read ahead to different steps."""
     plans = [state[PLANS] for state in states if PLANS in state]
     choices: dict[str, Any] = {}
     for number, one in enumerate(plans):
@@ -152,7 +152,7 @@ def _plans_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str]) -> None:
-    """Require that a state belongs to this loader."""
+    """Require that a state is of the same data and settings."""
     own = {TOKENIZER, EPOCHS} if EPOCHS in was and EPOCHS in now else {TOKENIZER}
     names = [name for name in {**was, **now} if name not in free | own]
     told_of = {

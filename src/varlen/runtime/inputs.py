@@ -1,7 +1,7 @@
-"""What a process runs of a step: the tokens of a batch, without padding and checked, and the plan that divides them.
+"""The inputs of a step on one process: the tokens of a batch, checked and without padding, and the plan.
 
-A batch holds the whole step, or the documents of one data-parallel rank, as loaders with plans give them. The second
-has the same numbers of documents as the first: those of other ranks have no tokens here.
+A batch holds the whole step or, from a loader with plans, the documents of one data-parallel rank. Documents are
+numbered alike in both: those of other ranks have no tokens here.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from varlen.step_plan import StepPlan
 from varlen.types import FloatArray, Int32Array
 
 Sum = Callable[[torch.Tensor], None]
-"""Puts the sum over data-parallel ranks in place of a tensor."""
+"""Replaces a tensor by its sum over data-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepInputs:
-    """The part of a step that a process has."""
+    """The part of a step that a process holds."""
 
     plan: StepPlan
     data: StepData
-    """Where targets don't weigh alike, its weights are 1, or those of the rows: see `weighed`."""
+    """Unless all targets have the same weight, its weights are 1, or those of the rows: see `weighed`."""
     step_num_targets: int
     is_share: bool = False
-    """Whether it has the documents of its own data-parallel rank alone."""
+    """Whether it holds the documents of its own data-parallel rank only."""
     weighting: LossWeighting | None = None
-    """How targets weigh; None where each weighs the same, and `data` says what."""
+    """How targets are weighted; None where all have the same weight, which `data` holds."""
     groups: npt.NDArray[np.int64] | None = None
     """int64 `[num_documents]`: of the packing, where it has groups."""
     own: npt.NDArray[np.bool_]
-    """bool `[num_documents]`: those that this data-parallel rank counts, so that each is counted once."""
+    """bool `[num_documents]`: those that this data-parallel rank counts; each is counted by one rank."""
     document_ids: npt.NDArray[np.int64]
-    """int64 `[num_documents]`: as the batch has them; 0 where it doesn't have the document."""
+    """int64 `[num_documents]`: as in the batch; 0 for documents that it doesn't hold."""
 
     def weighed(self, add: Sum) -> StepData:
         """Return the data with each target's weight in the step's loss.
 
         Args:
-            add: over the data-parallel ranks, which all call it where they have shares.
+            add: sums over the data-parallel ranks; where they hold shares, all of them call it.
         """
         if self.weighting is None:
             return self.data
@@ -58,14 +58,14 @@ class StepInputs:
             add(told)
             sums, ids = told.cpu().numpy()
             ids = ids.astype(np.int64)
-        # A factor that all documents share, such as the number of packs, has no part in their mean.
+        # A common factor, such as the number of packs, cancels in the mean.
         each = target_weights(self.weighting, sums, ids, self.groups, 1)
         each = each / (each * sums).sum()
         spread = torch.tensor(np.repeat(each, np.diff(self.data.offsets)), device=weights.device)
         return replace(self.data, weights=weights * spread)
 
     def losses_by_document(self, token_losses: torch.Tensor, *, is_counted: bool) -> torch.Tensor:
-        """Return the sum of losses of each document's targets that were computed here, and how many targets it has.
+        """Return the sum of each document's losses that were computed here, and its number of targets.
 
         Args:
             token_losses: `[num_tokens]`; 0 where another process computed it.
@@ -106,7 +106,7 @@ def step_inputs(
     *,
     vocabulary: int,
 ) -> StepInputs:
-    """Return a batch's documents one behind the other, with each token's target and its weight."""
+    """Return a batch's documents end to end, with the target of each token and its weight."""
     lengths = lengths_of(batch)
     is_share = plan is batch.plan and plan.mesh.dp > 1
     here = plan.documents_of(dp_rank) if is_share else np.ones(len(plan.lengths), bool)
@@ -151,14 +151,14 @@ def _targets(
     *,
     is_all: bool,
 ) -> torch.Tensor:
-    """Return the token to learn after each, int64 `[num_tokens]`; refuse what a model can't run or learn.
+    """Return the target of each token, int64 `[num_tokens]`; refuse ids and labels that a model can't run or learn.
 
     Args:
         ids: int64 `[num_tokens]`.
         labels: int64 `[num_tokens]`, each at its own token.
         offsets: int64 `[num_documents + 1]`.
         vocabulary: ids that the model knows are below.
-        is_all: whether these are all of the step, in which some token must have a label.
+        is_all: whether these are all tokens of the step, one of which must have a label.
     """
     _check_ids(ids, torch.zeros_like(ids, dtype=torch.bool), vocabulary, offsets, "is id")
     _check_ids(labels, labels == IGNORED, vocabulary, offsets, "has label")
@@ -178,12 +178,12 @@ def _targets(
 def check_lengths(
     plan: StepPlan, lengths: Int32Array, here: npt.NDArray[np.bool_] | None = None, dp_rank: int = 0
 ) -> None:
-    """Refuse a plan of other documents than a batch's.
+    """Refuse a plan of other documents than those of a batch.
 
     Args:
         lengths: int32 `[num_segments]`: of the batch.
-        here: bool `[num_documents]`: those that the batch is to hold; None for all.
-        dp_rank: whose they are.
+        here: bool `[num_documents]`: those that the batch must hold; None for all.
+        dp_rank: rank that they belong to.
     """
     planned = plan.lengths if here is None else plan.lengths[here]
     whose = "" if here is None else f" for data-parallel rank {dp_rank:,}"
@@ -219,11 +219,11 @@ def lengths_of(batch: PackedBatch) -> Int32Array:
 def _check_ids(
     ids: torch.Tensor, allowed: torch.Tensor, vocabulary: int, offsets: npt.NDArray[np.int64], verb: str
 ) -> None:
-    """Refuse ids that would stop the embedding or the loss in the middle of a step.
+    """Refuse ids that would make the embedding or the loss fail in the middle of a step.
 
     Args:
         ids: int64 `[num_tokens]`.
-        allowed: bool `[num_tokens]`: those that may be anything.
+        allowed: bool `[num_tokens]`: tokens that aren't checked.
         offsets: int64 `[num_documents + 1]`.
     """
     wrong = ((ids < 0) | (ids >= vocabulary)) & ~allowed

@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer, place in the data and step, which appear whole under one name or not at all.
+"""Checkpoints: weights, optimizer, place in the data and step, written atomically under one name.
 
 ::
 
@@ -8,11 +8,11 @@
         shard-00002-….safetensors   of rank 1; any number of ranks reads them
         checkpoint.json             step, place in the data, seed, settings, sizes and SHA-256 of the files, and of
                                     all this itself
-      .step-00001000.part/        being written, or left by a run that was killed: never read, and removed, if it
-                                  carries our mark: a checkpoint.json that is written first
+      .step-00001000.part/        being written, or left by a killed run: never read, and removed if it has our
+                                  mark, a checkpoint.json that is written first
 
-Tensors are safetensors and all else is JSON: reading a checkpoint runs no code. Checksums are taken while files are
-written, and held against the files before anything is read: so step, place and tensors are those of one moment.
+Tensors are safetensors and all else is JSON, so reading a checkpoint runs no code. Checksums are computed while files
+are written, and compared before anything is read, so step, place and tensors belong together.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def newest(folder: Path, ranks: Ranks) -> Checkpoint | None:
 
 
 def _way_out(paths: Sequence[Path]) -> str:
-    """Say what to do about the newest of some checkpoints, which can't be used."""
+    """Return a sentence that says what to do when the newest checkpoint is damaged."""
     for path in reversed(paths[:-1]):
         try:
             older = opened(path)
@@ -93,7 +93,7 @@ def _way_out(paths: Sequence[Path]) -> str:
 
 
 def _check(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Hold this rank's share of a checkpoint's files against their checksums."""
+    """Compare this rank's share of a checkpoint's files with their checksums."""
     folder, manifest = checkpoint.folder, checkpoint.manifest
     try:
         if manifest["format"] == WITHOUT_CHECKSUMS:
@@ -106,7 +106,7 @@ def _check(checkpoint: Checkpoint, ranks: Ranks) -> None:
 
 
 def _check_steps(checkpoint: Checkpoint) -> None:
-    """Require, where there are no checksums, that the optimizer has taken as many steps as the run."""
+    """Require, without checksums, that the optimizer has taken as many steps as the run."""
     with _reading(checkpoint.folder):
         found = read_tensors(checkpoint.folder, STEP)
         steps = [float(one) for one in found.values()]
@@ -141,7 +141,7 @@ def save(
 
 
 def _finish(partial: Path, final: Path, notes: Mapping[str, Any], checksums: Mapping[int, str]) -> None:
-    """Note what is there, bring it to the disk, and give it its name."""
+    """Write the manifest, sync everything to the disk, and rename the folder."""
     written = [path for path in sorted(partial.iterdir()) if path.name != MANIFEST]
     files = {path.name: path.stat().st_size for path in written}
     sha256 = {name: checksums[shard_number(name)] for name in files}
@@ -156,21 +156,13 @@ def _finish(partial: Path, final: Path, notes: Mapping[str, Any], checksums: Map
 
 
 def load(checkpoint: Checkpoint, tensors: Tensors, ranks: Ranks) -> None:
-    """Fill tensors with what a checkpoint holds; all ranks call it together."""
-    fault: VarlenError | None = None
-    try:
-        with _reading(checkpoint.folder):
-            reader = HuggingFaceStorageReader(str(checkpoint.folder))
-            _check_same(reader.read_metadata().state_dict_metadata, tensors, checkpoint.folder)
-    except StateError as error:
-        fault = error
-    ranks.check_all(fault)  # before all of them take part in reading
-    try:
-        with _reading(checkpoint.folder):
-            load_tensors(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    except StateError as error:
-        fault = error
-    ranks.check_all(fault)
+    """Fill tensors from a checkpoint; all ranks call it together."""
+    folder = checkpoint.folder
+    with _for_all(ranks, "", folder), _reading(folder):  # all ranks, before reading becomes collective
+        reader = HuggingFaceStorageReader(str(folder))
+        _check_same(reader.read_metadata().state_dict_metadata, tensors, folder)
+    with _for_all(ranks, "", folder), _reading(folder):
+        load_tensors(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _check_same(saved: Mapping[str, Any], tensors: Tensors, folder: Path) -> None:
@@ -185,24 +177,24 @@ def _check_same(saved: Mapping[str, Any], tensors: Tensors, folder: Path) -> Non
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turn whatever a damaged file makes its readers raise into a sentence."""
+    """Turn whatever readers raise for a damaged file into a StateError."""
     try:
         with _quiet():
             yield
     except VarlenError:
         raise
-    except Exception as error:  # parsers of safetensors and PyTorch's planners raise what comes to hand
+    except Exception as error:  # safetensors and PyTorch raise errors of many types
         said = _first_line(error) or type(error).__name__
         raise StateError(f"{folder} can't be read: {said}") from None
 
 
 @contextmanager
 def _for_all(ranks: Ranks, what: str, folder: Path) -> Iterator[None]:
-    """Fail on every rank where the disk failed one."""
+    """Raise an error on every rank if the block failed on one."""
     fault: VarlenError | None = None
     try:
         yield
-    except SettingError as error:
+    except (SettingError, StateError) as error:
         fault = error
     except OSError as error:
         said = f"{error.strerror or error}{free_words(error, folder)}"
@@ -224,7 +216,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what PyTorch says of saving alone, which is meant."""
+    """Ignore PyTorch's warnings about saving in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -232,13 +224,13 @@ def _quiet() -> Iterator[None]:
 
 
 def read_weights(checkpoint: Path) -> Tensors:
-    """Return the weights that a checkpoint holds, whole, by their names in the model; one process does so alone."""
+    """Return the whole weights of a checkpoint by their names in the model; not collective."""
     found = read_tensors(checkpoint, WEIGHT)
     return {name.removeprefix(WEIGHT): tensor for name, tensor in found.items()}
 
 
 def read_tensors(checkpoint: Path, prefix: str) -> Tensors:
-    """Return the tensors that a checkpoint holds under names that begin so; one process does so alone."""
+    """Return the tensors of a checkpoint whose names begin with a prefix; not collective."""
     with _reading(checkpoint):
         reader = HuggingFaceStorageReader(str(checkpoint))
         saved = reader.read_metadata().state_dict_metadata
@@ -251,20 +243,20 @@ def read_tensors(checkpoint: Path, prefix: str) -> Tensors:
     return tensors
 
 
-# Checksums of a checkpoint: taken of each file while it is written, and held against what is read back.
+# Checksums of a checkpoint: computed while each file is written, and compared before it is read.
 
 DIGEST_BYTES = 32
 _BLOCK_BYTES = 4 << 20
 
 
 class _Hashed:
-    """A file that is being written, and the SHA-256 of what was written to it."""
+    """A file being written, with the SHA-256 of its contents."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.digest = stream, hashlib.sha256()
 
     def write(self, content: Any) -> int:
-        """Write and hash side by side: neither holds the interpreter."""
+        """Write and hash in parallel: both release the GIL."""
         hashing = threading.Thread(target=self.digest.update, args=(content,))
         hashing.start()
         try:
@@ -277,12 +269,12 @@ class _Hashed:
 
 
 class HashingFiles(FileSystem):
-    """Files as PyTorch's checkpoints are written to, which are hashed on their way."""
+    """PyTorch's file system for checkpoints, which hashes files while they are written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.digests: dict[str, bytes] = {}
-        """By name, of those that were written."""
+        """Checksums of the files written, by name."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
@@ -294,7 +286,7 @@ class HashingFiles(FileSystem):
 
 
 def gathered(digests: Mapping[str, bytes], ranks: Ranks) -> dict[int, str]:
-    """Return the checksums of the files that all ranks have written, by the shards' numbers."""
+    """Return the checksums of all ranks' files, by shard number."""
     mine: list[float] = [0.0] * (1 + DIGEST_BYTES)
     for name, digest in digests.items():
         mine = [float(shard_number(name)), *map(float, digest)]
@@ -306,12 +298,12 @@ def gathered(digests: Mapping[str, bytes], ranks: Ranks) -> dict[int, str]:
 
 
 def shard_number(name: str) -> int:
-    """Return the number of a shard by the name of its file."""
+    """Return the shard number in a file's name."""
     return int(name.split("-")[1])
 
 
 def check_files(folder: Path, checksums: Mapping[str, str], mine: Sequence[str]) -> None:
-    """Hold files against their checksums."""
+    """Compare files with their checksums."""
     block = memoryview(bytearray(_BLOCK_BYTES))
     for name in mine:
         digest = hashlib.sha256()
@@ -325,14 +317,14 @@ def check_files(folder: Path, checksums: Mapping[str, str], mine: Sequence[str])
             )
 
 
-# Which checkpoints are removed: those that a run wrote, with nothing of anybody else in them.
+# Removing checkpoints: only those that a run wrote, and that hold no other files.
 
 KIND = "checkpoint"
 _log = logging.getLogger(__name__)
 
 
 def begin(partial: Path) -> None:
-    """Make the folder of a checkpoint in the making, and mark it before anything else is in it."""
+    """Make the folder of a partial checkpoint, and mark it before anything else is written."""
     partial.mkdir()
     (partial / MANIFEST).write_text(json.dumps({"varlen": __version__, "kind": KIND}), encoding="utf-8")
 
@@ -340,14 +332,16 @@ def begin(partial: Path) -> None:
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints."""
     for old in [path for path in checkpoints_in(folder) if _is_ours(path)][:-keep]:
-        partial = old.with_name(f".{old.name}.part")  # so that no half of it is ever found under its name
+        partial = old.with_name(
+            f".{old.name}.part"
+        )  # so that a half-removed one never has the name of a whole one
         _remove_partial(partial)
         old.replace(partial)
         _remove_partial(partial)
 
 
 def _is_ours(checkpoint: Path) -> bool:
-    """Return whether a folder is a checkpoint that a run wrote, and holds nothing that somebody has laid there."""
+    """Return whether a folder is a checkpoint that a run wrote, and holds no other files."""
     if checkpoint.is_symlink():
         return False
     try:
@@ -364,13 +358,13 @@ def _is_ours(checkpoint: Path) -> bool:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what runs that were killed have left."""
+    """Remove partial checkpoints of killed runs."""
     for path in folder.glob(".step-*.part"):
         _remove_partial(path)
 
 
 def _remove_partial(partial: Path) -> None:
-    """Remove a checkpoint in the making, which carries our mark."""
+    """Remove a partial checkpoint; refuse one without our mark."""
     if not is_there(partial):
         return
     out = "move it away, or choose another run.output"
@@ -383,15 +377,15 @@ def _remove_partial(partial: Path) -> None:
     remove_marked(partial, MANIFEST)
 
 
-# Tensors that a run's next step depends on, by the names under which a checkpoint keeps them.
+# The tensors that a run's next step depends on, by their names in a checkpoint.
 
 
 def state_tensors(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str]
 ) -> Tensors:
-    """Return everything that a run's next step depends on and that is a tensor: weights and AdamW's state.
+    """Return the tensors that a run's next step depends on: weights and AdamW's state.
 
-    A parameter without state yet, since nothing has trained it, gets one of zeros, which AdamW takes for none.
+    A parameter that wasn't trained yet gets a state of zeros, which AdamW treats as no state.
     """
     names = {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -409,7 +403,7 @@ def state_tensors(
                 state[part] = torch.zeros_like(parameter)
             tensors[f"optimizer.{part}.{name}"] = state[part]
         state.setdefault("step", torch.zeros((), device=parameter.device if _is_fused(optimizer) else "cpu"))
-        # By name, as a stage of a pipeline has only some of them.
+        # By name, since a pipeline stage has only some parameters.
         tensors[f"{STEP}{name}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
     return tensors
 
@@ -417,7 +411,7 @@ def state_tensors(
 def put_steps(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str], tensors: Tensors
 ) -> None:
-    """Give every parameter's state the number of its steps, which isn't filled in place."""
+    """Set the step of each parameter's state, which `load` doesn't fill in place."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].fill_(float(tensors[f"{STEP}{tied.get(name, name)}"]))
@@ -431,11 +425,11 @@ def _is_kept(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-# A checkpoint's own description: what it says of step, data and files, and whether that is what was written.
+# A checkpoint's manifest: step, place in the data, files and checksums, and its own checksum.
 
 FORMAT = 3
 WITHOUT_CHECKSUMS = 2
-"""Of version 0.1.0: its files are told by their sizes alone."""
+"""Format of version 0.1.0, which records only the sizes of files."""
 MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -450,7 +444,7 @@ class Checkpoint:
 
     @property
     def words(self) -> str | None:
-        """What a user is to know of it: that nothing tells whether its bytes are what was written; else None."""
+        """A sentence for the user if the checkpoint has no checksums, else None."""
         if self.manifest["format"] != WITHOUT_CHECKSUMS:
             return None
         return (
@@ -473,7 +467,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def opened(folder: Path) -> Checkpoint:
-    """Return a checkpoint whose files are all there, by their sizes."""
+    """Return a checkpoint, all of whose files exist with the right sizes."""
     try:
         manifest = json.loads(read_regular(folder / MANIFEST))
     except (OSError, ValueError, RecursionError) as error:
@@ -502,7 +496,7 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def _wrong_in(manifest: Mapping[str, Any], folder: Path, *, is_checked: bool) -> str | None:
-    """Say what a checkpoint doesn't say of itself, or says wrongly; None where all is there."""
+    """Return what is missing or wrong in a manifest; None if nothing is."""
     kinds = {"step": int, "files": dict, "loader": dict, "model": dict, "total_tokens": int, "seed": int}
     for name, kind in (kinds | ({"sha256": dict} if is_checked else {})).items():
         if not isinstance(manifest.get(name), kind) or isinstance(manifest[name], bool):
@@ -522,7 +516,7 @@ def _wrong_in(manifest: Mapping[str, Any], folder: Path, *, is_checked: bool) ->
 
 
 def _is_name(name: str) -> bool:
-    """Whether a name is one of a file in the folder itself."""
+    """Return whether a name is of a file directly in the folder."""
     return name.endswith(".safetensors") and Path(name).name == name
 
 
@@ -542,6 +536,6 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def checksum_of(notes: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of what a checkpoint says of itself, but for this very checksum."""
+    """Return the SHA-256 of a manifest without its own checksum."""
     plain = {name: value for name, value in notes.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -119,10 +119,6 @@ class Ranks:
         dist.all_gather(parts, mine)
         return torch.stack(parts)
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.gather([0.0])
-
     def check_all(self, fault: VarlenError | None) -> None:
         """Raise an error on every rank if one has failed."""
         failed = self.gather([fault is not None])[:, 0].nonzero().flatten().tolist()

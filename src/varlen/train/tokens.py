@@ -26,18 +26,18 @@ _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunTokenizer:
-    """What makes a run's tokens, as far as anybody says."""
+    """The tokenizer of a run, as far as it is known."""
 
     made: Tokenizer | None = None
-    """None: bytes, or tokens that are there and that nobody compares."""
+    """None for bytes, and for data of tokens whose tokenizer isn't compared."""
     origin: str | None = None
     """The folder, file or name that it came from."""
     tokens: TokenDocuments | None = None
     """The data, opened, where it is tokens already, so that the loader is given no tokenizer."""
     vocab_size: int | None = None
-    """Ids that the data may hold; None where nobody knows before reading it."""
+    """Size of the vocabulary; None where it isn't known before the data is read."""
     words: tuple[str, ...] = ()
-    """Sentences for whoever watches the run."""
+    """Sentences to show at the start of the run."""
 
     @property
     def for_loader(self) -> Tokenizer | None:
@@ -73,7 +73,7 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
 def _of_tokens(
     tokens: TokenDocuments, data: DataSettings, model: ModelSettings, origin: str | None
 ) -> RunTokenizer:
-    """Compare tokens that are there with the tokenizer that they are taken to be of; arguments as above."""
+    """Compare data of tokens with the tokenizer that `origin` names."""
     mark = made_by(tokens)
     size = None if mark is None else mark.vocab_size
     if origin is None:
@@ -94,7 +94,6 @@ def _of_tokens(
 
 
 def _loaded(origin: str, own: str | None) -> Tokenizer:
-    """Return a tokenizer."""
     try:
         return load_tokenizer(origin)
     except SettingError as error:
@@ -107,7 +106,7 @@ def _loaded(origin: str, own: str | None) -> Tokenizer:
 
 
 def _unlike(made: Tokenizer, path: str) -> tuple[str, ...]:
-    """Say that the model has another tokenizer of its own, where it has and that can be told."""
+    """Return a sentence if the model has a tokenizer of its own that is known to differ."""
     if not holds_tokenizer(path):
         return ()
     try:
@@ -120,7 +119,7 @@ def _unlike(made: Tokenizer, path: str) -> tuple[str, ...]:
 
 
 def as_data(source: str | tuple[str, ...]) -> str | list[str]:
-    """Return what the loader takes of what a configuration names."""
+    """Return a configuration's source as the loader takes it."""
     return source if isinstance(source, str) else list(source)
 
 
@@ -141,7 +140,7 @@ def write_tokenizer(tokenizer: RunTokenizer, chat_template: str | None, folder: 
         (folder / _TEMPLATE).write_text(template_text(str(chat_template)), encoding="utf-8")
     if _is_same(made, folder):
         return
-    if isinstance(made, FastTokenizer):  # its own files mean something else beside this model
+    if isinstance(made, FastTokenizer):  # beside this model, its own files give other ids
         for path in tokenizer_files(folder):
             if path.name not in (_TEMPLATE, _TEMPLATES):
                 path.unlink()
@@ -156,7 +155,7 @@ def write_tokenizer(tokenizer: RunTokenizer, chat_template: str | None, folder: 
 
 
 def _is_same(made: Tokenizer, folder: Path) -> bool:
-    """Return whether transformers reads a folder as a tokenizer of the same ids."""
+    """Return whether transformers loads a tokenizer of the same ids from a folder."""
     try:
         return mark_of(load_tokenizer(folder)).is_same(mark_of(made)) is not False
     except VarlenError:

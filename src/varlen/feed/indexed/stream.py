@@ -319,14 +319,9 @@ class IndexedFeed:
         plans: StepPlans | None = None,
     ) -> None:
         """Take the packs of all epochs, and how one rank's batches are made of them; its plans, where it has some."""
-        self._stream, self._settings, self._rank, self.losses = stream, settings, rank, losses
+        self.stream, self._settings, self._rank, self.losses = stream, settings, rank, losses
         self._plans = plans
         self._unreadable = Unreadable(on_error, settings.pad_id)
-
-    @property
-    def stream(self) -> Stream:
-        """The packs of all epochs."""
-        return self._stream
 
     @property
     def step_packs(self) -> int:
@@ -335,17 +330,17 @@ class IndexedFeed:
 
     def state(self, step: int, position: Any) -> FeedState:
         """Return the state in which a step is the next, which begins at a position."""
-        return FeedState(step=step, at=self._stream.at(position))
+        return FeedState(step=step, at=self.stream.at(position))
 
     def packs(self, state: FeedState) -> tuple[StorePacks, IntArray]:
         """Return the packs of the step that a state is in, none behind the last one, and each piece's document."""
         position = self.position(state)
-        packs = self._stream.take(position, self.step_packs)[0]
-        return packs, numbers_of(self._stream.tokens(position), packs.shards, packs.documents)
+        packs = self.stream.take(position, self.step_packs)[0]
+        return packs, numbers_of(self.stream.tokens(position), packs.shards, packs.documents)
 
     def where(self, document_id: int, state: FeedState) -> str:
         """Say where a document lies, as batches that follow a state name it."""
-        return where_of(self._stream.tokens(self.position(state)), document_id)
+        return where_of(self.stream.tokens(self.position(state)), document_id)
 
     def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger] | Ledger]:
         """Yield the steps from the one that a state is in, the states before and after each, and its ledger.
@@ -356,10 +351,10 @@ class IndexedFeed:
         number, position, ledger = state.step, self.position(state), _NOTHING
         count = self._packs_begun(state)
         has_begun = number > 0 or state.micro_batch > 0
-        heard = self._stream.passes(position)
+        heard = self.stream.passes(position)
         while True:
-            before = FeedState(step=number, at=self._stream.at(position))
-            packs, position, entered = self._stream.take(position, count)
+            before = FeedState(step=number, at=self.stream.at(position))
+            packs, position, entered = self.stream.take(position, count)
             count = self._settings.global_batch_size
             ledger = ledger.and_then(entered)
             if packs.num_packs == 0:
@@ -367,12 +362,12 @@ class IndexedFeed:
                     raise self._nothing(ledger)
                 yield ledger
                 return
-            step = plan_step(self._stream.tokens(position), packs, number, self._settings)
+            step = plan_step(self.stream.tokens(position), packs, number, self._settings)
             number += 1
             if step.num_targets:
-                yield step, before, FeedState(step=number, at=self._stream.at(position)), ledger
-                ledger, heard, has_begun = _NOTHING, self._stream.passes(position), True
-            check_heard(self._stream.passes(position), heard)
+                yield step, before, FeedState(step=number, at=self.stream.at(position)), ledger
+                ledger, heard, has_begun = _NOTHING, self.stream.passes(position), True
+            check_heard(self.stream.passes(position), heard)
 
     def _nothing(self, ledger: Ledger) -> InputError:
         """Return the error of data of which nothing is left to train on."""
@@ -381,7 +376,7 @@ class IndexedFeed:
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
         """Yield the batches that follow a state, and what they haven't told of."""
         first = state.micro_batch
-        pieces = ReadPieces(self._stream.tokens(self.position(state)), self._unreadable)
+        pieces = ReadPieces(self.stream.tokens(self.position(state)), self._unreadable)
         if self._plans is not None:
             yield from self._shares(state, pieces, buffers, self._plans)
             return
@@ -434,8 +429,8 @@ class IndexedFeed:
             )
         position = self.position(state)
         if state.at:
-            self._stream.check(position)
-        at = self._stream.at(position)
+            self.stream.check(position)
+        at = self.stream.at(position)
         if state.micro_batch:
             self._check_step(state, position)
             at |= {name: state.at[name] for name in (_PACKS, _PRINT) if name in state.at}
@@ -460,7 +455,7 @@ class IndexedFeed:
     def _check_step(self, state: FeedState, position: Any) -> None:
         """Refuse a state within a step that would hold other packs here than those of which some were taken."""
         count = self._packs_begun(state)
-        if _PRINT in state.at and self._stream.take(position, count)[0].print != state.at[_PRINT]:
+        if _PRINT in state.at and self.stream.take(position, count)[0].print != state.at[_PRINT]:
             raise StateError(
                 f"the state is within step {state.step:,}, which holds other packs here: with other epochs the data "
                 "ends elsewhere. Pass the epochs of the state, load one from where a step begins, or begin anew"
@@ -468,4 +463,4 @@ class IndexedFeed:
 
     def position(self, state: FeedState) -> Any:
         """Return where the step of a state begins, and which parts of the store its epochs hold."""
-        return self._stream.position(state.at)
+        return self.stream.position(state.at)

@@ -59,25 +59,11 @@ class Windows:
     """All windows of a store, group by group, in one epoch after the other."""
 
     def __init__(self, store: TokenDocuments, groups: Groups, settings: WindowSettings) -> None:
-        self._store, self._groups, self._settings = store, groups, settings
+        self.store, self._groups, self.settings = store, groups, settings
+        self.parts_a_group = groups.parts_a_group
         # Of this object alone: several loaders don't push out each other's windows.
         self._order = lru_cache(_KEPT)(self._make_order)
         self.window = lru_cache(_KEPT)(self._make_window)
-
-    @property
-    def store(self) -> TokenDocuments:
-        """The documents."""
-        return self._store
-
-    @property
-    def settings(self) -> WindowSettings:
-        """What the packs depend on, beside them."""
-        return self._settings
-
-    @property
-    def parts_a_group(self) -> int:
-        """Parts of the store whose documents are shuffled together."""
-        return self._groups.parts_a_group
 
     def num_groups(self, num_parts: int) -> int:
         """Return the groups of an epoch of so many parts; some may have no windows."""
@@ -90,15 +76,15 @@ class Windows:
     def num_windows(self, group: int, num_parts: int) -> int:
         """Return the windows of a group, in an epoch of so many parts; waits until the group is sealed."""
         start, stop = self._groups.shards(group, num_parts)
-        return -(-int(self._store.documents[start:stop].sum()) // self._settings.window)
+        return -(-int(self.store.documents[start:stop].sum()) // self.settings.window)
 
     def _make_order(self, epoch: int, group: int, num_parts: int) -> DocumentOrder:
         start, stop = self._groups.shards(group, num_parts)
-        seed = self._settings.seed
+        seed = self.settings.seed
         if seed is not None:
             for number in (epoch, group):
                 seed = int(hashed(np.array([number]), seed)[0])
-        return DocumentOrder(self._store.documents[start:stop], seed, stretch=self._settings.window)
+        return DocumentOrder(self.store.documents[start:stop], seed, stretch=self.settings.window)
 
     def documents(self, epoch: int, group: int, number: int, num_parts: int) -> tuple[IntArray, IntArray]:
         """Return the shards, and the numbers within them, of a window's documents; arguments as `window` has them."""
@@ -111,7 +97,7 @@ class Windows:
         Cost: reading the window's lengths, sorting hashes of its documents and packing them.
         """
         shards, documents = self.documents(epoch, group, number, num_parts)
-        return packs_of(shards, documents, self._store.lengths(shards, documents), self._settings)
+        return packs_of(shards, documents, self.store.lengths(shards, documents), self.settings)
 
 
 def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings: WindowSettings) -> Window:

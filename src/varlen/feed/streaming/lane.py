@@ -251,25 +251,15 @@ class Lane:
     """What waits in one lane. Between rounds that is small; during a round it grows by what is claimed."""
 
     def __init__(self, settings: LaneSettings, carried: Arrival, counts: Counts) -> None:
-        self._settings, self._counts = settings, counts
+        self._settings, self.counts = settings, counts
         self._arrived, self._epochs = [carried], [0]
-        self._held = held_by(np.diff(carried.offsets), settings)
-
-    @property
-    def held(self) -> Held:
-        """What waits."""
-        return self._held
-
-    @property
-    def counts(self) -> Counts:
-        """What has been taken in."""
-        return self._counts
+        self.held = held_by(np.diff(carried.offsets), settings)
 
     def add(self, arrival: Arrival, epoch: int, path: str, losses: Losses) -> None:
         """Take in what a claim brought, and what was lost of it."""
         lengths = np.diff(arrival.offsets)
         self._refuse_overlong(lengths, path)
-        self._counts = self._counts.plus(
+        self.counts = self.counts.plus(
             {
                 "documents": len(lengths),
                 "tokens": int(lengths.sum()),
@@ -280,7 +270,7 @@ class Lane:
         )
         self._arrived.append(arrival)
         self._epochs.append(epoch)
-        self._held = self._held.plus(held_by(lengths, self._settings))
+        self.held = self.held.plus(held_by(lengths, self._settings))
 
     def _refuse_overlong(self, lengths: IntArray, path: str) -> None:
         capacity = self._settings.passes.capacity
@@ -306,7 +296,7 @@ class Lane:
             stops=waiting.stops,
             ages=here.ages[order[waiting.records]],
         )
-        self._counts = self._counts.plus(losses)
+        self.counts = self.counts.plus(losses)
         if count is None:
             packs, rest = passes.all_of(waiting), waiting.take(slice(0, 0))
         else:

@@ -1,4 +1,4 @@
-"""A worker that is a thread of the trainer's own process: the same bytes, for debugging, tests and macOS."""
+"""A worker that is a thread of the trainer's process: it makes the same bytes, for debugging, tests and macOS."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from varlen.store.tokens import TokenDocuments
 from varlen.workers.child import await_end
 
 _LOOK_S = 0.1
-"""A thread that waits looks so often whether it is still wanted."""
+"""Interval at which a waiting thread checks whether it is to end."""
 
 _PATIENCE_S = 5.0
-"""How long a thread that is to end is waited for: one that stands in a read of its storage can't be woken."""
+"""How long to wait for a thread to end: a blocked read of its storage can't be interrupted."""
 
 _End = tuple[Made | Ended | None, BaseException | None]
 
 
 class _Runs:
-    """The runs of one feed, of which the last goes on; opens their exchanges, and closes them with their run."""
+    """The runs of one feed, of which the last is active; opens exchanges, and closes them when their run ends."""
 
     def __init__(self, exchanges: Exchanges | None, number: int = 0) -> None:
         self._exchanges, self.number = exchanges, number
@@ -35,13 +35,13 @@ class _Runs:
         self._lock = threading.Lock()
 
     def begin(self) -> threading.Event:
-        """Begin the next run; returns what says that it is over."""
+        """Begin the next run; returns the event that ends it."""
         with self._lock:
             self.number, self._stop = self.number + 1, threading.Event()
             return self._stop
 
     def end(self) -> None:
-        """Have the run end, also where it waits for another rank."""
+        """End the run, even while it waits for another rank."""
         with self._lock:
             self._stop.set()
             for exchange in self._opened:
@@ -57,7 +57,7 @@ class _Runs:
         with self._lock:
             exchange = self._exchanges(self.number)
             self._opened.append(exchange)
-            if self._stop.is_set():  # ended before it came here
+            if self._stop.is_set():  # the run was ended meanwhile
                 exchange.close()
             return exchange
 
@@ -83,21 +83,21 @@ class ThreadWorker:
     @property
     def ready(self) -> int:
         """Batches that are waiting to be taken."""
-        with self._queue.mutex:  # an error, or the end, is none
+        with self._queue.mutex:  # errors and the end don't count
             return sum(isinstance(made, Made) for made, _ in self._queue.queue)
 
     @property
     def restarts(self) -> int:
-        """A thread isn't replaced."""
+        """Always 0: a thread isn't replaced."""
         return 0
 
     @property
     def copies(self) -> int:
-        """Its batches have memory of their own."""
+        """Always 0: no batch shares memory with another."""
         return 0
 
     def start(self, state: FeedState) -> None:
-        """Begin after a state, whatever was made before."""
+        """Begin after a state; batches made before are dropped."""
         self.close()
         runs = self._current[0]
         self._queue, stop = Queue(self._ahead), runs.begin()
@@ -109,7 +109,7 @@ class ThreadWorker:
         self._thread.start()
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many were ready when it was asked for."""
+        """Return the next batch, or the end, and how many batches were ready before."""
         ready, begun = self.ready, time.monotonic()
         while self._thread is not None:
             try:
@@ -126,7 +126,7 @@ class ThreadWorker:
         return Ended(), 0
 
     def closer(self) -> Callable[[], None]:
-        """Return what ends it, and doesn't keep it alive."""
+        """Return a function that ends the worker, without a reference to it."""
         current = self._current
 
         def end() -> None:
@@ -135,9 +135,9 @@ class ThreadWorker:
         return end
 
     def close(self) -> None:
-        """Leave no thread behind, but for one that stands still for seconds, in a read for instance.
+        """End the thread; one that doesn't end within seconds, such as in a blocked read, is left behind.
 
-        That one is left to itself, and ends when what it waits for comes; another feed takes its place.
+        It ends when its read returns; the next run opens another feed.
         """
         runs = self._current[0]
         runs.end()
@@ -150,7 +150,7 @@ class ThreadWorker:
 
 
 def _run(feed: Feed, state: FeedState, queue: Queue[_End], stop: threading.Event) -> None:
-    """Fill a queue until it is over."""
+    """Fill a queue with the batches that follow a state, until the run ends."""
 
     def put(made: Made | Ended | None, error: BaseException | None) -> bool:
         while not stop.is_set():
@@ -169,7 +169,7 @@ def _run(feed: Feed, state: FeedState, queue: Queue[_End], stop: threading.Event
             elif not put(replace(made, counts=counts_of(made.batch)), None):
                 return
         put(end, None)
-    except BaseException as error:  # it belongs to the trainer
+    except BaseException as error:  # the trainer raises it
         put(None, error)
     finally:
         close = getattr(batches, "close", None)
