@@ -1,4 +1,4 @@
-"""How an attention layer of transformers weighs what it attends to, read off its call and its configuration once."""
+"""What an attention layer of transformers computes: `LayerRules`, read from its call, and kinds of layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rules_of_call(
     is_causal: bool | None = None,
     **rest: Any,
 ) -> LayerRules:
-    """Return the rules that transformers tells the attention function of this name, and refuse what isn't computed.
+    """Return the rules in a call of the attention function `name`, and refuse what isn't computed.
 
     Args:
         module: the attention layer.

@@ -1,8 +1,8 @@
-"""`ChunkStep`: one chunk of layers during a step, and what documents leave there until they come back.
+"""`ChunkStep`: one chunk of layers during a step, and what it keeps of documents between the passes.
 
-A layer either keeps its graph from forward to backward, so that both passes are cut alike, or is computed again, so
-that backward slices may be cut elsewhere: from what went into it, or from what went into the chunk. Neighbouring
-layers that keep their graphs are one graph.
+A layer either keeps its graph from forward to backward, so both passes are cut alike; or it is recomputed, from its
+own input or from that of the chunk, so backward slices may be cut elsewhere. Neighbouring layers that keep their
+graphs form one graph.
 """
 
 from __future__ import annotations
@@ -291,11 +291,11 @@ class ChunkStep:
 
 # `DeferredWeightGrads`: weight gradients of linear layers that wait until a task of their own adds them up.
 #
-# Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) run a MicroPack's input gradients as soon as they
-# can, since the stage before waits for them, and its weight gradients where a stage would idle. No module is
-# changed for that: while a layer runs, calls of `torch.nn.functional.linear` with a parameter as weight are
-# seen, and go through a function whose backward keeps what the weight gradient is made of. All other
-# parameters, of norms, biases and stacked experts among them, get their gradients at once.
+# Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) compute a MicroPack's input gradients as soon as possible,
+# since the previous stage waits for them, and its weight gradients when the stage would idle. No module is changed:
+# while a layer runs, calls of `torch.nn.functional.linear` with a parameter as weight go through a function whose
+# backward keeps the operands of the weight gradient. All other parameters (norms, biases, stacked experts) get their
+# gradients at once.
 
 
 class Waiting(NamedTuple):
@@ -375,13 +375,12 @@ def add_up(waiting: Sequence[Waiting]) -> None:
         add_product(weight, gradient.flatten(0, -2), rows.flatten(0, -2))
 
 
-# `selectively`: layers whose graphs don't keep products that one multiplication makes again: norm outputs, gates.
+# `selectively`: graphs that don't keep products which one multiplication recomputes: norm outputs and gates.
 #
-# A norm ends in `weight * normed` and a gated layer in `act(gate) * up`. Each factor is kept by the
-# multiplication for its own backward, and the linear layers behind keep the product a second time. Here they
-# keep the factors alone and multiply again: the same operation on the same bits (selective recomputation;
-# Korthikanti et al. 2022, arXiv 2205.05198, §5). Nothing of the model is patched; hooks stand on its linear
-# layers meanwhile.
+# A norm ends in `weight * normed` and a gated layer in `act(gate) * up`. The multiplication keeps both factors for
+# its own backward, and the next linear layers keep the product as well. Here they keep the factors and multiply
+# again: the same operation on the same bits (selective recomputation; Korthikanti et al. 2022, arXiv 2205.05198, §5).
+# The model isn't patched; its linear layers have hooks meanwhile.
 
 
 class _Product(NamedTuple):

@@ -267,9 +267,9 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 # `check_ends`: whether a model's embedding and head are what their weights say, since steps compute both themselves.
 #
-# A step multiplies by the head's weight and adds to the gradients of both ends where they stand, so that neither all
-# logits nor a gradient of the whole vocabulary is there at once. An adapter around them, or a hook on them, would be
-# passed by and never learn.
+# A step multiplies by the head's weight and adds to both ends' gradients in place, so that neither all logits nor a
+# gradient of the whole vocabulary exists at once. An adapter around an end, or a hook on it, would be bypassed and
+# never learn.
 
 _COPIES = "ModulesToSaveWrapper"  # peft's class that trains a copy of a module and exposes the copy's weight
 
@@ -323,8 +323,8 @@ def _check_end(name: str, what: str, end: Any, kind: type[nn.Module]) -> None:
 
 # The families of transformers models that run in slices: what each does around its layers, and who is refused, why.
 #
-# Inside its layers a family does what it likes, its own modules run; what a step needs to know is how ids become what
-# goes into the first layer, which rotary positions a layer is told, and what is done to what the head gives.
+# Layers run as they are, whatever the family does inside them. A step needs to know how ids become the input of the
+# first layer, which rotary positions each layer gets, and what happens to the head's output.
 
 SLICED = {name: row.sliced for name, row in FAMILIES.items() if row.sliced is not None}
 """Families that run in slices; each is tested against its uncut model."""

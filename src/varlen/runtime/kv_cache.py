@@ -1,9 +1,9 @@
-"""DocumentCache and KeptRows: what a document's tasks on this stage leave for its later ones, layer by layer.
+"""DocumentCache and KeptRows: what a document's tasks on this stage keep for its later tasks, layer by layer.
 
-Keys and values of the whole document stand in one buffer a layer, allocated once, so that a slice neither copies nor
-concatenates what came before it. Their gradients are gathered beside them while the document's slices run backward,
-last to first. What went into layers is kept in the pieces that forward slices came in. All of it is given back while
-the backward passes, and however many slices a document is cut into, what is copied meanwhile is linear in it.
+Keys and values of the whole document stand in one buffer per layer, allocated once, so that slices neither copy nor
+concatenate earlier ones. Their gradients add up beside them while the document's slices run backward, last to first.
+Inputs of layers are kept in one piece per forward slice. The backward releases all of it; the bytes that this copies
+are linear in the document, however many slices it is cut into.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from varlen.runtime.clock import in_host_memory
 from varlen.runtime.mesh.shared_documents import Ranges, Share
 
 FREE_SHARE: Final = 1 / 16
-"""A buffer is copied into a smaller one once this share of it is free: then all its copies together are at most
-15 of it, and what is free but not given back is at most a 16th."""
+"""A buffer is copied into a smaller one once this share of it is free: all copies together are at most 15 times its
+size, and at most a 16th is free but not released."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""A model cut to its stage: what other stages hold is dropped, and what stays keeps its names.
+"""Cut a model to one stage: modules of other stages are dropped, and the others keep their names.
 
-So the parameters of all stages have the names of the whole model's, each on one stage (a tied embedding on two), and
-checkpoints of stages add up.
+So parameters have the same names as in the whole model, each on one stage (a tied embedding on two), and the
+checkpoints of all stages together are that of the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`StageRunner`: one stage of one data-parallel rank, which runs its tasks in the order of the plan."""
+"""`StageRunner`: runs the tasks of one stage of one data-parallel rank in the order of the plan."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
     return [tuple(sorted(pack, key=lambda piece: (piece[1] > 0, piece))) for pack in packed]
 
 
-# `ran_out`: what to say where a task found no memory: which one, of which documents, and how many rows would fit.
+# `ran_out`: the error of a task that ran out of memory: which task, which documents, and how many rows would fit.
 
 MARGIN = 0.9  # share of free memory to advise, as allocators don't fill all blocks
 NAMED = 4  # slices named in a message

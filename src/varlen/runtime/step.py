@@ -1,7 +1,7 @@
-"""`run_step`: a planned step in one process, all ranks and stages of its mesh taking turns, with exact gradients.
+"""`run_step`: a planned step in one process, in which all ranks and stages of its mesh take turns.
 
-What several GPUs would run side by side runs here one task after the other: on one GPU a plan for one, and on a
-laptop a plan for any number of stages and ranks, to see that it runs and that its gradients are those of the model.
+Tasks that several GPUs would run in parallel run here one after the other: a plan for one GPU on that GPU, and a plan
+for any number of stages and ranks on a laptop, to check that it runs and that its gradients are the model's.
 """
 
 from __future__ import annotations

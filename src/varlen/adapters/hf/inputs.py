@@ -335,9 +335,9 @@ def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dt
     return torch.where(mask, zero, closed)
 
 
-# What models scale by the row or by the longest document of a batch, so that a document isn't what it is alone.
+# What some models scale by the row or the batch, so that a document's result depends on what it is packed with.
 #
-# Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 sharpens
+# Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 scales
 # the attention of some layers by the place of a token in its row.
 
 

@@ -1,8 +1,8 @@
-"""Who is missing: what ends one process of a job is told to the others, and whoever was killed is named by them.
+"""Find out which process of a job failed, so that all others name it and its error.
 
-Every process that fails leaves a note in the job's store; one that was killed can't. So whoever finds a group broken
-waits a moment for the notes of others, and names those without. Who waits for another for long says so too, again
-and again, by a thread that looks now and then: whoever is waited for and waits for none is the one that is stuck.
+A process that fails leaves a note in the job's store; one that was killed can't. So a process that finds its group
+broken waits a moment for the notes of the others, and names those without a note. A process that waits for another
+for long repeatedly notes that too, by a thread; the one that is waited for and waits for none is stuck.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Shards`: a stage whose parameters FSDP2 has divided among its replicas, gathered for each task or once a step.
 
 FSDP2's own hooks reduce gradients after every backward pass of a module, which here is every MicroPack. So modules
-are called past their hooks: they are gathered and let go by hand, whole gradients add up through the step, and are
-summed and divided once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public calls
+are called without their hooks: this file gathers and releases them, adds up whole gradients through the step, and
+reduces and scatters them once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public calls
 `unshard` and `reshard`.)
 """
 

@@ -1,8 +1,8 @@
 """The processes of a mesh and the groups in which they talk: all, replicas of a stage, and a pair for every channel.
 
-Groups are made here by themselves, under names of their own in the job's store, and not by `dist.new_group`: that
-names a group by its ranks, so one made after another of the same ranks finds the other's addresses; and where NCCL
-splits communicators, all ranks must take part in making a group of two.
+Groups aren't made by `dist.new_group` but here, under names of their own in the job's store. `dist.new_group` names a
+group by its ranks, so a second one of the same ranks finds the first one's addresses; and if NCCL splits
+communicators, all ranks must take part in making a group of two.
 """
 
 from __future__ import annotations
