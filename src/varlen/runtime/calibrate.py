@@ -343,9 +343,9 @@ def _device_name(device: torch.device) -> str:
 
 # Which shapes a calibration measures, and how often: cheapest first, as many as its seconds hold.
 #
-# The time of a shape isn't known before it has run on the machine. So the smallest set that rates can be fitted to runs
-# first, and is the least that a calibration takes. Shapes are then added level by level, with times predicted from the
-# largest that has run, as long as all of them can run a few times in the seconds that are left.
+# The time of a shape isn't known before it has run on the machine. So the smallest set that rates can be fitted to
+# runs first, and is the least that a calibration takes. Shapes are then added level by level, with times predicted
+# from the largest that has run, as long as all of them can run a few times in the seconds that are left.
 
 QUERY_ROWS: Final = (32, 64, 91, 128, 181, 256, 362, 512, 725, 1024, 2048, 4096, 8192)
 """Half octaves: multiples of the kernels' blocks, and others, as documents end anywhere."""

@@ -1,8 +1,8 @@
 """`Channels`: messages between the chunks of layers of different processes, one channel per pair and direction.
 
-A channel's messages follow the MicroPacks of their pass at both ends; both know from the plan which MicroPacks have no
-rows and send none. So messages need no names, an order of tasks deadlocks only if the plan itself does, and each
-channel receives its next message while its receiver computes.
+A channel's messages follow the MicroPacks of their pass at both ends; both know from the plan which of them have no
+rows and send no message. So messages need no names, an order of tasks deadlocks only if the plan itself does, and
+each channel receives its next message while its receiver computes.
 """
 
 from __future__ import annotations

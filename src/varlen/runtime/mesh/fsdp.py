@@ -2,8 +2,8 @@
 
 FSDP2's own hooks reduce gradients after every backward pass of a module, which here is every MicroPack. So modules
 are called without their hooks: this file gathers and releases them, adds up whole gradients through the step, and
-reduces and scatters them once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public calls
-`unshard` and `reshard`.)
+reduces and scatters them once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public
+calls `unshard` and `reshard`.)
 """
 
 from __future__ import annotations
