@@ -178,16 +178,17 @@ class Bench:
         if machine is None:
             _check_memory(model, device, dtype)
             machine = Machine.of(model, device, dtype)
-        chosen = choose(machine, began=began, budget_s=budget_s, on_least=on_least, progress=progress)
+        choice = choose(machine, began=began, budget_s=budget_s, on_least=on_least, progress=progress)
+        order = choice.ordered()
         return cls(
             model=model,
             device=device,
             dtype=dtype,
             machine=machine,
-            probes=chosen.probes,
-            num_held=chosen.num_held,
-            first=chosen.first,
-            num_rounds=chosen.num_rounds,
+            probes=tuple(choice.probes[case] for case in order),
+            num_held=len(choice.held),
+            first=np.stack([choice.passes[case] for case in order]),
+            num_rounds=int(np.clip(choice.left_rounds(), FEWEST_ROUNDS - 1, MOST_ROUNDS)),
         )
 
     def run_round(self) -> None:
@@ -300,7 +301,7 @@ def _predictions(
             alone = rates._replace(linear_flops=probe.flops / probe.rows)
         stop = probe.keys or probe.rows
         ends = (np.array([x], np.int32) for x in (stop - probe.rows, stop, 1))
-        priced = _price(np.array([0, 1], np.int32), *ends, alone)[0]
+        priced: FloatArray = kernels.price(np.array([0, 1], np.int32), *ends, alone)[0]
         passes = (priced[FORWARD_LAYER], priced[INPUT_LAYER] + priced[WEIGHT_LAYER])
         for back, predicted in enumerate(passes):
             found.append(
@@ -314,11 +315,6 @@ def _predictions(
                 )
             )
     return found
-
-
-def _price(*given: Any) -> FloatArray:
-    priced: FloatArray = kernels.price(*given)
-    return priced
 
 
 def _copied_bytes_per_s(device: torch.device) -> float:
@@ -407,21 +403,6 @@ class Machine:
         return cls(make=make, run=lambda probe: run_once(probe, device))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
-    """What is measured."""
-
-    probes: tuple[Probe, ...]
-    """What is held out comes last."""
-    num_held: int
-    first: FloatArray
-    """float64 `[probes, 2]`: seconds of the run that each was chosen by, a round of its own."""
-    num_rounds: int
-    """How many more rounds the seconds that are left hold."""
-    least_s: float
-    """About what the smallest set takes, from the beginning of all."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Choice:
     """Shapes chosen so far, each of which has run."""
@@ -490,7 +471,7 @@ def choose(
     budget_s: float,
     on_least: Callable[[float], object] = lambda _: None,
     progress: Callable[[], object] = lambda: None,
-) -> Chosen:
+) -> Choice:
     """Choose what a budget holds, and run each shape of it once or twice."""
     choice = Choice(machine=machine, deadline=began + budget_s, progress=progress)
     attention, layers = attention_levels(), layer_levels()
@@ -511,14 +492,7 @@ def choose(
         if not fitting:
             break
         choice.add(*fitting[0].pop(0))
-    order = choice.ordered()
-    return Chosen(
-        probes=tuple(choice.probes[case] for case in order),
-        num_held=len(choice.held),
-        first=np.stack([choice.passes[case] for case in order]),
-        num_rounds=int(np.clip(choice.left_rounds(), FEWEST_ROUNDS - 1, MOST_ROUNDS)),
-        least_s=least_s,
-    )
+    return choice
 
 
 Level = tuple[list[Case], list[Case]]  # shapes to fit, and shapes held out
