@@ -52,7 +52,6 @@ GRANITE = Sliced(embedding_factor="embedding_multiplier", logit_divisor="logits_
 LLAMA_LIKE, RECURRENT = Family(sliced=PLAIN), Family(is_recurrent=True)
 
 # Those that run in slices are tested against their unsliced models.
-# by `config.model_type`; those that run in slices are tested against their uncut models
 FAMILIES: dict[str, Family] = {
     "apertus": LLAMA_LIKE,
     "arcee": LLAMA_LIKE,

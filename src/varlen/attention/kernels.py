@@ -24,17 +24,14 @@ from varlen.attention.rules import LayerRules
 class Lengths(NamedTuple):
     """Rows and keys of the slices of one call."""
 
-    queries: tuple[int, ...]
-    """Of each slice."""
-    keys: tuple[int, ...]
-    """Tokens of its document up to the slice's end."""
+    queries: tuple[int, ...]  # rows of each slice
+    keys: tuple[int, ...]  # tokens of its document up to the slice's end
 
 
 class Places(NamedTuple):
     """The same as tensors on the kernels' device; whole packs come in this form, and lengths aren't read back."""
 
-    query_ends: torch.Tensor
-    """`cu_seqlens`, int32 `[slices + 1]`."""
+    query_ends: torch.Tensor  # `cu_seqlens`, int32 `[slices + 1]`
     key_ends: torch.Tensor
     longest_query: int
     longest_key: int
@@ -43,12 +40,9 @@ class Places(NamedTuple):
 class Qkv(NamedTuple):
     """Queries, keys and values, or the gradients of each."""
 
-    query: torch.Tensor
-    """`[rows, query_heads, dim]`."""
-    key: torch.Tensor
-    """`[tokens, key_heads, dim]`."""
-    value: torch.Tensor
-    """As `key`."""
+    query: torch.Tensor  # `[rows, query_heads, dim]`
+    key: torch.Tensor  # `[tokens, key_heads, dim]`
+    value: torch.Tensor  # as `key`
 
 
 Merged = tuple[torch.Tensor, torch.Tensor]

@@ -22,14 +22,10 @@ MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
 class LayerRules(NamedTuple):
     """How scores are made of queries and keys, and which of them count."""
 
-    scale: float
-    """Of the product of a query and a key."""
-    window: int | None = None
-    """Attend to the last this many tokens, the token itself included; None for all."""
-    softcap: float | None = None
-    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2); None: they stay."""
-    dropout: float = 0.0
-    """Share of attention weights set to 0; for whole packs alone."""
+    scale: float  # factor on the product of a query and a key
+    window: int | None = None  # a token sees the last so many tokens, itself included; None for all
+    softcap: float | None = None  # scores s become `softcap * tanh(s / softcap)` (Gemma 2); None for no cap
+    dropout: float = 0.0  # share of attention weights set to 0; for whole packs alone
 
 
 def rules_of_call(

@@ -42,12 +42,10 @@ FLOPS_BACKWARD: Final = 2.0  # FLOPs of backward matrix products, relative to fo
 class Predicted:
     """One held-out shape in one pass: what the fitted tables say, beside what it took."""
 
-    kind: str
-    """"attention" or "layer", the latter without its attention."""
+    kind: str  # "attention" or "layer", the latter without its attention
     backward: bool
     rows: int
-    keys: int
-    """0 for a layer."""
+    keys: int  # 0 for a layer
     predicted_s: float
     measured_s: float
 
@@ -63,8 +61,7 @@ class Calibration:
 
     hardware: Hardware
     held_out: tuple[Predicted, ...]
-    rounds: int
-    """How often each shape was run."""
+    rounds: int  # how often each shape was run
     repeat_mape: float
     """What one half of the rounds would say of the other, as a share: the machine's own unrest."""
 
@@ -152,12 +149,10 @@ class Bench:
     dtype: torch.dtype
     machine: Machine
     probes: tuple[Probe, ...]
-    num_held: int
-    """How many of the probes, the last ones, are held out."""
+    num_held: int  # the last so many probes are held out
     first: FloatArray
     """float64 `[probes, 2]`: seconds of the runs by which shapes were chosen; of `rounds` only where it is added."""
-    num_rounds: int
-    """How many rounds more the budget holds."""
+    num_rounds: int  # rounds that the budget holds beside the first
     rounds: list[FloatArray] = field(default_factory=list)
     """Of each round float64 `[probes, 2]`: seconds, forward and backward."""
 
@@ -372,8 +367,7 @@ class Case(NamedTuple):
 
     kind: ProbeKind
     rows: int
-    keys: int
-    """0 for a layer."""
+    keys: int  # 0 for a layer
 
     @property
     def work(self) -> float:
@@ -408,16 +402,12 @@ class Choice:
     """Shapes chosen so far, each of which has run."""
 
     machine: Machine
-    deadline: float
-    """When all is to be over, by the machine's clock."""
+    deadline: float  # by the machine's clock
     progress: Callable[[], object]
-    num_again: int = LEAST_ROUNDS
-    """How often what is chosen is to be run again."""
+    num_again: int = LEAST_ROUNDS  # how often all chosen shapes are to run again
     probes: dict[Case, Probe] = field(default_factory=dict)
-    passes: dict[Case, FloatArray] = field(default_factory=dict)
-    """Seconds of a run, forward and backward."""
-    seconds: dict[Case, float] = field(default_factory=dict)
-    """Of both together."""
+    passes: dict[Case, FloatArray] = field(default_factory=dict)  # seconds of a run: forward, backward
+    seconds: dict[Case, float] = field(default_factory=dict)  # of both passes
     held: set[Case] = field(default_factory=set)
 
     @property
@@ -556,15 +546,12 @@ ProbeKind = Literal["attention", "layer"]
 class Probe:
     """Work of one size that a machine is measured with."""
 
-    kind: ProbeKind
-    """Attention alone, or a layer without its attention."""
+    kind: ProbeKind  # attention alone, or a layer without its attention
     rows: int
     keys: int = 0
     """Of attention: up to as many rows as keys are the last rows of one document, more are whole documents."""
-    flops: float
-    """Of its matrix products, forward."""
-    prepare: Callable[[], Any]
-    """Makes a run's inputs, which isn't timed."""
+    flops: float  # of the forward matrix products
+    prepare: Callable[[], Any]  # makes a run's inputs; not timed
     forward: Callable[[Any], Any]
     backward: Callable[[Any], object]
 

@@ -35,14 +35,11 @@ Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
 class StepData:
     """The tokens of a step, and what is learned from them."""
 
-    input_ids: torch.Tensor
-    """int64 `[num_tokens]`: documents one behind the other."""
-    labels: torch.Tensor
-    """int64 `[num_tokens]`: the token after each; -100 where there is none to learn."""
+    input_ids: torch.Tensor  # int64 `[num_tokens]`: documents end to end
+    labels: torch.Tensor  # int64 `[num_tokens]`: the next token of each; -100 for none
     weights: torch.Tensor
     """float32 or wider `[num_tokens]`: of each token's loss in the step's; 0 where nothing is learned."""
-    offsets: npt.NDArray[np.int64]
-    """int64 `[num_documents + 1]`: where documents begin."""
+    offsets: npt.NDArray[np.int64]  # int64 `[num_documents + 1]`: where documents begin
 
     def rows(self, key: Key, of: torch.Tensor) -> torch.Tensor:
         """Return the entries of a flat `[num_tokens]` that belong to a MicroPack's rows."""
@@ -57,10 +54,8 @@ class _Document:
     cache: DocumentCache
     inputs: dict[int, KeptRows] = field(default_factory=dict)
     """By layer whose input is kept: `[tokens, hidden]` into it."""
-    forward_to: int = 0
-    """Tokens that have run forward."""
-    backward_from: int = -1
-    """Tokens that haven't run backward; -1 before the first backward slice."""
+    forward_to: int = 0  # tokens that have run forward
+    backward_from: int = -1  # tokens that haven't run backward; -1 before the first backward slice
 
 
 class ChunkStep:
@@ -301,12 +296,9 @@ class ChunkStep:
 class Waiting(NamedTuple):
     """A weight gradient that hasn't been computed: `gradient.T @ rows`."""
 
-    weight: torch.nn.Parameter
-    """`[outputs, inputs]`."""
-    rows: torch.Tensor
-    """`[..., inputs]`: what went into the layer."""
-    gradient: torch.Tensor
-    """`[..., outputs]`: of what came out."""
+    weight: torch.nn.Parameter  # `[outputs, inputs]`
+    rows: torch.Tensor  # `[..., inputs]`: the layer's input
+    gradient: torch.Tensor  # `[..., outputs]`: of the layer's output
 
 
 class DeferredWeightGrads(TorchFunctionMode):

@@ -31,10 +31,8 @@ IGNORED = -100  # the label of a token with nothing to learn
 class Positions(NamedTuple):
     """Where the rows of a MicroPack stand in their documents."""
 
-    ids: torch.Tensor
-    """int64 `[1, rows]`."""
-    embeddings: Any
-    """What layers turn them into."""
+    ids: torch.Tensor  # int64 `[1, rows]`
+    embeddings: Any  # rotary cosines and sines, by kind if layers differ
 
 
 class Logits(NamedTuple):
@@ -56,14 +54,11 @@ class DecoderParts:
     rotary: nn.Module
     norm: nn.Module
     head: nn.Linear
-    kernels: Kernels = "auto"
-    """What computes attention."""
+    kernels: Kernels = "auto"  # what computes attention
     rotary_types: Sequence[str] = ()
     """`[layers]`: by which name each asks for its rotary positions; empty where all get the same."""
-    by_length: bool = False
-    """Whether rotary positions depend on how long a document is in all."""
-    embedding_factor: float = 1.0
-    """By which embeddings are multiplied outside of their module."""
+    by_length: bool = False  # whether rotary positions depend on a document's total length
+    embedding_factor: float = 1.0  # multiplies embeddings outside of their module
     logits: Logits = AS_GIVEN
 
     @classmethod

@@ -29,8 +29,7 @@ class DocumentCache:
     """Keys and values of one document, and the gradients that its later slices have sent to them."""
 
     length: int
-    pairs: dict[int, Pair] = field(default_factory=dict)
-    """By layer."""
+    pairs: dict[int, Pair] = field(default_factory=dict)  # keys and values by layer
     gradients: dict[int, Pair] = field(default_factory=dict)
     """By layer: float32 or wider, of the tokens before the last slice that ran backward first."""
 
@@ -99,8 +98,7 @@ class CachedSlice:
     cache: DocumentCache
     start: int
     stop: int
-    share: Share | None = None
-    """Which of them this rank computes, where several share the document."""
+    share: Share | None = None  # this rank's rows, if ranks share the document
 
     @property
     def rows(self) -> int:
@@ -175,8 +173,7 @@ class Visit(NamedTuple):
     layer: int
     has_own: bool
     """Whether the task's own keys and values are fetched too, since no forward of the layer makes them again."""
-    is_backward: bool
-    """Whether gradients of keys and values are gathered there."""
+    is_backward: bool  # whether gradients of keys and values are gathered there
 
 
 class HostLink:
@@ -250,13 +247,10 @@ class _Near:
     """One layer's part on the device, whose memory serves one layer after the other."""
 
     layer: int = -1
-    pair: Pair | None = None
-    """Of the tokens before the task's last row."""
+    pair: Pair | None = None  # keys and values of tokens up to the task's last row
     gradients: Pair | None = None
-    gathered: int = 0
-    """Tokens whose gradients are there."""
-    copied: Any = None
-    """The last copy from here or to here."""
+    gathered: int = 0  # tokens whose gradients are on the device
+    copied: Any = None  # the last copy from or to the device
 
 
 @dataclass(slots=True)

@@ -26,10 +26,8 @@ class Cut:
 
     mesh: Mesh
     stage: int
-    fingerprint: str
-    """Of the whole model."""
-    is_tied: bool
-    """Whether embedding and head share their weight, which first and last stage hold then."""
+    fingerprint: str  # of the whole model
+    is_tied: bool  # whether embedding and head share a weight, held by first and last stage
 
 
 class Elsewhere(nn.Module):

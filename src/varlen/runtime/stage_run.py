@@ -38,19 +38,15 @@ class Wires(Protocol):
 class TaskRun:
     """What the tasks of a place took, in the order run."""
 
-    kinds: npt.NDArray[np.uint8]
-    """uint8 `[num_tasks]`: FORWARD, BACKWARD or WEIGHT."""
-    chunks: Int32Array
-    """int32 `[num_tasks]`: chunk of layers, of all."""
-    micropacks: Int32Array
-    """int32 `[num_tasks]`: number within the rank's of that pass."""
+    kinds: npt.NDArray[np.uint8]  # uint8 `[num_tasks]`: FORWARD, BACKWARD or WEIGHT
+    chunks: Int32Array  # int32 `[num_tasks]`: chunk of layers, among all
+    micropacks: Int32Array  # int32 `[num_tasks]`: number within the rank's of that pass
     seconds: FloatArray
     """float64 `[num_tasks]`, waiting for what it takes included. Norm, head and loss run, forward and backward, at
     the start of backward tasks."""
     live_bytes: npt.NDArray[np.int64]
     """int64 `[num_tasks]`: bytes of tensors alive after each task; 0 where no meter was given."""
-    peak_bytes: npt.NDArray[np.int64]
-    """int64 `[num_tasks]`: the most alive at once during each."""
+    peak_bytes: npt.NDArray[np.int64]  # int64 `[num_tasks]`: peak during each task
 
 
 PASSES = ("forward", "backward", "weight gradients")  # names of the kinds of tasks in messages
@@ -203,8 +199,7 @@ class Took:
     """Rows of a task that ran, and what it took."""
 
     rows: int
-    bytes: int
-    """The most alive at once during it beside what was alive before; 0 where no meter counted."""
+    bytes: int  # peak minus what was alive before; 0 without a meter
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -31,11 +31,9 @@ from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
 class StepRun:
     """What a step in one process took; its gradients are in the model."""
 
-    loss: float
-    """Sum of target losses over targets."""
+    loss: float  # mean loss of the targets
     num_targets: int
-    places: Sequence[TaskRun]
-    """`[dp * pp]`: what each stage of each rank ran."""
+    places: Sequence[TaskRun]  # `[dp * pp]`: the tasks of each stage of each rank
     token_losses: torch.Tensor | None = None
     """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
 

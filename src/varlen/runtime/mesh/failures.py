@@ -44,14 +44,11 @@ def _numbered(rank: int) -> str:
 class Notes:
     """Notes that the processes of a job leave for each other."""
 
-    store: Any
-    """Of torch.distributed; None where there is one process."""
+    store: Any  # of torch.distributed; None for a single process
     rank: int
     world_size: int
-    name_of: Callable[[int], str] = _numbered
-    """What people call a rank."""
-    answer_s: float = ANSWER_S
-    """How long the note of another is waited for."""
+    name_of: Callable[[int], str] = _numbered  # a rank's name in messages
+    answer_s: float = ANSWER_S  # seconds to wait for another's note
 
     def leave(self, note: str) -> None:
         """Say how this process ended; where the store is gone too, nobody hears it."""

@@ -25,8 +25,7 @@ class Seat:
     """Where one process sits in a mesh of stages and data-parallel ranks."""
 
     mesh: Mesh
-    rank: int
-    """Among all: `stage * dp + dp_rank`."""
+    rank: int  # among all: `stage * dp + dp_rank`
 
     @property
     def stage(self) -> int:
@@ -154,12 +153,9 @@ class Groups:
     device: torch.device
     timeout_s: float
     settle: Callable[[torch.device], None]
-    world: Group
-    """All."""
-    replicas: Group
-    """Those of this stage, one of each pipeline."""
-    ends: Group | None
-    """First and last stage of this pipeline, on those two."""
+    world: Group  # all processes
+    replicas: Group  # this stage's, one per pipeline
+    ends: Group | None  # first and last stage of this pipeline; None elsewhere
     channels: dict[tuple[int, int], Group] = field(default_factory=dict)
     """By pass and the chunk that takes: its two stages, where this is one of them."""
     shared: dict[tuple[int, int], Group] = field(default_factory=dict)

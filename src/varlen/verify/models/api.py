@@ -450,11 +450,9 @@ def _rounded(value: float | None) -> float | None:
 class Call(NamedTuple):
     """A way of calling a model on a packed batch."""
 
-    name: str
-    """The keyword arguments, in a few words."""
+    name: str  # the keyword arguments, in a few words
     inputs: Inputs
-    why: str = ""
-    """Why documents see each other, if nothing in the arguments shows it."""
+    why: str = ""  # why documents see each other, if nothing in the arguments shows it
 
 
 def _positions(batch: PackedBatch, model: Any, **more: Any) -> dict[str, Any]:

@@ -337,12 +337,9 @@ SHADES = "·░▒▓█"
 class AttentionPicture:
     """Attention weights of the batch's fullest row of documents, the largest of all layers and heads."""
 
-    owner: npt.NDArray[np.int64]
-    """`[width]`: the document of each token, from 0; -1 at padding."""
-    kept_apart: npt.NDArray[np.float32]
-    """`[width, width]`: from each token to each, with boundaries."""
-    without: npt.NDArray[np.float32] | None
-    """The same without boundaries; None where the model shows none."""
+    owner: npt.NDArray[np.int64]  # `[width]`: the document of each token, from 0; -1 at padding
+    kept_apart: npt.NDArray[np.float32]  # `[width, width]`: from each token to each, with boundaries
+    without: npt.NDArray[np.float32] | None  # likewise without boundaries; None if not shown
 
     def between(self, weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the largest weight from any token of a document to any of another, `[documents, documents]`.
