@@ -17,8 +17,7 @@ Features: TypeAlias = Any
 """A batch: for each document a mapping from names to values, which are lists, numpy arrays or tensors. Or the columns
 themselves, as a data set gives them that is asked for several rows at once: an Arrow table, or a mapping."""
 _EMPTY = "a batch of no documents can't be collated; leave empty batches out of the sampler"
-_NUMBERS = ("int", "uint", "float", "double", "halffloat", "bool")
-"""How the names of Arrow's types of numbers begin."""
+_NUMBERS = ("int", "uint", "float", "double", "halffloat", "bool")  # prefixes of Arrow's types of numbers
 WEIGHTS = "loss_weights"
 TAKEN = (
     *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx"),
@@ -26,8 +25,7 @@ TAKEN = (
 )  # names of columns that collators fill themselves
 _TOLD: list[str] = []
 _log = logging.getLogger(__name__)
-Columns: TypeAlias = Mapping[str, Any]
-"""By name: a list with an entry for each document, or an Arrow list array."""
+Columns: TypeAlias = Mapping[str, Any]  # a list with an entry per document, or an Arrow list array
 
 
 def as_columns(features: Features, needed: Collection[str]) -> Columns:

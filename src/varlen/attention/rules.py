@@ -10,13 +10,11 @@ from varlen.errors import ModelError
 
 NOT_COMPUTED = ("position_bias", "sinks", "indices", "block_indices")
 """Arguments by which some families change who is attended to or how much, and which no kernel here computes."""
-SELECTING = "indexed_attention"
-"""Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
+SELECTING = "indexed_attention"  # each token selects among the tokens that a mask leaves it
 MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
 """Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
 SINGLE_TOKENS = ("moe", "mlp")  # kinds of layers that mix no tokens
-MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
-"""Layers in which no mask has a meaning: they take boundaries, or look at single tokens."""
+MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)  # where a mask means nothing
 
 
 class LayerRules(NamedTuple):

@@ -350,10 +350,8 @@ LEAST_CELLS: Final = tuple(product((32, 91, 256), (128, 256, 512)))
 """Rows and keys of the least that attention's rates are fitted to; 256 rows of 128 keys are two documents."""
 LEAST_HELD: Final = ((50, 150), (150, 300))
 LEAST_ROWS: Final = 128  # the least that a layer's rates are fitted to are 32 rows and these; 50 are held out
-FEWEST_ROUNDS: Final = 2
-"""Where the least takes longer than the budget; one half of the rounds is still compared with the other."""
-LEAST_ROUNDS: Final = 5
-"""As often all shapes are run again before more shapes are; `FEWEST_ROUNDS` where the least alone is too slow."""
+FEWEST_ROUNDS: Final = 2  # if even the smallest set exceeds the budget; halves of the rounds are compared
+LEAST_ROUNDS: Final = 5  # rounds that must fit before shapes are added; else `FEWEST_ROUNDS`
 MOST_ROUNDS: Final = 101
 LAYER_SHARE: Final = 0.4  # share of the seconds for layers; the rest is for attention
 SHORT_S: Final = 0.05

@@ -40,8 +40,7 @@ from varlen.batch.packed import PackedBatch, on_host
 from varlen.errors import DocumentsError, ModelError
 from varlen.types import IntArray
 
-OPTIONAL = ("labels", "use_cache")
-"""What keeps no documents apart: without a cache there is none to turn off, and losses can be computed elsewhere."""
+OPTIONAL = ("labels", "use_cache")  # arguments that keep no documents apart
 Media: TypeAlias = Mapping[int, Mapping[str, Any] | None] | Sequence[Mapping[str, Any] | None]
 """For each document of the data set, by its number, what the model's processor made of its images and videos."""
 MASK_FORMS = {"eager": "additive", "sdpa": "bool", "flex_attention": "block"}

@@ -39,8 +39,7 @@ from varlen.errors import ModelError
 from varlen.model_families import FAMILIES, UNKNOWN
 from varlen.parsed import parse_python
 
-CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
-"""Modules that aren't called where there is no encoder."""
+CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")  # not called without an encoder
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 _NEIGHBOURS = (
     *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
@@ -387,14 +386,12 @@ def segment_numbers(ends: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 # of which acts on every token by itself; whatever then reaches from one token to another is the head's doing.
 
 TOKENS = 6  # in the row that is tried
-_LARGE = 1 << 16
-"""Numbers of a parameter that is copied as random ones; of larger ones one row stands for all."""
+_LARGE = 1 << 16  # parameters with more numbers are copied as one random row
 _DOCUMENTS = (torch.arange(5, 45)[None], torch.arange(45, 62)[None])
 """Two documents of a row that is tried; one reaches further than heads look that look at neighbours."""
 Call: TypeAlias = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 """Gives outputs by name for one row and its positions."""
-Tries: TypeAlias = list[tuple[int, torch.Tensor]]
-"""Answers, each with the token that was changed; that of none changed is the first."""
+Tries: TypeAlias = list[tuple[int, torch.Tensor]]  # (changed token, output); -1 for none changed
 _MULTIMODAL = ("vision_config", "audio_config")
 # transformers' tables of classes whose heads give logits per token, or that have no head; and one answer per row
 _HEADS_OF_TOKENS = (
@@ -649,8 +646,7 @@ def _copy(module: Any, decoder: Any) -> Any:
     return copied
 
 
-_LEFT_OUT = ("forward", "_old_forward", "_hf_hook")
-"""What Accelerate puts on single modules, bound to the module with the weights."""
+_LEFT_OUT = ("forward", "_old_forward", "_hf_hook")  # put on single modules by Accelerate
 
 
 def _stand_in(weight: Any) -> Any:

@@ -20,8 +20,7 @@ from varlen.model_families import FAMILIES, UNKNOWN, Family
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
 
-_FIRST_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Decoders, each with where its positions begin."""
+_FIRST_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by decoder
 
 
 def unwrap(model: Any) -> Any:
@@ -285,8 +284,7 @@ KNOWN_LIBRARIES = frozenset(
 )
 """Whose modules are known: those that mix tokens are named elsewhere, and the others act on each token alone."""
 _COMPUTE_NOTHING = frozenset(("__init__", "__repr__", "extra_repr", "reset_parameters", "_init_weights"))
-_WRAPPING = frozenset((*sys.stdlib_module_names, "typing_extensions"))
-"""Modules whose decorators call what they wrap."""
+_WRAPPING = frozenset((*sys.stdlib_module_names, "typing_extensions"))  # their decorators call what they wrap
 _FORWARDS = ("forward", "_old_forward", "_original_forward")
 """Attributes of single modules: what is called in place of the class's forward, and what accelerate wraps there."""
 

@@ -25,8 +25,7 @@ from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.gradients import known_to_any, scattered
 from varlen.runtime.mesh.process_groups import Group
 
-Gathered = Literal["unit", "step"]
-"""When sharded parameters are whole: during each task, or all through the step."""
+Gathered = Literal["unit", "step"]  # sharded parameters are whole during each task, or all step
 
 
 class Unhooked:

@@ -172,8 +172,7 @@ def _cuts_of(plan: StepPlan, rank: int, document: int) -> list[int]:
 # parallelism; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2). What a rank keeps of a document stays on it, so the
 # cuts of both passes decide together: a slice of either is whole pieces, of each of which every rank has as much.
 
-Ranges = tuple[tuple[int, int], ...]
-"""Tokens `[start, stop)` of a document, first to last, apart from each other."""
+Ranges = tuple[tuple[int, int], ...]  # tokens `[start, stop)` of a document, ascending, not adjacent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

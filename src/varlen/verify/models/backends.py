@@ -154,10 +154,8 @@ def first_sentence(error: BaseException) -> str:
 # They prove that boundaries reach the place where a kernel would read them, and what a model does with the
 # result. They say nothing about the kernels themselves.
 
-FLASH = "flash_attn_varlen_func"
-"""What FlashAttention's package calls the kernel that `flash_attention` stands in for."""
-_OF_FLA = ("delta",)
-"""Kernels of flash-linear-attention are told `cu_seqlens`; those of causal-conv1d and mamba-ssm `seq_idx`."""
+FLASH = "flash_attn_varlen_func"  # FlashAttention's name of the kernel that `flash_attention` replaces
+_OF_FLA = ("delta",)  # kernels that take `cu_seqlens`; causal-conv1d and mamba-ssm take `seq_idx`
 
 
 @contextmanager
