@@ -295,8 +295,8 @@ def _predictions(
         else:
             alone = rates._replace(linear_flops=probe.flops / probe.rows)
         stop = probe.keys or probe.rows
-        ends = (np.array([x], np.int32) for x in (stop - probe.rows, stop, 1))
-        priced: FloatArray = kernels.price(np.array([0, 1], np.int32), *ends, alone)[0]
+        begin, end, one = (np.array([x], np.int32) for x in (stop - probe.rows, stop, 1))
+        priced: FloatArray = kernels.price(np.array([0, 1], np.int32), begin, end, one, alone)[0]
         passes = (priced[FORWARD_LAYER], priced[INPUT_LAYER] + priced[WEIGHT_LAYER])
         for back, predicted in enumerate(passes):
             found.append(
