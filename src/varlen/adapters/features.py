@@ -1,4 +1,4 @@
-"""Documents as a data loader hands them to a collator, row by row or column by column, read as columns."""
+"""Read the documents that a data loader passes to a collator, by rows or by columns, as columns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ Features: TypeAlias = Any
 """A batch: for each document a mapping from names to values, which are lists, numpy arrays or tensors. Or the columns
 themselves, as a data set gives them that is asked for several rows at once: an Arrow table, or a mapping."""
 _EMPTY = "a batch of no documents can't be collated; leave empty batches out of the sampler"
-_NUMBERS = ("int", "uint", "float", "double", "halffloat", "bool")
-"""How the names of Arrow's types of numbers begin."""
+_NUMBERS = ("int", "uint", "float", "double", "halffloat", "bool")  # prefixes of Arrow's types of numbers
 WEIGHTS = "loss_weights"
+TAKEN = (
+    *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)  # names of columns that collators fill themselves
 _TOLD: list[str] = []
 _log = logging.getLogger(__name__)
-Columns: TypeAlias = Mapping[str, Any]
-"""By name: a list with an entry for each document, or an Arrow list array."""
+Columns: TypeAlias = Mapping[str, Any]  # a list with an entry per document, or an Arrow list array
 
 
 def as_columns(features: Features, needed: Collection[str]) -> Columns:
@@ -51,7 +53,7 @@ def as_columns(features: Features, needed: Collection[str]) -> Columns:
 
 
 def tell_of_weights(columns: Columns, carried: Collection[str] = ()) -> None:
-    """Say once that rows have weights, where a collator's batches hold none."""
+    """Warn once if rows have weights and the collator's batches have none."""
     if WEIGHTS not in columns or WEIGHTS in carried or _TOLD:
         return
     _TOLD.append(WEIGHTS)

@@ -65,7 +65,7 @@ class PaddingFreeCollator:
         """Return a minibatch of one row.
 
         Returns:
-            `input_ids`, `labels` and `position_ids` int64 `[1, width]`; as Python ints
+            `input_ids`, `labels` and `position_ids` int64 `[1, width]`, and the counts as Python ints.
 
         Cost: one pass over the tokens; from lists, 4 ns for each int.
         """

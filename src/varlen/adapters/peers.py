@@ -1,4 +1,4 @@
-"""What drop-ins share: errors that are of their peers' classes too, and the number of replicas."""
+"""Shared by drop-in replacements: errors that also have the classes of their peers', and the number of replicas."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The choice of what computes attention, and why not something else.
+"""Choose what computes attention, and say why other kernels don't.
 
-Slices: a kernel of whole slices, or rectangles one by one. A kernel is used where a small case of the same kind, both
-passes, agrees with scores formed here: versions of the libraries differ in which of their arguments they heed.
-Whole packs: a kernel on CUDA that takes all documents in one call, or each document by itself.
+Slices run in a kernel of whole slices, or as rectangles one by one. A kernel is used if it agrees with scores formed
+here on a small case of the same kind, in both passes: versions of the libraries differ in the arguments they respect.
+Whole packs run in one call on CUDA, or document by document.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from varlen.errors import ModelError, SettingError
 
 
 def check_kernels(name: str) -> None:
-    """Refuse a name that says nothing."""
+    """Refuse a name that isn't among `Kernels`."""
     if name not in get_args(Kernels):
         raise SettingError(f"kernels={name!r}; there are {', '.join(get_args(Kernels))}")
 
@@ -43,7 +43,7 @@ def check_kernels(name: str) -> None:
 def chosen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: LayerRules, name: str
 ) -> Kernel | None:
-    """Return what computes slices whole, or None where they are computed rectangle by rectangle.
+    """Return the kernel that computes whole slices; None if they are computed rectangle by rectangle.
 
     Args:
         query: `[1, query_heads, rows, dim]`.
@@ -71,7 +71,7 @@ def chosen(
 def chosen_for_packs(
     query: torch.Tensor, value: torch.Tensor, rules: LayerRules, *, has_sinks: bool
 ) -> WholePacks | None:
-    """Return what computes all documents of a pack in one call, or None where each is computed by itself.
+    """Return what computes all documents of a pack in one call; None if each is computed by itself.
 
     Args:
         query: `[tokens, query_heads, dim]`.
@@ -85,7 +85,7 @@ def chosen_for_packs(
 
 
 def _shape_fault(device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> str:
-    """Say why no kernel of many documents takes these heads; "" where one may."""
+    """Return why no kernel of many documents takes these heads; "" if one may."""
     if device.type != "cuda" or dtype not in HALF:
         return f"it takes half precision on CUDA, and this is {dtype} on {device.type}"
     if width != value_width or width % 8 or width > MAX_HEAD_DIM:
@@ -102,7 +102,7 @@ def _tried(
     windowed: bool,
     capped: bool,
 ) -> tuple[Kernel | None, str]:
-    """Return a kernel that computes a small case right, else None and why not."""
+    """Return the kernel if it computes a small case correctly; else None, and the reason."""
     query_heads, key_heads, width, value_width = heads
     if fault := _shape_fault(device, dtype, width, value_width):
         return None, fault
@@ -120,7 +120,7 @@ def _tried(
 def error_on_a_small_case(
     kernel: Kernel, heads: tuple[int, int, int], rules: LayerRules, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Return how far a kernel is from scores formed here on two slices, as `error_of`."""
+    """Return `error_of` for two slices, of which one has earlier tokens."""
     return error_of(kernel, Lengths((4, 9), (11, 9)), heads, rules, device, dtype)
 
 
@@ -132,7 +132,7 @@ def error_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> float:
-    """Return how far a kernel is from scores formed here, in both passes; in units of the largest."""
+    """Return the largest error of a kernel in both passes, against `BY_SCORES`, relative to the largest value."""
     query_heads, key_heads, width = heads
     made = torch.Generator().manual_seed(0)
     rows, keys = sum(lengths.queries), sum(lengths.keys)
@@ -147,7 +147,7 @@ def error_of(
 
 
 class ByScores:
-    """What kernels of slices compute, with all scores formed: what they are tried against."""
+    """The reference for kernels of slices: forms all scores."""
 
     def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
         """As `Kernel.forward`."""

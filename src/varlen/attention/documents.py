@@ -1,8 +1,8 @@
-"""Whole packs: attention document by document over flattened tokens, exact, and the fastest way on CPU.
+"""Attention of whole packs, document by document over flattened tokens: exact, and the fastest way on CPU.
 
 Every document is one call of PyTorch's causal kernel over its own tokens, so the work is the sum of squared document
-lengths, and no mask is ever formed. Autograd differentiates it: nothing is kept between calls, so the explicit
-backward passes of slices (`tiles`) aren't needed, and dropout and windows come from PyTorch's kernel.
+lengths, and no mask is formed. Autograd differentiates it, dropout and windows included. Slices (`tiles`) have a
+backward of their own instead, since their keys stand in a cache that several calls share.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _document_by_scores(
     rules: LayerRules,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend within one document with scores formed, for rules that PyTorch's kernel doesn't compute."""
+    """Attend within one document by forming scores, for rules that PyTorch's kernel doesn't compute."""
     length = len(query)
     reach = length if rules.window is None else rules.window
     out = []

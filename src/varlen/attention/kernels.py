@@ -1,12 +1,12 @@
 """Kernels that compute the attention of many slices in one call on CUDA, each wrapped once.
 
-What they take is rows of several slices, one behind the other, and the keys of their documents up to each slice's
-end: `cu_seqlens` of queries and of keys that differ, with the causal diagonal at the bottom right. So a slice with
-earlier tokens is one call on its document's cache, nothing to merge, and all slices at the start of a document, as
-short documents are, are one call together. Whole packs are the case in which queries and keys are the same.
+They take the rows of several slices end to end, and the keys of each slice's document up to the slice's end, with
+different `cu_seqlens` for queries and keys; the causal diagonal ends at the bottom right. So a slice with earlier
+tokens is one call on its document's cache, and slices that begin their documents share one call. In whole packs
+queries and keys have the same `cu_seqlens`.
 
-A new kernel is a class here that does what `Kernel` says, a name in `Kernels`, and its line in `MAKERS`; the choice
-then tries it on a small case before it is used, and the tests of `tests/attention` want a stand-in of its arguments.
+To add a kernel, write a class with the methods of `Kernel`, add its name to `Kernels` and its line to `MAKERS`.
+`choice` tries it on a small case before using it; `tests/support/kernel_stand_ins.py` needs a stand-in for it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from varlen.attention.rules import LayerRules
 class Lengths(NamedTuple):
     """Rows and keys of the slices of one call."""
 
-    queries: tuple[int, ...]
-    """Of each slice."""
-    keys: tuple[int, ...]
-    """Tokens of its document up to its end, so at least as many."""
+    queries: tuple[int, ...]  # rows of each slice
+    keys: tuple[int, ...]  # tokens of its document up to the slice's end
 
 
 class Places(NamedTuple):
-    """The same as tensors on the kernels' device; the only form for whole packs, whose lengths nobody reads back."""
+    """The same as tensors on the kernels' device; whole packs come in this form, and lengths aren't read back."""
 
-    query_ends: torch.Tensor
-    """`cu_seqlens`, int32 `[slices + 1]`."""
+    query_ends: torch.Tensor  # `cu_seqlens`, int32 `[slices + 1]`
     key_ends: torch.Tensor
     longest_query: int
     longest_key: int
@@ -43,12 +40,9 @@ class Places(NamedTuple):
 class Qkv(NamedTuple):
     """Queries, keys and values, or the gradients of each."""
 
-    query: torch.Tensor
-    """`[rows, query_heads, dim]`."""
-    key: torch.Tensor
-    """`[tokens, key_heads, dim]`."""
-    value: torch.Tensor
-    """As `key`."""
+    query: torch.Tensor  # `[rows, query_heads, dim]`
+    key: torch.Tensor  # `[tokens, key_heads, dim]`
+    value: torch.Tensor  # as `key`
 
 
 Merged = tuple[torch.Tensor, torch.Tensor]
@@ -64,7 +58,7 @@ class Kernel(Protocol):
     def backward(
         self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
     ) -> Qkv:
-        """Return the gradients of what was given; `merged` is what `forward` made of it, sinks merged in."""
+        """Return the gradients of `given`; `merged` is the result of `forward`, with sinks merged in."""
 
 
 WholePacks = Callable[[Qkv, Places, LayerRules], torch.Tensor]
@@ -109,7 +103,7 @@ class TorchVarlen:
         return self.forward(given, places, rules)[0]
 
     def _sides(self, rules: LayerRules) -> tuple[bool, dict[str, int | None]]:
-        """Return whether a call is causal, and its window, which has two sides and replaces the causal diagonal."""
+        """Return `is_causal`, and the two sides of a window, which replaces the causal diagonal."""
         left, right = (None, None) if rules.window is None else (rules.window - 1, 0)
         return rules.window is None, {"window_size_left": left, "window_size_right": right}
 
@@ -166,14 +160,14 @@ class FlashAttn:
 
 
 def _to_the_left(rules: LayerRules) -> int:
-    """Return how many earlier tokens flash-attn may look back to: it doesn't count the token itself; -1 for all."""
+    """Return flash-attn's left window, which doesn't count the token itself; -1 for no window."""
     return -1 if rules.window is None else rules.window - 1
 
 
 class Flex:
-    """FlexAttention, compiled: windows and soft caps where flash-attn is absent.
+    """FlexAttention, compiled: windows and soft caps without flash-attn.
 
-    Its backward runs the forward once more, so that nothing of it is kept between the passes.
+    The backward runs the forward again, so nothing is kept between the passes.
     """
 
     has_softcap: ClassVar = True
@@ -194,11 +188,11 @@ class Flex:
     def backward(
         self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
     ) -> Qkv:
-        """As `Kernel.backward`. Sinks add to the log-sum-exp here, and so only to what the output is of."""
+        """As `Kernel.backward`. Sinks are in `merged` and not in what runs here, so its gradients are scaled."""
         with torch.enable_grad():
             leaves = Qkv(*(x.detach().requires_grad_() for x in given))
             out, lse = self._run(leaves, lengths, rules)
-            # What sinks took away: `out` of all keys alone is `merged` times this.
+            # The weight that sinks leave to keys: the output in `merged` is `out` times this.
             share = (lse.detach() - merged[1][None]).exp()
             # d(out * share) = share * d(out) + out * share * (1 - share) * d(lse), the sink's score being fixed.
             wide = heads_of(gradient).to(lse.dtype)
@@ -255,7 +249,7 @@ def _places(lengths: Lengths | Places, device: torch.device) -> Places:
 
 @lru_cache(maxsize=256)
 def _placed(lengths: Lengths, device: torch.device) -> Places:
-    """Return lengths as kernels take them; kept, since the layers of a MicroPack ask for the same."""
+    """Return lengths as tensors; cached, since all layers of a MicroPack ask for the same."""
     ends = [list(accumulate(each, initial=0)) for each in lengths]
     queries, keys = (torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in ends)
     return Places(queries, keys, max(lengths.queries), max(lengths.keys))
@@ -291,7 +285,7 @@ def _block_mask(lengths: Lengths, window: int | None, device: torch.device) -> A
 
 Kernels = Literal["auto", "sdpa", "varlen", "flash_attn", "flex"]
 """What computes slices: PyTorch's dense kernels rectangle by rectangle ("sdpa"), its variable-length one ("varlen"),
-the flash-attn package's, FlexAttention, or the first of "varlen", "flash_attn", "flex" and "sdpa" that can."""
+flash-attn's, FlexAttention, or ("auto") the first of "varlen", "flash_attn", "flex" and "sdpa" that can."""
 MAKERS: dict[str, type[TorchVarlen | FlashAttn | Flex]] = {
     "varlen": TorchVarlen,
     "flash_attn": FlashAttn,

@@ -1,10 +1,10 @@
-"""One rectangle of attention at a time: queries over some keys, with the log-sum-exp that lets rectangles be merged.
+"""Attention of one rectangle: queries over some keys, with the log-sum-exp by which rectangles are merged.
 
 A row's attention over all its keys is the mean of its attention over parts of them, weighted by `exp` of each part's
-log-sum-exp. Given the merged output and the merged log-sum-exp, a part's backward is that of the whole (Dao 2023,
-"FlashAttention-2", arXiv 2307.08691; Liu, Zaharia & Abbeel 2023, "Ring Attention", arXiv 2310.01889), so that nothing
-is differentiated twice. PyTorch's own kernels compute it: on CPU in every floating dtype, on CUDA in half precision.
-What they don't compute, soft caps and the edges of a sliding window among it, has its scores formed here.
+log-sum-exp. A part's backward needs only the merged output and log-sum-exp (Dao 2023, "FlashAttention-2", arXiv
+2307.08691; Liu, Zaharia & Abbeel 2023, "Ring Attention", arXiv 2310.01889), so merging isn't differentiated.
+PyTorch's kernels compute rectangles on CPU in every floating dtype, on CUDA in half precision. Scores are formed here
+for what they don't compute, such as soft caps and the edges of sliding windows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def forward(
         seen: bool `[rows, keys]`, which keys each row sees; None for all, or as `causal` says.
 
     Returns:
-        The output, `[1, query_heads, rows, value_dim]`, 0 in rows that see no key, and their log-sum-exp, `-inf` in
+        The output, `[1, query_heads, rows, value_dim]`, 0 in rows that see no key, and their log-sum-exp, `-inf`
+        in such rows.
     """
     if seen is not None or rules.softcap is not None or not _has_kernel(query, value):
         return _forward_by_scores(query, key, value, rules, _seen(query, causal, seen))
@@ -70,7 +71,7 @@ def backward(
     causal: bool = False,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what these keys contribute to the gradients of queries, and the gradients of these keys and values.
+    """Return these keys' part of the gradients of queries, and the gradients of these keys and values.
 
     Returns:
         Gradients in the shapes of `query`, `key` and `value`; float32 or wider where scores are formed.
@@ -90,7 +91,7 @@ def backward(
 
 
 def merge(one: Partial, other: Partial) -> Partial:
-    """Merge attention of the same rows over two sets of keys; the first output's memory is used again.
+    """Merge attention of the same rows over two sets of keys, in the memory of the first output.
 
     Each row must see a key of the first set or of the second. One weight moves the first output towards the other,
     so that half precision rounds once.
@@ -106,7 +107,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def with_sinks(merged: Partial, sinks: torch.Tensor) -> Partial:
-    """Merge a score of each head into it that every row sees and that has nothing to give (gpt-oss).
+    """Merge a score per head that takes up weight in every row and has no value (gpt-oss).
 
     Args:
         sinks: `[query_heads]`: a score each.

@@ -1,4 +1,4 @@
-"""How an attention layer of transformers weighs what it attends to, read off its call and its configuration once."""
+"""What an attention layer of transformers computes: `LayerRules`, read from its call, and kinds of layers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,20 @@ from varlen.errors import ModelError
 
 NOT_COMPUTED = ("position_bias", "sinks", "indices", "block_indices")
 """Arguments by which some families change who is attended to or how much, and which no kernel here computes."""
-SELECTING = "indexed_attention"
-"""Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
+SELECTING = "indexed_attention"  # each token selects among the tokens that a mask leaves it
 MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
 """Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
 SINGLE_TOKENS = ("moe", "mlp")  # kinds of layers that mix no tokens
-MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
-"""Layers in which no mask has a meaning: they take boundaries, or look at single tokens."""
+MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)  # where a mask means nothing
 
 
 class LayerRules(NamedTuple):
     """How scores are made of queries and keys, and which of them count."""
 
-    scale: float
-    """Of the product of a query and a key."""
-    window: int | None = None
-    """Attend to the last this many tokens, the token itself included; None for all."""
-    softcap: float | None = None
-    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2); None: they stay."""
-    dropout: float = 0.0
-    """Share of attention weights set to 0; for whole packs alone."""
+    scale: float  # factor on the product of a query and a key
+    window: int | None = None  # a token sees the last so many tokens, itself included; None for all
+    softcap: float | None = None  # scores s become `softcap * tanh(s / softcap)` (Gemma 2); None for no cap
+    dropout: float = 0.0  # share of attention weights set to 0; for whole packs alone
 
 
 def rules_of_call(
@@ -45,7 +39,7 @@ def rules_of_call(
     is_causal: bool | None = None,
     **rest: Any,
 ) -> LayerRules:
-    """Return the rules that transformers tells the attention function of this name, and refuse what isn't computed.
+    """Return the rules in a call of the attention function `name`, and refuse what isn't computed.
 
     Args:
         module: the attention layer.

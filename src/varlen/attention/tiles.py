@@ -1,8 +1,8 @@
-"""The rectangles that one slice's attention is computed in, forward and backward, where no kernel computes it whole.
+"""One slice's attention as rectangles, forward and backward, if no kernel computes whole slices.
 
-Without a window and a soft cap these are two: the tokens before the slice, which all its rows see, and its own. Else
-rows and keys go in blocks, so that scores, where they are formed, take memory that grows with neither; what a block
-of rows sees wholly is left to the kernel.
+Without a window and a soft cap there are two: the tokens before the slice, which all its rows see, and its own.
+Otherwise rows and keys go in blocks, so that formed scores take constant memory; keys that a whole block of rows sees
+are left to the kernel.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from varlen.cost import memory
 
 BLOCK = 512  # rows computed at once, and keys if scores are formed
 BACKWARD_KEYS = memory.BACKWARD_KEYS
-"""Keys before a slice whose gradients a kernel gives at once: else one layer's of the whole document would be there
-beside those that are gathered, and that many keys are enough for its full rate."""
+"""Keys before a slice whose gradients a kernel returns at once: fewer than a document, whose gradients in one layer
+would double the memory of those that are gathered, and enough for the kernel's full rate."""
 
 
 class Tile(NamedTuple):
@@ -32,12 +32,11 @@ class Tile(NamedTuple):
     first_key: int
     stop_key: int
     sight: Literal["all", "causal", "band"]
-    """Whether rows see all keys, those up to the row's own, which is the first key for the first row, or those within
-    the window."""
+    """Which keys a row sees: all; those up to its own token, row r at key r; or those within the window."""
 
 
 def tiles_of(start: int, stop: int, rules: LayerRules) -> Iterator[Tile]:
-    """Yield the rectangles that a slice is computed in; of those with the same rows, the first reaches every row.
+    """Yield a slice's rectangles; among those with the same rows, in the first every row sees a key.
 
     >>> [tuple(tile) for tile in tiles_of(10, 14, LayerRules(1.0))]
     [(0, 4, 10, 14, 'causal'), (0, 4, 0, 10, 'all')]

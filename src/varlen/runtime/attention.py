@@ -1,10 +1,9 @@
-"""The attention of slices: rows attend to their document's earlier slices in a cache, and causally to themselves.
+"""Attention of slices: rows attend to their document's earlier slices in a cache, and causally to their own slice.
 
-It goes through transformers' registry, so that no model is patched. On CUDA a kernel computes slices whole; elsewhere
-the tokens before a slice and the slice's own rows are two calls, merged by log-sum-exp: no mask is formed and no key
-copied. The backward adds to the gradients of earlier tokens in the cache itself, and a slice takes up there what its
-later ones have left; so one ordinary `backward` per MicroPack, last to first, is the exact gradient of the uncut
-document.
+It is called through transformers' registry, so no model is patched. On CUDA a kernel computes whole slices; elsewhere
+the tokens before a slice and its own rows are two calls, merged by log-sum-exp, without a mask or a copy of keys. The
+backward adds the gradients of earlier tokens to the cache, where the backward of their own slice finds them. So one
+ordinary `backward` per MicroPack, last to first, gives the exact gradient of the uncut document.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def attend(
 
 
 class Call(NamedTuple):
-    """What one call of attention is about, its tensors apart."""
+    """The arguments of one call of attention that aren't tensors."""
 
     slices: Sequence[CachedSlice]
     layer: int
@@ -118,7 +117,7 @@ class Call(NamedTuple):
     kernel: Kernel | None
 
     def groups(self) -> Iterator[Sequence[CachedSlice]]:
-        """Yield slices that are computed together: with a kernel, neighbours that begin their documents."""
+        """Yield slices that are computed in one call: with a kernel, neighbours that begin their documents."""
         group: list[CachedSlice] = []
         for piece in self.slices:
             if group and (self.kernel is None or self._is_apart(piece) or self._is_apart(group[0])):
@@ -225,11 +224,7 @@ def _backward_in_tiles(
 def _forward_whole(
     query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice], rules: LayerRules, kernel: Kernel
 ) -> Partial:
-    """Attend from the rows of a group in one call.
-
-    Args:
-        query: `[1, query_heads, rows, dim]`, of the group.
-    """
+    """As `Call.forward`, with a kernel of whole slices."""
     first = _first_key(group, rules)
     given = Qkv(tokens_of(query), *(tokens_of(x)[first:] for x in pair))
     out, lse = kernel.forward(given, _lengths(group, first), rules)
@@ -239,7 +234,7 @@ def _forward_whole(
 def _backward_whole(
     gradient: torch.Tensor, query: torch.Tensor, merged: Partial, group: Sequence[CachedSlice], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of a group's queries, keys and values; those of earlier tokens go to their cache."""
+    """As `Call.backward`, with a kernel of whole slices."""
     layer, first = call.layer, _first_key(group, call.rules)
     assert call.kernel is not None
     pairs = [piece.cache.read(layer, piece.stop) for piece in group]
@@ -265,7 +260,7 @@ def _backward_whole(
 
 
 def _first_key(group: Sequence[CachedSlice], rules: LayerRules) -> int:
-    """Return the first token that a group's rows see, of its one document; 0 where it has several."""
+    """Return the first token that the group's rows see; 0 for groups of several documents."""
     return 0 if rules.window is None else max(0, group[0].start - rules.window + 1)
 
 
@@ -296,7 +291,7 @@ class _GatheredCache(DocumentCache):
 class _Gathered(NamedTuple):
     cache: DocumentCache
     slices: list[tuple[CachedSlice, slice]]
-    """This rank's rows, as neighbours that are slices of what is gathered, and where they stand among queries."""
+    """This rank's rows as slices of the gathered tokens, and their places among queries."""
     span: Span
 
 
@@ -367,12 +362,7 @@ def _backward_shared(
 
 
 def _none_of(key: torch.Tensor, value: torch.Tensor) -> Pair:
-    """Return keys and values of no row, which hold nothing of those given but their heads, widths and dtype.
-
-    Args:
-        key: `[1, key_heads, rows, dim]`.
-        value: `[1, key_heads, rows, value_dim]`.
-    """
+    """Return keys and values without rows, with the same heads, widths and dtype."""
     none = (x.new_empty(1, x.shape[1], 0, x.shape[3]) for x in (key, value))
     return next(none), next(none)
 

@@ -42,12 +42,10 @@ FLOPS_BACKWARD: Final = 2.0  # FLOPs of backward matrix products, relative to fo
 class Predicted:
     """One held-out shape in one pass: what the fitted tables say, beside what it took."""
 
-    kind: str
-    """"attention" or "layer", the latter without its attention."""
+    kind: str  # "attention" or "layer", the latter without its attention
     backward: bool
     rows: int
-    keys: int
-    """0 for a layer."""
+    keys: int  # 0 for a layer
     predicted_s: float
     measured_s: float
 
@@ -63,8 +61,7 @@ class Calibration:
 
     hardware: Hardware
     held_out: tuple[Predicted, ...]
-    rounds: int
-    """How often each shape was run."""
+    rounds: int  # how often each shape was run
     repeat_mape: float
     """What one half of the rounds would say of the other, as a share: the machine's own unrest."""
 
@@ -152,12 +149,10 @@ class Bench:
     dtype: torch.dtype
     machine: Machine
     probes: tuple[Probe, ...]
-    num_held: int
-    """How many of the probes, the last ones, are held out."""
+    num_held: int  # the last so many probes are held out
     first: FloatArray
     """float64 `[probes, 2]`: seconds of the runs by which shapes were chosen; of `rounds` only where it is added."""
-    num_rounds: int
-    """How many rounds more the budget holds."""
+    num_rounds: int  # rounds that the budget holds beside the first
     rounds: list[FloatArray] = field(default_factory=list)
     """Of each round float64 `[probes, 2]`: seconds, forward and backward."""
 
@@ -178,16 +173,17 @@ class Bench:
         if machine is None:
             _check_memory(model, device, dtype)
             machine = Machine.of(model, device, dtype)
-        chosen = choose(machine, began=began, budget_s=budget_s, on_least=on_least, progress=progress)
+        choice = choose(machine, began=began, budget_s=budget_s, on_least=on_least, progress=progress)
+        order = choice.ordered()
         return cls(
             model=model,
             device=device,
             dtype=dtype,
             machine=machine,
-            probes=chosen.probes,
-            num_held=chosen.num_held,
-            first=chosen.first,
-            num_rounds=chosen.num_rounds,
+            probes=tuple(choice.probes[case] for case in order),
+            num_held=len(choice.held),
+            first=np.stack([choice.passes[case] for case in order]),
+            num_rounds=int(np.clip(choice.left_rounds(), FEWEST_ROUNDS - 1, MOST_ROUNDS)),
         )
 
     def run_round(self) -> None:
@@ -299,8 +295,8 @@ def _predictions(
         else:
             alone = rates._replace(linear_flops=probe.flops / probe.rows)
         stop = probe.keys or probe.rows
-        ends = (np.array([x], np.int32) for x in (stop - probe.rows, stop, 1))
-        priced = _price(np.array([0, 1], np.int32), *ends, alone)[0]
+        begin, end, one = (np.array([x], np.int32) for x in (stop - probe.rows, stop, 1))
+        priced: FloatArray = kernels.price(np.array([0, 1], np.int32), begin, end, one, alone)[0]
         passes = (priced[FORWARD_LAYER], priced[INPUT_LAYER] + priced[WEIGHT_LAYER])
         for back, predicted in enumerate(passes):
             found.append(
@@ -314,11 +310,6 @@ def _predictions(
                 )
             )
     return found
-
-
-def _price(*given: Any) -> FloatArray:
-    priced: FloatArray = kernels.price(*given)
-    return priced
 
 
 def _copied_bytes_per_s(device: torch.device) -> float:
@@ -343,9 +334,9 @@ def _device_name(device: torch.device) -> str:
 
 # Which shapes a calibration measures, and how often: cheapest first, as many as its seconds hold.
 #
-# Nobody knows what a shape takes on a machine before it has run there. So a small set that rates can be fitted to is
-# run first, and is what a calibration takes at least. Shapes are then added level by level, each predicted from the
-# largest that has run, as long as all of them can be run a few times in the seconds that are left.
+# The time of a shape isn't known before it has run on the machine. So the smallest set that rates can be fitted to
+# runs first, and is the least that a calibration takes. Shapes are then added level by level, with times predicted
+# from the largest that has run, as long as all of them can run a few times in the seconds that are left.
 
 QUERY_ROWS: Final = (32, 64, 91, 128, 181, 256, 362, 512, 725, 1024, 2048, 4096, 8192)
 """Half octaves: multiples of the kernels' blocks, and others, as documents end anywhere."""
@@ -359,10 +350,8 @@ LEAST_CELLS: Final = tuple(product((32, 91, 256), (128, 256, 512)))
 """Rows and keys of the least that attention's rates are fitted to; 256 rows of 128 keys are two documents."""
 LEAST_HELD: Final = ((50, 150), (150, 300))
 LEAST_ROWS: Final = 128  # the least that a layer's rates are fitted to are 32 rows and these; 50 are held out
-FEWEST_ROUNDS: Final = 2
-"""Where the least takes longer than the budget; one half of the rounds is still compared with the other."""
-LEAST_ROUNDS: Final = 5
-"""As often all shapes are run again before more shapes are; `FEWEST_ROUNDS` where the least alone is too slow."""
+FEWEST_ROUNDS: Final = 2  # if even the smallest set exceeds the budget; halves of the rounds are compared
+LEAST_ROUNDS: Final = 5  # rounds that must fit before shapes are added; else `FEWEST_ROUNDS`
 MOST_ROUNDS: Final = 101
 LAYER_SHARE: Final = 0.4  # share of the seconds for layers; the rest is for attention
 SHORT_S: Final = 0.05
@@ -376,8 +365,7 @@ class Case(NamedTuple):
 
     kind: ProbeKind
     rows: int
-    keys: int
-    """0 for a layer."""
+    keys: int  # 0 for a layer
 
     @property
     def work(self) -> float:
@@ -407,36 +395,17 @@ class Machine:
         return cls(make=make, run=lambda probe: run_once(probe, device))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
-    """What is measured."""
-
-    probes: tuple[Probe, ...]
-    """What is held out comes last."""
-    num_held: int
-    first: FloatArray
-    """float64 `[probes, 2]`: seconds of the run that each was chosen by, a round of its own."""
-    num_rounds: int
-    """How many more rounds the seconds that are left hold."""
-    least_s: float
-    """About what the smallest set takes, from the beginning of all."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Choice:
     """Shapes chosen so far, each of which has run."""
 
     machine: Machine
-    deadline: float
-    """When all is to be over, by the machine's clock."""
+    deadline: float  # by the machine's clock
     progress: Callable[[], object]
-    num_again: int = LEAST_ROUNDS
-    """How often what is chosen is to be run again."""
+    num_again: int = LEAST_ROUNDS  # how often all chosen shapes are to run again
     probes: dict[Case, Probe] = field(default_factory=dict)
-    passes: dict[Case, FloatArray] = field(default_factory=dict)
-    """Seconds of a run, forward and backward."""
-    seconds: dict[Case, float] = field(default_factory=dict)
-    """Of both together."""
+    passes: dict[Case, FloatArray] = field(default_factory=dict)  # seconds of a run: forward, backward
+    seconds: dict[Case, float] = field(default_factory=dict)  # of both passes
     held: set[Case] = field(default_factory=set)
 
     @property
@@ -490,7 +459,7 @@ def choose(
     budget_s: float,
     on_least: Callable[[float], object] = lambda _: None,
     progress: Callable[[], object] = lambda: None,
-) -> Chosen:
+) -> Choice:
     """Choose what a budget holds, and run each shape of it once or twice."""
     choice = Choice(machine=machine, deadline=began + budget_s, progress=progress)
     attention, layers = attention_levels(), layer_levels()
@@ -511,14 +480,7 @@ def choose(
         if not fitting:
             break
         choice.add(*fitting[0].pop(0))
-    order = choice.ordered()
-    return Chosen(
-        probes=tuple(choice.probes[case] for case in order),
-        num_held=len(choice.held),
-        first=np.stack([choice.passes[case] for case in order]),
-        num_rounds=int(np.clip(choice.left_rounds(), FEWEST_ROUNDS - 1, MOST_ROUNDS)),
-        least_s=least_s,
-    )
+    return choice
 
 
 Level = tuple[list[Case], list[Case]]  # shapes to fit, and shapes held out
@@ -582,15 +544,12 @@ ProbeKind = Literal["attention", "layer"]
 class Probe:
     """Work of one size that a machine is measured with."""
 
-    kind: ProbeKind
-    """Attention alone, or a layer without its attention."""
+    kind: ProbeKind  # attention alone, or a layer without its attention
     rows: int
     keys: int = 0
     """Of attention: up to as many rows as keys are the last rows of one document, more are whole documents."""
-    flops: float
-    """Of its matrix products, forward."""
-    prepare: Callable[[], Any]
-    """Makes a run's inputs, which isn't timed."""
+    flops: float  # of the forward matrix products
+    prepare: Callable[[], Any]  # makes a run's inputs; not timed
     forward: Callable[[Any], Any]
     backward: Callable[[Any], object]
 

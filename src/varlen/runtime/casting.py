@@ -1,7 +1,7 @@
-"""Autocast: where a caller has it on, forward passes compute in half precision, and nothing else of a step does.
+"""Autocast: if the caller has it on, forward passes compute in half precision, and nothing else in a step does.
 
-So it is with the uncut model, whose forward pass runs under `torch.autocast` and whose backward pass runs after it.
-Of slices both come by turns while it is on, which PyTorch advises against for backward passes.
+The same holds for an uncut model, whose forward pass runs under `torch.autocast` and whose backward pass runs after
+it. With slices both alternate while autocast is on, and PyTorch advises against it for backward passes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ def is_on(like: torch.Tensor) -> bool:
 
 
 def lowered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as autocast hands it to a matrix product; float64 stays, and all does where autocast is off."""
+    """Return a tensor in the dtype of autocast's matrix products; unchanged if it is float64 or autocast is off."""
     if tensor.dtype == torch.float64 or not is_on(tensor):
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def uncast(like: torch.Tensor) -> AbstractContextManager[Any]:
-    """Return what backward passes, and kernels that know their dtypes, run in: autocast off."""
+    """Return a context with autocast off, for backward passes and kernels with dtypes of their own."""
     return torch.autocast(like.device.type, enabled=False) if is_on(like) else nullcontext()
 
 
 @contextmanager
 def ungraphed(like: torch.Tensor) -> Iterator[None]:
-    """Run without a graph, and leave later passes with one what they need.
+    """Run without a graph, and without harm to later passes that have one.
 
-    Autocast casts a weight once and keeps what it made; before PyTorch 2.11 that had no graph if it was first made
-    here, and the weight then got no gradient (pytorch/pytorch#65766).
+    Autocast casts a weight once and caches the result. Before PyTorch 2.11 a result that was first cast here had no
+    graph, and the weight then got no gradient (pytorch/pytorch#65766).
     """
     is_lost = is_on(like) and not _casts_keep_graphs()
     cached: Any = torch.autocast(like.device.type, cache_enabled=False) if is_lost else nullcontext()

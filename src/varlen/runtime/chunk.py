@@ -1,8 +1,8 @@
-"""`ChunkStep`: one chunk of layers during a step, and what documents leave there until they come back.
+"""`ChunkStep`: one chunk of layers during a step, and what it keeps of documents between the passes.
 
-A layer either keeps its graph from forward to backward, so that both passes are cut alike, or is computed again, so
-that backward slices may be cut elsewhere: from what went into it, or from what went into the chunk. Neighbouring
-layers that keep their graphs are one graph.
+A layer either keeps its graph from forward to backward, so both passes are cut alike; or it is recomputed, from its
+own input or from that of the chunk, so backward slices may be cut elsewhere. Neighbouring layers that keep their
+graphs form one graph.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
 class StepData:
     """The tokens of a step, and what is learned from them."""
 
-    input_ids: torch.Tensor
-    """int64 `[num_tokens]`: documents one behind the other."""
-    labels: torch.Tensor
-    """int64 `[num_tokens]`: the token after each; -100 where there is none to learn."""
+    input_ids: torch.Tensor  # int64 `[num_tokens]`: documents end to end
+    labels: torch.Tensor  # int64 `[num_tokens]`: the next token of each; -100 for none
     weights: torch.Tensor
     """float32 or wider `[num_tokens]`: of each token's loss in the step's; 0 where nothing is learned."""
-    offsets: npt.NDArray[np.int64]
-    """int64 `[num_documents + 1]`: where documents begin."""
+    offsets: npt.NDArray[np.int64]  # int64 `[num_documents + 1]`: where documents begin
 
     def rows(self, key: Key, of: torch.Tensor) -> torch.Tensor:
         """Return the entries of a flat `[num_tokens]` that belong to a MicroPack's rows."""
@@ -57,10 +54,8 @@ class _Document:
     cache: DocumentCache
     inputs: dict[int, KeptRows] = field(default_factory=dict)
     """By layer whose input is kept: `[tokens, hidden]` into it."""
-    forward_to: int = 0
-    """Tokens that have run forward."""
-    backward_from: int = -1
-    """Tokens that haven't run backward; -1 before the first backward slice."""
+    forward_to: int = 0  # tokens that have run forward
+    backward_from: int = -1  # tokens that haven't run backward; -1 before the first backward slice
 
 
 class ChunkStep:
@@ -291,22 +286,19 @@ class ChunkStep:
 
 # `DeferredWeightGrads`: weight gradients of linear layers that wait until a task of their own adds them up.
 #
-# Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) run a MicroPack's input gradients as soon as they
-# can, since the stage before waits for them, and its weight gradients where a stage would idle. No module is
-# changed for that: while a layer runs, calls of `torch.nn.functional.linear` with a parameter as weight are
-# seen, and go through a function whose backward keeps what the weight gradient is made of. All other
-# parameters, of norms, biases and stacked experts among them, get their gradients at once.
+# Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) compute a MicroPack's input gradients as soon as possible,
+# since the previous stage waits for them, and its weight gradients when the stage would idle. No module is changed:
+# while a layer runs, calls of `torch.nn.functional.linear` with a parameter as weight go through a function whose
+# backward keeps the operands of the weight gradient. All other parameters (norms, biases, stacked experts) get their
+# gradients at once.
 
 
 class Waiting(NamedTuple):
     """A weight gradient that hasn't been computed: `gradient.T @ rows`."""
 
-    weight: torch.nn.Parameter
-    """`[outputs, inputs]`."""
-    rows: torch.Tensor
-    """`[..., inputs]`: what went into the layer."""
-    gradient: torch.Tensor
-    """`[..., outputs]`: of what came out."""
+    weight: torch.nn.Parameter  # `[outputs, inputs]`
+    rows: torch.Tensor  # `[..., inputs]`: the layer's input
+    gradient: torch.Tensor  # `[..., outputs]`: of the layer's output
 
 
 class DeferredWeightGrads(TorchFunctionMode):
@@ -375,13 +367,12 @@ def add_up(waiting: Sequence[Waiting]) -> None:
         add_product(weight, gradient.flatten(0, -2), rows.flatten(0, -2))
 
 
-# `selectively`: layers whose graphs don't keep products that one multiplication makes again: norm outputs, gates.
+# `selectively`: graphs that don't keep products which one multiplication recomputes: norm outputs and gates.
 #
-# A norm ends in `weight * normed` and a gated layer in `act(gate) * up`. Each factor is kept by the
-# multiplication for its own backward, and the linear layers behind keep the product a second time. Here they
-# keep the factors alone and multiply again: the same operation on the same bits (selective recomputation;
-# Korthikanti et al. 2022, arXiv 2205.05198, §5). Nothing of the model is patched; hooks stand on its linear
-# layers meanwhile.
+# A norm ends in `weight * normed` and a gated layer in `act(gate) * up`. The multiplication keeps both factors for
+# its own backward, and the next linear layers keep the product as well. Here they keep the factors and multiply
+# again: the same operation on the same bits (selective recomputation; Korthikanti et al. 2022, arXiv 2205.05198, §5).
+# The model isn't patched; its linear layers have hooks meanwhile.
 
 
 class _Product(NamedTuple):

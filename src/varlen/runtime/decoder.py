@@ -31,10 +31,8 @@ IGNORED = -100  # the label of a token with nothing to learn
 class Positions(NamedTuple):
     """Where the rows of a MicroPack stand in their documents."""
 
-    ids: torch.Tensor
-    """int64 `[1, rows]`."""
-    embeddings: Any
-    """What layers turn them into."""
+    ids: torch.Tensor  # int64 `[1, rows]`
+    embeddings: Any  # rotary cosines and sines, by kind if layers differ
 
 
 class Logits(NamedTuple):
@@ -56,14 +54,11 @@ class DecoderParts:
     rotary: nn.Module
     norm: nn.Module
     head: nn.Linear
-    kernels: Kernels = "auto"
-    """What computes attention."""
+    kernels: Kernels = "auto"  # what computes attention
     rotary_types: Sequence[str] = ()
     """`[layers]`: by which name each asks for its rotary positions; empty where all get the same."""
-    by_length: bool = False
-    """Whether rotary positions depend on how long a document is in all."""
-    embedding_factor: float = 1.0
-    """By which embeddings are multiplied outside of their module."""
+    by_length: bool = False  # whether rotary positions depend on a document's total length
+    embedding_factor: float = 1.0  # multiplies embeddings outside of their module
     logits: Logits = AS_GIVEN
 
     @classmethod
@@ -267,9 +262,9 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 # `check_ends`: whether a model's embedding and head are what their weights say, since steps compute both themselves.
 #
-# A step multiplies by the head's weight and adds to the gradients of both ends where they stand, so that neither all
-# logits nor a gradient of the whole vocabulary is there at once. An adapter around them, or a hook on them, would be
-# passed by and never learn.
+# A step multiplies by the head's weight and adds to both ends' gradients in place, so that neither all logits nor a
+# gradient of the whole vocabulary exists at once. An adapter around an end, or a hook on it, would be bypassed and
+# never learn.
 
 _COPIES = "ModulesToSaveWrapper"  # peft's class that trains a copy of a module and exposes the copy's weight
 
@@ -323,8 +318,8 @@ def _check_end(name: str, what: str, end: Any, kind: type[nn.Module]) -> None:
 
 # The families of transformers models that run in slices: what each does around its layers, and who is refused, why.
 #
-# Inside its layers a family does what it likes, its own modules run; what a step needs to know is how ids become what
-# goes into the first layer, which rotary positions a layer is told, and what is done to what the head gives.
+# Layers run as they are, whatever the family does inside them. A step needs to know how ids become the input of the
+# first layer, which rotary positions each layer gets, and what happens to the head's output.
 
 SLICED = {name: row.sliced for name, row in FAMILIES.items() if row.sliced is not None}
 """Families that run in slices; each is tested against its uncut model."""

@@ -29,10 +29,8 @@ from varlen.runtime.step import check_plan, run_places
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
 
-SLICE_TOKENS = 8192
-"""Rows of a MicroPack where nothing else is said: enough for attention kernels to run at their full rate."""
-DEADLINE_S = 600.0
-"""How long a process waits for others where nothing else is said: longer than any task takes."""
+SLICE_TOKENS = 8192  # default rows of a MicroPack: enough for the full rate of attention kernels
+DEADLINE_S = 600.0  # default wait for other processes: longer than any task takes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

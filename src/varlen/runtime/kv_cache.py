@@ -1,9 +1,9 @@
-"""DocumentCache and KeptRows: what a document's tasks on this stage leave for its later ones, layer by layer.
+"""DocumentCache and KeptRows: what a document's tasks on this stage keep for its later tasks, layer by layer.
 
-Keys and values of the whole document stand in one buffer a layer, allocated once, so that a slice neither copies nor
-concatenates what came before it. Their gradients are gathered beside them while the document's slices run backward,
-last to first. What went into layers is kept in the pieces that forward slices came in. All of it is given back while
-the backward passes, and however many slices a document is cut into, what is copied meanwhile is linear in it.
+Keys and values of the whole document stand in one buffer per layer, allocated once, so that slices neither copy nor
+concatenate earlier ones. Their gradients add up beside them while the document's slices run backward, last to first.
+Inputs of layers are kept in one piece per forward slice. The backward releases all of it; the bytes that this copies
+are linear in the document, however many slices it is cut into.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from varlen.runtime.clock import in_host_memory
 from varlen.runtime.mesh.shared_documents import Ranges, Share
 
 FREE_SHARE: Final = 1 / 16
-"""A buffer is copied into a smaller one once this share of it is free: then all its copies together are at most
-15 of it, and what is free but not given back is at most a 16th."""
+"""A buffer is copied into a smaller one once this share of it is free: all copies together are at most 15 times its
+size, and at most a 16th is free but not released."""
 
 
 @dataclass(slots=True)
@@ -29,8 +29,7 @@ class DocumentCache:
     """Keys and values of one document, and the gradients that its later slices have sent to them."""
 
     length: int
-    pairs: dict[int, Pair] = field(default_factory=dict)
-    """By layer."""
+    pairs: dict[int, Pair] = field(default_factory=dict)  # keys and values by layer
     gradients: dict[int, Pair] = field(default_factory=dict)
     """By layer: float32 or wider, of the tokens before the last slice that ran backward first."""
 
@@ -99,8 +98,7 @@ class CachedSlice:
     cache: DocumentCache
     start: int
     stop: int
-    share: Share | None = None
-    """Which of them this rank computes, where several share the document."""
+    share: Share | None = None  # this rank's rows, if ranks share the document
 
     @property
     def rows(self) -> int:
@@ -175,8 +173,7 @@ class Visit(NamedTuple):
     layer: int
     has_own: bool
     """Whether the task's own keys and values are fetched too, since no forward of the layer makes them again."""
-    is_backward: bool
-    """Whether gradients of keys and values are gathered there."""
+    is_backward: bool  # whether gradients of keys and values are gathered there
 
 
 class HostLink:
@@ -250,13 +247,10 @@ class _Near:
     """One layer's part on the device, whose memory serves one layer after the other."""
 
     layer: int = -1
-    pair: Pair | None = None
-    """Of the tokens before the task's last row."""
+    pair: Pair | None = None  # keys and values of tokens up to the task's last row
     gradients: Pair | None = None
-    gathered: int = 0
-    """Tokens whose gradients are there."""
-    copied: Any = None
-    """The last copy from here or to here."""
+    gathered: int = 0  # tokens whose gradients are on the device
+    copied: Any = None  # the last copy from or to the device
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""A model cut to its stage: what other stages hold is dropped, and what stays keeps its names.
+"""Cut a model to one stage: modules of other stages are dropped, and the others keep their names.
 
-So the parameters of all stages have the names of the whole model's, each on one stage (a tied embedding on two), and
-checkpoints of stages add up.
+So parameters have the same names as in the whole model, each on one stage (a tied embedding on two), and the
+checkpoints of all stages together are that of the model.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ class Cut:
 
     mesh: Mesh
     stage: int
-    fingerprint: str
-    """Of the whole model."""
-    is_tied: bool
-    """Whether embedding and head share their weight, which first and last stage hold then."""
+    fingerprint: str  # of the whole model
+    is_tied: bool  # whether embedding and head share a weight, held by first and last stage
 
 
 class Elsewhere(nn.Module):

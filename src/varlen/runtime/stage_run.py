@@ -1,4 +1,4 @@
-"""`StageRunner`: one stage of one data-parallel rank, which runs its tasks in the order of the plan."""
+"""`StageRunner`: runs the tasks of one stage of one data-parallel rank in the order of the plan."""
 
 from __future__ import annotations
 
@@ -38,19 +38,15 @@ class Wires(Protocol):
 class TaskRun:
     """What the tasks of a place took, in the order run."""
 
-    kinds: npt.NDArray[np.uint8]
-    """uint8 `[num_tasks]`: FORWARD, BACKWARD or WEIGHT."""
-    chunks: Int32Array
-    """int32 `[num_tasks]`: chunk of layers, of all."""
-    micropacks: Int32Array
-    """int32 `[num_tasks]`: number within the rank's of that pass."""
+    kinds: npt.NDArray[np.uint8]  # uint8 `[num_tasks]`: FORWARD, BACKWARD or WEIGHT
+    chunks: Int32Array  # int32 `[num_tasks]`: chunk of layers, among all
+    micropacks: Int32Array  # int32 `[num_tasks]`: number within the rank's of that pass
     seconds: FloatArray
     """float64 `[num_tasks]`, waiting for what it takes included. Norm, head and loss run, forward and backward, at
     the start of backward tasks."""
     live_bytes: npt.NDArray[np.int64]
     """int64 `[num_tasks]`: bytes of tensors alive after each task; 0 where no meter was given."""
-    peak_bytes: npt.NDArray[np.int64]
-    """int64 `[num_tasks]`: the most alive at once during each."""
+    peak_bytes: npt.NDArray[np.int64]  # int64 `[num_tasks]`: peak during each task
 
 
 PASSES = ("forward", "backward", "weight gradients")  # names of the kinds of tasks in messages
@@ -192,7 +188,7 @@ def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
     return [tuple(sorted(pack, key=lambda piece: (piece[1] > 0, piece))) for pack in packed]
 
 
-# `ran_out`: what to say where a task found no memory: which one, of which documents, and how many rows would fit.
+# `ran_out`: the error of a task that ran out of memory: which task, which documents, and how many rows would fit.
 
 MARGIN = 0.9  # share of free memory to advise, as allocators don't fill all blocks
 NAMED = 4  # slices named in a message
@@ -203,8 +199,7 @@ class Took:
     """Rows of a task that ran, and what it took."""
 
     rows: int
-    bytes: int
-    """The most alive at once during it beside what was alive before; 0 where no meter counted."""
+    bytes: int  # peak minus what was alive before; 0 without a meter
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -1,7 +1,7 @@
-"""`run_step`: a planned step in one process, all ranks and stages of its mesh taking turns, with exact gradients.
+"""`run_step`: a planned step in one process, in which all ranks and stages of its mesh take turns.
 
-What several GPUs would run side by side runs here one task after the other: on one GPU a plan for one, and on a
-laptop a plan for any number of stages and ranks, to see that it runs and that its gradients are those of the model.
+Tasks that several GPUs would run in parallel run here one after the other: a plan for one GPU on that GPU, and a plan
+for any number of stages and ranks on a laptop, to check that it runs and that its gradients are the model's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
 class StepRun:
     """What a step in one process took; its gradients are in the model."""
 
-    loss: float
-    """Sum of target losses over targets."""
+    loss: float  # mean loss of the targets
     num_targets: int
-    places: Sequence[TaskRun]
-    """`[dp * pp]`: what each stage of each rank ran."""
+    places: Sequence[TaskRun]  # `[dp * pp]`: the tasks of each stage of each rank
     token_losses: torch.Tensor | None = None
     """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
 

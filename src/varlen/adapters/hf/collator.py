@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from varlen.adapters.features import (
+    TAKEN,
     Features,
     as_columns,
     as_torch_has_them,
@@ -22,12 +23,6 @@ from varlen.adapters.features import (
 from varlen.arguments import as_count
 from varlen.batch.flatten import FlatRow, flatten
 
-_TAKEN = frozenset(
-    [
-        *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "shift_labels"),
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    ]
-)
 _NEEDED = ("input_ids", "labels", "attention_mask")
 
 
@@ -91,7 +86,7 @@ class DataCollatorWithFlattening:
         Returns:
             `input_ids`, `labels` and, unless switched off, `position_ids`, int64 `[1, width]`; on request `seq_idx`
             int32 `[1, width]`, `cu_seq_lens_q` and `cu_seq_lens_k` int32 `[segments + 1]`, `max_length_q` and
-            `max_length_k` as Python ints, `shift_labels`; other columns `[1, width]`. Never an attention mask,
+            `max_length_k` as Python ints, `shift_labels`; other columns `[1, width]`. Never an attention mask.
 
         Cost: one pass over the tokens, and about 0.2 us for each document; from lists, 4 ns for each int.
         """
@@ -100,7 +95,7 @@ class DataCollatorWithFlattening:
         check_form(form)
         columns = as_columns(features, _NEEDED if self.columns is None else {*_NEEDED, *self.columns})
         documents = required(columns, "input_ids")
-        carried = columns_to_carry(columns, self.columns, _TAKEN)
+        carried = columns_to_carry(columns, self.columns, (*TAKEN, "shift_labels"))
         tell_of_weights(columns, carried)
         row = flatten(
             documents,

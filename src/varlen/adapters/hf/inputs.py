@@ -40,8 +40,7 @@ from varlen.batch.packed import PackedBatch, on_host
 from varlen.errors import DocumentsError, ModelError
 from varlen.types import IntArray
 
-OPTIONAL = ("labels", "use_cache")
-"""What keeps no documents apart: without a cache there is none to turn off, and losses can be computed elsewhere."""
+OPTIONAL = ("labels", "use_cache")  # arguments that keep no documents apart
 Media: TypeAlias = Mapping[int, Mapping[str, Any] | None] | Sequence[Mapping[str, Any] | None]
 """For each document of the data set, by its number, what the model's processor made of its images and videos."""
 MASK_FORMS = {"eager": "additive", "sdpa": "bool", "flex_attention": "block"}
@@ -335,9 +334,9 @@ def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dt
     return torch.where(mask, zero, closed)
 
 
-# What models scale by the row or by the longest document of a batch, so that a document isn't what it is alone.
+# What some models scale by the row or the batch, so that a document's result depends on what it is packed with.
 #
-# Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 sharpens
+# Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 scales
 # the attention of some layers by the place of a token in its row.
 
 

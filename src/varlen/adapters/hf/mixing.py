@@ -1,7 +1,7 @@
-"""What mixes the tokens of a row in a model, judged on the modules that are there.
+"""Decide by a model's modules whether arguments can keep the documents of a row apart.
 
-Causal attention passes; what no argument keeps apart is refused by name; what is unknown is refused until
-`vl.verify` has tried it.
+Causal attention passes. Modules that mix tokens whatever the arguments are refused by name, and unknown code is
+refused until `vl.verify` has tried the model.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from varlen.errors import ModelError
 from varlen.model_families import FAMILIES, UNKNOWN
 from varlen.parsed import parse_python
 
-CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
-"""Modules that aren't called where there is no encoder."""
+CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")  # not called without an encoder
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 _NEIGHBOURS = (
     *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
@@ -59,8 +58,8 @@ _TRY = (
     f"from then on; else {_ONE_A_ROW}"
 )
 
+# by model: the first reason to refuse it, and what is unknown about it
 _LOOKED_THROUGH: WeakKeyDictionary[Any, tuple[str | None, str | None]] = WeakKeyDictionary()
-"""Models that were looked through, each with the first reason found to refuse it, and what is unknown of it."""
 _TRIED: WeakSet[Any] = WeakSet()  # models that keep documents apart, as `vl.verify` has found
 _TRYING: ContextVar[bool] = ContextVar("_TRYING", default=False)
 
@@ -279,9 +278,8 @@ def mixes(name: str, module: Any) -> str | None:
     return None
 
 
-# What a model's own code does with arguments that tell boundaries: some drop them on their way to attention.
-#
-# Read off the installed source and not off a list of names, which would age.
+# Whether a model's own code drops boundaries on their way to attention, found in the installed source: a list of
+# names would get out of date.
 
 _READ: WeakKeyDictionary[Any, tuple[str | None, bool]] = WeakKeyDictionary()
 """Decoders whose code was read, each with what was found."""
@@ -388,15 +386,22 @@ def segment_numbers(ends: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 # of which acts on every token by itself; whatever then reaches from one token to another is the head's doing.
 
 TOKENS = 6  # in the row that is tried
-_LARGE = 1 << 16
-"""Numbers of a parameter that is copied as random ones; of larger ones one row stands for all."""
+_LARGE = 1 << 16  # parameters with more numbers are copied as one random row
 _DOCUMENTS = (torch.arange(5, 45)[None], torch.arange(45, 62)[None])
 """Two documents of a row that is tried; one reaches further than heads look that look at neighbours."""
 Call: TypeAlias = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 """Gives outputs by name for one row and its positions."""
-Tries: TypeAlias = list[tuple[int, torch.Tensor]]
-"""Answers, each with the token that was changed; that of none changed is the first."""
+Tries: TypeAlias = list[tuple[int, torch.Tensor]]  # (changed token, output); -1 for none changed
 _MULTIMODAL = ("vision_config", "audio_config")
+# transformers' tables of classes whose heads give logits per token, or that have no head; and one answer per row
+_HEADS_OF_TOKENS = (
+    *("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    *("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_MAPPING_NAMES"),
+)
+_POOLING_HEADS = (
+    *("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"),
+    "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES",
+)
 
 
 def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
@@ -409,7 +414,7 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
                 f"runs code of its own ({put} in {name or 'the model'}), and which tokens that mixes is unknown",
             )
     own = plain_class(type(base)).__name__
-    trusted = own in _tried_classes() and is_known(type(base))
+    trusted = own in _names(*_HEADS_OF_TOKENS) and is_known(type(base))
     if trusted and any(getattr(base.config, name, None) is not None for name in _MULTIMODAL):
         return None, None
     if trusted and not _replaced(base, decoder):
@@ -424,7 +429,7 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
             else None
         )
     except Exception as error:  # any code may stand here
-        if own in _pooling_classes() and is_known(type(base)):
+        if own in _names(*_POOLING_HEADS) and is_known(type(base)):
             return f"pools ({own}): it gives one answer a row, which the row's documents would share", None
         said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
         return (
@@ -483,25 +488,6 @@ def acts_on_tokens(module: Any, width: int | None) -> bool:
 def _named(module: Any, given: torch.Tensor, _: torch.Tensor) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         return {"": module(given)}
-
-
-def _tried_classes() -> frozenset[str]:
-    """Return transformers' classes whose heads give logits per token, or that have no head."""
-    return _names(
-        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-        "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
-        "MODEL_MAPPING_NAMES",
-    )
-
-
-def _pooling_classes() -> frozenset[str]:
-    """Return transformers' classes that give one answer per row."""
-    return _names(
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-        "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
-        "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES",
-    )
 
 
 @lru_cache
@@ -660,8 +646,7 @@ def _copy(module: Any, decoder: Any) -> Any:
     return copied
 
 
-_LEFT_OUT = ("forward", "_old_forward", "_hf_hook")
-"""What Accelerate puts on single modules, bound to the module with the weights."""
+_LEFT_OUT = ("forward", "_old_forward", "_hf_hook")  # put on single modules by Accelerate
 
 
 def _stand_in(weight: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a transformers model is, what it can't do, and whose code it runs: asked before a batch is handed to it."""
+"""Facts about a transformers model: its family, attention, sizes, arguments, and whose code its modules run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from varlen.model_families import FAMILIES, UNKNOWN, Family
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
 
-_FIRST_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Decoders, each with where its positions begin."""
+_FIRST_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by decoder
 
 
 def unwrap(model: Any) -> Any:
@@ -265,9 +264,9 @@ def _smallest_id(input_ids: Any) -> int:
     return int(input_ids.min()) if input_ids.size else 0
 
 
-# Whose code a module runs: that of libraries whose modules are known, or somebody's own.
+# Whose code a module runs: that of known libraries, or the user's own.
 #
-# A class may be one's own in part, and code is also put on single modules, on others' classes, and into hooks.
+# A class may be the user's own in part, and code is also put on single modules, on library classes and into hooks.
 
 KNOWN_LIBRARIES = frozenset(
     (
@@ -285,8 +284,7 @@ KNOWN_LIBRARIES = frozenset(
 )
 """Whose modules are known: those that mix tokens are named elsewhere, and the others act on each token alone."""
 _COMPUTE_NOTHING = frozenset(("__init__", "__repr__", "extra_repr", "reset_parameters", "_init_weights"))
-_WRAPPING = frozenset((*sys.stdlib_module_names, "typing_extensions"))
-"""Modules whose decorators call what they wrap."""
+_WRAPPING = frozenset((*sys.stdlib_module_names, "typing_extensions"))  # their decorators call what they wrap
 _FORWARDS = ("forward", "_old_forward", "_original_forward")
 """Attributes of single modules: what is called in place of the class's forward, and what accelerate wraps there."""
 
@@ -303,13 +301,13 @@ def plain_class(kind: Any) -> Any:
 
 
 def own_code(module: Any) -> str | None:
-    """Name the code of one's own that a module runs when it is called; None where it runs none."""
+    """Name the user's own code that a module runs when it is called; None if it runs none."""
     own = _own_class(type(module))
     return own.__name__ if own is not None else put_on(module)
 
 
 def put_on(module: Any) -> str | None:
-    """Name the code that was put on a single module, and isn't of its class; None where there is none."""
+    """Name the user's own code that was put on a single module; None if there is none."""
     for name in _FORWARDS:
         if (put := vars(module).get(name)) is not None and not _is_of_libraries(put):
             return f"a {name} that was put on it"

@@ -1,4 +1,4 @@
-"""What a Trainer and a loader can't agree on, refused in a sentence; and NEFTune's noise, scaled by documents."""
+"""Refuse settings of a Trainer and a loader that contradict each other; scale NEFTune's noise by document."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.adapters.features import (
+    TAKEN,
     Features,
     as_columns,
     as_torch_has_them,
@@ -27,12 +28,6 @@ from varlen.pack.lengths import as_lengths
 from varlen.types import IntArray
 
 RowLengths: TypeAlias = Sequence[Sequence[int]]  # of each row the lengths of its documents, in TRL's form
-_TAKEN = frozenset(
-    [
-        *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "seq_lengths"),
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    ]
-)
 _MASKS = ("completion_mask", "assistant_masks")
 _NEEDED = ("input_ids", "labels", "attention_mask", "seq_lengths", *_MASKS)
 
@@ -102,7 +97,7 @@ class DataCollatorForLanguageModeling:
                 f"rows have {masks[0]!r} and no 'labels', and would be trained on as a whole; give them labels, -100 "
                 "where nothing is to be learned"
             )
-        carried = columns_to_carry(columns, self.columns, {*_TAKEN, *_MASKS})
+        carried = columns_to_carry(columns, self.columns, {*TAKEN, "seq_lengths", *_MASKS})
         tell_of_weights(columns, carried)
         keep, lengths = columns.get("attention_mask"), columns.get("seq_lengths")
         pads = {name: pad for name, pad in self.column_pads.items() if name in carried}

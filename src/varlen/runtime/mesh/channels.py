@@ -1,8 +1,8 @@
-"""`Channels`: what chunks of layers give each other goes between processes, on a channel for each pair and direction.
+"""`Channels`: messages between the chunks of layers of different processes, one channel per pair and direction.
 
-Messages of a channel follow the MicroPacks of their pass on both ends, and MicroPacks of which a rank has no row send
-none, as both ends know from the plan. So no message carries a name, no order of tasks can lock where the plan itself
-doesn't, and the next message of every channel is received while its receiver computes.
+A channel's messages follow the MicroPacks of their pass at both ends; both know from the plan which of them have no
+rows and send no message. So messages need no names, an order of tasks deadlocks only if the plan itself does, and
+each channel receives its next message while its receiver computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether all ranks mean the same: fingerprints of the model once, of plan and batch before a step's first send."""
+"""Check that all ranks have the same model, once, and the same plan and batch, before each step's first message."""
 
 from __future__ import annotations
 

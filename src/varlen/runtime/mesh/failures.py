@@ -1,8 +1,8 @@
-"""Who is missing: what ends one process of a job is told to the others, and whoever was killed is named by them.
+"""Find out which process of a job failed, so that all others name it and its error.
 
-Every process that fails leaves a note in the job's store; one that was killed can't. So whoever finds a group broken
-waits a moment for the notes of others, and names those without. Who waits for another for long says so too, again
-and again, by a thread that looks now and then: whoever is waited for and waits for none is the one that is stuck.
+A process that fails leaves a note in the job's store; one that was killed can't. So a process that finds its group
+broken waits a moment for the notes of the others, and names those without a note. A process that waits for another
+for long repeatedly notes that too, by a thread; the one that is waited for and waits for none is stuck.
 """
 
 from __future__ import annotations
@@ -44,14 +44,11 @@ def _numbered(rank: int) -> str:
 class Notes:
     """Notes that the processes of a job leave for each other."""
 
-    store: Any
-    """Of torch.distributed; None where there is one process."""
+    store: Any  # of torch.distributed; None for a single process
     rank: int
     world_size: int
-    name_of: Callable[[int], str] = _numbered
-    """What people call a rank."""
-    answer_s: float = ANSWER_S
-    """How long the note of another is waited for."""
+    name_of: Callable[[int], str] = _numbered  # a rank's name in messages
+    answer_s: float = ANSWER_S  # seconds to wait for another's note
 
     def leave(self, note: str) -> None:
         """Say how this process ended; where the store is gone too, nobody hears it."""

@@ -1,9 +1,9 @@
 """`Shards`: a stage whose parameters FSDP2 has divided among its replicas, gathered for each task or once a step.
 
 FSDP2's own hooks reduce gradients after every backward pass of a module, which here is every MicroPack. So modules
-are called past their hooks: they are gathered and let go by hand, whole gradients add up through the step, and are
-summed and divided once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public calls
-`unshard` and `reshard`.)
+are called without their hooks: this file gathers and releases them, adds up whole gradients through the step, and
+reduces and scatters them once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public
+calls `unshard` and `reshard`.)
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.gradients import known_to_any, scattered
 from varlen.runtime.mesh.process_groups import Group
 
-Gathered = Literal["unit", "step"]
-"""When sharded parameters are whole: during each task, or all through the step."""
+Gathered = Literal["unit", "step"]  # sharded parameters are whole during each task, or all step
 
 
 class Unhooked:

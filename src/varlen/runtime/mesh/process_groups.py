@@ -1,8 +1,8 @@
 """The processes of a mesh and the groups in which they talk: all, replicas of a stage, and a pair for every channel.
 
-Groups are made here by themselves, under names of their own in the job's store, and not by `dist.new_group`: that
-names a group by its ranks, so one made after another of the same ranks finds the other's addresses; and where NCCL
-splits communicators, all ranks must take part in making a group of two.
+Groups aren't made by `dist.new_group` but here, under names of their own in the job's store. `dist.new_group` names a
+group by its ranks, so a second one of the same ranks finds the first one's addresses; and if NCCL splits
+communicators, all ranks must take part in making a group of two.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class Seat:
     """Where one process sits in a mesh of stages and data-parallel ranks."""
 
     mesh: Mesh
-    rank: int
-    """Among all: `stage * dp + dp_rank`."""
+    rank: int  # among all: `stage * dp + dp_rank`
 
     @property
     def stage(self) -> int:
@@ -154,12 +153,9 @@ class Groups:
     device: torch.device
     timeout_s: float
     settle: Callable[[torch.device], None]
-    world: Group
-    """All."""
-    replicas: Group
-    """Those of this stage, one of each pipeline."""
-    ends: Group | None
-    """First and last stage of this pipeline, on those two."""
+    world: Group  # all processes
+    replicas: Group  # this stage's, one per pipeline
+    ends: Group | None  # first and last stage of this pipeline; None elsewhere
     channels: dict[tuple[int, int], Group] = field(default_factory=dict)
     """By pass and the chunk that takes: its two stages, where this is one of them."""
     shared: dict[tuple[int, int], Group] = field(default_factory=dict)

@@ -23,10 +23,8 @@ class SharedDocument:
 
     dealing: Dealing
     peers: Peers
-    owners: torch.Tensor
-    """int32 `[tokens]`, on the model's device: who has the row of each token."""
-    places: torch.Tensor
-    """int32 `[tokens]`: its place among that rank's rows."""
+    owners: torch.Tensor  # int32 `[tokens]`, on the model's device: the rank with each token's row
+    places: torch.Tensor  # int32 `[tokens]`: the row's place among that rank's
 
     @property
     def tokens(self) -> int:
@@ -54,10 +52,8 @@ class Span(NamedTuple):
 
     start: int
     stop: int
-    first: int
-    """Of this rank's rows of the document, the first among them."""
-    width: int
-    """The most of them that one rank has."""
+    first: int  # first of this rank's rows of the document among them
+    width: int  # most tokens of one rank
     shifts: torch.Tensor
     """int64 `[ranks]`: what makes a place among a rank's rows one among all that are gathered."""
 
@@ -67,17 +63,12 @@ class Share:
     """The rows of a slice that this rank computes; there may be none, and it takes part all the same."""
 
     document: SharedDocument
-    start: int
-    """Of the slice."""
+    start: int  # of the slice
     stop: int
-    ranges: Ranges
-    """Their tokens."""
-    first: int
-    """Of this rank's rows of the document, the first of the slice."""
-    last: int
-    """One past the last."""
-    spans: dict[int | None, Span] = field(default_factory=dict)
-    """By window."""
+    ranges: Ranges  # tokens of the rows
+    first: int  # the slice's first among this rank's rows of the document
+    last: int  # one past the slice's last
+    spans: dict[int | None, Span] = field(default_factory=dict)  # by window
 
     @property
     def rows(self) -> int:
@@ -181,8 +172,7 @@ def _cuts_of(plan: StepPlan, rank: int, document: int) -> list[int]:
 # parallelism; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2). What a rank keeps of a document stays on it, so the
 # cuts of both passes decide together: a slice of either is whole pieces, of each of which every rank has as much.
 
-Ranges = tuple[tuple[int, int], ...]
-"""Tokens `[start, stop)` of a document, first to last, apart from each other."""
+Ranges = tuple[tuple[int, int], ...]  # tokens `[start, stop)` of a document, ascending, not adjacent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -195,10 +185,8 @@ class Dealing:
 
     starts: IntArray
     """int64 `[num_chunks]`: the first token of each chunk; chunks follow each other, and some may be empty."""
-    stops: IntArray
-    """int64 `[num_chunks]`."""
-    owners: IntArray
-    """int64 `[num_chunks]`: who computes each, counted within the group."""
+    stops: IntArray  # int64 `[num_chunks]`
+    owners: IntArray  # int64 `[num_chunks]`: the rank of each chunk within the group
     num_ranks: int
 
     def before(self, token: int) -> list[int]:

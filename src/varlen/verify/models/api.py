@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Integral
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import transformers
@@ -447,17 +447,12 @@ def _rounded(value: float | None) -> float | None:
 # The ways in which packed batches are handed to transformers models today, each to be tried by itself.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A way of calling a model on a packed batch."""
 
-    name: str
-    """The keyword arguments, in a few words."""
-    users: str
-    """Who calls so."""
+    name: str  # the keyword arguments, in a few words
     inputs: Inputs
-    why: str = ""
-    """Why documents see each other, where nothing in the arguments shows it."""
+    why: str = ""  # why documents see each other, if nothing in the arguments shows it
 
 
 def _positions(batch: PackedBatch, model: Any, **more: Any) -> dict[str, Any]:
@@ -468,20 +463,21 @@ def _positions(batch: PackedBatch, model: Any, **more: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if hf.accepts(model, name)}
 
 
-def _mask_of_ones(batch: PackedBatch, model: Any) -> dict[str, Any]:
+def _with_mask(batch: PackedBatch, model: Any, mask: Any) -> dict[str, Any]:
     arguments = _positions(batch, model)
-    return arguments | {"attention_mask": torch.ones_like(arguments["input_ids"])}
+    return arguments | {"attention_mask": torch.as_tensor(mask).to(arguments["input_ids"])}
+
+
+def _mask_of_ones(batch: PackedBatch, model: Any) -> dict[str, Any]:
+    return _with_mask(batch, model, batch.segment_ids >= -1)
 
 
 def _mask_of_padding(batch: PackedBatch, model: Any) -> dict[str, Any]:
-    arguments = _positions(batch, model)
-    is_real = torch.as_tensor(batch.segment_ids >= 0).to(arguments["input_ids"])
-    return arguments | {"attention_mask": is_real}
+    return _with_mask(batch, model, batch.segment_ids >= 0)
 
 
 def _mask_of_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
-    arguments = _positions(batch, model)
-    return arguments | {"attention_mask": torch.as_tensor(batch.segment_ids + 1).to(arguments["input_ids"])}
+    return _with_mask(batch, model, batch.segment_ids + 1)
 
 
 def _boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
@@ -501,47 +497,23 @@ def _tokens_alone(batch: PackedBatch, model: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if hf.accepts(model, name)}
 
 
+# Every call but varlen's own, `hf.model_inputs`, with who makes it; arguments that a model's forward has no name for
+# are left out.
 CALLS = (
-    Call(
-        name="position_ids, use_cache=False",
-        users="transformers' DataCollatorWithFlattening under Trainer",
-        inputs=_positions,
-    ),
-    Call(
-        name="position_ids, use_cache=True",
-        users="the same in a training loop that leaves config.use_cache as it is",
-        inputs=lambda batch, model: _positions(batch, model, use_cache=True),
-    ),
-    Call(
-        name="position_ids, attention_mask of ones",
-        users="collators that add a mask for every token",
-        inputs=_mask_of_ones,
-    ),
-    Call(
-        name="position_ids, attention_mask 0 at padding",
-        users="collators that pad packed rows",
-        inputs=_mask_of_padding,
-    ),
-    Call(
-        name="position_ids, attention_mask of numbers",
-        users="collators that number segments in the mask: 1, 1, 2, 2, 0",
-        inputs=_mask_of_numbers,
-    ),
-    Call(
-        name="position_ids, cu_seq_lens, max_length",
-        users="DataCollatorWithFlattening(return_flash_attn_kwargs=True)",
-        inputs=_boundaries,
-    ),
-    Call(
-        name="position_ids, cu_seq_lens, max_length, seq_idx",
-        users="TRL's padding-free collator; return_seq_idx=True",
-        inputs=_boundaries_and_numbers,
-    ),
-    Call(
-        name="input_ids alone",
-        users="concatenated text",
-        inputs=_tokens_alone,
-        why="nothing says where documents begin",
-    ),
+    # transformers' DataCollatorWithFlattening under Trainer
+    Call("position_ids, use_cache=False", _positions),
+    # the same in a training loop that leaves config.use_cache as it is
+    Call("position_ids, use_cache=True", lambda batch, model: _positions(batch, model, use_cache=True)),
+    # collators that add a mask for every token
+    Call("position_ids, attention_mask of ones", _mask_of_ones),
+    # collators that pad packed rows
+    Call("position_ids, attention_mask 0 at padding", _mask_of_padding),
+    # collators that number segments in the mask: 1, 1, 2, 2, 0
+    Call("position_ids, attention_mask of numbers", _mask_of_numbers),
+    # DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    Call("position_ids, cu_seq_lens, max_length", _boundaries),
+    # TRL's padding-free collator; return_seq_idx=True
+    Call("position_ids, cu_seq_lens, max_length, seq_idx", _boundaries_and_numbers),
+    # concatenated text
+    Call("input_ids alone", _tokens_alone, "nothing says where documents begin"),
 )
-"""Every call but varlen's own, `hf.model_inputs`; arguments that a model's forward has no name for are left out."""

@@ -154,10 +154,8 @@ def first_sentence(error: BaseException) -> str:
 # They prove that boundaries reach the place where a kernel would read them, and what a model does with the
 # result. They say nothing about the kernels themselves.
 
-FLASH = "flash_attn_varlen_func"
-"""What FlashAttention's package calls the kernel that `flash_attention` stands in for."""
-_OF_FLA = ("delta",)
-"""Kernels of flash-linear-attention are told `cu_seqlens`; those of causal-conv1d and mamba-ssm `seq_idx`."""
+FLASH = "flash_attn_varlen_func"  # FlashAttention's name of the kernel that `flash_attention` replaces
+_OF_FLA = ("delta",)  # kernels that take `cu_seqlens`; causal-conv1d and mamba-ssm take `seq_idx`
 
 
 @contextmanager
@@ -337,12 +335,9 @@ SHADES = "·░▒▓█"
 class AttentionPicture:
     """Attention weights of the batch's fullest row of documents, the largest of all layers and heads."""
 
-    owner: npt.NDArray[np.int64]
-    """`[width]`: the document of each token, from 0; -1 at padding."""
-    kept_apart: npt.NDArray[np.float32]
-    """`[width, width]`: from each token to each, with boundaries."""
-    without: npt.NDArray[np.float32] | None
-    """The same without boundaries; None where the model shows none."""
+    owner: npt.NDArray[np.int64]  # `[width]`: the document of each token, from 0; -1 at padding
+    kept_apart: npt.NDArray[np.float32]  # `[width, width]`: from each token to each, with boundaries
+    without: npt.NDArray[np.float32] | None  # likewise without boundaries; None if not shown
 
     def between(self, weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the largest weight from any token of a document to any of another, `[documents, documents]`.

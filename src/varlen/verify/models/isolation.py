@@ -25,10 +25,8 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2, to
 too, because transformers' eager attention and many norms compute in float32 whatever the model's dtype."""
 
 
-EXPERT_MARGIN = 1000
-"""With routed experts, other documents may move by the control's difference over this, and no further."""
-COUPLING_MARGIN = 3
-"""A movement above this many times what rows do to each other without any packing is a leak of its own."""
+EXPERT_MARGIN = 1000  # with experts, others may move by the control's difference over this
+COUPLING_MARGIN = 3  # a movement above this many times that of plain rows is a leak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,7 @@ from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import FastTokenizer
 from varlen.verify.models.trial import named
 
-_LARGEST_RANDOM = 500_000_000
-"""Weights; a configuration without weights is made into a model of random ones up to this size."""
+_LARGEST_RANDOM = 500_000_000  # weights; the largest model that is made with random ones
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -373,8 +372,7 @@ _SIZES: dict[str, Any] = {
 """Sizes by the names that configurations have for them."""
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
-"""What says of each layer which kind it is."""
+_LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")  # kinds by layer
 _BOTH = ["linear_attention", "linear_attention", "hybrid"]
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},

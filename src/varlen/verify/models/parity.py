@@ -20,8 +20,7 @@ from varlen.verify.models.trial import Inputs, Trial, said, untouched
 
 GRADIENT_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
 """How far rounding takes gradients from those of documents alone, as `GradientParity.difference` counts."""
-_FLOOR = 1e-3
-"""A gradient that is 0 but for rounding (a key's bias, say) is held against this share of the model's largest."""
+_FLOOR = 1e-3  # gradients near 0 are compared relative to this share of the largest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
