@@ -37,10 +37,11 @@ from varlen.plan.planner import Planner
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.step import run_step
-from varlen.train import plans as affordable_module
+from varlen.train import affordable as affordable_module
 from varlen.train import plans as planned_module
 from varlen.train import plans as pricing
-from varlen.train.plans import AUTOCAST, WIDE, affordable, with_wide_rows
+from varlen.train.affordable import affordable
+from varlen.train.plans import AUTOCAST, WIDE, with_wide_rows
 from varlen.train.trainer import train
 
 
