@@ -24,7 +24,7 @@ from varlen.runtime.mesh.process_groups import seat_of
 from varlen.runtime.step import check_order
 from varlen.step_plan import StepPlan
 
-LAYERS = 4
+LAYERS = 2
 SETTINGS: dict[str, Any] = {"capacity": 128, "global_batch_size": 4, "seed": 5}
 
 
@@ -57,12 +57,12 @@ def meshes(world: int) -> list[vl.Mesh]:
     return [vl.Mesh(dp=world), *([vl.Mesh(dp=2, pp=world // 2)] if world > 2 else [])]
 
 
-def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str) -> dict[str, float]:
+def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str, worker: Any) -> dict[str, float]:
     """Run steps of the shares that loaders give, and of whole batches in this process alone; say how they differ."""
     seat = seat_of(mesh, rank)
     plans = partial(plan_by_dice, mesh)
     far = dict.fromkeys(("loss", "gradients", "documents", "targets"), 0.0)
-    mine = {"dp_rank": seat.dp_rank, "dp_world_size": mesh.dp}
+    mine = {"dp_rank": seat.dp_rank, "dp_world_size": mesh.dp, "worker": worker}
     alone = {"dp_rank": 0, "dp_world_size": 1, "layout": "flat", "worker": "thread"}
     merged = 0
     with (
@@ -108,8 +108,11 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"trained": []}
     for mesh in meshes(world):
-        for source, weighting in ((store, "token"), (store, "document"), (weighted, "token")):
-            found["trained"].append(trained(mesh, rank, source, weighting))
+        for number, (source, weighting) in enumerate(
+            ((store, "token"), (store, "document"), (weighted, "token"))
+        ):
+            worker = "thread" if number else "process"  # of which one a mesh is enough
+            found["trained"].append(trained(mesh, rank, source, weighting, worker))
     mesh = vl.Mesh(dp=2, pp=world // 2)
 
     def batch_of(loader: vl.PackedLoader) -> Any:
@@ -153,9 +156,8 @@ def main() -> None:
     # What is wrong with a plan is said by all, at once.
     begun = time.monotonic()
     try:
-        with ours(
-            store, mesh, rank, lambda step, lengths: plan_by_dice(vl.Mesh(dp=3), step, lengths)
-        ) as loader:
+        wrong = partial(plan_by_dice, vl.Mesh(dp=3))
+        with ours(store, mesh, rank, wrong, worker="thread") as loader:
             next(loader)
     except vl.VarlenError as error:
         found["wrong"] = [type(error).__name__, str(error), time.monotonic() - begun]
