@@ -11,6 +11,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.support import forked
+
 # Test processes side by side share the cores; numpy and torch read these when they are first imported.
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -107,3 +109,17 @@ def verb(
         return ended.value.code, out, "".join(kept)
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def forked_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the children of loaders, planners and crews, but where a test is about fresh interpreters."""
+    if forked.IS_POSSIBLE and "fresh_children" not in request.fixturenames:
+        from varlen.workers import child  # once its environment is set
+
+        monkeypatch.setattr(child, "subprocess", forked.FORKING)
+
+
+@pytest.fixture
+def fresh_children() -> None:
+    """A test that asks for this has fresh interpreters for children."""
