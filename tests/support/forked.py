@@ -43,10 +43,8 @@ class Template:
     def __init__(self) -> None:
         self.lock, self.owner, self.settings = threading.Lock(), os.getpid(), _settings(os.environ)
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "VARLEN_JIT": os.environ.get("VARLEN_JIT", "1")}
         self.process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(theirs.fileno()), str(ROOT / "src")],
-            env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -78,22 +76,17 @@ def _limits() -> list[tuple[int, int]]:
     return [resource.getrlimit(limit) for limit in _LIMITS]
 
 
-_USUAL_LIMITS = _limits()
+_USUAL_LIMITS, _PYTHON = _limits(), sys.executable
 
 
 class ForkedPopen(subprocess.Popen[bytes]):
     """A child as `varlen.workers.child` starts it, by fork where nothing is asked for that a fork can't have."""
 
-    def _execute_child(  # type: ignore[override]
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
-        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int,
-        c2pwrite: int, *others: Any,
-    ) -> None:  # fmt: skip
+    def _execute_child(self, args: Any, *given: Any) -> None:
+        pass_fds, env, p2cread, c2pwrite = (given[number] for number in (3, 5, 9, 12))
         told = args[args.index("-c") + 2 :] if "-c" in args else []
-        if not self._can_fork(told, env):
-            given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags)
-            pipes = (shell, p2cread, p2cwrite, c2pread, c2pwrite)
-            super()._execute_child(*given, *pipes, *others)  # type: ignore[misc]
+        if args[0] != _PYTHON or not self._can_fork(told, env):
+            super()._execute_child(args, *given)
             return
         _, path, _, search, module = json.loads(told[0])
         environment = env if search is None else {**env, "PYTHONPATH": search}
@@ -111,7 +104,6 @@ class ForkedPopen(subprocess.Popen[bytes]):
         self._child_created = True
         os.close(p2cread)
         os.close(c2pwrite)
-        self._devnull: int | None = None
 
     @staticmethod
     def _can_fork(told: list[str], environment: dict[str, str]) -> bool:
@@ -132,9 +124,12 @@ def make_batches() -> None:
     import varlen as vl
 
     rows = [{"input_ids": list(range(n))} for n in range(2, 40)]
-    for mode in ("indexed", "streaming"):
-        with vl.PackedLoader(rows, capacity=40, global_batch_size=2, mode=mode, worker="thread") as loader:
-            next(loader)
+    with tempfile.TemporaryDirectory() as os.environ["XDG_CACHE_HOME"]:
+        for mode in ("indexed", "streaming"):
+            with vl.PackedLoader(
+                rows, capacity=40, global_batch_size=2, mode=mode, worker="thread"
+            ) as loader:
+                next(loader)
 
 
 def make_plan() -> None:
@@ -200,7 +195,7 @@ def become(job: dict[str, Any], files: list[int]) -> None:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -25,7 +25,6 @@ from tests.support.training import (
     start_verb,
     steps_of,
     table,
-    write_store,
     write_toml,
 )
 from tests.support.training import Notes as Hearer
@@ -37,11 +36,6 @@ from varlen.train.trainer import agreed, train
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 NEVER = {"run__checkpoint_every": 0}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return write_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")
