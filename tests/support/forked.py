@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -32,7 +31,6 @@ READ_AT_IMPORT = ("VARLEN", "NUMBA", "OMP", "MKL", "OPENBLAS", "PYTHON", "LD_")
 """How variables begin that are read but once: where they differ, a child is a fresh interpreter."""
 IS_POSSIBLE = sys.platform == "linux" and os.uname().machine == "x86_64"
 _CLONE, _CLONE_PARENT = 56, 0x8000
-_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
 _HIGH = 500
 """Files are brought above all that may be asked for before each is given its number."""
 
@@ -72,11 +70,7 @@ def _settings(environment: Any) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
 
 
-def _limits() -> list[tuple[int, int]]:
-    return [resource.getrlimit(limit) for limit in _LIMITS]
-
-
-_USUAL_LIMITS, _PYTHON = _limits(), sys.executable
+_PYTHON = sys.executable
 
 
 class ForkedPopen(subprocess.Popen[bytes]):
@@ -90,16 +84,9 @@ class ForkedPopen(subprocess.Popen[bytes]):
             return
         _, path, _, search, module = json.loads(told[0])
         environment = env if search is None else {**env, "PYTHONPATH": search}
-        job = {
-            "path": path,
-            "words": [module, *told[1:]],
-            "environment": environment,
-            "folder": str(Path.cwd()),
-        }
-        job |= {
-            "numbers": [0, 1, 2, *pass_fds],
-            "mask": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))],
-        }
+        job = {"path": path, "words": [module, *told[1:]], "environment": environment}
+        job |= {"folder": str(Path.cwd()), "numbers": [0, 1, 2, *pass_fds]}
+        job["mask"] = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))]
         self.pid = _template[0].forked(job, [p2cread, c2pwrite, 2, *pass_fds])
         self._child_created = True
         os.close(p2cread)
@@ -107,7 +94,7 @@ class ForkedPopen(subprocess.Popen[bytes]):
 
     @staticmethod
     def _can_fork(told: list[str], environment: dict[str, str]) -> bool:
-        if not told or _limits() != _USUAL_LIMITS:
+        if not told:
             return False
         if not _template:
             _template.append(Template())
@@ -126,10 +113,8 @@ def make_batches() -> None:
     rows = [{"input_ids": list(range(n))} for n in range(2, 40)]
     with tempfile.TemporaryDirectory() as os.environ["XDG_CACHE_HOME"]:
         for mode in ("indexed", "streaming"):
-            with vl.PackedLoader(
-                rows, capacity=40, global_batch_size=2, mode=mode, worker="thread"
-            ) as loader:
-                next(loader)
+            with vl.PackedLoader(rows, capacity=40, global_batch_size=2, mode=mode, worker="thread") as made:
+                next(made)
 
 
 def make_plan() -> None:
