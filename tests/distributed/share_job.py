@@ -25,6 +25,8 @@ from varlen.runtime.step import check_order
 from varlen.step_plan import StepPlan
 
 LAYERS = 2
+WAYS = (("texts", "token", "process"), ("texts", "document", "thread"), ("chats", "token", "thread"))
+"""Stores, weightings and workers of loaders; one worker process a mesh is enough."""
 SETTINGS: dict[str, Any] = {"capacity": 128, "global_batch_size": 4, "seed": 5}
 
 
@@ -104,15 +106,13 @@ def planner(mesh: vl.Mesh) -> vl.Planner:
 
 def main() -> None:
     out, store, weighted = sys.argv[1:]
+    stores = {"texts": store, "chats": weighted}
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"trained": []}
     for mesh in meshes(world):
-        for number, (source, weighting) in enumerate(
-            ((store, "token"), (store, "document"), (weighted, "token"))
-        ):
-            worker = "thread" if number else "process"  # of which one a mesh is enough
-            found["trained"].append(trained(mesh, rank, source, weighting, worker))
+        for job in WAYS:
+            found["trained"].append(trained(mesh, rank, stores[job[0]], *job[1:]))
     mesh = vl.Mesh(dp=2, pp=world // 2)
 
     def batch_of(loader: vl.PackedLoader) -> Any:
