@@ -11,6 +11,9 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.support import forked
+from tests.support.rarely import IS_SOAK
+
 # Test processes side by side share the cores; numpy and torch read these when they are first imported.
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -29,7 +32,7 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first call of a kernel compiles it, so no example has a deadline.
-hypothesis.settings.register_profile("test", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("test", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile(
     "soak",
     deadline=None,
@@ -107,3 +110,17 @@ def verb(
         return ended.value.code, out, "".join(kept)
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def forked_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the children of loaders, planners and crews, but in the soak and where a test wants fresh interpreters."""
+    if forked.IS_POSSIBLE and not IS_SOAK and "fresh_children" not in request.fixturenames:
+        from varlen.workers import child  # once its environment is set
+
+        monkeypatch.setattr(child, "subprocess", forked.FORKING)
+
+
+@pytest.fixture
+def fresh_children() -> None:
+    """A test that asks for this has fresh interpreters for children."""

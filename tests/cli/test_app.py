@@ -24,23 +24,46 @@ from varlen.cli.progress import FittedLine, Part, fitted
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("demo", "--help"), ("inspect", "--help"), ("train", "--help"), ("-h",)]
+    ("arguments", "shown"),
+    [
+        ("--help", ["demo", "inspect"]),
+        ("-h", ["demo", "inspect"]),
+        ("demo --help", ["Example:", "demo"]),
+        ("inspect --help", ["Example:", "inspect"]),
+        ("train --help", ["Example:", "train"]),
+        ("index --help", ["varlen index 'chats/*.jsonl' -o store"]),
+        ("verify --help", ["varlen verify qwen3 -o report.html", "varlen verify --megatron run_config.yaml"]),
+        (
+            "pack --help",
+            [
+                "Example:  varlen pack 'chats/*.jsonl' -o packed --capacity 8192",
+                *("--tokens", "--on-error", "--ray", "--overwrite", "--in-order"),
+            ],
+        ),
+        (
+            "plan --help",
+            [
+                "Example:  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k",
+                *("--sweep", "--calibrate", "--trace", "--save", "--recompute", "--hardware", "--in-order"),
+            ],
+        ),
+    ],
 )
-def test_help_is_printed_and_loads_neither_torch_nor_numba(arguments):
+def test_help_is_printed_with_an_example_and_loads_no_library(arguments, shown):
+    libraries = {"torch", "transformers", "numba", "pyarrow", "tokenizers", "numpy", "ray"}
     script = (
         "import sys\n"
         "from varlen.cli import main\n"
         "try:\n    main()\n"
-        "finally:\n"
-        "    loaded = {'torch', 'transformers', 'numba', 'pyarrow', 'tokenizers', 'numpy'} & set(sys.modules)\n"
-        "    assert not loaded, loaded\n"
+        f"finally:\n    loaded = {libraries} & set(sys.modules)\n    assert not loaded, loaded\n"
     )
-    command = [sys.executable, "-c", script, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", script, *arguments.split()]
+    wide = {**os.environ, "COLUMNS": "200"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=wide)
 
     assert run.returncode == 0, run.stderr
-    assert all(verb in run.stdout for verb in (arguments[:-1] or ("demo", "inspect")))
-    assert ("Example:" in run.stdout) == (arguments[0] in ("demo", "inspect", "train"))
+    assert [words for words in shown if words not in run.stdout] == []
+    assert ("Example:" in run.stdout) == (not arguments.startswith("-"))
 
 
 OF_EACH_VERB = {"output", "capacity", "seed", "as_json", "help"}
@@ -77,19 +100,19 @@ def test_an_unknown_option_is_bad_input():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("ask", "content", "said"),
     [
-        (None, "does not exist"),
-        ("", "is empty"),
-        ('{"body": 1}\n', "found `body`"),
-        ('{"text": "a few words"}\n', "holds 1 document of two tokens or more, but the demo needs"),
+        (asked, None, "does not exist"),
+        (asked, "", "is empty"),
+        (asked, '{"body": 1}\n', "found `body`"),
+        (varlen, '{"text": "a few words"}\n', "holds 1 document of two tokens or more, but the demo needs"),
     ],
 )
-def test_bad_data_ends_in_one_sentence_and_leaves_nothing(tmp_path, content, said):
+def test_bad_data_ends_in_one_sentence_and_leaves_nothing(tmp_path, ask, content, said):
     if content is not None:
         (tmp_path / "a.jsonl").write_text(content)
 
-    run = varlen("demo", "--data", tmp_path / "a.jsonl", "-o", tmp_path / "out.html")
+    run = ask("demo", "--data", tmp_path / "a.jsonl", "-o", tmp_path / "out.html")
 
     assert said in one_sentence_after_progress(run)
     assert not (tmp_path / "out.html").exists()
@@ -103,7 +126,7 @@ def one_sentence_after_progress(run):
 
 
 def test_settings_out_of_range_are_refused_before_any_work(tmp_path):
-    assert "steps must be at least 1, got 0" in one_sentence(varlen("demo", "--steps", 0, cwd=tmp_path))
+    assert "steps must be at least 1, got 0" in one_sentence(asked("demo", "--steps", 0, cwd=tmp_path))
     assert "threads must be at least 1" in one_sentence(asked("demo", "--threads", 0, cwd=tmp_path))
     assert "seed must be at least 0" in one_sentence(asked("demo", "--seed", -1, cwd=tmp_path))
     assert "seed must be at most" in one_sentence(asked("demo", "--seed", 10**23, cwd=tmp_path))

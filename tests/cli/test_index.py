@@ -1,8 +1,6 @@
 """`varlen index`: a store that pack takes, the same bytes whoever makes it, resumed, grown, refused."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -83,15 +81,6 @@ def test_what_cannot_be_indexed_ends_in_one_sentence_and_exit_code_two(verb, tmp
     assert error.startswith("varlen: ")
     assert said in error
     assert not (tmp_path / "x").exists()
-
-
-def test_the_help_shows_an_example():
-    done = subprocess.run(
-        [sys.executable, "-m", "varlen", "index", "--help"], capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0
-    assert "varlen index 'chats/*.jsonl' -o store" in done.stdout
 
 
 @pytest.fixture

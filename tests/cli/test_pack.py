@@ -6,50 +6,21 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 
 import pyarrow.parquet as pq
 import pytest
-from tests.support.command_line import refusal
+from tests.support.command_line import VARLEN, refusal, varlen
 from tests.support.offline_packs import contents, text_ids, write_chats, write_texts
 
 from varlen.adapters.megatron import PackedSequenceSpecs, open_index, open_packed, read_metadata
 from varlen.offline import pack as write_module
-
-VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()", "pack"]
-
-
-def run(*arguments, **settings):
-    return subprocess.run(
-        [*VARLEN, *map(str, arguments)], capture_output=True, text=True, timeout=120, **settings
-    )
 
 
 @pytest.fixture
 def pack(verb):
     """Run the verb in one process."""
     return lambda *arguments: verb("pack", *arguments, "--processes", 1)
-
-
-def test_help_shows_an_example_and_loads_no_library():
-    script = (
-        "import sys\nfrom varlen.cli import main\n"
-        "try:\n    main()\n"
-        "finally:\n    assert not {'torch', 'numba', 'numpy', 'pyarrow', 'ray'} & set(sys.modules)\n"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", script, "pack", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-
-    assert shown.returncode == 0, shown.stderr
-    assert "Example:  varlen pack 'chats/*.jsonl' -o packed --capacity 8192" in shown.stdout
-    for option in ("--tokens", "--on-error", "--ray", "--overwrite", "--in-order"):
-        assert option in shown.stdout
 
 
 def test_a_run_says_what_was_packed_and_how_to_read_it(tmp_path, pack):
@@ -225,7 +196,9 @@ def test_files_that_may_not_grow_are_one_sentence_in_processes_too(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
     for processes in (1, 2):
-        ended = run("a.jsonl", "-o", "out", "--processes", processes, cwd=tmp_path, preexec_fn=little)
+        ended = varlen(
+            "pack", "a.jsonl", "-o", "out", "--processes", processes, cwd=tmp_path, preexec_fn=little
+        )
         assert ended.returncode == 2, ended.stderr
         assert ended.stderr.splitlines()[-1].endswith("can't be written: File too large")
         assert "Traceback" not in ended.stderr
@@ -234,7 +207,7 @@ def test_files_that_may_not_grow_are_one_sentence_in_processes_too(tmp_path):
 
 def test_an_interrupt_ends_in_one_line_and_the_same_command_goes_on(tmp_path):
     write_texts(tmp_path / "a.jsonl", 20_000)
-    command = [*VARLEN, "a.jsonl", "-o", "out", "--processes", "2", "--capacity", "512"]
+    command = [*VARLEN, "pack", "a.jsonl", "-o", "out", "--processes", "2", "--capacity", "512"]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -254,7 +227,10 @@ def test_an_interrupt_ends_in_one_line_and_the_same_command_goes_on(tmp_path):
     assert said.splitlines()[-1] == "varlen: interrupted; the same command again goes on where it stopped"
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
-    assert run("a.jsonl", "-o", "out", "--processes", 1, "--capacity", 512, cwd=tmp_path).returncode == 0
+    assert (
+        varlen("pack", "a.jsonl", "-o", "out", "--processes", 1, "--capacity", 512, cwd=tmp_path).returncode
+        == 0
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
@@ -284,7 +260,7 @@ def test_an_output_inside_the_data_is_resumed_repeated_and_packed_again(pack, tm
 
 def test_a_log_shows_every_phase(tmp_path):
     write_texts(tmp_path / "a.jsonl")
-    said = run(tmp_path / "a.jsonl", "-o", tmp_path / "out", "--capacity", 256).stderr.splitlines()
+    said = varlen("pack", tmp_path / "a.jsonl", "-o", tmp_path / "out", "--capacity", 256).stderr.splitlines()
 
     assert [line for line in said if line.startswith("100 %")] == ["100 %  tokenizing", "100 %  packing"]
     assert len(said) < 25

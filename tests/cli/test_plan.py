@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -23,29 +20,6 @@ from varlen.report.plan import stretched
 @pytest.fixture
 def plan(verb, tmp_path):
     return planning(verb, tmp_path)
-
-
-def test_help_shows_an_example_and_loads_no_library():
-    script = (
-        "import sys\nfrom varlen.cli import main\n"
-        "try:\n    main()\n"
-        "finally:\n    assert not {'torch', 'numba', 'numpy', 'pyarrow'} & set(sys.modules)\n"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", script, "plan", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-
-    assert shown.returncode == 0, shown.stderr
-    assert (
-        "Example:  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k"
-        in shown.stdout
-    )
-    for option in ("--sweep", "--calibrate", "--trace", "--save", "--recompute", "--hardware", "--in-order"):
-        assert option in shown.stdout
 
 
 def test_a_run_prints_every_method_and_what_to_do_next(plan):

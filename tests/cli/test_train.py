@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from tests.support.training import (
     priced,
     processes_naming,
     same_end,
+    start_verb,
     steps_of,
     table,
     write_hardware,
@@ -137,22 +136,21 @@ def test_ctrl_c_saves_at_the_end_of_a_step_and_leaves_nothing_behind(store, tmp_
     )
     made["data"]["worker"] = "process"
     write_toml(tmp_path / "a.toml", made)
-    command = [sys.executable, "-m", "varlen", "train", str(tmp_path / "a.toml")]
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    errors = tmp_path / "errors"
+    run = start_verb("train", tmp_path / "a.toml", errors=errors)
     try:
         metrics, end = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
-            assert run.poll() is None, run.communicate()
+            assert run.is_alive(), errors.read_text()
             assert time.monotonic() < end, "the run is too slow"
             time.sleep(0.02)
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all processes of the run
-        _, said = run.communicate(timeout=240)
+        run.join(240)
     finally:
         run.kill()
 
-    assert run.returncode == 130, said
+    said = errors.read_text()
+    assert run.exitcode == 130, said
     (name,) = steps_of(tmp_path / "run")
     step = int(name.removeprefix("step-"))
     where = tmp_path / "run/checkpoints" / name

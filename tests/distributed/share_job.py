@@ -24,7 +24,9 @@ from varlen.runtime.mesh.process_groups import seat_of
 from varlen.runtime.step import check_order
 from varlen.step_plan import StepPlan
 
-LAYERS = 4
+LAYERS = 2
+WAYS = (("texts", "token", "process"), ("texts", "document", "thread"), ("chats", "token", "thread"))
+"""Stores, weightings and workers of loaders; one worker process a mesh is enough."""
 SETTINGS: dict[str, Any] = {"capacity": 128, "global_batch_size": 4, "seed": 5}
 
 
@@ -57,12 +59,12 @@ def meshes(world: int) -> list[vl.Mesh]:
     return [vl.Mesh(dp=world), *([vl.Mesh(dp=2, pp=world // 2)] if world > 2 else [])]
 
 
-def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str) -> dict[str, float]:
+def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str, worker: Any) -> dict[str, float]:
     """Run steps of the shares that loaders give, and of whole batches in this process alone; say how they differ."""
     seat = seat_of(mesh, rank)
     plans = partial(plan_by_dice, mesh)
     far = dict.fromkeys(("loss", "gradients", "documents", "targets"), 0.0)
-    mine = {"dp_rank": seat.dp_rank, "dp_world_size": mesh.dp}
+    mine = {"dp_rank": seat.dp_rank, "dp_world_size": mesh.dp, "worker": worker}
     alone = {"dp_rank": 0, "dp_world_size": 1, "layout": "flat", "worker": "thread"}
     merged = 0
     with (
@@ -104,12 +106,13 @@ def planner(mesh: vl.Mesh) -> vl.Planner:
 
 def main() -> None:
     out, store, weighted = sys.argv[1:]
+    stores = {"texts": store, "chats": weighted}
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"trained": []}
     for mesh in meshes(world):
-        for source, weighting in ((store, "token"), (store, "document"), (weighted, "token")):
-            found["trained"].append(trained(mesh, rank, source, weighting))
+        for job in WAYS:
+            found["trained"].append(trained(mesh, rank, stores[job[0]], *job[1:]))
     mesh = vl.Mesh(dp=2, pp=world // 2)
 
     def batch_of(loader: vl.PackedLoader) -> Any:
@@ -153,9 +156,8 @@ def main() -> None:
     # What is wrong with a plan is said by all, at once.
     begun = time.monotonic()
     try:
-        with ours(
-            store, mesh, rank, lambda step, lengths: plan_by_dice(vl.Mesh(dp=3), step, lengths)
-        ) as loader:
+        wrong = partial(plan_by_dice, vl.Mesh(dp=3))
+        with ours(store, mesh, rank, wrong, worker="thread") as loader:
             next(loader)
     except vl.VarlenError as error:
         found["wrong"] = [type(error).__name__, str(error), time.monotonic() - begun]

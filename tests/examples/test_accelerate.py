@@ -3,11 +3,11 @@
 import shutil
 
 import pytest
-import torch
 from tests.support.one_by_one import (
     EXAMPLES,
     GRADIENTS_JOB,
-    assert_same_gradients,
+    assert_each_once,
+    assert_gradients_of_first_step,
     ids_of,
     loss_and_gradients,
     python,
@@ -45,14 +45,9 @@ def runs(tmp_path_factory):
 
 def test_every_document_is_trained_once_over_two_ranks_before_and_after_going_on(runs):
     folder, begun, before, ended, _ = runs
-    after = seen_in(folder / "two")
 
-    assert "190 documents so far, 190 different ones, of 300" in begun
-    assert all(before)
-    assert len({*before[0], *before[1]}) == len(before[0]) + len(before[1]) == 190
+    assert_each_once(begun, before, seen_in(folder / "two"))
     assert "goes on after step 4 of 7" in ended
-    assert sorted(after[0] + after[1]) == list(range(300))
-    assert all(new[: len(old)] == old and len(new) > len(old) for old, new in zip(before, after))
 
 
 def test_one_process_goes_on_with_the_steps_of_two(runs):
@@ -66,18 +61,10 @@ def test_one_process_goes_on_with_the_steps_of_two(runs):
 
 
 def test_the_gradients_of_a_step_over_two_ranks_are_those_of_its_documents_one_by_one(runs, example):
-    folder, begun, (first, second), _, _ = runs
-    with example.make_loader(folder / "two", Alone()) as loader:
-        step = set(loader.documents(0).document_ids.tolist())
-    taken = [[n for n in numbers if n in step] for numbers in (first, second)]
-    model = example.make_model()
+    folder, begun, before, _, _ = runs
+    loader = example.make_loader(folder / "two", Alone())
 
-    loss, expected = loss_and_gradients(model, ids_of(folder / "two" / "texts.jsonl", taken[0] + taken[1]))
-
-    assert min(map(len, taken)) > 10
-    assert f"step 1  loss {loss:.3f}" in begun
-    found = torch.load(folder / "gradients.pt")
-    assert_same_gradients(dict(zip((name for name, _ in model.named_parameters()), found)), expected)
+    assert_gradients_of_first_step(folder, begun, before, example.make_model(), loader)
 
 
 def test_the_loss_of_the_batches_of_a_step_adds_up_to_the_mean_one_by_one(tmp_path, example):

@@ -110,6 +110,11 @@ def test_importing_varlen_loads_no_library():
     assert foreign == set()
 
 
+def test_the_process_that_plans_a_run_loads_no_torch():
+    script = "import sys; import varlen.train.affordable; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_windows_is_refused_in_a_sentence():
     script = "import sys; sys.platform = 'win32'; import varlen"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -533,6 +533,7 @@ def test_a_cluster_that_is_not_there_is_bad_input(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_packed_folder_is_a_parquet_data_set_of_ray(tmp_path, cluster):
     write_texts(tmp_path / "a.jsonl")

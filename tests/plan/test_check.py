@@ -157,6 +157,11 @@ def test_every_token_but_the_last_of_each_document_is_a_target_however_it_is_cut
     assert targets_per_document(plan, "backward").tolist() == wanted
 
 
+def shared(name: str, index: int, value: int) -> StepPlan:
+    """A plan with a shared document, one entry of whose arrays is changed."""
+    return changed(shared_plan(), name, **{f"_{index}": value})
+
+
 def test_a_shared_document_passes_where_its_ranks_agree():
     check_plan(shared_plan())
     assert keeps_every_rule(shared_plan())
@@ -165,52 +170,34 @@ def test_a_shared_document_passes_where_its_ranks_agree():
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (changed(shared_plan(), "lengths", _1=-3), r"lengths\[1\] is -3; it may be 0 to any above \(1 of 3"),
+        (shared("lengths", 1, -3), r"lengths\[1\] is -3; it may be 0 to any above \(1 of 3"),
         (shared_plan(lengths=np.array([8, 3, 4])), "lengths is int64 of shape .* a plan has int32"),
         (shared_plan(num_ranks=np.array([2, 1], np.int32)), r"num_ranks is int32 of shape \(2,\); .* size 3"),
-        (changed(shared_plan(), "num_ranks", _1=0), r"num_ranks\[1\] is 0; it may be 1 to 2"),
+        (shared("num_ranks", 1, 0), r"num_ranks\[1\] is 0; it may be 1 to 2"),
         (
-            changed(shared_plan(), "first_ranks", _0=1),
+            shared("first_ranks", 0, 1),
             "document 0 of 8 tokens stands on 2 ranks from rank 1; .* a power of two",
         ),
+        (shared("first_ranks", 1, 1), "slice 2 of document 1 stands on rank 0, and .* 1 ranks from rank 1"),
+        (shared("forward.stops", 0, 9), "forward slice 0 is the tokens 0 to 9 of document 0, which has 8"),
+        (shared("forward.stops", 0, 3), "forward slice 1, tokens 4 to 8 .* run first to last"),
+        (shared("backward.starts", 0, 5), "backward slice 1, tokens 0 to 4 .* run last to first"),
         (
-            changed(shared_plan(), "first_ranks", _1=1),
-            "slice 2 of document 1 stands on rank 0, and .* 1 ranks from rank 1",
-        ),
-        (
-            changed(shared_plan(), "forward.stops", _0=9),
-            "forward slice 0 is the tokens 0 to 9 of document 0, which has 8",
-        ),
-        (
-            changed(shared_plan(), "forward.stops", _0=3),
-            "forward slice 1, tokens 4 to 8 .* run first to last",
-        ),
-        (
-            changed(shared_plan(), "backward.starts", _0=5),
-            "backward slice 1, tokens 0 to 4 .* run last to first",
-        ),
-        (
-            changed(shared_plan(), "forward.stops", _5=3),
+            shared("forward.stops", 5, 3),
             "forward slice 5, tokens 0 to 3 of document 2 on rank 1, leaves tokens out",
         ),
         (
-            changed(shared_plan(), "forward.rank_offsets", _2=4),
+            shared("forward.rank_offsets", 2, 4),
             "forward.rank_offsets runs from 0 to 4; it must rise from 0 to 5",
         ),
+        (shared("forward.slice_offsets", 1, 4), "forward.slice_offsets .* without a step back"),
+        (shared("forward.document_ids", 5, 3), r"forward.document_ids\[5\] is 3; it may be 0 to 2"),
+        (shared("tasks", 0, 3), r"tasks\[0\] is 3; it may be 0 to 2"),
         (
-            changed(shared_plan(), "forward.slice_offsets", _1=4),
-            "forward.slice_offsets .* without a step back",
-        ),
-        (
-            changed(shared_plan(), "forward.document_ids", _5=3),
-            r"forward.document_ids\[5\] is 3; it may be 0 to 2",
-        ),
-        (changed(shared_plan(), "tasks", _0=3), r"tasks\[0\] is 3; it may be 0 to 2"),
-        (
-            changed(shared_plan(), "tasks", _0=2),
+            shared("tasks", 0, 2),
             "stage 0 of rank 0 has 1 forward tasks for chunk 0, and its rank 2 MicroPacks",
         ),
-        (changed(shared_plan(), "task_offsets", _1=6), "stage 0 of rank 0 has 3 forward"),
+        (shared("task_offsets", 1, 6), "stage 0 of rank 0 has 3 forward"),
         (shared_plan(splits_backward=True), "has 0 weight-gradient tasks .* its rank 3"),
         (
             shared_plan(

@@ -44,6 +44,31 @@ def assert_same_gradients(found, expected):
         )
 
 
+def assert_each_once(begun, before, after):
+    """Two ranks that stopped after 4 of 7 steps took 190 of 300 documents once, and went on with the others."""
+    assert "190 documents so far, 190 different ones, of 300" in begun
+    assert all(before)
+    assert len({*before[0], *before[1]}) == len(before[0]) + len(before[1]) == 190
+    assert sorted(after[0] + after[1]) == list(range(300))
+    assert all(new[: len(old)] == old and len(new) > len(old) for old, new in zip(before, after))
+
+
+def assert_gradients_of_first_step(folder, begun, before, model, loader):
+    """The first step of two ranks had the loss and the gradients of its documents one by one."""
+    import torch
+
+    with loader:
+        step = set(loader.documents(0).document_ids.tolist())
+    taken = [[n for n in numbers if n in step] for numbers in before]
+
+    loss, expected = loss_and_gradients(model, ids_of(folder / "two" / "texts.jsonl", taken[0] + taken[1]))
+
+    assert min(map(len, taken)) > 10
+    assert f"step 1  loss {loss:.3f}" in begun
+    found = torch.load(folder / "gradients.pt")
+    assert_same_gradients(dict(zip((name for name, _ in model.named_parameters()), found)), expected)
+
+
 def python(*arguments, cwd=None, **variables):
     return as_ranks(*arguments, ranks=1, folder=cwd, **variables)
 

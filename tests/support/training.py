@@ -151,6 +151,28 @@ def start_training(made: dict[str, Any], kill_at: int | None = None) -> Any:
     return process
 
 
+def start_program(code: str, out: Path, errors: Path) -> Any:
+    """Run a program in a session of its own; what it prints goes to files."""
+    process = CONTEXT.Process(target=_run_program, args=(code, out, errors))
+    process.start()
+    return process
+
+
+def start_verb(*words: Any, errors: Path) -> Any:
+    """Run a verb of the command line."""
+    given = ["varlen", *map(str, words)]
+    return start_program(
+        f"import sys; sys.argv = {given}\nfrom varlen.cli import main\nmain()", errors, errors
+    )
+
+
+def _run_program(code: str, out: Path, errors: Path) -> None:
+    os.setsid()
+    for number, path in ((1, out), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    exec(code, {"__name__": "__main__"})
+
+
 def start_ranks(
     runs: list[dict[str, Any]],
     ranks: int,

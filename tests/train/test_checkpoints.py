@@ -36,11 +36,6 @@ OLD, NEW = "step-00000002", "step-00000004"
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return write_store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
 def whole(store, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "run"
     train(settings(store, output), Notes())

@@ -27,8 +27,6 @@ from tests.support.training import (
     start_training,
     use_float64,
     weights_of,
-    write_hardware,
-    write_store,
 )
 
 import varlen as vl
@@ -37,22 +35,12 @@ from varlen.plan.planner import Planner
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.step import run_step
-from varlen.train import plans as affordable_module
+from varlen.train import affordable as affordable_module
 from varlen.train import plans as planned_module
 from varlen.train import plans as pricing
-from varlen.train.plans import AUTOCAST, WIDE, affordable, with_wide_rows
+from varlen.train.affordable import affordable
+from varlen.train.plans import AUTOCAST, WIDE, with_wide_rows
 from varlen.train.trainer import train
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return write_store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def hardware(tmp_path_factory):
-    return write_hardware(tmp_path_factory.mktemp("hardware") / "slow.json")
-
 
 STEPS = 200 if IS_SOAK else 60
 LONG = {

@@ -22,7 +22,6 @@ from tests.support.training import (
     settings,
     steps_of,
     weights_of,
-    write_store,
 )
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,11 +35,6 @@ from varlen.train.model import build_model, model_config
 from varlen.train.settings import ModelSettings, OptimizerSettings
 from varlen.train.step import learning_rate, make_optimizer, target_loss_sum
 from varlen.train.trainer import train
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return write_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")

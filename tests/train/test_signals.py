@@ -1,6 +1,7 @@
 """Runs that are told to end or killed: they save at one step that all ranks agree on, or end with the same bits."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -18,11 +19,12 @@ from tests.support.training import (
     same_end,
     settings,
     signal_at,
+    start_program,
     start_ranks,
     start_training,
+    start_verb,
     steps_of,
     table,
-    write_store,
     write_toml,
 )
 from tests.support.training import Notes as Hearer
@@ -34,11 +36,6 @@ from varlen.train.trainer import agreed, train
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 NEVER = {"run__checkpoint_every": 0}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return write_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +158,14 @@ with Interrupt() as interrupt:
 """
 
 
-def test_a_ctrl_c_that_a_library_has_lost_ends_the_run_at_its_first_step():
-    done = subprocess.run(
-        [sys.executable, "-c", LOST_INTERRUPT], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_a_ctrl_c_that_a_library_has_lost_ends_the_run_at_its_first_step(tmp_path):
+    out, errors = tmp_path / "out", tmp_path / "errors"
 
-    assert done.stdout.split() == [str(int(INT))]
-    assert "KeyboardInterrupt" not in done.stderr
-    assert "ZeroDivisionError" in done.stderr
+    assert ended([start_program(LOST_INTERRUPT, out, errors)]) == [0]
+
+    assert out.read_text().split() == [str(int(INT))]
+    assert "KeyboardInterrupt" not in errors.read_text()
+    assert "ZeroDivisionError" in errors.read_text()
 
 
 STUCK = """
@@ -230,12 +227,11 @@ def test_a_signal_to_all_processes_of_a_job_leaves_the_loaders_worker_alive_to_t
 ):
     made = table(store, tmp_path / "run", run__steps=10**6, run__checkpoint_every=0, data__worker="process")
     write_toml(tmp_path / "c.toml", made)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "varlen", "train", str(tmp_path / "c.toml")], stderr=subprocess.PIPE, text=True
-    )
+    errors = tmp_path / "errors"
+    process = start_verb("train", tmp_path / "c.toml", errors=errors)
     metrics = tmp_path / "run/metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert process.poll() is None, process.stderr.read()
+        assert process.is_alive(), errors.read_text()
         time.sleep(0.1)
     children = children_of(process)
     assert children, "no worker runs"
@@ -243,10 +239,10 @@ def test_a_signal_to_all_processes_of_a_job_leaves_the_loaders_worker_alive_to_t
         subprocess.run(["kill", f"-{int(number)}", child], check=False)
     time.sleep(0.5)
     assert children_of(process) == children, "a worker has died, and another took its place"
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    os.kill(process.pid, number)
+    assert ended([process]) == [128 + number], errors.read_text()
 
-    assert process.returncode == 128 + number, said
+    said = errors.read_text()
     assert f"stopped by {number.name}; step" in said
     assert "is saved in" in said
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,13 +19,12 @@ from varlen.cost.hardware import MACHINES, Hardware, load_hardware, save_hardwar
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
-from varlen.errors import PlanError, SettingError, StateError, VarlenError
+from varlen.errors import SettingError, StateError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.plans import KEPT, GivenPlans, Heard, choice_of
 from varlen.feed.state import PLANS
 from varlen.files.ours import unfinished
 from varlen.offline.outputs import free_words
-from varlen.plan.api import plan_step, repairs
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.plan.planner import Planner
 from varlen.plan.search import Search
@@ -36,11 +34,10 @@ from varlen.runtime.engine import SLICE_TOKENS, SliceEngine
 from varlen.runtime.mesh.process_groups import seat_of
 from varlen.runtime.split import cut_to_stage
 from varlen.simulate.api import simulate
-from varlen.step_plan import Mesh, Offload, PlanMethod, Recompute, Sharding, StepPlan
+from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
 from varlen.train.parallel import Ranks, computing, sharded
 from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
 from varlen.train.step import Gradients, Part
-from varlen.types import Int32Array
 
 STATE: Final = "plans.json"
 """File in the run's folder that says how the last steps were planned. It is written after every step, so that steps
@@ -156,7 +153,7 @@ def plans_of(
     # The quick plan needs no close search, unless it must equal the plan of the same method.
     quick = search if plan.quick == method else replace(search, closely=False)
     planner = Planner(
-        function="varlen.train.plans:affordable",
+        function="varlen.train.affordable:affordable",
         quick={"method": plan.quick, "search": quick},
         ahead=plan.ahead,
         deadline_s=plan.deadline_s,
@@ -260,86 +257,6 @@ def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine
     else:
         model.to(ranks.device)
     return SliceEngine(model, mesh=mesh, rank=ranks.rank, deadline_s=run.timeout_s)
-
-
-# `affordable`: the plan of a step with as little recomputation and offloading as fits in memory and settings allow.
-#
-# The process that plans ahead calls it too, and loads no torch.
-
-Auto = Literal["auto"]
-
-
-def affordable(
-    lengths: Int32Array,
-    *,
-    cost: CostModel,
-    mesh: Mesh,
-    method: PlanMethod,
-    search: Search,
-    recompute: Recompute | Auto,
-    offload: Offload | Auto,
-) -> StepPlan:
-    """Plan a step, recomputing and offloading what settings say or, for "auto", what the planner chooses.
-
-    Where the planner may choose only one of the two, this function tries the other one's ways and takes the first
-    that fits in memory.
-
-    Args:
-        lengths: int32 `[num_documents]`.
-    """
-    try:
-        return _planned(lengths, cost, mesh, method, search, recompute, offload)
-    except PlanError as error:
-        more = []
-        if recompute not in ("auto", "full") or offload == "none":
-            more.append(
-                f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
-            )
-        if mesh.dp > 1 and not search.merges:
-            more.append("plan.merges = true would let ranks share documents")
-        if re.search(r"\b[ct]p\b", str(error)):
-            more.append('a run has neither cp nor tp: what divides it is plan.pp and run.parallel = "fsdp"')
-        if not more:
-            raise
-        raise PlanError("; ".join([str(error), *more])) from None
-
-
-def _planned(
-    lengths: Int32Array,
-    cost: CostModel,
-    mesh: Mesh,
-    method: PlanMethod,
-    search: Search,
-    recompute: Recompute | Auto,
-    offload: Offload | Auto,
-) -> StepPlan:
-    """Do what `affordable` does; its errors don't say yet what would help."""
-    if recompute == "auto":
-        least = cost.replace(recompute="none", offload="kv" if offload == "kv" else "none")
-        plan = plan_step(lengths, cost=least, mesh=mesh, method=method, search=search)
-        if offload in ("auto", plan.offload):
-            return plan
-    fault = PlanError()
-    for way in _ways(cost, mesh, recompute, offload):
-        try:
-            return plan_step(
-                lengths, cost=way, mesh=mesh, method=method, search=replace(search, repairs=False)
-            )
-        except PlanError as error:
-            fault = error
-    raise fault
-
-
-def _ways(
-    cost: CostModel, mesh: Mesh, recompute: Recompute | Auto, offload: Offload | Auto
-) -> Iterator[CostModel]:
-    """Yield cost models of what settings allow, the fastest first."""
-    if recompute == "auto":
-        least = cost.replace(recompute="none", offload="none")
-        yield from (way for way in repairs(least, mesh) if way.offload == offload)
-        return
-    offloads: tuple[Offload, ...] = ("none", "kv") if offload == "auto" else (offload,)
-    yield from (cost.replace(recompute=recompute, offload=each) for each in offloads)
 
 
 # The hardware that plans are priced by: given by a name or a file, or measured once on this machine.

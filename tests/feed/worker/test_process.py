@@ -69,7 +69,7 @@ def kill_at_random(loader, kills, rng):
     return found
 
 
-def test_a_worker_killed_at_random_moments_is_replaced_at_the_exact_batch(store, whole):
+def test_a_worker_killed_at_random_moments_is_replaced_at_the_exact_batch(store, whole, fresh_children):
     with loader_of(store, micro_batch_size=1, epochs=8, worker="process") as loader:
         assert kill_at_random(loader, KILLS, random.Random(1)) == whole[0]
         assert loader.stats().restarts >= KILLS - 1  # the last may come after the last batch was made
@@ -135,7 +135,7 @@ def test_sixty_four_batches_held_at_once_keep_their_bytes(store, whole, caplog):
     assert kept.tolist() == expected
 
 
-def test_no_process_thread_memory_or_descriptor_is_left(store):
+def test_no_process_thread_memory_or_descriptor_is_left(store, fresh_children):
     before, threads = descriptors(), set(threading.enumerate())
     pids = []
     for ending in ("close", "exception", "dropped", "early"):
