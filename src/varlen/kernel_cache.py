@@ -97,14 +97,14 @@ def folder_for(source: str) -> Path | None:
             for folder in (*reversed(candidate.parents), candidate):
                 if not folder.exists():
                     folder.mkdir(mode=0o700, exist_ok=True)
-            folder_ = candidate.resolve()
-            if not is_trusted(folder_):
+            resolved = candidate.resolve()
+            if not is_trusted(resolved):
                 _log.info(
-                    "compiled kernels are not kept in %s, which others than this user can write", folder_
+                    "compiled kernels are not kept in %s, which others than this user can write", resolved
                 )
                 continue
-            tempfile.TemporaryFile(dir=folder_).close()  # only an attempt shows whether it can be written
-            return folder_
+            tempfile.TemporaryFile(dir=resolved).close()  # only an attempt shows whether it can be written
+            return resolved
     return _of_this_process(source)
 
 

@@ -12,10 +12,8 @@ from varlen.errors import MissingExtraError
 
 # Extras of varlen that install a library.
 _EXTRAS = {"torch": "train", "transformers": "train", "highspy": "plan", "ray": "ray", "s3fs": "s3"}
-_PACKAGES = {
-    "yaml": "pyyaml",
-    "megatron": "megatron-core",
-}  # distributions with another name than their import
+# Distributions with another name than their import.
+_PACKAGES = {"yaml": "pyyaml", "megatron": "megatron-core"}
 
 
 def library_in(error: BaseException | None) -> str:

@@ -23,8 +23,8 @@ _DEEP = "brackets, tables or blocks nested too deeply"
 class UnreadableError(ValueError):
     """A text isn't of its format, or is excessive."""
 
-    def __init__(self, said: str, line: int | None = None) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
         self.line = line
 
 
@@ -104,11 +104,11 @@ def parse_python(source: str) -> ast.Module:
 def _check_node(node: Any, known: dict[int, int], depth: int) -> int:
     """Return how many values a YAML node expands to, including aliases and merges."""
     line = node.start_mark.line + 1
-    count_ = known.get(id(node))
-    if count_ is not None:
-        if count_ < 0:
+    before = known.get(id(node))
+    if before is not None:
+        if before < 0:
             raise UnreadableError("an alias within what it stands for", line)
-        return count_
+        return before
     if depth > _DEEPEST:
         raise UnreadableError(_DEEP, line)
     known[id(node)] = -1

@@ -81,7 +81,9 @@ def _as_chats(prompt: Any, completion: Any, *, weighs: bool) -> tuple[Any, Any]:
         except SourceError:
             return prompt, completion
         if not all(
-            isinstance(one, dict) and ("role" in one or "from" in one) for some in read for one in some
+            isinstance(message, dict) and ("role" in message or "from" in message)
+            for some in read
+            for message in some
         ):
             return prompt, completion
         prompt, completion = read

@@ -120,7 +120,7 @@ def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     steps = steps_of(columns, values, len(rows), encoding.template, choice)
     for role, column in values.items():
         for index in (index for index, cell in enumerate(column) if type(cell) is NotJson):
-            steps[index] = partial(refuse, f"`{columns.names[role]}` holds {column[index].said}")
+            steps[index] = partial(refuse, f"`{columns.names[role]}` holds {column[index].why}")
     # A template's rendering has its own beginning; a plain-text prompt has none.
     is_plain = [
         columns.kind == "prompt" and isinstance(prompt, str) for prompt in values.get("prompt", steps)
@@ -166,9 +166,8 @@ def _chats(
         except SourceError as error:
             wrong[index] = f"can't be used: {error}"
     losses = sum((rendering.losses for rendering in rendered if rendering.losses), NO_LOSSES)
-    of_ends = [
-        rendering.weights[-1] if rendering.weights else 1 for rendering in rendered
-    ]  # before more of the text is trained
+    # The weights of last turns, before more of the text is trained.
+    of_ends = [rendering.weights[-1] if rendering.weights else 1 for rendering in rendered]
     is_all = encoding.supervise == "all"
     if is_all and any(rendering.off or rendering.weights for rendering in rendered):
         rendered, is_all = [_all_of(rendering) for rendering in rendered], False
@@ -190,13 +189,13 @@ def _chats(
     )
 
 
-def _all_of(one: Rendered) -> Rendered:
+def _all_of(rendering: Rendered) -> Rendered:
     """Supervise all of a conversation except what its author switches off."""
-    weighed = [(span, weight) for span, weight in zip(one.spans, one.weights) if weight != 1]
-    apart = sorted([*one.off, *(span for span, _ in weighed)])
-    every = sorted([*((span, 1.0) for span in between(apart, len(one.text))), *weighed])
+    weighed = [(span, weight) for span, weight in zip(rendering.spans, rendering.weights) if weight != 1]
+    apart = sorted([*rendering.off, *(span for span, _ in weighed)])
+    every = sorted([*((span, 1.0) for span in between(apart, len(rendering.text))), *weighed])
     weights = tuple(weight for _, weight in every) if weighed else ()
-    return replace(one, spans=tuple(span for span, _ in every), weights=weights)
+    return replace(rendering, spans=tuple(span for span, _ in every), weights=weights)
 
 
 def _rows_but(wrong: Mapping[int, str], num_rows: int) -> IntArray | None:
@@ -220,12 +219,18 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
     any of its characters is.
     """
     each: list[float] = []  # weight of each span, where any isn't 1
-    if any(one.weights for one in rendered):
-        each = [weight for one in rendered for weight in one.weights or (1.0,) * len(one.spans)]
+    if any(rendering.weights for rendering in rendered):
+        each = [
+            weight for rendering in rendered for weight in rendering.weights or (1.0,) * len(rendering.spans)
+        ]
     if isinstance(tokenizer, FastTokenizer) and not tokenizer.is_cuttable:
-        spans = np.array([span for one in rendered for span in one.spans], dtype=np.int64).reshape(-1, 2)
-        counts_ = np.cumsum([0, *(len(one.spans) for one in rendered)]).astype(np.int64)
-        tokens, offsets, marked = tokenizer.encode_spans([one.text for one in rendered], spans, counts_)
+        spans = np.array(
+            [span for rendering in rendered for span in rendering.spans], dtype=np.int64
+        ).reshape(-1, 2)
+        counts_ = np.cumsum([0, *(len(rendering.spans) for rendering in rendered)]).astype(np.int64)
+        tokens, offsets, marked = tokenizer.encode_spans(
+            [rendering.text for rendering in rendered], spans, counts_
+        )
         if not each:
             return tokens, offsets, (marked > 0).astype(np.uint8)
         return tokens, offsets, np.array([0, *each], dtype=np.float32)[marked]
@@ -233,14 +238,14 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
     values: list[float] = []  # of each part
     firsts = [0]
     of_spans = iter(each)
-    for one in rendered:
+    for rendering in rendered:
         at = 0
         own: list[str] = []
-        for start, stop in one.spans:
-            own += (one.text[at:start], one.text[start:stop])
+        for start, stop in rendering.spans:
+            own += (rendering.text[at:start], rendering.text[start:stop])
             values += (0, next(of_spans, 1))
             at = stop
-        own.append(one.text[at:])
+        own.append(rendering.text[at:])
         values.append(0)
         parts.append(own)
         firsts.append(len(values))

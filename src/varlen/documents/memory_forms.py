@@ -16,7 +16,7 @@ from typing import Any
 from varlen.counts import many
 from varlen.documents.row_text import write_rows
 from varlen.documents.serving import Serving
-from varlen.documents.spool import TABLE, TEXT_ROWS, Sink, Spooled, spool
+from varlen.documents.spool import TABLE, TEXT_ROWS, Sink, spool
 from varlen.errors import SourceError
 from varlen.files.columns import find_columns
 from varlen.files.paths import File, refuse_text
@@ -52,9 +52,7 @@ class Table:
 
     where: str
     names: Sequence[str]
-    batches: Callable[
-        [list[str]], Iterable[Any]
-    ]  # from column names to tables or record batches of these columns
+    batches: Callable[[list[str]], Iterable[Any]]  # from column names to tables or record batches
     media: Mapping[str, str]  # kinds of media by column name
 
 
@@ -133,11 +131,8 @@ def _is(value: Any, module: str, name: str) -> bool:
 
 def _of_numbered(data: Any) -> Rows:
     """Return the rows of an indexable object, such as a torch data set."""
-
-    def rows() -> Iterator[Any]:
-        return (data[number] for number in range(len(data)))
-
-    return Objects(where=f"memory ({type(data).__name__} of {many(len(data), 'row')})", rows=rows)
+    where = f"memory ({type(data).__name__} of {many(len(data), 'row')})"
+    return Objects(where=where, rows=lambda: (data[number] for number in range(len(data))))
 
 
 def _of_iterable(data: Any) -> Rows:
@@ -169,11 +164,8 @@ def _of_mapping(data: Any) -> Rows | None:
         raise SourceError(f"a dict of columns has {one:,} values in `{first}` and {two:,} in `{other}`")
     num_rows = next(iter(lengths.values()), 0)
     columns = {name: _plain_column(column) for name, column in data.items()}
-
-    def rows() -> Iterator[dict[Any, Any]]:
-        return (dict(zip(columns, row)) for row in zip(*columns.values()))
-
-    return Objects(where=f"memory (dict of {many(num_rows, 'row')})", rows=rows)
+    where = f"memory (dict of {many(num_rows, 'row')})"
+    return Objects(where=where, rows=lambda: (dict(zip(columns, row)) for row in zip(*columns.values())))
 
 
 def _plain_column(column: Any) -> Any:
@@ -337,34 +329,30 @@ def _served(rows: Objects, columns: Mapping[str, str]) -> File:
 
 
 def _written(rows: Rows, columns: Mapping[str, str], cache: Path | None) -> File:
-    if isinstance(rows, Table):
-        wanted = _wanted(rows, columns)
-        counted = [0]
-        spooled = spool(lambda sink: _write_table(rows, wanted, sink, counted), TABLE, cache)
-    else:
-        counted = [0]
-        spooled = spool(lambda sink: _write_objects(rows, columns, sink, counted), TEXT_ROWS, cache)
-    if not counted[0]:
+    num_rows = 0
+    wanted = _wanted(rows, columns) if isinstance(rows, Table) else []
+
+    def write(sink: Sink) -> None:
+        nonlocal num_rows
+        if isinstance(rows, Table):
+            num_rows = _write_table(rows, wanted, sink)
+        else:
+            num_rows = write_rows(rows.rows(), columns, rows.where, sink.write)
+
+    name = TABLE if isinstance(rows, Table) else TEXT_ROWS
+    spooled = spool(write, name, cache)
+    if not num_rows:
         spooled.hold.release()
         raise SourceError(f"{rows.where} holds no row; pass some")
-    return _file(rows, spooled)
-
-
-def _file(rows: Rows, spooled: Spooled) -> File:
-    is_table = isinstance(rows, Table)
     return File(
         path=rows.where,
-        name=f"memory{Path(TABLE if is_table else TEXT_ROWS).suffix}",
+        name=f"memory{Path(name).suffix}",
         size=spooled.size,
-        format="arrow" if is_table else "jsonl",
+        format="arrow" if name == TABLE else "jsonl",
         stored=str(spooled.path),
         content=spooled.content,
         hold=spooled.hold,
     )
-
-
-def _write_objects(rows: Objects, columns: Mapping[str, str], sink: Sink, counted: list[int]) -> None:
-    counted[0] = write_rows(rows.rows(), columns, rows.where, sink.write)
 
 
 def _wanted(table: Table, columns: Mapping[str, str]) -> list[str]:
@@ -380,22 +368,24 @@ def _wanted(table: Table, columns: Mapping[str, str]) -> list[str]:
     return wanted
 
 
-def _write_table(table: Table, wanted: list[str], sink: Sink, counted: list[int]) -> None:
-    """Write record batches whose boundaries depend only on the rows."""
+def _write_table(table: Table, wanted: list[str], sink: Sink) -> int:
+    """Write record batches whose boundaries depend only on the rows; return the number of rows."""
     import pyarrow as pa
 
     writer: Any = None
+    num_rows = 0
     try:
         for batch in _cut(table.batches(wanted)):
             if writer is None:
                 writer = pa.ipc.new_file(pa.PythonFile(sink, mode="w"), batch.schema)
             writer.write_batch(batch)
-            counted[0] += batch.num_rows
+            num_rows += batch.num_rows
     except pa.ArrowException as error:
         raise SourceError(f"{table.where} can't be read: {str(error).splitlines()[0]}") from error
     finally:
         if writer is not None:
             writer.close()
+    return num_rows
 
 
 def _cut(tables: Iterable[Any]) -> Iterator[Any]:

@@ -53,8 +53,7 @@ class Source:
     taken: tuple[str, ...] = field(default=(), compare=False)  # splits chosen from folders with several
     on_error: OnError = "raise"
     text_cut: Cut = "file"  # what a document is in text files
-    # The tokenizer named by the manifests of packed sets among the files.
-    packed_by: TokenizerMark | None = None
+    packed_by: TokenizerMark | None = None  # the tokenizer in the manifests of packed sets among the files
     fingerprint: str = field(default="", compare=False)  # of everything but the files' contents
 
     def parts(self, target_bytes: int = 64 << 20) -> list[Part]:
@@ -104,19 +103,13 @@ class Source:
         return unread(self.left_out, self.taken)
 
     def counts_bytes(self) -> bool:
-        """Whether texts or chats will become bytes: no tokenizer is given, and not all rows are token ids.
-
-        Inspects the columns of the first files only, and skips unreadable ones.
-        """
+        """Whether texts or chats will become bytes: no tokenizer is given, and not all rows are token ids."""
         if not isinstance(self.encoding.tokenizer, ByteTokenizer):
             return False
         return any(columns.kind != "tokens" for columns in self._first_columns())
 
     def said_of_template(self) -> str | None:
-        """Say that chats are written as ChatML because the tokenizer has no chat template, and none was given.
-
-        Inspects the columns of the first files only, and skips unreadable ones.
-        """
+        """Say that chats are written as ChatML because the tokenizer has no chat template, and none was given."""
         tokenizer = self.encoding.tokenizer
         if self.encoding.template.source is not CHATML or isinstance(tokenizer, ByteTokenizer):
             return None
@@ -128,27 +121,21 @@ class Source:
         )
 
     def made_by(self) -> TokenizerMark | None:
-        """Return the tokenizer that makes the tokens, or made those that exist; None if unknown.
-
-        Without a tokenizer, inspects the columns of the first files.
-        """
+        """Return the tokenizer that makes the tokens, or made those that exist; None if unknown."""
         tokenizer = self.encoding.tokenizer
         if not isinstance(tokenizer, ByteTokenizer) or self.counts_bytes():
             return mark_of(tokenizer)
         return self.packed_by
 
     def check_eos(self) -> None:
-        """Raise if texts need an EOS and the tokenizer has none, before they are read.
-
-        Inspects the columns of the first files only, and skips unreadable ones.
-        """
+        """Raise if texts need an EOS and the tokenizer has none, before they are read."""
         if not self.encoding.append_eos or self.encoding.tokenizer.specials.eos_id is not None:
             return
         if any(columns.kind == "text" for columns in self._first_columns()):
             eos_of(self.encoding)
 
     def _first_columns(self) -> Iterator[Columns]:
-        """Yield the columns of the first readable files."""
+        """Yield the columns of the first files, except unreadable ones; sufficient to see what a source holds."""
         for file in self.files[:_LOOKED_AT]:
             try:
                 columns = columns_of(file, self.encoding.columns)
@@ -216,7 +203,7 @@ def open_source(
         leave_out=leave_out,
         retry=retry or Retry(),
     )
-    files = (found := find(placed(data, named, cache), naming)).files
+    files = (resolved := find(placed(data, named, cache), naming)).files
     _refuse_cut_rows(files)
     made = load_tokenizer(tokenizer, eos=eos)
     specials = made.specials
@@ -248,8 +235,8 @@ def open_source(
     return Source(
         files=files,
         encoding=encoding,
-        left_out=found.left_out,
-        taken=found.taken,
+        left_out=resolved.left_out,
+        taken=resolved.taken,
         on_error=on_error,
         text_cut=cut,
         packed_by=packed_by,

@@ -91,15 +91,7 @@ def _text(value: Any, role: str) -> str:
 # of their names, stay whole and make the tail long. Tests and third-party packages are left out by name, so that two
 # machines with the same Python version have the same documents whether or not the tests are installed.
 
-_LEFT_OUT_FOLDERS = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "ensurepip",
-    "__pycache__",
-}
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "__pycache__"}
 _WHOLE_MODULES_PERCENT = 5
 
 
@@ -111,7 +103,7 @@ def interpreter_texts(folder: Path | None = None) -> Iterator[str]:
     """
     root = folder or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
-        path for path in root.rglob("*.py") if _LEFT_OUT_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1])
+        path for path in root.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(root).parts[:-1])
     )
     found_any = False
     for path in files:

@@ -74,7 +74,7 @@ def find(data: Data, naming: Naming | None = None) -> Found:
         raise SourceError(f"{files[0].path} is empty (0 bytes){more}; was it written to the end?")
     return Found(
         files=tuple(files),
-        left_out=tuple(one for entry in entries_found for one in entry.left_out),
+        left_out=tuple(group for entry in entries_found for group in entry.left_out),
         taken=tuple(dict.fromkeys(split for entry in entries_found for split in entry.taken)),
     )
 

@@ -95,9 +95,9 @@ class _Stored(io.RawIOBase):
         if 0 <= file.size != now.size:
             raise changed_file_error(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
         if isinstance(file.seen, Seen):
-            difference_ = difference(file.place, file.seen, now, file.known, self._descriptor)
-            if difference_ is not None:
-                raise changed_file_error(file.place, file.seen, replaced_words(file.path, difference_))
+            reason = difference(file.place, file.seen, now, file.known, self._descriptor)
+            if reason is not None:
+                raise changed_file_error(file.place, file.seen, replaced_words(file.path, reason))
         forget_change(file.place, file.seen)
 
     def readinto(self, buffer: Any, /) -> int:

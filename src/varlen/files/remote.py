@@ -127,7 +127,7 @@ def _list(fs: Any, path: str, url: str) -> tuple[list[Listed], Kind]:
     if info["type"] == "directory" and not is_web:
         return _listed(fs, fs.find(path, detail=True).items(), path), "folder"
     name = path.rstrip("/").rsplit("/", 1)[-1].split("?")[0]
-    return [Listed(path=url, name=name, size=_size(info), mark=_mark(info), seen=said_of(info))], "file"
+    return [Listed(path=url, name=name, size=_size(info), mark=_mark(info), seen=report_of(info))], "file"
 
 
 def is_hidden(name: str) -> bool:
@@ -196,7 +196,7 @@ def _listed(fs: Any, entries: Any, folder: str) -> list[Listed]:
             name=path[len(folder) :].lstrip("/"),
             size=_size(info),
             mark=_mark(info),
-            seen=said_of(info),
+            seen=report_of(info),
         )
         for path, info in sorted(entries, key=itemgetter(0))
     ]
@@ -212,7 +212,7 @@ def _mark(info: dict[str, Any]) -> str | None:
     return next((f"{key.lower()}:{info[key]}" for key in _MARKS if info.get(key)), None)
 
 
-def said_of(info: Mapping[str, Any]) -> str | None:
+def report_of(info: Mapping[str, Any]) -> str | None:
     """Return everything a server reports of a file that changes when it is replaced, as JSON; None for nothing.
 
     It identifies a file within a run. A listing and a request for one file may report different properties, so only
@@ -231,7 +231,7 @@ def _spelled(value: Any) -> str:
 
 
 def etag_of(report: str | None) -> str | None:
-    """Return the ETag in a report of `said_of`, or None."""
+    """Return the ETag in a report of `report_of`, or None."""
     tag: str | None = None if report is None else json.loads(report)["mark"].get("etag")
     return tag
 
@@ -338,7 +338,7 @@ class _Ranges:
 
     def check(self, details: Any) -> None:
         """Raise if the file isn't the one that was listed, as far as the reported properties tell."""
-        name = replaced(self.seen, said_of(details)) if isinstance(details, Mapping) else None
+        name = replaced(self.seen, report_of(details)) if isinstance(details, Mapping) else None
         if name is not None:
             raise changed_file_error(
                 self._url, self.seen, replaced_words(self._url, f"the server names another {name}")

@@ -15,8 +15,7 @@ from varlen.errors import MissingExtraError, SettingError, SourceError, VarlenEr
 
 Result = TypeVar("Result")
 
-# Characters of a library's message that an error quotes; some messages contain everything that was read.
-_MOST_CHARACTERS = 200
+_MOST_CHARACTERS = 200  # of a library's message that an error quotes: some quote everything that they read
 # What pip installs, by URL protocol.
 _PACKAGES = {
     "s3": '"varlen[s3]"',
@@ -202,7 +201,7 @@ def is_nothing_there(error: FileNotFoundError) -> bool:
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
     """Return the status and the code of a server's response, or (None, "")."""
-    return next((answer for answer in map(_answer, _chain(error)) if answer[0] is not None), (None, ""))
+    return next((response for response in map(_answer, _chain(error)) if response[0] is not None), (None, ""))
 
 
 def as_os_error(error: BaseException) -> OSError:

@@ -186,7 +186,7 @@ def json_kind(value: object) -> str:
         float: "number",
     }
     if isinstance(value, NotJson):
-        return value.said
+        return value.why
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 
@@ -208,7 +208,7 @@ _JSON = "arrow.json"
 class NotJson:
     """An invalid cell of JSON type."""
 
-    said: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,7 @@ def write_table(
 
 
 def list_column(values: npt.NDArray[Any], offsets: IntArray) -> Any:
-    """Return an Arrow list array over flat values.
-
-    Args:
-        values: `[num_values]`, numbers or booleans.
-        offsets: `[rows + 1]`, below 2^31.
-    """
+    """Return an Arrow list array over flat numbers or booleans; offsets, `[rows + 1]`, are below 2^31."""
     import pyarrow as pa
 
     return pa.ListArray.from_arrays(_arrow(offsets.astype(np.int32, copy=False)), _arrow(values))

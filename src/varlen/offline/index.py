@@ -134,7 +134,7 @@ def build_store(
             take_back(partial, folder, existing)
         first = grown[-1]["parts"] if grown else 0
         source = replace(source, files=source.files[grown[-1]["files"] :]) if grown else source
-        plan = _Plan(partial, print_, first, {name: marks[name] for name in TOLD if name in marks})
+        plan = _Plan(partial, print_, first, {name: marks[name] for name in PLAN_MARKS if name in marks})
         listed, num_parts = _index_parts(source, plan, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
             message = _nothing(source, listed, partial)
@@ -289,14 +289,14 @@ def unnamed(marks: dict[str, Any]) -> dict[str, Any]:
     return {**marks, "tokenizer": {**tokenizer, "name": ""}}
 
 
-TOLD = ("tokenizer", ROW_WEIGHTS)  # marks of a source that are written to the plan of its store
+PLAN_MARKS = ("tokenizer", ROW_WEIGHTS)  # marks of a source that are written to the plan of its store
 
 
-def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[str, Any]) -> None:
+def write_plan(partial: Path, fingerprint: str, num_parts: int, marks: Mapping[str, Any]) -> None:
     """Write the plan of a token store, for those who read it while it is written."""
     with disk_faults(partial):
         write_json(
-            partial / WORK / PLAN, sealed({"fingerprint": fingerprint, "num_parts": num_parts, **told})
+            partial / WORK / PLAN, sealed({"fingerprint": fingerprint, "num_parts": num_parts, **marks})
         )
 
 

@@ -293,9 +293,9 @@ class Plan:
         shards, documents = np.empty_like(places), np.empty_like(places)
         for stretch in np.unique(places // STRETCH).tolist():
             at = places // STRETCH == stretch
-            stretch_ = self._order.stretch(stretch)
-            shards[at] = stretch_[0][places[at] - stretch * STRETCH]
-            documents[at] = stretch_[1][places[at] - stretch * STRETCH]
+            held_shards, held_documents = self._order.stretch(stretch)
+            shards[at] = held_shards[places[at] - stretch * STRETCH]
+            documents[at] = held_documents[places[at] - stretch * STRETCH]
         return shards, documents
 
 

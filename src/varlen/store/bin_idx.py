@@ -50,7 +50,7 @@ class MegatronFile:
             raise SourceError(
                 f"{error.filename} can't be read: {error.strerror or error}; a pair of .bin and .idx is needed"
             ) from error
-        self._dtype, sequences, documents = self._read_head(head)
+        self.dtype, sequences, documents = self._read_head(head)
         needed = _HEAD_BYTES + 12 * sequences + 8 * documents
         if idx_bytes not in (needed, needed + sequences):
             raise SourceError(
@@ -68,14 +68,9 @@ class MegatronFile:
                 f"{int(self._sequences[0]):,} to {int(self._sequences[-1]):,}"
             )
         # Of the index only, so that ranks plan the same even if one has truncated tokens.
-        ends = self._begins[-1:].astype(np.int64) // self._dtype.itemsize + self._lengths[-1:]
+        ends = self._begins[-1:].astype(np.int64) // self.dtype.itemsize + self._lengths[-1:]
         self.num_tokens = int(np.clip(ends, 0, _MOST_TOKENS).max(initial=0))
         self._file = -1
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The type of the stored tokens."""
-        return self._dtype
 
     def _read_head(self, head: bytes) -> tuple[np.dtype[Any], int, int]:
         """Return the number type, and the number of sequences and of document bounds."""
@@ -114,7 +109,7 @@ class MegatronFile:
             raise self._damaged("its documents' sequences don't rise", first, stop)
         a, b = int(bounds[0]), int(bounds[-1])
         sizes, begins = self._lengths[a:b].astype(np.int64), self._begins[a:b].astype(np.int64)
-        width = self._dtype.itemsize
+        width = self.dtype.itemsize
         if (sizes < 0).any() or (begins < 0).any() or (begins % width).any():
             raise self._damaged("lengths or places of sequences are out of range", first, stop)
         ends = begins + sizes * width
@@ -141,7 +136,7 @@ class MegatronFile:
         An index is consistent if sequences are contiguous and none is longer than the file.
         """
         in_a_row = bool((ends[:-1] == begins[1:]).all() and (ends >= begins).all())
-        return in_a_row and bool((sizes * self._dtype.itemsize <= self._size).all())
+        return in_a_row and bool((sizes * self.dtype.itemsize <= self._size).all())
 
     def _damaged(self, why: str, first: int, stop: int) -> SourceError:
         return SourceError(
@@ -165,7 +160,7 @@ class MegatronFile:
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
         """Return tokens [start, stop) of the open file, as stored."""
-        width = self._dtype.itemsize
+        width = self.dtype.itemsize
         try:
             content = os.pread(self._file, (stop - start) * width, start * width)
         except OSError as error:
@@ -174,7 +169,7 @@ class MegatronFile:
             raise SourceError(
                 f"{self._bin} ends before token {stop:,}, though its index names it; copy it again"
             )
-        return np.frombuffer(content, dtype=self._dtype)
+        return np.frombuffer(content, dtype=self.dtype)
 
     def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:  # noqa: ARG002 - all are valid
         """Return a mask of ones: all tokens are supervised."""
@@ -182,7 +177,7 @@ class MegatronFile:
 
     def will_need(self, start: int, stop: int) -> None:
         """Prefetch tokens; do nothing where unsupported."""
-        width = self._dtype.itemsize
+        width = self.dtype.itemsize
         if stop > start and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, start * width, (stop - start) * width, os.POSIX_FADV_WILLNEED)
 

@@ -16,49 +16,24 @@ from varlen.types import Int32Array, IntArray
 
 
 class BlankTokens:
-    """A token store whose tokens are all 0."""
+    """A token store whose tokens are all 0, one shard per part."""
+
+    tables: Path | None = None  # nothing is cached
 
     def __init__(self, lengths: IntArray | Int32Array, shards: IntArray | None = None) -> None:
-        """Create it from the lengths of all documents, empty ones included.
-
-        Arrays: `lengths` is `[documents]`, in store order; `shards` is int64 `[parts]`, the documents of each part,
-        which is one shard; None: all are in one.
-        """
+        """Create it from `[documents]` lengths, and int64 `[parts]` documents of each part; None: all are in one."""
         self._lengths = lengths
-        self._counts = np.array([lengths.size], np.int64) if shards is None else shards
-        self._first = np.concatenate([[0], np.cumsum(self._counts)]).astype(np.int64)
+        self.documents: IntArray = np.array([lengths.size], np.int64) if shards is None else shards
+        self.num_parts = int(self.documents.size)
+        self.parts: IntArray = np.arange(self.num_parts)
+        self._first = np.concatenate([[0], np.cumsum(self.documents)]).astype(np.int64)
         before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self._tokens: IntArray = np.diff(before[self._first])
-
-    @property
-    def documents(self) -> IntArray:
-        """int64 `[shards]`: documents of each shard."""
-        return self._counts
-
-    @property
-    def parts(self) -> IntArray:
-        """int64 `[shards]`: each shard is a part."""
-        return np.arange(self._counts.size)
-
-    @property
-    def tokens(self) -> IntArray:
-        """int64 `[shards]`: tokens of each shard."""
-        return self._tokens
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts."""
-        return int(self._counts.size)
+        self.tokens: IntArray = np.diff(before[self._first])
 
     @property
     def fingerprint(self) -> str:
         """Hash of the lengths."""
         return digest(self._lengths.astype("<i8").tobytes().hex())
-
-    @property
-    def tables(self) -> Path | None:
-        """None: nothing is cached."""
-        return None
 
     def fingerprint_at(self, num_parts: int) -> str | None:
         """Return the fingerprint of all parts; the first ones alone never were a store."""
@@ -73,8 +48,8 @@ class BlankTokens:
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
         """Return the lengths of documents, given by shard and number."""
-        lengths_: IntArray = self._lengths[self._first[shards] + documents].astype(np.int64)
-        return lengths_
+        chosen: IntArray = self._lengths[self._first[shards] + documents].astype(np.int64)
+        return chosen
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Do nothing: no file is read."""

@@ -25,16 +25,7 @@ OnProgress = Callable[[int, int, str], None]
 _EXCERPT_TOKENS = 32
 # Exceptions that damaged archives cause in the standard library and numpy.
 _DAMAGED = (
-    *(
-        OSError,
-        ValueError,
-        TypeError,
-        EOFError,
-        OverflowError,
-        SyntaxError,
-        RuntimeError,
-        NotImplementedError,
-    ),
+    *(OSError, ValueError, TypeError, EOFError, OverflowError, SyntaxError, RuntimeError),
     *(MemoryError, TokenError, zipfile.BadZipFile, zlib.error),
 )
 

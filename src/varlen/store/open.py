@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,15 +52,17 @@ def open_tokens(
             return PartialStore(folder, patience_s=patience_s, check_tokens=check_tokens)
     pairs = [_pairs(entry) for entry in entries]
     if all(pairs):
-        choices = [_of_split(entry, found, split) for entry, found in zip(entries, pairs)]
-        named = {str(prefix.absolute()): (prefix, name) for found, _ in choices for prefix, name in found}
+        choices = [_of_split(entry, prefixes, split) for entry, prefixes in zip(entries, pairs)]
+        named = {
+            str(prefix.absolute()): (prefix, name) for prefixes, _ in choices for prefix, name in prefixes
+        }
         return FileTokens(
             [MegatronFile(prefix, name, check_tokens=check_tokens) for prefix, name in named.values()],
-            unread="; ".join(said for _, said in choices if said) or None,
+            unread="; ".join(sentence for _, sentence in choices if sentence) or None,
         )
     if any(pairs):
         with_, without = (
-            next(e for e, found in zip(entries, pairs) if bool(found) == is_) for is_ in (True, False)
+            next(e for e, prefixes in zip(entries, pairs) if bool(prefixes) == is_) for is_ in (True, False)
         )
         raise SourceError(f"{with_} holds Megatron's .bin and .idx, and {without} doesn't; read them apart")
     return _mapped(data, check_tokens, split, format)
@@ -103,9 +105,7 @@ def _of_split(
     """Choose the pairs of a split in a folder; also return a sentence on the others."""
     if not Path(entry).expanduser().is_dir():
         return pairs, None
-    names = {
-        f"{name}.arrow": pair for name, pair in zip((name for _, name in pairs), pairs)
-    }  # named as rows are
+    names = {f"{pair[1]}.arrow": pair for pair in pairs}  # named as rows are
     choice = choose(list(names), names, split, str(entry))
     reasons: dict[str, list[tuple[Path, str]]] = {}
     for name, why in choice.left_out.items():
@@ -169,18 +169,12 @@ class JoinedTokens:
     def __init__(self, sets: Sequence[TokenDocuments], num_parts: Sequence[int] | None = None) -> None:
         """Join sets, all of whose parts are there."""
         self._sets = tuple(sets)
-        parts_of = [tokens_.num_parts for tokens_ in sets] if num_parts is None else num_parts
+        parts_of = [source.num_parts for source in sets] if num_parts is None else num_parts
         held = [
-            tokens_.documents[: np.searchsorted(tokens_.parts, parts)]
-            for tokens_, parts in zip(sets, parts_of)
+            source.documents[: np.searchsorted(source.parts, parts)] for source, parts in zip(sets, parts_of)
         ]
         self._first = np.cumsum([0, *map(len, held)])
-        self._documents: IntArray = np.concatenate(held)
-
-    @property
-    def documents(self) -> IntArray:
-        """int64 `[shards]`: documents of each shard."""
-        return self._documents
+        self.documents: IntArray = np.concatenate(held)
 
     def with_parts(self, num_parts: Sequence[int]) -> JoinedTokens:
         """Return the same sets with these numbers of parts."""
@@ -195,37 +189,32 @@ class JoinedTokens:
         number = int(np.searchsorted(self._first, shard, side="right")) - 1
         return self._sets[number].where(shard - int(self._first[number]))
 
-    def _each(self, shards: IntArray, ask: Callable[[TokenDocuments, IntArray, IntArray], None]) -> None:
-        """Call a function for each set with the positions of its documents and the shards within the set."""
+    def _each(self, shards: IntArray) -> Iterator[tuple[TokenDocuments, IntArray, IntArray]]:
+        """Yield each set with the positions of its documents and their shards within the set."""
         owners = np.searchsorted(self._first, shards, side="right") - 1
         for number in np.unique(owners).tolist():
             places = np.flatnonzero(owners == number)
-            ask(self._sets[number], places, shards[places] - self._first[number])
+            yield self._sets[number], places, shards[places] - self._first[number]
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
         """Return the lengths of documents; arguments as in `TokenDocuments`."""
-        lengths_ = np.empty(len(shards), dtype=np.int64)
-
-        def ask(tokens_: TokenDocuments, places: IntArray, within: IntArray) -> None:
-            lengths_[places] = tokens_.lengths(within, documents[places])
-
-        self._each(shards, ask)
-        return lengths_
+        lengths = np.empty(len(shards), dtype=np.int64)
+        for source, places, within in self._each(shards):
+            lengths[places] = source.lengths(within, documents[places])
+        return lengths
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Prefetch documents; arguments as in `lengths`."""
-        self._each(shards, lambda tokens_, places, within: tokens_.will_need(within, documents[places]))
+        for source, places, within in self._each(shards):
+            source.will_need(within, documents[places])
 
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
     ) -> IntArray:
         """Count the labels of pieces; arguments as in `TokenDocuments`."""
         counts = np.empty(len(shards), dtype=np.int64)
-
-        def ask(tokens_: TokenDocuments, places: IntArray, within: IntArray) -> None:
-            counts[places] = tokens_.count_targets(within, documents[places], starts[places], stops[places])
-
-        self._each(shards, ask)
+        for source, places, within in self._each(shards):
+            counts[places] = source.count_targets(within, documents[places], starts[places], stops[places])
         return counts
 
     def gather(
@@ -236,16 +225,12 @@ class JoinedTokens:
         tokens = np.empty(int(lengths.sum()), dtype=np.int32)
         mask: Mask = np.ones(len(tokens), dtype=np.uint8)
         is_masked = False
-
-        def ask(tokens_: TokenDocuments, places: IntArray, within: IntArray) -> None:
-            nonlocal is_masked, mask
+        for source, places, within in self._each(shards):
             sizes = lengths[places]
-            ids, marks = tokens_.gather(within, documents[places], np.asarray(starts)[places], sizes)
+            ids, marks = source.gather(within, documents[places], np.asarray(starts)[places], sizes)
             where = np.repeat(begins[places] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(ids))
             tokens[where] = ids
             if marks is not None:
                 is_masked, mask = True, as_wide(mask, marks)
                 mask[where] = marks
-
-        self._each(shards, ask)
         return tokens, mask if is_masked else None

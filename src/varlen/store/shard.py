@@ -142,9 +142,7 @@ class ShardWriter:
         for file in self._partial.iterdir():
             sync(file)
         if shard_counts(self._folder) is not None and not self._folder.is_symlink():
-            shutil.rmtree(
-                self._folder, ignore_errors=True
-            )  # of a run that was killed before writing its note
+            shutil.rmtree(self._folder, ignore_errors=True)  # left by a killed run, without its note
         self._partial.replace(self._folder)
         return counts
 
@@ -282,10 +280,7 @@ class Shard:
         breaks = np.flatnonzero(np.diff(documents) != 1)
         starts = self.offsets[documents[np.concatenate([[0], breaks + 1])]]
         stops = self.offsets[documents[np.concatenate([breaks, [len(documents) - 1]])] + 1]
-        for file, size in (
-            (self._tokens, self._dtype.itemsize),
-            (self._mask, self._mask_dtype.itemsize),
-        ):
+        for file, size in ((self._tokens, self._dtype.itemsize), (self._mask, self._mask_dtype.itemsize)):
             if file >= 0:
                 for start, stop in zip((starts * size).tolist(), (stops * size).tolist()):
                     if stop > start:  # a length of 0 would mean the rest of the file

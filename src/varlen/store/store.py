@@ -328,11 +328,11 @@ def _wrong_in(manifest: Mapping[str, Any]) -> str | None:
     if len({shard["name"] for shard in shards}) < len(shards):
         return "it lists a shard twice"
     for count in _COUNTS:
-        total_ = manifest.get(count)
+        listed = manifest.get(count)
         if count in manifest and all(count in shard for shard in shards):
             held = sum(shard[count] for shard in shards)
-            if total_ != held:
-                return f"its shards have {held:,} {count.removeprefix('num_')} together, and it says {_shown(total_)}"
+            if listed != held:
+                return f"its shards have {held:,} {count.removeprefix('num_')} together, and it says {_shown(listed)}"
     return _wrong_beside(manifest, shards)
 
 

@@ -110,10 +110,10 @@ class FileTokens:
         """Return the fingerprint of the first parts alone: that of all, as files don't grow."""
         return self.fingerprint if num_parts == self.num_parts else None
 
-    def had_fingerprint(self, num_parts: int, fingerprint_: str) -> bool:
+    def had_fingerprint(self, num_parts: int, earlier: str) -> bool:
         """Whether an earlier version gave these files this fingerprint, by samples instead of all bytes."""
         older = [[file.name, file.num_documents, file.older_mark()] for file in self._files]
-        return num_parts == self.num_parts and fingerprint_ == digest(json.dumps(older))
+        return num_parts == self.num_parts and earlier == digest(json.dumps(older))
 
     def wait_for(self, num_parts: int) -> None:
         """Return immediately: all is there."""

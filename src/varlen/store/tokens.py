@@ -31,31 +31,18 @@ class ReadableTokens(Protocol):
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
     ) -> IntArray:
-        """Count the labels that pieces of documents give: of supervised tokens but each piece's first.
+        """Count the labels of pieces, int64 `[pieces]`: supervised tokens except each piece's first.
 
-        Args:
-            shards: int64 `[pieces]`.
-            documents: int64 `[pieces]`, numbers within the shards.
-            starts: int64 `[pieces]`.
-            stops: int64 `[pieces]`; a piece is its document's tokens [start, stop).
-
-        Returns:
-            int64 `[pieces]`.
+        A piece is the tokens [start, stop) of a document, given by its shard and its number there.
         """
 
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end, in the order asked for.
+        """Return the concatenated tokens of pieces in the given order, and the mask; None if all are supervised.
 
-        Args:
-            shards: int64 `[pieces]`.
-            documents: int64 `[pieces]`, numbers within the shards.
-            starts: int `[pieces]`, the first token of each piece within its document.
-            lengths: int64 `[pieces]`, tokens of each piece.
-
-        Returns:
-            Tokens, and the mask; None where all are supervised. As float32 it holds weights.
+        A piece has `lengths` tokens from `starts` in a document, given by its shard and its number there. A float32
+        mask holds weights.
         """
 
 

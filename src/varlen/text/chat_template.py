@@ -265,8 +265,8 @@ def template_text(template: str | Path) -> str:
     try:
         return read_regular_text(Path(template).expanduser())
     except (OSError, ValueError, RuntimeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise SettingError(f"the chat template {template} can't be read: {said}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise SettingError(f"the chat template {template} can't be read: {reason}") from error
 
 
 # ChatML, the default for tokenizers without a template; plain chats are written without running it.

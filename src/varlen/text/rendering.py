@@ -58,13 +58,8 @@ class Rendering:
     def __init__(
         self, template: ChatTemplate, chat: Chat, tools: list[Any] | None, variables: Mapping[str, Any]
     ) -> None:
-        self._template, self._messages, self._tools, self._variables = (
-            template,
-            chat.messages,
-            tools,
-            variables,
-        )
-        self._off, self._weights = chat.off, chat.weights
+        self._template, self._tools, self._variables = template, tools, variables
+        self._messages, self._off, self._weights = chat.messages, chat.off, chat.weights
         if not chat.is_plain and any(type(message.get("content")) is list for message in chat.messages):
             self._messages = joined(chat.messages) if template.wants(variables).joins else chat.messages
         self._program = template.program
@@ -97,45 +92,46 @@ class Rendering:
         if self._tools:
             self._check_tools(text)
         try:
-            located, skeleton, is_exact = self._said(text)
+            located, skeleton, is_exact = self._locate(text)
         except SourceError:
             if not choice.everything or self._off or self._weights:
                 raise
             ends = self._messages[-1]["role"] == "assistant" and not self._template.marks.end(text.rstrip())
             return Rendered(text=text, spans=((0, len(text)),), needs_eos=ends)
         turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
-        spoken = {turn_.message: turn_ for turn_ in located}
         if skeleton is not None and skeleton.is_open:  # by arguments without slots
             is_exact = is_exact and self._template.wants(self._variables).whole_arguments
-        texts = (
-            None
-            if is_exact
-            else {n: "".join(text[a:b] for a, b in turn_.spans) for n, turn_ in spoken.items()}
-        )
+        texts = None
+        if not is_exact:
+            texts = {where.message: "".join(text[a:b] for a, b in where.spans) for where in located}
         losses = self._losses(trained, turns, texts, choice)
         spans = [
-            span for turn_ in located if turn_.message in trained for span in turn_.spans if span[0] < span[1]
+            (w.message, span)
+            for w in located
+            if w.message in trained
+            for span in w.spans
+            if span[0] < span[1]
         ]
         if not spans:
             raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
-        weights: tuple[float, ...] = ()
-        if self._weights:
-            mine = [turn_ for turn_ in located if turn_.message in trained]
-            weights = self._weigh(
-                [turn_.message for turn_ in mine for span in turn_.spans if span[0] < span[1]]
-            )
+        weights = self._weigh([number for number, _ in spans]) if self._weights else ()
         last = len(self._messages) - 1
-        needs_eos = last in trained and last in spoken and not spoken[last].has_mark
-        off = tuple(span for number in sorted(self._off & spoken.keys()) for span in spoken[number].spans)
+        needs_eos = any(w.message == last and not w.has_mark for w in located) and last in trained
+        off = [span for w in located if w.message in self._off for span in w.spans]
         return Rendered(
-            text=text, spans=tuple(spans), needs_eos=needs_eos, off=off, weights=weights, losses=losses
+            text=text,
+            spans=tuple(span for _, span in spans),
+            needs_eos=needs_eos,
+            off=tuple(off),
+            weights=weights,
+            losses=losses,
         )
 
     def _weigh(self, owners: Sequence[int]) -> tuple[float, ...]:
         """Return the weight of each span, given its message."""
         return tuple(self._weights.get(number, 1.0) for number in owners)
 
-    def _said(self, text: str) -> tuple[list[Located], Skeleton | None, bool]:
+    def _locate(self, text: str) -> tuple[list[Located], Skeleton | None, bool]:
         """Locate the assistant's messages by the skeleton of their shape, else by prefixes, else by frames."""
         messages, source = self._messages, self._template.source
         located, skeleton = self._filled(messages, text)
@@ -211,9 +207,9 @@ class Rendering:
         marks.know_prompt(asked.render, thought)
         called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
         marks.know_answers(called.render, _CALLED)
-        found = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)
-        if found is not None and found.turns[0].has_mark:
-            marks.usual = found.turns[0].closing[: found.turns[0].mark]
+        skeleton = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)
+        if skeleton is not None and skeleton.turns[0].has_mark:
+            marks.usual = skeleton.turns[0].closing[: skeleton.turns[0].mark]
 
     def _losses(
         self,
@@ -245,7 +241,7 @@ class Rendering:
                 text = asked.render(self._messages, False)
             except SourceError:
                 text = ""
-            if all(one.key != "tool_calls" and one.text.strip() in text for one in lost):
+            if all(entry.key != "tool_calls" and entry.text.strip() in text for entry in lost):
                 return f"{twin_of(self._template.source)}, {allow}"
         return f"choose another template, {allow}"
 
@@ -332,7 +328,7 @@ class Rendering:
         owned = of_messages(self.render, self._messages, text, spans, speaking)
         if owned is None:
             with suppress(SourceError):
-                located = self._said(text)[0]
+                located = self._locate(text)[0]
                 owned = of_located(
                     [(turn.message, turn.spans[0][0]) for turn in located if turn.spans], spans
                 )
@@ -615,11 +611,11 @@ def losses_of(lost: Sequence[Lost], *, allowed: bool, way_out: Callable[[], str]
 
 def _counted(lost: Sequence[Lost]) -> dict[str, tuple[int, int]]:
     """Return (messages, characters) by key."""
-    keys = dict.fromkeys(one.key for one in lost)
+    keys = dict.fromkeys(entry.key for entry in lost)
     return {
         key: (
-            len({one.message for one in lost if one.key == key}),
-            sum(len(one.text.strip()) for one in lost if one.key == key),
+            len({entry.message for entry in lost if entry.key == key}),
+            sum(len(entry.text.strip()) for entry in lost if entry.key == key),
         )
         for key in keys
     }

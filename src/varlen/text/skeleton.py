@@ -83,13 +83,17 @@ def skeleton_of(
         pieces, order, slots = _joined(pieces, order, slots)
     own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     firsts = {number: at for at, number in reversed(list(enumerate(order)))}
-    once = {n for n, slot_ in enumerate(slots) if slot_.is_said and slot_.call < 0 and slot_.message in own}
+    once = {
+        n
+        for n, one_slot in enumerate(slots)
+        if one_slot.is_generated and one_slot.call < 0 and one_slot.message in own
+    }
     if any(order.count(number) > 1 for number in once & set(order)):
         return None
     builder = _Builder(render, marked, slots, slot, marks, pieces, order, firsts)
     if kind == "unwritten":
         turns = [builder.unwritten(number) for number in own]
-        begins = [0 for number in firsts if slots[number].is_said and slots[number].message in own]
+        begins = [0 for number in firsts if slots[number].is_generated and slots[number].message in own]
     else:
         turns = [builder.turn(number) for number in own]
         begins = [turn.regions[0].first for turn in turns if turn.regions]
@@ -107,7 +111,7 @@ def skeleton_of(
         pieces=kept_pieces,
         slots=tuple(slots[order[at]] for at in own_slots),
         turns=tuple(turns),
-        is_open=any(slot_.is_argument for slot_ in slots) or len(holes) > 1,
+        is_open=any(one_slot.is_argument for one_slot in slots) or len(holes) > 1,
         hole=holes[0] if holes else None,
     )
 
@@ -156,8 +160,8 @@ class _Builder:
     def turn(self, number: int) -> Turn:
         """Return what is written for the assistant's message of an index."""
         missing_turn = self.unwritten(number)
-        alone = try_render(self.render, self.marked[: number + 1], False) or ""
-        at = self._places(self._said_in(number), alone)
+        prefix = try_render(self.render, self.marked[: number + 1], False) or ""
+        at = self._places(self._said_in(number), prefix)
         if not at:
             return missing_turn
         runs = self._runs(at, number)
@@ -172,13 +176,13 @@ class _Builder:
                 opened = opened_by(plain, prompted, self.pieces[run[0]], self.slot)
             else:  # the turn continues after others' messages
                 until = max(self.slots[n].message for n in self.order[: run[0]])
-                alone = try_render(self.render, self.marked[: until + 1], False) or ""
-            closing, mark = self._closing(alone, run[-1], number)
+                prefix = try_render(self.render, self.marked[: until + 1], False) or ""
+            closing, mark = self._closing(prefix, run[-1], number)
             regions.append(self._region(run, lead, opened, mark))
         return replace(
             missing_turn,
             regions=tuple(regions),
-            has_mark=self._ends(closing[:mark], runs[-1][-1]) or self._asks_a_tool(alone, runs[-1][-1]),
+            has_mark=self._ends(closing[:mark], runs[-1][-1]) or self._asks_a_tool(prefix, runs[-1][-1]),
             opening=opening,
             closing=closing,
             mark=mark,
@@ -187,7 +191,7 @@ class _Builder:
     def unwritten(self, number: int) -> Turn:
         """Return a turn without a position that lists what isn't written of a message."""
         missing = [n for n in self._said_in(number) if n not in self.firsts]
-        alone = (try_render(self.render, self.marked[: number + 1], False) or "") if missing else ""
+        prefix = (try_render(self.render, self.marked[: number + 1], False) or "") if missing else ""
         return Turn(
             message=number,
             regions=(),
@@ -196,20 +200,20 @@ class _Builder:
             closing="",
             mark=0,
             missing=tuple(self.slots[n] for n in missing),
-            by_design=frozenset(self.slots[n] for n in missing if f"{self.slot}{n}{self.slot}" in alone),
+            by_design=frozenset(self.slots[n] for n in missing if f"{self.slot}{n}{self.slot}" in prefix),
         )
 
     def _said_in(self, number: int) -> list[int]:
         """Return the slots of the message's generated texts."""
-        return [n for n, slot in enumerate(self.slots) if slot.message == number and slot.is_said]
+        return [n for n, slot in enumerate(self.slots) if slot.message == number and slot.is_generated]
 
-    def _places(self, mine: list[int], alone: str) -> list[int]:
+    def _places(self, mine: list[int], prefix: str) -> list[int]:
         """Return the positions of a message's slots. A call's name may occur twice, and again in its response."""
         places: list[int] = []
         for n in mine:
             if n in self.firsts:
                 again = [at for at in range(self.firsts[n] + 1, len(self.order)) if self.order[at] == n]
-                places += [self.firsts[n], *again[: max(0, alone.count(f"{self.slot}{n}{self.slot}") - 1)]]
+                places += [self.firsts[n], *again[: max(0, prefix.count(f"{self.slot}{n}{self.slot}") - 1)]]
         return sorted(places)
 
     def _runs(self, at: list[int], number: int) -> list[list[int]]:
@@ -222,9 +226,9 @@ class _Builder:
             runs[-1].append(place)
         return runs
 
-    def _closing(self, alone: str, last: int, number: int) -> tuple[str, int]:
+    def _closing(self, prefix: str, last: int, number: int) -> tuple[str, int]:
         """Return the text after slot `last` that belongs to the message, and where its mark ends."""
-        rest = self._after(alone, last)
+        rest = self._after(prefix, last)
         own, piece = rest.partition(self.slot)[0], self.pieces[last + 1]
         if self.slots[self.order[last]].key == "content":
             return closing_of(own, piece, self.marks)
@@ -237,13 +241,13 @@ class _Builder:
             return bool(closing)
         return self.marks.end(closing) or bool(self.marks.usual and closing.endswith(self.marks.usual))
 
-    def _asks_a_tool(self, alone: str, last: int) -> bool:
+    def _asks_a_tool(self, prefix: str, last: int) -> bool:
         """Whether the template opens a tool response after the turn, which ends it."""
-        return self._after(alone, last).startswith(tuple(self.marks.of_answers))
+        return self._after(prefix, last).startswith(tuple(self.marks.of_answers))
 
-    def _after(self, alone: str, last: int) -> str:
+    def _after(self, prefix: str, last: int) -> str:
         """Return what the template writes after a slot where no message follows."""
-        _, mark, rest = alone.rpartition(f"{self.slot}{self.order[last]}{self.slot}")
+        _, mark, rest = prefix.rpartition(f"{self.slot}{self.order[last]}{self.slot}")
         if not mark:
             return ""
         return rest.removeprefix('"}') if self.slots[self.order[last]].key == "arguments" else rest
@@ -271,9 +275,7 @@ class _Builder:
 
 # The texts of a chat as slots: its shape, and the same chat with a placeholder for each text.
 
-Shape = tuple[
-    tuple[Any, ...], ...
-]  # for each message, everything but its texts that determines how it is written
+Shape = tuple[tuple[Any, ...], ...]  # for each message, how it is written, without its texts
 
 Render = Callable[[list[dict[str, Any]], bool], str]  # (messages, add a generation prompt) to text
 
@@ -300,7 +302,7 @@ class Slot:
         return self.key in ("key", "value") and self.call >= 0
 
     @property
-    def is_said(self) -> bool:
+    def is_generated(self) -> bool:
         """Whether it stands for text that an assistant generates."""
         return self.key in (_OF_CALLS if self.call >= 0 else ("content", _THOUGHTS))
 
@@ -541,10 +543,10 @@ class EndMarks:
     def know_answers(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> None:
         """Probe how a template continues after a turn of calls."""
         try:
-            none, one, two = (render(called[:count], False) for count in (2, 3, 4))
+            none, single, two = (render(called[:count], False) for count in (2, 3, 4))
         except VarlenError:
             return
-        again = frozenset(mark for mark in self.known if two.count(mark) > one.count(mark) > 0)
+        again = frozenset(mark for mark in self.known if two.count(mark) > single.count(mark) > 0)
         self.of_answers = again - self._usual_tokens
         turn = none.rstrip()
         token = self.at(two, len(turn)) if two.startswith(turn) and not self.end(turn) else None

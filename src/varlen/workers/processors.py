@@ -33,21 +33,11 @@ def _quotas(root: Path, own: Path) -> list[float]:
         # In a container, its cgroup may be mounted as the root, whatever its path is outside.
         for group in dict.fromkeys((base / inside, *(base / inside).parents, base)):
             if group == base or base in group.parents:
-                quota = _quota_1(group) if controllers else _quota_2(group)
-                quotas += [] if quota is None else [quota]
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+                values = [value for name in names for value in _read(group / name).split()]
+                if len(values) == 2 and all(map(str.isdecimal, values)) and int(values[1]):
+                    quotas.append(int(values[0]) / int(values[1]))
     return quotas
-
-
-def _quota_2(group: Path) -> float | None:
-    """Return the quota of a version 2 cgroup, or None."""
-    quota, _, period = _read(group / "cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) else None
-
-
-def _quota_1(group: Path) -> float | None:
-    """Return the quota of a version 1 cgroup, or None."""
-    quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) else None
 
 
 def _read(path: Path) -> str:

@@ -52,7 +52,9 @@ def row_sizes(array: Any) -> IntArray:
         stop = array.offset + len(array)
         views = np.frombuffer(array.buffers()[1], dtype=np.int32, count=stop * _VIEW_BYTES // 4)
         return np.maximum(views.reshape(-1, _VIEW_BYTES // 4)[array.offset :, 0], 0).astype(np.int64)
-    return np.full(len(array), _mean(array), dtype=np.int64)
+    width = _width(kind)
+    mean = -(-array.nbytes // max(len(array), 1)) if width is None else width
+    return np.full(len(array), mean, dtype=np.int64)
 
 
 def batch_sizes(batch: Any) -> IntArray:
@@ -192,8 +194,3 @@ def _width(kind: Any) -> int | None:
         return max(int(kind.bit_width) // 8, 1)
     except ValueError:
         return None
-
-
-def _mean(array: Any) -> int:
-    width = _width(array.type)
-    return width if width is not None else -(-array.nbytes // max(len(array), 1))

@@ -184,14 +184,10 @@ def _column_names(file: File) -> list[str]:
     if file.format in ("jsonl", "json"):
         rows = _names_of_rows(file, _LOOKED_AT[1])
         return list(max(rows, key=rows.count)) if rows else []
-    readers = {
-        "parquet": tables.column_names,
-        "arrow": tables.column_names,
-        "npz": npz.column_names,
-        "csv": csv.column_names,
-        "tsv": csv.column_names,
-    }
-    return readers[file.format](file) if file.format in readers else ["text"]
+    if file.format == "text":
+        return ["text"]
+    readers = {"npz": npz.column_names, "csv": csv.column_names, "tsv": csv.column_names}
+    return readers.get(file.format, tables.column_names)(file)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -78,7 +78,7 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
 
     A damaged row group or record batch is a fault; those after it are read.
     """
-    base = cache(lambda: _rows_before(file, start))
+    base = cache(lambda: count_rows(file, 0, start) if start else 0)  # for messages
     row = 0
     try:
         with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
@@ -195,11 +195,6 @@ def _alone(row: Any) -> list[Any]:
     return columns
 
 
-def _rows_before(file: File, start: int) -> int:
-    """Count the rows before a row group or record batch, for a message."""
-    return count_rows(file, 0, start) if start else 0
-
-
 def _parquet(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
     """Yield batches, and the unread rest of each damaged row group."""
     columns = row_groups.columns_of(table, wanted)
@@ -273,7 +268,7 @@ def _stream_batches(table: Any, stored: BinaryIO) -> Iterator[Any]:
                 )
                 return
             name, passed = f"record batch {number:,}", stored.tell() - before
-            is_cut = any(part_ in str(error) for part_ in ("to be able to read", "but only read"))
+            is_cut = any(words in str(error) for words in ("to be able to read", "but only read"))
             yield _Damaged(name=name, error=error, num_rows=num_rows, num_bytes=passed, is_cut=is_cut)
             if is_cut:
                 return
