@@ -189,19 +189,12 @@ class LoaderSettings(Reading):
     def deciding(self, window: int | None) -> dict[str, Any]:
         """Return the settings that the bytes depend on."""
         whole, micro = self.batch_sizes
+        names = ("capacity", "scope", "method", "overlong", "max_documents", "document_multiple_of", "layout")
         return {
-            "capacity": self.capacity,
+            **{name: getattr(self, name) for name in (*names, "pad_id", "pad_to_multiple_of")},
             "global_batch_size": whole,
-            "scope": self.scope,
             "window": window,
-            "method": self.method,
-            "overlong": self.overlong,
-            "max_documents": self.max_documents,
-            "document_multiple_of": self.document_multiple_of,
             "seed": self.order_seed,
-            "layout": self.layout,
-            "pad_id": self.pad_id,
-            "pad_to_multiple_of": self.pad_to_multiple_of,
             "dp_world_size": self.ranks[1],
             "micro_batch_size": micro,
         }
