@@ -276,17 +276,12 @@ def open_source(
     cut: Cut = usual if reading.text_cut == "auto" else reading.text_cut
     matters: Cut = cut if any(file.format == "text" for file in files) else "file"
     # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
-    deciding = (
-        _reading(made),
-        template.fingerprint,
-        reading.append_eos,
-        reading.supervise,
-        sorted(named.items()),
-    )
+    ends = reading.append_eos, reading.supervise
+    deciding = _reading(made), template.fingerprint, *ends, sorted(named.items()), matters
     # Switches and a format that aren't given change nothing, so that sources of versions without them stay known.
     given = [name for name in ("allow_unwritten", "binary_as_text", "row_weights") if getattr(reading, name)]
     given += [reading.format] if reading.format else []
-    settings = (*deciding, matters, encoding.vocab_size, *given)
+    settings = (*deciding, encoding.vocab_size, *given)
     return Source(
         files=files,
         encoding=encoding,
