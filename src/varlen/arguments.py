@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import operator
 import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from types import NoneType
+from typing import Any, Concatenate, Literal, ParamSpec, get_args, get_origin, get_type_hints
 
 from varlen.errors import SettingError
 
@@ -36,6 +44,16 @@ def as_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
     """Raise unless a value is one of the choices."""
     if value not in choices:
         raise SettingError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def in_words(choices: Sequence[str], quote: str = '"') -> str:
+    """Return choices as they are written in code.
+
+    >>> print(in_words(("split", "truncate", "drop")))
+    "split", "truncate" or "drop"
+    """
+    *before, end = (f"{quote}{choice}{quote}" for choice in choices)
+    return f"{', '.join(before)} or {end}" if before else end
 
 
 def as_seed(seed: object) -> int:
@@ -71,3 +89,98 @@ def as_tokens(given: object, name: str) -> int:
             f"{name} must be a whole number of tokens from 1 to {LARGEST:,}, such as {TOKENS}; got {given!r}"
         )
     return value
+
+
+# Options: settings that are declared once, as fields of a frozen dataclass; all that depends on them is made of that.
+
+_Given = ParamSpec("_Given")
+
+
+def explained(text: str, least: int | None = None, most: int = LARGEST) -> Mapping[str, Any]:
+    """Return what a field says of an option: what it is for, and of whole numbers that are checked their range."""
+    return {"text": text, "least": least, "most": most}
+
+
+def option(default: Any, text: str, least: int | None = None, most: int = LARGEST) -> Any:
+    """Return a field of a dataclass of options."""
+    return field(default=default, metadata=explained(text, least, most))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declared:
+    """An option as it was declared."""
+
+    type: Any
+    default: Any
+    """`MISSING` where there is none."""
+    text: str
+    least: int | None
+    most: int
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The types that it may be of, without None."""
+        found = (self.type,) if get_origin(self.type) in (None, Literal, Mapping) else get_args(self.type)
+        return tuple(one for one in found if one is not NoneType)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it may be; none where it is no choice."""
+        return tuple(word for one in self.types if get_origin(one) is Literal for word in get_args(one))
+
+
+@cache
+def options_of(kind: Any) -> dict[str, Declared]:
+    """Return the options that a dataclass declares: its own, then those of the dataclass that it extends."""
+    hints, known = get_type_hints(kind), {one.name: one for one in fields(kind)}
+    names = [name for base in kind.__mro__ for name in inspect.get_annotations(base)]
+    return {
+        name: Declared(type=hints[name], default=known[name].default, **known[name].metadata)
+        for name in names
+    }
+
+
+def check_options(settings: Any) -> None:
+    """Refuse choices, counts and seconds that are out of range; counts become Python's own whole numbers."""
+    for name, one in options_of(settings.__class__).items():
+        value = getattr(settings, name)
+        if value is None and NoneType in get_args(one.type):
+            continue
+        if one.choices:
+            as_choice(value, name, one.choices)
+        elif one.least is not None:
+            object.__setattr__(settings, name, as_count(value, name, one.least, one.most))
+        elif one.type is float:
+            check_seconds(value, name)
+
+
+def check_seconds(value: object, name: str) -> None:
+    """Require a time that may be waited for."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
+
+
+def takes(
+    kind: Callable[_Given, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Given], None]]:
+    """Give an `__init__` the signature of a dataclass of options, for people and for type checkers."""
+
+    def with_signature(function: Callable[..., None]) -> Callable[Concatenate[Any, _Given], None]:
+        given, start = (
+            inspect.signature(kind).parameters,
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+        )
+        options = [given[name].replace(annotation=one.type) for name, one in options_of(kind).items()]
+        function.__signature__ = inspect.Signature([start, *options])  # type: ignore[attr-defined]
+        return function
+
+    return with_signature
+
+
+def with_arguments(text: str | None, kind: Any, width: int = 116) -> str:
+    """Return a docstring in which `{arguments}` has become the lines that explain the options of a dataclass."""
+    lines = [
+        textwrap.fill(f"{name}: {one.text}", width, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name, one in options_of(kind).items()
+    ]
+    return inspect.cleandoc(text or "").replace("    {arguments}", "\n".join(lines))

@@ -26,6 +26,14 @@
 A message says what was seen, the limit, how many offend, and the way out.
 """
 
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 class VarlenError(Exception):
     """Root of the tree: `except VarlenError` catches everything varlen raises on purpose."""
@@ -108,3 +116,32 @@ class DeadlockError(VarlenError):
 
 class LedgerError(VarlenError):
     """Tokens in and tokens out differ. This is a bug in varlen: please report it."""
+
+
+# Errors of others, in sentences.
+
+
+def described(error: BaseException, *, kind: bool = False, whole: bool | None = None, most: int = 300) -> str:
+    """Return what an error says, short enough for a sentence: its first line, or as a whole all lines as one.
+
+    With its kind before it, it is whole unless told otherwise. An error without words is told by its kind.
+    """
+    name, lines = type(error).__name__, str(error).splitlines()
+    words = " ".join(" ".join(lines if (kind if whole is None else whole) else lines[:1]).split())
+    words = words.rstrip(". ")
+    if len(words) > most:
+        words = f"{words[:most].rpartition(' ')[0] or words[:most]} …"
+    return f"{name}: {words}" if kind and words else words or name
+
+
+@contextmanager
+def reading_state(of: str, *others: type[Exception]) -> Iterator[None]:
+    """Turn what reading a state raises that somebody has changed into one error."""
+    wrong: tuple[type[Exception], ...]
+    wrong = (LookupError, AttributeError, ArithmeticError, TypeError, ValueError, *others)
+    try:
+        yield
+    except StateError:
+        raise
+    except wrong as error:
+        raise StateError(f"this is no state of {of}: {described(error, kind=True)}") from None

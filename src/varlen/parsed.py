@@ -11,6 +11,8 @@ import json
 import re
 from typing import Any
 
+from varlen.errors import described
+
 LARGEST_CONFIGURATION = 2**22  # characters of a configuration in TOML or YAML, whose parsers are slow
 _DEEPEST = 100
 _TRIES = 20
@@ -52,7 +54,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise UnreadableError(_DEEP) from None
     except ValueError as error:  # also for a number of thousands of digits
-        raise UnreadableError(_first_line(error)) from None
+        raise UnreadableError(described(error)) from None
     for value in _values(table):
         if type(value) is int and not -(2**63) <= value < 2**63:
             raise UnreadableError(f"an integer of {value.bit_length():,} bits; TOML has 64")
@@ -78,10 +80,10 @@ def parse_yaml(text: str) -> Any:
         raise UnreadableError(_DEEP) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        message = getattr(error, "problem", None) or _first_line(error)
+        message = getattr(error, "problem", None) or described(error)
         raise UnreadableError(message, None if mark is None else mark.line + 1) from None
     except Exception as error:  # PyYAML's constructors may raise anything: a date of month 99, an empty !!int
-        raise UnreadableError(f"a value that its tag doesn't allow ({_first_line(error)})") from None
+        raise UnreadableError(f"a value that its tag doesn't allow ({described(error)})") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -151,7 +153,3 @@ def _check_size(text: str, kind: str) -> None:
         raise UnreadableError(
             f"{len(text):,} characters of {kind}; a configuration has {LARGEST_CONFIGURATION:,} at most"
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -185,7 +185,7 @@ def test_a_sequence_longer_than_a_bin_is_refused_by_name_or_stands_alone(algorit
     lengths = [50, 150, 70, 30, 101]
 
     with pytest.raises(
-        OverlongDocumentError, match=r"sequence 1: length 150 exceeds bin capacity 100 \(2 of 5 do\)"
+        OverlongDocumentError, match=r"sequence 1 has 150 tokens but bin_capacity is 100 \(2 of 5 sequences"
     ):
         get_packer(algorithm, CAPACITY).pack(lengths)
     alone = get_packer(algorithm, CAPACITY, overlong="alone")

@@ -51,7 +51,7 @@ def test_the_command_that_is_advised_packs_the_same_documents(texts):
 
     command = next(line for line in run.stdout.splitlines() if line.startswith("varlen pack "))
     assert command == (
-        f"varlen pack '{name}' -o packed --column text=body --on-error skip --no-eos --capacity 128 "
+        f"varlen pack '{name}' -o packed --column text=body --no-eos --on-error skip --capacity 128 "
         f"--method {command.split('--method ')[1].split()[0]} --overlong split"
     )
     packed = asked(*shlex.split(command)[1:], "--json", cwd=texts.parent)

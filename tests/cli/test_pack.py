@@ -131,7 +131,7 @@ def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
             "tokens are kept in out.partial, so that the same run with one of these goes on from there",
         ),
         (["a.jsonl", "-o", "out", "--overlong", "keep"], "overlong must be one of"),
-        (["a.jsonl", "-o", "out", "--on-error", "stop"], 'on_error must be "raise" or "skip"'),
+        (["a.jsonl", "-o", "out", "--on-error", "stop"], "on_error must be one of raise, skip; got 'stop'"),
         (["a.jsonl", "-o", "out", "--tokenizer", "no/such/thing"], "there is no tokenizer no/such/thing"),
         (["a.jsonl", "-o", "b.jsonl"], "b.jsonl names a file, but a packed set is a folder of them; pass b"),
         (["a.jsonl", "-o", "out.parquet"], "pass out"),

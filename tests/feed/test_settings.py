@@ -62,7 +62,7 @@ BAD = [
     ({"deadline_s": float("nan")}, "deadline_s must be .* finite, got nan"),
     ({"read_ahead_s": float("inf")}, "read_ahead_s must be .* finite, got inf"),
     ({"document_multiple_of": 5}, "document_multiple_of"),
-    ({"overlong": "error", "capacity": 16}, "more than the capacity 16 .* overlong="),
+    ({"overlong": "error", "capacity": 16}, "but capacity is 16 .* overlong="),
     ({"model": SimpleNamespace(max_position_embeddings=16)}, "longer than the 16 positions"),
     (
         {"model": SimpleNamespace(config=SimpleNamespace(vocab_size=64)), "capacity": 40},

@@ -12,8 +12,19 @@ from tests.house.tree import Source, is_type_checking, nodes, python_files
 
 # A floor may know the floors before it in this list, and nothing of its own. Ground floor: single files.
 FLOORS = (
-    {"errors", "kernel_cache", "parsed"},
-    {"types", "jit", "arguments", "counts", "launch", "regular", "missing", "signals", "model_families"},
+    {"errors", "kernel_cache"},
+    {
+        "types",
+        "jit",
+        "arguments",
+        "counts",
+        "launch",
+        "regular",
+        "missing",
+        "signals",
+        "model_families",
+        "parsed",
+    },
     {"step_plan", "workers"},
     {"files", "pack", "batch", "cost"},
     {"text"},

@@ -307,7 +307,7 @@ def test_what_is_written_is_never_read_as_data(tmp_path):
         (['{"body": "a"}'], {}, "found `body`"),
         (['{"text": ""}', '{"text": ""}'], {}, "holds 2 empty documents"),
         (['{"text": "a"}', "{"], {}, "line 2"),
-        (['{"text": "' + 300 * "a" + '"}'], {"overlong": "error"}, "has 301 tokens but a pack holds 256"),
+        (['{"text": "' + 300 * "a" + '"}'], {"overlong": "error"}, "has 301 tokens but capacity is 256"),
         (
             ['{"text": "' + 300 * "a" + '"}'],
             {"overlong": "drop"},
@@ -515,7 +515,7 @@ def test_the_same_documents_in_other_shards_give_the_same_rows():
 
 def test_documents_longer_than_a_row_are_refused_with_the_first_of_them_and_their_number():
     said = (
-        "document 3 (counted from 0 in the order of the data) has 12 tokens but a pack holds 10 (2 of 6 documents "
+        "document 3 (counted from 0 in the order of the data) has 12 tokens but capacity is 10 (2 of 6 documents "
         "are too long); pass --overlong split, truncate or drop, or a larger --capacity"
     )
 

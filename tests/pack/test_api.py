@@ -5,7 +5,7 @@ import random
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +31,8 @@ from tests.support.packings import (
 
 import varlen as vl
 from varlen.errors import InputError, LengthsError, OverlongDocumentError, SettingError
-from varlen.pack import kernels
-from varlen.types import Ledger, Method
+from varlen.pack import kernels, pieces
+from varlen.types import Ledger, Method, Overlong
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -510,12 +510,16 @@ def test_documents_that_do_not_fit_are_refused_with_the_way_out():
         vl.pack([3, 9, 8, 12], capacity=8)
 
 
+def test_every_policy_is_a_row_of_the_table():
+    assert tuple(pieces.POLICIES) == get_args(Overlong)
+
+
 def test_groups_that_do_not_fit_are_refused_with_the_limit_that_they_break():
     with pytest.raises(OverlongDocumentError) as caught:
         vl.pack([5, 2, 4, 1], capacity=8, groups=[7, 3, 7, 3])
     assert str(caught.value) == (
-        "group 7 takes up 9 tokens in 2 documents, but a pack holds 8 tokens (1 of 2 groups are too large); "
-        'pass overlong="drop" or raise the limit'
+        "group 7 takes up 9 tokens in 2 documents but a pack holds 8 tokens (1 of 2 groups is too long); "
+        'pass overlong="drop", or raise the limit'
     )
     with pytest.raises(OverlongDocumentError, match="but a pack holds 8 tokens and 1 documents"):
         vl.pack([1, 1], capacity=8, groups=[0, 0], max_documents=1)

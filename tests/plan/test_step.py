@@ -248,7 +248,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "micropacks"}, SettingError, "did you mean 'micropack'"),
     ({"search": {}}, SettingError, "search is a dict; it must be a vl.Search"),
     ({"capacity": 0}, SettingError, "capacity=0"),
-    ({"capacity": 50}, OverlongDocumentError, r"document 0 has 100 tokens and a pack holds 50 \(1 documents"),
+    ({"capacity": 50}, OverlongDocumentError, r"document 0 has 100 tokens but capacity is 50 \(1 of"),
     ({"mesh": vl.Mesh(dp=1, pp=33, tp=1)}, SettingError, "33"),
     ({"mesh": vl.Mesh(dp=1, tp=3)}, SettingError, "tp=3 doesn't divide"),
 ]

@@ -122,7 +122,7 @@ def test_a_template_that_writes_without_end_is_stopped(monkeypatch):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{{ raise_exception('Only\n two turns.') }}", "refuses this chat: Only two turns.$"),
+        ("{{ raise_exception('Only\n two turns.') }}", "refuses this chat: Only two turns$"),
         ("{{ raise_exception() }}", "fails on this chat: TypeError"),
         ("{{ 1 / 0 }}", "fails on this chat: ZeroDivisionError: division by zero"),
         ("{{ nobody.name }}", "fails on this chat: 'nobody' is undefined"),
@@ -133,7 +133,7 @@ def test_a_template_that_writes_without_end_is_stopped(monkeypatch):
         ("{% import 'a' as a %}", "no loader"),
         ("{% extends 'a' %}", "no loader"),
         ("{{ lipsum(n=1000000) }}", "'lipsum' is undefined"),
-        ("{{ raise_exception('a' * 1000) }}", "a…$"),
+        ("{{ raise_exception('a' * 1000) }}", "a …$"),
     ],
 )
 def test_what_goes_wrong_in_a_template_is_a_sentence(source, words):

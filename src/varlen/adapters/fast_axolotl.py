@@ -14,11 +14,12 @@ from varlen.adapters.peers import raises_too
 from varlen.arguments import as_choice, as_count
 from varlen.batch.collate import collate
 from varlen.counts import many
-from varlen.errors import DocumentsError, OverlongDocumentError, SettingError
+from varlen.errors import DocumentsError, SettingError
 from varlen.files.finding import Naming, find
 from varlen.files.formats.reader import all_columns
 from varlen.files.paths import File, Format
 from varlen.pack.api import pack
+from varlen.pack.pieces import check_fit, ways_out
 from varlen.types import Packing
 
 __all__ = [
@@ -227,14 +228,11 @@ def _check_lengths(sequences: Sequences, longest: int, overlong: Policy) -> None
             f"sequence {odd[0]:,} is a {type(sequences[odd[0]]).__name__} "
             f"({len(odd):,} of {len(sequences):,} are no sequences); pass a list of token ids for each document"
         )
-    too_long = [number for number, sequence in enumerate(sequences) if len(sequence) > longest]
-    if too_long and overlong == "error":
-        first = too_long[0]
-        raise OverlongDocumentError(
-            f"sequence {first:,} has {len(sequences[first]):,} tokens but a row holds {longest:,} "
-            f"({len(too_long):,} of {len(sequences):,} sequences are too long); pass "
-            'overlong="truncate" or "drop", or raise max_length'
-        )
+    if overlong == "error":
+        out = ways_out([name for name in _POLICIES if name != "error"], "max_length")
+        lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
+        name = "sequence {:,}".format
+        check_fit([lengths], longest, name, limit_name="the most of a row", out=out, units="sequences")
 
 
 def _rows(

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from varlen.arguments import as_count
 from varlen.counts import many
-from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
+from varlen.errors import DocumentsError, LengthsError, SettingError
 from varlen.pack.api import DEFAULT_WORK, as_work, pack
 from varlen.pack.lengths import as_lengths
+from varlen.pack.pieces import check_fit
 from varlen.plan.partition import partition
 from varlen.types import FloatArray, Int32Array, IntArray, Method
 
@@ -119,11 +120,11 @@ class SequencePacker(ABC):
                 f"({int((lengths == 0).sum()):,} of {lengths.size:,} have none); leave such sequences out"
             )
         beyond = np.flatnonzero(lengths > self.bin_capacity)
-        if beyond.size and self.overlong == "error":
-            raise OverlongDocumentError(
-                f"sequence {int(beyond[0]):,}: length {int(lengths[beyond[0]]):,} exceeds bin capacity "
-                f"{self.bin_capacity:,} ({beyond.size:,} of {lengths.size:,} do); cut it, raise the capacity, or "
-                'pass overlong="alone"'
+        if self.overlong == "error":
+            out = 'cut it, raise the capacity, or pass overlong="alone"'
+            name = "sequence {:,}".format
+            check_fit(
+                [lengths], self.bin_capacity, name, limit_name="bin_capacity", out=out, units="sequences"
             )
         self._others = int(beyond.size)
         inner = np.flatnonzero(lengths <= self.bin_capacity)

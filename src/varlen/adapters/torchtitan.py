@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
-from varlen.arguments import as_count
+from varlen.arguments import as_count, options_of
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.documents.memory import placed
 from varlen.documents.source import Mixture
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
-from varlen.feed.settings import WorkerKind
+from varlen.feed.settings import LoaderSettings, Scope, WorkerKind
+from varlen.feed.state import Mode
 from varlen.parsed import parse_json
 from varlen.store.open import open_tokens
 from varlen.text.identity import check_same, made_by, mark_of
@@ -37,6 +38,8 @@ _OTHERS = ("dataset", "dataset_path")
 """Of torchtitan's base class (0.3.0), for its own data sets."""
 _OWN = ("capacity", "micro_batch_size", "dp_rank", "dp_world_size", "tokenizer", "layout", "device")
 """Arguments of PackedLoader that torchtitan decides."""
+_FIELDS = ("overlong", "shuffle", "seed", "mode", "scope", "method", "worker")
+"""Those that are fields of `PackedDataLoader.Config`; others are in its `settings`."""
 
 
 _HOMES = ("torchtitan.components.dataloader", "torchtitan.components.data.loader")
@@ -110,24 +113,18 @@ class PackedDataLoader(BaseDataLoader):
         global_batch_size: int = -1
         """The same as `training.global_batch_size`, which torchtitan doesn't tell its loader; -1, as there, for one
         batch of each rank a step. Give it where the number of ranks is to change, or gradients are accumulated."""
-        overlong: Overlong = "split"
-        """What becomes of documents longer than `training.seq_len`: "split", "truncate", "drop" or "error"."""
+        overlong: Overlong = LoaderSettings.overlong
+        shuffle: bool = LoaderSettings.shuffle
+        seed: int = LoaderSettings.seed
+        mode: Literal["auto"] | Mode = LoaderSettings.mode
+        scope: Scope = LoaderSettings.scope
+        method: Method = LoaderSettings.method
+        worker: WorkerKind = LoaderSettings.worker
+        """As `vl.PackedLoader` has these."""
         epochs: int = 1
         """Passes over the data, unless `infinite`."""
         infinite: bool = False
         """Go round without end. torchtitan's validator sets it by its own number of steps."""
-        shuffle: bool = True
-        """In random order, another one in each epoch."""
-        seed: int = 0
-        """Of the shuffle."""
-        mode: Literal["auto", "indexed", "streaming"] = "auto"
-        """As `vl.PackedLoader` has it."""
-        scope: Literal["window", "all"] = "window"
-        """"window" packs a window of documents at a time, "all" the whole data set."""
-        method: Method = "best_fit"
-        """Of `vl.pack`."""
-        worker: WorkerKind = "process"
-        """"process", or "thread" within the trainer: for debugging and validation."""
         settings: dict[str, Any] = field(default_factory=dict)
         """Any other arguments of `vl.PackedLoader` by name."""
 
@@ -177,15 +174,9 @@ class PackedDataLoader(BaseDataLoader):
             micro_batch_size=rows,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
-            mode=config.mode,
-            scope=config.scope,
-            method=config.method,
-            overlong=config.overlong,
-            shuffle=config.shuffle,
-            seed=config.seed,
             epochs=None if config.infinite else config.epochs,
-            worker=config.worker,
-            **_others_of(config),
+            **{name: getattr(config, name) for name in _FIELDS},
+            **config.settings,
         )
         try:
             _check_snapshots(snapshot_every_n_steps, self._loader)
@@ -299,12 +290,11 @@ def _check_settings(config: PackedDataLoader.Config) -> None:
             raise SettingError(
                 f"dataloader.settings holds {name}, which has a field of its own; set dataloader.{name}"
             )
-
-
-def _others_of(config: PackedDataLoader.Config) -> dict[str, Any]:
-    """Return the arguments of PackedLoader that have no field; a folder may be given as text, which can be logged."""
-    cache = config.settings.get("cache")
-    return {**config.settings, **({"cache": Path(cache)} if cache is not None else {})}
+        if name not in options_of(LoaderSettings):
+            raise SettingError(
+                f"dataloader.settings holds {name}, which is no argument of vl.PackedLoader; the nearest is "
+                f"{difflib.get_close_matches(name, options_of(LoaderSettings), n=1, cutoff=0.0)[0]}"
+            )
 
 
 def _check_snapshots(batches: int | None, loader: PackedLoader) -> None:
@@ -321,7 +311,7 @@ def _placed(config: PackedDataLoader.Config) -> Any:
     """Return the data with rows in memory as files, so that looking at it takes no row away."""
     if isinstance(config.source, Mixture):
         return config.source
-    others = _others_of(config)
+    others = config.settings
     is_streamed = config.mode != "indexed" and config.scope != "all"
     return placed(config.source, others.get("columns"), others.get("cache"), is_streamed=is_streamed)
 

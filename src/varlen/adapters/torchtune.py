@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 
 from varlen.arguments import as_count
 from varlen.batch.collate import collate
-from varlen.errors import DocumentsError, OverlongDocumentError
+from varlen.errors import DocumentsError
 from varlen.pack.api import pack
+from varlen.pack.pieces import too_long
 from varlen.types import IntArray
 
 __all__ = ["PackedDataset"]
@@ -160,10 +161,9 @@ def _read(
                 "give one label a token, -100 where there is nothing to learn"
             )
         if longest is not None and size > longest:
-            raise OverlongDocumentError(
-                f"Dataset sample is too long: sample {number:,} has {size:,} tokens but max_seq_len is {longest:,}; "
-                "set split_across_pack=True, raise max_seq_len or truncate your samples"
-            )
+            seen = f"Dataset sample is too long: sample {number:,} has {size:,} tokens"
+            out = "set split_across_pack=True, raise max_seq_len or truncate your samples"
+            raise too_long(seen, f"max_seq_len is {longest:,}", out)
         lengths.append(size)
         count += size
     offsets = np.zeros(len(lengths) + 1, np.int64)

@@ -15,6 +15,7 @@ from varlen.adapters.peers import raises_too
 from varlen.arguments import LARGEST, as_count
 from varlen.errors import LengthsError, OverlongDocumentError, SettingError
 from varlen.pack.lengths import as_lengths
+from varlen.pack.pieces import too_long
 from varlen.plan.partition import Division, as_weights, by_part, even_packs, fitting_parts, packed, partition
 from varlen.types import FloatArray, Int32Array
 
@@ -252,10 +253,8 @@ def micro_batch_partitions(
                 f"a sample of another rank is over the max_token_len of {limit:,}, or none that can be divided; its "
                 "own error says which. Raise it, or cut or leave out such samples, on all ranks"
             )
-        raise OverlongDocumentError(
-            f"{longest:,} tokens that must stay together: over the max_token_len of {limit:,}; raise it, or cut "
-            "such samples"
-        )
+        seen = f"a sample or group has {longest:,} tokens that must stay together"
+        raise too_long(seen, f"max_token_len is {limit:,}", "raise it, or cut such samples")
     parts += -parts % multiple
     if parts > groups:
         raise SettingError(

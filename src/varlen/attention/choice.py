@@ -31,7 +31,7 @@ from varlen.attention.kernels import (
 )
 from varlen.attention.rectangles import HALF, MAX_HEAD_DIM
 from varlen.attention.rules import LayerRules
-from varlen.errors import ModelError, SettingError
+from varlen.errors import ModelError, SettingError, described
 
 
 def check_kernels(name: str) -> None:
@@ -113,7 +113,7 @@ def _tried(
         kernel = MAKERS[name]()
         off = error_on_a_small_case(kernel, (query_heads, key_heads, width), rules, device, dtype)
     except Exception as error:  # whatever a build of it says, another kernel runs
-        return None, f"{type(error).__name__}: {str(error)[:200]}"
+        return None, described(error, kind=True)
     return (kernel, "") if off < 0.05 else (None, f"it is off by {off:.2g} on a small case")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from varlen.cli.progress import require_training
+from varlen.cli.options import print_json
+from varlen.cli.progress import require_training, wide_console
 from varlen.errors import SettingError
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def calibrated(model: str, tp: int, seconds: float, *, save: Path | None, as_jso
     if save is not None:
         save_hardware(found.hardware, save)
     if as_json:
-        json.dump(_as_json(found), sys.stdout, indent=1)
-        print()
+        print_json(_as_json(found))
         return
     _print(found, save)
 
@@ -95,14 +94,11 @@ def _as_json(found: Calibration) -> dict[str, object]:
 
 def _print(found: Calibration, save: Path | None) -> None:
     """Print predicted beside measured seconds, and what the errors are."""
-    from rich.console import Console
     from rich.padding import Padding
 
     from varlen.report.page import share
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+    console = wide_console()
     console.print(
         f"\nHeld-out shapes are predicted within {_joined(share(found.mape_attention))} (attention) and "
         f"{_joined(share(found.mape_gemm))} (the rest of a layer).",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from varlen.cli.progress import require_training
+from varlen.cli.options import FiguresAsJson, output_option, print_json
+from varlen.cli.progress import require_training, wide_console
 
 _QUICK: dict[str, Any] = {
     "steps": 2,
@@ -31,7 +31,7 @@ def demo(
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the report goes.")
+        Path, output_option("--output", "-o", metavar="FILE", help="Where the report goes.")
     ] = Path("report.html"),
     steps: Annotated[
         int | None,
@@ -41,9 +41,7 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(help="First of three seeds: documents, batches, weights.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Threads of every run.  [dim]\\[default: 2][/]")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print all figures as one JSON object instead of the table.")
-    ] = False,
+    as_json: FiguresAsJson = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="A few seconds, to see that everything runs; measures nothing.")
     ] = False,
@@ -79,8 +77,7 @@ def demo(
         figures = run_demo(data, settings, on_progress)
     write_page(output, demo_page(figures))
     if as_json:
-        json.dump(figures.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(figures.to_json())
         return
     _print_table(figures, output)
     if quick:
@@ -88,12 +85,8 @@ def demo(
 
 
 def _print_table(figures: Any, output: Path) -> None:
-    from rich.console import Console
-
     from varlen.report.demo import demo_table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+    console = wide_console()
     console.print(demo_table(figures))
     console.print(f"\n{output} shows this in pictures; the demo took {figures.total_s:.0f} s.", markup=False)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from varlen.cli.options import AsJson, Documents, Overwrite, Processes, Ray, output_option, print_unread
+from varlen.cli.options import (
+    AsJson,
+    Documents,
+    Overwrite,
+    Processes,
+    Ray,
+    output_option,
+    print_json,
+    print_unread,
+)
 from varlen.counts import many
 
 
@@ -42,8 +49,7 @@ def index(
             source, output, crew=as_crew(processes, ray), overwrite=overwrite, on_progress=on_progress
         )
     if as_json:
-        json.dump(store.manifest, sys.stdout, indent=1)
-        print()
+        print_json(store.manifest)
         return
     _print_summary(store.manifest, output, was_there=was_there)
 

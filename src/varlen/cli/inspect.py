@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from varlen.arguments import TOKENS, as_tokens
-from varlen.cli.options import Data, option_in, output_option, title_of
+from varlen.cli.options import Data, FiguresAsJson, Report, option_in, print_json, title_of
+from varlen.cli.progress import wide_console
 from varlen.counts import many
 
 if TYPE_CHECKING:
@@ -33,13 +33,8 @@ def inspect_data(
         ),
     ] = None,
     batch_documents: Annotated[int, measuring_option(metavar="N", help="Documents of a padded batch.")] = 8,
-    output: Annotated[
-        Path | None,
-        output_option("--output", "-o", metavar="FILE", help="Write a report with pictures there, as HTML."),
-    ] = None,
-    as_json: Annotated[
-        bool, output_option("--json", help="Print all figures as one JSON object instead of the table.")
-    ] = False,
+    output: Report = None,
+    as_json: FiguresAsJson = False,
     seed: Annotated[int, measuring_option(help="Of random batches, shuffles and samples.")] = 0,
 ) -> None:
     """Show how long documents are, what padding wastes, and how full packs become.
@@ -80,8 +75,7 @@ def inspect_data(
         write_page(output, inspect_page(inspection))
     if as_json:
         said = {"skipped": list(found.skipped), "losses": found.losses.to_json(), "unread": found.unread}
-        json.dump(inspection.to_json() | said, sys.stdout, indent=1)
-        print()
+        print_json(inspection.to_json() | said)
     else:
         _print_table(inspection, output, were_named=bool(capacity))
     if found.unread is not None:
@@ -90,13 +84,9 @@ def inspect_data(
 
 def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> None:
     """Print what was found, and where more is to be had."""
-    from rich.console import Console
-
     from varlen.report.inspection import inspect_table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+    console = wide_console()
     console.print(inspect_table(inspection), crop=False)  # a command is for copying whole
     if output is None:
         console.print("\n-o report.html shows this in pictures.", markup=False)

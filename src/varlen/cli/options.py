@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -119,6 +120,13 @@ Ray = Annotated[
 ]
 Overwrite = Annotated[bool, output_option("--overwrite", help="Replace a set made from something else.")]
 AsJson = Annotated[bool, output_option("--json", help="Print the manifest.")]
+FiguresAsJson = Annotated[
+    bool, output_option("--json", help="Print all figures as one JSON object instead of the table.")
+]
+Report = Annotated[
+    Path | None,
+    output_option("--output", "-o", metavar="FILE", help="Write a report with pictures there, as HTML."),
+]
 
 
 def read_options(
@@ -239,47 +247,24 @@ def lengths_of(
     )
 
 
-def pack_arguments(
-    data: Sequence[str],
-    *,
-    tokenizer: str,
-    column: Sequence[str],
-    chat_template: Path | None,
-    chat_template_kwargs: str | None,
-    allow_unwritten: bool,
-    row_weights: bool,
-    eos: str | None,
-    append_eos: bool,
-    text_cut: str,
-    split: str | None,
-    format: str | None,
-    binary_as_text: bool,
-    on_error: str,
-) -> list[str]:
-    """Return the arguments with which `varlen pack` reads what was read here; arguments as given.
-
-    What stands at its default is left out.
-    """
+def pack_arguments(data: Sequence[str], **reading: Any) -> list[str]:
+    """Return the arguments with which `varlen pack` reads what `read_options` returned; defaults are left out."""
     output = "packed-again" if any(Path(path).name == "packed" for path in data) else "packed"
-    options: list[tuple[str, object, object]] = [
-        ("--tokenizer", tokenizer, "bytes"),
-        *(("--column", pair, None) for pair in column),
-        ("--chat-template", chat_template, None),
-        ("--chat-template-kwargs", chat_template_kwargs, None),
-        ("--eos", eos, None),
-        ("--text-cut", text_cut, "auto"),
-        ("--split", split, None),
-        ("--read-as", format, None),
-        ("--on-error", on_error, "raise"),
-    ]
-    given = [word for name, value, usual in options if value != usual for word in (name, str(value))]
-    switches = {
-        "--no-eos": not append_eos,
-        "--allow-unwritten": allow_unwritten,
-        "--row-weights": row_weights,
-        "--binary-as-text": binary_as_text,
-    }
-    return [*data, "-o", output, *given, *(name for name, is_given in switches.items() if is_given)]
+    given = reading | {"no_eos": not reading["append_eos"], "read_as": reading["format"]}
+    words = [*data, "-o", output]
+    for name, one in signature(read_options).parameters.items():
+        value, option = given.get(name, one.default), f"--{name.replace('_', '-')}"
+        if isinstance(value, list):
+            words += [word for pair in value for word in (option, pair)]
+        elif value != one.default:
+            words += [option] if value is True else [option, str(value)]
+    return words
+
+
+def print_json(content: Any) -> None:
+    """Print one JSON object."""
+    json.dump(content, sys.stdout, indent=1)
+    print()
 
 
 def _as_variables(text: str | None) -> dict[str, Any] | None:

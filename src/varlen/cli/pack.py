@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,16 +17,13 @@ from varlen.cli.options import (
     documents_option,
     option_in,
     output_option,
+    print_json,
     print_unread,
 )
 from varlen.counts import many
 
 if TYPE_CHECKING:
     from varlen.files.losses import Losses
-    from varlen.offline.pack import PackedSet
-from collections.abc import Mapping
-
-if TYPE_CHECKING:
     from varlen.offline.pack import PackedSet
 
 packing_option = option_in("Packing")
@@ -117,7 +113,7 @@ def pack(
         "longest": None if longest is None else as_tokens(longest, "--longest"),
         "pad_id": pad_id,
         "megatron_split": megatron_split,
-        "metadata_of": metadata_of or [],
+        "metadata_of": metadata_of,
         "part_tokens": None if part_tokens is None else as_tokens(part_tokens, "--part-tokens"),
     }
     shared: dict[str, Any] = {
@@ -141,8 +137,7 @@ def pack(
     with progress() as on_progress:
         done = packer(source, output, tokens=tokens, crew=crew, overwrite=overwrite, on_progress=on_progress)
     if as_json:
-        json.dump(done.manifest, sys.stdout, indent=1)
-        print()
+        print_json(done.manifest)
         return
     mark = made_by(done.manifest)
     are_bytes = mark is not None and mark.are_bytes
@@ -263,17 +258,6 @@ PartTokens = Annotated[
         metavar="N", help="Tokens of a file, to write several side by side.  [dim]\\[default: one file][/]"
     ),
 ]
-_USUAL: dict[str, Any] = {
-    "pad_to_multiple_of": None,
-    "context_parallel": 1,
-    "tensor_parallel": 1,
-    "sequence_parallel": False,
-    "longest": None,
-    "pad_id": None,
-    "megatron_split": None,
-    "metadata_of": [],
-    "part_tokens": None,
-}
 
 
 def split_of(read: str | None) -> str:
@@ -288,7 +272,7 @@ def refuse_others(given: Mapping[str, Any]) -> None:
     from varlen.errors import SettingError
 
     for name, value in given.items():
-        if value != _USUAL[name]:
+        if value != signature(pack).parameters[name].default:
             raise SettingError(
                 f"--{name.replace('_', '-')} goes with --format megatron; leave one of them out"
             )
@@ -330,7 +314,7 @@ def megatron_packer(
         **shared,
     )
     return lambda source, output, **more: pack_for_megatron(
-        source, output, settings, metadata_of=given["metadata_of"], **more
+        source, output, settings, metadata_of=given["metadata_of"] or [], **more
     )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
 
 from varlen.arguments import as_tokens
+from varlen.cli.options import FiguresAsJson, option_in, output_option, title_of
 from varlen.counts import many
 from varlen.errors import SettingError
 
@@ -18,11 +21,6 @@ if TYPE_CHECKING:
     from varlen.cli.progress import OnProgress
     from varlen.cost.model import CostModel
     from varlen.report.plan import StepDocuments
-from typing import Annotated
-
-import typer
-
-from varlen.cli.options import option_in, output_option, title_of
 
 _DEFAULT_CAPACITY = "128k"
 
@@ -52,10 +50,10 @@ def plan(
     calibrate: Calibrate = False,
     seconds: Seconds = None,
     reading: dict[str, Any],
-    output: Report = None,
+    output: Timelines = None,
     trace: Trace = None,
     save: Save = None,
-    as_json: PrintJson = False,
+    as_json: FiguresAsJson = False,
 ) -> None:
     """Plan a training step in several ways, and show how long each takes and why.
 
@@ -296,7 +294,7 @@ Calibrate = Annotated[
 Seconds = Annotated[
     float | None, planning_option(metavar="S", help="How long --calibrate measures.  [dim]\\[default: 20][/]")
 ]
-Report = Annotated[
+Timelines = Annotated[
     Path | None,
     output_option("--output", "-o", metavar="FILE", help="Write timelines to zoom into, as HTML."),
 ]
@@ -309,7 +307,4 @@ Save = Annotated[
     output_option(
         metavar="FILE", help="Write the fastest plan itself, to load again; or what --calibrate measured."
     ),
-]
-PrintJson = Annotated[
-    bool, output_option("--json", help="Print all figures as one JSON object instead of the table.")
 ]

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from varlen.errors import SettingError
+from varlen.cli.options import print_json
+from varlen.cli.progress import wide_console
+from varlen.counts import many
+from varlen.errors import PlanError, SettingError, SourceError
 from varlen.parsed import parse_json
 
 if TYPE_CHECKING:
-    from varlen.cost.hardware import Hardware
-    from varlen.cost.shape import ModelShape
-    from varlen.step_plan import Mesh, Sharding
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from varlen.errors import SourceError
-
-if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from varlen.store.lengths import Lengths
-import json
-import sys
-
-from varlen.counts import many
-from varlen.errors import PlanError
-
-if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from varlen.cost.hardware import Hardware
+    from varlen.cost.shape import ModelShape
     from varlen.report.plan import PlanComparison
     from varlen.report.plan_sweep import PlanSweep
+    from varlen.step_plan import Mesh, Sharding
+    from varlen.store.lengths import Lengths
 
 
 def mesh_of(
@@ -224,7 +214,7 @@ def show(found: PlanComparison, outputs: dict[str, Path | None], *, as_json: boo
     except OSError as error:
         raise SettingError(f"a file can't be written: {error}") from error
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
         from varlen.report.plan import plan_table
 
@@ -254,7 +244,7 @@ def _write(found: PlanComparison, outputs: dict[str, Path | None]) -> None:
 def show_sweep(found: PlanSweep, *, as_json: bool) -> None:
     """Print the fastest meshes."""
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
         from varlen.report.plan_sweep import sweep_table
 
@@ -263,18 +253,9 @@ def show_sweep(found: PlanSweep, *, as_json: bool) -> None:
         raise PlanError(f"no mesh of {many(found.num_gpus, 'GPU')} holds this step; the reasons stand above")
 
 
-def _print_json(content: dict[str, Any]) -> None:
-    json.dump(content, sys.stdout, indent=1)
-    print()
-
-
 def _print(table: RenderableType, last: str) -> None:
     """Print a table, and a line on what to do next."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+    console = wide_console()
     console.print(table)
     console.print(f"\n{last}", markup=False)
 

@@ -132,6 +132,12 @@ def _log_lines(console: Console) -> OnProgress:
 # What some verbs need beyond a plain installation, and the sentence that says how to get it.
 
 
+def wide_console() -> Console:
+    """Return a console on standard output; in a file or pipe, wide enough for tables."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
 def require_training(verb: str, does: str = "trains a model") -> None:
     """Refuse to start without the packages that train."""
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from varlen.cli.progress import require_training
-from varlen.errors import SettingError
-
-if TYPE_CHECKING:
-    from varlen.train.trainer import Totals, TrainSummary
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.progress import Progress, Task, TaskID
 
-from varlen.cli.progress import FittedLine, Part, clock
+from varlen.cli.options import print_json
+from varlen.cli.progress import FittedLine, Part, clock, require_training
+from varlen.errors import SettingError
 
 if TYPE_CHECKING:
     from varlen.train.metrics import StepMetrics
-    from varlen.train.trainer import RunPlan, Watcher
+    from varlen.train.trainer import RunPlan, Totals, TrainSummary, Watcher
 
 
 def train(
@@ -97,8 +89,7 @@ def train(
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
-        json.dump(summary.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(summary.to_json())
     else:
         _print_summary(summary)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from varlen.cli.options import option_in, output_option
+from varlen.cli.options import Report, option_in, output_option, print_json
 from varlen.cli.progress import require_training
 from varlen.errors import SettingError
 
@@ -81,10 +79,7 @@ def verify(
     world_size: Annotated[
         int | None, megatron_option(help="Processes of the job.  [dim]\\[default: not known][/]")
     ] = None,
-    output: Annotated[
-        Path | None,
-        output_option("--output", "-o", metavar="FILE", help="Write a report with pictures there, as HTML."),
-    ] = None,
+    output: Report = None,
     as_json: Annotated[bool, output_option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Show whether a model keeps packed documents apart, or what would go wrong with a configuration of Megatron.
@@ -138,8 +133,7 @@ def verify(
 
         write_page(output, model_page(report))
     if as_json:
-        json.dump(report.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(report.to_json())
     else:
         _print(str(report), output)
     _end(report.ok, NOT_ISOLATED)
@@ -203,8 +197,7 @@ def check_megatron(config: str, *, dialect: str | None, world_size: int | None, 
 
     report = check_config(Path(config), dialect=dialect, world_size=world_size)
     if as_json:
-        json.dump(report.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(report.to_json())
         return report.ok
     from rich.console import Console
 

@@ -30,7 +30,7 @@ from varlen.files.paths import File, entries_of, refuse_text
 def placed(
     data: Any,
     columns: Mapping[str, str] | None = None,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     *,
     is_streamed: bool = False,
 ) -> Any:

@@ -17,7 +17,7 @@ from varlen.counts import many
 from varlen.documents.row_text import write_rows
 from varlen.documents.serving import Serving
 from varlen.documents.spool import TABLE, TEXT_ROWS, Sink, spool
-from varlen.errors import SourceError
+from varlen.errors import SourceError, described
 from varlen.files.columns import find_columns
 from varlen.files.paths import File, refuse_text
 from varlen.files.rows import listed
@@ -303,7 +303,9 @@ _BATCH_ROWS = 1024
 _BATCH_BYTES = 4 << 20  # larger record batches are cut in halves
 
 
-def file_of(data: Any, columns: Mapping[str, str], cache: Path | None, *, is_streamed: bool) -> File | None:
+def file_of(
+    data: Any, columns: Mapping[str, str], cache: str | Path | None, *, is_streamed: bool
+) -> File | None:
     """Return the file for rows in memory; None for a list of paths."""
     rows = rows_in(data)
     if rows is None:
@@ -328,7 +330,7 @@ def _served(rows: Objects, columns: Mapping[str, str]) -> File:
     )
 
 
-def _written(rows: Rows, columns: Mapping[str, str], cache: Path | None) -> File:
+def _written(rows: Rows, columns: Mapping[str, str], cache: str | Path | None) -> File:
     num_rows = 0
     wanted = _wanted(rows, columns) if isinstance(rows, Table) else []
 
@@ -381,7 +383,7 @@ def _write_table(table: Table, wanted: list[str], sink: Sink) -> int:
             writer.write_batch(batch)
             num_rows += batch.num_rows
     except pa.ArrowException as error:
-        raise SourceError(f"{table.where} can't be read: {str(error).splitlines()[0]}") from error
+        raise SourceError(f"{table.where} can't be read: {described(error)}") from error
     finally:
         if writer is not None:
             writer.close()

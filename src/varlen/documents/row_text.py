@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from varlen.errors import SourceError
+from varlen.errors import SourceError, described
 from varlen.files.columns import ROLES, find_columns
 from varlen.files.formats.jsonl import MOST_RECORD_BYTES
 from varlen.files.rows import json_kind
@@ -58,7 +58,7 @@ def raised_by_rows(rows: Iterable[Any], where: str) -> Iterator[Any]:
     except GeneratorExit:
         raise
     except Exception as error:
-        raise SourceError(f"{where} failed after row {count:,}: {type(error).__name__}: {error}") from error
+        raise SourceError(f"{where} failed after row {count:,}: {described(error, kind=True)}") from error
 
 
 def first_rows(rows: Iterator[Any]) -> tuple[list[Any], tuple[tuple[str, ...], ...]]:
@@ -90,7 +90,7 @@ def row_line(row: Any, used: frozenset[str]) -> str:
     try:
         plain = row if isinstance(row, dict) else dict(row)
     except Exception as error:  # of the user's class
-        return fault_line(f"can't be read: {type(error).__name__}: {error}")
+        return fault_line(f"can't be read: {described(error, kind=True)}")
     try:
         line = _dumps(plain)
     except _Wrong:

@@ -30,7 +30,7 @@ from typing import Any, cast
 from varlen.counts import many
 from varlen.documents.held import Held
 from varlen.documents.row_text import first_rows, raised_by_rows, row_line, used_columns
-from varlen.errors import SourceError
+from varlen.errors import SourceError, described
 from varlen.files.paths import END, FAILED, Live
 from varlen.workers.child import await_end
 
@@ -115,7 +115,7 @@ class _Passes:
         try:
             iterator = iter(self.begin())
         except Exception as error:
-            raise SourceError(f"{self.where} gives no iterator: {type(error).__name__}: {error}") from error
+            raise SourceError(f"{self.where} gives no iterator: {described(error, kind=True)}") from error
         if number and iterator is self.last:
             raise SourceError(
                 f"{self.where} gives the same iterator again, which is used up; make a new one in each call"

@@ -9,6 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from varlen.arguments import check_options, option
 from varlen.counts import many
 from varlen.documents.documents import Documents, Encoding, Supervise, encode_rows, eos_of, none_of
 from varlen.documents.memory import placed
@@ -161,57 +162,89 @@ class Source:
             yield documents
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How documents are found, read and made tokens; the one declaration of these options."""
+
+    columns: Mapping[str, str] | None = option(
+        None, 'names of columns by role, such as {"text": "body"}, where they aren\'t the usual ones.'
+    )
+    chat_template: str | Path | None = option(
+        None,
+        "jinja, a file of it, or \"trl-training\", TRL's twin of the tokenizer's; None: its own or ChatML.",
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None, 'what the template sees beside the chat, such as {"enable_thinking": False}.'
+    )
+    allow_unwritten: bool = option(
+        False, "count what the template leaves out of an assistant's own turn; else it is an error."
+    )
+    eos: int | str | None = option(
+        None, "the token that ends a document, by id or text; None for the tokenizer's own."
+    )
+    append_eos: bool = option(True, "end texts with it.")
+    supervise: Supervise = option(
+        "assistant",
+        'of chats "assistant": what the model is to say; "last": of that the last turn; "all": everything.',
+    )
+    row_weights: bool = option(
+        False, "take weights of messages and tokens as those of their losses; else 0 and 1 alone are read."
+    )
+    text_cut: TextCut = option(
+        "auto",
+        'what a document is in a text file: "file", "paragraph" or "line"; "auto": a paragraph where there is '
+        "one file, else a file.",
+    )
+    split: str | None = option(None, 'of folders with several, the split that is read, or "all".')
+    format: Format | None = option(None, "what every file is read as, whatever its name.")
+    binary_as_text: bool = option(False, "read binary columns of Parquet and Arrow as UTF-8.")
+    on_error: OnError = option(
+        "raise",
+        '"raise" at the first bad record, or "skip" it, counted the same on all ranks. "skip" masks tokens that '
+        "can't be read on the rank that reads them: `pad_id` without a label; all else stays, so it may differ "
+        "from that of a state. What packs are made of (lengths, labels of cut documents) is always an error.",
+    )
+    retry: Retry | None = option(None, "how reads of remote files are tried again; None for the usual way.")
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be."""
+        check_options(self)
+        if self.split is not None and not (isinstance(self.split, str) and self.split):
+            raise SettingError(f'split must be the name of one, or "all", got {self.split!r}')
+
+
 def open_source(
     data: Data,
     tokenizer: Any = None,
     *,
-    columns: Mapping[str, str] | None = None,
-    chat_template: str | Path | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    allow_unwritten: bool = False,
-    eos: int | str | None = None,
-    append_eos: bool = True,
-    supervise: Supervise = "assistant",
-    row_weights: bool = False,
-    text_cut: TextCut = "auto",
-    split: str | None = None,
-    format: Format | None = None,
-    binary_as_text: bool = False,
     vocab_size: int | None = None,
-    on_error: OnError = "raise",
     leave_out: Sequence[Path] = (),
-    retry: Retry | None = None,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
+    **options: Any,
 ) -> Source:
-    """Resolve files, tokenizer and template to a source. Only names are read so far."""
-    if on_error not in ("raise", "skip"):
-        raise SettingError(f'on_error must be "raise" or "skip", got {on_error!r}')
-    if supervise not in ("assistant", "last", "all"):
-        raise SettingError(f'supervise must be "assistant", "last" or "all", got {supervise!r}')
-    if text_cut not in ("auto", "file", "paragraph", "line"):
-        raise SettingError(f'text_cut must be "auto", "file", "paragraph" or "line", got {text_cut!r}')
-    check_reading(split, format)
-    named = dict(columns or {})
+    """Say what documents are read from where, and how they become tokens (`Reading`); only names are read yet."""
+    reading = Reading(**options)
+    named = dict(reading.columns or {})
     check_named(named)
     from varlen.files.finding import Naming, find  # workers don't need it
 
     naming = Naming(
-        split=split,
-        format=format,
-        binary_as_text=binary_as_text,
+        split=reading.split,
+        format=reading.format,
+        binary_as_text=reading.binary_as_text,
         fields=tuple(named.values()),
         leave_out=leave_out,
-        retry=retry or Retry(),
+        retry=reading.retry or Retry(),
     )
     files = (resolved := find(placed(data, named, cache), naming)).files
     _refuse_cut_rows(files)
-    made = load_tokenizer(tokenizer, eos=eos)
+    made = load_tokenizer(tokenizer, eos=reading.eos)
     specials = made.specials
     template = make_template(
-        _templates(chat_template, specials.chat_templates),
+        _templates(reading.chat_template, specials.chat_templates),
         special_tokens=specials.texts,
         end_marks=specials.end_marks,
-        variables=chat_template_kwargs,
+        variables=reading.chat_template_kwargs,
     )
     is_given = tokenizer is not None and tokenizer != "bytes"
     packed_by = _packed_by(files, made if is_given else None)
@@ -219,48 +252,39 @@ def open_source(
     encoding = Encoding(
         tokenizer=made,
         template=template,
-        append_eos=append_eos,
-        supervise=supervise,
-        allow_unwritten=bool(allow_unwritten),
-        row_weights=bool(row_weights),
+        append_eos=reading.append_eos,
+        supervise=reading.supervise,
+        allow_unwritten=bool(reading.allow_unwritten),
+        row_weights=bool(reading.row_weights),
         vocab_size=known if vocab_size is None else vocab_size,
         columns=named,
     )
-    cut: Cut = text_cut if text_cut != "auto" else "paragraph" if len(files) == 1 else "file"
+    usual: Cut = "paragraph" if len(files) == 1 else "file"
+    cut: Cut = usual if reading.text_cut == "auto" else reading.text_cut
     matters: Cut = cut if any(file.format == "text" for file in files) else "file"
-    # The vocabulary determines which records are rejected, and so with on_error="skip" which are left out.
-    deciding = (_reading(made), template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
-    given = _given(allow_unwritten=allow_unwritten, binary_as_text=binary_as_text, row_weights=row_weights)
-    settings = (*deciding, encoding.vocab_size, *given, *([format] if format else []))
+    # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
+    ends = reading.append_eos, reading.supervise
+    deciding = _reading(made), template.fingerprint, *ends, sorted(named.items()), matters
+    # Switches and a format that aren't given change nothing, so that sources of versions without them stay known.
+    given = [name for name in ("allow_unwritten", "binary_as_text", "row_weights") if getattr(reading, name)]
+    given += [reading.format] if reading.format else []
+    settings = (*deciding, encoding.vocab_size, *given)
     return Source(
         files=files,
         encoding=encoding,
         left_out=resolved.left_out,
         taken=resolved.taken,
-        on_error=on_error,
+        on_error=reading.on_error,
         text_cut=cut,
         packed_by=packed_by,
         fingerprint=digest(repr(settings)),
     )
 
 
-def _given(**switches: bool) -> list[str]:
-    """Name the switches that are on: fingerprints from before a switch existed stay valid."""
-    return [name for name, is_on in switches.items() if is_on]
-
-
 def _reading(tokenizer: Tokenizer) -> str:
     """Return what changes with the ids of documents, including their EOS."""
     eos, usual = tokenizer.specials.eos_id, isinstance(tokenizer, ByteTokenizer)
     return tokenizer.fingerprint if usual and eos == BYTE_EOS else f"{tokenizer.fingerprint} eos {eos}"
-
-
-def check_reading(split: str | None, format_: str | None) -> None:
-    """Raise for an empty split name or an unknown format."""
-    if split is not None and not (isinstance(split, str) and split):
-        raise SettingError(f'split must be the name of one, or "all", got {split!r}')
-    if format_ is not None and format_ not in get_args(Format):
-        raise SettingError(f"format must be one of {', '.join(get_args(Format))}; got {format_!r}")
 
 
 def _refuse_cut_rows(files: Sequence[File]) -> None:

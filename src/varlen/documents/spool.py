@@ -90,7 +90,7 @@ class Sink:
         return f"sha256:{self._hash.hexdigest()}"
 
 
-def cache_folder(cache: Path | None) -> Path | None:
+def cache_folder(cache: str | Path | None) -> Path | None:
     """Return varlen's cache folder: the given one, else the user's; None without a home folder."""
     if cache is not None:
         return Path(cache)
@@ -100,7 +100,7 @@ def cache_folder(cache: Path | None) -> Path | None:
         return None
 
 
-def spool(write: Callable[[Sink], None], name: str, cache: Path | None) -> Spooled:
+def spool(write: Callable[[Sink], None], name: str, cache: str | Path | None) -> Spooled:
     """Write a file into the spool, or find the same bytes there.
 
     Concurrent processes each write a file; the first one finished is used by all.
@@ -132,7 +132,7 @@ def spool(write: Callable[[Sink], None], name: str, cache: Path | None) -> Spool
     )
 
 
-def _begun(cache: Path | None) -> tuple[Path, IO[bytes]]:
+def _begun(cache: str | Path | None) -> tuple[Path, IO[bytes]]:
     """Return a new folder to write in, and its held lock; remove stale ones beside it."""
     named = cache_folder(cache)
     faults: list[str] = []

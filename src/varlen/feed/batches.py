@@ -19,6 +19,7 @@ from varlen.feed.checks import Pieces, check_ids, where_of
 from varlen.feed.indexed.windows import StorePacks
 from varlen.files.losses import Losses, nothing_left
 from varlen.pack.api import DEFAULT_WORK
+from varlen.pack.pieces import POLICIES, ways_out
 from varlen.store.tokens import ReadableTokens
 from varlen.text.loss_masks import Mask
 from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Packing
@@ -103,7 +104,8 @@ def no_batch(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> 
     said = f"the data holds nothing to train on, and no batch is left of it: {left}"
     said += "; the log says what can't be read, and why" if losses.of_reading else ""
     if ledger.dropped_documents:
-        return OverlongDocumentError(f'{said}; pass overlong="split" or "truncate", or raise capacity')
+        cutting = [name for name, policy in POLICIES.items() if policy.cuts]
+        return OverlongDocumentError(f"{said}; {ways_out(cutting)}")
     return SourceError(said)
 
 

@@ -9,24 +9,21 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import in_words
 from varlen.counts import many
 from varlen.documents.source import OnError
-from varlen.errors import ModelError, OverlongDocumentError, SourceError
+from varlen.errors import ModelError, SourceError
 from varlen.feed.settings import LoaderSettings, check_vocabulary
+from varlen.pack.pieces import POLICIES
 from varlen.store.store import TokenStore
 from varlen.store.tokens import ReadableTokens, TokenDocuments
 from varlen.text.loss_masks import Mask, as_wide
-from varlen.types import Int32Array, IntArray, Ledger, Overlong
+from varlen.types import Int32Array, IntArray, Ledger
 
 _CHECKED = 1 << 20
 """Documents whose lengths are looked at in one go."""
 _COUNTED = 1 << 22
 """Documents whose lengths are looked at for a sentence, in a fraction of a second; of more, windows tell."""
-_BECOME: dict[Overlong, str] = {
-    "split": "cut into pieces that train as documents of their own",
-    "truncate": "cut short",
-    "drop": "left out",
-}
 _log = logging.getLogger(__name__)
 NO_LABEL = (
     "the mixture holds nothing to train on: none of its {count} has a document with a label. A document of one token "
@@ -39,16 +36,15 @@ def has_label(tokens: TokenDocuments, settings: LoaderSettings) -> bool:
 
     Cost: that of the first documents, unless they have none.
     """
-    capacity, is_whole = settings.capacity, settings.overlong in ("split", "error")
+    kept = POLICIES[settings.overlong].kept
     try:
         for shard, documents in enumerate(tokens.documents.tolist()):
             for start in range(0, documents, _CHECKED):
                 numbers = np.arange(start, min(start + _CHECKED, documents))
                 shards = np.full(len(numbers), shard)
                 lengths = tokens.lengths(shards, numbers)
-                stops = lengths if is_whole else np.minimum(lengths, capacity)
-                labels = tokens.count_targets(shards, numbers, np.zeros_like(lengths), stops)
-                if (labels[lengths <= capacity] if settings.overlong == "drop" else labels).any():
+                stops = kept(lengths, settings.capacity)
+                if tokens.count_targets(shards, numbers, np.zeros_like(lengths), stops).any():
                     return True
     except SourceError:
         return True
@@ -69,25 +65,6 @@ def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
     except SourceError:
         if settings.on_error == "raise":  # else what can't be read is masked
             raise
-
-
-def check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:
-    """Refuse documents longer than a pack before training, and not in the midst of it, as far as they are there."""
-    first, count = "", 0
-    for shard, documents in enumerate(tokens.documents.tolist()):
-        for start in range(0, documents, _CHECKED):
-            numbers = np.arange(start, min(start + _CHECKED, documents))
-            lengths = tokens.lengths(np.full(len(numbers), shard), numbers)
-            long = np.flatnonzero(lengths > capacity)
-            count += len(long)
-            if len(long) and not first:
-                where = f"document {start + int(long[0]):,} of shard {shard:,}"
-                first = f"{where} of {data} has {int(lengths[long[0]]):,} tokens"
-    if first:
-        raise OverlongDocumentError(
-            f"{first}, more than the capacity {capacity:,} ({many(count, 'such document')} in all); pass "
-            'overlong="split", "truncate" or "drop", or a larger capacity'
-        )
 
 
 def say_cut(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool:
@@ -128,13 +105,13 @@ def say_first_cut(ledger: Ledger, settings: LoaderSettings) -> bool:
 
 def _say_cut(which: str, settings: LoaderSettings) -> None:
     """Log it."""
-    others = [name for name in (*_BECOME, "error") if name != settings.overlong]
+    others = [name for name in POLICIES if name != settings.overlong]
     _log.warning(
         "%s longer than capacity %s, and %s; overlong=%s does otherwise, and stats().ledger counts all",
         which,
         f"{settings.capacity:,}",
-        _BECOME[settings.overlong],
-        ", ".join(f'"{name}"' for name in others),
+        POLICIES[settings.overlong].becomes,
+        in_words(others),
     )
 
 

@@ -10,19 +10,17 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from varlen.arguments import as_count
-from varlen.batch.packed import Layout, PackedBatch
-from varlen.documents.documents import Supervise
-from varlen.documents.source import Mixture, OnError, TextCut
+from varlen.arguments import as_count, takes, with_arguments
+from varlen.batch.packed import PackedBatch
+from varlen.documents.source import Mixture
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.checks import say_first_cut
 from varlen.feed.lookup import IndexedLookup, StepDocuments, StreamingLookup
 from varlen.feed.opening import Opened, OpenTokens, open_data
 from varlen.feed.protocol import BatchCounts, Ended, Worker
-from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
+from varlen.feed.settings import FREE, LoaderArguments, LoaderSettings
 from varlen.feed.spec import let_go
 from varlen.feed.state import MOST, PLANS, FeedState, from_json, to_json
 from varlen.feed.worker.device import DeviceWorker
@@ -30,12 +28,8 @@ from varlen.feed.worker.process import ProcessWorker
 from varlen.feed.worker.ring import slot_bytes
 from varlen.feed.worker.thread import ThreadWorker
 from varlen.files.losses import NO_LOSSES, Losses
-from varlen.files.paths import Data, Format
-from varlen.files.retry import Retry
-from varlen.types import Int32Array, Ledger, Method, Overlong
-
-if TYPE_CHECKING:
-    from varlen.feed.plans import GivenPlans
+from varlen.files.paths import Data
+from varlen.types import Int32Array, Ledger
 
 # What a loader can't be: copied, read in a fork, or asked for single items.
 
@@ -101,52 +95,7 @@ class PackedLoader(OfOneProcess):
     same bytes, and from any step on another number of ranks.
 
     Args:
-        source: a token store (`varlen index`), or documents: a file, folder, glob or URL, rows in memory (a list
-            of dicts, a `datasets.Dataset`, a table ...), or a list of these; or a `vl.Mixture` of such sources.
-        tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function; of documents.
-        capacity: tokens of a pack.
-        global_batch_size: packs of a step (an optimizer update), over all ranks and batches.
-        micro_batch_size: packs of a batch; None for all that a rank takes in a step.
-        dp_rank: this rank among those with different data; tensor, pipeline and context parallel peers pass the same.
-        dp_world_size: number of such ranks; both may be left out in a job of one process.
-        mode: "indexed" knows all lengths (documents are tokenized once into a store in the cache), "streaming"
-            tokenizes on the fly and writes nothing; "auto" takes the first for a token store, else the second.
-        scope: "window" packs a window of documents at a time; "all" the whole data set at once; "minibatch" packs
-            nothing: `global_batch_size` documents make a step, each a pack of its own, flattened (`layout="flat"`).
-        window: documents packed at a time (indexed, 65,536 unless said), or packs a lane (streaming, 32).
-        lanes: of streaming; the packs of a step unless said. The number of ranks must divide it. Where lengths are
-            known there are none, and the same arguments serve both modes.
-        method: of `vl.pack`; "best_fit" in shuffled order keeps the composition of packs random.
-        overlong: what becomes of documents longer than a pack: "split", "truncate", "drop" or "error".
-        max_documents, document_multiple_of: most pieces a pack may hold; what the space of each is rounded up to.
-        shuffle, seed: in random order, another one in each epoch; False keeps the order of the data.
-        epochs: passes over the data; None for no end.
-        layout: "rows" or "flat", as in `vl.collate`.
-        pad_id, pad_to_multiple_of: token id at padding; what the width of the flat layout is rounded up to.
-        device: where torch tensors are wanted; None for numpy arrays in host memory.
-        worker: "process", or "thread" within this process: the same bytes, for debugging.
-        ring_slots: batches made ahead at most; in a process they lie in shared memory.
-        read_ahead_s: of streaming: stalls of the storage that are to be ridden out.
-        deadline_s: longest wait for a batch before StalledError says what is missing.
-        columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
-        chat_template: jinja, a file of it, or "trl-training", TRL's twin of the tokenizer's; None: its own or ChatML.
-        chat_template_kwargs: what the template sees beside the chat, such as {"enable_thinking": False}.
-        allow_unwritten: count what the template leaves out of an assistant's own turn; else it is an error.
-        eos, append_eos: the token that ends a document, by id or text (None: the tokenizer's own); end texts with it.
-        supervise: of chats "assistant": what the model is to say; "last": of that the last turn; "all": everything.
-        row_weights: take weights of messages and tokens as those of their losses; else 0 and 1 alone are read.
-        text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
-        split, format, binary_as_text: which files of folders are read, and as what, as in `open_source`.
-        on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks. "skip" masks tokens
-            that can't be read on the rank that reads them: `pad_id` without a label; all else stays, so it may differ
-            from that of a state. What packs are made of (lengths, labels of cut documents) is always an error.
-        retry, cache: how reads of remote files are tried again; folder for stores made here. None for the usual ones.
-        model: a transformers model or configuration; its positions and vocabulary must suffice.
-        plan: of known lengths: the plans of steps, as a list or mapping by step, a function of the step and its
-            lengths (int32), or a `vl.Planner` made without lengths. A batch then holds the documents of which this
-            rank computes slices by the plan of its step (`batch.plan`), flat, one batch a step, for
-            `SliceEngine.step`. One rank decides a plan before any rank reads the step, and tells the others through
-            the job's store; `global_batch_size` needn't divide among ranks.
+        {arguments}
 
     Raises:
         SettingError: a setting out of its range, or that doesn't go with the others; forgotten ranks.
@@ -154,98 +103,9 @@ class PackedLoader(OfOneProcess):
         OverlongDocumentError: `overlong="error"` and a document of a token store is longer than a pack.
     """
 
-    def __init__(
-        self,
-        source: Data | Mixture,
-        tokenizer: Any = None,
-        *,
-        capacity: int,
-        global_batch_size: int,
-        micro_batch_size: int | None = None,
-        dp_rank: int | None = None,
-        dp_world_size: int | None = None,
-        mode: Literal["auto", "indexed", "streaming"] = "auto",
-        scope: Scope = "window",
-        window: int | None = None,
-        lanes: int | None = None,
-        method: Method = "best_fit",
-        overlong: Overlong = "split",
-        max_documents: int | None = None,
-        document_multiple_of: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-        epochs: int | None = 1,
-        layout: Layout = "rows",
-        pad_id: int = 0,
-        pad_to_multiple_of: int = 1,
-        device: Any = None,
-        worker: WorkerKind = "process",
-        ring_slots: int = 4,
-        read_ahead_s: float = 10.0,
-        deadline_s: float = 600.0,
-        columns: Mapping[str, str] | None = None,
-        chat_template: str | Path | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        allow_unwritten: bool = False,
-        eos: int | str | None = None,
-        append_eos: bool = True,
-        supervise: Supervise = "assistant",
-        row_weights: bool = False,
-        text_cut: TextCut = "auto",
-        split: str | None = None,
-        format: Format | None = None,
-        binary_as_text: bool = False,
-        on_error: OnError = "raise",
-        retry: Retry | None = None,
-        cache: str | Path | None = None,
-        model: Any = None,
-        plan: GivenPlans | None = None,
-    ) -> None:
-        self._settings = LoaderSettings(
-            capacity=capacity,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            mode=mode,
-            scope=scope,
-            window=window,
-            lanes=lanes,
-            method=method,
-            overlong=overlong,
-            max_documents=max_documents,
-            document_multiple_of=document_multiple_of,
-            shuffle=shuffle,
-            seed=seed,
-            epochs=epochs,
-            layout=layout,
-            pad_id=pad_id,
-            pad_to_multiple_of=pad_to_multiple_of,
-            device=device,
-            worker=worker,
-            ring_slots=ring_slots,
-            read_ahead_s=read_ahead_s,
-            deadline_s=deadline_s,
-            reading={
-                "columns": columns,
-                "chat_template": chat_template,
-                "chat_template_kwargs": chat_template_kwargs,
-                "allow_unwritten": allow_unwritten,
-                "eos": eos,
-                "append_eos": append_eos,
-                "supervise": supervise,
-                "row_weights": row_weights,
-                "text_cut": text_cut,
-                "split": split,
-                "format": format,
-                "binary_as_text": binary_as_text,
-                "on_error": on_error,
-                "retry": retry,
-            },
-            cache=None if cache is None else Path(cache),
-            model=model,
-            plan=plan,
-        )
+    @takes(LoaderArguments)
+    def __init__(self, source: Data | Mixture, tokenizer: Any = None, **options: Any) -> None:
+        self._settings = LoaderSettings(**options)
         self._begin(source, tokenizer)
 
     def _begin(self, source: Data | Mixture | OpenTokens, tokenizer: Any) -> None:
@@ -459,6 +319,8 @@ class PackedLoader(OfOneProcess):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+
+PackedLoader.__doc__ = with_arguments(PackedLoader.__doc__, LoaderArguments)
 
 # What a loader has done so far, and how long the trainer waited for it.
 

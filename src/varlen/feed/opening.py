@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from varlen.arguments import options_of
 from varlen.counts import many
 from varlen.documents.memory import placed
-from varlen.documents.source import Mixture, Source, check_reading, open_source
+from varlen.documents.source import Mixture, Reading, Source, open_source
 from varlen.errors import SettingError, SourceError, StalledError, VarlenError
 from varlen.feed.agreement import Agreement, Exchanges, job_store, name_of
 from varlen.feed.batches import BatchSettings
-from varlen.feed.checks import NO_LABEL, check_lengths, check_tokens, has_label, say_cut
+from varlen.feed.checks import NO_LABEL, check_tokens, has_label, say_cut
 from varlen.feed.indexed.stream import IndexedFeed
 from varlen.feed.indexed.windows import PARTS_A_GROUP, WindowSettings
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
@@ -35,11 +36,12 @@ from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.files.written import LOCK, PARTIAL, WORK
 from varlen.offline.crew import Crew
 from varlen.offline.index import fingerprint_of_marks, index_source, source_marks
+from varlen.pack.pieces import applied, check_fit
 from varlen.store.growing import PartialStore
 from varlen.store.open import is_megatron, is_token_store, open_tokens
 from varlen.store.store import TokenStore
 from varlen.store.token_files import FileTokens
-from varlen.store.tokens import TokenDocuments, weighs
+from varlen.store.tokens import TokenDocuments, lengths_in_order, weighs
 from varlen.text.identity import TokenizerMark, check_same, made_by, mark_in, mark_of
 from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import digest
@@ -154,8 +156,8 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         else:
             check_tokens(tokens, settings)
             marks[name] = made_by(tokens)
-        if settings.overlong == "error" and settings.method != "wrapped":
-            check_lengths(tokens, settings.capacity, name)
+        if applied(settings.method, settings.overlong) == "error":
+            _check_lengths(tokens, settings.capacity, name)
         gives_labels = gives_labels or has_label(tokens, settings)
         has_weights = has_weights or weighs(tokens)
         places.append(data)
@@ -241,8 +243,8 @@ def batch_settings(settings: LoaderSettings) -> BatchSettings:
 def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> Opened:
     """Return the feed of documents that are tokens already."""
     check_tokens(tokens, settings)
-    if settings.overlong == "error" and settings.method != "wrapped":
-        check_lengths(tokens, settings.capacity, str(data))
+    if applied(settings.method, settings.overlong) == "error":
+        _check_lengths(tokens, settings.capacity, str(data))
     has_said = say_cut(tokens, str(data), settings)
     is_all = settings.scope == "all"
     if is_all:
@@ -292,6 +294,11 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
 def _shared(held: Sequence[TokenDocuments]) -> tuple[TokenDocuments, ...]:
     """Return documents that several threads may read; where a store is being written, each looks for parts itself."""
     return () if any(isinstance(tokens, PartialStore) for tokens in held) else tuple(held)
+
+
+def _check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:
+    """Refuse documents longer than a pack before training, as far as they are there."""
+    check_fit(lengths_in_order(tokens), capacity, lambda number: f"document {number:,} of {data}")
 
 
 def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
@@ -426,13 +433,12 @@ def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings)
 def placed_for(data: Data, settings: LoaderSettings) -> Data:
     """Return data as paths and files that workers open; iterables as files of their rows where they are streamed."""
     is_streamed = settings.mode != "indexed" and settings.scope != "all"
-    columns = settings.reading.get("columns")
-    return absolute(placed(data, columns, settings.cache, is_streamed=is_streamed))
+    return absolute(placed(data, settings.columns, settings.cache, is_streamed=is_streamed))
 
 
 def placed_in(mixture: Mixture, settings: LoaderSettings) -> dict[str, Data]:
     """Return the sources of a mixture as paths and files that workers open; arguments and errors as above."""
-    columns = settings.reading.get("columns")
+    columns = settings.columns
     return {name: absolute(placed(one, columns, settings.cache)) for name, one in mixture.sources.items()}
 
 
@@ -481,14 +487,11 @@ def tell_read_by_all(names: list[str], source: Source, world: int) -> None:
 
 def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
     """Open documents that are tokens already; None if they aren't."""
-    reading = settings.reading
-    check_reading(reading.get("split"), reading.get("format"))
     tokens = open_tokens(
         data,
         patience_s=settings.patience_s,
         check_tokens=settings.on_error == "raise",
-        split=reading.get("split"),
-        format=reading.get("format"),
+        **of_folders(settings),
     )
     _say(getattr(tokens, "unread", None), settings)
     return tokens
@@ -510,29 +513,23 @@ def _say(said: str | None, settings: LoaderSettings) -> None:
 
 def of_folders(settings: LoaderSettings) -> dict[str, Any]:
     """Return the settings that say which files of folders are tokens."""
-    return {name: settings.reading.get(name) for name in ("split", "format")}
+    return {"split": settings.split, "format": settings.format}
 
 
-_USUAL = {
-    "append_eos": True,
-    "supervise": "assistant",
-    "text_cut": "auto",
-    "binary_as_text": False,
-    "allow_unwritten": False,
-}
-"""Settings of reading that say how documents become tokens, where they aren't None."""
+_OF_TOKENS = {"on_error", "retry", "row_weights"}
+"""Options of reading that tokens take too; and of files of tokens, those of folders."""
 
 
 def refuse_reading(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> None:
     """Refuse settings that say how documents become tokens, where they are tokens already."""
-    if settings.reading.get("row_weights") and not weighs(tokens):
+    if settings.row_weights and not weighs(tokens):
         raise SettingError(
             f"{data} holds tokens already, without weights, which row_weights can't give them; leave it out, or "
             "index the rows again with it (varlen index --row-weights)"
         )
-    of_files = () if isinstance(tokens, FileTokens) else ("split", "format")
-    for name in ("columns", "chat_template", "chat_template_kwargs", "eos", *of_files, *_USUAL):
-        if settings.reading.get(name, _USUAL.get(name)) != _USUAL.get(name):
+    taken = _OF_TOKENS | ({"split", "format"} if isinstance(tokens, FileTokens) else set())
+    for name, option in options_of(Reading).items():
+        if name not in taken and getattr(settings, name) != option.default:
             raise SettingError(f"{data} holds tokens already, which {name} can't change; leave it out")
 
 
@@ -585,13 +582,15 @@ def say_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
 _WAIT_S = 0.5
 
 
-def indexed_in_cache(source: Source, cache: Path | None, patience_s: float) -> Path:
+def indexed_in_cache(source: Source, cache: str | Path | None, patience_s: float) -> Path:
     """Tokenize documents into a store in the user's cache, or find them there; returns its folder.
 
     Of several processes that want the same store, one makes it and the others wait. If it dies, one of them resumes
     where it stopped.
     """
-    base = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
+    base = (
+        Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
+    )
     marks = source_marks(source)
     folder = base / "stores" / fingerprint_of_marks(marks)[:32]
     crew, told = Crew(processes=_processes(source)), False

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from varlen import errors
-from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError
+from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError, reading_state
 from varlen.feed.agreement import PLAN, Exchange, Exchanges, Solo
 from varlen.parsed import parse_json
 from varlen.plan.planner import Planner
@@ -267,10 +267,8 @@ def choice_of(plan: StepPlan) -> list[str]:
 
 def _choices_in(state: Mapping[str, Any]) -> dict[int, list[str]]:
     """Return the choices in a state of `Plans.state`."""
-    try:
+    with reading_state("a loader's plans"):
         found = {int(step): [str(how), str(print_)] for step, (how, print_) in state["choices"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StateError(f"this is no state of a loader's plans: {type(error).__name__} {error}") from None
     if wrong := [how for how, _ in found.values() if how not in ("planned", "quick")]:
         raise StateError(f"the state says that a step was planned {wrong[0]!r}; it was changed")
     return found

@@ -1,85 +1,116 @@
-"""What a loader is asked for, checked before anything is read."""
+"""What a loader is asked for: each option declared once, and checked before anything is read."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from varlen.arguments import as_choice, as_count, check_multiple
+from varlen.arguments import as_count, check_multiple, explained, in_words, option, options_of
 from varlen.batch.packed import Layout
-from varlen.documents.source import OnError
+from varlen.documents.source import Mixture, Reading
 from varlen.errors import SettingError
 from varlen.feed.state import MOST, Mode
+from varlen.files.paths import Data
 from varlen.launch import launched, loading_workers
 from varlen.types import Method, Overlong
 
+if TYPE_CHECKING:
+    from varlen.feed.plans import GivenPlans
+else:
+    GivenPlans = Any  # loaders without plans don't wait for what plans
+
 Scope = Literal["minibatch", "window", "all"]
 WorkerKind = Literal["process", "thread"]
-_OPTIONAL = ("micro_batch_size", "window", "lanes", "max_documents", "epochs")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderSettings:
-    """Everything but the data; the fields are the keywords of `vl.PackedLoader`, which says what they mean."""
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings(Reading):
+    """Everything but the data: the one declaration of the options of `vl.PackedLoader`.
 
-    capacity: int
-    global_batch_size: int
-    micro_batch_size: int | None = None
-    dp_rank: int | None = None
-    dp_world_size: int | None = None
-    mode: Literal["auto"] | Mode = "auto"
-    scope: Scope = "window"
-    window: int | None = None
-    lanes: int | None = None
-    method: Method = "best_fit"
-    overlong: Overlong = "split"
-    max_documents: int | None = None
-    document_multiple_of: int = 1
-    shuffle: bool = True
-    seed: int = 0
-    epochs: int | None = 1
-    layout: Layout = "rows"
-    pad_id: int = 0
-    pad_to_multiple_of: int = 1
-    device: Any = None
-    worker: WorkerKind = "process"
-    ring_slots: int = 4
-    read_ahead_s: float = 10.0
-    deadline_s: float = 600.0
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    """What `open_source` takes beside the data and the tokenizer."""
-    cache: Path | None = None
-    model: Any = None
-    plan: Any = None
+    The loader's signature and documentation, `[data]` of `varlen train`, and what torchtitan's and axolotl's
+    configurations take are made of these fields.
+    """
+
+    capacity: int = field(metadata=explained("tokens of a pack.", least=1))
+    global_batch_size: int = field(
+        metadata=explained("packs of a step (an optimizer update), over all ranks and batches.", least=1)
+    )
+    micro_batch_size: int | None = option(
+        None, "packs of a batch; None for all that a rank takes in a step.", least=1
+    )
+    dp_rank: int | None = option(
+        None,
+        "this rank among those with different data; tensor, pipeline and context parallel peers pass the same.",
+    )
+    dp_world_size: int | None = option(
+        None, "number of such ranks; both may be left out in a job of one process."
+    )
+    mode: Literal["auto"] | Mode = option(
+        "auto",
+        '"indexed" knows all lengths (documents are tokenized once into a store in the cache), "streaming" '
+        'tokenizes on the fly and writes nothing; "auto" takes the first for a token store, else the second.',
+    )
+    scope: Scope = option(
+        "window",
+        '"window" packs a window of documents at a time; "all" the whole data set at once; "minibatch" packs '
+        'nothing: `global_batch_size` documents make a step, each a pack of its own, flattened (`layout="flat"`).',
+    )
+    window: int | None = option(
+        None,
+        "documents packed at a time (indexed, 65,536 unless given), or packs a lane (streaming, 32).",
+        least=1,
+    )
+    lanes: int | None = option(
+        None,
+        "of streaming; the packs of a step unless given. The number of ranks must divide it. Where lengths are "
+        "known there are none, and the same arguments serve both modes.",
+        least=1,
+    )
+    method: Method = option(
+        "best_fit", 'of `vl.pack`; "best_fit" in shuffled order keeps the composition of packs random.'
+    )
+    overlong: Overlong = option(
+        "split", f"what becomes of documents longer than a pack: {in_words(get_args(Overlong))}."
+    )
+    max_documents: int | None = option(None, "most pieces a pack may hold.", least=1)
+    document_multiple_of: int = option(
+        1, "what the space of each document is rounded up to a multiple of.", least=1
+    )
+    shuffle: bool = option(
+        True, "in random order, another one in each epoch; False keeps the order of the data."
+    )
+    seed: int = option(0, "of the shuffle.", least=0, most=MOST)
+    epochs: int | None = option(1, "passes over the data; None for no end.", least=1)
+    layout: Layout = option("rows", '"rows" or "flat", as in `vl.collate`.')
+    pad_id: int = option(0, "token id at padding.", least=0)
+    pad_to_multiple_of: int = option(
+        1, "what the width of the flat layout is rounded up to a multiple of.", least=1
+    )
+    device: Any = option(None, "where torch tensors are wanted; None for numpy arrays in host memory.")
+    worker: WorkerKind = option(
+        "process", '"process", or "thread" within this process: the same bytes, for debugging.'
+    )
+    ring_slots: int = option(
+        4, "batches made ahead at most; in a process they lie in shared memory.", least=2
+    )
+    read_ahead_s: float = option(10.0, "of streaming: stalls of the storage that are to be ridden out.")
+    deadline_s: float = option(600.0, "longest wait for a batch before StalledError says what is missing.")
+    cache: str | Path | None = option(None, "folder for stores made here; None for the user's cache.")
+    model: Any = option(
+        None, "a transformers model or configuration; its positions and vocabulary must suffice."
+    )
+    plan: GivenPlans | None = option(
+        None,
+        "of known lengths: the plans of steps, as a list or mapping by step, a function of the step and its "
+        "lengths (int32), or a `vl.Planner` made without lengths. A batch then holds the documents of which this "
+        "rank computes slices by the plan of its step (`batch.plan`), flat, one batch a step, for "
+        "`SliceEngine.step`. One rank decides a plan before any rank reads the step, and tells the others "
+        "through the job's store; `global_batch_size` needn't divide among ranks.",
+    )
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("mode", ("auto", *get_args(Mode))),
-            ("scope", get_args(Scope)),
-            ("method", get_args(Method)),
-            ("overlong", get_args(Overlong)),
-            ("layout", get_args(Layout)),
-            ("worker", get_args(WorkerKind)),
-            ("on_error", get_args(OnError)),
-        ):
-            as_choice(getattr(self, name), name, choices)
-        for name, least in (
-            ("capacity", 1),
-            ("document_multiple_of", 1),
-            ("pad_to_multiple_of", 1),
-            ("ring_slots", 2),
-            ("pad_id", 0),
-            ("global_batch_size", 1),
-            *((name, 1) for name in _OPTIONAL),
-        ):
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                # Python's own integer: numpy's can't go into a state for JSON.
-                object.__setattr__(self, name, as_count(value, name, least))
-        object.__setattr__(self, "seed", as_count(self.seed, "seed", 0, MOST))
+        super().__post_init__()
         check_multiple(self.capacity, self.document_multiple_of, "document_multiple_of")
         if self.layout == "rows":
             check_multiple(self.capacity, self.pad_to_multiple_of, "pad_to_multiple_of")
@@ -102,10 +133,6 @@ class LoaderSettings:
                 'scope="minibatch" flattens the documents of a batch, which needs layout="flat": rows of one '
                 "document each would be padding"
             )
-        for name in ("deadline_s", "read_ahead_s"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
         if self.plan is not None and self.micro_batch_size is not None:
             raise SettingError(
                 f"a step with a plan is one batch a rank, which micro_batch_size={self.micro_batch_size:,} can't "
@@ -116,13 +143,9 @@ class LoaderSettings:
         _check_model(self)
 
     @property
-    def on_error(self) -> OnError:
-        """What becomes of what can't be read.
-
-        No state depends on it where lengths are known: what can be read stays where it is.
-        """
-        found: OnError = self.reading.get("on_error", "raise")
-        return found
+    def reading(self) -> dict[str, Any]:
+        """What `open_source` takes beside the data and the tokenizer."""
+        return {name: getattr(self, name) for name in options_of(Reading)}
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -166,22 +189,31 @@ class LoaderSettings:
     def deciding(self, window: int | None) -> dict[str, Any]:
         """Return the settings that the bytes depend on."""
         whole, micro = self.batch_sizes
+        names = ("capacity", "scope", "method", "overlong", "max_documents", "document_multiple_of", "layout")
         return {
-            "capacity": self.capacity,
+            **{name: getattr(self, name) for name in (*names, "pad_id", "pad_to_multiple_of")},
             "global_batch_size": whole,
-            "scope": self.scope,
             "window": window,
-            "method": self.method,
-            "overlong": self.overlong,
-            "max_documents": self.max_documents,
-            "document_multiple_of": self.document_multiple_of,
             "seed": self.order_seed,
-            "layout": self.layout,
-            "pad_id": self.pad_id,
-            "pad_to_multiple_of": self.pad_to_multiple_of,
             "dp_world_size": self.ranks[1],
             "micro_batch_size": micro,
         }
+
+
+@dataclass(frozen=True)
+class LoaderArguments(LoaderSettings):
+    """All arguments of `vl.PackedLoader`, for its signature and documentation."""
+
+    source: Data | Mixture = field(
+        metadata=explained(
+            "a token store (`varlen index`), or documents: a file, folder, glob or URL, rows in memory (a list of "
+            "dicts, a `datasets.Dataset`, a table ...), or a list of these; or a `vl.Mixture` of such sources."
+        )
+    )
+    tokenizer: Any = option(
+        None,
+        '"bytes" or None for the built-in one, a file or folder, an object, or a function; of documents.',
+    )
 
 
 FREE = frozenset({"dp_world_size", "micro_batch_size"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from varlen.arguments import as_count
-from varlen.errors import StateError
+from varlen.errors import StateError, reading_state
 from varlen.text.identity import mark_in
 
 VERSION = 2
@@ -61,11 +61,9 @@ def from_json(
             f"the state has version {state.get('version')!r} and mode {state.get('mode')!r}; this loader reads "
             f"version {VERSION} and mode {mode!r}"
         )
-    try:
+    with reading_state("a loader"):
         step, micro_batch = (as_count(state[name], name, 0, MOST) for name in ("step", "micro_batch"))
         at, was = dict(state["at"]), dict(state["belongs_to"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     _check_same(was, belongs_to, free if micro_batch == 0 else frozenset())
     at = _with_more_epochs(at, was, belongs_to)
     return FeedState(step=step, micro_batch=micro_batch, at=at)
@@ -79,13 +77,11 @@ def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[s
     """
     if EPOCHS not in was or EPOCHS not in now or was[EPOCHS] == now[EPOCHS]:
         return at
-    try:
+    with reading_state("a loader"):
         before, after = (
             None if one is None else as_count(one, EPOCHS, 1, MOST) for one in (was[EPOCHS], now[EPOCHS])
         )
         ends = [*at.get(ENDS, ()), before]
-    except (TypeError, ValueError) as error:
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     if before is None:
         raise StateError(
             f"the state was saved with epochs=None, without an end, and this loader ends after epochs={after:,}; "

@@ -17,11 +17,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
-from varlen.errors import SourceError
+from varlen.errors import SourceError, described
 from varlen.files.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_of, rows_in
 from varlen.files.paths import Compression, File, Format, LiveRows, says_text
 from varlen.files.remote import BUFFER_BYTES, changed, open_remote, remote_faults, replaced_words
-from varlen.files.retry import first_line
 from varlen.files.seen import Seen, changed_file_error, difference, forget_change
 from varlen.regular import open_with_status
 
@@ -324,7 +323,7 @@ def faults(file: File) -> Iterator[None]:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise SourceError(f"{file.path} {_broken(str(error))}") from error
         except OSError as error:
-            message = error.strerror or first_line(error)
+            message = error.strerror or described(error)
             if "compress" in message.lower():
                 raise SourceError(f"{file.path} {_broken(message)}") from error
             raise SourceError(f"{file.path} can't be read: {message}") from error

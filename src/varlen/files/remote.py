@@ -13,12 +13,11 @@ from glob import has_magic
 from operator import itemgetter
 from typing import Any, BinaryIO, Literal, cast
 
-from varlen.errors import SourceError, VarlenError
+from varlen.errors import SourceError, VarlenError, described
 from varlen.files.retry import (
     Retry,
     answer_of,
     as_os_error,
-    first_line,
     is_nothing_there,
     missing_package,
     retried,
@@ -61,7 +60,7 @@ def remote_faults(url: str) -> Iterator[None]:
     except ImportError as error:
         raise missing_package(url, error) from error
     except Exception as error:
-        raise SourceError(f"{url} can't be read: {first_line(error)}") from as_os_error(error)
+        raise SourceError(f"{url} can't be read: {described(error)}") from as_os_error(error)
 
 
 def file_system(url: str, retry: Retry) -> tuple[Any, str]:

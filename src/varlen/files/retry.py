@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from varlen.counts import many
-from varlen.errors import MissingExtraError, SettingError, SourceError, VarlenError
+from varlen.errors import MissingExtraError, SettingError, SourceError, VarlenError, described
 
 Result = TypeVar("Result")
 
-_MOST_CHARACTERS = 200  # of a library's message that an error quotes: some quote everything that they read
 # What pip installs, by URL protocol.
 _PACKAGES = {
     "s3": '"varlen[s3]"',
@@ -151,17 +150,11 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     return given[0]
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened for a sentence; its class where it has none."""
-    line = next(iter(str(error).splitlines()), "").rstrip(". ")
-    return (line if len(line) <= _MOST_CHARACTERS else line[:_MOST_CHARACTERS] + "…") or type(error).__name__
-
-
 def missing_package(url: str, error: ImportError) -> MissingExtraError:
     """Return the error that says what to install for a URL."""
     package = _PACKAGES.get(url.partition("://")[0])
     way_out = f"; run: pip install {package}" if package else ""
-    return MissingExtraError(f"{url} can't be opened: {first_line(error)}{way_out}")
+    return MissingExtraError(f"{url} can't be opened: {described(error)}{way_out}")
 
 
 def is_passing(error: BaseException) -> bool:
@@ -208,7 +201,7 @@ def as_os_error(error: BaseException) -> OSError:
     """Return a failure as an OSError, which readers distinguish from faults in the content."""
     if isinstance(error, OSError):
         return error
-    failed = OSError(first_line(error))
+    failed = OSError(described(error))
     failed.__cause__ = error
     return failed
 
@@ -240,7 +233,7 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
 
 def _sentence(url: str, error: BaseException, place: str) -> str:
     """Say what failed, and what the server said."""
-    message = getattr(error, "strerror", None) or first_line(error)
+    message = getattr(error, "strerror", None) or described(error)
     status, code = answer_of(error)
     if status is not None and str(status) not in message:
         message = f"{message} (status {status}{f', {code}' if code and not code.isdigit() else ''})"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from varlen.errors import MissingExtraError, SettingError, WorkerDiedError
+from varlen.errors import MissingExtraError, SettingError, WorkerDiedError, described
 from varlen.workers.pool import Workers
 from varlen.workers.task_worker import KEPT, outcome
 
@@ -105,10 +105,8 @@ def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterabl
             try:
                 is_done, value = ray.get(done[0])
             except ray.exceptions.RayError as error:
-                reason = str(error).strip().rpartition("\n")[2]
-                raise WorkerDiedError(
-                    f"Ray lost a part ({type(error).__name__}: {reason}); {KEPT}"
-                ) from error
+                words = described(error, kind=True)
+                raise WorkerDiedError(f"Ray lost a part ({words}); {KEPT}") from error
             if not is_done:
                 raise value
             yield value

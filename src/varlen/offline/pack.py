@@ -41,10 +41,11 @@ from varlen.offline.outputs import (
     working_folder,
     write_json,
 )
+from varlen.pack.pieces import applied, check_fit, ways_out
 from varlen.pack.window import WindowPacker
 from varlen.regular import open_regular, read_regular
 from varlen.store.store import TokenStore, open_store
-from varlen.store.tokens import ReadableTokens, weighs
+from varlen.store.tokens import ReadableTokens, lengths_in_order, weighs
 from varlen.text.tokenizer import digest
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
@@ -172,7 +173,7 @@ def _write(
             *store.losses.sentences(),
         ]
         raise OverlongDocumentError(
-            f"no document is left to pack: {'; '.join(reasons)}; pass --overlong split, or a larger --capacity"
+            f"no document is left to pack: {'; '.join(reasons)}; {ways_out(['split'], is_command=True)}"
         )
     ledger = plan.ledger.check()
     packs, packed = sum(p.num_packs for p in parts), sum(p.num_tokens for p in parts)
@@ -246,8 +247,10 @@ class Plan:
         return self._packer.ledger
 
     def __iter__(self) -> Iterator[PartPlan]:
-        if self._settings.overlong == "error" and self._settings.method != "wrapped":
-            check_lengths(self._store, self._settings.capacity)
+        if applied(self._settings.method, self._settings.overlong) == "error":
+            name = "document {:,} (counted from 0 in the order of the data)".format
+            parts = lengths_in_order(self._store)
+            check_fit(parts, self._settings.capacity, name, out=ways_out(is_command=True))
         waiting: list[Packing] = []
         number = 0
         for packing in self.packings():
@@ -297,25 +300,6 @@ class Plan:
             shards[at] = held_shards[places[at] - stretch * STRETCH]
             documents[at] = held_documents[places[at] - stretch * STRETCH]
         return shards, documents
-
-
-def check_lengths(store: ReadableTokens, capacity: int) -> None:
-    """Raise if a document is longer than a row."""
-    first, length, count, before = -1, 0, 0, 0
-    for index, documents in enumerate(store.documents.tolist()):
-        lengths = store.lengths(np.full(documents, index), np.arange(documents))
-        over = np.flatnonzero(lengths > capacity)
-        if len(over) and first < 0:
-            first, length = before + int(over[0]), int(lengths[over[0]])
-        count += len(over)
-        before += len(lengths)
-    if count:
-        are = f"{many(before, 'document')} {'is' if count == 1 else 'are'}"
-        raise OverlongDocumentError(
-            f"document {first:,} (counted from 0 in the order of the data) has {length:,} tokens but a pack holds "
-            f"{capacity:,} ({count:,} of {are} too long); pass --overlong split, truncate or "
-            "drop, or a larger --capacity"
-        )
 
 
 def _join(packings: list[Packing]) -> Packing:

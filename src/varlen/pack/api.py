@@ -9,15 +9,17 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.arguments import LARGEST, as_choice, as_count, as_seed, check_multiple
-from varlen.errors import OverlongDocumentError, SettingError
+from varlen.errors import SettingError
 from varlen.pack.assign import assign
 from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import (
     Items,
     Pieces,
+    applied,
     arrange,
     as_groups,
     audit,
+    check_fit,
     checksum,
     fit,
     gather_groups,
@@ -120,7 +122,7 @@ def pack(
                 raise SettingError(
                     'method="wrapped" cuts documents anywhere and keeps no groups; choose another'
                 )
-            policy: Overlong = "split" if overlong == "error" else overlong
+            policy = applied(method, overlong)
             whole = Pieces(lengths=checked) if policy == "split" else fit(checked, capacity, policy)
             pieces, pack_of, num_packs = wrap(whole.lengths, capacity, most_documents, multiple)
             pieces.losses.update(whole.losses)
@@ -245,13 +247,7 @@ def lower_bound(
     capacity = as_count(capacity, "capacity")
     multiple = as_count(document_multiple_of, "document_multiple_of")
     check_multiple(capacity, multiple, "document_multiple_of")
-    if checked.size and checked.max() > capacity:
-        first = int(np.argmax(checked > capacity))
-        raise OverlongDocumentError(
-            f"document {first:,} has {checked[first]:,} tokens but capacity is {capacity:,} "
-            f"({int((checked > capacity).sum()):,} of {checked.size:,} documents are too long); "
-            "cut or drop them first: the bound holds for whole documents"
-        )
+    check_fit([checked], capacity, out="cut or drop them first: the bound holds for whole documents")
     slots = slots_of(checked, multiple)
     values, counts = np.unique(slots[slots > 0], return_counts=True)
     if not values.size:

@@ -18,7 +18,7 @@ from varlen.arguments import LARGEST
 from varlen.errors import StateError
 from varlen.pack.api import DEFAULT_WORK, item_work, lower_bound, pack
 from varlen.pack.assign import FILL_PIECE_S, assign, fill, spread
-from varlen.pack.pieces import Items, Pieces, arrange, audit, checksum, fit, slots_of
+from varlen.pack.pieces import Items, Pieces, applied, arrange, audit, checksum, fit, slots_of
 from varlen.types import Int32Array, IntArray, Method, Overlong
 
 # Upper estimates of the seconds per piece in Python.
@@ -39,7 +39,7 @@ def arrived(
     lengths: Int32Array, first_record: int, capacity: int, method: Method, overlong: Overlong
 ) -> tuple[Waiting, dict[str, int]]:
     """Return new documents as pieces that fit, and counts of what was cut or dropped."""
-    if method == "wrapped" and overlong in ("error", "split"):
+    if method == "wrapped" and applied(method, overlong) == "split":
         pieces = Pieces(lengths=lengths)
     else:
         with jit.sized(lengths.size * _ARRANGE_PIECE_S):

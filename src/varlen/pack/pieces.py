@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.arguments import LARGEST
+from varlen.arguments import LARGEST, in_words
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError
 from varlen.pack import kernels_arrange
-from varlen.types import Int32Array, IntArray, Overlong
+from varlen.types import Int32Array, IntArray, Method, Overlong
+
+AnyInts = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,27 +34,102 @@ class Pieces:
     """Ledger entries: tokens and documents truncated, dropped, split."""
 
 
+# What becomes of documents longer than a pack: one policy a row, and one error for all that refuse them.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What becomes of documents longer than a pack."""
+
+    becomes: str
+    """In words, behind "longer than capacity 8, and"."""
+    kept: Callable[[AnyInts, int], AnyInts] = lambda lengths, _: lengths
+    """Tokens that are left of each document; all where it is whole or in pieces."""
+    loses: str = ""
+    """The entry of the ledger that counts the others."""
+    cuts: bool = False
+
+
+POLICIES: dict[Overlong, Policy] = {
+    "error": Policy(becomes="an error"),
+    "split": Policy(becomes="cut into pieces that train as documents of their own", cuts=True),
+    "truncate": Policy(
+        becomes="cut short",
+        kept=lambda lengths, capacity: np.minimum(lengths, lengths.dtype.type(capacity)),
+        loses="truncated",
+        cuts=True,
+    ),
+    "drop": Policy(
+        becomes="left out",
+        kept=lambda lengths, capacity: np.where(lengths > capacity, lengths.dtype.type(0), lengths),
+        loses="dropped",
+    ),
+}
+KEEP_WHOLE: tuple[Overlong, ...] = tuple(name for name, policy in POLICIES.items() if not policy.cuts)
+"""Policies under which every document that is packed is whole."""
+_OTHERS = tuple(name for name in POLICIES if name != "error")
+
+
+def applied(method: Method, overlong: Overlong) -> Overlong:
+    """Return the policy that a method applies: "wrapped" cuts all documents, so that none is too long."""
+    return "split" if method == "wrapped" and overlong == "error" else overlong
+
+
+def ways_out(policies: Sequence[str] = _OTHERS, limit: str = "capacity", *, is_command: bool = False) -> str:
+    """Say which policies take documents that are too long, in Python or on the command line."""
+    if is_command:
+        return f"pass --overlong {in_words(policies, quote='')}, or a larger --{limit}"
+    return f"pass overlong={in_words(policies)}, or raise {limit}"
+
+
+def too_long(
+    seen: str, limit: str, out: str, counts: tuple[int, int] | None = None, units: str = "documents"
+) -> OverlongDocumentError:
+    """Return the error of a document that is too long.
+
+    `counts`: how many are, of how many in all.
+    """
+    of_all = ""
+    if counts is not None:
+        of_all = f" ({counts[0]:,} of {counts[1]:,} {units} {'is' if counts[0] == 1 else 'are'} too long)"
+    return OverlongDocumentError(f"{seen} but {limit}{of_all}; {out}")
+
+
+def check_fit(
+    parts: Iterable[AnyInts],
+    limit: int,
+    name: Callable[[int], str] = "document {:,}".format,
+    *,
+    limit_name: str = "capacity",
+    out: str = ways_out(),
+    units: str = "documents",
+) -> None:
+    """Refuse lengths over a limit, the first of them by its name; they come in parts that are numbered on."""
+    first, longest, count, before = 0, 0, 0, 0
+    for lengths in parts:
+        over = np.flatnonzero(lengths > limit)
+        if over.size and not count:
+            first, longest = before + int(over[0]), int(lengths[over[0]])
+        count, before = count + over.size, before + len(lengths)
+    if count:
+        seen = f"{name(first)} has {longest:,} tokens"
+        raise too_long(seen, f"{limit_name} is {limit:,}", out, (count, before), units)
+
+
 def fit(lengths: Int32Array, capacity: int, overlong: Overlong) -> Pieces:
     """Apply an overlong policy, so that every piece fits in a pack."""
     if not lengths.size or lengths.max() <= capacity:
         return Pieces(lengths=lengths)
-    too_long = lengths > capacity
-    many = int(too_long.sum())
     if overlong == "error":
-        first = int(np.argmax(too_long))
-        raise OverlongDocumentError(
-            f"document {first:,} has {lengths[first]:,} tokens but capacity is {capacity:,} "
-            f"({many:,} of {lengths.size:,} documents are too long); pass "
-            'overlong="split", "truncate" or "drop", or raise capacity'
-        )
-    over = int(lengths[too_long].sum(dtype=np.int64))
-    if overlong == "truncate":
-        kept = np.minimum(lengths, np.int32(capacity))
-        return Pieces(lengths=kept, losses={"truncated": over - many * capacity, "truncated_documents": many})
-    if overlong == "drop":
-        kept = np.where(too_long, np.int32(0), lengths)
-        return Pieces(lengths=kept, losses={"dropped": over, "dropped_documents": many})
-    return _split(lengths, capacity, many)
+        check_fit([lengths], capacity)
+    over = lengths > capacity
+    many = int(over.sum())
+    if overlong == "split":
+        return _split(lengths, capacity, many)
+    policy = POLICIES[overlong]
+    kept = policy.kept(lengths, capacity)
+    lost = int(lengths[over].sum(dtype=np.int64) - kept[over].sum(dtype=np.int64))
+    return Pieces(lengths=kept, losses={policy.loses: lost, f"{policy.loses}_documents": many})
 
 
 def _split(lengths: Int32Array, capacity: int, num_split: int) -> Pieces:
@@ -138,10 +217,10 @@ def gather_groups(
     overlong: Overlong,
 ) -> tuple[Pieces, Items]:
     """Join the documents of each group into one item, in the order of the groups' first documents."""
-    if overlong not in ("error", "drop"):
+    if overlong not in KEEP_WHOLE:
         raise SettingError(
             f'overlong="{overlong}" would cut a group of documents that must stay together; '
-            'with groups, use overlong="error" or "drop"'
+            f"with groups, use overlong={in_words(KEEP_WHOLE)}"
         )
     _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
@@ -159,11 +238,9 @@ def gather_groups(
         limit = f"{capacity:,} tokens" + (
             f" and {max_documents:,} documents" if max_documents < LARGEST else ""
         )
-        raise OverlongDocumentError(
-            f"group {group} takes up {slots[item]:,} tokens in {sizes[item]:,} documents, but a pack holds "
-            f"{limit} ({int(wrong.sum()):,} of {len(slots):,} groups are too large); "
-            'pass overlong="drop" or raise the limit'
-        )
+        seen = f"group {group} takes up {slots[item]:,} tokens in {sizes[item]:,} documents"
+        out = ways_out([name for name in KEEP_WHOLE if name != "error"], "the limit")
+        raise too_long(seen, f"a pack holds {limit}", out, (int(wrong.sum()), len(slots)), "groups")
     kept = np.where(lost, np.int32(0), lengths) if lost.any() else lengths
     losses = {
         "dropped": int(lengths[lost].sum(dtype=np.int64)),

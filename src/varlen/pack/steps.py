@@ -11,7 +11,7 @@ import numpy.typing as npt
 from varlen.arguments import as_choice, as_count
 from varlen.pack.api import DEFAULT_WORK, pack
 from varlen.pack.lengths import as_lengths
-from varlen.pack.pieces import shuffled
+from varlen.pack.pieces import KEEP_WHOLE, shuffled
 from varlen.types import Int32Array, IntArray, Method
 
 Fill = Literal["repeat", "empty"]
@@ -68,7 +68,7 @@ def steps_of(
     documents for that, the last batches hold fewer packs; if there are fewer than ranks, some batches are empty
     (`fill="empty"`) or repeat the shortest document (`fill="repeat"`).
     """
-    as_choice(overlong, "overlong", ("error", "drop"))
+    as_choice(overlong, "overlong", KEEP_WHOLE)
     as_choice(fill, "fill", get_args(Fill))
     at_once = as_count(ranks, "ranks") * as_count(packs_per_batch, "packs_per_batch")
     as_count(balance_over, "balance_over")

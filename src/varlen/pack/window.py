@@ -20,7 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.arguments import LARGEST, as_choice, as_count, check_multiple
-from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
+from varlen.errors import (
+    LedgerError,
+    LengthsError,
+    OverlongDocumentError,
+    SettingError,
+    StateError,
+    reading_state,
+)
 from varlen.pack.lengths import as_lengths
 from varlen.pack.passes import MIN_FILL, Packs, Passes, Waiting, arrived, no_packs, nothing, whole
 from varlen.pack.pieces import fit
@@ -181,17 +188,13 @@ class WindowPacker:
         Raises:
             StateError: another version or other settings, named; the packer is unchanged then.
         """
-        try:
+        with reading_state("a WindowPacker"):
             version, settings = state["version"], dict(state["settings"])
             num_records, fresh = (as_count(state[name], name, 0, _MOST) for name in ("num_records", "fresh"))
             ledger = Ledger(**{name: as_count(n, name, 0, _MOST) for name, n in state["ledger"].items()})
             restored = (
                 Waiting.from_state(state["waiting"], num_records, fresh) if version == _VERSION else nothing()
             )
-        except StateError:
-            raise
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise StateError(f"this is no state of a WindowPacker: {type(error).__name__} {error}") from None
         if version != _VERSION:
             raise StateError(f"the state has version {version!r}, this varlen reads version {_VERSION}")
         changed = [name for name, value in self._settings().items() if settings.get(name) != value]

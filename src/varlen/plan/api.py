@@ -15,8 +15,9 @@ from varlen.cost.memory import layers_again
 from varlen.cost.model import CostModel
 from varlen.cost.shape import check_positions
 from varlen.counts import many
-from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
+from varlen.errors import LengthsError, PlanError, SettingError
 from varlen.pack.lengths import as_lengths
+from varlen.pack.pieces import check_fit
 from varlen.plan.baselines.dynamic_cp import MOST_STEPS, WAYS, Way, dynamic_cp_candidates
 from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts, packed, packed_candidates
 from varlen.plan.bound import lower_bound
@@ -164,12 +165,7 @@ def _capacity(lengths: Int32Array, capacity: int | None) -> int:
         return -(-longest // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise SettingError(f"capacity={capacity!r}; it must be a whole number of at least 1")
-    if longest > capacity:
-        raise OverlongDocumentError(
-            f"document {int(lengths.argmax())} has {longest:,} tokens and a pack holds {capacity:,} "
-            f"({int((lengths > capacity).sum()):,} documents are longer); truncate or split them, "
-            f"or set capacity={longest:,}"
-        )
+    check_fit([lengths], int(capacity), out=f"truncate or split them, or set capacity={longest}")
     return int(capacity)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.arguments import as_count
-from varlen.errors import LengthsError, SettingError, StateError
+from varlen.errors import LengthsError, SettingError, StateError, reading_state
 from varlen.pack.lengths import as_lengths
 from varlen.types import Int32Array, IntArray
 
@@ -63,11 +63,9 @@ class Waiting:
         """
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
             raise StateError(f"this is no state of vl.Waiting of version {VERSION}: {str(state)[:80]}")
-        try:
+        with reading_state("vl.Waiting"):
             held = {name: as_lengths(state[name]).copy() for name in ("lengths", "steps")}
             ids = np.array(state["document_ids"])
-        except (KeyError, ValueError, LengthsError) as error:
-            raise StateError(f"this is no state of vl.Waiting: {type(error).__name__} {error}") from None
         sizes = [ids.size, held["lengths"].size, held["steps"].size]
         if ids.ndim != 1 or not _are_ids(ids) or len(set(sizes)) > 1:
             raise StateError(

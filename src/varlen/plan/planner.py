@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
-from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError
+from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError, reading_state
 from varlen.pack.lengths import as_lengths
 from varlen.plan.planner_process import PlannerProcess, Result
 from varlen.plan.search import Search
@@ -201,12 +201,9 @@ class Planner:
                 "the state was saved by a planner with another cost, mesh, method or quick answer; make the planner "
                 "with those, or begin without its state: steps are planned anew then"
             )
-        try:
-            replayed = {
-                int(step): (str(how), str(digest)) for step, (how, digest) in state["choices"].items()
-            }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"this is no state of a planner: {type(error).__name__} {error}") from None
+        with reading_state("a planner"):
+            choices = state["choices"].items()
+            replayed = {int(step): (str(how), str(digest)) for step, (how, digest) in choices}
         if wrong := [step for step, (how, _) in replayed.items() if how not in ("planned", "quick")]:
             raise StateError(
                 f"the state says that step {wrong[0]:,} was answered {replayed[wrong[0]][0]!r} ({len(wrong):,} steps "

@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import PlanError, SettingError, SourceError, StalledError
+from varlen.errors import PlanError, SettingError, SourceError, StalledError, described
 from varlen.offline.outputs import disk_faults, made_whole
 from varlen.regular import read_regular
 from varlen.simulate.api import check_form
@@ -113,7 +113,7 @@ def plan_from_bytes(content: bytes) -> StepPlan:
         _check_settings(head["settings"])
         is_same = _digest(plan) == digest
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"{_OTHER}{type(error).__name__} {error}") from None
+        raise PlanError(f"{_OTHER}{described(error, kind=True)}") from None
     if not is_same:
         raise PlanError(f"{_OTHER}their fingerprint is another; save or send the plan again")
     return plan

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.documents.documents import Documents, targets_of
-from varlen.errors import SourceError
+from varlen.errors import SourceError, described
 from varlen.files.losses import NO_LOSSES
 from varlen.files.ours import sync
 from varlen.files.written import SKIPPED
@@ -390,4 +390,4 @@ def _loaded(path: Path) -> Any:
         MemoryError,
         RecursionError,
     ) as error:
-        raise SourceError(str(error) or type(error).__name__) from error
+        raise SourceError(described(error)) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from varlen.text.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
@@ -44,6 +46,14 @@ class ReadableTokens(Protocol):
         A piece has `lengths` tokens from `starts` in a document, given by its shard and its number there. A float32
         mask holds weights.
         """
+
+
+def lengths_in_order(tokens: ReadableTokens, at_once: int = 1 << 20) -> Iterator[IntArray]:
+    """Yield the lengths of all documents that are there, so many at a time at most."""
+    for shard, documents in enumerate(tokens.documents.tolist()):
+        for start in range(0, documents, at_once):
+            numbers = np.arange(start, min(start + at_once, documents))
+            yield tokens.lengths(np.full(len(numbers), shard), numbers)
 
 
 class TokenDocuments(ReadableTokens, Protocol):

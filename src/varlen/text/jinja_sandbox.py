@@ -25,7 +25,7 @@ from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Namespace, pass_environment
 
-from varlen.errors import SettingError, SourceError
+from varlen.errors import SettingError, SourceError, described
 from varlen.text import jinja_limits
 from varlen.text.jinja_limits import (
     METHODS,
@@ -181,16 +181,20 @@ class Program:
         try:
             return watched(self.source, self._text, seen)
         except StoppedError as error:
-            raise SourceError(f"the chat template was stopped on this chat: {_line(error)}") from None
+            raise SourceError(
+                f"the chat template was stopped on this chat: {described(error, whole=True)}"
+            ) from None
         except _RefusalError as error:
-            raise SourceError(f"the chat template refuses this chat: {_line(error)}") from error
+            raise SourceError(
+                f"the chat template refuses this chat: {described(error, whole=True)}"
+            ) from error
         except SecurityError as error:
             raise SourceError(
-                f"the chat template was stopped, since a template may not do this: {_line(error)}"
+                f"the chat template was stopped, since a template may not do this: {described(error, whole=True)}"
             ) from error
-        except Exception as error:  # a template may raise any error
-            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            raise SourceError(f"the chat template fails on this chat: {kind}{_line(error)}") from error
+        except Exception as error:  # a template's own mistakes come as any error there is
+            words = described(error, kind=not isinstance(error, TemplateError), whole=True)
+            raise SourceError(f"the chat template fails on this chat: {words}") from error
 
     def _text(self, seen: dict[str, Any]) -> str:
         template, pieces, length = self.template, [], 0
@@ -212,16 +216,14 @@ def compile_template(source: str, variables: Mapping[str, str]) -> Program:
     try:
         template = watched(source, environment.compiled, source)
     except StoppedError as error:
-        raise SettingError(f"the chat template does not compile: {_line(error)}") from None
+        raise SettingError(f"the chat template does not compile: {described(error, whole=True)}") from None
     except TemplateSyntaxError as error:
         raise SettingError(
-            f"the chat template does not compile: line {error.lineno}: {_line(error).rstrip('.')}; "
+            f"the chat template does not compile: line {error.lineno}: {error.message}; "
             "take it as it stands in the tokenizer's chat_template"
         ) from error
     except Exception as error:  # nested too deep, a loop that is left from within a block, and the like
-        raise SettingError(
-            f"the chat template does not compile: {type(error).__name__}: {_line(error)}"
-        ) from error
+        raise SettingError(f"the chat template does not compile: {described(error, kind=True)}") from error
     program = Program(
         template=template,
         source=source,
@@ -266,12 +268,6 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
-
-
-def _line(error: BaseException) -> str:
-    """Return an error's message as one line of bounded length."""
-    words = " ".join(str(error.args[0] if error.args else "").split()) or type(error).__name__
-    return words if len(words) <= 300 else words[:300] + "…"
 
 
 class _RefusalError(TemplateError):

@@ -11,7 +11,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varlen.errors import MissingExtraError, SettingError
+from varlen.errors import MissingExtraError, SettingError, described
 from varlen.regular import read_regular, read_regular_text
 from varlen.text.identity import backend_fingerprint, function_fingerprint
 from varlen.text.tokenizer import (
@@ -110,7 +110,7 @@ def _by_batch(function: Callable[..., Any]) -> Callable[[list[str]], Sequence[Se
         failed = None
     raise SettingError(
         "a tokenizer function must return a list of ids for a text, or a list of such lists for a list of texts"
-        + (f"; it raised {type(failed).__name__}: {failed}" if failed else "")
+        + (f"; it raised {described(failed, kind=True)}" if failed else "")
     )
 
 
@@ -354,7 +354,6 @@ def _by_transformers(name: str, why: str, folder: Path | None = None) -> Tokeniz
             local_files_only=folder is not None,
         )
     except Exception as error:  # whatever it raises, there is no tokenizer
-        lines = str(error).splitlines() or [type(error).__name__]
         if "trust_remote_code" in str(error):
             raise SettingError(
                 f"the tokenizer {name} needs code of its own (auto_map in {_CONFIG}), which varlen never runs; load "
@@ -362,7 +361,7 @@ def _by_transformers(name: str, why: str, folder: Path | None = None) -> Tokeniz
             ) from error
         has_pieces = folder is not None and any(folder.glob("*.model")) and find_spec("sentencepiece") is None
         more = "; its .model takes another package: pip install sentencepiece" if has_pieces else ""
-        raise SettingError(f"no tokenizer can be loaded from {name}: {lines[0]}{more}") from error
+        raise SettingError(f"no tokenizer can be loaded from {name}: {described(error)}{more}") from error
     return wrap_transformers(loaded, name, {} if folder is None else _of_processor(folder))
 
 
@@ -549,9 +548,7 @@ def wrap_transformers(tokenizer: Any, name: str, templates: Mapping[str, str] | 
         whole = tokenizer([word], verbose=False)["input_ids"][0]
         bare, probe_ids = encode.one(word), _tried(encode.one, PROBE)
     except Exception as error:  # whatever it raises, it can't be used
-        raise SettingError(
-            f"the tokenizer {name} failed: {type(error).__name__}: {str(error)[:200]}"
-        ) from error
+        raise SettingError(f"the tokenizer {name} failed: {described(error, kind=True)}") from error
     specials = Specials(
         eos_id=tokenizer.eos_token_id,
         pad_id=tokenizer.pad_token_id,

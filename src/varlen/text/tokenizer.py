@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import SettingError
+from varlen.errors import SettingError, described
 from varlen.types import Int32Array, IntArray
 
 if TYPE_CHECKING:
@@ -225,8 +225,8 @@ class FunctionTokenizer:
             try:
                 rows = [np.asarray(row) for row in self.function(batch)]
             except Exception as error:
-                message = f"{type(error).__name__}: {error}"
-                raise SettingError(f"the tokenizer {self.name} failed: {message}") from error
+                words = described(error, kind=True)
+                raise SettingError(f"the tokenizer {self.name} failed: {words}") from error
             odd = [row for row in rows if not _are_ids(row)]
             if odd or len(rows) != len(batch):
                 got = (

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from varlen import __version__
-from varlen.errors import SettingError, StateError, VarlenError
+from varlen.errors import SettingError, StateError, VarlenError, described
 from varlen.files.ours import is_there, mark_of_folder, refuse_link, remove_marked, sync
 from varlen.offline.outputs import free_words
 from varlen.regular import open_regular, read_regular, require_regular
@@ -184,8 +184,7 @@ def _reading(folder: Path) -> Iterator[None]:
     except VarlenError:
         raise
     except Exception as error:  # safetensors and PyTorch raise errors of many types
-        said = _first_line(error) or type(error).__name__
-        raise StateError(f"{folder} can't be read: {said}") from None
+        raise StateError(f"{folder} can't be read: {_of_first_rank(error)}") from None
 
 
 @contextmanager
@@ -201,17 +200,17 @@ def _for_all(ranks: Ranks, what: str, folder: Path) -> Iterator[None]:
         fault = VarlenError(f"{what}: {said}; the checkpoint before it is as it was")
     except CheckpointException as error:
         inner = next((one for one, _ in error.failures.values() if isinstance(one, OSError)), None)
-        said = f"{_first_line(error)}{'' if inner is None else free_words(inner, folder)}"
+        said = f"{_of_first_rank(error)}{'' if inner is None else free_words(inner, folder)}"
         fault = VarlenError(f"{what}: {said}; the checkpoint before it is as it was")
     ranks.check_all(fault)
 
 
-def _first_line(error: BaseException) -> str:
+def _of_first_rank(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         rank, (inner, _) = next(iter(failures.items()))
         return f"rank {rank}: {inner}"
-    return str(error).split("\n")[0]
+    return described(error)
 
 
 @contextmanager

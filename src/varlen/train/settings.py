@@ -5,19 +5,18 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from varlen.arguments import TOKENS, as_tokens
+from varlen.arguments import TOKENS, Declared, as_tokens, in_words, options_of
 from varlen.errors import SettingError, SourceError
-from varlen.files.paths import Format
-from varlen.files.retry import Retry
+from varlen.feed.settings import LoaderSettings
 from varlen.parsed import UnreadableError, parse_toml
 from varlen.regular import read_regular_text
 from varlen.step_plan import PlanMethod
-from varlen.types import Method, Overlong
+from varlen.types import Overlong
 
 Tokens: TypeAlias = Annotated[int, TOKENS]
 """A number of tokens: a whole number, or in a file also a text such as "4k", which is 4,096."""
@@ -27,9 +26,34 @@ _TAKEN = {"", "checkpoints", "model", ".running", "plans.json", "hardware.json"}
 """Names that the output folder has for other things."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataSettings:
-    """`[data]`: the arguments of `vl.PackedLoader`; those left out have the loader's own defaults."""
+_OF_RUN = {"dp_rank", "dp_world_size", "epochs", "device", "model", "plan"}
+"""Arguments of `vl.PackedLoader` that a run decides."""
+_REQUIRED = {"capacity", "global_batch_size"}
+
+
+def _in_file(option: Declared) -> Any:
+    """Return the type that an argument of the loader has in a file; None stands for the loader's own default."""
+    return Union[(*(one for one in option.types if one is not Path), None)]
+
+
+_OfLoader: Any = make_dataclass(
+    "_OfLoader",
+    [
+        (name, _in_file(one), None)
+        for name, one in options_of(LoaderSettings).items()
+        if name not in _OF_RUN | _REQUIRED
+    ],
+    frozen=True,
+    kw_only=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(_OfLoader):  # type: ignore[misc]
+    """`[data]`: the arguments of `vl.PackedLoader`; those left out have the loader's own defaults.
+
+    `seed` left out is that of the run.
+    """
 
     source: str | tuple[str, ...]
     """A token store of `varlen index`; or files, folders, globs or URLs of documents."""
@@ -37,43 +61,8 @@ class DataSettings:
     """Of a pack."""
     global_batch_size: int
     """Packs of an optimizer step, over all processes."""
-    micro_batch_size: int | None = None
-    """Packs that a process computes at once; the rest of its share of a step is accumulated."""
     tokenizer: str | None = None
     """Left out: that of `model.path`, else bytes. With a token store: the one that made it."""
-    mode: Literal["auto", "indexed", "streaming"] | None = None
-    scope: Literal["minibatch", "window", "all"] | None = None
-    window: int | None = None
-    lanes: int | None = None
-    method: Method | None = None
-    overlong: Overlong | None = None
-    max_documents: int | None = None
-    document_multiple_of: int | None = None
-    shuffle: bool | None = None
-    seed: int | None = None
-    """Of the shuffle; left out: that of the run."""
-    layout: Literal["rows", "flat"] | None = None
-    pad_id: int | None = None
-    pad_to_multiple_of: int | None = None
-    worker: Literal["process", "thread"] | None = None
-    ring_slots: int | None = None
-    read_ahead_s: float | None = None
-    deadline_s: float | None = None
-    columns: Mapping[str, str] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    allow_unwritten: bool | None = None
-    eos: int | str | None = None
-    append_eos: bool | None = None
-    supervise: Literal["assistant", "last", "all"] | None = None
-    row_weights: bool | None = None
-    text_cut: Literal["file", "paragraph", "line", "auto"] | None = None
-    split: str | None = None
-    format: Format | None = None
-    binary_as_text: bool | None = None
-    on_error: Literal["raise", "skip"] | None = None
-    retry: Retry | None = None
-    cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +313,7 @@ source = "store"             # of: varlen index 'data/*.jsonl' -o store
 capacity = 1024              # tokens of a pack; documents are packed into it and kept apart
 global_batch_size = 8        # packs of an optimizer step, over all processes
 micro_batch_size = 2         # packs that a process computes at once; more are accumulated
-overlong = "split"           # documents longer than a pack: "error", "split", "truncate" or "drop"
+overlong = "split"           # documents longer than a pack: OVERLONG
 
 [model]
 type = "llama"               # transformers' name; or: path = "a saved model's folder, or org/name"
@@ -367,7 +356,7 @@ every = 10                   # steps between two lines where there is no termina
 
 [measure]
 exposed_data = false         # after the last step, train the last 20 again from memory: what did data cost?
-"""
+""".replace("OVERLONG", in_words(get_args(Overlong)))
 
 
 def write_example(path: str | Path) -> None:

@@ -384,7 +384,6 @@ def open_loader(
         given.pop("micro_batch_size", None)
         given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
     source, _ = given.pop("source"), given.pop("tokenizer", None)
-    cache = given.pop("cache", None)
     found: Any = as_data(source)
     if tokenizer.tokens is not None and not isinstance(tokenizer.tokens, PartialStore):
         found = OpenTokens(data=found, tokens=tokenizer.tokens)
@@ -393,7 +392,6 @@ def open_loader(
         tokenizer.for_loader,
         **{"seed": run.seed} | given,
         epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
-        cache=None if cache is None else Path(cache),
         dp_rank=rank,
         dp_world_size=world_size,
         device=None if ranks.device.type == "cpu" else ranks.device,

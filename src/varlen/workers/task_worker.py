@@ -9,7 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import IO, Any
 
-from varlen.errors import SettingError, VarlenError, WorkerDiedError
+from varlen.errors import SettingError, VarlenError, WorkerDiedError, described
 from varlen.workers.child import CANNOT_BE_SENT, receive, send
 
 KEPT = "what is finished is kept: run the same again, with fewer processes if memory is short"
@@ -51,7 +51,7 @@ def outcome(function: Callable[[Any, Any], Any], shared: Any, task: Any) -> tupl
     except Exception as error:  # a bug: its traceback would be lost with the process
         import traceback
 
-        return False, RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        return False, RuntimeError(f"{described(error, kind=True)}\n{traceback.format_exc()}")
 
 
 def _listen(tasks: IO[bytes], inbox: SimpleQueue[bytes]) -> None:

@@ -138,7 +138,9 @@ def test_what_is_too_long_follows_the_policy(eos, overlong, kept):
     long = [[1, 2, 3, 4, 5], [7]]
 
     assert pack_sequences(long, width, 0, eos, overlong=overlong) == pack_sequences(kept, width, 0, eos)
-    with pytest.raises(OverlongDocumentError, match=r"sequence 0 has 5 tokens but a row holds 4 \(1 of 2"):
+    with pytest.raises(
+        OverlongDocumentError, match=r"sequence 0 has 5 tokens but the most of a row is 4 \(1 of 2"
+    ):
         pack_sequences(long, width, 0, eos)
 
 

@@ -132,7 +132,7 @@ def test_an_overlong_sample_is_refused_by_name_or_runs_alone():
     lengths = [70, 5, 99, 5, 5, 5]
 
     with pytest.raises(
-        OverlongDocumentError, match=r"sample 0 has 70 tokens, over the 64 of a micro-batch \(2 of 6 samples"
+        OverlongDocumentError, match=r"sample 0 has 70 tokens but capacity is 64 \(2 of 6 samples"
     ):
         balance_microbatches(lengths, capacity=CAPACITY, dp_size=2)
     found = balance_microbatches(lengths, capacity=CAPACITY, dp_size=2, overlong="alone")

@@ -6,18 +6,20 @@ import hashlib
 import math
 import os
 import shutil
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from varlen.adapters.features import WEIGHTS
 from varlen.adapters.hf.trainer_checks import Weighting
-from varlen.arguments import as_tokens
+from varlen.arguments import Declared, as_tokens, options_of
+from varlen.documents.source import Reading
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
-from varlen.types import Method, Overlong
+from varlen.feed.settings import LoaderSettings
 
 _CONTRADICT = {
     "sample_packing": "axolotl would pack too",
@@ -36,8 +38,25 @@ def _as_capacity(given: Any) -> int | None:
     return None if given is None else as_tokens(given, "varlen.capacity")
 
 
-class VarlenSettings(BaseModel):
-    """The mapping `varlen:` of a configuration; what isn't said here, axolotl's own settings say."""
+_DECIDED = {"micro_batch_size", "dp_rank", "dp_world_size", "mode", "shuffle", "seed", "epochs"}
+_DECIDED |= {"device", "model", "plan", *options_of(Reading)}
+"""Arguments of PackedLoader that axolotl's own settings say."""
+
+
+def _in_configuration(option: Declared) -> tuple[Any, Any]:
+    """Return a field for an argument of the loader; None for one that the configuration need not have."""
+    default = None if option.default is MISSING else option.default
+    return option.type, Field(default, description=option.text)
+
+
+_OPTIONS: dict[str, Any] = {
+    name: _in_configuration(one) for name, one in options_of(LoaderSettings).items() if name not in _DECIDED
+}
+_OfLoader: Any = create_model("_OfLoader", **_OPTIONS)
+
+
+class VarlenSettings(_OfLoader):  # type: ignore[misc]
+    """The mapping `varlen:` of a configuration: arguments of PackedLoader that axolotl's settings don't say."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,15 +69,6 @@ class VarlenSettings(BaseModel):
     """The attention that the model is set to, or varlen's own, which computes each document by itself."""
     loss_weighting: Weighting = "token"
     """As `PackedTraining` takes it."""
-    overlong: Overlong = "split"
-    """What becomes of documents longer than a pack, where `capacity` is less than `sequence_len`."""
-    method: Method = "best_fit"
-    window: int | None = None
-    scope: Literal["window", "all"] = "window"
-    max_documents: int | None = None
-    layout: Literal["rows", "flat"] = "rows"
-    worker: Literal["process", "thread"] = "process"
-    """As `PackedLoader` takes these."""
 
 
 class VarlenArguments(BaseModel):

@@ -37,7 +37,7 @@ from varlen.adapters.hf.model import (
 )
 from varlen.attention.rules import MASKLESS_KINDS, SELECTING, rotary_settings
 from varlen.batch.packed import PackedBatch, on_host
-from varlen.errors import DocumentsError, ModelError
+from varlen.errors import DocumentsError, ModelError, described
 from varlen.types import IntArray
 
 OPTIONAL = ("labels", "use_cache")  # arguments that keep no documents apart
@@ -597,7 +597,7 @@ def _of_document(
     except (RuntimeError, ValueError, TypeError, IndexError, StopIteration) as error:
         raise DocumentsError(
             f"document {document:,}: {type(home).__name__}.get_rope_index can't number its {ids.size:,} tokens with "
-            f"these images: {type(error).__name__}: {error}"
+            f"these images: {described(error, kind=True)}"
         ) from None
     positions: IntArray = found[:, 0].numpy()
     return positions

@@ -35,7 +35,7 @@ from varlen.adapters.hf.model import (
     wrappers,
 )
 from varlen.attention.rules import MASKED_LAYERS, SINGLE_TOKENS
-from varlen.errors import ModelError
+from varlen.errors import ModelError, described
 from varlen.model_families import FAMILIES, UNKNOWN
 from varlen.parsed import parse_python
 
@@ -431,7 +431,7 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
     except Exception as error:  # any code may stand here
         if own in _names(*_POOLING_HEADS) and is_known(type(base)):
             return f"pools ({own}): it gives one answer a row, which the row's documents would share", None
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        said = described(error, kind=True, most=120)
         return (
             None,
             f"has a head that couldn't be tried alone ({said}), so it may mix tokens of different documents",

@@ -18,7 +18,7 @@ from varlen.adapters.megatron.packing.alignment import alignment
 from varlen.adapters.megatron.rows import NEWEST, Dialect, as_dialect
 from varlen.arguments import as_count
 from varlen.documents.source import Mixture
-from varlen.errors import SettingError, StateError, UnknownLengthError
+from varlen.errors import SettingError, StateError, UnknownLengthError, described
 from varlen.feed.loader import PackedLoader
 from varlen.feed.state import MOST, merge_states
 from varlen.files.paths import Data
@@ -166,7 +166,7 @@ def saved_state(folder: str | Path, iteration: int) -> dict[str, Any] | None:
             states.append(torch.load(file, map_location="cpu", weights_only=True)[_KEY])
         except Exception as error:  # whatever it raises, this is none of ours
             raise StateError(
-                f"{file} is no state of a MegatronLoader: {type(error).__name__}: {str(error)[:200]}; remove it, and "
+                f"{file} is no state of a MegatronLoader: {described(error, kind=True)}; remove it, and "
                 "seek(consumed_samples) instead"
             ) from error
     if not states:
@@ -204,7 +204,7 @@ def last_checkpoint(load: str | Path) -> tuple[int, int]:
         return (0 if told == "release" else int(told)), 0
     except Exception as error:  # whatever it raises, nobody knows the iteration
         raise StateError(
-            f"{file} doesn't say which checkpoint is the newest: {type(error).__name__}: {str(error)[:200]}; pass "
+            f"{file} doesn't say which checkpoint is the newest: {described(error, kind=True)}; pass "
             "iteration and consumed_train_samples"
         ) from error
 

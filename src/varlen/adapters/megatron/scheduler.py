@@ -12,9 +12,10 @@ import numpy.typing as npt
 from varlen.adapters.peers import raises_too
 from varlen.arguments import LARGEST, as_choice, as_count
 from varlen.counts import many
-from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
+from varlen.errors import DocumentsError, LengthsError, SettingError
 from varlen.pack.api import DEFAULT_WORK, as_work
 from varlen.pack.lengths import as_lengths
+from varlen.pack.pieces import check_fit
 from varlen.plan.partition import even_ways, packed
 from varlen.types import FloatArray, Int32Array, IntArray
 
@@ -132,13 +133,10 @@ def _checked(
             "such samples out before the step is scheduled"
         )
     fits = sizes <= room
-    if overlong == "error" and not fits.all():
-        first = int(np.argmin(fits))
-        raise OverlongDocumentError(
-            f"sample {first:,} has {int(sizes[first]):,} tokens, over the {room:,} of a micro-batch "
-            f"({int((~fits).sum()):,} of {sizes.size:,} samples are over it); cut it, raise "
-            '`max_seqlen_per_dp_cp_rank` or the context-parallel size, or pass overlong="alone"'
-        )
+    if overlong == "error":
+        out = "cut it, raise `max_seqlen_per_dp_cp_rank` or the context-parallel size, or "
+        out += 'pass overlong="alone"'
+        check_fit([sizes], room, "sample {:,}".format, out=out, units="samples")
     a, b = as_work(work)
     tokens = sizes.astype(np.float64)
     most = LARGEST if max_samples is None else as_count(max_samples, "max_samples")

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from varlen import errors
 from varlen.arguments import as_count
 from varlen.documents.source import OnError
-from varlen.errors import InputError, SettingError, StateError
+from varlen.errors import InputError, SettingError, StateError, reading_state
 from varlen.feed.agreement import PLAN, Exchange, Exchanges
 from varlen.feed.batches import (
     BatchSettings,
@@ -232,13 +232,11 @@ def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
     """Return where a step begins."""
     if not at:
         return Position()
-    try:
+    with reading_state("a loader"):
         numbers = {name: as_count(at[name], name, 0, MOST) for name in _NUMBERS}
         stages = [
             (as_count(e, "epoch", 0, MOST), as_count(n, "parts", 0, MOST), mark) for e, n, mark in at["grown"]
         ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     epochs = [epoch for epoch, _, _ in stages]
     if not epochs or epochs[0] > numbers["epoch"] or epochs != sorted(set(epochs)):
         raise StateError(f"this is no state of a loader: its store grows at epochs {epochs}")

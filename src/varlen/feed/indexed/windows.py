@@ -23,6 +23,7 @@ import numpy as np
 
 from varlen.arguments import LARGEST
 from varlen.documents.order import DocumentOrder, hashed
+from varlen.pack.pieces import POLICIES
 from varlen.pack.window import WindowPacker
 from varlen.store.tokens import TokenDocuments
 from varlen.types import IntArray, Ledger, Method, Overlong
@@ -165,7 +166,7 @@ def enough_for(window: int, capacity: int, overlong: Overlong, parts: int = PART
         parts=parts,
         documents=WINDOWS_A_GROUP * window,
         tokens=PACKS_A_GROUP * capacity,
-        longest=capacity if overlong in ("truncate", "drop") else None,
+        longest=capacity if POLICIES[overlong].loses else None,
     )
 
 

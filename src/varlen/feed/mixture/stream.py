@@ -22,7 +22,7 @@ import numpy as np
 from varlen.arguments import as_count
 from varlen.documents.order import hashed
 from varlen.documents.source import Unit, Until
-from varlen.errors import SettingError, StateError
+from varlen.errors import SettingError, StateError, reading_state
 from varlen.feed import kernels
 from varlen.feed.indexed.stream import Grown, PackStream, Position, refuse
 from varlen.feed.indexed.windows import StorePacks, Window, WindowSettings, end_to_end, packs_of
@@ -159,7 +159,7 @@ class MixedStream:
         """Return the position that `at` gave; without one, where training begins."""
         if not at:
             return self.begin([stream.begun(Position()).grown for stream in self.sources])
-        try:
+        with reading_state("a loader"):
             window, pack = (as_count(at[name], name, 0, MOST) for name in ("window", "pack"))
             places = tuple(
                 SourcePlace(
@@ -171,10 +171,6 @@ class MixedStream:
                 )
                 for stream, one in zip(self.sources, at["sources"], strict=True)
             )
-        except StateError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
         if any(len(place.position.grown) > 1 for place in places):
             raise StateError(
                 "this is no state of a loader: sources of a mixture hold what they held at first"

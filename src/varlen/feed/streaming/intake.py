@@ -18,7 +18,7 @@ from varlen.arguments import as_count
 from varlen.documents.block_reader import BlockReader, Chunk, Raw, Read, encode
 from varlen.documents.blocks import Blocks
 from varlen.documents.source import Source
-from varlen.errors import SourceError, StateError
+from varlen.errors import SourceError, StateError, reading_state
 from varlen.feed.state import MOST
 from varlen.feed.streaming.lane import (
     RECORD_BITS,
@@ -266,10 +266,8 @@ Print = tuple[int, int, str, bool]
 
 def as_claimed(at: Mapping[str, Any]) -> Claimed:
     """Return a position of a state."""
-    try:
+    with reading_state("a loader"):
         return Claimed(**{name: as_count(at[name], name, 0, MOST) for name in ("epoch", "index", "chunk")})
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from varlen.arguments import as_count
 from varlen.documents.block_reader import Chunk, Read
 from varlen.documents.order import hashed
-from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
+from varlen.errors import SettingError, SourceError, StateError, reading_state
 from varlen.feed.state import MOST
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.pack.passes import Passes, Waiting, arrived, take
-from varlen.pack.pieces import slots_of
+from varlen.pack.pieces import POLICIES, applied, check_fit, slots_of
 from varlen.text.loss_masks import Mask, all_weigh_one, as_marks, end_to_end
 from varlen.types import Int32Array, IntArray, Overlong
 
@@ -236,10 +236,7 @@ class Held:
 def held_by(lengths: IntArray, settings: LaneSettings) -> Held:
     """Return what documents of these lengths are to a lane."""
     capacity, multiple = settings.passes.capacity, settings.passes.multiple
-    if settings.overlong == "drop":
-        lengths = np.where(lengths > capacity, 0, lengths)
-    elif settings.overlong == "truncate":
-        lengths = np.minimum(lengths, capacity)
+    lengths = POLICIES[settings.overlong].kept(lengths, capacity)
     return Held(
         tokens=int(slots_of(lengths.astype(np.int32), multiple).sum(dtype=np.int64)),
         short=int((lengths % capacity > 0).sum()),
@@ -258,7 +255,8 @@ class Lane:
     def add(self, arrival: Arrival, epoch: int, path: str, losses: Losses) -> None:
         """Take in what a claim brought, and what was lost of it."""
         lengths = np.diff(arrival.offsets)
-        self._refuse_overlong(lengths, path)
+        if applied(self._settings.passes.method, self._settings.overlong) == "error":
+            check_fit([lengths], self._settings.passes.capacity, lambda _: f"a document of {path}")
         self.counts = self.counts.plus(
             {
                 "documents": len(lengths),
@@ -271,18 +269,6 @@ class Lane:
         self._arrived.append(arrival)
         self._epochs.append(epoch)
         self.held = self.held.plus(held_by(lengths, self._settings))
-
-    def _refuse_overlong(self, lengths: IntArray, path: str) -> None:
-        capacity = self._settings.passes.capacity
-        if self._settings.overlong != "error" or self._settings.passes.method == "wrapped":
-            return
-        if len(lengths) and lengths.max() > capacity:
-            many = int((lengths > capacity).sum())
-            raise OverlongDocumentError(
-                f"{path} holds a document of {int(lengths.max()):,} tokens but capacity is {capacity:,} ({many:,} of "
-                f'the {len(lengths):,} documents read with it are too long); pass overlong="split", "truncate" or '
-                '"drop", or raise capacity'
-            )
 
     def pack(self, count: int | None) -> tuple[LanePacks, Arrival]:
         """Pack a round; returns its packs and what waits for the next one."""
@@ -354,8 +340,6 @@ def _left(here: Arrival, index: IntArray, rest: Waiting) -> Arrival:
 #
 # Where documents wait in that order, it isn't stored, as sorting them again gives it; else it is a column more.
 
-_MALFORMED = (LookupError, AttributeError, ArithmeticError, TypeError, ValueError, zlib.error)
-"""What reading a state raises that somebody has changed."""
 _COLUMNS, _WIDTH = 4, 8
 _MOST_RATIO = 1100
 """Bytes that a byte of zlib's can become, at most."""
@@ -412,16 +396,12 @@ def _arrived(stored: IntArray, seed: int | None, epoch: int) -> IntArray:
 
 def from_record(record: Mapping[str, Any], seed: int | None) -> LaneRecord:
     """Read what `to_record` wrote."""
-    try:
+    with reading_state("a loader", zlib.error):
         count, tokens = (as_count(record[name], name, 0, MOST) for name in ("documents", "tokens"))
         epoch = None if record["epoch"] is None else as_count(record["epoch"], "epoch", 0, MOST)
         counts = Counts.from_json(record["counts"])
         table = _unpacked(record["waiting"], count, _COLUMNS + (epoch is None))
         is_masked = record["masked"] is not False
-    except _MALFORMED as error:
-        if isinstance(error, StateError):
-            raise
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     is_positive = bool((table >= 0).all())  # before sums, which may turn over
     stored = table[:_COLUMNS]
     stored[0] = np.cumsum(stored[0])

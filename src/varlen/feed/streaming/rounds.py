@@ -20,7 +20,7 @@ from typing import Any
 from varlen import errors
 from varlen.arguments import as_count
 from varlen.documents.block_reader import Chunk
-from varlen.errors import SourceError, StateError
+from varlen.errors import SourceError, StateError, reading_state
 from varlen.feed.agreement import Exchange
 from varlen.feed.state import ENDS, MOST
 from varlen.feed.streaming.intake import (
@@ -418,12 +418,10 @@ def place_of(at: Mapping[str, Any], lanes: int) -> RoundState:
     if at == beginning_of(at):
         nothing = to_record(joined([]), Counts(), None, [0])
         return RoundState(records=[nothing] * lanes, ends=ends)
-    try:
+    with reading_state("a loader"):
         number, step = (as_count(at[name], name, 0, MOST) for name in ("round", "step"))
         claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
         prints = [_as_print(*one) for one in at.get("prints", ())]
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     if len(records) != lanes:
         raise StateError(f"the state has {len(records):,} lanes, this loader {lanes:,}")
     return RoundState(number=number, step=step, claimed=claimed, records=records, prints=prints, ends=ends)
@@ -436,10 +434,8 @@ def _as_print(block: Any, chunk: Any, told: Any, is_end: Any) -> Print:
 
 def _ends_of(at: Mapping[str, Any]) -> list[int]:
     """Return the ends of a place."""
-    try:
+    with reading_state("a loader"):
         return [as_count(end, ENDS, 1, MOST) for end in at.get(ENDS, ())]
-    except (TypeError, ValueError) as error:
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
 
 
 def check_place(at: Mapping[str, Any], lanes: int, seed: int | None, epochs: int | None) -> None:

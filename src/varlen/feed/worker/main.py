@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from varlen import jit
 from varlen.batch.collate import Out
-from varlen.errors import StalledError
+from varlen.errors import StalledError, described
 from varlen.feed.protocol import Ended, Feed
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
@@ -171,7 +171,7 @@ def _pickled(run: int, error: BaseException) -> bytes:
         import traceback
 
         text = "".join(traceback.format_exception(error))
-        return pickle.dumps((run, RuntimeError(f"{type(error).__name__}: {error}\n{text}")))
+        return pickle.dumps((run, RuntimeError(f"{described(error, kind=True)}\n{text}")))
     return content
 
 

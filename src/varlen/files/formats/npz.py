@@ -14,11 +14,10 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import SourceError, VarlenError
+from varlen.errors import SourceError, VarlenError, described
 from varlen.files.columns import DOCUMENT_FIELDS
 from varlen.files.opening import open_seekable, other_content
 from varlen.files.paths import File
-from varlen.files.retry import first_line
 from varlen.files.rows import Rows, listed
 from varlen.files.token_tables import list_column
 
@@ -164,7 +163,7 @@ def _archive(file: File) -> Iterator[zipfile.ZipFile]:
         except Exception as error:  # zipfile, its four compressions and numpy's headers raise a dozen kinds
             if (other := other_content(file, DOCUMENT_FIELDS)) is not None:
                 raise SourceError(other) from error
-            message = first_line(error)
+            message = described(error)
             why = (
                 f"is not a readable .npz file: {message}"
                 if file.size

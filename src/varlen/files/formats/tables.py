@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO
 
-from varlen.errors import SourceError, VarlenError
+from varlen.errors import SourceError, VarlenError, described
 from varlen.files.columns import DOCUMENT_FIELDS
 from varlen.files.formats import record_batches, row_groups
 from varlen.files.formats.damage import is_damage
@@ -20,7 +20,7 @@ from varlen.files.formats.row_groups import TooLarge
 from varlen.files.losses import Losses
 from varlen.files.opening import compression_of, open_seekable, other_content
 from varlen.files.paths import File
-from varlen.files.retry import first_line, is_outside
+from varlen.files.retry import is_outside
 from varlen.files.rows import Fault, Rows, faulty, place
 
 
@@ -111,7 +111,7 @@ class _Damaged:
 
     def fault(self, file: File, before: int) -> Fault:
         """Return the fault of its rows, given the number of rows before it."""
-        why = f"can't be read, as it is damaged: {first_line(self.error)}"
+        why = f"can't be read, as it is damaged: {described(self.error)}"
         if self.num_rows is None:
             losses = Losses(num_bytes=max(self.num_bytes, 1), cut_files=int(self.is_cut))
             where, outside = f"{file.path} {self.name}", is_outside(self.error)
@@ -143,7 +143,7 @@ def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
                 sound.append(_alone(batch.slice(index, 1)))
                 numbers.append(before + index + 1)
             except pa.ArrowException as error:
-                message = first_line(error)
+                message = described(error)
                 why = "holds text that is not valid UTF-8" if "UTF8" in message else f"is damaged: {message}"
                 faults.append(Fault(where=place(file.path, "row", number), why=why, number=number))
         columns = [pa.concat_arrays(pieces) for pieces in zip(*sound)]
@@ -304,7 +304,7 @@ def table_faults(file: File) -> Iterator[None]:
         if not isinstance(error, MemoryError) and (other := _other_content(file)) is not None:
             raise SourceError(other) from error
         kind = "a Parquet" if file.format == "parquet" else "an Arrow"
-        why = f"is not {kind} file, or is damaged: {first_line(error)}"
+        why = f"is not {kind} file, or is damaged: {described(error)}"
         raise SourceError(
             f"{file.path} {why if file.size else f'is empty (0 bytes), not {kind} file'}"
         ) from error

@@ -18,7 +18,7 @@ from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries
 from varlen.adapters.hf.mixing import check_family, found_apart, segment_numbers, trying
 from varlen.adapters.hf.model import family
 from varlen.batch.packed import Layout, PackedBatch
-from varlen.errors import DocumentsError, ModelError, SettingError
+from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.batches.check import check_batch
 from varlen.verify.batches.isolation import ONE_A_ROW, WITH_MODEL_INPUTS
 from varlen.verify.models import backends
@@ -35,7 +35,7 @@ from varlen.verify.models.isolation import IsolationReport, Verdict, check_isola
 from varlen.verify.models.loading import LoadedModel, load_model
 from varlen.verify.models.parity import gradient_parity, in_training, own_loss
 from varlen.verify.models.report import CallCell, Cell, ModelVerdict, VerifyReport
-from varlen.verify.models.trial import CAPACITY, Inputs, Trial, named, sample_batch, untouched
+from varlen.verify.models.trial import CAPACITY, Inputs, Trial, sample_batch, untouched
 
 _WINDOWS = (
     *("sliding_window", "attention_chunk_size"),
@@ -403,7 +403,7 @@ def matrix_row(family: str) -> dict[str, Any]:
         except ModelError as error:
             return _not_run(str(error))
         except Exception as error:  # one family must not cost the others; a test looks for these words
-            return _not_run(f"{FAULT}: {named(error)}")
+            return _not_run(f"{FAULT}: {described(error, kind=True)}")
 
 
 def _not_run(reason: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import torch
 from varlen.adapters import hf
 from varlen.adapters.hf.mixing import trying
 from varlen.batch.packed import PackedBatch
-from varlen.errors import DocumentsError, ModelError, SettingError
+from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.models.backends import computed_in
-from varlen.verify.models.trial import Inputs, Trial, said, sample_batch, untouched
+from varlen.verify.models.trial import Inputs, Trial, sample_batch, untouched
 
 Verdict = Literal["isolated", "leaks", "coupled", "refuses", "blind"]
 
@@ -168,7 +168,7 @@ def check_isolation(
             limit = TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
             moved = _movements(trial, before, max_changed, limit, known, alone)
         except (ModelError, NotImplementedError, ValueError) as error:
-            return IsolationReport(verdict="refuses", reason=said(error), **facts)
+            return IsolationReport(verdict="refuses", reason=described(error, whole=True), **facts)
     # Which tokens share an expert decides how its matrix product is cut into blocks, so logits move in
     # their last bits where nothing leaks; a leak would move them about as far as the control does. In float64
     # experts run one by one, and nothing moves at all.

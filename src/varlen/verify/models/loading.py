@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from varlen.adapters import hf
-from varlen.errors import ModelError, VarlenError
+from varlen.errors import ModelError, VarlenError, described
 from varlen.parsed import parse_json
 from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import FastTokenizer
-from varlen.verify.models.trial import named
 
 _LARGEST_RANDOM = 500_000_000  # weights; the largest model that is made with random ones
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -94,7 +93,7 @@ def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
     try:
         model = loaded.model.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"the model can't be moved to {device}: {named(error)}") from None
+        raise ModelError(f"the model can't be moved to {device}: {described(error, kind=True)}") from None
     again = loaded.remade
     return replace(
         loaded, model=model, remade=None if again is None else lambda attention: again(attention).to(device)
@@ -167,7 +166,7 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
     except ModelError:
         raise
     except Exception as error:  # whatever a library makes of a folder that isn't what it seems
-        raise ModelError(f"{path} can't be loaded: {named(error)}") from error
+        raise ModelError(f"{path} can't be loaded: {described(error, kind=True)}") from error
     notes = _about(model)
     if lacking:
         notes.append(
@@ -233,7 +232,9 @@ def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedMod
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"no model can be made of this configuration: {named(error)}") from error
+        raise ModelError(
+            f"no model can be made of this configuration: {described(error, kind=True)}"
+        ) from error
 
 
 def _num_weights(config: Any) -> int:
@@ -308,7 +309,9 @@ def _listed(path: Path) -> _Vocabulary | None:
                 token: index for index, token in enumerate(lines)
             }  # a token may be a line's end of another kind
     except (ValueError, OSError, AttributeError) as error:
-        raise ModelError(f"the tokenizer's files in {path} can't be read: {named(error)}") from error
+        raise ModelError(
+            f"the tokenizer's files in {path} can't be read: {described(error, kind=True)}"
+        ) from error
     return _Vocabulary(ids=ids) if ids else None
 
 
@@ -467,7 +470,7 @@ def tiny_config(family: str) -> Any:
     try:
         return kind(**_arguments(kind))
     except Exception as error:
-        raise ModelError(f"no tiny configuration of {family}: {named(error, 200)}") from error
+        raise ModelError(f"no tiny configuration of {family}: {described(error, kind=True)}") from error
 
 
 def tiny_model(
@@ -490,7 +493,7 @@ def tiny_model(
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError(f"no tiny model of {family}: {named(error, 200)}") from error
+            raise ModelError(f"no tiny model of {family}: {described(error, kind=True)}") from error
         _enlarge(model)
     return model.to(dtype).eval()
 

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from varlen.adapters import hf
 from varlen.batch.packed import IGNORE_INDEX
-from varlen.errors import ModelError
+from varlen.errors import ModelError, described
 from varlen.verify.models.isolation import IsolationReport, Movements, Verdict, against_alone, judge
-from varlen.verify.models.trial import Inputs, Trial, said, untouched
+from varlen.verify.models.trial import Inputs, Trial, untouched
 
 GRADIENT_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
 """How far rounding takes gradients from those of documents alone, as `GradientParity.difference` counts."""
@@ -85,9 +85,9 @@ def gradient_parity(trial: Trial, dtype: torch.dtype) -> GradientParity:
             packed, loss = _gradients(weights, _packed_loss(trial))
             across = _across(trial)
         except NotImplementedError as error:
-            return GradientParity(reason=said(error, 200))
+            return GradientParity(reason=described(error, whole=True, most=200))
         except (RuntimeError, UserWarning) as error:
-            return GradientParity(reason=f"no backward: {said(error, 200)}")
+            return GradientParity(reason=f"no backward: {described(error, whole=True, most=200)}")
         alone, alone_loss = _one_by_one(trial, weights)
         control = None
         if trial.followed() is not None:
@@ -334,7 +334,7 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
             if verdict == "isolated" and (loss := own_loss(trial)) is not None and loss.coupling:
                 verdict, reason = "coupled", loss.coupling
         except (ModelError, NotImplementedError) as error:
-            verdict, reason = "refuses", said(error)
+            verdict, reason = "refuses", described(error, whole=True)
     unjudged = ""
     if wavering > found.rounding:
         unjudged = (

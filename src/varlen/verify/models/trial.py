@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from varlen.adapters import hf
 from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, Layout, PackedBatch
-from varlen.errors import ModelError
+from varlen.errors import ModelError, described
 from varlen.pack.api import pack
 
 Inputs = Callable[[PackedBatch, Any], dict[str, Any]]
@@ -131,9 +130,9 @@ class Trial:
             ):  # PyTorch's, where a kernel has no backward
                 raise
             if str(error) and isinstance(error, ValueError):  # it refuses by a sentence of its own
-                raise ModelError(said(error)) from error
+                raise ModelError(described(error, whole=True)) from error
             raise ModelError(
-                f"{type(hf.unwrap(self.model)).__name__} fails in its own forward: {named(error)}"
+                f"{type(hf.unwrap(self.model)).__name__} fails in its own forward: {described(error, kind=True)}"
             ) from error
 
     def where(self, chosen: BoolArray) -> torch.Tensor:
@@ -251,17 +250,3 @@ def sample_batch(
     return collate(
         documents, pack(lengths, capacity=capacity, method="next_fit", overlong="split"), layout=layout
     )
-
-
-# What a library says in an error, in one line and not cut within a word.
-
-
-def said(error: BaseException, most: int = 300) -> str:
-    """Return an error's words, or that it has none."""
-    return shorten(str(error), most, placeholder=" …") or "no word of why"
-
-
-def named(error: BaseException, most: int = 300) -> str:
-    """Return an error's type and words."""
-    words = shorten(str(error), most, placeholder=" …")
-    return f"{type(error).__name__}: {words}" if words else f"{type(error).__name__}, and no word of why"

@@ -100,7 +100,7 @@ def test_an_overlong_document_is_an_error_that_names_it_and_what_would_do():
         "document 1 has 71 tokens, 70 positions of input; aligned to 8 it would take 72, but 64 are the most that "
         "fit (2 of 4 documents are too long); "
     )
-    assert "positions for 96" in str(raised.value)
+    assert "raise the limit to 96 positions" in str(raised.value)
 
 
 def test_dropped_documents_are_those_that_0_6_leaves_out_and_are_counted():
@@ -236,7 +236,7 @@ def test_a_document_near_the_limit_is_an_error_and_not_cut():
         raised.value
     )
     assert "144 are the most that fit" in str(raised.value)
-    assert "positions for 152" in str(raised.value)
+    assert "raise the limit to 152 positions" in str(raised.value)
 
 
 def test_a_multiple_that_no_document_fits_is_refused():

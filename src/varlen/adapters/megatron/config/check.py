@@ -10,6 +10,7 @@ from typing import Any
 from varlen.adapters.megatron.config import rules_data, rules_model
 from varlen.adapters.megatron.config.reading import Reading, as_written, read
 from varlen.adapters.megatron.config.report import ConfigFinding, ConfigReport, Outcome, Rules, found
+from varlen.errors import described
 from varlen.parsed import parse_json
 from varlen.regular import read_regular_text
 
@@ -146,7 +147,7 @@ def _wrong_metadata(reading: Reading, setting: str) -> Iterator[tuple[str, str, 
     try:
         entries: Any = parse_json(read_regular_text(path))
     except (ValueError, OSError) as error:
-        yield "one JSON array", f"it isn't JSON: {str(error).splitlines()[0]}", True
+        yield "one JSON array", f"it isn't JSON: {described(error)}", True
         return
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         yield "one JSON array with an entry for each run", f"it holds {str(entries)[:60]}", True

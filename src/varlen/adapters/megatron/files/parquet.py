@@ -34,8 +34,7 @@ from varlen.adapters.megatron.files.reader import (
 from varlen.adapters.megatron.files.writer import PackedWriter, write_dicts
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.documents.pretokenized import flat_column
-from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError
-from varlen.files.retry import first_line
+from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError, described
 from varlen.files.rows import listed
 from varlen.files.token_tables import list_column
 from varlen.offline.outputs import disk_faults
@@ -225,7 +224,7 @@ def _faults(path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise SourceError(f"{path} isn't there any more") from error
     except Exception as error:
-        raise SourceError(f"{path} is not a Parquet file, or is damaged: {first_line(error)}") from error
+        raise SourceError(f"{path} is not a Parquet file, or is damaged: {described(error)}") from error
 
 
 def _read_columns(*, masks: bool) -> list[str]:

@@ -13,9 +13,9 @@ from varlen.adapters.megatron.files.opening import open_packed
 from varlen.adapters.megatron.rows import NEWEST, as_dialect, near_multiples
 from varlen.adapters.peers import raises_too
 from varlen.arguments import as_count
-from varlen.errors import DocumentsError, OverlongDocumentError, SettingError
+from varlen.errors import DocumentsError, SettingError
 from varlen.pack.lengths import as_lengths
-from varlen.pack.pieces import Pieces, fit
+from varlen.pack.pieces import Pieces, fit, too_long, ways_out
 from varlen.types import Int32Array, IntArray, Overlong
 
 
@@ -100,15 +100,14 @@ def aligned_pieces(
     lengths = as_lengths(positions)
     limit = longest_aligned(pack_size, multiple, longest)
     if overlong == "error" and lengths.size and int(lengths.max()) > limit:
-        too_long = lengths > limit
-        first = int(np.argmax(too_long))
-        to = f"; aligned to {multiple:,} it would take {_up(int(lengths[first]), multiple):,}"
-        raise OverlongDocumentError(
-            f"document {first:,} has {int(lengths[first]) + 1:,} tokens, {int(lengths[first]):,} positions of input"
-            f"{to if multiple > 1 else ''}, but {limit:,} are the most that fit ({int(too_long.sum()):,} of "
-            f'{lengths.size:,} documents are too long); pass overlong="split", "truncate" or "drop" (--overlong), or '
-            f"positions for {_up(int(lengths.max()), multiple):,} (--capacity, --longest)"
-        )
+        over = lengths > limit
+        first, most = int(np.argmax(over)), _up(int(lengths.max()), multiple)
+        long = int(lengths[first])
+        seen = f"document {first:,} has {long + 1:,} tokens, {long:,} positions of input"
+        if multiple > 1:
+            seen += f"; aligned to {multiple:,} it would take {_up(long, multiple):,}"
+        out = f"{ways_out(limit='the limit')} to {most:,} positions (--overlong, --capacity, --longest)"
+        raise too_long(f"{seen},", f"{limit:,} are the most that fit", out, (int(over.sum()), lengths.size))
     return fit(lengths, limit, overlong)
 
 

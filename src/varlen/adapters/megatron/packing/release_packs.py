@@ -21,10 +21,10 @@ from varlen.adapters.megatron.files.metadata import PackCounts
 from varlen.adapters.megatron.packing.alignment import aligned_pieces, slots_of
 from varlen.arguments import LARGEST, as_choice, as_count
 from varlen.counts import many
-from varlen.errors import DocumentsError, LedgerError, OverlongDocumentError, SettingError
+from varlen.errors import DocumentsError, LedgerError, SettingError
 from varlen.pack.assign import assign
 from varlen.pack.lengths import as_lengths
-from varlen.pack.pieces import Items, Pieces, arrange
+from varlen.pack.pieces import KEEP_WHOLE, Items, Pieces, arrange, too_long
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 Algorithm: TypeAlias = Literal["first_fit_shuffle", "first_fit_decreasing", "first_fit"]
@@ -319,11 +319,11 @@ def create_hist(
     Raises:
         OverlongDocumentError: a document is longer, and `overlong` is "error".
     """
-    as_choice(overlong, "overlong", ("error", "drop"))
+    as_choice(overlong, "overlong", KEEP_WHOLE)
     most = as_count(truncate_seq_len, "truncate_seq_len", 0)
     sequences: Documents = defaultdict(list)
     histogram = [0] * (most + 1)
-    too_long: list[tuple[int, int]] = []
+    beyond: list[tuple[int, int]] = []
     empty = 0
     for number, document in enumerate(dataset):
         positions = len(document["input_ids"]) - 1
@@ -333,15 +333,13 @@ def create_hist(
         elif positions < 0:
             empty += 1
         else:
-            too_long.append((number, positions))
-    skipped = len(too_long)
+            beyond.append((number, positions))
+    skipped = len(beyond)
     if skipped and overlong == "error":
-        first, length = too_long[0]
-        raise OverlongDocumentError(
-            f"document {first:,} has {length + 1:,} tokens, {length:,} positions of input, but truncate_seq_len is "
-            f"{most:,} ({many(skipped, 'document is', 'documents are')} too long); cut them before, or pass "
-            'overlong="drop" to leave them out'
-        )
+        first, length = beyond[0]
+        seen = f"document {first:,} has {length + 1:,} tokens, {length:,} positions of input,"
+        out = 'cut them before, or pass overlong="drop" to leave them out'
+        raise too_long(seen, f"truncate_seq_len is {most:,}", out, (skipped, number + 1))
     if skipped:
         _log.warning("left out %s longer than %d positions", many(skipped, "document"), most)
     if empty:

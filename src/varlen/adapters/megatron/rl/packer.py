@@ -16,8 +16,9 @@ from varlen.adapters.megatron.batches.in_batch import check_shapes, lengths_of
 from varlen.adapters.megatron.rows import near_multiples
 from varlen.adapters.peers import raises_too
 from varlen.arguments import as_choice, as_count
-from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
+from varlen.errors import DocumentsError, LengthsError, SettingError
 from varlen.pack.lengths import as_lengths
+from varlen.pack.pieces import check_fit
 from varlen.plan.partition import even_ways, halved, packed
 from varlen.types import FloatArray, Int32Array, IntArray
 
@@ -289,13 +290,14 @@ class SequencePacker:
         return found
 
     def _check_fit(self, tokens: IntArray) -> None:
-        beyond = np.flatnonzero(tokens > self.bin_size)
-        if beyond.size:
-            raise OverlongDocumentError(
-                f"trajectory {int(beyond[0]):,} has {int(tokens[beyond[0]]):,} tokens, over the bin_size of "
-                f"{self.bin_size:,} ({beyond.size:,} of {tokens.size:,} trajectories are over it); raise the "
-                "bin_size or cut such rollouts when they are generated"
-            )
+        check_fit(
+            [tokens],
+            self.bin_size,
+            "trajectory {:,}".format,
+            limit_name="bin_size",
+            out="raise the bin_size or cut such rollouts when they are generated",
+            units="trajectories",
+        )
 
     def _packed(self, slots: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """Return sequences bin by bin, and how many each bin has; those without a token are in none."""
