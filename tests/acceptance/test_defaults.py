@@ -61,7 +61,7 @@ def test_lengths_alone_and_a_peer_that_refuses_keep_their_own():
     assert of_signature(vl.pack)["method"] == "best_fit_decreasing"
     assert of_signature(vl.pack)["overlong"] == "error"
     assert of_fields(MegatronPackSettings)["overlong"] == "error"
-    assert "The default here" in vl.pack.__doc__
+    assert "the default here" in vl.pack.__doc__
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ import numpy.typing as npt
 from varlen.errors import SourceError
 from varlen.files.losses import Losses, stored, total
 from varlen.files.written import read_manifest
-from varlen.store import kernels
 from varlen.store.shard import Shard, ShardCounts, ShardFiles, shard_counts
 from varlen.text.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
@@ -242,12 +241,12 @@ class Reader:
 
     def _fill(self, pieces: list[IntArray], role: int, width: int, values: npt.NDArray[Any]) -> None:
         """Fill one value per token."""
+        from varlen.store.kernels import read_pieces  # imports numba, which opening a store doesn't need
+
         table, first = self._table, 0
         shards, documents, starts, lengths = pieces
         places = table[role], table[width], table[_OFFSETS]
-        while (
-            failed := kernels.read_pieces(shards, documents, starts, lengths, *places, first, values)
-        ) >= 0:
+        while (failed := read_pieces(shards, documents, starts, lengths, *places, first, values)) >= 0:
             index, document, start, length = (int(part[failed]) for part in pieces)
             if table[role, index] == _CLOSED:
                 self._open(index)
