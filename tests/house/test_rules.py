@@ -110,8 +110,11 @@ def test_importing_varlen_loads_no_library():
     assert foreign == set()
 
 
-def test_the_process_that_plans_a_run_loads_no_torch():
-    script = "import sys; import varlen.train.affordable; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    "module", ["train.affordable", "feed.worker.main", "feed.spec", "feed.indexed.stream"]
+)
+def test_children_load_neither_torch_nor_the_compiler_before_they_need_them(module):
+    script = f"import sys; import varlen.{module}; sys.exit(bool({{'torch', 'numba'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

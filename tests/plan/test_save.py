@@ -124,7 +124,7 @@ def test_damaged_bytes_are_refused_in_a_sentence(seed, dice):
         (packed({"sizes": [2**40] * 15}), "the array lengths of 1,099,511,627,776 entries ends outside"),
         (packed({"sizes": ["many"] * 15}), "no plan of varlen"),
         (packed({"sizes": [0] * 15}, b"more"), "4 bytes are too many"),
-        (packed({"sizes": [0] * 15}), "KeyError 'mesh'"),
+        (packed({"sizes": [0] * 15}), "KeyError: 'mesh'"),
         (packed({"sizes": [0] * 15, "mesh": {"dp": 0}}), "mesh dp=0"),
         (packed({"sizes": [0] * 15, "mesh": {"gpus": 8}}), "no plan of varlen.*gpus"),
         (packed({}, size=2**40), r"can't hold the 1,099,511,627,776 that they claim"),
