@@ -20,6 +20,8 @@ from transformers import (
 
 from benchmarks.strategies.sets import VOCABULARY
 from varlen.adapters import hf
+from varlen.train import step
+from varlen.train.settings import OptimizerSettings
 
 FAMILIES = ("llama", "mixtral", "gemma3")
 HIDDEN = 64
@@ -83,3 +85,9 @@ def with_lora(model: Any, seed: int) -> Any:
 def bare(model: Any) -> Any:
     """Return the causal model inside adapters, whose head and layers are called apart from each other."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Return AdamW without decay, which every strategy trains with."""
+    settings = OptimizerSettings(learning_rate=learning_rate, weight_decay=0.0)
+    return step.make_optimizer(model, settings, torch.device("cpu"))

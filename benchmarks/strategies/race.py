@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.strategies.feeds import Fed, Feed
 from benchmarks.strategies.figures import Told
-from benchmarks.strategies.models import LORA_RANK, build, with_lora
+from benchmarks.strategies.models import LORA_RANK, build, make_optimizer, with_lora
 from benchmarks.strategies.sets import Shape, TextSet, cut, extremes
 from benchmarks.strategies.train import (
     LEARNING_RATE,
@@ -33,7 +33,6 @@ from benchmarks.strategies.train import (
 )
 from varlen.train.demo.corpus import Documents
 from varlen.train.demo.job import current_bytes, now, peak_bytes, reset_peak
-from varlen.train.demo.run import make_optimizer
 
 RACED = ("padding_mask", "padding", "grouped", "online", "offline_large", "offline", "sampled", "ours")
 _WARM_TOKENS = 32

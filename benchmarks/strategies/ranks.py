@@ -20,6 +20,7 @@ from torch import distributed
 
 from benchmarks.strategies.feeds import Fed, flattened, loaded, write_arrow
 from benchmarks.strategies.figures import Told
+from benchmarks.strategies.models import make_optimizer
 from benchmarks.strategies.sets import Shape, TextSet
 from benchmarks.strategies.train import (
     LEARNING_RATE,
@@ -33,7 +34,6 @@ from benchmarks.strategies.train import (
 )
 from varlen.adapters.multipack import MultipackDistributedBatchSampler
 from varlen.train.demo.corpus import Documents
-from varlen.train.demo.run import make_optimizer
 
 PEERS = ("axolotl's sampler",)
 OURS = ("our multipack sampler", "`vl.PackedLoader`")

@@ -24,11 +24,11 @@ import torch
 from benchmarks.checks import WrongResultError
 from benchmarks.strategies import models
 from benchmarks.strategies.feeds import Fed, Feed, flattened
-from benchmarks.strategies.models import bare, build
+from benchmarks.strategies.models import bare, build, make_optimizer
 from benchmarks.strategies.sets import TextSet
 from varlen.adapters import hf
 from varlen.train.demo.corpus import Documents
-from varlen.train.demo.run import add_gradients, make_optimizer, mean_loss
+from varlen.train.demo.run import add_gradients, mean_loss
 from varlen.types import IntArray
 
 LEARNING_RATE = 2e-3

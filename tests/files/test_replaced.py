@@ -25,7 +25,7 @@ from varlen.errors import SourceError, StateError
 from varlen.files import fingerprints
 from varlen.files.finding import find_files
 from varlen.files.opening import open_stored
-from varlen.files.remote import replaced, said_of
+from varlen.files.remote import replaced, report_of
 
 KINDS = ("jsonl", "jsonl.gz", "csv", "txt", "parquet", "arrow", "json", "npz")
 IN_MEMORY = ("parquet", "arrow")
@@ -366,10 +366,10 @@ def test_a_web_server_that_heeds_no_condition_is_looked_at_before_each_block(web
 
 
 def test_times_of_another_precision_replace_nothing_where_a_mark_is_the_same():
-    listed = said_of({"ETag": '"1"', "LastModified": "2024-01-01 00:00:00.123"})
-    seen = said_of({"ETag": '"1"', "LastModified": "2024-01-01 00:00:00"})
+    listed = report_of({"ETag": '"1"', "LastModified": "2024-01-01 00:00:00.123"})
+    seen = report_of({"ETag": '"1"', "LastModified": "2024-01-01 00:00:00"})
     assert replaced(listed, seen) is None
-    assert replaced(listed, said_of({"size": 3})) is None
+    assert replaced(listed, report_of({"size": 3})) is None
     assert replaced(None, seen) is None
 
 

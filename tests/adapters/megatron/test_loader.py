@@ -166,7 +166,9 @@ def test_a_run_whose_place_nobody_knows_is_refused_and_does_not_begin_anew(store
         last_checkpoint(tmp_path)
 
 
-def test_peers_of_a_replica_take_the_same_and_a_stage_that_takes_nothing_starts_nothing(store):
+def test_peers_of_a_replica_take_the_same_and_a_stage_that_takes_nothing_starts_nothing(
+    store, fresh_children
+):
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text() if children.exists() else ""
     first, last, middle = (loaders_of(store, 1, 2, worker="process")[0] for _ in range(3))
