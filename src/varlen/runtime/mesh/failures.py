@@ -20,7 +20,7 @@ from varlen.errors import WorkerDiedError
 
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
 """How PyTorch words that the group is broken: gloo raises a bare RuntimeError."""
-ANSWER_S = 5.0  # seconds within which a live process answers after the group broke
+ANSWER_S = 8.0  # seconds within which a live process answers after the group broke
 _WAITS, _LOST = "waits", "lost "
 _ALL = -1  # instead of a rank: waits for all, in a collective
 _MOST_CHARACTERS = 500  # longest note; an error's message may hold a whole traceback
