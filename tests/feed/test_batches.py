@@ -200,7 +200,11 @@ def test_old_keys_are_removed_from_the_store(monkeypatch):
 
 def test_without_a_group_there_is_no_store_and_names_count_up():
     assert job_store() is None
-    assert [name_of("a"), name_of("a"), name_of("b")] == ["varlen/a/0", "varlen/a/1", "varlen/b/0"]
+    names = [name_of({"data": data}, prefix="x/") for data in ("a", "a", "b")]
+
+    first, second, other = (name.rsplit("/", 1) for name in names)
+    assert first[0] == second[0] != other[0]
+    assert [first[1], second[1], other[1]] == ["0", "1", "0"]
 
 
 DEALT = 40
