@@ -25,7 +25,7 @@ from varlen.runtime.mesh.fsdp import Gathered, is_sharded
 from varlen.runtime.mesh.rank import MeshRank
 from varlen.runtime.split import check_layers
 from varlen.runtime.stage_run import TaskRun
-from varlen.runtime.step import check_plan, run_places
+from varlen.runtime.step import check_runnable, run_places
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
 
@@ -261,7 +261,7 @@ class SliceEngine:
             raise PlanError(
                 f"plan={type(plan).__name__}; engine.step takes a StepPlan, as vl.plan_step makes it"
             )
-        check_plan(plan, shares=shares)
+        check_runnable(plan, shares=shares)
         if plan is batch.plan and plan.mesh.dp != mesh.dp:
             raise PlanError(
                 f"the batch holds the documents of one of dp={plan.mesh.dp:,} ranks, and the engine's mesh has dp="
