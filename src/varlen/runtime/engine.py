@@ -132,7 +132,7 @@ class SliceEngine:
         self.recompute, self.saved, self.offload = recompute, saved, offload
         self.kernels: Kernels = kernels
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
-        one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)
+        one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)  # refuses what isn't a number of rows
         if mesh is None:
             check_model(model, kernels)  # else all ranks are told what is wrong on one
         self._member = _member(model, mesh, rank, deadline_s, gathered, kernels)
