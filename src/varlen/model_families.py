@@ -144,8 +144,3 @@ FAMILIES: dict[str, Family] = {
     "zaya": RECURRENT,
 }
 UNKNOWN = Family()
-
-
-def family_named(name: object) -> Family:
-    """Return the row of a family, or the defaults."""
-    return FAMILIES.get(str(name), UNKNOWN)

@@ -27,7 +27,7 @@ from tests.support.training import (
 
 from varlen.cli.train import Lines, Live, live_parts, watching
 from varlen.train.metrics import StepMetrics
-from varlen.train.trainer import RunPlan
+from varlen.train.trainer import RunOverview
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_ctrl_c_saves_at_the_end_of_a_step_and_leaves_nothing_behind(store, tmp_
         os.killpg(run.pid, 0)
 
 
-PLAN = RunPlan(
+PLAN = RunOverview(
     steps=30,
     resumed_from=4,
     num_parameters=1234,

@@ -19,7 +19,6 @@ from varlen.cost.fit import (
     _not_negative,
     calibrated,
     fit_curve,
-    fit_launch_s,
     fit_table,
     mape,
     median_of_repeats,
@@ -424,15 +423,6 @@ def test_a_single_point_is_a_flat_rate():
     table = fit_table(Samples(rows=[512], keys=[1024], flops=[1e12], seconds=[0.25]))  # type: ignore[arg-type]
 
     assert table.tflops.tolist() == [[pytest.approx(4.0)]]
-
-
-def test_launch_time_is_what_layers_take_beyond_their_kernels():
-    predicted = np.linspace(1e-4, 1e-2, 21)
-    late = predicted + 30e-6
-    late[3] += 1.0
-
-    assert fit_launch_s(late, predicted) == pytest.approx(30e-6)
-    assert fit_launch_s(predicted - 1e-5, predicted) == 0.0
 
 
 def test_repeats_become_their_median():

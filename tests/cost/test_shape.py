@@ -25,7 +25,6 @@ from varlen.cost.shape import (
     ModelShape,
     check_mesh,
     check_positions,
-    mfu,
     pairs_of,
     slice_flops,
     stages_of,
@@ -363,16 +362,12 @@ def test_published_cuts_of_a_document_into_eight_have_equal_flops(column, cuts):
         assert first / whole == pytest.approx(number / 8, rel=3e-5)
 
 
-def test_mfu_is_the_share_of_the_peak():
+def test_recomputation_costs_the_hardware_more_than_the_model():
     cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"), recompute="full")
+
     flops = cost.flops([8192] * 64)
 
-    share = mfu(flops, 3.0, 16, cost.hardware.peak_tflops)
-
-    assert share == pytest.approx(flops.model / (3 * 16 * 989e12))
     assert flops.hardware > 1.3 * flops.model
-    with pytest.raises(SettingError, match=r"MFU of 0 s on 16 GPUs"):
-        mfu(flops, 0, 16, 989.0)
 
 
 H100 = Hardware.named("h100")

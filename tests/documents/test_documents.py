@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.chats import GEMMA, LLAMA
+from tests.support.listed_files import find_files
 
 from varlen.documents import order as order_module
 from varlen.documents.documents import Documents, Encoding, encode_rows
@@ -22,7 +23,6 @@ from varlen.documents.source import Source, open_source
 from varlen.documents.texts import interpreter_texts, read_texts
 from varlen.errors import SettingError, SourceError
 from varlen.files.columns import Columns
-from varlen.files.finding import find_files
 from varlen.files.rows import Rows
 from varlen.text.chat_template import chat_template
 from varlen.text.load_tokenizer import load_tokenizer, train_bpe

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from tests.support.listed_files import fingerprint_files
 from tests.support.memory_rows import FORMS, ITERABLES, KINDS, OF_ARRAYS, TEXTS, TOKENS, as_file
 
 from varlen.documents import spool as spooling
@@ -23,7 +24,7 @@ from varlen.documents.source import open_source
 from varlen.documents.spool import spool
 from varlen.documents.texts import read_texts
 from varlen.errors import SettingError, SourceError
-from varlen.files.fingerprints import fingerprint, fingerprint_files
+from varlen.files.fingerprints import fingerprint
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
 from varlen.offline.pack import PackSettings, pack_source

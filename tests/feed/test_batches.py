@@ -15,7 +15,7 @@ import varlen as vl
 from varlen.documents import blocks
 from varlen.errors import StalledError
 from varlen.feed.agreement import Agreement, job_store, name_of
-from varlen.feed.batches import BatchSettings, make_batch, plan_step
+from varlen.feed.batches import BatchSettings, deal_step, make_batch
 from varlen.feed.indexed.stream import PackStream, Position
 from varlen.feed.indexed.windows import Groups, Windows, WindowSettings
 from varlen.pack.score import length_correlation
@@ -47,7 +47,7 @@ def steps_of(store, settings):
         packs, position, _ = stream.take(position, settings.global_batch_size)
         if packs.num_packs == 0:
             return steps
-        steps.append(plan_step(store, packs, len(steps), settings))
+        steps.append(deal_step(store, packs, len(steps), settings))
 
 
 def settings_of(ranks, micro_batch_size, **more):
@@ -200,11 +200,9 @@ def test_old_keys_are_removed_from_the_store(monkeypatch):
 
 def test_without_a_group_there_is_no_store_and_names_count_up():
     assert job_store() is None
-    names = [name_of({"data": data}, prefix="x/") for data in ("a", "a", "b")]
-
-    first, second, other = (name.rsplit("/", 1) for name in names)
-    assert first[0] == second[0] != other[0]
-    assert [first[1], second[1], other[1]] == ["0", "1", "0"]
+    first, again, other = (name_of({"names count up": value}).rpartition("/") for value in ("a", "a", "b"))
+    assert (first[2], again[2], other[2]) == ("0", "1", "0")
+    assert first[0] == again[0] != other[0]
 
 
 DEALT = 40

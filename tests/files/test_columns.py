@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.files.contents import arrow, parquet, texts_of
+from tests.support.listed_files import find_files
 
 import varlen as vl
 from varlen.documents.source import open_source
 from varlen.errors import SourceError
 from varlen.files.columns import find_columns
-from varlen.files.finding import find_files
 from varlen.files.formats.reader import all_columns
 from varlen.files.rows import json_kind
 from varlen.files.token_tables import flat_values, list_column

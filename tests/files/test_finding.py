@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.listed_files import find_files, fingerprint_files
 
 from varlen.documents.source import open_source
 from varlen.documents.texts import read_texts
 from varlen.errors import MissingExtraError, SettingError, SourceError
 from varlen.files import fingerprints
-from varlen.files.finding import find_files
-from varlen.files.fingerprints import fingerprint, fingerprint_files, quick_fingerprint
+from varlen.files.fingerprints import fingerprint, quick_fingerprint
 from varlen.files.opening import open_stored
 from varlen.files.paths import File, kind_of
 from varlen.files.retry import Retry, is_passing, retried, within

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.files.buckets import LINES, PATIENT, served
+from tests.support.listed_files import find_files
 from tests.support.rarely import mostly
 
 import varlen as vl
 from varlen.errors import SourceError, StateError
 from varlen.files import fingerprints
-from varlen.files.finding import find_files
 from varlen.files.opening import open_stored
 from varlen.files.remote import replaced, report_of
 

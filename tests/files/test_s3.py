@@ -11,12 +11,13 @@ import fsspec
 import pytest
 from tests.files.buckets import LINES, PATIENT, TEXTS, Bucket, served
 from tests.files.faulty_proxy import Spoil
+from tests.support.listed_files import find_files, fingerprint_files
 
 from varlen.documents.source import Part, Source, open_source
 from varlen.errors import SourceError
 from varlen.files import opening, remote
-from varlen.files.finding import Naming, find, find_files
-from varlen.files.fingerprints import fingerprint, fingerprint_files
+from varlen.files.finding import Naming, find
+from varlen.files.fingerprints import fingerprint
 from varlen.files.formats import reader
 from varlen.files.remote import file_system
 

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.support.listed_files import find_files
 from tests.support.rarely import mostly
 
 from varlen.documents.blocks import cut_blocks
 from varlen.documents.source import open_source
 from varlen.errors import SourceError
-from varlen.files.finding import find_files
 from varlen.files.formats import record_batches, row_groups, tables
 from varlen.files.formats.decoded import list_counts, plain, row_sizes
 from varlen.files.formats.record_batches import blocks_of
@@ -77,11 +77,11 @@ LIMITED = (
     + """
 import sys
 from varlen.files.formats import tables
-from varlen.files.finding import find_files
+from varlen.files.finding import find
 from varlen.files.rows import as_list
 import pyarrow.parquet, numpy
 before = peak()
-(file,) = find_files(sys.argv[1])
+(file,) = find(sys.argv[1]).files
 names = tables.column_names(file)
 count = size = most = 0
 for rows in tables.read(file, names):

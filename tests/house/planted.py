@@ -49,6 +49,17 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         },
         "which file to begin in",
     ),
+    (
+        map.rooms_name_what_they_have,
+        {"src/varlen/pack/__init__.py": '"""Lengths to packs; `gone` says more."""'},
+        "names gone",
+    ),
+    (
+        map.rooms_name_what_they_have,
+        {"src/varlen/pack/__init__.py": '"""lengths ──► a.Gone"""', "src/varlen/pack/a.py": "class A: ..."},
+        "names a.Gone",
+    ),
+    (map.rooms_name_what_they_have, {"src/varlen/pack/__init__.py": '"""See `gone.py`."""'}, "names gone.py"),
     (imports.imports_point_down, {"src/varlen/pack/a.py": "from varlen.feed import b"}, "must not know feed"),
     (
         imports.imports_point_down,

@@ -11,12 +11,12 @@ import pandas
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from tests.support.listed_files import find_files
 from tests.support.offline_packs import contents, pack, table_of, write_texts
 from tests.support.weighted_rows import chats, expected, read, write
 
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError
-from varlen.files.finding import find_files
 from varlen.files.written import skipped_path
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source

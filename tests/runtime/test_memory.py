@@ -21,7 +21,7 @@ from tests.runtime.side_by_side import PATIENCE_S, Table, ThreadPeers, in_thread
 from tests.support.rarely import mostly
 from tests.support.sliced import Slice, take_gradients, tiny, tokens_of, uncut
 from tests.support.sliced import one_gpu_plan as plan_of_slices
-from tests.support.step_plans import equal_plan
+from tests.support.step_plans import equal_plan, zero_bubble
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import varlen as vl
@@ -37,7 +37,7 @@ from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.shared_documents import groups_of, shared_documents
 from varlen.runtime.stage_run import StageRunner, Took, is_out_of_memory, rows_that_fit
 from varlen.runtime.step import chunk_steps, layers_of, run_step, step_data
-from varlen.simulate.schedules import interleaved, sliced, zero_bubble
+from varlen.simulate.schedules import interleaved, sliced
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, StepPlan
 from varlen.types import FloatArray
 

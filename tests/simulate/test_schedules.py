@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.step_plans import durations_of, equal_plan, memory_of, random_plan, step_plans
+from tests.support.step_plans import durations_of, equal_plan, memory_of, random_plan, step_plans, zero_bubble
 
 from varlen.cost import kernels
 from varlen.cost.hardware import Hardware
@@ -15,7 +15,7 @@ from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.simulate.api import run_plan, simulate
 from varlen.simulate.graph import durations
-from varlen.simulate.schedules import amplify, interleaved, one_f_one_b, sliced, zero_bubble
+from varlen.simulate.schedules import interleaved, one_f_one_b, sliced
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import KINDS, Mesh, MicroPacks, StepPlan
 
@@ -118,7 +118,7 @@ def test_a_document_in_slices_waits_for_its_end():
     ("schedule", "arguments", "words"),
     [
         (one_f_one_b, (0, 4), r"pp=0; a schedule needs a whole number of at least 1"),
-        (zero_bubble, (4, -1), r"count=-1; a schedule needs a whole number of at least 0"),
+        (one_f_one_b, (4, -1), r"count=-1; a schedule needs a whole number of at least 0"),
         (interleaved, (4, 2.0, 8), r"virtual=2.0; a schedule needs a whole number"),
         (interleaved, (4, 2, 10), r"10 MicroPacks can't go in rounds of 4 stages; make it 8 or 12"),
         (sliced, (4, 10, 3), r"10 MicroPacks can't go in rounds of 3 slices a document; make it 9 or 12"),
@@ -142,58 +142,6 @@ def test_no_micropacks_make_an_empty_step():
     )
     assert timeline.peak_bytes == 5.0
     assert timeline.critical_path.tolist() == []
-
-
-@given(st.integers(1, 4), st.integers(1, 9))
-def test_even_work_is_not_amplified(dp, count):
-    found = amplify(np.full((dp, count), 8.0), np.full((dp, count), 16.0), stages=(1, 2, 4))
-
-    assert found.slowdown.tolist() == [1.0, 1.0, 1.0]
-    assert found.bubble_ratio == pytest.approx([(pp - 1) / (count + pp - 1) for pp in (1, 2, 4)])
-
-
-def test_one_outlier_costs_more_the_longer_the_pipeline():
-    work = np.ones((4, 16))
-    work[0, 3] = 8.0
-
-    found = amplify(work, 2 * work)
-
-    assert found.stages.tolist() == [1, 2, 4, 8]
-    assert found.slowdown[0] == pytest.approx(23 / 17.75)
-    assert (np.diff(found.slowdown) > 0.03).all()
-    assert (np.diff(found.bubble_ratio) > 0.03).all()
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 6))
-def test_alone_data_parallelism_takes_what_its_busiest_rank_takes(seed, dp, count):
-    random = np.random.default_rng(seed)
-    ahead, back = random.integers(0, 9, (2, dp, count))
-
-    found = amplify(ahead, back, stages=(1,))
-
-    assert found.makespan_s.tolist() == [(ahead + back).sum(1).max()]
-    assert found.even_s == pytest.approx([(ahead + back).sum() / dp])
-
-
-@pytest.mark.parametrize(
-    ("forward", "backward", "words"),
-    [
-        (
-            [[1.0, 2.0]],
-            [[1.0]],
-            r"the shape \(1, 2\), backward ones \(1, 1\); both must be \[ranks, micro-batches\]",
-        ),
-        ([1.0], [1.0], r"the shape \(1,\)"),
-        (
-            [[1.0], [-2.0]],
-            [[1.0], [1.0]],
-            r"micro-batch 0 of rank 1 takes -2.0 s forward .* \(1 of 2 aren't\)",
-        ),
-    ],
-)
-def test_work_of_the_wrong_shape_is_refused(forward, backward, words):
-    with pytest.raises(SettingError, match=words):
-        amplify(forward, backward)  # type: ignore[arg-type]
 
 
 COST = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"))

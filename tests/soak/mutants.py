@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+from tests.support.listed_files import find_files
 
 from varlen.documents.documents import Documents
 from varlen.documents.source import Source, open_source
 from varlen.errors import VarlenError
-from varlen.files.finding import find_files
 
 TEXTS = ["one", "", "two\nlines", 'say "hi", you', "żółć 🦆", "tab\there", "x" * 40, "a\\b", "[1]", "5"]
 WORDS = [

@@ -50,6 +50,27 @@ def plan_of(
     )
 
 
+def zero_bubble(pp: int, count: int) -> Schedule:
+    """Return ZB-H1: input gradients first, weight gradients later, where the pipeline would be idle.
+
+    Every stage holds at most pp MicroPacks, as the first stage of 1F1B does: stage s runs pp - s - 1 forwards ahead,
+    and delays weight gradients by s MicroPacks. With equal costs and count >= pp a step takes
+    count(forward + input + weight) + (pp - 1)(forward + input - weight), if weight is the least of the three
+    (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241).
+    """
+    stages = []
+    for stage in range(pp):
+        ahead = min(count, pp - stage - 1)
+        order = [FORWARD] * ahead
+        for done in range(count):
+            order += [FORWARD] * (ahead + done < count) + [BACKWARD] + [WEIGHT] * (done >= stage)
+        stages.append(order + [WEIGHT] * min(stage, count))
+    return Schedule(
+        np.array([task for stage in stages for task in stage], np.uint8),
+        np.cumsum([0, *map(len, stages)]).astype(np.int32),
+    )
+
+
 def equal_plan(
     schedule: Schedule, count: int, mesh: Mesh, splits_backward: bool = False, slices: int = 1
 ) -> StepPlan:

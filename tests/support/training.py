@@ -25,7 +25,6 @@ from varlen.offline.index import index_source
 from varlen.signals import Stopped
 from varlen.train import step as step_module
 from varlen.train import trainer as trainer_module
-from varlen.train.metrics import TIMINGS
 from varlen.train.settings import TrainSettings, as_settings
 from varlen.train.trainer import train
 
@@ -88,6 +87,10 @@ class Notes:
 
     def say(self, sentence: str) -> None:
         self.said.append(sentence)
+
+
+TIMINGS = ("tokens_per_s", "data_wait_s", "step_s", "plan_wait_s")
+"""Metrics that differ between two runs of the same steps; all others are equal."""
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:

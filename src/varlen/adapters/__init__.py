@@ -3,8 +3,8 @@
     framework's data or settings ──► its folder here ──► pack, batch, feed ──► framework's form
 
 In and out: what the framework has. A drop-in has its peer's arguments, defaults, attributes and errors.
-Begin in the folder of the framework, such as `hf/__init__.py`; what several share stands in `features.py`,
-`peers.py` and `replicas.py`.
+Begin in the folder of the framework, such as `hf/__init__.py`; what several share stands in `features.py`
+and `peers.py`.
 """
 
 from varlen.missing import tell_of_missing

@@ -1,6 +1,6 @@
 """The command line: one file a verb, each of which parses, calls and prints.
 
-    arguments ──► app ──► verb (pack, index, inspect, plan, train, verify, demo) ──► the rooms below ──► tables, JSON
+    arguments ──► app ──► verb (pack, index, inspect, plan, train, ...) ──► the rooms below ──► tables, JSON
 
 In: arguments. Out: text or JSON, and exit code 0, or 2 with one sentence. `options` has those of several verbs.
 Begin in `app.py`.

@@ -18,7 +18,7 @@ from varlen.errors import SettingError
 
 if TYPE_CHECKING:
     from varlen.train.metrics import StepMetrics
-    from varlen.train.trainer import RunPlan, Totals, TrainSummary, Watcher
+    from varlen.train.trainer import RunOverview, Totals, TrainSummary, Watcher
 
 
 def train(
@@ -162,7 +162,7 @@ def watching(every: int) -> Iterator[Watcher]:
         yield Live(console, bar)
 
 
-def plan_words(plan: RunPlan) -> str:
+def plan_words(plan: RunOverview) -> str:
     """Say what is about to be trained."""
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size:,} processes ({plan.parallel})"
     steps = "to the end of the data" if plan.steps is None else f"{plan.steps:,} steps"
@@ -190,7 +190,7 @@ class Lines:
         """Take where to write, and the steps between two lines."""
         self._console, self._every, self._steps = console, every, 0
 
-    def begin(self, plan: RunPlan) -> None:
+    def begin(self, plan: RunOverview) -> None:
         """Say what is about to be trained."""
         self._console.print(plan_words(plan), markup=False, soft_wrap=True)
         self._steps, self._last = plan.resumed_from, plan.steps
@@ -237,7 +237,7 @@ class Live:
         self._console, self._bar = console, bar
         self._task: TaskID = bar.add_task("building the model", total=None)
 
-    def begin(self, plan: RunPlan) -> None:
+    def begin(self, plan: RunOverview) -> None:
         """Say what is about to be trained, and draw the bar."""
         self._console.print(plan_words(plan), markup=False)
         self._bar.update(self._task, total=plan.steps, completed=plan.resumed_from, description="first batch")

@@ -95,11 +95,6 @@ def fit_curve(samples: Samples) -> RateCurve:
     return RateCurve(rows=rows, tflops=1e-12 / _never_less(rows, seconds))
 
 
-def fit_launch_s(measured_s: FloatArray, predicted_s: FloatArray) -> float:
-    """Return the median of measured minus predicted seconds of whole layers, at least 0."""
-    return max(float(np.median(np.asarray(measured_s) - np.asarray(predicted_s))), 0.0)
-
-
 def calibrated(
     hardware: Hardware,
     *,

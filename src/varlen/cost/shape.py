@@ -633,15 +633,6 @@ def step_flops(
     )
 
 
-def mfu(flops: Flops, seconds: float, num_gpus: int, peak_tflops: float) -> float:
-    """Return model FLOPs utilization: the model's FLOPs over those of the GPUs at their peak."""
-    if not (seconds > 0 and num_gpus > 0 and peak_tflops > 0):
-        raise SettingError(
-            f"MFU of {seconds!r} s on {num_gpus!r} GPUs of {peak_tflops!r} TFLOP/s; all must be above 0"
-        )
-    return flops.model / (seconds * num_gpus * peak_tflops * 1e12)
-
-
 def _forward(model: ModelShape, starts: FloatArray, stops: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return forward FLOPs of attention and of matrix products, all layers and the head, `[num_slices]` each."""
     per_pair = 2.0 * model.heads * (model.head_dim + model.value_head_dim)

@@ -109,7 +109,7 @@ def no_batch(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> 
     return SourceError(said)
 
 
-def plan_step(store: ReadableTokens, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
+def deal_step(store: ReadableTokens, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
     """Deal the packs of a step to all ranks, and count what they train.
 
     Args:

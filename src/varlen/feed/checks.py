@@ -1,4 +1,4 @@
-"""What is looked at before training: vocabularies, lengths and labels of documents that are tokens already."""
+"""Documents that are tokens already: checks before training, and batches of which pieces can't be read."""
 
 from __future__ import annotations
 

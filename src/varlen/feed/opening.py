@@ -26,7 +26,7 @@ from varlen.feed.lookup import IndexedLookup, StreamingLookup
 from varlen.feed.mixture.stream import MixSettings
 from varlen.feed.prefetch import AheadSettings
 from varlen.feed.settings import LoaderSettings, check_vocabulary
-from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
+from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, reopen_tokens
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
 from varlen.files.fingerprints import fingerprint_of, known_prints
@@ -152,7 +152,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
             check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
             marks[name] = source.made_by()
             data = indexed_in_cache(source, settings.cache, settings.patience_s)
-            tokens = opened(data, settings.patience_s, settings.on_error, **of_folders(settings))
+            tokens = reopen_tokens(data, settings.patience_s, settings.on_error, **of_folders(settings))
         else:
             check_tokens(tokens, settings)
             marks[name] = made_by(tokens)

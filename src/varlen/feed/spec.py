@@ -66,7 +66,9 @@ class IndexedSpec:
         if held:
             (tokens,) = held
         else:
-            tokens = opened(self.data, self.patience_s, self.on_error, split=self.split, format=self.format)
+            tokens = reopen_tokens(
+                self.data, self.patience_s, self.on_error, split=self.split, format=self.format
+            )
         plans = step_plans(exchanges, self.planned_ahead)
         exchanges = None if self.is_alone else exchanges
         can_agree = exchanges is not None or self.num_ranks == 1
@@ -104,7 +106,7 @@ class MixtureSpec:
         All ranks know all lengths, so that exchanges are of plans alone.
         """
         sets = held or [
-            opened(data, self.patience_s, self.on_error, split=self.split, format=self.format)
+            reopen_tokens(data, self.patience_s, self.on_error, split=self.split, format=self.format)
             for data in self.sources
         ]
         streams: list[PackStream] = []
@@ -165,7 +167,7 @@ class _PartsNow:
         return int(min(said.values()))
 
 
-def opened(
+def reopen_tokens(
     data: Data,
     patience_s: float = PATIENCE_S,
     on_error: OnError = "raise",

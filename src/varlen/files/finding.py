@@ -46,11 +46,6 @@ class Naming:
     retry: Retry = field(default_factory=Retry)
 
 
-def find_files(data: Data, leave_out: Sequence[Path] = (), retry: Retry | None = None) -> list[File]:
-    """List the files that paths, folders, globs or URLs resolve to; errors as in `find`."""
-    return list(find(data, Naming(leave_out=leave_out, retry=retry or Retry())).files)
-
-
 def find(data: Data, naming: Naming | None = None) -> Found:
     """List the files that paths, folders, globs or URLs resolve to, and the files in their folders that aren't read.
 

@@ -46,26 +46,24 @@ def quick_fingerprint(file: File) -> str:
         return sampled_digest(stored, file.size)
 
 
-def fingerprint_files(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> str:
-    """Return a string that changes whenever the names, the order, the sizes or the contents of files do.
+def known_prints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> list[str]:
+    """Return the fingerprint of each file.
 
     Local files are read whole if they have at most `whole_bytes` in total, otherwise sampled as `quick_fingerprint`
-    does. Neither folders nor modification times matter: the same data has the same fingerprint anywhere.
+    does.
 
     Cost: about half a second for the most that is read whole; otherwise 4 MB per file.
     """
-    return fingerprint_of(files, known_prints(files, whole_bytes=whole_bytes))
-
-
-def known_prints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> list[str]:
-    """Return the fingerprint of each file that `fingerprint_files` combines."""
     is_small = sum(file.size for file in files if not file.is_remote) <= whole_bytes
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="varlen-fingerprint") as threads:
         return list(threads.map(_whole if is_small else quick_fingerprint, files))
 
 
 def fingerprint_of(files: Sequence[File], prints: Sequence[str]) -> str:
-    """Combine the known fingerprints of files as `fingerprint_files` does."""
+    """Return a string that changes whenever the names, the order, the sizes or the contents of files do.
+
+    Neither folders nor modification times matter: the same data has the same fingerprint anywhere.
+    """
     digest = hashlib.sha256()
     for file, print_ in zip(files, prints):
         digest.update(repr((file.name, file.size, print_)).encode())

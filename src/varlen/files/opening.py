@@ -376,7 +376,7 @@ class ToTheFault(io.RawIOBase):
             try:
                 count: int = self._stream.readinto(buffer)
             except (EOFError, OSError, zlib.error) as error:
-                if isinstance(error, OSError) and not is_damage(error):
+                if isinstance(error, OSError) and not _is_unpacking_error(error):
                     raise  # a disk or network error
                 self._error = error
                 self._rest = memoryview(_before_fault(self._reopen, self._compression, self._at))
@@ -391,8 +391,8 @@ class ToTheFault(io.RawIOBase):
         return len(given)
 
 
-def is_damage(error: OSError) -> bool:
-    """Whether an error means damaged compressed bytes rather than unreadable ones."""
+def _is_unpacking_error(error: OSError) -> bool:
+    """Whether decompressing failed, and not the disk or the network."""
     return isinstance(error, gzip.BadGzipFile) or "compress" in str(error).lower()
 
 

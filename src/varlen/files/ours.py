@@ -8,6 +8,7 @@ only, counts as unowned and may be used.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from typing import IO, Any
 from varlen.errors import SettingError
 
 _MOST_NAMED = 3
+_FREE = "varlen_free_bytes"
 
 
 def is_there(path: Path) -> bool:
@@ -129,3 +131,22 @@ def sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def note_free(error: OSError, place: Path) -> int | None:
+    """Record the free space when the disk is full, before the unfinished file is removed."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    if not hasattr(error, _FREE):
+        setattr(error, _FREE, shutil.disk_usage(_existing(place)).free)
+    return int(getattr(error, _FREE))
+
+
+def free_words(error: OSError, place: Path) -> str:
+    """Return the free space for the message of a full disk; arguments as in `note_free`."""
+    free = note_free(error, place)
+    return "" if free is None else f" ({free / 1e6:,.0f} MB free)"
+
+
+def _existing(place: Path) -> Path:
+    return next(folder for folder in (place, *place.absolute().parents) if folder.exists())

@@ -32,8 +32,10 @@ from varlen import __version__
 from varlen.errors import SettingError
 from varlen.files.ours import (
     check_names,
+    free_words,
     is_there,
     mark_of_folder,
+    note_free,
     open_own,
     refuse_link,
     remove_entry,
@@ -59,7 +61,6 @@ from varlen.store.store import TABLES
 
 _LOCK_S = 0.5  # time to try for a lock: readers of an unfinished store hold it for a moment
 _MOST_ATTEMPTS = 100
-_FREE = "varlen_free_bytes"
 # Errors of network file systems without locks, where the user must avoid concurrent runs.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
@@ -231,21 +232,6 @@ def write_json(path: Path, content: Any) -> None:
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def note_free(error: OSError, place: Path) -> int | None:
-    """Record the free space when the disk is full, before the unfinished file is removed."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return None
-    if not hasattr(error, _FREE):
-        setattr(error, _FREE, shutil.disk_usage(_existing(place)).free)
-    return int(getattr(error, _FREE))
-
-
-def free_words(error: OSError, place: Path) -> str:
-    """Return the free space for the message of a full disk; arguments as in `note_free`."""
-    free = note_free(error, place)
-    return "" if free is None else f" ({free / 1e6:,.0f} MB free)"
-
-
 @contextmanager
 def disk_faults(place: Path) -> Iterator[None]:
     """Turn write errors into a SettingError."""
@@ -260,10 +246,6 @@ def disk_faults(place: Path) -> Iterator[None]:
                 f"again{': what is finished is kept' if is_kept else ''}"
             ) from error
         raise SettingError(f"{place} can't be written: {error.strerror or error}") from error
-
-
-def _existing(place: Path) -> Path:
-    return next(folder for folder in (place, *place.absolute().parents) if folder.exists())
 
 
 # Recognize varlen's own files in an output folder, finished or not.

@@ -323,7 +323,7 @@ def _refusal(
         return bool(_planned(*given, tuned, sparing) or _whole(*given, sparing))
 
     is_limited = not search.repairs and len(list(repairs(cost, mesh))) > 1
-    return refusal(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)
+    return _explained(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)
 
 
 _MOST_DOUBLINGS = 6  # of context parallelism, tried for the advice of a refusal
@@ -333,9 +333,9 @@ Holds = Callable[[Int32Array, Mesh], bool]
 """Whether a plan of lengths on a mesh fits into memory."""
 
 
-def refusal(
+def _explained(
     lengths: Int32Array,
-    repairs: Sequence[CostModel],
+    costs: Sequence[CostModel],
     mesh: Mesh,
     holds: Holds,
     most_ranks: int,
@@ -343,19 +343,19 @@ def refusal(
     is_limited: bool,
 ) -> str:
     """Say why no plan fits, and which lengths or mesh would; makes some twenty plans of one document."""
-    memory = repairs[-1].memory(mesh)
+    memory = costs[-1].memory(mesh)
     room, limit = memory.limit_bytes - memory.state_bytes, f"{memory.limit_bytes / 1e9:,.1f} GB"
     worst = int(room.argmin())
     if room[worst] <= 0:
         return (
             f"parameters, gradients and optimizer states take {memory.state_bytes[worst] / 1e9:,.1f} GB on stage "
-            f"{worst} of {mesh.pp}, and a GPU may use {limit}; {_more(repairs[-1], mesh)}"
+            f"{worst} of {mesh.pp}, and a GPU may use {limit}; {_more(costs[-1], mesh)}"
         )
     longest = int(lengths.max())
-    most = repairs[-1]
+    most = costs[-1]
     share = f" of {most.recompute_share:.0%} of layers" if most.recompute_share < 1 else ""
     tried = f"recompute={most.recompute!r}{share}, offload={most.offload!r}"
-    tried = f"up to {tried}" if len(repairs) > 1 else tried
+    tried = f"up to {tried}" if len(costs) > 1 else tried
     tried += ", and no more of them may be tried" if is_limited else ""
     fits = _longest(longest, mesh, holds)
     if fits == longest:

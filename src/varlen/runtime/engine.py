@@ -25,7 +25,7 @@ from varlen.runtime.mesh.fsdp import Gathered, is_sharded
 from varlen.runtime.mesh.rank import MeshRank
 from varlen.runtime.split import check_layers
 from varlen.runtime.stage_run import TaskRun
-from varlen.runtime.step import check_plan, run_places
+from varlen.runtime.step import check_runnable, run_places
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
 
@@ -132,7 +132,7 @@ class SliceEngine:
         self.recompute, self.saved, self.offload = recompute, saved, offload
         self.kernels: Kernels = kernels
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
-        one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)
+        one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)  # refuses what isn't a number of rows
         if mesh is None:
             check_model(model, kernels)  # else all ranks are told what is wrong on one
         self._member = _member(model, mesh, rank, deadline_s, gathered, kernels)
@@ -261,7 +261,7 @@ class SliceEngine:
             raise PlanError(
                 f"plan={type(plan).__name__}; engine.step takes a StepPlan, as vl.plan_step makes it"
             )
-        check_plan(plan, shares=shares)
+        check_runnable(plan, shares=shares)
         if plan is batch.plan and plan.mesh.dp != mesh.dp:
             raise PlanError(
                 f"the batch holds the documents of one of dp={plan.mesh.dp:,} ranks, and the engine's mesh has dp="

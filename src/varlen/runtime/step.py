@@ -75,7 +75,7 @@ def run_step(
         labels: int64 `[num_tokens]`: the token after each, -100 where there is none to learn; None: the next token
             of the document.
     """
-    check_plan(plan)
+    check_runnable(plan)
     return run_places(
         model, DecoderParts.of(model), step_data(plan, input_ids, labels), plan, meter=meter, saved=saved
     )
@@ -232,7 +232,7 @@ def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torc
     return labels
 
 
-def check_plan(plan: StepPlan, *, shares: bool = False) -> None:
+def check_runnable(plan: StepPlan, *, shares: bool = False) -> None:
     """Refuse what slices don't run."""
     if plan.mesh.tp > 1 or plan.mesh.cp > 1:
         raise PlanError(

@@ -115,7 +115,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
     if isinstance(value, dict):
         value = _rows(value)
     if not isinstance(value, list):
-        raise SourceError(f"a chat must be a list of messages, found {_json_kind(value)}")
+        raise SourceError(f"a chat must be a list of messages, found {_kind_in_words(value)}")
     if not value:
         raise SourceError("the chat is an empty list; a chat needs messages, and one from the assistant")
     known = _ROLE_OF
@@ -224,7 +224,7 @@ def _as_message(message: object, number: int) -> tuple[dict[str, Any], bool]:
     """Normalize one message; return it, and whether it is ShareGPT's with calls only."""
     if not isinstance(message, dict):
         raise SourceError(
-            f"message {number} must be an object with role and content, found {_json_kind(message)}"
+            f"message {number} must be an object with role and content, found {_kind_in_words(message)}"
         )
     given_role, role = _role_of(message, number)
     if "content" not in message and isinstance(message.get("value"), str):
@@ -269,7 +269,7 @@ def _check_content(message: dict[str, Any], number: int) -> None:
     elif not isinstance(content, str | list):
         raise SourceError(
             f"the content of message {number} ({role}) must be text or a list of parts of text, "
-            f"found {_json_kind(content)}"
+            f"found {_kind_in_words(content)}"
             + ("; an object may stand there as its JSON text" if isinstance(content, dict) else "")
         )
 
@@ -330,7 +330,9 @@ def _take_thoughts(message: dict[str, Any], number: int) -> None:
     }
     odd = [key for key, held in texts.items() if not isinstance(held, str)]
     if odd:
-        raise SourceError(f"`{odd[0]}` of message {number} must be text, found {_json_kind(given[odd[0]])}")
+        raise SourceError(
+            f"`{odd[0]}` of message {number} must be text, found {_kind_in_words(given[odd[0]])}"
+        )
     distinct = {held for held in texts.values() if held} or {""}
     if len(distinct) > 1:
         names = " and ".join(f"`{key}`" for key, held in texts.items() if held)
@@ -353,17 +355,17 @@ def _part_text(part: object, number: int) -> str:
         if part.get("type", "text") in ("text", "input_text", "output_text") and isinstance(text, str):
             return text
         kind = part.get("type")
-        seen = f"a part of type {kind!r}" if kind != "text" else f"a text that is {_json_kind(text)}"
+        seen = f"a part of type {kind!r}" if kind != "text" else f"a text that is {_kind_in_words(text)}"
     else:
-        seen = _json_kind(part)
+        seen = _kind_in_words(part)
     raise SourceError(
         f"the content of message {number} may hold only parts of text, "
         f'{{"type": "text", "text": "..."}}; found {seen}'
     )
 
 
-def _json_kind(value: object) -> str:
-    """Name a value's kind in JSON's terms."""
+def _kind_in_words(value: object) -> str:
+    """Name a value's kind as a sentence has it, with its article."""
     kinds = {
         dict: "an object",
         list: "a list",

@@ -1,6 +1,6 @@
 """The reference trainer behind `varlen train`, and the experiment behind `varlen demo` in `demo/`.
 
-    TOML ──► config ──► settings ──► trainer: data, model, parallel, plans ──► step ──► metrics, checkpoint
+    TOML ──► settings ──► trainer: tokens, model, parallel, plans ──► step ──► metrics, checkpoint
 
 In: a configuration. Out: a trained model's folder, checkpoints from which a run goes on exactly, metrics.
 Begin in `trainer.py`.

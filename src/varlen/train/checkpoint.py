@@ -40,8 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from varlen import __version__
 from varlen.errors import SettingError, StateError, VarlenError, described
-from varlen.files.ours import is_there, mark_of_folder, refuse_link, remove_marked, sync
-from varlen.offline.outputs import free_words
+from varlen.files.ours import free_words, is_there, mark_of_folder, refuse_link, remove_marked, sync
 from varlen.regular import open_regular, read_regular, require_regular
 from varlen.train.parallel import Ranks
 

@@ -11,8 +11,6 @@ from typing import IO, Any
 from varlen.errors import SettingError
 from varlen.files.ours import is_there, open_own
 
-TIMINGS = ("tokens_per_s", "data_wait_s", "step_s", "plan_wait_s")
-"""Fields that differ between two runs of the same steps; all others are equal."""
 _OUT = "move it away, name another log.metrics, or choose another run.output"
 
 

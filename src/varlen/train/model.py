@@ -23,8 +23,16 @@ from transformers.utils.hub import cached_file
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.errors import ModelError, SettingError, SourceError, VarlenError
-from varlen.files.ours import is_there, mark_of_folder, refuse_link, remove_marked, sync, unfinished
-from varlen.offline.outputs import free_words, write_json
+from varlen.files.ours import (
+    free_words,
+    is_there,
+    mark_of_folder,
+    refuse_link,
+    remove_marked,
+    sync,
+    unfinished,
+)
+from varlen.offline.outputs import write_json
 from varlen.parsed import parse_json
 from varlen.regular import read_regular
 from varlen.train.parallel import Ranks

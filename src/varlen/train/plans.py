@@ -23,8 +23,7 @@ from varlen.errors import SettingError, StateError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.plans import KEPT, GivenPlans, Heard, choice_of
 from varlen.feed.state import PLANS
-from varlen.files.ours import unfinished
-from varlen.offline.outputs import free_words
+from varlen.files.ours import free_words, unfinished
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.plan.planner import Planner
 from varlen.plan.search import Search

@@ -110,7 +110,7 @@ class _Run:
         if self._steps is None or self._done < self._steps:
             self._loader.start_prefetch()  # while the model is built
         self._stepper = self._build(found)
-        self._plan = self._make_plan()
+        self._overview = self._describe()
         self._metrics: MetricsFile | None = None
         if ranks.is_first:
             self._metrics = MetricsFile(self._folder / settings.log.metrics, self._done)
@@ -157,9 +157,9 @@ class _Run:
             self._total_tokens = int(found.manifest["total_tokens"])
         return stepper
 
-    def _make_plan(self) -> RunPlan:
+    def _describe(self) -> RunOverview:
         run, model = self._settings.run, self._stepper.model
-        return RunPlan(
+        return RunOverview(
             steps=self._steps,
             resumed_from=self._done,
             num_parameters=self._num_parameters,
@@ -174,7 +174,7 @@ class _Run:
 
     def train(self) -> TrainSummary:
         """Train all steps, save, and export the model."""
-        self._tell("begin", self._plan)
+        self._tell("begin", self._overview)
         for sentence in (*self._changes, *self._tokenizer.words):
             self._tell("say", sentence)
         self._interrupt.defer()
@@ -348,7 +348,7 @@ class _Run:
 
     def _summary(self, exposed: Exposed | None) -> TrainSummary:
         return TrainSummary(
-            plan=self._plan,
+            plan=self._overview,
             steps=self._done,
             total_tokens=self._total_tokens,
             totals=self._totals,
@@ -420,7 +420,7 @@ def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlan:
+class RunOverview:
     """What is about to be trained."""
 
     steps: int | None
@@ -484,7 +484,7 @@ class Totals:
 class TrainSummary:
     """What was trained."""
 
-    plan: RunPlan
+    plan: RunOverview
     steps: int
     """Of the whole run, including those before it was resumed."""
     total_tokens: int
@@ -508,7 +508,7 @@ class TrainSummary:
 class Watcher(Protocol):
     """Shows a run; only the first rank calls it."""
 
-    def begin(self, plan: RunPlan) -> None:
+    def begin(self, plan: RunOverview) -> None:
         """Show what is about to be trained."""
 
     def step(self, metrics: StepMetrics) -> None:

@@ -1,7 +1,7 @@
 """Proofs that documents are kept apart.
 
-    models/   model ──► trial: change one document ──► isolation, parity, attention ──► report.VerifyReport
-    batches/  batch ──► reading ──► check: isolation, numbers, model ──► finding.BatchReport
+    models/   model ──► trial: change one document ──► isolation, parity, backends ──► report.VerifyReport
+    batches/  batch ──► reading ──► check, isolation ──► finding.BatchReport
 
 In: a model, or a batch in any trainer's form. Out: a report with a verdict and the way out of each fault.
 Begin in `models/api.py`, for batches in `batches/check.py`.

@@ -2,8 +2,8 @@
 
 ::
 
-    supervise ──► Child ──► pipe ──► main() of a module: the loader's worker, the planner's
-    Workers   ──► Child ──► pipe ──► task_worker.py, which runs tasks one by one
+    child.supervise ──► child.Child ──► pipe ──► main() of a module: the loader's worker, the planner's
+    pool.Workers    ──► child.Child ──► pipe ──► task_worker.py, which runs tasks one by one
 
 In: the name of a module with a `main`, and messages. Out: its messages, or how it ended.
 Begin in `child.py`.

@@ -18,10 +18,10 @@ from varlen.feed.batches import (
     BatchSettings,
     Step,
     check_heard,
+    deal_step,
     make_batch,
     no_batch,
     numbers_of,
-    plan_step,
 )
 from varlen.feed.checks import ReadPieces, Unreadable, where_of
 from varlen.feed.indexed.windows import StorePacks, Windows, end_to_end
@@ -360,7 +360,7 @@ class IndexedFeed:
                     raise self._nothing(ledger)
                 yield ledger
                 return
-            step = plan_step(self.stream.tokens(position), packs, number, self._settings)
+            step = deal_step(self.stream.tokens(position), packs, number, self._settings)
             number += 1
             if step.num_targets:
                 yield step, before, FeedState(step=number, at=self.stream.at(position)), ledger

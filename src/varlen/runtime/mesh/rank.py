@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from varlen.attention.kernels import Kernels
 from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
-from varlen.plan.check import check_plan as check_whole
+from varlen.plan.check import check_plan
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Clock, Meter
@@ -186,7 +186,7 @@ class MeshRank:
             )
         try:
             if plan.num_merged or its.sharding == "parameters":
-                check_whole(plan)  # whose ranks wait for each other too
+                check_plan(plan)  # whose ranks wait for each other too
             else:
                 check_order(plan, self.seat.dp_rank)
         except VarlenError as error:

@@ -262,10 +262,6 @@ BATCH_RULES = (
 # Lengths: what rows, packs and documents must be multiples of, and which lengths must agree.
 
 
-def _is_collated(reading: Reading) -> bool:
-    return reading.is_of(COLLATED) or (reading.is_of(TEXT) and reading.is_in_batch)
-
-
 def _lengths_differ(reading: Reading) -> bool:
     is_checked = reading.is_of((*FINE_TUNING, *PRETRAINING)) or not reading.classes.get("dataset")
     lengths = reading[MODEL], reading[DATASET]

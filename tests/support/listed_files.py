@@ -1,0 +1,17 @@
+"""The files that data names, and their common fingerprint, in one call each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from varlen.files.finding import Naming, find
+from varlen.files.fingerprints import WHOLE_BYTES, fingerprint_of, known_prints
+from varlen.files.paths import Data, File
+from varlen.files.retry import Retry
+
+
+def find_files(data: Data, leave_out: Sequence[Path] = (), retry: Retry | None = None) -> list[File]:
+    return list(find(data, Naming(leave_out=leave_out, retry=retry or Retry())).files)
+
+
+def fingerprint_files(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> str:
+    return fingerprint_of(files, known_prints(files, whole_bytes=whole_bytes))
