@@ -471,7 +471,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "capacity 8 is not a multiple of document_multiple_of 16; the nearest: 16",
     ),
     ({"method": "best"}, "method must be one of next_fit, .*, balanced.*; got 'best'"),
-    ({"method": None}, "method must be one of next_fit, .*, balanced; got None"),
+    ({"method": None}, "method must be one of next_fit, .*, balanced.*; got None"),
     ({"method": ["next_fit"]}, "method must be one of"),
     ({"overlong": "cut"}, "overlong must be one of error, split, truncate, drop; got 'cut'"),
     ({"seed": -1}, r"seed must be from 0 to 2\^64 - 1, got -1"),
