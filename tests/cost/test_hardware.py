@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from varlen.cli.plan import HardwareName
 from varlen.cost import kernels
 from varlen.cost.fit import (
     Samples,
@@ -23,7 +24,15 @@ from varlen.cost.fit import (
     mape,
     median_of_repeats,
 )
-from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable, load_hardware, save_hardware
+from varlen.cost.hardware import (
+    MACHINES,
+    Hardware,
+    Link,
+    RateCurve,
+    RateTable,
+    load_hardware,
+    save_hardware,
+)
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER
 from varlen.cost.shape import ModelShape, pairs_of
@@ -31,7 +40,7 @@ from varlen.errors import SettingError
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray
 
-NAMES = ["h100", "h200", "a100", "b200"]
+NAMES = list(MACHINES)
 DISTCA = {
     (256, 1_100): 77,
     (512, 1_300): 124,
@@ -121,8 +130,20 @@ def test_the_b200_is_scaled_and_says_that_nobody_measured_it():
 def test_unknown_hardware_is_answered_with_the_nearest():
     with pytest.raises(SettingError, match=r"no hardware is called 'h1000'; nearest: h100"):
         Hardware.named("h1000")
-    with pytest.raises(SettingError, match="nearest: a100, b200, h100, h200"):
+    with pytest.raises(SettingError, match=f"nearest: {', '.join(sorted(MACHINES))}$"):
         Hardware.named("tpu")
+
+
+def test_every_list_of_hardware_names_all_of_it():
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+    lists = {
+        "docstring": str(Hardware.named.__doc__),
+        "help": HardwareName.__metadata__[0].help,
+        "page": page.partition("The rates of a name (")[2].partition(")")[0],
+    }
+
+    for where, text in lists.items():
+        assert [name for name in MACHINES if name not in text] == [], where
 
 
 def test_a_table_with_holes_is_refused_by_its_cells():

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import fsspec
 import numpy as np
@@ -17,9 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from varlen.cli.options import ReadAs
 from varlen.documents.source import Source, open_source
 from varlen.errors import SourceError
 from varlen.files.formats import jsonl
+from varlen.files.paths import FORMAT_NAMES, FORMATS, Format
 from varlen.offline.crew import Crew
 from varlen.offline.index import build_store
 from varlen.store.lengths import read_lengths
@@ -142,6 +145,13 @@ def test_arrays_of_ids_are_cut_at_their_offsets(tmp_path, save, name, suffix):
 
     assert documents.tokens.tolist() == [1, 2, 3, 4, 5]
     assert documents.offsets.tolist() == [0, 2, 2, 5]
+
+
+def test_every_list_of_formats_has_all_of_them():
+    formats = get_args(Format)
+
+    assert set(FORMAT_NAMES) == set(formats) == {*FORMATS.values(), "text"}
+    assert [name for name in formats if name not in ReadAs.__metadata__[0].help] == []
 
 
 def test_one_object_alone_is_one_document(tmp_path):

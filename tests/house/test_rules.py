@@ -1,6 +1,7 @@
 """The rules of the house hold in this checkout, and each is able to fail: a planted violation is found."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,14 @@ def test_importing_varlen_loads_no_library():
 def test_children_load_neither_torch_nor_the_compiler_before_they_need_them(module):
     script = f"import sys; import varlen.{module}; sys.exit(bool({{'torch', 'numba'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_contributing_leads_to_files_that_exist(root):
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:src|tests|docs|scripts|benchmarks)/[\w/.*]+)`", text))
+
+    assert len(paths) > 30
+    assert sorted(path for path in paths if not list(root.glob(path))) == []
 
 
 def test_windows_is_refused_in_a_sentence():

@@ -554,7 +554,7 @@ def test_without_a_token_there_is_no_part(shards):
         ({"max_documents": 0}, "max_documents must be a whole number from 1"),
         ({"seed": -1}, "seed must be a whole number from 0"),
         ({"window": 0}, "window must be"),
-        ({"method": "worst_fit"}, "method must be one of next_fit"),
+        ({"method": "any_fit"}, "method must be one of next_fit"),
         ({"overlong": "keep"}, "overlong must be one of error, split, truncate, drop; got 'keep'"),
         ({"format": "csv"}, "format must be one of parquet, arrow; got 'csv'"),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from functools import lru_cache
-from typing import get_args
+from typing import ClassVar, get_args
 
 import torch
 
@@ -148,6 +148,8 @@ def error_of(
 
 class ByScores:
     """The reference for kernels of slices: forms all scores."""
+
+    has_softcap: ClassVar = True
 
     def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
         """As `Kernel.forward`."""

@@ -52,6 +52,8 @@ Merged = tuple[torch.Tensor, torch.Tensor]
 class Kernel(Protocol):
     """Causal attention of slices, `[tokens, heads, dim]`, with the diagonal at the bottom right."""
 
+    has_softcap: ClassVar[bool]
+
     def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
         """Return the output and its log-sum-exp."""
 
@@ -286,7 +288,7 @@ def _block_mask(lengths: Lengths, window: int | None, device: torch.device) -> A
 Kernels = Literal["auto", "sdpa", "varlen", "flash_attn", "flex"]
 """What computes slices: PyTorch's dense kernels rectangle by rectangle ("sdpa"), its variable-length one ("varlen"),
 flash-attn's, FlexAttention, or ("auto") the first of "varlen", "flash_attn", "flex" and "sdpa" that can."""
-MAKERS: dict[str, type[TorchVarlen | FlashAttn | Flex]] = {
+MAKERS: dict[str, type[Kernel]] = {
     "varlen": TorchVarlen,
     "flash_attn": FlashAttn,
     "flex": Flex,

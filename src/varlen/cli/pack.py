@@ -147,8 +147,9 @@ def pack(
 def _check_format(format_: str) -> None:
     """Refuse a format of documents in place of one of rows."""
     from varlen.errors import SettingError
+    from varlen.files.paths import FORMAT_NAMES
 
-    if format_ in ("jsonl", "json", "csv", "tsv", "text", "npz"):
+    if format_ in FORMAT_NAMES and format_ not in ("parquet", "arrow"):
         raise SettingError(
             f"--format says how rows are written (parquet, arrow, {', '.join(FORMATS)}); to say that DATA is "
             f"{format_}, pass --read-as {format_}"

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError, described
 from varlen.files.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_of, rows_in
-from varlen.files.paths import Compression, File, Format, LiveRows, says_text
+from varlen.files.paths import FORMAT_NAMES, Compression, File, Format, LiveRows, says_text
 from varlen.files.remote import BUFFER_BYTES, changed, open_remote, remote_faults, replaced_words
 from varlen.files.seen import Seen, changed_file_error, difference, forget_change
 from varlen.regular import open_with_status
@@ -244,16 +244,6 @@ def _head(file: File) -> tuple[bytes, bool]:
 
 
 _head_by_mark = lru_cache(maxsize=1 << 7)(_head)  # cached by ETag or checksum; errors are not cached
-_FORMAT_NAMES: dict[Format, str] = {
-    "jsonl": "JSON lines",
-    "json": "JSON",
-    "csv": "CSV",
-    "tsv": "TSV",
-    "text": "text",
-    "parquet": "Parquet",
-    "arrow": "Arrow",
-    "npz": "npz",
-}
 _READABLE: dict[str, Format] = {
     "a Parquet file": "parquet",
     "an Arrow file": "arrow",
@@ -271,17 +261,17 @@ def other_content(file: File, fields: Collection[str]) -> str | None:
     if kind is None:
         rows = rows_in(head, fields, is_whole=len(head) < LOOKED_AT_BYTES)
         is_binary = file.format not in ("parquet", "arrow", "npz") and b"\0" in head
-        kind = _FORMAT_NAMES[rows] if rows else "binary data" if is_binary else None
+        kind = FORMAT_NAMES[rows] if rows else "binary data" if is_binary else None
     same = kind is None or _READABLE.get(kind) == file.format
     return None if kind is None or same else _holds(file, kind)
 
 
 def _holds(file: File, kind: str) -> str:
     """Say what a file holds, what was expected, and what to do about it."""
-    should = f"though --read-as (format=) says {_FORMAT_NAMES[file.format]}" if file.is_format_given else ""
+    should = f"though --read-as (format=) says {FORMAT_NAMES[file.format]}" if file.is_format_given else ""
     if not should:
         named = file.format != "text" or says_text(file.name)
-        should = f"though its name says {_FORMAT_NAMES[file.format]}" if named else ""
+        should = f"though its name says {FORMAT_NAMES[file.format]}" if named else ""
     if kind in OTHER_TEXT.values():  # text in another encoding doesn't contradict the name
         should = ""
     if kind in _READABLE:

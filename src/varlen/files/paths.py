@@ -79,6 +79,16 @@ class LiveRows:
 
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
+FORMAT_NAMES: dict[Format, str] = {
+    "jsonl": "JSON lines",
+    "json": "JSON",
+    "csv": "CSV",
+    "tsv": "TSV",
+    "text": "text",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "npz": "npz",
+}
 Compression = Literal["gzip", "zstd"]
 # A file, folder, glob or URL; rows in memory, in the forms that `memory_forms` accepts; or a list of such sources.
 Data = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any] | Callable[[], Iterable[Any]] | ArrowStream

@@ -213,8 +213,8 @@ class PlanSettings:
     virtual_stages: int = 1
     """Chunks of layers of each stage."""
     hardware: str = "auto"
-    """"h100", "h200", "a100", "b200", or a file of `varlen plan --calibrate`; "auto": what the GPU is, or where it is
-    none of these, what is measured of it (or of the CPU) in a new run, and kept in `run.output`."""
+    """A name of `vl.Hardware.named`, or a file of `varlen plan --calibrate`; "auto": what the GPU is, or where it has
+    no such name, what is measured of it (or of the CPU) in a new run, and kept in `run.output`."""
     calibrate_s: float = 20.0
     """How long that is measured."""
     recompute: Literal["auto", "none", "selective", "full"] = "auto"

@@ -39,6 +39,7 @@ def config_of(folder, varlen=None, **changes):
         ({"context_parallel_size": 2}, "context_parallel_size=2 cuts rows"),
         ({"varlen": {"capacty": 8192}}, "capacty"),
         ({"varlen": {"attention": "flash"}}, "attention"),
+        ({"varlen": {"loss_weighting": "pair"}}, "must be one of token, document, longalign.*; got 'pair'"),
         ({"varlen": {"capacity": "8q"}}, "varlen.capacity must be a whole number of tokens .*got '8q'"),
     ],
 )

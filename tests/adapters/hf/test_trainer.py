@@ -289,7 +289,11 @@ def test_settings_that_contradict_the_loader_s_are_refused(changes, settings, wo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"loss_weighting": "pair"}, "must be one of token, document, longalign"),
+        (
+            {"loss_weighting": "pair"},
+            "must be one of token, document, longalign.*; got 'pair', which needs groups",
+        ),
+        ({"loss_weighting": "mean"}, "must be one of token, document, longalign.*; got 'mean'$"),
         (
             {"loss_weighting": "document", "label_smoothing_factor": 0.1},
             "label_smoothing_factor changes the loss",

@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 
 from varlen.adapters.features import WEIGHTS
-from varlen.adapters.hf.trainer_checks import Weighting
+from varlen.adapters.hf.trainer_checks import check_weighting
 from varlen.arguments import Declared, as_tokens, options_of
+from varlen.batch.packed import LossWeighting
 from varlen.documents.source import Reading
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
@@ -67,7 +76,7 @@ class VarlenSettings(_OfLoader):  # type: ignore[misc]
     run is to go on with another number of ranks."""
     attention: Literal["model", "varlen"] = "model"
     """The attention that the model is set to, or varlen's own, which computes each document by itself."""
-    loss_weighting: Weighting = "token"
+    loss_weighting: Annotated[LossWeighting, AfterValidator(check_weighting)] = "token"
     """As `PackedTraining` takes it."""
 
 

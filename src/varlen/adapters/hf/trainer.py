@@ -24,7 +24,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from varlen.adapters.hf.inputs import model_inputs
 from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.trainer_checks import (
-    Weighting,
     check_evaluation,
     check_head,
     check_own_loss,
@@ -33,7 +32,7 @@ from varlen.adapters.hf.trainer_checks import (
     checked_loader,
     noise_of_documents,
 )
-from varlen.batch.packed import PackedBatch
+from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.errors import SettingError, StateError, UnknownLengthError
 from varlen.feed.loader import PackedLoader
 
@@ -59,7 +58,7 @@ class PackedTraining(_BeforeTrainer):
         self,
         *args: Any,
         train_loader: PackedLoader | None = None,
-        loss_weighting: Weighting = "token",
+        loss_weighting: LossWeighting = "token",
         **rest: Any,
     ) -> None:
         loader = checked_loader(train_loader, type(self).__name__)

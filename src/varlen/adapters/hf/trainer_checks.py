@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from transformers import Trainer
@@ -14,11 +14,10 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from varlen.adapters.hf.model import shifts_labels, text_config, unwrap
 from varlen.adapters.peers import check_processes
-from varlen.batch.packed import PackedBatch
+from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.errors import ModelError, SettingError
 from varlen.feed.loader import PackedLoader
 
-Weighting = Literal["token", "document", "longalign"]
 BEFORE_DATASET = 3  # positional arguments of a Trainer before `train_dataset`
 
 
@@ -53,13 +52,20 @@ def check_evaluation(data: Any) -> None:
         )
 
 
+def check_weighting(weighting: Any) -> LossWeighting:
+    """Return a weighting that a loader's batches can have: "pair" needs groups."""
+    accepted = [name for name in get_args(LossWeighting) if name != "pair"]
+    if weighting not in accepted:
+        why = ", which needs groups of documents, and the loader gives none" if weighting == "pair" else ""
+        raise SettingError(f"loss_weighting must be one of {', '.join(accepted)}; got {weighting!r}{why}")
+    checked: LossWeighting = weighting
+    return checked
+
+
 def check_settings(trainer: Any) -> None:
     """Refuse a Trainer and a loader whose settings contradict each other."""
-    args, loader, weighting = trainer.args, trainer.train_loader, trainer.loss_weighting
-    if weighting not in get_args(Weighting):
-        raise SettingError(
-            f"loss_weighting must be one of {', '.join(get_args(Weighting))}; got {weighting!r}"
-        )
+    args, loader = trainer.args, trainer.train_loader
+    check_weighting(trainer.loss_weighting)
     _check_ranks(trainer, loader)
     if args.gradient_accumulation_steps != loader.micro_batches:
         raise SettingError(

@@ -394,7 +394,7 @@ def test_a_strategy_takes_the_default_algorithm_and_refuses_others():
     assert (metadata["dataset_max_seqlen"], metadata["max_samples_per_bin"]) == (1, 2)
     assert [len(held) for held in assignments] == [2] + [1] * 76
     with pytest.raises(SettingError, match="packing_algorithm must be one of first_fit_decreasing"):
-        create_packing_strategy([1, 77], 1, "worst_fit")
+        create_packing_strategy([1, 77], 1, "any_fit")
     with pytest.raises(DocumentsError, match="counts no document"):
         create_packing_strategy([0, 0], 1)
 
