@@ -1,4 +1,4 @@
-"""Every batch kernel in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
+"""Every batch kernel in plain Python: the specification that tests hold kernels against.
 
 Written to be read. Arguments and results are those of the kernels.
 """

@@ -1,4 +1,4 @@
-"""Every pricing kernel in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
+"""Every pricing kernel in plain Python: the specification that tests hold kernels against.
 
 Written to be read. Arguments and results are those of the kernels to the last bit, so that plans are: whatever
 rounds is added and multiplied in the order in which the kernels do, sums from first to last (`sum` of Python 3.12

@@ -1,7 +1,6 @@
-"""Every packing kernel in Python and NumPy: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
+"""Every packing kernel in Python and NumPy: the specification that tests hold kernels against.
 
-Written to be read. Arguments, results and numbering of packs are those of the kernels. They also pack what a
-process packs first, sooner than numba could be imported (`jit.sized`).
+Written to be read. Arguments, results and numbering of packs are those of the kernels.
 """
 
 from collections.abc import Iterator

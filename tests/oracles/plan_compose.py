@@ -1,4 +1,4 @@
-"""Filling, ordering and waiting in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`."""
+"""Filling, ordering and waiting in plain Python: the specification that tests hold kernels against."""
 
 import math
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""The dispatcher in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`."""
+"""The dispatcher in plain Python: the specification that tests hold kernels against."""
 
 import math
 from collections.abc import Iterator
