@@ -18,7 +18,7 @@ from varlen.documents.blocks import cut_blocks, read_by_all
 from varlen.documents.source import Source
 from varlen.errors import SettingError, StateError
 from varlen.feed.agreement import Exchanges, Solo
-from varlen.feed.batches import BatchSettings, Contents, check_heard, deal, fill_batch, no_batch, work_of
+from varlen.feed.batches import BatchSettings, Contents, check_labels, deal, fill_batch, no_batch, work_of
 from varlen.feed.prefetch import AheadSettings, Prefetcher
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import FeedState, check_micro_batch
@@ -157,7 +157,7 @@ class StreamingFeed:
                     heard, silent_rounds, has_begun = _passes(one.after), 0, True
                 silent_rounds += 1
                 if silent_rounds > self._settings.max_age + 1:  # what had waited has come
-                    check_heard(_passes(one.after), heard)
+                    check_labels(_passes(one.after), heard)
                 if (state.step, state.micro_batch) <= (one.step, 0) and one.step == one.bounds[0]:
                     new_ledger, new_losses = one.news
                     ledger, losses = ledger.and_then(new_ledger), losses + new_losses
