@@ -118,9 +118,7 @@ class PackedLoader(OfOneProcess):
         """Of the seconds that the last batch was waited for, those for its plan; 0 without plans."""
         self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
-        self._meter = Meter(
-            None if self._opened.has_warned else partial(warn_overlong_read, settings=settings)
-        )
+        self._meter = Meter(None if self._opened.warned else partial(warn_overlong_read, settings=settings))
         self._noted = self._meter.noted
         self._remembers = self._opened.remembers
         self._worker = start_worker(self._opened, settings)

@@ -71,7 +71,6 @@ class _Shared:
     closing: bool = False
     process: Child | None = None
     deaths: int = 0
-    """Number of workers that have died."""
     lock: Any = field(default_factory=threading.Lock)
 
 
