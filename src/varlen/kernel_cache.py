@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """The user who would execute a file's content."""
+    """A user whose processes would execute a file's content."""
 
     user: int
     private_group: int | None = None  # the group whose only member is this user, if there is one
