@@ -1,8 +1,8 @@
 """Caching of compiled kernels: only in folders that nobody else can write, since loading them executes them.
 
 numba stores machine code and pickles. A folder is trusted if this user or root owns it, and nobody else can write or
-replace it; the same is checked for each folder above it, and for the files. The user's private group doesn't count as
-somebody else. Where the usual folders are writable by others, a private one is used.
+replace it; the same is checked for each folder above it, and for the files. The user's private group is trusted like
+the user. If the usual folders are writable by others, a private one is used.
 """
 
 from __future__ import annotations

@@ -566,9 +566,9 @@ def _joined(copied: Any, call: Call, first: torch.Tensor, second: torch.Tensor) 
                 torch.manual_seed(0)
                 outputs.append(call(given, positions))
         pairs.append((outputs, half, half))
-    for (whole, other), part, other_part in pairs:
-        for name in whole.keys() & other.keys():
-            difference = whole[name][:, part].float() - other[name][:, other_part].float()
+    for (whole, again), part, other_part in pairs:
+        for name in whole.keys() & again.keys():
+            difference = whole[name][:, part].float() - again[name][:, other_part].float()
             scale = float(whole[name].float().abs().max().clamp(min=1e-6))
             if not float(difference.abs().max()) <= 1e-4 * scale:
                 return name

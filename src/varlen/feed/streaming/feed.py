@@ -24,7 +24,7 @@ from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.streaming.intake import ChunkSequence, Intake
 from varlen.feed.streaming.lane import RECORD_BITS, LanePacks, LaneSettings, chunk_of
-from varlen.feed.streaming.rounds import Round, Rounds, RoundSettings, check_place, place_of
+from varlen.feed.streaming.rounds import Round, Rounds, RoundSettings, check_round_state, round_state_of
 from varlen.files.losses import NO_LOSSES
 from varlen.pack.passes import Passes
 from varlen.text.loss_masks import end_to_end
@@ -131,8 +131,8 @@ class StreamingFeed:
             raise StateError(
                 f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
             )
-        check_place(state.at, self._settings.lanes, self._settings.seed, self._settings.epochs)
-        return replace(state, at=place_of(state.at, self._settings.lanes).to_at())
+        check_round_state(state.at, self._settings.lanes, self._settings.seed, self._settings.epochs)
+        return replace(state, at=round_state_of(state.at, self._settings.lanes).to_at())
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
         """Yield the batches that follow a state, then the counts that no batch carries.

@@ -161,25 +161,25 @@ class Rounds:
 
     def run(self, at: Mapping[str, Any], step: int) -> Iterator[Round]:
         """Yield the rounds from a state to the end of the input; the first one may come in parts, from `step` on."""
-        place = place_of(at, self._settings.lanes)
-        carried, counts, missing = self._restored(place)
-        self._sequence.check(place.prints)
+        state = round_state_of(at, self._settings.lanes)
+        carried, counts, missing = self._restored(state)
+        self._sequence.check(state.prints)
         while True:
             lanes = {lane: Lane(self._settings.lane, carried[lane], counts[lane]) for lane in self._mine}
-            claimed, has_ended = self._fill(place, lanes)
-            whole, next_, carried = self._pack(place, claimed, lanes, has_ended)
+            claimed, has_ended = self._fill(state, lanes)
+            whole, next_, carried = self._pack(state, claimed, lanes, has_ended)
             if whole.num_steps:
                 yield from self._wanted(whole, carried, missing, step)
-            elif next_.records != place.records:  # no pack, but new counts
+            elif next_.records != state.records:  # no pack, but new counts
                 yield whole
-            if whole.num_steps == 0 and next_.end == place.end:
+            if whole.num_steps == 0 and next_.end == state.end:
                 return
-            missing, place = None, next_
+            missing, state = None, next_
             counts = {lane: one.counts for lane, one in lanes.items()}
 
-    def _restored(self, place: RoundState) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
+    def _restored(self, state: RoundState) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
         """Return each lane's waiting documents and counts; and what is to be read later, if anything."""
-        records = {lane: from_record(place.records[lane], self._settings.lane.seed) for lane in self._mine}
+        records = {lane: from_record(state.records[lane], self._settings.lane.seed) for lane in self._mine}
         counts = {lane: record.counts for lane, record in records.items()}
         waiting = {lane: record for lane, record in records.items() if len(record.ids)}
         carried = {lane: unread(record) for lane, record in records.items()}
@@ -207,17 +207,17 @@ class Rounds:
         if rest.num_steps:
             yield rest
 
-    def _fill(self, place: RoundState, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
+    def _fill(self, state: RoundState, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
         """Claim and read until every lane holds enough; returns the new position, and whether the input has ended."""
-        settings, claimed, sequence = self._settings, place.claimed, self._sequence.until(place.end)
-        packs = settings.steps(place.number) * settings.step_packs
+        settings, claimed, sequence = self._settings, state.claimed, self._sequence.until(state.end)
+        packs = settings.steps(state.number) * settings.step_packs
         held = [
             lanes[lane].held
             if lane in lanes
             else held_by(from_record(record, settings.lane.seed).lengths, settings.lane)
-            for lane, record in enumerate(place.records)
+            for lane, record in enumerate(state.records)
         ]
-        claims, tokens = (sum(r["counts"][name] for r in place.records) for name in ("claims", "tokens"))
+        claims, tokens = (sum(r["counts"][name] for r in state.records) for name in ("claims", "tokens"))
         last_fruitful = claimed.epoch
         for turn in itertools.count():
             brings = max(tokens / claims, 1.0) if claims else settings.block_bytes / 8
@@ -236,9 +236,9 @@ class Rounds:
             if taken:
                 before = sum(one.tokens for one in held)
                 # No reading ahead before the first batch, as it would delay it.
-                reads_ahead = len(lanes) == settings.lanes and place.number > 0
+                reads_ahead = len(lanes) == settings.lanes and state.number > 0
                 soon = sequence.soon(claimed, self._num_soon) if reads_ahead else []
-                held = self._read(f"{place.number}/{turn}", taken, lanes, soon)
+                held = self._read(f"{state.number}/{turn}", taken, lanes, soon)
                 added = sum(one.tokens for one in held) - before
                 claims, tokens = claims + len(taken), tokens + added
                 last_fruitful = claimed.epoch if added else last_fruitful
@@ -326,10 +326,10 @@ class Rounds:
         return values
 
     def _pack(
-        self, place: RoundState, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
+        self, state: RoundState, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
     ) -> tuple[Round, RoundState, dict[int, Arrival]]:
         """Pack the lanes; returns a round of no steps if the input has ended and no document is left."""
-        settings, steps = self._settings, self._settings.steps(place.number)
+        settings, steps = self._settings, self._settings.steps(state.number)
         made = {
             number: lane.pack(None if has_ended else steps * settings.step_packs)
             for number, lane in lanes.items()
@@ -345,7 +345,7 @@ class Rounds:
             }
             for number, (packs, carried) in made.items()
         }
-        values = self._agree(f"{place.number}/packed", mine)
+        values = self._agree(f"{state.number}/packed", mine)
         for lane in values.values():
             if [tuple(one) for one in lane.get("prints", ())] != prints:
                 raise SourceError(
@@ -358,20 +358,20 @@ class Rounds:
             steps = -(-max(map(len, targets)) // settings.step_packs)
         size = settings.step_packs
         next_ = replace(
-            place,
-            number=place.number + 1,
-            step=place.step + steps,
+            state,
+            number=state.number + 1,
+            step=state.step + steps,
             claimed=claimed,
             records=records,
             prints=self._needed(prints, records),
         )
         result = Round(
-            step=place.step,
+            step=state.step,
             num_steps=steps,
-            bounds=(place.step, place.step + steps),
+            bounds=(state.step, state.step + steps),
             packs={number: packs for number, (packs, _) in made.items()},
             targets=[sum(sum(one[s * size : (s + 1) * size]) for one in targets) for s in range(steps)],
-            before=place.to_at(),
+            before=state.to_at(),
             after=next_.to_at(),
         )
         return result, next_, {number: carried for number, (_, carried) in made.items()}
@@ -417,7 +417,7 @@ def beginning_of(at: Mapping[str, Any]) -> dict[str, Any]:
     return {name: at[name] for name in (ENDS,) if name in at}
 
 
-def place_of(at: Mapping[str, Any], lanes: int) -> RoundState:
+def round_state_of(at: Mapping[str, Any], lanes: int) -> RoundState:
     """Read the state where a round begins from its JSON values."""
     ends = _ends_of(at)
     if at == beginning_of(at):
@@ -441,12 +441,12 @@ def _ends_of(at: Mapping[str, Any]) -> list[int]:
         return [as_count(end, ENDS, 1, MOST) for end in at.get(ENDS, ())]
 
 
-def check_place(at: Mapping[str, Any], lanes: int, seed: int | None, epochs: int | None) -> None:
+def check_round_state(at: Mapping[str, Any], lanes: int, seed: int | None, epochs: int | None) -> None:
     """Refuse an invalid state, as far as is known without reading data."""
-    place = place_of(at, lanes)
-    for record in place.records:
+    state = round_state_of(at, lanes)
+    for record in state.records:
         from_record(record, seed)
-    ends = list(place.ends)
+    ends = list(state.ends)
     if ends != sorted(set(ends)) or (ends and epochs is not None and ends[-1] >= epochs):
         raise StateError(
             f"the state says that its run had ended after {ends} epochs, and this loader has epochs={epochs}; it was "

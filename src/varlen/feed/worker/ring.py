@@ -199,14 +199,14 @@ class Slot:
                 start = -sent
             arrays[name] = [value.dtype.str, value.shape, start]
         counts, ledger = counts_of(batch), made.ledger
-        content = {
+        payload = {
             "arrays": arrays,
             "numbers": numbers,
             "ledger": _to_json(ledger, made.losses),
             "skipped": made.skipped,
             "counts": [getattr(counts, name) for name in _COUNTS],
         }
-        head = json.dumps(content).encode()
+        head = json.dumps(payload).encode()
         return b"".join([len(head).to_bytes(8, "little"), head, *reversed(inline)])
 
     def _put(self, value: npt.NDArray[Any]) -> int:

@@ -144,7 +144,7 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _too_few(data: str | Path | None, found: int, settings: DemoSettings, *, is_drawn: bool) -> str:
-    """Say how many documents there are, how many it takes, and the way out."""
+    """Return the error message for too few documents, with the number needed and a solution."""
     whose = "this interpreter's sources" if data is None else _printable(data)
     affordable = (found - settings.validation_documents) // settings.batch_documents
     hold = "hold" if data is None else "holds"
