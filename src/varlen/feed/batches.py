@@ -90,12 +90,7 @@ class Contents:
 
 
 def check_labels(passes: int, last_pass: int) -> None:
-    """Refuse data without targets: steps without targets are left out, so the search would never end.
-
-    Args:
-        passes: epochs completed.
-        last_pass: epochs that were completed at the last step with a target.
-    """
+    """Refuse data without targets in a whole epoch; `last_pass`: epochs completed at the last step with a target."""
     if passes > last_pass + 1:
         raise SourceError(
             "the data holds nothing to train on: in a whole epoch no token has a label. A document of one token has "

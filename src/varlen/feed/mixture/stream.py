@@ -31,7 +31,6 @@ from varlen.store.open import JoinedTokens
 from varlen.types import FloatArray, IntArray, Ledger
 
 _CACHED = 4
-"""Number of windows, and of joined stores, in the cache."""
 _MOST_BARREN = 10_000
 """Consecutive windows without a pack after which the search for a pack fails."""
 
@@ -188,10 +187,7 @@ class MixedStream:
     def _mixed(
         self, places: tuple[SourcePlace, ...]
     ) -> tuple[IntArray, IntArray, IntArray, tuple[SourcePlace, ...], int, bool]:
-        """Return a window's documents in order, the sources' places after it, repeated tokens, and if it is the last.
-
-        The documents are three int64 `[documents]`: shards, numbers within the shards, and lengths.
-        """
+        """Return a window's shards, numbers and lengths, its end in each source, repeated tokens, and if it is last."""
         counts = np.array([place.taken for place in places], dtype=np.int64)
         shares: FloatArray = np.array(self.mix.shares)
         joined = self._joined(tuple(place.position.num_parts for place in places))

@@ -361,11 +361,7 @@ class LaneRecord:
 
 
 def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequence[int]) -> dict[str, Any]:
-    """Return a lane's record as JSON values.
-
-    Args:
-        epochs: epochs tried to restore the order of arrival by sorting.
-    """
+    """Return a lane's record as JSON values; tries to encode the order of arrival by one of the epochs."""
     lengths, ages = np.diff(carried.offsets), carried.ages.astype(np.int64)
     table = np.stack([carried.ids, carried.firsts, lengths, ages])
     order = np.lexsort((ages, lengths, carried.firsts, carried.ids))
