@@ -187,7 +187,7 @@ class MixedStream:
     def _mixed(
         self, places: tuple[SourcePlace, ...]
     ) -> tuple[IntArray, IntArray, IntArray, tuple[SourcePlace, ...], int, bool]:
-        """Return a window's shards, numbers and lengths, its end in each source, repeated tokens, and if it is last."""
+        """Return a window's shards, numbers and lengths, each source's end, repeated tokens, whether it is last."""
         counts = np.array([place.taken for place in places], dtype=np.int64)
         shares: FloatArray = np.array(self.mix.shares)
         joined = self._joined(tuple(place.position.num_parts for place in places))
