@@ -1,8 +1,8 @@
 """Caching of compiled kernels: only in folders that nobody else can write, since loading them executes them.
 
 numba stores machine code and pickles. A folder is trusted if this user or root owns it, and nobody else can write or
-replace it; the same is checked for each folder above it, and for the files. The user's private group doesn't count as
-somebody else. Where the usual folders are writable by others, a private one is used.
+replace it; the same is checked for each folder above it, and for the files. The user's private group is trusted like
+the user. If the usual folders are writable by others, a private one is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """The user who would execute a file's content."""
+    """A user whose processes would execute a file's content."""
 
     user: int
     private_group: int | None = None  # the group whose only member is this user, if there is one

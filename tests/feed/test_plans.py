@@ -133,7 +133,7 @@ def test_each_rank_reads_its_own_tokens_and_its_ring_holds_its_own(store, monkey
         assert size <= 1.5 / 8
 
     with ranks(store, 8) as loaders, ranks(store, 8, worker="process") as others:
-        size = others[1]._worker._line.ring.slot_bytes  # larger shares go with their messages
+        size = others[1]._worker._shared.ring.slot_bytes  # larger shares go with their messages
         wanted = list(loaders[1])
         assert max(batch.num_tokens for batch in wanted) * 16 > size
         assert [pieces_of(batch) for batch in others[1]] == [pieces_of(batch) for batch in wanted]

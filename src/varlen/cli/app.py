@@ -67,7 +67,7 @@ def main() -> None:
 def _verb(
     function: Callable[_Arguments, None], interrupted: str = "nothing was written"
 ) -> Callable[_Arguments, None]:
-    """Make a verb end in one sentence, not a traceback, where the fault is known."""
+    """Wrap a verb: a known error ends in one sentence instead of a traceback."""
 
     @wraps(function)
     def run(*arguments: _Arguments.args, **settings: _Arguments.kwargs) -> None:
@@ -80,7 +80,7 @@ def _verb(
         except Stopped as error:
             ignore()
             is_said()
-            end_soon(error.number)  # Python waits for threads, of which one may stand still
+            end_soon(error.number)  # Python's exit waits for threads, one of which may hang
             _stop(f"stopped by {error.name}; {error.said or interrupted}", error.code)
         except KeyboardInterrupt as error:
             _stop(f"interrupted; {error if error.args else interrupted}", INTERRUPTED)
@@ -89,7 +89,7 @@ def _verb(
 
 
 def _once(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Make a verb that writes a folder refuse to be one of several processes that do."""
+    """Wrap a verb that writes a folder: it refuses to run in several processes of a job."""
 
     @wraps(function)
     def run(*arguments: _Arguments.args, **settings: _Arguments.kwargs) -> None:
@@ -105,7 +105,7 @@ def _once(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
 
 
 def _stop(sentence: str, code: int) -> NoReturn:
-    """Say why, on standard error, and end with an exit code; one of several processes says which it is."""
+    """Print a message to standard error, with the rank in a job of several processes, and exit with a code."""
     _told.append(sentence)
     launch = launched()
     rank = (launch.rank if launch else None) or "0"
@@ -130,7 +130,7 @@ def _varlen(
 
 
 def _flowing(function: Callable[..., None]) -> str:
-    """Return a docstring with every paragraph on one line, for the terminal to break where it is wide."""
+    """Return a docstring with every paragraph on one line, which the terminal wraps."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
 

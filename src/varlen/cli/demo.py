@@ -68,9 +68,9 @@ def demo(
     check_writable(output)
     if data is not None:
         found = find(data)
-        said = unread(found.left_out, found.taken)
-        if said is not None:
-            print(f"varlen: {said.partition('; --split')[0]}", file=sys.stderr)
+        warning = unread(found.left_out, found.taken)
+        if warning is not None:
+            print(f"varlen: {warning.partition('; --split')[0]}", file=sys.stderr)
     from varlen.cli.progress import progress
 
     with progress() as on_progress:

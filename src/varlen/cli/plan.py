@@ -101,7 +101,7 @@ def plan(
 
 
 def _named(data: list[str] | None, seconds: float | None) -> list[str]:
-    """Return what is to be planned."""
+    """Return the files to plan from."""
     if seconds is not None:
         raise SettingError("--seconds says how long --calibrate measures; planning takes what it takes")
     if not data:
@@ -130,7 +130,7 @@ def _cost_of(model: str, hardware: str, rates: str, recompute: str) -> CostModel
 
 
 def _with_positions(cost: CostModel, steps: list[StepDocuments], *, stretch: bool) -> CostModel:
-    """Return the cost model, its model's positions stretched to the longest document where that was asked for."""
+    """Return the cost model; with `stretch`, its model's positions are stretched to the longest document."""
     positions = cost.model.max_positions
     largest = max(steps, key=lambda step: step.capacity)
     longest = int(largest.lengths.max())
@@ -147,7 +147,7 @@ def _with_positions(cost: CostModel, steps: list[StepDocuments], *, stretch: boo
 
 
 def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: bool) -> dict[str, Any]:
-    """Return the mesh that arguments name, or for a sweep the GPUs that are divided in every way."""
+    """Return the mesh that arguments name; for a sweep, the number of GPUs."""
     from varlen.cli.plan_job import mesh_of
     from varlen.step_plan import Sharding
 
@@ -163,7 +163,7 @@ def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: b
 
 
 def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: bool) -> dict[str, Any]:
-    """Return what is planned, and how."""
+    """Return the methods and settings of planning."""
     from varlen.report.plan import METHODS, check_methods
 
     check_methods(method or ())
@@ -193,8 +193,8 @@ def _lengths(
     found = counted(data) or lengths_of(data, on_progress, 0, **reading)
     if found.unread is not None:
         print(f"varlen: {found.unread}", file=sys.stderr)
-    for said in found.losses.sentences():
-        print(f"varlen: {said}", file=sys.stderr)
+    for sentence in found.losses.sentences():
+        print(f"varlen: {sentence}", file=sys.stderr)
     return found.lengths, found.are_bytes
 
 
@@ -207,7 +207,7 @@ def _steps(
     return [step_documents(lengths, capacity=capacity, **drawn) for capacity in capacities]
 
 
-# The options of `varlen plan`: the job, its steps, what is planned and where it goes.
+# The options of `varlen plan`: the job, its steps, the methods and the outputs.
 
 job_option, steps_option, planning_option = map(option_in, ("The job", "Steps", "Planning"))
 

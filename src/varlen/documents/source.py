@@ -334,18 +334,18 @@ Until = Literal["first", "all", "endless"]
 class Mixture:
     """Sources and their shares; a source for `vl.PackedLoader`.
 
-    The next document comes from a source that isn't ahead of its share, so that each stays within one longest
-    document of it all the time. Every source is shuffled by itself, has epochs of its own, and gives each of its
-    documents once in each of them; what comes again is counted as `repeated`.
+    The next document comes from a source that isn't ahead of its share, so each source always stays within one
+    longest document of its share. Every source has its own shuffle and epochs, and each of its epochs contains each
+    of its documents once; tokens of later epochs are counted as `repeated`.
 
     Args:
         sources: token stores or documents, by name.
-        weights: of each source, by name: positive numbers, of which only the proportions count.
-        unit: shares of "tokens", or of "documents".
-        until: the end: where the "first" source is over, where "all" have been read once, or "endless".
+        weights: a positive number for each source, by name; only their proportions matter.
+        unit: whether shares are of "tokens" or of "documents".
+        until: the mixture ends when the "first" source ends, when "all" have been read once, or never ("endless").
 
     Raises:
-        SettingError: no source, names that don't match, or a weight that is no positive number.
+        SettingError: there is no source, names don't match, or a weight isn't a positive number.
 
     >>> Mixture({"web": "web/*.jsonl", "code": "code-store"}, {"web": 3, "code": 1}).shares
     (0.75, 0.25)

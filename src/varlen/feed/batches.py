@@ -1,4 +1,4 @@
-"""Makes a rank's batches of the packs of a step: reads tokens from the store, and counts targets over all ranks."""
+"""Builds a rank's batches from the packs of a step: reads tokens from the store, counts targets over all ranks."""
 
 from __future__ import annotations
 
@@ -27,71 +27,71 @@ from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Packing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """How a step becomes batches."""
+    """How batches are built from a step."""
 
     capacity: int
     global_batch_size: int
-    """Packs of a step."""
+    """Packs per step, over all ranks."""
     micro_batch_size: int
-    """Packs of a batch."""
+    """Packs per batch."""
     dp_world_size: int
     layout: Layout = "rows"
     pad_id: int = 0
     pad_to_multiple_of: int = 1
     document_multiple_of: int = 1
     work: tuple[float, float] = DEFAULT_WORK
-    """What a pack costs: so much a token, and so much a squared token of each piece."""
+    """Cost of a pack: a coefficient per token, and one per squared token of each piece."""
     vocab_size: int | None = None
-    """Ids that the model knows are below; None where nobody said."""
+    """The model's ids are below this number; None: unknown, and not checked."""
     in_order: bool = False
-    """Packs of a step go into its batches in their order, and not those with about equal work together."""
+    """Whether batches take a step's packs in order, instead of grouping packs of about equal work."""
 
     @property
     def micro_batches(self) -> int:
-        """Batches that a rank takes in a step."""
+        """Batches per step and rank."""
         return self.global_batch_size // (self.dp_world_size * self.micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
-    """The packs of one optimizer update, and who takes them."""
+    """The packs of one optimizer update, and their assignment to ranks."""
 
     number: int
     packs: StorePacks
-    """Of all ranks; fewer than the settings say where the last epoch ends."""
-    hands: IntArray
-    """int64 `[ranks, packs of a rank]`: numbers of packs, batch after batch; those beyond `packs` are masked."""
+    """Packs of all ranks; fewer than `global_batch_size` at the end of the last epoch."""
+    assignment: IntArray
+    """int64 `[ranks, packs per rank]`: indices of packs, batch after batch; those beyond `packs` are masked."""
     num_targets: int
-    """Labels of all ranks."""
+    """Number of labels over all ranks."""
 
     @property
     def lengths(self) -> Int32Array:
-        """int32 `[pieces]`: tokens of each piece, pack after pack: what a plan of the step is made of."""
+        """int32 `[pieces]`: tokens of each piece, pack after pack; the input of the step's plan."""
         return (self.packs.stops - self.packs.starts).astype(np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Contents:
-    """What stands in a batch: pieces end to end, pack after pack."""
+    """The contents of a batch: pieces end to end, pack after pack."""
 
     tokens: npt.NDArray[np.integer[Any]]
     mask: Mask | None
-    """1 where a token is trained on, or what it weighs; None where all are, and weigh 1."""
+    """1 for each token to train on, or its weight; None: every token has weight 1."""
     lengths: IntArray
     """int64 `[pieces]`: tokens of each."""
     offsets: IntArray
-    """int64 `[packs + 1]`: where each pack's pieces begin; a masked pack has none."""
+    """int64 `[packs + 1]`: index of each pack's first piece; a masked pack has no pieces."""
     document_ids: IntArray
     """int64 `[pieces]`: the document of each."""
     document_starts: IntArray
-    """int64 `[pieces]`: the first of its tokens."""
+    """int64 `[pieces]`: offset of the piece's first token in its document."""
     pack_ids: IntArray
-    """int64 `[packs]`: numbers that count through the training."""
+    """int64 `[packs]`: numbers that run through the whole training."""
 
 
-def check_heard(passes: int, heard: int) -> None:
-    """Refuse data without targets: steps without targets are left out, so the search would never end."""
-    if passes > heard + 1:
+def check_labels(passes: int, last_pass: int) -> None:
+    """Refuse data without targets in a whole epoch; `last_pass`: epochs completed at the last step with a target."""
+    if passes > last_pass + 1:
         raise SourceError(
             "the data holds nothing to train on: in a whole epoch no token has a label. A document of one token has "
             "none, nor has what a loss mask or `supervise` leaves out"
@@ -99,24 +99,18 @@ def check_heard(passes: int, heard: int) -> None:
 
 
 def no_batch(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> InputError:
-    """Return the error of data of which no batch is left, which says what became of everything."""
+    """Return the error for data that gives no batch; its message accounts for all documents."""
     left = nothing_left(ledger, losses, capacity, epochs)
-    said = f"the data holds nothing to train on, and no batch is left of it: {left}"
-    said += "; the log says what can't be read, and why" if losses.of_reading else ""
+    message = f"the data holds nothing to train on, and no batch is left of it: {left}"
+    message += "; the log says what can't be read, and why" if losses.of_reading else ""
     if ledger.dropped_documents:
         cutting = [name for name, policy in POLICIES.items() if policy.cuts]
-        return OverlongDocumentError(f"{said}; {ways_out(cutting)}")
-    return SourceError(said)
+        return OverlongDocumentError(f"{message}; {ways_out(cutting)}")
+    return SourceError(message)
 
 
 def deal_step(store: ReadableTokens, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
-    """Deal the packs of a step to all ranks, and count what they train.
-
-    Args:
-        store: the documents.
-        packs: of the step.
-        number: of the step.
-        settings: how.
+    """Assign the packs of a step to all ranks, and count its targets.
 
     Raises:
         SourceError: the store is damaged.
@@ -126,7 +120,7 @@ def deal_step(store: ReadableTokens, packs: StorePacks, number: int, settings: B
     return Step(
         number=number,
         packs=packs,
-        hands=deal(work, settings.dp_world_size, settings.micro_batch_size, in_order=settings.in_order),
+        assignment=deal(work, settings.dp_world_size, settings.micro_batch_size, in_order=settings.in_order),
         num_targets=int(store.count_targets(packs.shards, packs.documents, packs.starts, packs.stops).sum()),
     )
 
@@ -143,10 +137,10 @@ def make_batch(
     """Build one batch of a rank.
 
     Args:
-        mine: bool `[pieces]`: pieces of the step that it holds; packs without are left out. None for whole packs.
+        mine: bool `[pieces]`: the step's pieces to include; packs without any are left out. None: all pieces.
     """
     size = settings.micro_batch_size
-    numbers = step.hands[rank, micro_batch * size : (micro_batch + 1) * size]
+    numbers = step.assignment[rank, micro_batch * size : (micro_batch + 1) * size]
     packs = step.packs
     real = np.minimum(numbers, packs.num_packs - 1)
     counts = np.where(numbers < packs.num_packs, np.diff(packs.offsets)[real], 0)
@@ -177,23 +171,24 @@ def make_batch(
 
 
 def numbers_of(store: Pieces, shards: IntArray, documents: IntArray) -> IntArray:
-    """Return the numbers of documents within the whole store, from their shards and numbers there."""
+    """Return documents' numbers within the whole store, from their shards and numbers within the shards."""
     before = np.concatenate([[0], np.cumsum(store.documents)])
     numbers: IntArray = before[shards] + documents
     return numbers
 
 
 def work_of(lengths: IntArray, offsets: IntArray, work: tuple[float, float]) -> FloatArray:
-    """Return what each pack costs, float64 `[packs]`.
+    """Return the cost of each pack, float64 `[packs]`.
 
     Args:
         lengths: `[pieces]`: tokens of each.
-        offsets: `[packs + 1]`: where each pack's pieces begin.
+        offsets: `[packs + 1]`: index of each pack's first piece.
+        work: cost per token, and per squared token of each piece.
     """
     tokens = lengths.astype(np.float64)
     before = np.concatenate([[0.0], np.cumsum(work[0] * tokens + work[1] * tokens**2)])
-    each: FloatArray = np.diff(before[offsets])
-    return each
+    costs: FloatArray = np.diff(before[offsets])
+    return costs
 
 
 def fill_batch(
@@ -203,7 +198,7 @@ def fill_batch(
     out: Out | None = None,
     where: Callable[[int], str] = "document {:,}".format,
 ) -> PackedBatch:
-    """Build a batch out of its pieces."""
+    """Build a batch from its pieces."""
     if settings.vocab_size is not None:
         ids = contents.document_ids
         check_ids(
@@ -225,21 +220,21 @@ def fill_batch(
         step_num_targets=num_targets,
         dp_world_size=settings.dp_world_size,
         out=out,
-        report=False,  # the loader counts them
+        report=False,  # the loader does the accounting
     )
-    shown = batch.document_ids
-    ours = {
-        "document_ids": contents.document_ids[shown],
-        "document_starts": contents.document_starts[shown].astype(np.int32),
+    pieces = batch.document_ids  # `collate` numbers the pieces, as it knows no documents
+    replaced = {
+        "document_ids": contents.document_ids[pieces],
+        "document_starts": contents.document_starts[pieces].astype(np.int32),
         "pack_ids": contents.pack_ids,
     }
-    return PackedBatch.of({**vars(batch), **ours})
+    return PackedBatch.of({**vars(batch), **replaced})
 
 
 def _of_padding(
     contents: Contents, num_targets: int, settings: BatchSettings, out: Out | None
 ) -> PackedBatch:
-    """Build a flat batch of masked packs alone: some positions of padding, as models can't run on none."""
+    """Build a flat batch that has only masked packs: a few positions of padding, as models need at least one."""
     width = math.lcm(settings.pad_to_multiple_of, settings.document_multiple_of)
     packing = _as_packing(contents.lengths, np.zeros(2, dtype=np.int64), replace(settings, capacity=width))
     batch = collate(
@@ -255,7 +250,7 @@ def _of_padding(
 
 
 def _as_packing(lengths: IntArray, offsets: IntArray, settings: BatchSettings) -> Packing:
-    """Return a packing of pieces that stand end to end, each whole."""
+    """Return a packing of pieces that lie end to end, each treated as a whole document."""
     total = int(lengths.sum())
     return Packing(
         document_ids=np.arange(len(lengths)),
@@ -268,23 +263,24 @@ def _as_packing(lengths: IntArray, offsets: IntArray, settings: BatchSettings) -
     )
 
 
-# Which rank gets which packs of a step: equal counts, and work as equal as a greedy hand can deal it.
+# Assignment of a step's packs to ranks: equal counts, and work balanced greedily.
 
 
 def deal(
     work: npt.NDArray[np.float64], ranks: int, micro_batch_size: int, *, in_order: bool = False
 ) -> IntArray:
-    """Deal the packs of a step.
+    """Assign the packs of a step to ranks.
 
-    Packs of about equal work go into the same micro-batch of all ranks, because ranks wait for each other there;
-    within it the pack with the most work goes to the hand with the least so far (Graham's longest processing time
-    first, 1969, with equal counts), and the hand with the most to the rank that had the least before.
+    Packs of about equal work go into the same micro-batch of all ranks, because ranks wait for each other after it.
+    Within a micro-batch, packs are distributed to `ranks` shares by longest processing time first (Graham, 1969, with
+    equal counts); the share with the most work goes to the rank with the least work in earlier micro-batches.
 
     Args:
-        work: `[packs]`, a multiple of `ranks * micro_batch_size`; equal work keeps the order of the packs.
+        work: `[packs]`, a multiple of `ranks * micro_batch_size`; packs of equal work keep their order.
+        in_order: whether micro-batches take packs in their order.
 
     Returns:
-        int64 `[ranks, packs / ranks]`: the packs of each rank, micro-batch after micro-batch, ascending in each.
+        int64 `[ranks, packs / ranks]`: the packs of each rank, micro-batch after micro-batch, each ascending.
 
     >>> deal(np.array([1.0, 9.0, 8.0, 2.0]), ranks=2, micro_batch_size=2).tolist()
     [[0, 1], [2, 3]]
@@ -292,28 +288,28 @@ def deal(
     order = np.arange(len(work)) if in_order else np.argsort(-work, kind="stable")
     if ranks == 1:
         return np.sort(order.reshape(-1, micro_batch_size), axis=1).reshape(1, -1)
-    at_once = ranks * micro_batch_size
-    rounds, totals = [np.zeros((ranks, 0), dtype=np.int64)], np.zeros(ranks)
-    for start in range(0, len(order), at_once):
-        packs = order[start : start + at_once]
+    packs_at_once = ranks * micro_batch_size
+    micro_batches, totals = [np.zeros((ranks, 0), dtype=np.int64)], np.zeros(ranks)
+    for start in range(0, len(order), packs_at_once):
+        packs = order[start : start + packs_at_once]
         packs = packs[np.argsort(-work[packs], kind="stable")]
-        hands = np.array(_dealt(packs.tolist(), work, ranks), dtype=np.int64)
-        sums = work[hands].sum(axis=1)
+        shares = np.array(_longest_first(packs.tolist(), work, ranks), dtype=np.int64)
+        sums = work[shares].sum(axis=1)
         owners = np.argsort(totals, kind="stable")
-        hands[owners] = hands[np.argsort(-sums, kind="stable")]
-        totals += work[hands].sum(axis=1)
-        rounds.append(np.sort(hands, axis=1))
-    return np.concatenate(rounds, axis=1)
+        shares[owners] = shares[np.argsort(-sums, kind="stable")]
+        totals += work[shares].sum(axis=1)
+        micro_batches.append(np.sort(shares, axis=1))
+    return np.concatenate(micro_batches, axis=1)
 
 
-def _dealt(packs: list[int], work: npt.NDArray[np.float64], ranks: int) -> list[list[int]]:
-    """Deal one micro-batch; packs come with the most work first."""
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    room = len(packs) // ranks
-    waiting = [(0.0, rank) for rank in range(ranks)]
+def _longest_first(packs: list[int], work: npt.NDArray[np.float64], ranks: int) -> list[list[int]]:
+    """Split one micro-batch's packs, sorted by descending work, into shares of equal count."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    size = len(packs) // ranks
+    open_shares = [(0.0, index) for index in range(ranks)]
     for pack in packs:
-        total, rank = heapq.heappop(waiting)
-        hands[rank].append(pack)
-        if len(hands[rank]) < room:
-            heapq.heappush(waiting, (total + float(work[pack]), rank))
-    return hands
+        total, index = heapq.heappop(open_shares)
+        shares[index].append(pack)
+        if len(shares[index]) < size:
+            heapq.heappush(open_shares, (total + float(work[pack]), index))
+    return shares

@@ -1,4 +1,4 @@
-"""Documents that are tokens already: checks before training, and batches of which pieces can't be read."""
+"""Checks of documents that are tokens already: vocabulary, labels, overlong documents, unreadable documents."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from varlen.store.tokens import ReadableTokens, TokenDocuments
 from varlen.text.loss_masks import Mask, as_wide
 from varlen.types import Int32Array, IntArray, Ledger
 
-_CHECKED = 1 << 20
-"""Documents whose lengths are looked at in one go."""
-_COUNTED = 1 << 22
-"""Documents whose lengths are looked at for a sentence, in a fraction of a second; of more, windows tell."""
+_CHUNK = 1 << 20
+"""Number of documents whose lengths are read at a time."""
+_MOST_COUNTED = 1 << 22
+"""Overlong documents are counted in advance in data of at most so many documents (a fraction of a second)."""
 _log = logging.getLogger(__name__)
 NO_LABEL = (
     "the mixture holds nothing to train on: none of its {count} has a document with a label. A document of one token "
@@ -32,15 +32,15 @@ NO_LABEL = (
 
 
 def has_label(tokens: TokenDocuments, settings: LoaderSettings) -> bool:
-    """Return whether any document gives a label; where some shard can't be read, batches tell.
+    """Return whether any document has a label; True if a shard can't be read, as building its batch reports that.
 
-    Cost: that of the first documents, unless they have none.
+    Cost: reading the first million lengths of a shard; more only while no label is found.
     """
     kept = POLICIES[settings.overlong].kept
     try:
         for shard, documents in enumerate(tokens.documents.tolist()):
-            for start in range(0, documents, _CHECKED):
-                numbers = np.arange(start, min(start + _CHECKED, documents))
+            for start in range(0, documents, _CHUNK):
+                numbers = np.arange(start, min(start + _CHUNK, documents))
                 shards = np.full(len(numbers), shard)
                 lengths = tokens.lengths(shards, numbers)
                 stops = kept(lengths, settings.capacity)
@@ -52,7 +52,7 @@ def has_label(tokens: TokenDocuments, settings: LoaderSettings) -> bool:
 
 
 def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
-    """Refuse tokens that the model doesn't know; where nobody says how many there are, the first are looked at."""
+    """Refuse tokens that the model doesn't know: by the store's vocabulary size, or else by its first documents."""
     if isinstance(tokens, TokenStore):
         made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
         if made_by.get("vocab_size") is not None:
@@ -63,16 +63,16 @@ def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
     try:
         check_first_ids(tokens, settings.vocab_size)
     except SourceError:
-        if settings.on_error == "raise":  # else what can't be read is masked
+        if settings.on_error == "raise":  # otherwise unreadable documents are masked
             raise
 
 
-def say_cut(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool:
-    """Say how many documents, and tokens of theirs, are longer than a pack, and what becomes of them."""
+def warn_overlong(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool:
+    """Log how many documents, of how many tokens, exceed the capacity; returns False if that wasn't counted."""
     counts = tokens.documents
     if settings.ranks[0] or settings.method == "wrapped" or settings.overlong == "error":
         return True
-    if int(counts.sum()) > _COUNTED:
+    if int(counts.sum()) > _MOST_COUNTED:
         return False
     count = long_tokens = 0
     try:
@@ -80,10 +80,10 @@ def say_cut(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool
             lengths = tokens.lengths(np.full(documents, shard), np.arange(documents))
             long = lengths[lengths > settings.capacity]
             count, long_tokens = count + len(long), long_tokens + int(long.sum())
-    except SourceError:  # batches tell of what can't be read
+    except SourceError:  # building the batch reports it
         return False
     if count:
-        _say_cut(
+        _log_overlong(
             f"{many(count, 'document')} of {many(int(counts.sum()), 'document')} in {data}, with "
             f"{many(long_tokens, 'token')}, {'is' if count == 1 else 'are'}",
             settings,
@@ -91,11 +91,11 @@ def say_cut(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool
     return True
 
 
-def say_first_cut(ledger: Ledger, settings: LoaderSettings) -> bool:
-    """Say how many documents were longer than a pack so far, where none of that was known before they were read."""
+def warn_overlong_read(ledger: Ledger, settings: LoaderSettings) -> bool:
+    """Log how many of the documents read so far exceed the capacity, if any; returns whether any do."""
     count = ledger.split_documents + ledger.truncated_documents + ledger.dropped_documents
     if count and not settings.ranks[0] and settings.method != "wrapped":
-        _say_cut(
+        _log_overlong(
             f"{many(count, 'document')} of the first {many(ledger.documents_in, 'document')} "
             f"{'was' if count == 1 else 'were'}",
             settings,
@@ -103,8 +103,7 @@ def say_first_cut(ledger: Ledger, settings: LoaderSettings) -> bool:
     return count > 0
 
 
-def _say_cut(which: str, settings: LoaderSettings) -> None:
-    """Log it."""
+def _log_overlong(which: str, settings: LoaderSettings) -> None:
     others = [name for name in POLICIES if name != settings.overlong]
     _log.warning(
         "%s longer than capacity %s, and %s; overlong=%s does otherwise, and stats().ledger counts all",
@@ -115,18 +114,18 @@ def _say_cut(which: str, settings: LoaderSettings) -> None:
     )
 
 
-# Documents that can't be read when a batch is made: an error that names them, or masked in their slots and counted.
+# Documents that can't be read when a batch is built: the error names them, or they are masked in place and counted.
 #
-# Plans are made of lengths alone, the same on every rank. So a document whose tokens one rank can't read
-# keeps its slot there: other documents, steps, their number and their denominators stay what they are, and no
-# other rank has to know.
+# Plans depend only on lengths, which are the same on every rank. So a document whose tokens one rank can't read
+# keeps its slot there: other documents, steps, their number and their denominators don't change, and other ranks
+# aren't affected.
 
 _MOST_NAMED = 1000
-"""Documents that are named in the log; more are counted alone, as a file that is gone may have held millions."""
+"""Skipped documents that the log names; further ones are only counted, as a missing file may have held millions."""
 
 
 class Pieces(Protocol):
-    """What a batch is read out of; as `ReadableTokens` has them."""
+    """The part of `ReadableTokens` from which a batch is read."""
 
     @property
     def documents(self) -> IntArray:
@@ -138,18 +137,18 @@ class Pieces(Protocol):
         """Read pieces of documents end to end."""
 
     def where(self, shard: int) -> str:
-        """Say where a shard lies."""
+        """Describe a shard for messages."""
 
 
 class Unreadable:
-    """What becomes of documents that can't be read, and which were named already."""
+    """How to handle documents that can't be read, and which of them the log has named."""
 
     def __init__(self, on_error: OnError, pad_id: int) -> None:
         self.on_error, self.pad_id = on_error, pad_id
         self._named: set[str] = set()
 
     def name(self, where: str, why: SourceError) -> None:
-        """Say once which document was skipped, and why."""
+        """Log once which document was skipped, and why."""
         if where in self._named or len(self._named) > _MOST_NAMED:
             return
         self._named.add(where)
@@ -162,12 +161,12 @@ class Unreadable:
 
 
 class ReadPieces:
-    """A store as batches read it, which counts the pieces that are masked since they can't be read."""
+    """A store's pieces; masks and counts those that can't be read."""
 
     def __init__(self, store: ReadableTokens, unreadable: Unreadable) -> None:
         self._store, self._unreadable = store, unreadable
         self.skipped = 0
-        """Pieces that were masked so far."""
+        """Number of pieces masked so far."""
 
     @property
     def documents(self) -> IntArray:
@@ -175,13 +174,13 @@ class ReadPieces:
         return self._store.documents
 
     def where(self, shard: int) -> str:
-        """Say where a shard lies."""
+        """Describe a shard for messages."""
         return self._store.where(shard)
 
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask | None]:
-        """Read pieces of documents end to end; arguments as `ReadableTokens` has them."""
+        """Read pieces of documents end to end; the arguments are those of `ReadableTokens.gather`."""
         try:
             return self._store.gather(shards, documents, starts, lengths)
         except SourceError:
@@ -190,38 +189,40 @@ class ReadPieces:
     def _one_by_one(
         self, shards: IntArray, documents: IntArray, starts: IntArray, lengths: IntArray
     ) -> tuple[Int32Array, Mask]:
-        """Read each piece by itself, to find those that can't be."""
+        """Read each piece separately, to find those that can't be read."""
         begins = (np.cumsum(lengths) - lengths).tolist()
         tokens = np.full(int(lengths.sum()), self._unreadable.pad_id, dtype=np.int32)
         mask: Mask = np.ones(len(tokens), dtype=np.uint8)
         for number, (begin, length) in enumerate(zip(begins, lengths.tolist())):
-            one, here = slice(number, number + 1), slice(begin, begin + length)
+            piece, span = slice(number, number + 1), slice(begin, begin + length)
             try:
-                found, marks = self._store.gather(shards[one], documents[one], starts[one], lengths[one])
+                ids, piece_mask = self._store.gather(
+                    shards[piece], documents[piece], starts[piece], lengths[piece]
+                )
             except SourceError as error:
-                where = place_of(self._store, int(shards[number]), int(documents[number]))
+                where = _describe(self._store, int(shards[number]), int(documents[number]))
                 if self._unreadable.on_error == "raise":
                     raise SourceError(f'{where} can\'t be read: {error}; on_error="skip" masks it') from error
                 self._unreadable.name(where, error)
                 self.skipped += 1
-                mask[here] = 0
+                mask[span] = 0
                 continue
-            tokens[here] = found
-            if marks is not None:
-                mask = as_wide(mask, marks)
-                mask[here] = marks
+            tokens[span] = ids
+            if piece_mask is not None:
+                mask = as_wide(mask, piece_mask)
+                mask[span] = piece_mask
         return tokens, mask
 
 
-def place_of(store: Pieces, shard: int, document: int) -> str:
-    """Say where a document lies, by its shard and its number there."""
+def _describe(store: Pieces, shard: int, document: int) -> str:
+    """Describe a document for messages, by its shard and its number within the shard."""
     return f"document {document:,} of {store.where(shard)}"
 
 
-# Ids that a model doesn't know, found where they are read: files of tokens don't say how large a vocabulary is.
+# Ids that a model doesn't know are found when they are read, as token files don't record the vocabulary's size.
 
 _DOCUMENTS, _TOKENS = 1 << 12, 10_000_000
-"""Looked at before training: of the first part, up to so many."""
+"""Documents and tokens that are checked before training, at most."""
 
 
 def check_ids(
@@ -248,26 +249,26 @@ def check_ids(
 
 
 def check_first_ids(tokens: TokenDocuments, vocab_size: int) -> None:
-    """Refuse documents with ids that a model doesn't know, as far as the first of them tell.
+    """Refuse data whose first documents have ids that a model doesn't know.
 
     Cost: reading 4,096 documents of the first shard, or 10 million tokens if these have more.
     """
-    held = np.flatnonzero(tokens.documents)[:1]
-    if len(held) == 0:
+    shards_with_documents = np.flatnonzero(tokens.documents)
+    if len(shards_with_documents) == 0:
         return
-    shard = int(held[0])
+    shard = int(shards_with_documents[0])
     numbers = np.arange(min(int(tokens.documents[shard]), _DOCUMENTS))
     shards = np.full(len(numbers), shard)
     lengths = tokens.lengths(shards, numbers)
-    # Of a document that would go beyond, its beginning alone.
+    # A document that exceeds the limit is cut to its beginning.
     before = np.cumsum(lengths) - lengths
     lengths = np.clip(_TOKENS - before, 0, lengths)
     ids, _ = tokens.gather(shards, numbers, np.zeros(len(numbers), dtype=np.int64), lengths)
-    check_ids(ids, lengths, vocab_size, lambda piece: place_of(tokens, shard, piece))
+    check_ids(ids, lengths, vocab_size, lambda piece: _describe(tokens, shard, piece))
 
 
 def where_of(store: Pieces, document_id: int) -> str:
-    """Say where a document lies, by its number within the whole store."""
+    """Describe a document for messages, by its number within the whole store."""
     before = np.concatenate([[0], np.cumsum(store.documents)])
     shard = int(np.searchsorted(before, document_id, side="right")) - 1
-    return place_of(store, shard, document_id - int(before[shard]))
+    return _describe(store, shard, document_id - int(before[shard]))

@@ -16,7 +16,7 @@ from varlen.arguments import as_count, takes, with_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.documents.source import Mixture
 from varlen.errors import SettingError, UnknownLengthError
-from varlen.feed.checks import say_first_cut
+from varlen.feed.checks import warn_overlong_read
 from varlen.feed.lookup import IndexedLookup, StepDocuments, StreamingLookup
 from varlen.feed.opening import Opened, OpenTokens, open_data
 from varlen.feed.protocol import BatchCounts, Ended, Worker
@@ -118,7 +118,7 @@ class PackedLoader(OfOneProcess):
         """Of the seconds that the last batch was waited for, those for its plan; 0 without plans."""
         self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
-        self._meter = Meter(None if self._opened.has_said_cut else partial(say_first_cut, settings=settings))
+        self._meter = Meter(None if self._opened.warned else partial(warn_overlong_read, settings=settings))
         self._noted = self._meter.noted
         self._remembers = self._opened.remembers
         self._worker = start_worker(self._opened, settings)
@@ -394,8 +394,8 @@ class Meter:
     a loop over many batches. So a batch is only noted, and notes are added up some dozens at a time.
     """
 
-    def __init__(self, say_cut: Callable[[Ledger], bool] | None = None) -> None:
-        self._say_cut = say_cut
+    def __init__(self, warn_overlong: Callable[[Ledger], bool] | None = None) -> None:
+        self._warn_overlong = warn_overlong
         names = [field.name for field in fields(LoaderStats) if field.name not in ("ledger", "losses")]
         self._counts: dict[str, float] = dict.fromkeys(names, 0)
         self._ledger, self._losses = Ledger(tokens_in=0, packed=0), NO_LOSSES
@@ -425,8 +425,8 @@ class Meter:
     def _enter(self, ledger: Ledger | None, losses: Losses | None) -> None:
         if ledger is not None:
             self._ledger = self._ledger.and_then(ledger)
-            if self._say_cut is not None and self._say_cut(self._ledger):
-                self._say_cut = None
+            if self._warn_overlong is not None and self._warn_overlong(self._ledger):
+                self._warn_overlong = None
         if losses is not None:
             self._losses += losses
             self._counts["skipped"] += losses.num_rows

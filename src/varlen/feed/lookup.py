@@ -59,7 +59,7 @@ class IndexedLookup:
         """Return the parts of the epochs, or sources, of a state."""
         position = self._feed.position(state)
         if isinstance(self._table, MixedTable):
-            self._table.stand_at(state.step * self._feed.step_packs, position)
+            self._table.set_current(state.step * self._feed.step_packs, position)
         return position.grown
 
     def state_at(self, step: int, state: FeedState) -> FeedState:
@@ -77,7 +77,7 @@ class IndexedLookup:
         last, self._last = self._last, state
         was_gone_on_from = (last.step, last.micro_batch) < (state.step, state.micro_batch) and last.at
         if was_gone_on_from and isinstance(self._table, MixedTable):
-            self._table.pass_by(last.step * self._feed.step_packs, last.at)
+            self._table.note_passed(last.step * self._feed.step_packs, last.at)
 
     def documents(self, step: int, state: FeedState) -> StepDocuments:
         """Return the documents of a step; arguments and errors as in `state_at`."""
@@ -148,7 +148,7 @@ class StreamingLookup:
                 f"step {step:,} isn't one of the last rounds, which begin at {min(self._rounds):,} and have come to "
                 f"{state.step:,}; what was in others isn't remembered"
             )
-        for made in self._feed.alone().batches(replace(at, micro_batch=0), new_arrays):
+        for made in self._feed.for_one_rank().batches(replace(at, micro_batch=0), new_arrays):
             if isinstance(made, Ended):
                 break
             batch = made.batch

@@ -19,7 +19,7 @@ from varlen.documents.source import Mixture, Reading, Source, open_source
 from varlen.errors import SettingError, SourceError, StalledError, VarlenError
 from varlen.feed.agreement import Agreement, Exchanges, job_store, name_of
 from varlen.feed.batches import BatchSettings
-from varlen.feed.checks import NO_LABEL, check_tokens, has_label, say_cut
+from varlen.feed.checks import NO_LABEL, check_tokens, has_label, warn_overlong
 from varlen.feed.indexed.stream import IndexedFeed
 from varlen.feed.indexed.windows import PARTS_A_GROUP, WindowSettings
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
@@ -71,7 +71,7 @@ class Opened:
     """How ranks exchange values; None where they don't."""
     plans: Plans | None = None
     """Plans of the loader's steps; None without."""
-    has_said_cut: bool = False
+    warned: bool = False
     """Whether the number of documents longer than a pack was reported already."""
     held: tuple[TokenDocuments, ...] = ()
     """Documents that are open, which a thread beside the trainer may read too."""
@@ -245,7 +245,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     check_tokens(tokens, settings)
     if applied(settings.method, settings.overlong) == "error":
         _check_lengths(tokens, settings.capacity, str(data))
-    has_said = say_cut(tokens, str(data), settings)
+    warned = warn_overlong(tokens, str(data), settings)
     is_all = settings.scope == "all"
     if is_all:
         tokens.wait_for(tokens.num_parts)
@@ -275,7 +275,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         on_error=settings.on_error,
         **of_folders(settings),
         planned_ahead=_planned_ahead(settings),
-        is_alone=exchanges is None,
+        only_plans=exchanges is None,
     )
     plans, exchanges = _plans(store, belongs_to, settings, exchanges)
     return Opened(
@@ -287,7 +287,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         has_weights=weighs(tokens),
         exchanges=exchanges,
         plans=plans,
-        has_said_cut=has_said,
+        warned=warned,
     )
 
 

@@ -196,8 +196,8 @@ class Plans:
             time.sleep(_PAUSE_S)
         content = self._store.get(key)
         if content[:1] == _FAULT:
-            kind, said = parse_json(content[1:])
-            raise getattr(errors, kind, PlanError)(said)
+            kind, message = parse_json(content[1:])
+            raise getattr(errors, kind, PlanError)(message)
         return plan_from_bytes(content[1:])
 
     def _decides(self) -> bool:
@@ -292,8 +292,8 @@ class _PlanExchange:
             plan = self._plans.decided(self, step, np.array(lengths, np.int32), later)
         except Exception as error:
             kind = type(error).__name__ if isinstance(error, VarlenError) else PlanError.__name__
-            said = str(error) if isinstance(error, VarlenError) else f"planning failed with {error!r}"
-            return {rank: {"error": kind, "said": said}}
+            message = str(error) if isinstance(error, VarlenError) else f"planning failed with {error!r}"
+            return {rank: {"error": kind, "message": message}}
         return {rank: {"plan": base64.b64encode(plan_to_bytes(plan)).decode("ascii")}}
 
     def close(self) -> None:

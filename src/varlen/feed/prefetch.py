@@ -1,4 +1,4 @@
-"""Prepares coming items in a thread, as many ahead as bridge a stall of the storage, and no more."""
+"""Prepares items ahead in a thread, enough to bridge a stall of the storage."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from varlen.workers.child import await_end
 
 
 class Sized(Protocol):
-    """An item that takes memory, and serves some steps."""
+    """An item of known memory and number of steps."""
 
     @property
     def num_bytes(self) -> int:
-        """How much."""
+        """Memory of the item."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that it is for."""
+        """Number of steps that the item serves."""
 
 
 _Item = TypeVar("_Item", bound=Sized)
@@ -29,18 +29,18 @@ _Item = TypeVar("_Item", bound=Sized)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AheadSettings:
-    """How far ahead."""
+    """How far ahead items are prepared."""
 
     items: int = 2
-    """Items that are ready at least; no more are before one was taken."""
+    """Minimum number of ready items; before the first one is taken, also the maximum."""
     seconds: float = 10.0
-    """More items are prepared until they last so long, at the rate at which they are taken."""
+    """More items are prepared until they last this long, at the rate at which they are taken."""
     most_bytes: int = 1 << 30
-    """No item is begun while the ready ones take so much memory."""
+    """No item is begun while the ready ones take this much memory."""
 
 
 class Prefetcher(Generic[_Item]):
-    """Yields the items of an iterator, which a thread asks for ahead; errors come in the place of their item."""
+    """Yields the items of an iterator that a thread runs ahead; its error is raised after the items before it."""
 
     def __init__(
         self, items: Callable[[], Iterator[_Item]], settings: AheadSettings, stop: Callable[[], None]
@@ -52,7 +52,7 @@ class Prefetcher(Generic[_Item]):
         self._error: BaseException | None = None
         self._step_s = 0.0
         self._taken: tuple[float, int] | None = None
-        """When the last item was taken, and its steps."""
+        """When the last item was taken, and its number of steps."""
         self._thread = threading.Thread(target=self._work, name="varlen-ahead", daemon=True)
         self._thread.start()
 
@@ -112,7 +112,7 @@ class Prefetcher(Generic[_Item]):
                 self._changed.notify_all()
 
     def _is_enough(self) -> bool:
-        """Whether as much is ready as should be."""
+        """Return whether enough items are ready."""
         settings = self._settings
         if not self._ready:
             return False
@@ -120,13 +120,13 @@ class Prefetcher(Generic[_Item]):
             return True
         if self._step_s == 0 and self._taken is None:
             return len(self._ready) >= settings.items
-        # Before the second item is asked for, a step of the first takes at least what has passed since.
+        # Until the second item is requested, the time since the first was taken is a lower bound.
         step_s = self._step_s or self._since_taken()
         lasting_s = step_s * sum(item.num_steps for item in self._ready)
         return len(self._ready) >= settings.items and lasting_s >= settings.seconds
 
     def _since_taken(self) -> float:
-        """Return the time since an item was taken, for each of its steps."""
+        """Return the time since the last item was taken, divided by its number of steps."""
         assert self._taken is not None
         at, steps = self._taken
         return (time.monotonic() - at) / steps

@@ -1,4 +1,4 @@
-"""Everything that a feed is made of, in one frozen record, which the trainer's process sends to the worker."""
+"""Everything that a feed is built from, as frozen records that the trainer's process sends to the worker."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from varlen.store.tokens import TokenDocuments
 
 
 class Spec(Protocol):
-    """Makes a feed, in this process or in another one."""
+    """Builds a feed, in this process or another one."""
 
     def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> Feed:
-        """Make it, of documents that are open already or, where none are given, opened here."""
+        """Build the feed from documents that are open already; if `held` is empty, opens them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedSpec:
-    """A feed out of documents that are tokens already."""
+    """A feed of documents that are tokens already."""
 
     data: Data
     """As `open_tokens` takes it."""
     parts_a_group: int
-    """Parts of the store whose documents are shuffled together, at least."""
+    """Minimum number of the store's parts whose documents are shuffled together."""
     windows: WindowSettings
     batches: BatchSettings
     epochs: int | None
     rank: int
     num_ranks: int
     first_parts: int
-    """Parts of the store that the first epoch holds, the same on all ranks."""
+    """Number of parts of the store in the first epoch; the same on all ranks."""
     patience_s: float = PATIENCE_S
     """How long to wait for the next part of a store that is being written."""
     on_error: OnError = "raise"
@@ -57,12 +57,12 @@ class IndexedSpec:
     format: Format | None = None
     """As `open_tokens` takes them."""
     planned_ahead: int | None = None
-    """How far ahead steps are planned; None where they have no plans."""
-    is_alone: bool = False
-    """Whether exchanges are of plans only, since ranks can't reach each other."""
+    """How far ahead steps are planned; None: no plans."""
+    only_plans: bool = False
+    """Whether exchanges carry only plans, as the ranks can't reach each other."""
 
     def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> IndexedFeed:
-        """Make the feed."""
+        """Build the feed."""
         if held:
             (tokens,) = held
         else:
@@ -70,7 +70,7 @@ class IndexedSpec:
                 self.data, self.patience_s, self.on_error, split=self.split, format=self.format
             )
         plans = step_plans(exchanges, self.planned_ahead)
-        exchanges = None if self.is_alone else exchanges
+        exchanges = None if self.only_plans else exchanges
         can_agree = exchanges is not None or self.num_ranks == 1
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
         if can_agree and isinstance(tokens, TokenStore):
@@ -82,7 +82,7 @@ class IndexedSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureSpec:
-    """A feed out of several sources of documents that are tokens already."""
+    """A feed of a mixture of several sources of documents that are tokens already."""
 
     sources: tuple[Data, ...]
     """Each as `open_tokens` takes it."""
@@ -98,13 +98,10 @@ class MixtureSpec:
     format: Format | None = None
     """As `open_tokens` takes them."""
     planned_ahead: int | None = None
-    """How far ahead steps are planned; None where they have no plans."""
+    """How far ahead steps are planned; None: no plans."""
 
     def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> IndexedFeed:
-        """Make the feed.
-
-        All ranks know all lengths, so that exchanges are of plans alone.
-        """
+        """Build the feed; exchanges carry only plans, as all ranks know all lengths."""
         sets = held or [
             reopen_tokens(data, self.patience_s, self.on_error, split=self.split, format=self.format)
             for data in self.sources
@@ -125,17 +122,17 @@ class MixtureSpec:
 
 
 def step_plans(exchanges: Exchanges | None, ahead: int | None) -> StepPlans | None:
-    """Return where a feed requests plans; None where it has none, or is only looked up."""
+    """Return how a feed requests plans; None if it has no plans, or is only used for lookups."""
     return None if exchanges is None or ahead is None else StepPlans(exchanges=exchanges, ahead=ahead)
 
 
 def _losses_of(tokens: TokenDocuments) -> Losses:
-    """Return what was lost when tokens were made; nothing is known of files that other programs wrote."""
+    """Return the losses recorded when tokens were made; none are known for files of other programs."""
     return tokens.losses if isinstance(tokens, TokenStore | PartialStore) else NO_LOSSES
 
 
 def let_go(spec: Spec) -> None:
-    """Release the rows in memory that a feed was made of."""
+    """Release the rows in memory from which a feed was built."""
     if isinstance(spec, StreamingSpec):
         memory.let_go(spec.source.files)
     elif isinstance(spec, IndexedSpec):
@@ -152,7 +149,7 @@ def grouped(tokens: TokenDocuments, settings: WindowSettings, parts: int = PARTS
 
 
 class _PartsNow:
-    """Returns the parts of a store when an epoch begins: as many as every rank has seen."""
+    """Returns a store's number of parts at the beginning of an epoch: the minimum over the ranks."""
 
     def __init__(self, store: TokenStore, first: int, rank: int, exchanges: Exchanges | None) -> None:
         self._store, self._first, self._rank, self._exchanges = store, first, rank, exchanges
@@ -163,8 +160,8 @@ class _PartsNow:
         self._store.reread()
         if self._exchanges is None:
             return self._store.num_parts
-        said = self._exchanges(0).all(f"parts of epoch {epoch}", {self._rank: self._store.num_parts})
-        return int(min(said.values()))
+        counts = self._exchanges(0).all(f"parts of epoch {epoch}", {self._rank: self._store.num_parts})
+        return int(min(counts.values()))
 
 
 def reopen_tokens(
@@ -191,7 +188,7 @@ def _seed_of(seed: int | None, number: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamingSpec:
-    """A feed straight from documents."""
+    """A feed that reads and tokenizes documents while training."""
 
     source: Source
     settings: StreamingSettings
@@ -199,6 +196,6 @@ class StreamingSpec:
     rank: int
 
     def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> StreamingFeed:
-        """Make the feed."""
+        """Build the feed."""
         assert not held, "streaming reads no tokens"
         return StreamingFeed(self.source, self.settings, self.batches, self.rank, exchanges)

@@ -1,4 +1,4 @@
-"""Documents to pieces that fit: the overlong policies, the stream cut by `wrapped`, and groups kept whole."""
+"""Cuts documents into pieces that fit: overlong policies, the stream of `wrapped`, and groups that share a pack."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ AnyInts = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """What is to be packed, in input order, and what was cut or left out on the way.
+    """The pieces to pack, in input order, and counts of what was cut or left out.
 
-    `documents` and `starts` are None where piece i is document i whole or cut short at its end only.
+    `documents` and `starts` are None if piece i is document i, whole or truncated.
     """
 
     lengths: Int32Array
-    """int32 `[num_pieces]`: tokens of each piece; 0 where there is nothing to pack."""
+    """int32 `[num_pieces]`: tokens of each piece; 0 for pieces that aren't packed."""
     documents: IntArray | None = None
     """int64 `[num_pieces]`: the document of each piece."""
     starts: Int32Array | None = None
@@ -34,19 +34,19 @@ class Pieces:
     """Ledger entries: tokens and documents truncated, dropped, split."""
 
 
-# What becomes of documents longer than a pack: one policy a row, and one error for all that refuse them.
+# The policies for documents longer than a pack, and the error for all that refuse them.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What becomes of documents longer than a pack."""
+    """A policy for documents longer than a pack."""
 
     becomes: str
-    """In words, behind "longer than capacity 8, and"."""
+    """Its description, to follow "longer than capacity 8, and"."""
     kept: Callable[[AnyInts, int], AnyInts] = lambda lengths, _: lengths
-    """Tokens that are left of each document; all where it is whole or in pieces."""
+    """Returns the number of tokens of each document that are packed, from lengths and the capacity."""
     loses: str = ""
-    """The entry of the ledger that counts the others."""
+    """The ledger entry that counts the other tokens."""
     cuts: bool = False
 
 
@@ -104,7 +104,7 @@ def check_fit(
     out: str = ways_out(),
     units: str = "documents",
 ) -> None:
-    """Refuse lengths over a limit, the first of them by its name; they come in parts that are numbered on."""
+    """Refuse lengths over a limit, naming the first one; documents are numbered through all parts."""
     first, longest, count, before = 0, 0, 0, 0
     for lengths in parts:
         over = np.flatnonzero(lengths > limit)
@@ -179,14 +179,14 @@ def wrap(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Items:
-    """What must share a pack: one item a piece, or one a group of documents."""
+    """The units of packing: an item is a piece, or a group of documents that share a pack."""
 
     slots: Int32Array
-    """int32 `[num_items]`: tokens an item takes up; 0 where there is nothing to pack."""
+    """int32 `[num_items]`: tokens an item takes up; 0 for items that aren't packed."""
     sizes: Int32Array | None
-    """int32 `[num_items]`: documents an item counts as; None where each is one."""
+    """int32 `[num_items]`: number of documents of an item; None: one each."""
     item_of: IntArray | None
-    """int64 `[num_pieces]`: the item of each piece; None where piece i is item i."""
+    """int64 `[num_pieces]`: the item of each piece; None: piece i is item i."""
 
 
 def slots_of(lengths: Int32Array, multiple: int) -> Int32Array:
@@ -265,7 +265,7 @@ def shuffled(seed: int, size: int) -> IntArray:
 def arrange(
     lengths: Int32Array, pack_of: Int32Array, num_packs: int, seed: int | None
 ) -> tuple[IntArray, Int32Array, IntArray]:
-    """Bring the pieces of each pack together: packs by their first piece, or at random.
+    """Sort pieces by pack: packs are ordered by their first piece, or at random.
 
     Args:
         lengths: int32 `[num_pieces]`.
@@ -330,10 +330,10 @@ def audit(
     multiple: int,
     expected: int,
 ) -> tuple[int, int]:
-    """Count the tokens in finished packs, and those of them that stand there twice.
+    """Count the tokens in finished packs, and those that are in them twice.
 
-    Pieces are compared with what went in by an order-free checksum of their numbers and lengths; only where
-    it differs are repetitions counted one by one.
+    Pieces are compared with the input by an order-independent checksum of their numbers and lengths; repetitions are
+    counted only if it differs.
 
     Args:
         pieces: int64 `[num_placed]`.

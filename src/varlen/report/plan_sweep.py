@@ -34,7 +34,7 @@ from varlen.step_plan import Mesh, Sharding
 
 OnProgress = Callable[[int, int, str], None]
 MORE_CHUNKS = (2, 3)
-"""Chunks of layers a stage, besides one, to try on the fastest meshes: interleaved stages."""
+"""Chunks of layers per stage, besides one, to try on the fastest meshes (interleaved stages)."""
 WIDEST_CP = 16
 """Wider context parallelism gains almost nothing over DP-Merge, and exchanges more."""
 STATES, NO_PLAN, BOUND, DIVIDED = (
@@ -56,7 +56,7 @@ class SweptMesh:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the whole mesh a second."""
+        """Tokens per second of the whole mesh."""
         return self.documents.num_tokens / self.figures.step_s
 
 
@@ -72,7 +72,7 @@ class PlanSweep:
     num_meshes: int
     """Number of combinations of a mesh and a capacity."""
     best: tuple[SweptMesh, ...]
-    """At most ten, by falling tokens a second."""
+    """At most ten, by descending tokens per second."""
     left_out: tuple[tuple[str, int], ...]
     """Reasons why others aren't among the best, with their numbers."""
     are_bytes: bool = False
@@ -162,7 +162,7 @@ def sweep(
 
 
 def _of_most_chunks(swept: SweptMesh, method: str, cost: CostModel, repairs: bool) -> SweptMesh:
-    """Return a mesh with the number of chunks of layers a stage that makes it fastest."""
+    """Return a mesh with the fastest number of chunks of layers per stage."""
     best = swept
     for chunks in MORE_CHUNKS if swept.mesh.pp > 1 else ():
         mesh = replace(swept.mesh, virtual_stages=chunks)

@@ -27,22 +27,22 @@ Sum = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepInputs:
-    """The part of a step that a process holds."""
+    """One process's part of a step."""
 
     plan: StepPlan
     data: StepData
-    """Unless all targets have the same weight, its weights are 1, or those of the rows: see `weighed`."""
+    """Tokens and targets; its weights are 1 or those of rows if targets have different weights: see `weighed`."""
     step_num_targets: int
     is_share: bool = False
     """Whether it holds the documents of its own data-parallel rank only."""
     weighting: LossWeighting | None = None
     """How targets are weighted; None where all have the same weight, which `data` holds."""
     groups: npt.NDArray[np.int64] | None = None
-    """int64 `[num_documents]`: of the packing, where it has groups."""
+    """int64 `[num_documents]`: groups of the packing, if it has any."""
     own: npt.NDArray[np.bool_]
-    """bool `[num_documents]`: those that this data-parallel rank counts; each is counted by one rank."""
+    """bool `[num_documents]`: the documents that this data-parallel rank counts; one rank counts each."""
     document_ids: npt.NDArray[np.int64]
-    """int64 `[num_documents]`: as in the batch; 0 for documents that it doesn't hold."""
+    """int64 `[num_documents]`: ids as in the batch; 0 for documents that this process doesn't hold."""
 
     def weighed(self, add: Sum) -> StepData:
         """Return the data with each target's weight in the step's loss.

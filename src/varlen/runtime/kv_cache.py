@@ -1,9 +1,9 @@
 """DocumentCache and KeptRows: what a document's tasks on this stage keep for its later tasks, layer by layer.
 
-Keys and values of the whole document stand in one buffer per layer, allocated once, so that slices neither copy nor
-concatenate earlier ones. Their gradients add up beside them while the document's slices run backward, last to first.
-Inputs of layers are kept in one piece per forward slice. The backward releases all of it; the bytes that this copies
-are linear in the document, however many slices it is cut into.
+Keys and values of the whole document are in one buffer per layer, allocated once, so that slices neither copy nor
+concatenate earlier ones. Their gradients are summed in further buffers while the document's slices run backward, last
+to first. Layers' inputs are kept as one tensor per forward slice. The backward pass releases all of these; the bytes
+that this copies are linear in the document's length, for any number of slices.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DocumentCache:
         return keys[:, :, :stop], values[:, :, :stop]
 
     def earlier_gradients(self, layer: int, start: int) -> Pair | None:
-        """Return where the gradients of the tokens before a slice are gathered; None for a document's first slice.
+        """Return the accumulated gradients of the tokens before a slice; None for a document's first slice.
 
         The first call, by the last slice, allocates them.
         """
@@ -71,29 +71,29 @@ class DocumentCache:
         return keys[:, :, :start], values[:, :, :start]
 
     def own_gradients(self, layer: int, start: int, stop: int) -> Pair | None:
-        """Return what later slices have sent to this slice's keys and values; None where there are none."""
+        """Return the gradients that later slices have added for this slice's keys and values; None without any."""
         if layer not in self.gradients or self.gradients[layer][0].shape[2] < stop:
             return None
         keys, values = self.gradients[layer]
         return keys[:, :, start:stop], values[:, :, start:stop]
 
     def release(self, layer: int, start: int) -> None:
-        """Give the memory of a slice back, after its backward: that of all tokens from `start` on.
+        """Release the memory of all tokens from `start` on, after the backward pass of a slice.
 
-        Once `FREE_SHARE` of a buffer is free, what stays moves into one of its own size, one layer at a time.
+        Once `FREE_SHARE` of a buffer is free, the rest is copied into a smaller buffer, one layer at a time.
         """
         for held in (self.pairs, self.gradients):
             if start == 0:
                 held.pop(layer, None)
             elif layer in held and held[layer][0].shape[2] - start >= FREE_SHARE * held[layer][0].shape[2]:
                 keys, values = held.pop(layer)
-                keys = _copied(keys, start)  # so that not both stand twice
+                keys = _copied(keys, start)  # releases the old keys before the values are copied
                 held[layer] = keys, _copied(values, start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedSlice:
-    """The rows `start:stop` of a document, which stand in a MicroPack behind those of the slices before it."""
+    """The rows `start:stop` of a document, computed in one MicroPack."""
 
     cache: DocumentCache
     start: int
@@ -107,7 +107,7 @@ class CachedSlice:
 
     @property
     def ranges(self) -> Ranges:
-        """Which these are."""
+        """The ranges of these tokens."""
         return ((self.start, self.stop),) if self.share is None else self.share.ranges
 
     @property
@@ -117,7 +117,7 @@ class CachedSlice:
 
 
 class KeptRows:
-    """What went into a layer on a document's rows, in the pieces that forward slices came in; taken from the end."""
+    """A layer's inputs for a document's rows, one tensor per forward slice; taken from the end."""
 
     def __init__(self) -> None:
         self._pieces: list[torch.Tensor] = []
@@ -127,15 +127,15 @@ class KeptRows:
         """Keep the next rows.
 
         Args:
-            rows: `[rows, hidden]`; it is not copied, so nobody may write to it.
+            rows: `[rows, hidden]`; it is not copied, and must not be modified.
         """
         self._pieces.append(rows)
         self._none = rows.new_empty(0, rows.shape[1]) if self._none is None else self._none
 
     def take(self, count: int) -> list[torch.Tensor]:
-        """Return the last rows that are still there, in pieces, and keep them no longer.
+        """Remove the last `count` rows and return them as a list of tensors.
 
-        A piece's memory is given back with its first row.
+        The memory of a slice's rows is released when its first row is removed.
         """
         taken: list[torch.Tensor] = []
         while count:
@@ -154,30 +154,29 @@ def _copied(tokens: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _tokens(like: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate `[1, heads, length, dim]` whose tokens lie side by side, as a model's projections write them."""
+    """Allocate `[1, heads, length, dim]` with contiguous tokens, the layout of a model's projections."""
     _, heads, _, dim = like.shape
     return torch.empty(1, length, heads, dim, dtype=dtype, device=like.device).transpose(1, 2)
 
 
 # `HostCache`: a document's keys, values and their gradients in host memory, with two layers' worth on the device.
 #
-# While one layer runs, those of the layer that comes next are fetched, so the order in which a task visits
-# layers is told beforehand. On CUDA copies run in a stream of their own between pinned memory and two buffers
-# that take turns; on the CPU the same steps are plain copies, so that what they compute and how many bytes
-# they need is tested there.
+# While one layer runs, the next layer's are fetched, so a task declares its order of layers in advance. On CUDA,
+# copies run on a separate stream between pinned memory and two alternating buffers; on the CPU, the same steps are
+# plain copies, so that tests there cover the results and the memory use.
 
 
 class Visit(NamedTuple):
-    """One layer that a task is going to run."""
+    """A layer that a task will run."""
 
     layer: int
     has_own: bool
-    """Whether the task's own keys and values are fetched too, since no forward of the layer makes them again."""
-    is_backward: bool  # whether gradients of keys and values are gathered there
+    """Whether the task's own keys and values are fetched too, as the layer's forward isn't computed again."""
+    is_backward: bool  # whether gradients of keys and values are accumulated
 
 
 class HostLink:
-    """The way between a device and host memory, in the order asked for."""
+    """Copies between a device and host memory, in the order of the calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -185,7 +184,7 @@ class HostLink:
         self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def copy(self, into: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> Any:
-        """Copy tensors once what is computed so far is there; return what `wait` takes."""
+        """Copy tensors after the computations queued so far; returns the argument of `wait`."""
         if self._stream is None:
             for target, source in zip(into, rows, strict=True):
                 target.copy_(source)
@@ -197,12 +196,12 @@ class HostLink:
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Let what is computed from here on see copies."""
+        """Make later computations wait for a copy."""
         if copied is not None:
             torch.cuda.current_stream().wait_event(copied)
 
     def here(self, like: Pair, tokens: int, dtype: torch.dtype | None = None) -> Pair:
-        """Allocate a pair on the device, tokens side by side."""
+        """Allocate a pair on the device, with contiguous tokens."""
         keys, values = (
             torch.empty(
                 1,
@@ -217,14 +216,14 @@ class HostLink:
         return keys, values
 
     def there(self, like: Pair, tokens: int) -> Pair:
-        """Allocate a pair in host memory, tokens side by side; pinned on CUDA."""
+        """Allocate a pair in host memory, with contiguous tokens; pinned on CUDA."""
         keys, values = (
             self._empty((1, tokens, x.shape[1], x.shape[3]), x.dtype).transpose(1, 2) for x in like
         )
         return keys, values
 
     def sent(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a copy in host memory, there once what follows on this link is."""
+        """Return a copy in host memory, complete when a later copy of this link is."""
         there = self._empty(rows.shape, rows.dtype)
         self.copy([there], [rows])
         if self._stream is not None:
@@ -244,22 +243,22 @@ class HostLink:
 
 @dataclass(slots=True)
 class _Near:
-    """One layer's part on the device, whose memory serves one layer after the other."""
+    """A device buffer for one layer at a time."""
 
     layer: int = -1
     pair: Pair | None = None  # keys and values of tokens up to the task's last row
     gradients: Pair | None = None
-    gathered: int = 0  # tokens whose gradients are on the device
+    gathered: int = 0  # number of tokens whose gradients are on the device
     copied: Any = None  # the last copy from or to the device
 
 
 @dataclass(slots=True)
 class HostCache(DocumentCache):
-    """As `DocumentCache`, whose `pairs` and `gradients` stand in host memory, whole until the document is done."""
+    """A `DocumentCache` with `pairs` and `gradients` in host memory, kept whole until the document is done."""
 
     link: HostLink = field(kw_only=True)
     _near: list[_Near] = field(default_factory=list, init=False)
-    """The layer that runs, and the one that is being fetched."""
+    """Buffers of the running layer and of the one being fetched."""
     _visits: deque[Visit] = field(default_factory=deque, init=False)
     _start: int = field(default=0, init=False)
     _stop: int = field(default=0, init=False)
@@ -271,13 +270,13 @@ class HostCache(DocumentCache):
         self._start, self._stop, self._is_new = start, stop, is_new
 
     def end(self) -> None:
-        """End a task: what it had on the device is given back once all is copied."""
+        """End a task: release its device buffers after all copies."""
         for near in self._near:
             self.link.wait(near.copied)
         self._near = []
 
     def write(self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """Keep a slice's keys and values, as `DocumentCache.write`; what a backward pass makes again stays here."""
+        """Keep a slice's keys and values, as `DocumentCache.write`; recomputed ones stay on the device."""
         near, pair = self._arrive(layer, (key, value))
         stop = start + key.shape[2]
         for kept, rows in zip(pair, (key, value)):
@@ -293,7 +292,7 @@ class HostCache(DocumentCache):
         return _rows(self._arrive(layer, self.pairs[layer])[1], 0, stop)
 
     def earlier_gradients(self, layer: int, start: int) -> Pair | None:
-        """Return where gradients are gathered, as `DocumentCache.earlier_gradients`."""
+        """Return the accumulated gradients, as `DocumentCache.earlier_gradients`."""
         if start == 0:
             return None
         near, _ = self._arrive(layer, self.pairs[layer])
@@ -305,7 +304,7 @@ class HostCache(DocumentCache):
         return _rows(near.gradients, 0, start)
 
     def own_gradients(self, layer: int, start: int, stop: int) -> Pair | None:
-        """Return what later slices have sent, as `DocumentCache.own_gradients`."""
+        """Return the gradients added by later slices, as `DocumentCache.own_gradients`."""
         near, _ = self._arrive(layer, self.pairs[layer])
         if near.gradients is None or near.gathered < stop:
             return None
@@ -314,7 +313,7 @@ class HostCache(DocumentCache):
     def release(self, layer: int, start: int) -> None:
         """Send the gradients of earlier tokens to host memory after a layer's backward.
 
-        What the slice itself had there is given back with the rest of the document.
+        The slice's own memory there is released together with the whole document's.
         """
         if start == 0:
             self.pairs.pop(layer, None)

@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer, place in the data and step, written atomically under one name.
+"""Checkpoints: weights, optimizer, position in the data and step, written atomically under one name.
 
 ::
 
@@ -6,13 +6,13 @@
       step-00000500/              appears by a rename, when all of it is on the disk
         shard-00001-….safetensors   tensors of rank 0, as PyTorch's distributed checkpoints lay them out
         shard-00002-….safetensors   of rank 1; any number of ranks reads them
-        checkpoint.json             step, place in the data, seed, settings, sizes and SHA-256 of the files, and of
-                                    all this itself
+        checkpoint.json             step, position in the data, seed, settings, sizes and SHA-256 of the files, and
+                                    its own SHA-256
       .step-00001000.part/        being written, or left by a killed run: never read, and removed if it has our
                                   mark, a checkpoint.json that is written first
 
 Tensors are safetensors and all else is JSON, so reading a checkpoint runs no code. Checksums are computed while files
-are written, and compared before anything is read, so step, place and tensors belong together.
+are written, and compared before anything is read, so step, position and tensors belong together.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ def _check(checkpoint: Checkpoint, ranks: Ranks) -> None:
 def _check_steps(checkpoint: Checkpoint) -> None:
     """Require, without checksums, that the optimizer has taken as many steps as the run."""
     with _reading(checkpoint.folder):
-        found = read_tensors(checkpoint.folder, STEP)
-        steps = [float(one) for one in found.values()]
+        steps = [float(step) for step in read_tensors(checkpoint.folder, STEP).values()]
     if steps and max(steps) != checkpoint.step:
         raise StateError(
             f"{checkpoint.folder} is put together of several steps: its tensors are of step {max(steps):,.0f}, and "
@@ -176,7 +175,7 @@ def _check_same(saved: Mapping[str, Any], tensors: Tensors, folder: Path) -> Non
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turn whatever readers raise for a damaged file into a StateError."""
+    """Turn any error of reading a damaged file into a StateError."""
     try:
         with _quiet():
             yield
@@ -195,12 +194,12 @@ def _for_all(ranks: Ranks, what: str, folder: Path) -> Iterator[None]:
     except (SettingError, StateError) as error:
         fault = error
     except OSError as error:
-        said = f"{error.strerror or error}{free_words(error, folder)}"
-        fault = VarlenError(f"{what}: {said}; the checkpoint before it is as it was")
+        reason = f"{error.strerror or error}{free_words(error, folder)}"
+        fault = VarlenError(f"{what}: {reason}; the checkpoint before it is as it was")
     except CheckpointException as error:
         inner = next((one for one, _ in error.failures.values() if isinstance(one, OSError)), None)
-        said = f"{_of_first_rank(error)}{'' if inner is None else free_words(inner, folder)}"
-        fault = VarlenError(f"{what}: {said}; the checkpoint before it is as it was")
+        reason = f"{_of_first_rank(error)}{'' if inner is None else free_words(inner, folder)}"
+        fault = VarlenError(f"{what}: {reason}; the checkpoint before it is as it was")
     ranks.check_all(fault)
 
 
@@ -223,8 +222,8 @@ def _quiet() -> Iterator[None]:
 
 def read_weights(checkpoint: Path) -> Tensors:
     """Return the whole weights of a checkpoint by their names in the model; not collective."""
-    found = read_tensors(checkpoint, WEIGHT)
-    return {name.removeprefix(WEIGHT): tensor for name, tensor in found.items()}
+    tensors = read_tensors(checkpoint, WEIGHT)
+    return {name.removeprefix(WEIGHT): tensor for name, tensor in tensors.items()}
 
 
 def read_tensors(checkpoint: Path, prefix: str) -> Tensors:
@@ -233,9 +232,9 @@ def read_tensors(checkpoint: Path, prefix: str) -> Tensors:
         reader = HuggingFaceStorageReader(str(checkpoint))
         saved = reader.read_metadata().state_dict_metadata
         tensors = {
-            name: torch.empty(said.size, dtype=said.properties.dtype)
-            for name, said in saved.items()
-            if name.startswith(prefix) and isinstance(said, TensorStorageMetadata)
+            name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+            for name, metadata in saved.items()
+            if name.startswith(prefix) and isinstance(metadata, TensorStorageMetadata)
         }
         load_tensors(tensors, storage_reader=reader, no_dist=True)
     return tensors
@@ -330,9 +329,8 @@ def begin(partial: Path) -> None:
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints."""
     for old in [path for path in checkpoints_in(folder) if _is_ours(path)][:-keep]:
-        partial = old.with_name(
-            f".{old.name}.part"
-        )  # so that a half-removed one never has the name of a whole one
+        # Renamed first, so that a half-removed checkpoint never has the name of a complete one.
+        partial = old.with_name(f".{old.name}.part")
         _remove_partial(partial)
         old.replace(partial)
         _remove_partial(partial)
@@ -367,7 +365,9 @@ def _remove_partial(partial: Path) -> None:
         return
     out = "move it away, or choose another run.output"
     refuse_link(partial, out)
-    if not partial.is_dir() or not mark_of_folder(partial, MANIFEST, lambda found: found.get("kind") == KIND):
+    if not partial.is_dir() or not mark_of_folder(
+        partial, MANIFEST, lambda manifest: manifest.get("kind") == KIND
+    ):
         raise SettingError(
             f"{partial} isn't varlen's: it has the name of a checkpoint in the making, and no mark of one "
             f"({MANIFEST}; versions up to 0.1.0 wrote none before it was whole); {out}"
@@ -423,7 +423,7 @@ def _is_kept(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-# A checkpoint's manifest: step, place in the data, files and checksums, and its own checksum.
+# A checkpoint's manifest: step, position in the data, files and checksums, and its own checksum.
 
 FORMAT = 3
 WITHOUT_CHECKSUMS = 2
@@ -465,7 +465,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def opened(folder: Path) -> Checkpoint:
-    """Return a checkpoint, all of whose files exist with the right sizes."""
+    """Read a checkpoint's manifest; requires all of its files with the right sizes."""
     try:
         manifest = json.loads(read_regular(folder / MANIFEST))
     except (OSError, ValueError, RecursionError) as error:
@@ -514,7 +514,7 @@ def _wrong_in(manifest: Mapping[str, Any], folder: Path, *, is_checked: bool) ->
 
 
 def _is_name(name: str) -> bool:
-    """Return whether a name is of a file directly in the folder."""
+    """Return whether a name is that of a file directly in the folder."""
     return name.endswith(".safetensors") and Path(name).name == name
 
 
@@ -523,7 +523,7 @@ def _step_of(folder: Path) -> int:
 
 
 def _check_size(path: Path, size: int) -> None:
-    """Require a file of a size."""
+    """Require a file of the given size."""
     try:
         now = path.stat()
         require_regular(now.st_mode)

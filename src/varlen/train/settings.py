@@ -23,7 +23,7 @@ Tokens: TypeAlias = Annotated[int, TOKENS]
 MAX_SEED = 2**32 - 1
 """Every generator takes seeds up to here."""
 _TAKEN = {"", "checkpoints", "model", ".running", "plans.json", "hardware.json"}
-"""Names that the output folder has for other things."""
+"""Names in the output folder that have another use."""
 
 
 _OF_RUN = {"dp_rank", "dp_world_size", "epochs", "device", "model", "plan"}
@@ -32,7 +32,7 @@ _REQUIRED = {"capacity", "global_batch_size"}
 
 
 def _in_file(option: Declared) -> Any:
-    """Return the type that an argument of the loader has in a file; None stands for the loader's own default."""
+    """Return the type of a loader argument in a file; None means the loader's own default."""
     return Union[(*(one for one in option.types if one is not Path), None)]
 
 
@@ -125,31 +125,31 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """`[run]`: how long, where to, on what, and how it goes on after a stop."""
+    """`[run]`: length, output, device, and how the run resumes after a stop."""
 
     output: str = "run"
     """The folder of checkpoints, metrics and the trained model."""
     steps: int | None = None
     """Optimizer steps; left out: to the end of the epochs."""
     epochs: int | None = None
-    """Times that every document is read; left out: 1, or as many as `steps` take."""
+    """Passes over all documents; left out: 1, or as many as `steps` need."""
     checkpoint_every: int = 500
-    """Steps; the last step and Ctrl-C save too. 0: only those."""
+    """Steps between checkpoints; the last step and Ctrl-C save too. 0: only those."""
     keep: int = 3
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     resume: Literal["auto", "never"] = "auto"
-    """"auto" goes on from the newest checkpoint in `output`; "never" refuses to where there is one."""
+    """"auto" resumes from the newest checkpoint in `output`; "never" refuses to run if there is one."""
     seed: int = 0
-    """Of weights, dropout, and the data unless `data.seed` says otherwise."""
+    """Seed of weights, dropout and, unless `data.seed` is set, the data."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """What is computed in; weights and AdamW's state are float32 in both."""
+    """Type of computation; weights and AdamW's state are float32 in both."""
     parallel: Literal["none", "ddp", "fsdp"] = "ddp"
     """How the processes of `torchrun` share the work; one process needs none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
-    """Of the CPU, a process; runs are equal to the bit only at the same number."""
+    """CPU threads per process; runs are bitwise equal only with the same number."""
     timeout_s: float = 600.0
-    """Longest that processes wait for each other."""
+    """Maximum time that processes wait for each other."""
 
     def __post_init__(self) -> None:
         lowest = {"steps": 1, "epochs": 1, "checkpoint_every": 0, "keep": 1, "threads": 1, "timeout_s": 1}
@@ -160,18 +160,18 @@ class RunSettings:
 
     @property
     def folder(self) -> Path:
-        """Where everything goes."""
+        """The output folder."""
         return Path(self.output)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSettings:
-    """`[log]`: what is written of every step."""
+    """`[log]`: what is logged of every step."""
 
     metrics: str = "metrics.jsonl"
-    """A line a step, in the output folder."""
+    """File in the output folder with one line per step."""
     every: int = 10
-    """Steps between two lines where there is no terminal to draw on."""
+    """Steps between two printed lines, if the output isn't a terminal."""
 
     def __post_init__(self) -> None:
         _check_range("log.every", self.every, 1)
@@ -184,12 +184,12 @@ class LogSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSettings:
-    """`[measure]`: what is measured after the last step, when nothing can be disturbed any more."""
+    """`[measure]`: what is measured after the last step, so that training isn't disturbed."""
 
     exposed_data: bool = False
-    """Train the last steps again from memory: what real steps took longer is time spent on data."""
+    """Train the last steps again from memory; the extra time of the real steps is that spent on data."""
     steps: int = 20
-    """Steps at the end of training that are trained again."""
+    """Number of last steps that are trained again."""
 
     def __post_init__(self) -> None:
         _check_range("measure.steps", self.steps, 1)
@@ -197,36 +197,36 @@ class MeasureSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """`[plan]`: steps run in slices by plans made ahead of them; an empty table is enough, none trains whole packs.
+    """`[plan]`: run steps in slices, by plans made in advance; may be empty. Without it, whole packs are trained.
 
-    One process runs slices of `slice_tokens` unless a method or hardware is named. Several are a mesh of `pp` stages
-    and as many data-parallel ranks as that leaves; `run.parallel` says how the ranks share a stage. A plan cuts a
-    step into MicroPacks by itself, so `data.micro_batch_size` counts for nothing.
+    One process runs slices of `slice_tokens` unless a method or hardware is set. Several processes are a mesh of `pp`
+    stages and as many data-parallel ranks as remain; `run.parallel` sets how ranks share a stage. A plan determines
+    the MicroPacks of a step, so `data.micro_batch_size` has no effect.
     """
 
     method: PlanMethod | None = None
-    """As `vl.plan_step` has them; left out: "micropack", or slices of `slice_tokens` for one process."""
+    """A method of `vl.plan_step`; left out: "micropack", or slices of `slice_tokens` for one process."""
     slice_tokens: Tokens | None = None
-    """Rows that one process runs at once at most, without hardware; left out: 8,192."""
+    """Maximum rows that one process runs at once, without hardware; left out: 8,192."""
     pp: int = 1
     """Pipeline stages; must divide the number of processes."""
     virtual_stages: int = 1
-    """Chunks of layers of each stage."""
+    """Chunks of layers per stage."""
     hardware: str = "auto"
-    """A name of `vl.Hardware.named`, or a file of `varlen plan --calibrate`; "auto": what the GPU is, or where it has
-    no such name, what is measured of it (or of the CPU) in a new run, and kept in `run.output`."""
+    """A name of `vl.Hardware.named`, or a file of `varlen plan --calibrate`; "auto": the GPU if it has such a name,
+    else a calibration of it (or of the CPU) at the start of a new run, saved in `run.output`."""
     calibrate_s: float = 20.0
-    """How long that is measured."""
+    """Duration of this calibration."""
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
-    """Activations that are computed again in the backward pass; "auto": as few as memory and speed ask for, and for
-    slices of `slice_tokens` all."""
+    """Activations that are computed again in the backward pass; "auto": as few as memory and speed require, and all
+    for slices of `slice_tokens`."""
     offload: Literal["auto", "none", "kv"] = "auto"
-    """"kv": keys, values and their gradients of all but two layers in host memory; "auto": where memory holds a step
-    no other way, and never for slices of `slice_tokens`."""
+    """"kv": keys, values and their gradients of all but two layers in host memory; "auto": only if a step doesn't fit
+    otherwise, and never for slices of `slice_tokens`."""
     merges: bool = True
-    """Whether data-parallel ranks share documents where that is faster, or the only way to hold them."""
+    """Whether data-parallel ranks share documents if that is faster, or necessary for memory."""
     memory_fraction: float = 0.92
-    """Share of a GPU's memory that plans may use."""
+    """Fraction of a GPU's memory that plans may use."""
     least_rows: Tokens = 2048
     """Rows that a slice of a document has at least: attention kernels are slow on fewer."""
     quick: PlanMethod = "sliced"

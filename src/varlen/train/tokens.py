@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the model's own unless another is named, and its files beside the trained model."""
+"""The tokenizer of a run: the model's own unless another is named; and its copy beside the trained model."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunTokenizer:
-    """The tokenizer of a run, as far as it is known."""
+    """The tokenizer of a run, as far as is known before the data is read."""
 
     made: Tokenizer | None = None
     """None for bytes, and for data of tokens whose tokenizer isn't compared."""
     origin: str | None = None
-    """The folder, file or name that it came from."""
+    """The folder, file or name from which it was loaded."""
     tokens: TokenDocuments | None = None
-    """The data, opened, where it is tokens already, so that the loader is given no tokenizer."""
+    """The opened data if it is tokens already; the loader then gets no tokenizer."""
     vocab_size: int | None = None
-    """Size of the vocabulary; None where it isn't known before the data is read."""
+    """Size of the vocabulary; None if it isn't known before the data is read."""
     words: tuple[str, ...] = ()
     """Sentences to show at the start of the run."""
 
     @property
     def for_loader(self) -> Tokenizer | None:
-        """What the loader is given."""
+        """The loader's tokenizer; None for data of tokens."""
         return None if self.tokens is not None else self.made
 
 
@@ -106,7 +106,7 @@ def _loaded(origin: str, own: str | None) -> Tokenizer:
 
 
 def _unlike(made: Tokenizer, path: str) -> tuple[str, ...]:
-    """Return a sentence if the model has a tokenizer of its own that is known to differ."""
+    """Return a sentence if the model's own tokenizer is known to differ."""
     if not holds_tokenizer(path):
         return ()
     try:
@@ -119,28 +119,28 @@ def _unlike(made: Tokenizer, path: str) -> tuple[str, ...]:
 
 
 def as_data(source: str | tuple[str, ...]) -> str | list[str]:
-    """Return a configuration's source as the loader takes it."""
+    """Return a configuration's source as an argument of the loader."""
     return source if isinstance(source, str) else list(source)
 
 
 def write_tokenizer(tokenizer: RunTokenizer, chat_template: str | None, folder: Path) -> None:
-    """Write a run's tokenizer beside its model, so that `AutoTokenizer` gives the ids that were trained."""
+    """Write a run's tokenizer beside its model, so that `AutoTokenizer` gives the ids of training."""
     made, origin = tokenizer.made, tokenizer.origin
     if made is None or origin is None or isinstance(made, ByteTokenizer):
         return
-    place = Path(origin).expanduser()
-    if place.is_dir():
-        for path in tokenizer_files(place):
+    source = Path(origin).expanduser()
+    if source.is_dir():
+        for path in tokenizer_files(source):
             copy = shutil.copytree if path.is_dir() else shutil.copyfile
             copy(path, folder / path.name)
     elif isinstance(made, FastTokenizer):
         _write_plain(made, folder)
-    if chat_template not in (None, TWIN):  # the twin is for training alone
+    if chat_template not in (None, TWIN):  # the twin is only for training
         shutil.rmtree(folder / _TEMPLATES, ignore_errors=True)
         (folder / _TEMPLATE).write_text(template_text(str(chat_template)), encoding="utf-8")
     if _is_same(made, folder):
         return
-    if isinstance(made, FastTokenizer):  # beside this model, its own files give other ids
+    if isinstance(made, FastTokenizer):  # with this model's configuration, the copied files give other ids
         for path in tokenizer_files(folder):
             if path.name not in (_TEMPLATE, _TEMPLATES):
                 path.unlink()
@@ -170,7 +170,7 @@ def _write_plain(made: FastTokenizer, folder: Path) -> None:
         config["split_special_tokens"] = True
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     for name, text in made.specials.chat_templates.items():
-        place = folder / _TEMPLATE if name == "default" else folder / _TEMPLATES / f"{Path(name).name}.jinja"
+        path = folder / _TEMPLATE if name == "default" else folder / _TEMPLATES / f"{Path(name).name}.jinja"
         if not (folder / _TEMPLATE).is_file() or name != "default":
-            place.parent.mkdir(exist_ok=True)
-            place.write_text(text, encoding="utf-8")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")

@@ -528,7 +528,7 @@ def test_threads_side_by_side_make_the_table_that_one_makes_and_none_is_left(thr
     shards, running = [[n % 29 for n in range(300)], [9] * 5, [8] * 400], threading.enumerate()
     one = WindowTable(stream_of(shards, ends=[1, 2, 3]), threads=1).epoch(1, 3)
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)  # nothing is kept
-    monkeypatch.setattr(table_module, "_MANY", 1)
+    monkeypatch.setattr(table_module, "_MIN_PARALLEL", 1)
     counting, real = set(), table_module.count_packs
 
     def count(*arguments, **settings):
@@ -545,7 +545,7 @@ def test_threads_side_by_side_make_the_table_that_one_makes_and_none_is_left(thr
 @pytest.mark.parametrize("error", [SourceError, KeyboardInterrupt])
 def test_what_goes_wrong_while_threads_count_is_said_and_no_thread_is_left(error, monkeypatch):
     running, counted = threading.enumerate(), []
-    monkeypatch.setattr(table_module, "_MANY", 1)
+    monkeypatch.setattr(table_module, "_MIN_PARALLEL", 1)
 
     def count(*_, **__):
         counted.append(1)
@@ -562,7 +562,7 @@ def test_what_goes_wrong_while_threads_count_is_said_and_no_thread_is_left(error
 def test_a_store_that_is_renamed_while_threads_read_it_is_read_once_more(monkeypatch):
     expected = WindowTable(stream_of([[3] * 500]), threads=1).epoch(0, 1).packs.tolist()
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    monkeypatch.setattr(table_module, "_MANY", 1)
+    monkeypatch.setattr(table_module, "_MIN_PARALLEL", 1)
     real = table_module.count_packs
 
     def count(*arguments, **settings):

@@ -460,9 +460,9 @@ def test_every_pack_of_a_mixture_is_found_where_the_stream_has_it(sources, until
     tables = [MixedTable(stream), MixedTable(stream)]  # the second finds what the first has kept
     for table in tables:
         for step in passed:
-            table.pass_by(step * size, stream.at(starts[step]))
+            table.note_passed(step * size, stream.at(starts[step]))
         if here is not None:
-            table.stand_at(here * size, starts[here])
+            table.set_current(here * size, starts[here])
         for number in asked:
             if number is None:
                 assert table.num_packs(grown) == len(every)
@@ -510,12 +510,12 @@ def test_a_pack_is_looked_for_from_the_nearest_window_that_training_has_been_in(
     assert windows[-1] > 20
 
     table = MixedTable(stream)
-    table.stand_at(50 * 4, starts[50])  # a state that was loaded
+    table.set_current(50 * 4, starts[50])  # a state that was loaded
     assert table.find(57 * 4 + 3, grown)[0].window >= windows[57]
     assert min(looked) == windows[50]
     looked.clear()
     for step in range(20, 40):
-        table.pass_by(step * 4, stream.at(starts[step]))
+        table.note_passed(step * 4, stream.at(starts[step]))
     for step in (30, 21, 30, 52):
         assert table.find(step * 4, grown) == (starts[step], True)
     assert set(looked) <= set(windows[20:40])
@@ -527,7 +527,7 @@ def test_an_end_that_was_found_from_where_training_stands_is_not_kept_as_that_of
     stream = mixture_of(EVENS, [5, 3, 2], "all")
     starts, every = steps_of(stream, 4)
     first, grown = MixedTable(stream), starts[0].grown
-    first.stand_at(4 * (len(starts) - 5), starts[-5])
+    first.set_current(4 * (len(starts) - 5), starts[-5])
     assert first.num_packs(grown) == len(every)
     assert first.find(4, grown) == (starts[1], True)  # counted from the first window, and kept
     for number in reversed(range(0, len(every), 7)):

@@ -279,8 +279,8 @@ def test_nobody_gives_rows_once_a_loader_is_closed():
 
 def test_chunks_of_one_iterable_take_the_numbers_of_blocks_too():
     chunk = (1 << 20) + 5
-    number = int(document_ids(0, chunk, np.array([7]), is_alone=True)[0])
+    number = int(document_ids(0, chunk, np.array([7]), is_single=True)[0])
 
-    assert chunk_of(number, is_alone=True).number == chunk
+    assert chunk_of(number, is_single=True).number == chunk
     with pytest.raises(SourceError, match="beyond what streaming can tell apart"):
         document_ids(0, chunk, np.array([7]))

@@ -79,7 +79,7 @@ def test_a_worker_killed_at_random_moments_is_replaced_at_the_exact_batch(store,
 def test_slots_that_a_killed_worker_was_filling_are_filled_by_the_next_one(store, whole):
     with loader_of(store, micro_batch_size=1, epochs=8, worker="process", deadline_s=20) as loader:
         found = [content(next(loader))]
-        ring, pid = loader._worker._line.ring, loader._worker.pid
+        ring, pid = loader._worker._shared.ring, loader._worker.pid
         os.kill(pid, signal.SIGSTOP)
         while ring.mark() is not None:  # as if it had been about to fill them
             pass
@@ -206,7 +206,7 @@ def test_a_script_without_a_guard_leaves_no_worker_however_it_ends(store, tmp_pa
 def test_the_memory_of_the_ring_has_no_name_and_is_for_this_user_alone(store):
     with loader_of(store, worker="process") as loader:
         batch = next(loader)
-        file = loader._worker._line.ring.file
+        file = loader._worker._shared.ring.file
         assert str(Path(f"/proc/self/fd/{file}").readlink()).startswith("/memfd:")
         assert os.fstat(file).st_mode & 0o777 == 0o600
         assert not np.shares_memory(batch.input_ids, batch.labels)
@@ -238,7 +238,7 @@ def test_batches_of_before_a_seek_and_the_end_do_not_count_as_ready(store):
                 assert loader._worker.ready == 0
                 os.kill(loader._worker.pid, signal.SIGCONT)
             assert next(loader) is not None
-            waiting = loader._worker._queue if worker == "thread" else loader._worker._line.batches
+            waiting = loader._worker._queue if worker == "thread" else loader._worker._shared.batches
             until(lambda: waiting.qsize() == 1)  # noqa: B023 - called here
             assert loader._worker.ready == 0
             assert next(loader, None) is None

@@ -49,11 +49,11 @@ def _as_capacity(given: Any) -> int | None:
 
 _DECIDED = {"micro_batch_size", "dp_rank", "dp_world_size", "mode", "shuffle", "seed", "epochs"}
 _DECIDED |= {"device", "model", "plan", *options_of(Reading)}
-"""Arguments of PackedLoader that axolotl's own settings say."""
+"""Arguments of PackedLoader that follow from axolotl's own settings."""
 
 
 def _in_configuration(option: Declared) -> tuple[Any, Any]:
-    """Return a field for an argument of the loader; None for one that the configuration need not have."""
+    """Return the pydantic field of a loader argument; an argument without a default gets None."""
     default = None if option.default is MISSING else option.default
     return option.type, Field(default, description=option.text)
 
@@ -65,7 +65,7 @@ _OfLoader: Any = create_model("_OfLoader", **_OPTIONS)
 
 
 class VarlenSettings(_OfLoader):  # type: ignore[misc]
-    """The mapping `varlen:` of a configuration: arguments of PackedLoader that axolotl's settings don't say."""
+    """The mapping `varlen:` of a configuration: arguments of PackedLoader without an axolotl setting."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -96,23 +96,23 @@ class VarlenArguments(BaseModel):
                 "leave it out"
             )
         if wrong:
-            told = "; ".join(f"`{name}` ({_CONTRADICT[name]})" for name in wrong)
-            raise SettingError(f"varlen packs this run, so leave out {told}")
+            names = "; ".join(f"`{name}` ({_CONTRADICT[name]})" for name in wrong)
+            raise SettingError(f"varlen packs this run, so leave out {names}")
         return given
 
 
-# What axolotl has prepared, as data for a PackedLoader: saved once, by one process, and counted in steps.
+# axolotl's prepared data set as data for a PackedLoader: saved once, and its number of steps.
 
 _COLUMNS = ("input_ids", "labels")
 _ROWS_AT_ONCE = 10_000
 
 
 def saved(dataset: Any, folder: str | Path) -> Path:
-    """Return a folder that holds the ids and labels of a data set; it is written where it isn't there yet.
+    """Return a folder that holds the ids and labels of a data set; writes it if it doesn't exist.
 
-    Every rank may call it at once: a copy is made beside it, and takes its place whole.
+    All ranks may call it concurrently, as the folder is created atomically.
 
-    Cost: reading all tokens once, and where they aren't there yet, writing them.
+    Cost: reading all tokens once, and writing them if the folder doesn't exist.
     """
     missing = [name for name in _COLUMNS if name not in (getattr(dataset, "column_names", None) or ())]
     if missing or not hasattr(dataset, "save_to_disk"):
@@ -126,44 +126,44 @@ def saved(dataset: Any, folder: str | Path) -> Path:
             "leave the column out, or train on the rows by varlen train (data.row_weights)"
         )
     chosen = dataset.select_columns(list(_COLUMNS))
-    place = Path(folder) / f"varlen-{_digest(chosen)}"
-    if not place.exists():
-        made = place.with_name(f"{place.name}.{os.getpid()}")
-        chosen.save_to_disk(str(made), num_shards=1)
+    path = Path(folder) / f"varlen-{_digest(chosen)}"
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        chosen.save_to_disk(str(partial), num_shards=1)
         try:
-            made.rename(place)
+            partial.rename(path)
         except OSError:  # another rank was faster
-            shutil.rmtree(made)
-    return place
+            shutil.rmtree(partial)
+    return path
 
 
 def _digest(dataset: Any) -> str:
-    """Name what a data set holds, row by row, in the same way on every rank and in every run."""
-    found = hashlib.blake2b(digest_size=8)
+    """Return a hash of a data set's rows, the same on every rank and in every run."""
+    digest = hashlib.blake2b(digest_size=8)
     for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
         for column in table.columns:
             whole = column.combine_chunks()
             for part in (whole.value_lengths(), whole.flatten()):
-                found.update(np.ascontiguousarray(part.to_numpy(zero_copy_only=False), np.int64).data)
-    return found.hexdigest()
+                digest.update(np.ascontiguousarray(part.to_numpy(zero_copy_only=False), np.int64).data)
+    return digest.hexdigest()
 
 
 def loader_settings(cfg: Any) -> dict[str, Any]:
-    """Return what a configuration says to a PackedLoader, in the loader's own words."""
-    told = {name: value for name, value in dict(cfg.varlen).items() if value is not None}
+    """Return the arguments of PackedLoader that a configuration gives."""
+    given = {name: value for name, value in dict(cfg.varlen).items() if value is not None}
     for name in ("attention", "loss_weighting"):
-        told.pop(name, None)
-    capacity = told.pop("capacity", None) or cfg.sequence_len
-    return {"capacity": capacity, "shuffle": not cfg.curriculum_sampling, "mode": "indexed", **told}
+        given.pop(name, None)
+    capacity = given.pop("capacity", None) or cfg.sequence_len
+    return {"capacity": capacity, "shuffle": not cfg.curriculum_sampling, "mode": "indexed", **given}
 
 
 def folder_of(cfg: Any) -> Path:
-    """Return the folder that axolotl keeps prepared data in."""
+    """Return axolotl's folder of prepared data."""
     return Path(cfg.dataset_prepared_path or Path(cfg.output_dir) / "prepared")
 
 
 def count_steps(cfg: Any, dataset: Any) -> int:
-    """Return the updates of a whole run."""
+    """Return the number of updates of a whole run."""
     settings = loader_settings(cfg)
     settings |= {"global_batch_size": settings.get("global_batch_size", cfg.batch_size), "worker": "thread"}
     settings |= {"dp_rank": 0, "dp_world_size": 1, "epochs": math.ceil(cfg.num_epochs), "seed": cfg.seed or 0}

@@ -1,7 +1,7 @@
-"""Decide by a model's modules whether arguments can keep the documents of a row apart.
+"""Decide by a model's modules whether its arguments can keep the documents of a row apart.
 
-Causal attention passes. Modules that mix tokens whatever the arguments are refused by name, and unknown code is
-refused until `vl.verify` has tried the model.
+Causal attention is accepted. Modules that always mix tokens are refused by name, and unknown code is refused until
+`vl.verify` has tried the model.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _TRY = (
     f"from then on; else {_ONE_A_ROW}"
 )
 
-# by model: the first reason to refuse it, and what is unknown about it
-_LOOKED_THROUGH: WeakKeyDictionary[Any, tuple[str | None, str | None]] = WeakKeyDictionary()
-_TRIED: WeakSet[Any] = WeakSet()  # models that keep documents apart, as `vl.verify` has found
+_INSPECTED: WeakKeyDictionary[Any, tuple[str | None, str | None]] = WeakKeyDictionary()
+"""By model: the first reason to refuse it, and what is unknown about it."""
+_TRIED: WeakSet[Any] = WeakSet()  # models that keep documents apart, by a run of `vl.verify`
 _TRYING: ContextVar[bool] = ContextVar("_TRYING", default=False)
 
 
@@ -71,7 +71,7 @@ def check_family(model: Any) -> None:
     if not reason and not family(model).boundaries:
         reason = _foreign_layers(config) or _recurrence(base)
     if not reason:
-        reason, unknown = _looked_through(base, told=bool(family(model).boundaries))
+        reason, unknown = _inspected(base, has_boundaries=bool(family(model).boundaries))
         if not reason and unknown and base not in _TRIED and not _TRYING.get():
             raise ModelError(f"{type(base).__name__} {unknown}; {_TRY}")
     if reason:
@@ -80,7 +80,7 @@ def check_family(model: Any) -> None:
 
 @contextlib.contextmanager
 def trying() -> Iterator[None]:
-    """Let models through that hold unknown code, to be tried."""
+    """Accept models with unknown code within the block, in order to try them."""
     token = _TRYING.set(True)
     try:
         yield
@@ -89,7 +89,7 @@ def trying() -> Iterator[None]:
 
 
 def found_apart(model: Any, is_apart: bool) -> None:
-    """Remember whether a model that was tried keeps documents apart."""
+    """Record whether a model that was tried keeps documents apart."""
     (_TRIED.add if is_apart else _TRIED.discard)(unwrap(model))
 
 
@@ -101,11 +101,9 @@ def _two_sequences(base: Any) -> str | None:
 
 def _both_directions(config: Any) -> str | None:
     for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
-        said = getattr(config, name, None)
-        if said is value or (name == "use_bidirectional_attention" and said == "all"):
-            return (
-                f"attends in both directions (config.{name} is {said!r}), and varlen packs for causal models"
-            )
+        actual = getattr(config, name, None)
+        if actual is value or (name == "use_bidirectional_attention" and actual == "all"):
+            return f"attends in both directions (config.{name} is {actual!r}), and varlen packs for causal models"
     return None
 
 
@@ -117,10 +115,10 @@ def _flat_masks(model: Any) -> str | None:
 
 def _soft_prompt(model: Any) -> str | None:
     for wrapper in wrappers(model):
-        told: Any = getattr(wrapper, "active_peft_config", None)
-        if getattr(told, "is_prompt_learning", False):
+        peft: Any = getattr(wrapper, "active_peft_config", None)
+        if getattr(peft, "is_prompt_learning", False):
             return (
-                f"has a soft prompt of {told.num_virtual_tokens:,} tokens (PEFT's prompt learning), which stands "
+                f"has a soft prompt of {peft.num_virtual_tokens:,} tokens (PEFT's prompt learning), which stands "
                 "before a row and not before each of its documents"
             )
     return None
@@ -143,13 +141,13 @@ def _recurrence(base: Any) -> str | None:
     return None
 
 
-def _looked_through(base: Any, *, told: bool) -> tuple[str | None, str | None]:
-    """Look through a model's modules, once per model: there are thousands, and a batch comes every step."""
-    if base not in _LOOKED_THROUGH:
+def _inspected(base: Any, *, has_boundaries: bool) -> tuple[str | None, str | None]:
+    """Inspect a model's modules, once per model, as there may be thousands and this runs for every batch."""
+    if base not in _INSPECTED:
         decoder = _mixer(base)
         reason, unknown = _direction(decoder), None
         if not reason:
-            reason, unknown = _modules(decoder, told=told)
+            reason, unknown = _modules(decoder, has_boundaries=has_boundaries)
         if not reason and decoder is base and getattr(base, "pooler", None) is not None:
             reason = (
                 "pools (its pooler gives one vector a row, which the row's documents would share), unless it is made "
@@ -159,12 +157,12 @@ def _looked_through(base: Any, *, told: bool) -> tuple[str | None, str | None]:
             if not reason and (look is _no_sign_of_causality or decoder is not base):
                 reason, more = look(decoder)
                 unknown = unknown or more
-        _LOOKED_THROUGH[base] = reason, unknown
-    return _LOOKED_THROUGH[base]
+        _INSPECTED[base] = reason, unknown
+    return _INSPECTED[base]
 
 
 def _mixer(base: Any) -> Any:
-    """Return the decoder; if the model doesn't name one, the one transformers model within it."""
+    """Return the decoder; if the model doesn't name one, the only transformers model within it."""
     decoder = text_decoder(base)
     if decoder is not base or is_known(type(base)):
         return decoder
@@ -216,9 +214,9 @@ def _names_of(module: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _names_in(kind: Any) -> frozenset[str]:
-    """Return the globals and attributes that the code of a class, and of those that it derives from, refers to.
+    """Return the globals and attributes to which the code of a class and its base classes refers.
 
-    Code objects are read: sources may be absent, and finding a class in one parses the whole file.
+    Reads code objects, as sources may be absent, and finding a class in a source parses the whole file.
     """
     codes: list[CodeType] = []
     for each in kind.__mro__:
@@ -226,42 +224,43 @@ def _names_in(kind: Any) -> frozenset[str]:
             "transformers.modeling_utils",
             "builtins",
         ) and not each.__module__.startswith("torch."):
-            for member in vars(each).values():
-                codes += _codes_of(member)
-    found: set[str] = set()
+            for attribute in vars(each).values():
+                codes += _codes_of(attribute)
+    names: set[str] = set()
     while codes:
         code = codes.pop()
-        found.update(code.co_names)
+        names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(found)
+    return frozenset(names)
 
 
-def _codes_of(member: Any) -> list[CodeType]:
-    """Return the code objects of a class's member: a method behind its decorators, or a property's functions."""
-    if isinstance(member, property):
-        return [code for each in (member.fget, member.fset, member.fdel) if each for code in _codes_of(each)]
-    function: Any = getattr(member, "__func__", member)
+def _codes_of(attribute: Any) -> list[CodeType]:
+    """Return the code objects of a class's attribute: of an unwrapped method, or of a property's functions."""
+    if isinstance(attribute, property):
+        accessors = (attribute.fget, attribute.fset, attribute.fdel)
+        return [code for each in accessors if each for code in _codes_of(each)]
+    function: Any = getattr(attribute, "__func__", attribute)
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     return [code] if isinstance(code, CodeType) else []
 
 
-def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
-    """Return why a decoder's modules are refused, and the first unknown one."""
-    unknown, passed = None, None
+def _modules(decoder: Any, *, has_boundaries: bool) -> tuple[str | None, str | None]:
+    """Return why a decoder's modules are refused, and the first unknown one; modules of accepted ones are skipped."""
+    unknown, accepted = None, None
     hidden = getattr(getattr(decoder, "config", None), "hidden_size", None)
     for name, module in decoder.named_modules():
-        if passed is not None and name.startswith(passed):
+        if accepted is not None and name.startswith(accepted):
             continue
         last = name.rpartition(".")[2]
         if last in CROSS_ATTENTION:
             continue
-        if not told and (fault := mixes(name, module)):
+        if not has_boundaries and (fault := mixes(name, module)):
             return fault, None
         if isinstance(module, torch.nn.BatchNorm1d):
             unknown = unknown or f"takes statistics of the whole batch in {name} (BatchNorm1d)"
         if own := own_code(module):
             if name and not put_on(module) and acts_on_tokens(module, hidden):
-                passed = f"{name}."
+                accepted = f"{name}."
                 continue
             unknown = unknown or (
                 f"runs code of its own ({own} in {name or 'the decoder'}), and which tokens that mixes is unknown"
@@ -270,7 +269,7 @@ def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
 
 
 def mixes(name: str, module: Any) -> str | None:
-    """Say that one of torch's own modules mixes the tokens of a row."""
+    """Return how one of torch's own modules mixes the tokens of a row; None if it doesn't."""
     if isinstance(module, _NEIGHBOURS) and any(size != 1 for size in module.kernel_size):
         return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
     if isinstance(module, _ALL_TOKENS):
@@ -278,38 +277,38 @@ def mixes(name: str, module: Any) -> str | None:
     return None
 
 
-# Whether a model's own code drops boundaries on their way to attention, found in the installed source: a list of
-# names would get out of date.
+# Whether a model's own code drops boundaries before they reach attention, determined from the installed source, as a
+# list of names would get out of date.
 
 _READ: WeakKeyDictionary[Any, tuple[str | None, bool]] = WeakKeyDictionary()
-"""Decoders whose code was read, each with what was found."""
+"""Results of `_read` by decoder."""
 
 
 def drops_boundaries(model: Any) -> str | None:
-    """Return the class of a layer that takes keyword arguments and passes them on nowhere, or None.
+    """Return the class of a layer that takes keyword arguments and doesn't pass them on, or None.
 
-    FlashAttention's boundaries travel as keyword arguments, from the model through its layers.
+    The model passes FlashAttention's boundaries through its layers as keyword arguments.
     """
     return _read(model)[0]
 
 
 def drops_block_masks(model: Any) -> bool:
-    """Return whether the model makes its masks over, and passes over those of FlexAttention while it does."""
+    """Return whether the model converts its masks, and ignores FlexAttention's block masks."""
     return _read(model)[1]
 
 
 def _read(model: Any) -> tuple[str | None, bool]:
-    """Read the code of a decoder's modules, once per model."""
+    """Return both results for a decoder, whose modules' code is read once."""
     decoder = text_decoder(model)
     if decoder not in _READ:
         kinds: dict[Any, None] = dict.fromkeys(type(module) for module in decoder.modules())
-        swallowing = next((kind.__name__ for kind in kinds if _swallows(kind)), None)
-        _READ[decoder] = swallowing, any(map(_passes_over, kinds))
+        dropping = next((kind.__name__ for kind in kinds if _drops_arguments(kind)), None)
+        _READ[decoder] = dropping, any(map(_ignores_block_masks, kinds))
     return _READ[decoder]
 
 
 @lru_cache(maxsize=4096)
-def _swallows(kind: Any) -> bool:
+def _drops_arguments(kind: Any) -> bool:
     if not kind.__module__.startswith("transformers."):
         return False
     function = _forward(kind)
@@ -325,7 +324,7 @@ def _swallows(kind: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _passes_over(kind: Any) -> bool:
+def _ignores_block_masks(kind: Any) -> bool:
     if not kind.__module__.startswith("transformers."):
         return False
     phrase = "not isinstance(attention_mask, BlockMask)"
@@ -342,28 +341,28 @@ def _forward(kind: Any) -> ast.FunctionDef | None:
     """Return the syntax tree of a module's forward; None without source."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-        found = parse_python(source).body[0]
+        first = parse_python(source).body[0]
     except (OSError, TypeError, SyntaxError, AttributeError, IndexError):
         return None
-    return found if isinstance(found, ast.FunctionDef) else None
+    return first if isinstance(first, ast.FunctionDef) else None
 
 
-# The arguments that give recurrent and convolving layers the boundaries of segments.
+# The arguments that pass segment boundaries to recurrent and convolutional layers.
 
 
 def segment_arguments(name: str, ends: torch.Tensor, rows: int, width: int) -> dict[str, Any]:
-    """Return the arguments that give recurrent layers the segments, beside those of attention.
+    """Return the arguments that pass segments to recurrent layers, in addition to those of attention.
 
     Args:
         ends: int32 `[segments + 1]`, over the flattened `rows * width` tokens.
 
     Returns:
-        `seq_idx` int32 `[rows, width]`: the number of each token's segment in its row, those of padding included.
+        `seq_idx` int32 `[rows, width]`: the number of each token's segment in its row; padding has numbers too.
     """
-    told = FAMILIES.get(name, UNKNOWN).boundaries
-    if not told:
+    boundaries = FAMILIES.get(name, UNKNOWN).boundaries
+    if not boundaries:
         return {}
-    if rows != 1 and told == "ends":
+    if rows != 1 and boundaries == "ends":
         raise ModelError(
             f"the recurrent layers of {name} take the segments of one row, and the batch has {rows:,} rows; "
             'collate with layout="flat"'
@@ -374,30 +373,31 @@ def segment_arguments(name: str, ends: torch.Tensor, rows: int, width: int) -> d
 def segment_numbers(ends: torch.Tensor, rows: int, width: int) -> torch.Tensor:
     """Return the number of each token's segment in its row, int32 `[rows, width]`."""
     starts = torch.zeros(rows * width + 1, dtype=torch.int32, device=ends.device)
-    starts[ends.long()] = 1  # one more, as segments may end where the last row does
+    starts[ends.long()] = 1  # the array has one more entry, as a segment may end at the end of the last row
     numbers = starts[:-1].cumsum(0, dtype=torch.int32).view(rows, width)
     return numbers - numbers[:, :1]
 
 
-# Whether what stands around a decoder acts on each token alone: tried on a copy that holds none of its weights.
+# Whether the modules around a decoder act on each token independently, tested on a copy without the model's weights.
 #
-# A class's name says little: `score` pools in one class and labels tokens in another, and a class of one's own may
-# have any name. So the model's own code runs once, with small stand-ins for the decoder and for large matrices, each
-# of which acts on every token by itself; whatever then reaches from one token to another is the head's doing.
+# Names don't tell: `score` pools in one class and labels tokens in another, and a user's class may have any name. So
+# the model's own code runs with small stand-ins for the decoder and for large matrices, which act on each token
+# independently; any dependence between tokens then comes from the head.
 
-TOKENS = 6  # in the row that is tried
-_LARGE = 1 << 16  # parameters with more numbers are copied as one random row
+TOKENS = 6  # length of the test row
+_LARGE = 1 << 16  # parameters with more elements are copied as one random row
 _DOCUMENTS = (torch.arange(5, 45)[None], torch.arange(45, 62)[None])
-"""Two documents of a row that is tried; one reaches further than heads look that look at neighbours."""
+"""The two documents of a test row; the first is longer than the reach of heads that use neighbouring tokens."""
 Call: TypeAlias = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
-"""Gives outputs by name for one row and its positions."""
+"""Returns outputs by name for one row and its positions."""
 Tries: TypeAlias = list[tuple[int, torch.Tensor]]  # (changed token, output); -1 for none changed
 _MULTIMODAL = ("vision_config", "audio_config")
-# transformers' tables of classes whose heads give logits per token, or that have no head; and one answer per row
+# transformers' tables of classes whose heads give logits per token, or that have no head
 _HEADS_OF_TOKENS = (
     *("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
     *("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_MAPPING_NAMES"),
 )
+# transformers' tables of classes whose heads give one output per row
 _POOLING_HEADS = (
     *("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"),
     "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES",
@@ -405,7 +405,7 @@ _POOLING_HEADS = (
 
 
 def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
-    """Look at what a model does beside its decoder."""
+    """Return why a model's head is refused, and what is unknown about it."""
     inside = set(map(id, decoder.modules()))
     for name, module in base.named_modules():
         if id(module) not in inside and (put := put_on(module)):
@@ -421,24 +421,24 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
         return None, None
     try:
         copied = _copy(base, decoder)
-        found = _outputs(base, copied)
-        by_token = all(map(_is_of_tokens, found.values()))
+        outputs = _outputs(base, copied)
+        by_token = all(map(_is_of_tokens, outputs.values()))
         joined = (
-            _joined(copied, lambda *given: dict(_answer_of(base, copied, *given)), *_DOCUMENTS)
+            _joined(copied, lambda *given: dict(_output_of(base, copied, *given)), *_DOCUMENTS)
             if by_token
             else None
         )
-    except Exception as error:  # any code may stand here
+    except Exception as error:  # the head may run any code
         if own in _names(*_POOLING_HEADS) and is_known(type(base)):
             return f"pools ({own}): it gives one answer a row, which the row's documents would share", None
-        said = described(error, kind=True, most=120)
+        why = described(error, kind=True, most=120)
         return (
             None,
-            f"has a head that couldn't be tried alone ({said}), so it may mix tokens of different documents",
+            f"has a head that couldn't be tried alone ({why}), so it may mix tokens of different documents",
         )
-    if not found:
+    if not outputs:
         return None, "gives no numbers to compare, so its head may mix tokens of different documents"
-    for name, values in found.items():
+    for name, values in outputs.items():
         if not _is_of_tokens(values):
             return (
                 f"pools ({own}): {name} has the shape {list(values[0][1].shape)} for a row of {TOKENS} tokens, so "
@@ -450,13 +450,13 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
                 f"mixes the tokens of a row in its head ({own}): {name} at one token depends on others",
                 None,
             )
-    if not any(_moves(values) for values in found.values()):
+    if not any(_moves(values) for values in outputs.values()):
         return None, "has a head that answers the same to any token when it is tried alone"
     return None, None
 
 
 def acts_on_tokens(module: Any, width: int | None) -> bool:
-    """Return whether a module maps each value (or, for an embedding, each id) by itself."""
+    """Return whether a module maps each token's values (for an embedding, each id) independently of other tokens."""
     widths = [layer.in_features for layer in module.modules() if hasattr(layer, "in_features")][:1]
     for size in dict.fromkeys([*([width] if width else []), *widths]):
         try:
@@ -465,12 +465,12 @@ def acts_on_tokens(module: Any, width: int | None) -> bool:
             values = torch.randn(1, TOKENS, size, generator=_random())
             first = torch.arange(TOKENS)[None] if is_table else values
             with torch.no_grad():
-                for place in range(-1, TOKENS):
+                for token in range(-1, TOKENS):
                     given = first.clone()
-                    if place >= 0:
-                        given[:, place] += TOKENS if is_table else 1.0
-                    tries.append((place, copied(given)))
-        except Exception:  # any code may stand here
+                    if token >= 0:
+                        given[:, token] += TOKENS if is_table else 1.0
+                    tries.append((token, copied(given)))
+        except Exception:  # the module may run any code
             continue
         if not all(torch.is_tensor(each) for _, each in tries) or not _is_of_tokens(tries):
             continue
@@ -480,7 +480,7 @@ def acts_on_tokens(module: Any, width: int | None) -> bool:
         try:
             if _joined(copied, partial(_named, copied), *(_DOCUMENTS if is_table else hidden)) is None:
                 return True
-        except Exception:  # any code may stand here
+        except Exception:  # the module may run any code
             continue
     return False
 
@@ -517,38 +517,42 @@ def _replaced(base: Any, decoder: Any) -> bool:
 
 
 def _outputs(base: Any, copied: Any) -> dict[str, Tries]:
-    """Run a copy once per changed token, with ordinary ids and with those of special tokens."""
+    """Run a copy once per changed token; tokens are changed to ordinary ids and to special ones."""
     ids = torch.arange(TOKENS)[None] + 5
-    marks = [getattr(base.config, f"{name}_token_id", None) for name in ("pad", "eos", "sep", "cls", "bos")]
-    changes = [(place, int(ids[0, place]) + 31) for place in range(TOKENS)]
-    changes += [(place, mark) for mark in marks if isinstance(mark, int) for place in (0, 2, TOKENS - 1)]
-    found: dict[str, Tries] = {}
-    for place, to in [(-1, 0), *changes]:
+    specials = [
+        getattr(base.config, f"{name}_token_id", None) for name in ("pad", "eos", "sep", "cls", "bos")
+    ]
+    changes = [(token, int(ids[0, token]) + 31) for token in range(TOKENS)]
+    changes += [(token, id) for id in specials if isinstance(id, int) for token in (0, 2, TOKENS - 1)]
+    outputs: dict[str, Tries] = {}
+    for token, new_id in [(-1, 0), *changes]:
         given = ids.clone()
-        if place >= 0:
-            given[:, place] = to
-        for name, value in _answer_of(base, copied, given, torch.arange(TOKENS)[None]):
-            found.setdefault(name, []).append((place, value))
-    return {name: values for name, values in found.items() if len(values) == len(changes) + 1}
+        if token >= 0:
+            given[:, token] = new_id
+        for name, value in _output_of(base, copied, given, torch.arange(TOKENS)[None]):
+            outputs.setdefault(name, []).append((token, value))
+    return {name: values for name, values in outputs.items() if len(values) == len(changes) + 1}
 
 
-def _answer_of(
-    base: Any, copied: Any, ids: torch.Tensor, places: torch.Tensor
+def _output_of(
+    base: Any, copied: Any, ids: torch.Tensor, positions: torch.Tensor
 ) -> list[tuple[str, torch.Tensor]]:
-    arguments = _taken(base, {"input_ids": ids, "position_ids": places, "use_cache": False})
+    arguments = _taken(base, {"input_ids": ids, "position_ids": positions, "use_cache": False})
     with torch.no_grad():
         return _numbers(type(base).forward(copied, **arguments))
 
 
 def _joined(copied: Any, call: Call, first: torch.Tensor, second: torch.Tensor) -> str | None:
-    """Name an output in which a document's tokens depend on others of the row, its width, or where they are in it.
+    """Return an output in which a document's tokens depend on the other one, the row's width or their index in it.
 
-    In training, where parts may act otherwise and by chance, rows of one width are compared by one seed.
+    In training mode, in which modules may be random, only rows of one width are compared, with one seed.
     """
     cut = first.shape[1]
-    places = torch.cat([torch.arange(cut), torch.arange(second.shape[1])])[None]
+    positions = torch.cat([torch.arange(cut), torch.arange(second.shape[1])])[None]
     halves, row = (slice(None, cut), slice(cut, None)), torch.cat([first, second], 1)
-    pairs = [([call(row, places), call(row[:, half], places[:, half])], half, slice(None)) for half in halves]
+    pairs = [
+        ([call(row, positions), call(row[:, half], positions[:, half])], half, slice(None)) for half in halves
+    ]
     for module in copied.modules():
         module.training = True
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -557,16 +561,16 @@ def _joined(copied: Any, call: Call, first: torch.Tensor, second: torch.Tensor) 
         changed = row.clone()
         changed[:, other] = row[:, other] + 2
         with torch.random.fork_rng(devices=[]):
-            answers = []
+            outputs = []
             for given in (row, changed):
                 torch.manual_seed(0)
-                answers.append(call(given, places))
-        pairs.append((answers, half, half))
-    for (one, two), here, there in pairs:
-        for name in one.keys() & two.keys():
-            ours, theirs = one[name][:, here].float(), two[name][:, there].float()
-            scale = float(one[name].float().abs().max().clamp(min=1e-6))
-            if not float((ours - theirs).abs().max()) <= 1e-4 * scale:
+                outputs.append(call(given, positions))
+        pairs.append((outputs, half, half))
+    for (whole, again), part, other_part in pairs:
+        for name in whole.keys() & again.keys():
+            difference = whole[name][:, part].float() - again[name][:, other_part].float()
+            scale = float(whole[name].float().abs().max().clamp(min=1e-6))
+            if not float(difference.abs().max()) <= 1e-4 * scale:
                 return name
     return None
 
@@ -579,14 +583,14 @@ def _taken(base: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _numbers(answer: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the floating-point tensors of an answer by name, without scalars, which are losses."""
-    if hasattr(answer, "items"):
-        pairs = [(str(name), value) for name, value in answer.items()]
-    elif isinstance(answer, tuple | list):
-        pairs = [(f"output {number}", value) for number, value in enumerate(answer)]
+def _numbers(output: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the floating-point tensors of an output by name, without scalars, which are losses."""
+    if hasattr(output, "items"):
+        pairs = [(str(name), value) for name, value in output.items()]
+    elif isinstance(output, tuple | list):
+        pairs = [(f"output {number}", value) for number, value in enumerate(output)]
     else:
-        pairs = [("the output", answer)]
+        pairs = [("the output", output)]
     return [
         (name, value)
         for name, value in pairs
@@ -599,20 +603,20 @@ def _is_of_tokens(tries: Tries) -> bool:
 
 
 def _reaches(tries: Tries) -> bool:
-    """Return whether the answer at any token depends on another token."""
+    """Return whether the output at any token depends on another token."""
     before = tries[0][1][0].reshape(TOKENS, -1).float()
     scale = float(before.abs().max().clamp(min=1e-6))
-    for place, after in tries[1:]:
+    for token, after in tries[1:]:
         moved = (after[0].reshape(TOKENS, -1).float() - before).abs().amax(1)
-        moved[place] = 0
+        moved[token] = 0
         if float(moved.max()) > 1e-4 * scale or bool(moved.isnan().any()):
             return True
     return False
 
 
 def _moves(tries: Tries) -> bool:
-    """Return whether the answer at any token depends on that token."""
-    return any(not torch.equal(tries[0][1][0, place], each[0, place]) for place, each in tries[1:])
+    """Return whether the output at any token depends on that token."""
+    return any(not torch.equal(tries[0][1][0, token], each[0, token]) for token, each in tries[1:])
 
 
 def _random() -> torch.Generator:
@@ -620,7 +624,7 @@ def _random() -> torch.Generator:
 
 
 def _copy(module: Any, decoder: Any) -> Any:
-    """Return a module of the same classes, with stand-ins for the decoder, large matrices and all weights."""
+    """Return a copy of a module with stand-ins for the decoder, embeddings, linear layers and all weights."""
     if module is decoder:
         return _Decoder(module)
     if isinstance(module, torch.nn.Embedding) and is_known(type(module)):
@@ -690,7 +694,7 @@ class _Matrix(torch.nn.Module):
 
 
 class _Decoder(torch.nn.Module):
-    """A stand-in for a decoder: hidden states that depend on their own token alone."""
+    """A stand-in for a decoder: each hidden state depends only on its own token."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
@@ -708,12 +712,12 @@ class _Decoder(torch.nn.Module):
     def forward(self, input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **__: Any) -> Any:
         hidden = self.table(input_ids) if inputs_embeds is None else self.matrix(inputs_embeds)
         pooled = hidden[:, 0] if self.pools else None
-        return _Answer(last_hidden_state=hidden, pooler_output=pooled, hidden_states=(hidden, hidden))
+        return _Output(last_hidden_state=hidden, pooler_output=pooled, hidden_states=(hidden, hidden))
 
 
 @dataclass
-class _Answer(ModelOutput):
-    """A decoder's output; anything else that it may have is None."""
+class _Output(ModelOutput):
+    """A decoder's output; all other fields are None."""
 
     last_hidden_state: Any = None
     pooler_output: Any = None

@@ -1,8 +1,8 @@
-"""PackedTrainer: transformers' Trainer with a PackedLoader under it, which nobody shards, collates or replays.
+"""PackedTrainer: transformers' Trainer on a PackedLoader, whose batches aren't sharded, collated or replayed.
 
-A loader already deals its packs to the ranks and goes to any place by itself. So it is handed to the Trainer as it
-is, instead of through Accelerate, which would share each rank's batches out among the ranks once more. The loss of a
-step is divided by its targets over all ranks, which the loader knows, so ranks need not be asked.
+A loader already assigns packs to ranks and resumes at any step. So the Trainer takes it directly, and not through
+Accelerate, which would distribute each rank's batches over the ranks again. A step's loss is divided by its targets
+over all ranks, a number that each batch carries, so no communication is needed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ else:
 
 
 class PackedTraining(_BeforeTrainer):
-    """What puts a PackedLoader under a Trainer; stands before the Trainer's class among the bases.
+    """A mixin that trains a Trainer on a PackedLoader; list it before the Trainer's class among the bases.
 
     ::
 
@@ -199,23 +199,23 @@ class PackedTrainer(PackedTraining, Trainer):
 def loader_for(
     args: Any, source: Any, tokenizer: Any = None, *, capacity: int, **settings: Any
 ) -> PackedLoader:
-    """Return a loader with the settings that TrainingArguments say in their own words.
+    """Return a loader with the settings of TrainingArguments.
 
-    `per_device_train_batch_size` counts packs. A step holds so many for each of `gradient_accumulation_steps` and of
-    the processes; `num_train_epochs` and `max_steps` say when the data ends, and `data_seed` or `seed` how it is
-    shuffled.
+    `per_device_train_batch_size` counts packs; a step has this number times `gradient_accumulation_steps` times the
+    number of processes. `num_train_epochs` and `max_steps` determine the end of the data, and `data_seed` or `seed`
+    the shuffle.
     """
-    a_batch, batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    said = {
-        "micro_batch_size": a_batch,
-        "global_batch_size": a_batch * batches * args.world_size,
+    size, batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    given = {
+        "micro_batch_size": size,
+        "global_batch_size": size * batches * args.world_size,
         "dp_rank": args.process_index,
         "dp_world_size": args.world_size,
         "epochs": None if args.max_steps > 0 else math.ceil(args.num_train_epochs),
         "seed": args.seed if args.data_seed is None else args.data_seed,
-        "ring_slots": 2 * batches + 2,  # the batches of a step are held, and those of the one before
+        "ring_slots": 2 * batches + 2,  # the Trainer holds the batches of two steps
     }
-    return PackedLoader(source, tokenizer, capacity=capacity, **{**said, **settings})
+    return PackedLoader(source, tokenizer, capacity=capacity, **{**given, **settings})
 
 
 def weighted_sum(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -224,23 +224,23 @@ def weighted_sum(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tens
     Args:
         logits: `[rows, width, vocabulary]`.
         labels: int64 `[rows, width]`, not shifted; -100 for no target.
-        weights: `[rows, width]`, at the places of the labels.
+        weights: `[rows, width]`, aligned with the labels.
     """
     wide = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     losses = cross_entropy(wide, labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
     return (losses * weights[:, 1:].flatten().to(losses.dtype)).sum()
 
 
-# A loader as the data set of a Trainer's run, and its place, kept in the Trainer's own checkpoints.
+# A loader as the data set of a Trainer's run, and its state in the Trainer's own checkpoints.
 #
-# A Trainer that goes on from a checkpoint draws from its data again what it had drawn before, and throws it away. A
-# loader goes to its place instead, and hands out nothing in the place of each batch that is thrown away.
+# A Trainer that resumes from a checkpoint draws the batches of earlier steps again and discards them. Instead, the
+# loader seeks to its state, and yields None for each batch that the Trainer discards.
 
 
 class LoaderBatches(IterableDataset[PackedBatch | None]):
-    """What is left in a loader, as a data set whose items are batches.
+    """A data set whose items are the remaining batches of a loader.
 
-    Iterating again goes on where the last loop stopped, as the loader does.
+    A new iteration continues where the last one stopped, as with the loader.
     """
 
     def __init__(self, loader: PackedLoader, length: int | None, drawn: int = 0) -> None:
@@ -249,13 +249,13 @@ class LoaderBatches(IterableDataset[PackedBatch | None]):
         self._before: tuple[int, dict[str, Any]] | None = None
 
     def __len__(self) -> int:
-        """Return the batches of an epoch."""
+        """Return the number of batches of an epoch."""
         if self._length is None:
             raise UnknownLengthError("the loader doesn't know its number of batches")
         return self._length
 
     def __iter__(self) -> Iterator[PackedBatch | None]:
-        """Give None for every batch that is to be thrown away, then batches."""
+        """Yield None for every batch that the Trainer discards, then the batches."""
         while self._drawn:
             self._drawn -= 1
             yield None
@@ -263,25 +263,25 @@ class LoaderBatches(IterableDataset[PackedBatch | None]):
             yield batch
 
     def begin_step(self, global_step: int) -> None:
-        """Remember the place before the batches of a step are drawn."""
+        """Record the loader's state before the batches of a step are drawn."""
         self._before = global_step, self.loader.state_dict()
 
     def place(self, global_step: int) -> dict[str, Any]:
-        """Return the loader's state after the last update, whether or not batches of the next are drawn already."""
+        """Return the loader's state after the last update, even if batches of the next step are drawn already."""
         if self._before is not None and self._before[0] == global_step:
             return self._before[1]
         return self.loader.state_dict()
 
 
 class LoaderPlace(TrainerCallback, ExportableState):
-    """Keeps the loader's place in `trainer_state.json`, which the Trainer writes into each checkpoint."""
+    """Stores the loader's state in `trainer_state.json`, which the Trainer writes into each checkpoint."""
 
     def __init__(self) -> None:
         self.batches: LoaderBatches | None = None
         self.trainer_state: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Learn which data set it is, since the Trainer may have made this object anew from a checkpoint."""
+        """Set the data set again, as the Trainer may have created this object from a checkpoint."""
         del args, control
         self.batches, self.trainer_state = rest["train_dataloader"].dataset, state
         state.stateful_callbacks.setdefault(
@@ -289,29 +289,29 @@ class LoaderPlace(TrainerCallback, ExportableState):
         )  # missing in another Trainer's checkpoint
 
     def state(self) -> dict[str, Any]:
-        """Return the place, in the form that transformers keeps."""
+        """Return the loader's state in transformers' format of exportable states."""
         if self.batches is None:
             return {"args": {}, "attributes": {}}
         return {"args": {}, "attributes": {"place": self.batches.place(self.trainer_state.global_step)}}
 
 
 def go_to_checkpoint(loader: PackedLoader, folder: str | Path, *, with_data: bool) -> int:
-    """Take a loader to where a checkpoint was saved."""
+    """Load a checkpoint's state into a loader; returns the step."""
     state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
     if with_data:
         place = _saved_place(state, folder)
-        if place != loader.state_dict():  # else it would throw away what it has made ahead
+        if place != loader.state_dict():  # loading the same state would discard prefetched batches
             loader.load_state_dict(place)
     return int(state.global_step)
 
 
 def _saved_place(state: Any, folder: str | Path) -> Mapping[str, Any]:
-    kept = state.stateful_callbacks.get(LoaderPlace.__name__, {})
-    place = (kept[-1] if isinstance(kept, list) else kept).get("attributes", {}).get("place")
+    saved = state.stateful_callbacks.get(LoaderPlace.__name__, {})
+    place: Mapping[str, Any] | None
+    place = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {}).get("place")
     if place is None:
         raise StateError(
             f"{folder} holds no place of a loader, since another Trainer saved it; to go on after its "
             f"{state.global_step:,} steps call loader.seek({state.global_step}), and pass ignore_data_skip=True"
         )
-    found: Mapping[str, Any] = place
-    return found
+    return place

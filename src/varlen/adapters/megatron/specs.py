@@ -1,4 +1,4 @@
-"""Megatron-Bridge's settings of packing ahead of training, with the meaning that each dialect gives them."""
+"""Megatron-Bridge's settings of offline packing, with the meaning that each dialect gives them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NUMBERS = {
 @raises_too(FileNotFoundError, only=SourceError)
 @dataclass
 class PackedSequenceSpecs:
-    """`PackedSequenceSpecs` of Megatron-Bridge: its names, defaults and rules, and what contradicts itself.
+    """`PackedSequenceSpecs` of Megatron-Bridge: its names, defaults and rules, and checks for contradictions.
 
-    May be changed after it was made, as the release's; `check` says then whether it still holds.
+    Fields may be changed after construction, as in the release; `check` validates them again.
 
     >>> specs = PackedSequenceSpecs.for_parallel(4096, context_parallel_size=2)
     >>> specs.packed_sequence_size, specs.pad_seq_to_mult
@@ -43,24 +43,24 @@ class PackedSequenceSpecs:
     packed_sequence_size: int = -1
     """Positions of a row; 0 or less switches packing off. Not the same as `seq_length`, which cuts documents."""
     max_single_sequence_length: int | None = None
-    """Most positions of a document; from 0.6 on."""
+    """Maximum positions of a document; from 0.6 on."""
     tokenizer_model_name: str | None = None
-    """Part of the name of the release's cache, nothing else."""
+    """Used only in the name of the release's cache."""
     num_tokenizer_workers: int = -1
-    """Processes that tokenize; `workers` says how many: 0 or less is all processors before 0.6, and one since."""
+    """Number of tokenizing processes; 0 or less means all processors before 0.6, and one since (see `workers`)."""
     packed_train_data_path: str | Path | None = None
     packed_val_data_path: str | Path | None = None
-    """Packed files that are there already: Parquet (a file, glob or folder), `.npy`, which is deprecated, or after
-    0.6 a pair of `.sft.bin` and `.sft.idx`."""
+    """Existing packed files: Parquet (a file, glob or folder), `.npy`, which is deprecated, or after 0.6 a pair of
+    `.sft.bin` and `.sft.idx`."""
     packed_metadata_path: str | Path | None = None
-    """What constant shapes are computed from."""
+    """Metadata from which constant shapes are computed."""
     pad_cu_seqlens: bool = False
-    """Pad boundaries to a constant number, as CUDA graphs need; takes `pad_to_max_length` and metadata too."""
+    """Pad boundaries to a constant number, as CUDA graphs need; requires `pad_to_max_length` and metadata."""
     pad_seq_to_mult: int | None = 1
-    """Documents are padded to it: `alignment` of the parallel sizes. None is 1."""
+    """Documents are padded to a multiple of it: `alignment` of the parallel sizes. None means 1."""
     _: KW_ONLY
     dialect: str = NEWEST
-    """Which release's meaning the fields have: "0.4", "0.5", "0.6", or a release. Not a field of the release."""
+    """The release whose meaning the fields have: "0.4", "0.5", "0.6", or a release. Not a field of the release."""
 
     def __post_init__(self) -> None:
         self.dialect = as_dialect(self.dialect)
@@ -81,16 +81,16 @@ class PackedSequenceSpecs:
         eval_context_parallel_size: int | None = None,
         **fields: Any,
     ) -> PackedSequenceSpecs:
-        """Return specs whose documents are aligned to the sizes of a job, which the release leaves to the user.
+        """Return specs whose documents are aligned to a job's parallel sizes; in the release, users compute this.
 
         Args:
             packed_sequence_size: positions of a row.
             context_parallel_size, tensor_model_parallel_size, sequence_parallel, eval_context_parallel_size: as in
                 `alignment`.
-            fields: the others.
+            fields: other fields.
 
         Raises:
-            SettingError: the pack size is no multiple; names the nearest that are.
+            SettingError: the pack size isn't a multiple; names the nearest multiples.
         """
         multiple = alignment(
             context_parallel_size, tensor_model_parallel_size, sequence_parallel, eval_context_parallel_size
@@ -102,15 +102,15 @@ class PackedSequenceSpecs:
     def from_packed(
         cls, folder: str | Path, *, split: str | None = None, **fields: Any
     ) -> PackedSequenceSpecs:
-        """Return specs that read what `varlen pack --format megatron` wrote.
+        """Return specs that read a set of `varlen pack --format megatron`.
 
         Args:
-            folder: of the packed set.
-            split: "training" or "validation": which path names it; None for what it was packed as.
-            fields: the others.
+            folder: the folder of the packed set.
+            split: "training" or "validation", for the path that names it; None: the split as which it was packed.
+            fields: other fields.
 
         Raises:
-            SourceError: the folder is no such set.
+            SourceError: the folder isn't such a set.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
@@ -133,25 +133,25 @@ class PackedSequenceSpecs:
 
     @property
     def multiple(self) -> int:
-        """To what documents are padded."""
+        """Multiple to which documents are padded."""
         return 1 if self.pad_seq_to_mult is None else self.pad_seq_to_mult
 
     @property
     def workers(self) -> int:
-        """Processes that tokenize, by this dialect's reading of `num_tokenizer_workers`."""
+        """Number of tokenizing processes, by this dialect's meaning of `num_tokenizer_workers`."""
         if self.num_tokenizer_workers > 0:
             return self.num_tokenizer_workers
         return 1 if self.dialect == "0.6" else processors()
 
     def check(self, *, pad_to_max_length: bool | None = None) -> PackedSequenceSpecs:
-        """Return these specs if nothing in them contradicts itself, also after they were changed.
+        """Return these specs if they are valid.
 
         Args:
-            pad_to_max_length: of the data set's `dataset_kwargs`; None where it isn't known yet.
+            pad_to_max_length: this entry of the data set's `dataset_kwargs`; None if it isn't known yet.
 
         Raises:
-            SettingError: names the field and the value that would do.
-            SourceError: `pad_cu_seqlens` reads metadata that is damaged, or of another pack size.
+            SettingError: names the field, and a valid value.
+            SourceError: the metadata for `pad_cu_seqlens` is damaged, or has another pack size.
         """
         self._check_numbers()
         if self.is_enabled:
@@ -184,10 +184,10 @@ class PackedSequenceSpecs:
         """Return the keyword arguments that give another dialect's `PackedSequenceSpecs` the same meaning.
 
         Args:
-            dialect: or a release; 0.3 has no `num_tokenizer_workers` and reads no Parquet.
+            dialect: a dialect or a release; 0.3 has no `num_tokenizer_workers` and reads no Parquet.
 
         Raises:
-            SettingError: a field that it doesn't have is set, or one that it can't read.
+            SettingError: a field is set that the dialect doesn't have or can't read.
 
         >>> PackedSequenceSpecs(4096).to_dialect("0.5")["num_tokenizer_workers"]
         1
@@ -205,7 +205,7 @@ class PackedSequenceSpecs:
         if (self.dialect == "0.6") != (other == "0.6") and self.num_tokenizer_workers < 1:
             arguments["num_tokenizer_workers"] = self.workers
         if is_before_parquet(dialect):
-            del arguments["num_tokenizer_workers"]  # though its dialect is "0.4"
+            del arguments["num_tokenizer_workers"]  # 0.3 has the dialect "0.4" otherwise
             for name in ("packed_train_data_path", "packed_val_data_path"):
                 if arguments[name] is not None and not str(arguments[name]).endswith(".npy"):
                     raise SettingError(
@@ -215,10 +215,10 @@ class PackedSequenceSpecs:
         return arguments
 
     def pack_settings(self, **more: Any) -> MegatronPackSettings:
-        """Return the settings with which `pack_for_megatron` packs as these specs say.
+        """Return the settings of `pack_for_megatron` for these specs.
 
         Args:
-            more: settings that the specs don't have, such as `algorithm` or `overlong`.
+            more: further settings, such as `algorithm` or `overlong`.
 
         Raises:
             SettingError: packing is off, or the settings contradict each other.
@@ -236,7 +236,7 @@ class PackedSequenceSpecs:
         return MegatronPackSettings(**{**given, **more})
 
     def _check_numbers(self) -> None:
-        """Refuse numbers that the release refuses, and those that can't go together."""
+        """Refuse numbers that the release refuses, and contradictory ones."""
         for name, may_be_none in _NUMBERS.items():
             value = getattr(self, name)
             is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -272,7 +272,7 @@ class PackedSequenceSpecs:
             )
 
     def _found(self, name: str, path: str) -> str | Path:
-        """Return a path as the release keeps it, once it is certain that something is there."""
+        """Return a path in the release's type; refuses one that doesn't exist."""
         if path.lower().endswith(".npy"):
             if not Path(path).exists():
                 raise SourceError(f"{name} names {path}, which isn't there")

@@ -28,14 +28,14 @@ from varlen.types import IntArray
 
 
 class PackedDPOTrainer(DPOTrainer):
-    """TRL's DPOTrainer, whose models see the answers of a batch as documents of one row.
+    """TRL's DPOTrainer, whose models compute the answers of a batch as documents of one row.
 
-    TRL collates padded rows and computes the losses; between the two, the policy and the reference model get the
-    same documents without padding, and what they return is put where TRL looks for it. So every `loss_type`, metric
-    and setting is TRL's own.
+    TRL collates padded rows and computes the losses; in between, the policy and the reference model run on the same
+    documents without padding, and their outputs are put back into padded rows. So every `loss_type`, metric and
+    setting is TRL's own.
 
-    A step's loss is the mean over its pairs on all ranks, also where batches hold different numbers of pairs. (The
-    loss "sft" is a mean over tokens in TRL, and "aot" sorts within a batch: those depend on what shares a batch.)
+    A step's loss is the mean over its pairs on all ranks, even if batches have different numbers of pairs. (The loss
+    "sft" is a mean over tokens in TRL, and "aot" sorts within a batch: these depend on the batch of a pair.)
     """
 
     loss_is_scaled_for_ga = True
@@ -73,12 +73,12 @@ class PackedDPOTrainer(DPOTrainer):
         """Return TRL's loss of a batch; within a step, its share of the mean over the step's pairs."""
         pairs = num_pairs(inputs)
         with self._flat(model, inputs) as (flat, padded):
-            found: Any = super().compute_loss(flat, padded, return_outputs)  # type: ignore[no-untyped-call]
+            loss: Any = super().compute_loss(flat, padded, return_outputs)  # type: ignore[no-untyped-call]
         if num_items_in_batch is None:
-            return found
+            return loss
         # DDP and FSDP divide by the number of ranks.
         scale = pairs * self.accelerator.num_processes / num_items_in_batch
-        return (found[0] * scale, found[1]) if return_outputs else found * scale
+        return (loss[0] * scale, loss[1]) if return_outputs else loss * scale
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Return the reference's log-probabilities of chosen and rejected answers, as TRL does."""
@@ -87,7 +87,7 @@ class PackedDPOTrainer(DPOTrainer):
 
     @contextlib.contextmanager
     def _flat(self, model: Any, inputs: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Let the policy and the reference take padded rows and compute a flat one."""
+        """Wrap the policy and the reference in `FlatCall`; yields the wrapped policy and the padded inputs."""
         if PACKED not in inputs:
             yield model, inputs
             return
@@ -107,7 +107,7 @@ class PackedDPOTrainer(DPOTrainer):
 
 
 class UnevenGather:
-    """An Accelerator that gathers a number a pair from ranks whose batches hold different numbers of pairs."""
+    """An Accelerator whose `gather` accepts different numbers of pairs on different ranks."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -119,8 +119,8 @@ class UnevenGather:
         """Return the values of all ranks, one after the other (`values`: `[pairs]`, or a single number)."""
         gather = self._accelerator.gather
         if values.ndim == 0:
-            alone: torch.Tensor = gather(values)
-            return alone
+            numbers: torch.Tensor = gather(values)
+            return numbers
         counts = gather(torch.tensor([len(values)], device=values.device)).tolist()
         rows = gather(self._accelerator.pad_across_processes(values)).chunk(len(counts))
         return torch.cat([row[:count] for row, count in zip(rows, counts)])
@@ -131,7 +131,7 @@ def num_pairs(inputs: dict[str, Any]) -> int:
     return int(inputs["input_ids"].shape[0]) // 2
 
 
-# Preference pairs in packs by their tokens, and TRL's padded batches of pairs as one flat row.
+# Packs of preference pairs, and the conversion of TRL's padded batches to one flat row.
 
 PACKED = "packed"
 _IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -139,9 +139,9 @@ _REPLACED = frozenset(("input_ids", "attention_mask", "labels", "use_cache"))
 
 
 class PairPacks(Dataset[list[dict[str, Any]]]):
-    """A data set whose rows are packs: lists of pairs, both answers of which stay together.
+    """A data set whose rows are packs, which are lists of pairs; both answers of a pair are in one pack.
 
-    Packs are random samples of the pairs, and stay the same in all epochs; there are as many on every rank.
+    Packs are random samples of the pairs, the same in every epoch, and equally many on every rank.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class PairPacks(Dataset[list[dict[str, Any]]]):
 
 
 def pair_lengths(rows: Any, longest: int | None = None) -> IntArray:
-    """Return the tokens of each pair, int64 `[num_pairs]`: its prompt twice, and both answers."""
+    """Return the number of tokens of each pair, int64 `[num_pairs]`: its prompt twice, and both answers."""
     missing = [name for name in _IDS if name not in (getattr(rows, "column_names", None) or ())]
     if missing:
         raise DocumentsError(
@@ -180,10 +180,10 @@ def pair_lengths(rows: Any, longest: int | None = None) -> IntArray:
 
 @dataclass(frozen=True)
 class PairCollator:
-    """TRL's collator of pairs, whose padded batch gets the same documents as one flat row beside it."""
+    """TRL's collator of pairs, which adds the same documents as one flat row to the padded batch."""
 
     padded: Callable[[list[Any]], dict[str, Any]]
-    """Makes of B pairs a batch of 2B padded rows, all chosen answers first."""
+    """Collates B pairs into a batch of 2B padded rows, all chosen answers first."""
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return TRL's batch, and a PackedBatch as `packed`."""
@@ -193,7 +193,7 @@ class PairCollator:
 
 
 def flat_row(batch: dict[str, Any]) -> PackedBatch:
-    """Return the rows of a padded batch as the documents of one row; answers are what is learned.
+    """Return the rows of a padded batch as the documents of one row; only answers are targets.
 
     `batch`: `input_ids`, `attention_mask` and `completion_mask`, int64 `[rows, width]`.
     """
@@ -212,15 +212,15 @@ def flat_row(batch: dict[str, Any]) -> PackedBatch:
 class FlatCall:
     """A model that is called with padded rows, and computes them as one flat row.
 
-    What it returns per token stands where it would in padded rows, so the caller notices nothing.
+    Its outputs per token are returned in the shape of padded rows.
     """
 
     model: Any
-    """What is called, perhaps wrapped."""
+    """The model, possibly wrapped."""
     batch: PackedBatch
     """The rows' documents."""
     width: int
-    """Of the padded rows."""
+    """Width of the padded rows."""
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model."""
@@ -239,17 +239,17 @@ def padded_rows(values: torch.Tensor, lengths: torch.Tensor, width: int) -> torc
     """Return values of shifted tokens, document after document, as rows.
 
     Args:
-        values: `[tokens - 1]`: one for each token that predicts another. A document's last predicts the first of the
-            next document, which is never a target; it is left out.
+        values: `[tokens - 1]`: one for each token that predicts another. A document's last token would predict the
+            next document's first, which is never a target, so its value is left out.
         lengths: `[documents]` in tokens.
 
     Returns:
-        `[documents, width]`, 0 behind a document's end.
+        `[documents, width]`, 0 after a document's end.
     """
     if not values.numel():  # one document of one token
         return values.new_zeros(len(lengths), width)
     lengths = lengths.to(values.device, torch.int64)
     columns = torch.arange(width, device=values.device)
-    places = (lengths.cumsum(0) - lengths)[:, None] + columns
-    row = values[places.clamp(max=len(values) - 1)]
+    indices = (lengths.cumsum(0) - lengths)[:, None] + columns
+    row = values[indices.clamp(max=len(values) - 1)]
     return torch.where(columns < (lengths - 1)[:, None], row, torch.zeros_like(row))

@@ -50,26 +50,26 @@ def pack_dataset(
 ) -> Any:
     """Pack the rows of a data set into rows of up to `seq_length` tokens.
 
-    The rows of a Dataset are planned over all of it, from its lengths alone, so they depend on neither `num_proc`
-    nor `batch_size`; those of the sets in a DatasetDict set by set. They are TRL's, in its order, where TRL sees
-    the whole set as one batch. An IterableDataset is packed by windows of `batch_size` documents, and what doesn't
-    fill a row waits for the next window.
+    A Dataset is packed as a whole, by its lengths, so the rows don't depend on `num_proc` or `batch_size`; each set
+    of a DatasetDict is packed separately. Rows and their order are the same as TRL's if TRL gets the whole set as
+    one batch. An IterableDataset is packed in windows of `batch_size` documents, and documents that don't fill a row
+    are carried over to the next window.
 
     Args:
-        dataset: a Dataset, an IterableDataset, or a dictionary of either, every column with one list a row.
-        seq_length: most tokens of a row.
-        strategy: "bfd" cuts longer documents off and logs how many tokens that lost; "bfd_split" (once
-            "bfd-requeue") splits them; "wrapped" lays documents end to end and cuts anywhere.
+        dataset: a Dataset, an IterableDataset, or a dictionary of either; every column has one list per row.
+        seq_length: maximum tokens of a row.
+        strategy: "bfd" truncates longer documents and logs the number of lost tokens; "bfd_split" (formerly
+            "bfd-requeue") splits them; "wrapped" concatenates documents and cuts anywhere.
         map_kwargs: how rows are written, as for `Dataset.map`: num_proc, keep_in_memory, load_from_cache_file,
             cache_file_name(s), writer_batch_size, new_fingerprint, desc and the like; `batch_size` for streams.
 
     Returns:
-        What was given, packed: its columns in their types and format, and `seq_lengths`, the lengths of each row's
-        documents, but for "wrapped", whose rows carry no boundaries.
+        The packed data set, of the same type: its columns in their types and format and, except for "wrapped",
+        `seq_lengths`, the lengths of each row's documents.
 
     Raises:
-        DocumentsError: no data set, or columns that hold no lists or lists of different lengths.
-        SettingError: a setting out of range, or one that `map` would take but packing can't.
+        DocumentsError: not a data set, or columns without lists or with lists of different lengths.
+        SettingError: a setting is out of range, or is one of `map` that packing doesn't support.
         MissingExtraError: the library `datasets` isn't installed.
 
     >>> from datasets import Dataset
@@ -103,7 +103,7 @@ def pack_dataset(
 
 
 def _named(settings: dict[str, Any], file: str | None) -> dict[str, Any]:
-    """Return the settings for one of several sets, which has its own cache file."""
+    """Return the settings of one of several sets, with its own cache file."""
     return settings if file is None else {**settings, "cache_file_name": file}
 
 
@@ -129,8 +129,8 @@ def _packed_dataset(dataset: Any, capacity: int, strategy: Strategy, settings: d
     from datasets import Dataset, DatasetInfo, Features
 
     method, overlong = METHODS[strategy]
-    batches, schema, places = _stored(dataset)
-    plan = pack(lengths_of(batches, schema)[places], capacity, method, overlong)
+    batches, schema, rows = _stored(dataset)
+    plan = pack(lengths_of(batches, schema)[rows], capacity, method, overlong)
     say_what_was_lost(plan.ledger, capacity)
     marked = strategy != "wrapped"
     features = dict(dataset.features)
@@ -150,36 +150,36 @@ def _packed_dataset(dataset: Any, capacity: int, strategy: Strategy, settings: d
             },
         )
     else:
-        nothing = Features(features).arrow_schema.empty_table()
-        made = Dataset(nothing, info=DatasetInfo(description=info.description), split=dataset.split)
-    shown = dict(dataset.format)
-    shown.update(shown.pop("format_kwargs", {}))
+        empty = Features(features).arrow_schema.empty_table()
+        made = Dataset(empty, info=DatasetInfo(description=info.description), split=dataset.split)
+    format = dict(dataset.format)
+    format.update(format.pop("format_kwargs", {}))
     if marked:
-        shown["columns"] = [*shown["columns"], SEQ_LENGTHS]
-    return made.with_format(**shown)
+        format["columns"] = [*format["columns"], SEQ_LENGTHS]
+    return made.with_format(**format)
 
 
 def _stored(dataset: Any) -> tuple[list[pa.RecordBatch], pa.Schema, IntArray]:
     """Return the stored columns, their schema, and the stored row of each row of the set."""
-    indices = getattr(dataset, "_indices", None)  # of a set that was shuffled, sorted or selected from
-    places = (
+    indices = getattr(dataset, "_indices", None)  # set by `shuffle`, `sort` and `select`
+    rows = (
         np.arange(len(dataset))
         if indices is None
         else indices.column(0).to_numpy(zero_copy_only=False).astype(np.int64)
     )
     table = dataset.data
-    return table.to_batches(), table.schema.remove_metadata(), places
+    return table.to_batches(), table.schema.remove_metadata(), rows
 
 
 def _written(numbers: pa.Table, *, dataset: Any, rows: Rows, marked: bool) -> pa.Table:
     """Return rows of the packed set by number."""
     wanted = numbers["row"].to_numpy()
-    batches, schema, places = _stored(dataset)
-    return packed(batches, places, rows.part(wanted[0], wanted[-1] + 1), schema, marked=marked)
+    batches, schema, stored_rows = _stored(dataset)
+    return packed(batches, stored_rows, rows.part(wanted[0], wanted[-1] + 1), schema, marked=marked)
 
 
 def _where(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return how `map` writes rows: beside the set's own files, under a fingerprint of all settings."""
+    """Return the arguments of `map`: rows are written beside the set's files, under a fingerprint of all settings."""
     import datasets
     from datasets.fingerprint import Hasher
 

@@ -1,1 +1,1 @@
-"""Packs of documents whose lengths are known: a function of the store, the seed and the step."""
+"""Packs of documents whose lengths are known; each step's packs depend only on store, settings, seed and number."""

@@ -1,4 +1,4 @@
-"""The packs of all epochs end to end, from any position: what a step takes, and where the next one begins."""
+"""The packs of all epochs, one after the other, from any position; and one rank's batches of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Protocol, TypeVar
 from varlen import errors
 from varlen.arguments import as_count
 from varlen.documents.source import OnError
-from varlen.errors import InputError, SettingError, StateError, reading_state
+from varlen.errors import SettingError, StateError, reading_state
 from varlen.feed.agreement import PLAN, Exchange, Exchanges
 from varlen.feed.batches import (
     BatchSettings,
     Step,
-    check_heard,
+    check_labels,
     deal_step,
     make_batch,
     no_batch,
@@ -36,62 +36,62 @@ from varlen.types import Int32Array, IntArray, Ledger
 _log = logging.getLogger(__name__)
 
 Grown = tuple[tuple[int, int], ...]
-"""Pairs of an epoch and a number of parts: from that epoch on, an epoch holds so many of the store's parts."""
+"""Pairs (epoch, parts): from that epoch on, each epoch consists of the store's first `parts` parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Position:
-    """Where a pack stands: enough to go on from there after making one window, whatever the store has become."""
+    """The position of a pack; resuming from it builds one window, and works even if the store has grown since."""
 
     epoch: int = 0
     group: int = 0
     window: int = 0
-    """Windows of the group that stand before it."""
+    """Index of the window in its group."""
     pack: int = 0
-    """Packs of the window that stand before it."""
+    """Index of the pack in its window."""
     grown: Grown = ()
-    """Parts of the epochs that have begun; empty before the first. Who goes back keeps those of later epochs."""
+    """Parts of the epochs begun so far; empty before the first. Going back keeps the entries of later epochs."""
 
     @property
     def num_parts(self) -> int:
-        """Parts of the epoch."""
+        """Number of parts of the epoch."""
         return next(parts for epoch, parts in reversed(self.grown) if epoch <= self.epoch)
 
 
 class Stream(Protocol):
-    """Packs one after the other, from any position that it gave."""
+    """A sequence of packs that can be read from any position that the stream returned."""
 
     epochs: int | None
 
     def take(self, position: Any, count: int) -> tuple[StorePacks, Any, Ledger]:
-        """Return the next packs, where those after begin, and what became of the tokens of the windows begun."""
+        """Return the next packs, the position after them, and a ledger of the windows begun."""
 
     def check(self, position: Any) -> None:
-        """Refuse a position that can't be, as far as the store is there; `take` refuses the others."""
+        """Refuse an invalid position, as far as the store exists already; `take` refuses the others."""
 
     def passes(self, position: Any) -> int:
-        """Return the epochs that are over at a position: of a mixture, those of each source."""
+        """Return the number of epochs completed at a position; of a mixture, those that every source completed."""
 
     def tokens(self, position: Any) -> ReadableTokens:
-        """Return the documents that packs behind a position name, numbered the same however the data grows."""
+        """Return the documents of the packs after a position; their numbers don't change as the data grows."""
 
     def at(self, position: Any) -> dict[str, Any]:
-        """Return a position for JSON."""
+        """Return a position as JSON values."""
 
     def position(self, at: Mapping[str, Any]) -> Any:
-        """Return the position that `at` gave; without one, where training begins."""
+        """Return the position from the values that `at` returned; from an empty mapping, the beginning."""
 
 
-_AT_ONCE = 1 << 20
-"""Documents of a window that is made for a look at its number of packs; a larger one takes too long."""
+_MOST_CHECKED = 1 << 20
+"""`check` builds windows of at most so many documents; a larger window takes too long."""
 _NUMBERS = ("epoch", "group", "window", "pack")
 
 
 class PackStream:
-    """The packs of one epoch after the other.
+    """The packs of a store's epochs, one after the other.
 
-    An epoch holds the parts that its position says, and where none does yet, those that the store has: a store that
-    grows gives its new documents from the next epoch on, and a position saved before gives the same packs as ever.
+    An epoch has the parts that its position records; a new epoch has those that the store has when it begins. So
+    documents that are added to a store come from the next epoch on, and a saved position always gives the same packs.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class PackStream:
         self._num_parts = num_parts or (lambda _: now)
 
     def take(self, position: Position, count: int) -> tuple[StorePacks, Position, Ledger]:
-        """Return the next packs, where those after begin, and what became of the tokens of the windows begun.
+        """Return the next packs, the position after them, and a ledger of the windows begun.
 
-        There are fewer packs than asked for only where the last epoch ends.
+        There are fewer than `count` packs only at the end of the last epoch.
 
         Cost: that of the windows that hold them.
         """
@@ -122,7 +122,7 @@ class PackStream:
                 break
             if here.epoch != position.epoch or (here.group, here.window, here.pack) == (0, 0, 0):
                 if at_start == taken:
-                    break  # a whole epoch gave no pack, and so would those after it
+                    break  # a whole epoch has no pack, so later epochs have none either
                 at_start = taken
             window = self.windows.window(here.epoch, here.group, here.window, here.num_parts)
             packs = window.packs
@@ -137,59 +137,59 @@ class PackStream:
         return end_to_end(parts), position, ledger
 
     def check(self, position: Position) -> None:
-        """Refuse a position that can't be, as far as the store is there; `take` refuses the others.
+        """Refuse an invalid position, as far as the store exists already; `take` refuses the others.
 
-        Cost: that of its window, unless it is a huge one.
+        Cost: that of its window, unless the window is huge.
         """
         windows, parts = self.windows, position.num_parts
         if not windows.is_there(position.group, parts):
             return
         self._refuse_none(position)
-        if position.pack and windows.settings.window <= _AT_ONCE:
+        if position.pack and windows.settings.window <= _MOST_CHECKED:
             window = windows.window(position.epoch, position.group, position.window, parts)
             refuse("pack", position.pack, window.packs.num_packs - 1)
 
     def _refuse_none(self, position: Position) -> None:
-        """Refuse a window that an epoch doesn't have; behind a group's last one is where the next group begins."""
+        """Refuse a window that an epoch doesn't have; one after a group's last window means the next group."""
         count = self.windows.num_windows(position.group, position.num_parts)
-        if count == 0:  # behind the last one, so that all of them are there
+        if count == 0:  # after the last group, so that the number of groups is known
             refuse("group", position.group, self.windows.num_groups(position.num_parts))
         refuse("window", position.window, count)
         if position.window == count:
             refuse("pack", position.pack, 0)
 
     def passes(self, position: Position) -> int:
-        """Return the epochs that are over."""
+        """Return the number of epochs completed."""
         return position.epoch
 
     def tokens(self, _position: Position) -> TokenDocuments:
-        """Return the store: what is added to it comes behind what it held."""
+        """Return the store; a store only grows at its end, so its numbers don't change."""
         return self.windows.store
 
     def at(self, position: Position) -> dict[str, Any]:
-        """Return a position as numbers, and the store of each epoch that has begun by its fingerprint."""
+        """Return a position as JSON values, with the store's fingerprint for each entry of `grown`."""
         store = self.windows.store
         numbers = {name: getattr(position, name) for name in _NUMBERS}
         return {**numbers, "grown": [[*pair, store.fingerprint_at(pair[1])] for pair in position.grown]}
 
     def position(self, at: Mapping[str, Any]) -> Position:
-        """Return the position that `at` gave; without one, where training begins."""
+        """Return the position from the values that `at` returned; from an empty mapping, the beginning."""
         return self.begun(_as_position(at, self.windows.store))
 
     def begun(self, position: Position) -> Position:
-        """Return a position with the parts of its epoch."""
+        """Return a position whose `grown` is set: to the store's parts if it was empty."""
         if position.grown:
             return position
         return replace(position, grown=((position.epoch, self._num_parts(position.epoch)),))
 
     def at_window(self, position: Position) -> Position | None:
-        """Return the position, or the next window's behind the end of a group or epoch; None at the end."""
+        """Return the position, moved to the next window if it is at the end of a group or epoch; None at the end."""
         position = self.begun(position)
         if self.epochs is None or position.epoch < self.epochs:
             self._refuse_none(position)
         while self.epochs is None or position.epoch < self.epochs:
             is_whole = position.group == position.window == 0
-            # How many groups there are isn't known before all are there; only behind the last one there is no window.
+            # The number of groups isn't known until all exist; a group without windows comes after the last one.
             while count := self.windows.num_windows(position.group, position.num_parts):
                 if position.window < count:
                     return position
@@ -200,7 +200,7 @@ class PackStream:
         return None
 
     def _next_epoch(self, position: Position) -> Position:
-        """Return where the next epoch begins; parts of it are asked for unless the position knows them."""
+        """Return the position of the next epoch; asks for its number of parts unless the position has it."""
         epoch, grown = position.epoch + 1, position.grown
         if grown[-1][0] < epoch and self._grows:
             num_parts = self._num_parts(epoch)
@@ -218,18 +218,20 @@ def refuse(name: str, number: int, most: int) -> None:
 
 
 def _had(store: TokenDocuments, num_parts: int, mark: Any) -> bool:
-    """Whether a store is the one that a state of an earlier version names, as far as that version looked."""
-    is_it = isinstance(store, FileTokens) and isinstance(mark, str) and store.had_fingerprint(num_parts, mark)
-    if is_it:
+    """Return whether a store has the fingerprint that an earlier version computed from samples, and log it."""
+    is_same = (
+        isinstance(store, FileTokens) and isinstance(mark, str) and store.had_fingerprint(num_parts, mark)
+    )
+    if is_same:
         _log.warning(
             "the state is of an earlier version, which took samples of an index of tokens; these are the same, and "
             "the rest of it wasn't compared"
         )
-    return is_it
+    return is_same
 
 
 def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
-    """Return where a step begins."""
+    """Read a position from a state; refuses one of another store."""
     if not at:
         return Position()
     with reading_state("a loader"):
@@ -250,41 +252,41 @@ def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
     return Position(**numbers, grown=tuple((epoch, parts) for epoch, parts, _ in stages))
 
 
-# The batches of one rank out of a token store, from any state, one after the other.
+# One rank's batches from a token store or mixture, from any state.
 
 _NOTHING = Ledger(tokens_in=0, packed=0)
 _PACKS, _PRINT, _DOCUMENTS = "packs", "print", "documents"
-"""What a state says beside its position: of a step that has begun, how many packs it has and which they are; of a
-mixture's window that has begun, its documents. Where the data ends, there are fewer, and so with other epochs."""
+"""Keys of a state beside its position: within a step, its number of packs and their checksum; within a mixture's
+window, its number of documents. Each can be smaller at the end of the data, which depends on the epochs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepPlans:
-    """Where a feed asks for the plans of its steps."""
+    """How a feed requests the plans of its steps."""
 
     exchanges: Exchanges
     ahead: int
-    """Steps after the next one whose lengths are told too."""
+    """Number of steps after the requested one whose lengths are sent with a request."""
 
 
 def _planned(
-    exchange: Exchange, rank: int, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
+    exchange: Exchange, rank: int, step: int, lengths: Int32Array, next_lengths: Mapping[int, Int32Array]
 ) -> StepPlan:
     """Return the plan of a step that is about to be read."""
-    from varlen.plan.serialize import plan_from_bytes  # which feeds without plans don't wait for
+    from varlen.plan.serialize import plan_from_bytes  # imported here, as feeds without plans don't need it
 
-    told = [step, lengths.tolist(), {number: some.tolist() for number, some in soon.items()}]
-    found = exchange.all(PLAN, {rank: told})[rank]
-    if "error" in found:
-        raise getattr(errors, found["error"], errors.PlanError)(found["said"])
-    return plan_from_bytes(base64.b64decode(found["plan"]))
+    request = [step, lengths.tolist(), {number: some.tolist() for number, some in next_lengths.items()}]
+    reply = exchange.all(PLAN, {rank: request})[rank]
+    if "error" in reply:
+        raise getattr(errors, reply["error"], errors.PlanError)(reply["message"])
+    return plan_from_bytes(base64.b64decode(reply["plan"]))
 
 
 _Item = TypeVar("_Item")
 
 
 def _with_next(items: Iterator[_Item], ahead: int) -> Iterator[tuple[_Item, list[_Item]]]:
-    """Yield each item with those that follow it; an error of one that is looked at early is raised in its place."""
+    """Yield each item with up to `ahead` following ones; an error is raised only when its own item is due."""
     waiting: deque[_Item] = deque()
     fault: Exception | None = None
     is_over = False
@@ -305,7 +307,7 @@ def _with_next(items: Iterator[_Item], ahead: int) -> Iterator[tuple[_Item, list
 
 
 class IndexedFeed:
-    """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time."""
+    """Builds batches; it has no position of its own, so the same state always gives the same bytes."""
 
     def __init__(
         self,
@@ -316,40 +318,40 @@ class IndexedFeed:
         losses: Callable[[], Losses] = Losses,
         plans: StepPlans | None = None,
     ) -> None:
-        """Take the packs of all epochs, and how one rank's batches are made of them; its plans, where it has some."""
+        """Take the packs of all epochs, the settings of one rank's batches, and the source of its plans, if any."""
         self.stream, self._settings, self._rank, self.losses = stream, settings, rank, losses
         self._plans = plans
         self._unreadable = Unreadable(on_error, settings.pad_id)
 
     @property
     def step_packs(self) -> int:
-        """Packs of a step, over all ranks."""
+        """Packs per step, over all ranks."""
         return self._settings.global_batch_size
 
     def state(self, step: int, position: Any) -> FeedState:
-        """Return the state in which a step is the next, which begins at a position."""
+        """Return the state before a step that begins at a position."""
         return FeedState(step=step, at=self.stream.at(position))
 
     def packs(self, state: FeedState) -> tuple[StorePacks, IntArray]:
-        """Return the packs of the step that a state is in, none behind the last one, and each piece's document."""
+        """Return the packs of a state's step (none after the last step), and each piece's document."""
         position = self.position(state)
         packs = self.stream.take(position, self.step_packs)[0]
         return packs, numbers_of(self.stream.tokens(position), packs.shards, packs.documents)
 
     def where(self, document_id: int, state: FeedState) -> str:
-        """Say where a document lies, as batches that follow a state name it."""
+        """Describe a document for messages, by its number in the batches that follow a state."""
         return where_of(self.stream.tokens(self.position(state)), document_id)
 
     def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger] | Ledger]:
-        """Yield the steps from the one that a state is in, the states before and after each, and its ledger.
+        """Yield the steps from a state's step on, each with the states before and after it, and its ledger.
 
-        A step without any target trains nothing: it is left out, on every rank alike, though it is counted. What is
-        counted behind the last step comes at the end, alone.
+        A step without targets trains nothing: every rank leaves it out, though it has a number and its documents are
+        counted. What is counted after the last yielded step comes at the end, as a ledger alone.
         """
         number, position, ledger = state.step, self.position(state), _NOTHING
         count = self._packs_begun(state)
         has_begun = number > 0 or state.micro_batch > 0
-        heard = self.stream.passes(position)
+        last_pass = self.stream.passes(position)
         while True:
             before = FeedState(step=number, at=self.stream.at(position))
             packs, position, entered = self.stream.take(position, count)
@@ -357,39 +359,35 @@ class IndexedFeed:
             ledger = ledger.and_then(entered)
             if packs.num_packs == 0:
                 if not has_begun:
-                    raise self._nothing(ledger)
+                    raise no_batch(ledger, self.losses(), self._settings.capacity)
                 yield ledger
                 return
             step = deal_step(self.stream.tokens(position), packs, number, self._settings)
             number += 1
             if step.num_targets:
                 yield step, before, FeedState(step=number, at=self.stream.at(position)), ledger
-                ledger, heard, has_begun = _NOTHING, self.stream.passes(position), True
-            check_heard(self.stream.passes(position), heard)
-
-    def _nothing(self, ledger: Ledger) -> InputError:
-        """Return the error of data of which nothing is left to train on."""
-        return no_batch(ledger, self.losses(), self._settings.capacity)
+                ledger, last_pass, has_begun = _NOTHING, self.stream.passes(position), True
+            check_labels(self.stream.passes(position), last_pass)
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
-        """Yield the batches that follow a state, and what they haven't told of."""
+        """Yield the batches that follow a state, then the counts that no batch carries."""
         first = state.micro_batch
         pieces = ReadPieces(self.stream.tokens(self.position(state)), self._unreadable)
         if self._plans is not None:
             yield from self._shares(state, pieces, buffers, self._plans)
             return
         ledger: Ledger | None
-        for found in self.steps(state):
-            if isinstance(found, Ledger):
-                if found != _NOTHING:
-                    yield Ended(ledger=found)
+        for item in self.steps(state):
+            if isinstance(item, Ledger):
+                if item != _NOTHING:
+                    yield Ended(ledger=item)
                 return
-            step, before, after, entered = found
-            ledger = None if first else entered  # of a step that was begun it is known
+            step, before, after, entered = item
+            ledger = None if first else entered  # a state within a step comes after its ledger
             begun = before
             if self._settings.micro_batches > 1:
-                told = {_PACKS: step.packs.num_packs, _PRINT: step.packs.print}
-                begun = replace(before, at={**before.at, **told})
+                packs = {_PACKS: step.packs.num_packs, _PRINT: step.packs.print}
+                begun = replace(before, at={**before.at, **packs})
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
                 skipped = pieces.skipped
@@ -402,23 +400,24 @@ class IndexedFeed:
     def _shares(
         self, state: FeedState, pieces: ReadPieces, buffers: Buffers, plans: StepPlans
     ) -> Iterator[Made | Ended]:
-        """Yield of each step what this rank computes by the step's plan, as one batch."""
+        """Yield one batch per step: the pieces that the step's plan assigns to this rank."""
         exchange = plans.exchanges(0)
-        for found, soon in _with_next(self.steps(state), plans.ahead):
-            if isinstance(found, Ledger):
-                if found != _NOTHING:
-                    yield Ended(ledger=found)
+        for item, following in _with_next(self.steps(state), plans.ahead):
+            if isinstance(item, Ledger):
+                if item != _NOTHING:
+                    yield Ended(ledger=item)
                 return
-            step, _, after, entered = found
+            step, _, after, entered = item
             skipped, out = pieces.skipped, buffers()
-            later = {one[0].number: one[0].lengths for one in soon if not isinstance(one, Ledger)}
-            plan = _planned(exchange, self._rank, step.number, step.lengths, later)
+            next_steps = [one[0] for one in following if not isinstance(one, Ledger)]
+            next_lengths = {one.number: one.lengths for one in next_steps}
+            plan = _planned(exchange, self._rank, step.number, step.lengths, next_lengths)
             mine = plan.documents_of(self._rank)
             batch = make_batch(pieces, step, 0, 0, self._settings, out, mine)
             yield Made(batch=batch, state=after, ledger=entered, skipped=pieces.skipped - skipped)
 
     def begun(self, state: FeedState) -> FeedState:
-        """Return a state that says where it stands, also where training begins."""
+        """Return a checked state with its position, also for the beginning of training."""
         check_micro_batch(state, self._settings.micro_batches)
         if (state.step or state.micro_batch) and not state.at:
             raise StateError(
@@ -441,9 +440,9 @@ class IndexedFeed:
         return replace(state, at=at)
 
     def _packs_begun(self, state: FeedState) -> int:
-        """Return the packs of the step that a state is in, as far as it says: fewer where the data ended in it."""
+        """Return the number of packs of a state's step; a state within the last step records a smaller number."""
         size = self._settings.global_batch_size
-        if not state.micro_batch or _PACKS not in state.at:  # states of 0.1.0 don't say it
+        if not state.micro_batch or _PACKS not in state.at:  # states of 0.1.0 have no such entry
             return size
         try:
             return as_count(state.at[_PACKS], _PACKS, 1, size)
@@ -451,7 +450,7 @@ class IndexedFeed:
             raise StateError(f"this is no state of a loader: {error}") from None
 
     def _check_step(self, state: FeedState, position: Any) -> None:
-        """Refuse a state within a step that would hold other packs here than those of which some were taken."""
+        """Refuse a state within a step if the step has other packs here than when it was saved."""
         count = self._packs_begun(state)
         if _PRINT in state.at and self.stream.take(position, count)[0].print != state.at[_PRINT]:
             raise StateError(
@@ -460,5 +459,5 @@ class IndexedFeed:
             )
 
     def position(self, state: FeedState) -> Any:
-        """Return where the step of a state begins, and which parts of the store its epochs hold."""
+        """Return the position at which a state's step begins."""
         return self.stream.position(state.at)

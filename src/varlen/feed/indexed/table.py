@@ -1,15 +1,15 @@
-"""The window table: how many packs stand before each window of an epoch, so that any step is found at once.
+"""The window table: the number of packs before each window of an epoch, by which any step is found directly.
 
 ::
 
     windows of the epoch    0     1     2   | 3     4          groups one after the other
-    packs before            0    91   180     270   355   442  int64, 8 bytes a window
+    packs before            0    91   180     270   355   442  int64, 8 bytes per window
 
-A table is made when it is first asked for, by counting the packs of every window, at several million documents a
-second on each processor, and kept: beside the index, else in the user's cache folder, else in memory alone. It isn't
-made before, in the background: who asks has to wait then too, and all the others would pay for it in their trainers'
-processes. What it depends on is in the name of its file, so a table that is found is right, or is no table at all and
-made anew. A shuffle has a table for each epoch.
+A table is built on first use, by counting the packs of every window, at several million documents per second and
+processor. It is saved beside the index, else in the user's cache folder, else kept only in memory. It isn't built in
+advance in the background: the first use would wait all the same, and jobs that never use it would pay for it. The
+file's name is a hash of everything that the table depends on, so a table that is found is valid; a damaged one is
+built again. With a shuffle, each epoch has its own table.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ from varlen.text.tokenizer import digest
 from varlen.types import IntArray
 from varlen.workers.processors import processors
 
-_KEPT = 4
-"""Tables in memory."""
+_TABLES_IN_MEMORY = 4
 _MOST_THREADS = 8
-_MANY = 1 << 20
-"""Documents that are counted side by side; fewer are counted sooner than threads have begun."""
-_RUNS = 32
-"""Runs of windows for each thread, so that all end together, and soon after Ctrl-C."""
+_MIN_PARALLEL = 1 << 20
+"""Documents from which on several threads count; for fewer, starting threads takes longer than counting."""
+_RUNS_PER_THREAD = 32
+"""Tasks per thread: many, so that all threads end at about the same time, and soon after Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EpochTable:
-    """Where the packs of one epoch stand."""
+    """The positions of one epoch's packs."""
 
     groups: IntArray
     """int64 `[groups + 1]`: windows before each group."""
@@ -59,35 +58,35 @@ class EpochTable:
 
     @property
     def num_packs(self) -> int:
-        """Packs of the epoch."""
+        """Number of packs of the epoch."""
         return int(self.packs[-1])
 
     def number(self, position: Position) -> int:
-        """Return how many packs of the epoch stand before a position."""
+        """Return the number of packs of the epoch before a position."""
         if position.group >= len(self.groups) - 1:
             return self.num_packs
         window = int(self.groups[position.group]) + position.window
-        if window >= int(self.groups[position.group + 1]):  # behind the group's last one
+        if window >= int(self.groups[position.group + 1]):  # after the group's last window
             return int(self.packs[self.groups[position.group + 1]])
         return int(self.packs[window]) + position.pack
 
     def find(self, number: int) -> tuple[int, int, int]:
-        """Return the group, the window in it and the pack in that, of a pack of the epoch."""
+        """Return the group, the window in the group, and the index in the window, of the epoch's pack `number`."""
         window = int(np.searchsorted(self.packs, number, side="right")) - 1
         group = int(np.searchsorted(self.groups, window, side="right")) - 1
         return group, window - int(self.groups[group]), number - int(self.packs[window])
 
 
 class WindowTable:
-    """The tables of all epochs of a stream, made when they are needed."""
+    """The tables of all epochs of a stream, built on demand."""
 
     def __init__(self, stream: PackStream, threads: int | None = None) -> None:
         self._stream, self._threads = stream, threads or min(processors(), _MOST_THREADS)
-        self._making = threading.Lock()  # who comes second finds the table
-        self._made = lru_cache(_KEPT)(self._make)
+        self._making = threading.Lock()  # a second caller waits, and then finds the table
+        self._made = lru_cache(_TABLES_IN_MEMORY)(self._make)
 
     def num_packs(self, grown: Grown = ()) -> int:
-        """Return the packs of all epochs."""
+        """Return the number of packs of all epochs."""
         if self._stream.epochs is None:
             raise SettingError(
                 "epochs without end have no number of packs; pass epochs, or count steps yourself"
@@ -100,23 +99,23 @@ class WindowTable:
         return total
 
     def find(self, number: int, grown: Grown = ()) -> tuple[Position, bool]:
-        """Return where a pack stands, counted over all epochs, and whether it is there; if not, where they end.
+        """Return the position of pack `number`, counted over all epochs, and True; (the end, False) if there is none.
 
-        Cost: the tables of the epochs before, unless they were made before.
+        Cost: building the tables of the epochs before it, unless they exist.
         """
         return self._walk(Position(grown=grown), number)
 
     def skip(self, position: Position, count: int) -> Position:
-        """Return the position so many packs behind another one; behind the last pack, where they end.
+        """Return the position `count` packs after another one; the end if there are fewer packs.
 
-        Cost: the tables of the epochs from there, unless they were made before.
+        Cost: building the tables of the epochs that are passed, unless they exist.
         """
         return self._walk(position, count)[0]
 
     def _walk(self, position: Position, count: int) -> tuple[Position, bool]:
-        """Return the position so many packs behind another one, and whether a pack is there."""
+        """Return the position `count` packs after another one, and whether a pack begins there."""
         end = self._stream.begun(position)
-        barren = False
+        was_empty = False
         while (here := self._next(end)) is not None:
             table = self.epoch(here.epoch, here.num_parts)
             before = table.number(here)
@@ -125,9 +124,9 @@ class WindowTable:
                 return replace(here, group=group, window=window, pack=pack), True
             count -= table.num_packs - before
             end = replace(here, group=self._num_groups(here), window=0, pack=0)
-            if table.num_packs == 0 and barren:
-                break  # epochs without packs, without end
-            barren = table.num_packs == 0
+            if table.num_packs == 0 and was_empty:
+                break  # all further epochs are empty too
+            was_empty = table.num_packs == 0
         return end, False
 
     def _next(self, position: Position | None) -> Position | None:
@@ -137,55 +136,56 @@ class WindowTable:
         return self._stream.windows.num_groups(position.num_parts)
 
     def epoch(self, epoch: int, num_parts: int) -> EpochTable:
-        """Return the table of an epoch: found, or made and kept."""
-        # In the order of the store all epochs are alike.
-        one = 0 if self._stream.windows.settings.seed is None else epoch
+        """Return the table of an epoch; builds and saves it if it doesn't exist."""
+        # Without a shuffle, all epochs share one table.
+        key = 0 if self._stream.windows.settings.seed is None else epoch
         with self._making:
-            return self._made(one, num_parts)
+            return self._made(key, num_parts)
 
     def _make(self, epoch: int, num_parts: int) -> EpochTable:
         windows = self._stream.windows
         counts = [windows.num_windows(group, num_parts) for group in range(windows.num_groups(num_parts))]
         groups = np.cumsum([0, *counts])
         settings = windows.settings
-        kept = CachedTable(
+        cached = CachedTable(
             [windows.store],
             [num_parts],
             [windows.parts_a_group, WINDOWS_A_GROUP, PACKS_A_GROUP, epoch, asdict(settings)],
         )
-        found = kept.read(
+        packs = cached.read(
             lambda packs: (
                 packs.shape == (int(groups[-1]) + 1,) and packs[0] == 0 and bool((np.diff(packs) >= 0).all())
             )
         )
-        if found is not None:
-            return EpochTable(groups=groups, packs=found)
-        places = np.stack(
+        if packs is not None:
+            return EpochTable(groups=groups, packs=packs)
+        windows_of_groups = np.stack(
             [
                 np.repeat(np.arange(len(counts)), counts),
                 np.arange(groups[-1]) - np.repeat(groups[:-1], counts),
             ]
         )
         packs = np.zeros(int(groups[-1]) + 1, dtype=np.int64)
-        packs[1:] = self._count(epoch, num_parts, places)
+        packs[1:] = self._count(epoch, num_parts, windows_of_groups)
         np.cumsum(packs, out=packs)
-        kept.write(packs)
+        cached.write(packs)
         return EpochTable(groups=groups, packs=packs)
 
-    def _count(self, epoch: int, num_parts: int, places: IntArray) -> IntArray:
-        """Return the packs of windows, each given by its group and its number there."""
-        threads = self._threads if places.shape[1] * self._stream.windows.settings.window >= _MANY else 1
-        runs = np.array_split(places, _RUNS * threads if threads > 1 else 1, axis=1)
+    def _count(self, epoch: int, num_parts: int, windows: IntArray) -> IntArray:
+        """Return the number of packs of each window; `windows` is `[2, windows]`: group, and number in the group."""
+        documents = windows.shape[1] * self._stream.windows.settings.window
+        threads = self._threads if documents >= _MIN_PARALLEL else 1
 
         def count(run: IntArray) -> IntArray:
-            found = [self._packs(epoch, group, window, num_parts) for group, window in run.T.tolist()]
-            return np.array(found, dtype=np.int64)
+            counts = [self._packs(epoch, group, window, num_parts) for group, window in run.T.tolist()]
+            return np.array(counts, dtype=np.int64)
 
         if threads == 1:
-            return count(places)
+            return count(windows)
+        runs = np.array_split(windows, _RUNS_PER_THREAD * threads, axis=1)
         executor = ThreadPoolExecutor(threads, thread_name_prefix="varlen-table")
         try:
-            # Kernels, sorting and copying let other threads run.
+            # Kernels, sorting and copying release the interpreter lock.
             futures = [executor.submit(count, run) for run in runs]
             return np.concatenate([_result(future, count, run) for future, run in zip(futures, runs)])
         finally:
@@ -198,7 +198,7 @@ class WindowTable:
 
 
 def _result(future: Future[IntArray], count: Callable[[IntArray], IntArray], run: IntArray) -> IntArray:
-    """Return what a thread has counted, or count it here."""
+    """Return a thread's counts; if it couldn't read the store, count again in this thread."""
     try:
         return future.result()
     except SourceError:
@@ -206,7 +206,7 @@ def _result(future: Future[IntArray], count: Callable[[IntArray], IntArray], run
 
 
 def count_window(lengths: IntArray, settings: WindowSettings) -> int:
-    """Return how many packs a window of documents gives.
+    """Return the number of packs of a window.
 
     Args:
         lengths: int64 `[documents]`.
@@ -221,37 +221,37 @@ def count_window(lengths: IntArray, settings: WindowSettings) -> int:
     )
 
 
-# Tables that are kept for the next time: beside the data, else in the user's cache folder, else in memory alone.
+# Table files: beside the data, or else in the user's cache folder.
 #
-# What a table depends on is in the name of its file, which has our mark and the SHA-256 of the numbers before
-# them: so one that is found is right, or is no table at all. One of ours that is damaged is written anew;
-# what somebody has laid there stays.
+# A file's name is a hash of everything that the table depends on. Its content is a mark, the SHA-256 of the numbers,
+# and the numbers, so a damaged table is recognized, and written again. A file without the mark isn't a table, and is
+# never replaced.
 
 _MARK = b"varlen t"
 _HEAD_BYTES = len(_MARK) + 32
 
 
 class CachedTable:
-    """Where a table of int64 is kept, if anywhere."""
+    """An int64 table in a file, where its data has a fingerprint and a folder can be written."""
 
     def __init__(self, stores: Sequence[TokenDocuments], num_parts: Sequence[int], depends_on: Any) -> None:
         marks = [store.fingerprint_at(parts) for store, parts in zip(stores, num_parts)]
         folders = [stores[0].tables, _cache_folder()]
         if None in marks:
-            folders = []  # the data has no name
-        told = json.dumps([__version__, marks, *num_parts, depends_on], sort_keys=True)
-        self._paths = [folder / f"{digest(told)}.table" for folder in folders if folder is not None]
+            folders = []  # the data has no fingerprint
+        key = digest(json.dumps([__version__, marks, *num_parts, depends_on], sort_keys=True))
+        self._paths = [folder / f"{key}.table" for folder in folders if folder is not None]
 
     def read(self, is_right: Callable[[IntArray], bool], columns: int | None = None) -> IntArray | None:
-        """Return the table; None where there is none, or a damaged one."""
+        """Return the table; None if there is none, or it is damaged."""
         for path in self._paths:
             try:
                 with open(path, "rb", opener=open_regular) as file:
                     content = file.read()
             except (OSError, MemoryError):
                 continue
-            said, body = content[:_HEAD_BYTES], content[_HEAD_BYTES:]
-            if len(body) % (8 * (columns or 1)) or _MARK + hashlib.sha256(body).digest() != said:
+            head, body = content[:_HEAD_BYTES], content[_HEAD_BYTES:]
+            if len(body) % (8 * (columns or 1)) or _MARK + hashlib.sha256(body).digest() != head:
                 continue
             table: IntArray = np.frombuffer(body, dtype="<i8").astype(np.int64)
             if columns is not None:
@@ -261,12 +261,12 @@ class CachedTable:
         return None
 
     def write(self, table: IntArray) -> None:
-        """Keep it whole, or not at all, where that can be done."""
+        """Write the table to the first path that accepts it; atomic, and without an error if none does."""
         any(_write(path, table) for path in self._paths)
 
 
 def _cache_folder() -> Path | None:
-    """Return where tables go that can't lie beside their index."""
+    """Return the folder of tables that can't be written beside their index."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     except RuntimeError:  # a user without a home
@@ -275,7 +275,7 @@ def _cache_folder() -> Path | None:
 
 
 def _write(path: Path, table: IntArray) -> bool:
-    """Write a table whole or not at all; returns whether it was."""
+    """Write a table atomically; returns whether it was written."""
     if is_there(path) and not _is_ours(path):
         return False
     try:
@@ -293,7 +293,7 @@ def _write(path: Path, table: IntArray) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a file carries our mark, or nothing; a link doesn't."""
+    """Return whether a path is a regular file, not a link, that begins with the mark or is empty."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             return not path.is_symlink() and file.read(len(_MARK)) in (_MARK, b"")

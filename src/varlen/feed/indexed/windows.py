@@ -2,13 +2,13 @@
 
 ::
 
-    shards   0  1  2 | 3  4  5 | 6          groups of shards: what may be shuffled together
+    shards   0  1  2 | 3  4  5 | 6          groups of shards; documents are shuffled within a group
     order    a permutation of each group's documents
-    windows  0   1   2 | 3   4  | 5         so many documents of the order; none crosses groups
-    packs    of one window each, carried over nowhere
+    windows  0   1   2 | 3   4  | 5         a fixed number of documents in this order; none crosses groups
+    packs    each within one window; nothing is carried over
 
-So any window can be made at any time from the lengths of its documents alone, on every rank alike, and resuming is
-making one window. How many windows a group has is asked for when it is reached, as a store may still be written.
+So any rank can build any window at any time from the lengths of its documents, and resuming takes the time of one
+window. The number of windows of a group is determined when the group is reached, as the store may still be written.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from varlen.pack.window import WindowPacker
 from varlen.store.tokens import TokenDocuments
 from varlen.types import IntArray, Ledger, Method, Overlong
 
-_KEPT = 4
-"""Windows, and orders of groups, kept for who asks again."""
+_CACHED = 4
+"""Number of windows, and of groups' document orders, in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSettings:
-    """What the packs depend on, beside the store."""
+    """Everything that the packs depend on, apart from the store."""
 
     capacity: int
     window: int = 1 << 16
-    """Documents packed at a time."""
+    """Number of documents that are packed together."""
     method: Method = "best_fit"
     overlong: Overlong = "split"
     max_documents: int | None = None
     document_multiple_of: int = 1
     seed: int | None = 0
-    """Of the shuffle; None: documents in the order of the store."""
+    """Seed of the shuffle; None: documents in the order of the store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,29 +53,29 @@ class Window:
 
     packs: StorePacks
     ledger: Ledger
-    """What became of the tokens of its documents."""
+    """Accounts for the tokens of the window's documents."""
 
 
 class Windows:
-    """All windows of a store, group by group, in one epoch after the other."""
+    """All windows of a store, by epoch, group and number in the group."""
 
     def __init__(self, store: TokenDocuments, groups: Groups, settings: WindowSettings) -> None:
         self.store, self._groups, self.settings = store, groups, settings
         self.parts_a_group = groups.parts_a_group
-        # Of this object alone: several loaders don't push out each other's windows.
-        self._order = lru_cache(_KEPT)(self._make_order)
-        self.window = lru_cache(_KEPT)(self._make_window)
+        # Caches belong to this object, so that several loaders don't evict each other's windows.
+        self._order = lru_cache(_CACHED)(self._make_order)
+        self.window = lru_cache(_CACHED)(self._make_window)
 
     def num_groups(self, num_parts: int) -> int:
-        """Return the groups of an epoch of so many parts; some may have no windows."""
+        """Return the number of groups of an epoch of `num_parts` parts; some may have no windows."""
         return self._groups.num_groups(num_parts)
 
     def is_there(self, group: int, num_parts: int) -> bool:
-        """Return whether a group of an epoch of so many parts is known to be sealed, without waiting for it."""
+        """Return whether a group of an epoch of `num_parts` parts is known to be sealed, without waiting for it."""
         return self._groups.is_there(group, num_parts)
 
     def num_windows(self, group: int, num_parts: int) -> int:
-        """Return the windows of a group, in an epoch of so many parts; waits until the group is sealed."""
+        """Return a group's number of windows, in an epoch of `num_parts` parts; waits until the group is sealed."""
         start, stop = self._groups.shards(group, num_parts)
         return -(-int(self.store.documents[start:stop].sum()) // self.settings.window)
 
@@ -88,7 +88,7 @@ class Windows:
         return DocumentOrder(self.store.documents[start:stop], seed, stretch=self.settings.window)
 
     def documents(self, epoch: int, group: int, number: int, num_parts: int) -> tuple[IntArray, IntArray]:
-        """Return the shards, and the numbers within them, of a window's documents; arguments as `window` has them."""
+        """Return the shards of a window's documents, and their numbers within the shards."""
         shards, documents = self._order(epoch, group, num_parts).stretch(number)
         return shards + self._groups.shards(group, num_parts)[0], documents
 
@@ -102,7 +102,7 @@ class Windows:
 
 
 def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings: WindowSettings) -> Window:
-    """Pack documents, and nothing but them: what doesn't fill a pack goes into packs of its own.
+    """Pack the documents of one window; documents that don't fill a pack aren't carried over to another window.
 
     Args:
         shards: int64 `[documents]`.
@@ -111,7 +111,7 @@ def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings:
     """
     packer = WindowPacker(
         capacity=settings.capacity,
-        window=LARGEST,  # all wait until they are flushed, and are packed at once
+        window=LARGEST,  # nothing is packed before `flush`, which then packs all documents together
         method=settings.method,
         overlong=settings.overlong,
         max_documents=settings.max_documents,
@@ -129,39 +129,38 @@ def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings:
     return Window(packs=packs, ledger=packer.ledger.check())
 
 
-# Groups of shards, within which documents are shuffled: so many parts each, whether they are there yet or not.
+# Groups of shards, within which documents are shuffled; each has a minimum number of parts, documents and tokens.
 #
 # ::
 #
 #     parts     0 1 2 3 4 | 5 6 7 8 | 9        documents of one group are shuffled and packed together
-#     holds     enough      enough    the rest
+#     size      minimum     minimum   the rest
 #
-# A window never crosses groups, and its last pack is seldom full: a group takes in small parts until it holds
-# enough. Where it ends depends on the settings, and on it and the parts before it alone: it is sealed when
-# these are finished. What a group holds then never changes, so windows of it may be made while later ones are
-# still being written. An epoch of a store that grows holds the parts that were there when it began, and no
-# others.
+# A window never crosses groups, and a group's last pack is seldom full, so a group takes in small parts until it
+# reaches the minimum. Its end depends only on the settings, its own parts and those before it; the group is sealed
+# when these are finished. A sealed group never changes, so its windows can be built while later parts are still
+# being written. An epoch of a growing store consists of the parts that existed when the epoch began.
 
 PARTS_A_GROUP = 16
 WINDOWS_A_GROUP, PACKS_A_GROUP = 4, 1024
-"""A group of more parts than that ends where it has so many windows, or so many packs where documents are long: some
-packs that aren't full are few among them, and what is to be there before training begins isn't more than that."""
+"""A group also needs so many windows' documents, and so many packs' tokens: then its packs that aren't full are a
+small share, and training needn't wait for more data than that before it begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Enough:
-    """What a group holds at least, but for the last one of an epoch."""
+    """The minimum size of a group; the last group of an epoch may be smaller."""
 
     parts: int = PARTS_A_GROUP
     documents: int = 1
-    """Beside the parts: so many documents, or so many tokens."""
+    """Minimum number of documents or, whichever is reached first, of `tokens`; in addition to `parts`."""
     tokens: int = 1
     longest: int | None = None
-    """Tokens that become of a document at most; None: all that it has."""
+    """Tokens of a document that count at most; None: all of its tokens."""
 
 
 def enough_for(window: int, capacity: int, overlong: Overlong, parts: int = PARTS_A_GROUP) -> Enough:
-    """Return what a group holds at least so that hardly any of its packs aren't full."""
+    """Return the minimum size of a group at which nearly all of its packs are full."""
     return Enough(
         parts=parts,
         documents=WINDOWS_A_GROUP * window,
@@ -172,35 +171,35 @@ def enough_for(window: int, capacity: int, overlong: Overlong, parts: int = PART
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Sums:
-    """What the shards hold that are there."""
+    """Sums over the shards that exist so far."""
 
-    of: tuple[IntArray, IntArray, IntArray]
-    """What they were summed up of."""
+    sources: tuple[IntArray, IntArray, IntArray]
+    """The store's arrays from which the sums were computed."""
     parts: IntArray
     documents: IntArray
     tokens: IntArray
-    """int64 `[shards + 1]`: before each."""
+    """int64 `[shards + 1]`: documents and tokens before each shard."""
 
 
 class Groups:
-    """Where groups of a store's shards begin and end."""
+    """The bounds of the groups of a store's shards."""
 
     def __init__(self, store: TokenDocuments, enough: Enough | None = None) -> None:
-        """Take the store, and what a group holds at least; None: the usual number of parts."""
+        """Take the store and the minimum size of a group; None: `PARTS_A_GROUP` parts."""
         self._store, self._enough = store, enough or Enough()
         self._ends = [0]
-        """Parts that begin a group, as far as no later part can change that."""
+        """The first part of each group whose beginning no later part can change."""
         self._finding = threading.Lock()
         self._there = 0
         self._sums: _Sums | None = None
 
     @property
     def parts_a_group(self) -> int:
-        """Parts of the store whose documents are shuffled together, at least."""
+        """Minimum number of the store's parts whose documents are shuffled together."""
         return self._enough.parts
 
     def num_groups(self, num_parts: int) -> int:
-        """Return how many groups the first parts make, each of which holds a document; waits for all these parts."""
+        """Return the number of groups of the first `num_parts` parts that hold documents; waits for these parts."""
         group = 0
         while True:
             first, stop = self.shards(group, num_parts)
@@ -209,20 +208,20 @@ class Groups:
             group += 1
 
     def is_there(self, group: int, num_parts: int) -> bool:
-        """Return whether a group is known to be sealed, or not to be one, without waiting for it."""
+        """Return whether it is known, without waiting, that a group is sealed or doesn't exist."""
         return self._parts(group, num_parts, is_waiting=False) is not None
 
     def shards(self, group: int, num_parts: int) -> tuple[int, int]:
-        """Return the shard at which a group begins, and the one at which it ends; waits until it is sealed.
+        """Return the first shard of a group, and the one after its last; waits until the group is sealed.
 
-        Behind the last group there are no more shards with documents.
+        A range without documents means that there are no further groups.
         """
-        found = self._parts(group, num_parts, is_waiting=True)
-        start, end = np.searchsorted(self._store.parts, found or (0, 0))
+        parts = self._parts(group, num_parts, is_waiting=True)
+        start, end = np.searchsorted(self._store.parts, parts or (0, 0))
         return int(start), int(end)
 
     def _parts(self, group: int, num_parts: int, *, is_waiting: bool) -> tuple[int, int] | None:
-        """Return the first part of a group, and that after its last; None where that isn't known yet."""
+        """Return the first part of a group, and the one after its last; None if that isn't known yet."""
         while True:
             known, begins = len(self._ends), self._ends[-1]
             if group + 1 < known:
@@ -233,20 +232,22 @@ class Groups:
             end = self._end(begins, num_parts, is_waiting=is_waiting)
             if end is None:
                 return None
-            if end > num_parts:  # the rest of the epoch is its last group, and not yet one of a larger store
+            if (
+                end > num_parts
+            ):  # the rest is this epoch's last group; in a longer epoch the group may be larger
                 return (begins, num_parts) if group + 1 == known else (num_parts, num_parts)
             with self._finding:
                 if len(self._ends) == known:
                     self._ends.append(end)
 
     def _end(self, begins: int, num_parts: int, *, is_waiting: bool) -> int | None:
-        """Return the part behind the group that begins at a part; more than `num_parts` if the group isn't whole."""
+        """Return the end of the group that begins at a part; more than `num_parts` if the group isn't complete."""
         wanted = min(begins + self._enough.parts, num_parts)
         while True:
             if is_waiting and wanted > self._there:
                 self._store.wait_for(wanted)
                 self._there = max(self._there, wanted)
-            there = self._there  # before a look at what is there by now
+            there = self._there  # read before the sums, which may include more
             sums = self._summed()
             there = min(max(there, int(sums.parts[-1]) + 1 if len(sums.parts) else 0), num_parts)
             first = int(np.searchsorted(sums.parts, begins))
@@ -268,16 +269,16 @@ class Groups:
             wanted = there + 1
 
     def _summed(self) -> _Sums:
-        """Return sums of what the store has by now."""
+        """Return sums over the store's current shards."""
         sums = self._sums
-        of = (self._store.documents, self._store.tokens, self._store.parts)
-        if sums is None or any(now is not then for now, then in zip(of, sums.of)):
-            count = min(map(len, of))  # more may have come between two looks
-            documents, tokens, parts = (one[:count] for one in of)
+        sources = (self._store.documents, self._store.tokens, self._store.parts)
+        if sums is None or any(now is not then for now, then in zip(sources, sums.sources)):
+            count = min(map(len, sources))  # the store may have grown between reading one array and the next
+            documents, tokens, parts = (array[:count] for array in sources)
             if self._enough.longest is not None:
                 tokens = np.minimum(tokens, self._enough.longest * documents)
             sums = _Sums(
-                of=of,
+                sources=sources,
                 parts=parts,
                 documents=np.concatenate([[0], np.cumsum(documents)]),
                 tokens=np.concatenate([[0], np.cumsum(tokens)]),
@@ -286,7 +287,7 @@ class Groups:
         return sums
 
 
-# Packs of a store's documents, as flat arrays: what windows give, steps take and batches are made of.
+# Packs of a store's documents as flat arrays, from which steps and batches are built.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -310,11 +311,11 @@ class StorePacks:
 
     @property
     def print(self) -> int:
-        """A checksum of which pieces they hold."""
-        found = 0
-        for one in (self.shards, self.documents, self.starts, self.stops, self.offsets):
-            found = zlib.crc32(one.astype("<i8").tobytes(), found)
-        return found
+        """A checksum of the pieces and their packs."""
+        checksum = 0
+        for array in (self.shards, self.documents, self.starts, self.stops, self.offsets):
+            checksum = zlib.crc32(array.astype("<i8").tobytes(), checksum)
+        return checksum
 
     def slice(self, start: int, stop: int) -> StorePacks:
         """Return the packs [start, stop)."""
@@ -329,7 +330,7 @@ class StorePacks:
 
 
 def end_to_end(parts: Sequence[StorePacks]) -> StorePacks:
-    """Put packs one after the other; without parts, no packs."""
+    """Concatenate packs; returns zero packs for no parts."""
     none = np.zeros(0, dtype=np.int64)
     pieces = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
     offsets = [part.offsets[1:] + before for part, before in zip(parts, pieces)]

@@ -1,12 +1,12 @@
-"""Where the windows of a mixture begin, so that any pack of it is found from the nearest window that is known.
+"""The positions of a mixture's windows, by which any pack is found from the nearest known window.
 
 ::
 
     window        0    1    2    3    4    5    6    7    8    9
-    counted       *    *    *    *                                from the first on; kept for the next time
-    passed                                 *    *                 that training went through in this process
+    counted       *    *    *    *                                from the first window on; saved in a file
+    passed                                 *    *                 windows of which this process has taken packs
 
-What lies between is counted, window after window; what has been counted once isn't again.
+Windows between them are counted one after the other, and only once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from varlen.feed.mixture.stream import MixedPosition, MixedStream, SourcePlace, 
 from varlen.types import IntArray
 
 _MOST_NOTED = 1 << 10
-"""Windows passed in this process that are remembered; those that were looked at stay longer."""
+"""Passed windows that are remembered until the next search, at most."""
 _PLACE = 5
-"""Numbers that say where a source stands."""
+"""Numbers per source place in a row."""
 
 
-class _Marks:
-    """Rows of numbers, one for each window that is known: packs before it, its own number, and the sources' places.
+class _Rows:
+    """A sorted row of integers per known window: the packs before it, its number, and the sources' places.
 
-    They are as flat as the file that keeps them: a row of objects would take ten times as much.
+    The rows are one flat array, as in the file: objects would take ten times the memory.
     """
 
     def __init__(self, width: int) -> None:
@@ -49,24 +49,24 @@ class _Marks:
         return self._flat[number * self._width : (number + 1) * self._width].tolist()
 
     def add(self, row: Sequence[int]) -> None:
-        """Take in a row, in its place."""
+        """Insert a row in order, unless its window is known."""
         at = bisect_right(range(len(self)), row[1], key=lambda number: self._flat[number * self._width + 1])
         if not self.has(row[1]):
             self._flat[at * self._width : at * self._width] = array("q", row)
 
     def has(self, window: int) -> bool:
-        """Return whether a window is known: they stand in their order."""
+        """Return whether a window is known."""
         at = bisect_right(range(len(self)), window, key=lambda number: self._flat[number * self._width + 1])
         return at > 0 and self._flat[(at - 1) * self._width + 1] == window
 
     def nearest(self, packs: int | None) -> int:
-        """Return the last row before which there are no more packs, or the last of all; -1: none."""
+        """Return the index of the last row with at most `packs` packs before it; None: of the last row. -1: none."""
         if packs is None:
             return len(self) - 1
         return bisect_right(range(len(self)), packs, key=lambda number: self._flat[number * self._width]) - 1
 
     def table(self) -> IntArray:
-        """Return all rows."""
+        """Return int64 `[rows, width]`."""
         return np.array(self._flat, dtype=np.int64).reshape(-1, self._width)
 
 
@@ -76,27 +76,27 @@ class MixedTable:
     def __init__(self, stream: MixedStream) -> None:
         self._stream = stream
         self._width = 2 + _PLACE * len(stream.sources)
-        self._going = threading.Lock()  # who comes second finds what the first has counted
+        self._lock = threading.Lock()  # a second caller waits, and finds the first one's windows
         self._noted: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_MOST_NOTED)
         self._last_window: Any = None
-        self._here: tuple[int, MixedPosition] | None = None
+        self._current: tuple[int, MixedPosition] | None = None
         self._grown: tuple[Grown, ...] | None = None
 
-    def pass_by(self, number: int, at: Mapping[str, Any]) -> None:
-        """Remember a place, if it is in another window than the last one was."""
+    def note_passed(self, number: int, at: Mapping[str, Any]) -> None:
+        """Remember the position of pack `number` if its window is another than in the last call."""
         if at.get("window") != self._last_window:
             self._last_window = at.get("window")
             self._noted.append((number, at))
 
-    def stand_at(self, number: int, position: MixedPosition) -> None:
-        """Say where training stands, from where to look further."""
-        self._here = number, position
+    def set_current(self, number: int, position: MixedPosition) -> None:
+        """Set the pack that training takes next, from which a search may begin."""
+        self._current = number, position
 
     def num_packs(self, grown: tuple[Grown, ...]) -> int:
-        """Return the packs of the whole mixture."""
+        """Return the number of packs of the whole mixture."""
         if self._stream.epochs is None:
             raise SettingError("a mixture without end has no number of packs; count steps yourself")
-        with self._going:
+        with self._lock:
             self._begin(grown)
             if self._end is None:
                 self._walk(None)
@@ -104,21 +104,21 @@ class MixedTable:
             return self._end[0]
 
     def find(self, number: int, grown: tuple[Grown, ...]) -> tuple[MixedPosition, bool]:
-        """Return where a pack stands, and whether it is there; if not, where the mixture ends."""
-        with self._going:
+        """Return the position of pack `number`, and True; (the end, False) if there is no such pack."""
+        with self._lock:
             self._begin(grown)
             if self._end is not None and number >= self._end[0]:
                 return self._end[1], False
             return self._walk(number)
 
     def _begin(self, grown: tuple[Grown, ...]) -> None:
-        """Forget what was found of other parts of the sources, and take what was kept of these."""
+        """Load the saved rows for these parts of the sources, and drop those of other parts."""
         if grown == self._grown:
             return
         self._grown, stream = grown, self._stream
-        self._counted, self._passed = _Marks(self._width), _Marks(self._width)
+        self._counted, self._passed = _Rows(self._width), _Rows(self._width)
         self._end: tuple[int, MixedPosition] | None = None
-        self._kept = CachedTable(
+        self._cached = CachedTable(
             [source.windows.store for source in stream.sources],
             [pairs[-1][1] for pairs in grown],
             [
@@ -127,16 +127,16 @@ class MixedTable:
                 asdict(stream.mix),
             ],
         )
-        kept = self._kept.read(self._is_right, self._width)
-        rows = [self._row(0, stream.begin(grown))] if kept is None else kept.tolist()
+        saved = self._cached.read(self._is_right, self._width)
+        rows = [self._row(0, stream.begin(grown))] if saved is None else saved.tolist()
         for packs, window, *places in rows:
             if window >= 0:
                 self._counted.add([packs, window, *places])
             else:
-                self._ends(packs, self._counted)
+                self._set_end(packs, self._counted)
 
     def _is_right(self, table: IntArray) -> bool:
-        """Return whether a table can be one of this mixture: windows from the first on, and maybe the end."""
+        """Return whether a table is valid: all windows from the first on, and optionally a row for the end."""
         if len(table) == 0:
             return False
         windows, packs = table[:, 1], table[:, 0]
@@ -149,20 +149,19 @@ class MixedTable:
             and (table[:last] >= 0).all()
         )
 
-    def _ends(self, packs: int, marks: _Marks) -> None:
-        """Know the end: so many packs, the last of which are in the last window of these."""
-        before, position = self._at(marks.row(len(marks) - 1))
+    def _set_end(self, packs: int, known: _Rows) -> None:
+        """Set the end of the mixture: its number of packs, and its last window, which is the last one known."""
+        before, position = self._at(known.row(len(known) - 1))
         self._end = packs, replace(position, pack=packs - before)
 
     def _walk(self, number: int | None) -> tuple[MixedPosition, bool]:
-        """Go on counting from the nearest window that is known, to a pack or to the end."""
-        self._take_in()
-        known = [marks for marks in (self._counted, self._passed) if marks.nearest(number) >= 0]
-        marks = max(known, key=lambda one: one.row(one.nearest(number))[0])
-        nearest = marks.nearest(number)
-        packs, position = self._at(marks.row(nearest))
+        """Count windows from the nearest known one to a pack, or to the end."""
+        self._add_passed()
+        candidates = [rows for rows in (self._counted, self._passed) if rows.nearest(number) >= 0]
+        known = max(candidates, key=lambda rows: rows.row(rows.nearest(number))[0])
+        packs, position = self._at(known.row(known.nearest(number)))
         is_last = self._end is not None and self._end[1].window == position.window
-        if number is not None and (is_last or marks.has(position.window + 1)):
+        if number is not None and (is_last or known.has(position.window + 1)):
             return replace(position, pack=number - packs), True
         barren = 0
         try:
@@ -170,9 +169,9 @@ class MixedTable:
                 lengths, after = self._stream.look(position)
                 count = count_window(lengths, self._stream.settings)
                 if after is None:
-                    self._ends(packs + count, marks)
+                    self._set_end(packs + count, known)
                 else:
-                    marks.add(self._row(packs + count, after))
+                    known.add(self._row(packs + count, after))
                 if number is not None and number < packs + count:
                     return replace(position, pack=number - packs), True
                 if after is None:
@@ -181,24 +180,24 @@ class MixedTable:
                 refuse_barren(barren)
                 packs, position = packs + count, after
         finally:
-            if marks is self._counted:
-                # The end may have been found from a window that training went through, far behind these.
-                is_whole = self._end is not None and marks.has(self._end[1].window)
+            if known is self._counted:
+                # The end may have been found from a passed window, with uncounted windows before it.
+                is_whole = self._end is not None and known.has(self._end[1].window)
                 end = [self._end[0]] + [-1] * (self._width - 1) if self._end and is_whole else []
-                self._kept.write(
-                    np.concatenate([marks.table(), np.array(end, dtype=np.int64).reshape(-1, self._width)])
+                self._cached.write(
+                    np.concatenate([known.table(), np.array(end, dtype=np.int64).reshape(-1, self._width)])
                 )
 
-    def _take_in(self) -> None:
-        """Know the windows that training went through, and the one in which it stands."""
+    def _add_passed(self) -> None:
+        """Add the noted windows, and the current one, to the passed windows."""
         places = []
         while self._noted:
             number, at = self._noted.popleft()
             places.append((number, self._stream.position(at)))
-        if self._here is not None and not any(
-            marks.has(self._here[1].window) for marks in (self._counted, self._passed)
+        if self._current is not None and not any(
+            rows.has(self._current[1].window) for rows in (self._counted, self._passed)
         ):
-            places += [self._here] if self._stream.is_pack(self._here[1]) else []
+            places += [self._current] if self._stream.is_pack(self._current[1]) else []
         for number, position in places:
             if position.grown == self._grown:
                 self._passed.add(self._row(number - position.pack, position))
@@ -211,7 +210,7 @@ class MixedTable:
         return row
 
     def _at(self, row: Sequence[int]) -> tuple[int, MixedPosition]:
-        """Return the packs before a window, and where it begins."""
+        """Return the number of packs before a row's window, and the window's position."""
         assert self._grown is not None
         places = []
         for number, grown in enumerate(self._grown):

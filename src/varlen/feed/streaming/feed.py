@@ -1,8 +1,8 @@
-"""The batches of one rank straight from documents: nothing is written, and any number of ranks gives the same steps.
+"""One rank's batches directly from documents; nothing is written, and steps don't depend on the number of ranks.
 
-The unit that moves between ranks is the lane. A step takes as many packs of every lane; rank r of W runs the lanes
-r::W; what is in a lane is a function of data, settings and seed (see rounds.py). So the set of every step's packs is
-the same at any world size that divides the lanes.
+The unit of distribution is the lane. A step takes equally many packs of every lane; rank r of W runs the lanes r::W;
+a lane's packs depend only on data, settings and seed (see rounds.py). So each step has the same set of packs at any
+world size that divides the number of lanes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from varlen.documents.blocks import cut_blocks, read_by_all
 from varlen.documents.source import Source
 from varlen.errors import SettingError, StateError
 from varlen.feed.agreement import Exchanges, Solo
-from varlen.feed.batches import BatchSettings, Contents, check_heard, deal, fill_batch, no_batch, work_of
+from varlen.feed.batches import BatchSettings, Contents, check_labels, deal, fill_batch, no_batch, work_of
 from varlen.feed.prefetch import AheadSettings, Prefetcher
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.streaming.intake import ChunkSequence, Intake
 from varlen.feed.streaming.lane import RECORD_BITS, LanePacks, LaneSettings, chunk_of
-from varlen.feed.streaming.rounds import Round, Rounds, RoundSettings, check_place, place_of
+from varlen.feed.streaming.rounds import Round, Rounds, RoundSettings, check_round_state, round_state_of
 from varlen.files.losses import NO_LOSSES
 from varlen.pack.passes import Passes
 from varlen.text.loss_masks import end_to_end
@@ -35,39 +35,39 @@ _NOTHING = Ledger(tokens_in=0, packed=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamingSettings:
-    """What the packs depend on, beside the data and the batch; and how far ahead they are prepared."""
+    """Everything that the packs depend on apart from the data and the batch; and how far ahead they are prepared."""
 
     lanes: int
     seed: int | None = 0
-    """Of the shuffle; None: blocks, and the documents of a lane, as they stand."""
+    """Seed of the shuffle of blocks and of each lane's documents; None: their order in the data."""
     epochs: int | None = 1
-    """None for no end."""
+    """None: without end."""
     method: Method = "best_fit"
     overlong: Overlong = "split"
     max_documents: int | None = None
     window_packs: int = 32
-    """Packs of a lane that are made together, about."""
+    """Packs per lane that are built together, about."""
     min_fill: float = 0.995
-    """From which on a pack counts as full."""
+    """Fraction of the capacity from which a pack counts as full."""
     max_age: int = 16
-    """Rounds that a document waits at most for a pack that gets full."""
+    """Rounds that a document waits at most for a pack that it fills."""
     ahead: AheadSettings = field(default_factory=AheadSettings)
     threads: int = 2
-    """Blocks read side by side."""
+    """Threads that read blocks."""
 
 
 class StreamingFeed:
-    """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time.
+    """Builds batches; it has no position of its own, so the same state always gives the same bytes.
 
-    Memory of a rank that runs n lanes, with c = capacity and w = `window_packs`, tokens of 4 bytes (5 with a loss
-    mask, 8 with weights), each of these as token bytes::
+    Memory of a rank that runs n lanes, with c = capacity and w = `window_packs`, in tokens of 4 bytes (5 with a loss
+    mask, 8 with weights)::
 
-        n · ((w + 32) · c + claim)        what waits in the lanes, twice while it is packed
-        ahead.most_bytes + n · w · c      rounds that are ready, and the one that is being taken
-        2 MB                              blocks that come next, read while lanes are packed
+        n · ((w + 32) · c + claim)        documents waiting in the lanes; twice that during packing
+        ahead.most_bytes + n · w · c      rounds that are ready (bytes), and the one that is being taken
+        2 MB                              the next blocks, read while lanes are packed
 
-    where claim is what a chunk brings (a block of at most 1 MB, or the longest document), and 32 packs are there to
-    choose from where few documents are shorter than a pack, else 8. Chunks hold their text too while they are read.
+    where claim is the tokens of a chunk (a block of at most 1 MB, or the longest document), and 32 spare packs are
+    needed if few documents are shorter than a pack, otherwise 8. Chunks also hold their text while they are read.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StreamingFeed:
         *,
         logs_skipped: bool = True,
     ) -> None:
-        """Take documents, and how they are packed and dealt; looks into each table, and at no other file."""
+        """Take documents, and the settings of packing and batches; opens each table, and reads no other file."""
         _check(settings, batch)
         self._source, self._settings, self._batch, self._rank = source, settings, batch, rank
         self._blocks = cut_blocks(source, settings.lanes)
@@ -89,7 +89,7 @@ class StreamingFeed:
         self._is_alone = exchanges is None or batch.dp_world_size == 1
         self._exchanges: Exchanges = Solo if self._is_alone or exchanges is None else exchanges
         self._runs = 0
-        self._told: set[Chunk] | None = set() if logs_skipped else None
+        self._logged: set[Chunk] | None = set() if logs_skipped else None
 
     @property
     def read_by_all(self) -> list[str]:
@@ -98,16 +98,16 @@ class StreamingFeed:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block at most, but for its last document."""
+        """Maximum bytes of a block; its last document may exceed it."""
         return self._blocks.block_bytes
 
     @property
     def step_packs(self) -> int:
-        """Packs of a step, over all ranks."""
+        """Packs per step, over all ranks."""
         return self._batch.global_batch_size
 
-    def alone(self) -> StreamingFeed:
-        """Return the feed of a job of one rank, which makes one batch of a step, for looks at what was trained."""
+    def for_one_rank(self) -> StreamingFeed:
+        """Return a feed for one rank with one batch per step, for lookups of the documents of steps."""
         size = self._batch.global_batch_size
         whole = replace(
             self._batch, dp_world_size=1, micro_batch_size=size, layout="rows", pad_to_multiple_of=1
@@ -115,15 +115,15 @@ class StreamingFeed:
         return StreamingFeed(self._source, self._settings, whole, 0, logs_skipped=False)
 
     def where(self, document_id: int) -> str:
-        """Say where a document lies: its file, the stretch of it, and its record there."""
+        """Describe a document for messages: its file, the chunk of the file, and its record in the chunk."""
         record = document_id & ((1 << RECORD_BITS) - 1)
-        chunk = chunk_of(document_id, is_alone=len(self._blocks) == 1)
+        chunk = chunk_of(document_id, is_single=len(self._blocks) == 1)
         return f"record {record:,} of {self._blocks.where(chunk.block, chunk.number, self._source.files)}"
 
     def begun(self, state: FeedState) -> FeedState:
-        """Return a state that says where it stands, in the form that all states have after it.
+        """Return a checked state with its position, also for the beginning of training.
 
-        Version 0.1.0 left the place out of states before the first batch.
+        States of version 0.1.0 have no position before the first batch.
         """
         check_micro_batch(state, self._batch.micro_batches)
         begins = state.at.get("step", 0)
@@ -131,13 +131,13 @@ class StreamingFeed:
             raise StateError(
                 f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
             )
-        check_place(state.at, self._settings.lanes, self._settings.seed, self._settings.epochs)
-        return replace(state, at=place_of(state.at, self._settings.lanes).to_at())
+        check_round_state(state.at, self._settings.lanes, self._settings.seed, self._settings.epochs)
+        return replace(state, at=round_state_of(state.at, self._settings.lanes).to_at())
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
-        """Yield the batches that follow a state, and what they haven't told of.
+        """Yield the batches that follow a state, then the counts that no batch carries.
 
-        A step without any target trains nothing: it is left out, on every rank alike, though it is counted.
+        A step without targets trains nothing: every rank leaves it out, though it has a number.
         """
         state = self.begun(state)
         exchange = self._exchanges(self._runs)
@@ -146,22 +146,22 @@ class StreamingFeed:
         intake = Intake(self._source, reader, self._settings.threads)
         sequence = ChunkSequence(self._blocks, reader, self._settings.seed, self._settings.epochs)
         lanes = range(self._settings.lanes) if self._is_alone else self._own
-        rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._told)
+        rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._logged)
         ahead = Prefetcher(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
-        heard, silent_rounds, begun = _passes(state.at), 0, _begun(state.at)
+        last_pass, silent_rounds, begun = _passes(state.at), 0, _begun(state.at)
         ledger, losses, has_begun = _NOTHING, NO_LOSSES, state.step > 0 or state.micro_batch > 0
         try:
-            for one in ahead:
-                begun = _begun(one.after)
-                if any(one.targets):
-                    heard, silent_rounds, has_begun = _passes(one.after), 0, True
+            for part in ahead:
+                begun = _begun(part.after)
+                if any(part.targets):
+                    last_pass, silent_rounds, has_begun = _passes(part.after), 0, True
                 silent_rounds += 1
-                if silent_rounds > self._settings.max_age + 1:  # what had waited has come
-                    check_heard(_passes(one.after), heard)
-                if (state.step, state.micro_batch) <= (one.step, 0) and one.step == one.bounds[0]:
-                    new_ledger, new_losses = one.news
+                if silent_rounds > self._settings.max_age + 1:  # no document can have waited longer
+                    check_labels(_passes(part.after), last_pass)
+                if (state.step, state.micro_batch) <= (part.step, 0) and part.step == part.bounds[0]:
+                    new_ledger, new_losses = part.accounts
                     ledger, losses = ledger.and_then(new_ledger), losses + new_losses
-                for made in self._of_round(one, state, buffers):
+                for made in self._of_round(part, state, buffers):
                     if ledger != _NOTHING or losses:
                         made = replace(
                             made, ledger=None if ledger == _NOTHING else ledger, losses=losses or None
@@ -176,63 +176,63 @@ class StreamingFeed:
             ahead.close()
             intake.close()
 
-    def _of_round(self, one: Round, state: FeedState, buffers: Buffers) -> Iterator[Made]:
+    def _of_round(self, part: Round, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches of a round that follow a state."""
         micro_batches = self._batch.micro_batches
         works = {
             lane: work_of(packs.stops - packs.starts, packs.offsets, self._batch.work)
-            for lane, packs in one.packs.items()
+            for lane, packs in part.packs.items()
         }
-        for number in range(max(one.step, state.step), one.step + one.num_steps):
-            num_targets = one.targets[number - one.step]
+        for number in range(max(part.step, state.step), part.step + part.num_steps):
+            num_targets = part.targets[number - part.step]
             if num_targets == 0:
                 continue
             first = state.micro_batch if number == state.step else 0
-            hands = self._dealt(works, number - one.step)
-            is_last_step = number + 1 == one.bounds[1]
-            after = FeedState(step=number + 1, at=one.after if is_last_step else one.before)
-            here = FeedState(step=number, at=one.before)
+            assigned = self._assigned(works, number - part.step)
+            is_last_step = number + 1 == part.bounds[1]
+            after = FeedState(step=number + 1, at=part.after if is_last_step else part.before)
+            before = FeedState(step=number, at=part.before)
             for micro_batch in range(first, micro_batches):
                 is_last = micro_batch + 1 == micro_batches
                 size = self._batch.micro_batch_size
-                numbers = hands[micro_batch * size : (micro_batch + 1) * size]
-                contents = self._contents(one, number, numbers)
+                numbers = assigned[micro_batch * size : (micro_batch + 1) * size]
+                contents = self._contents(part, number, numbers)
                 batch = fill_batch(contents, num_targets, self._batch, buffers(), self.where)
-                now = after if is_last else replace(here, micro_batch=micro_batch + 1)
+                now = after if is_last else replace(before, micro_batch=micro_batch + 1)
                 yield Made(batch=batch, state=now)
 
-    def _dealt(self, works: Mapping[int, FloatArray], step: int) -> IntArray:
-        """Return this rank's packs of a step, those of most work first: their numbers among all of the step."""
+    def _assigned(self, works: Mapping[int, FloatArray], step: int) -> IntArray:
+        """Return the numbers of this rank's packs among those of a step, batch after batch, by descending work."""
         size = self._rounds.step_packs
         numbers = np.concatenate([lane * size + np.arange(size) for lane in self._own])
         work = np.zeros((len(self._own), size))
         for row, lane in zip(work, self._own):
-            some = works[lane][step * size : (step + 1) * size]
-            row[: len(some)] = some
+            of_step = works[lane][step * size : (step + 1) * size]
+            row[: len(of_step)] = of_step
         mine: IntArray = numbers[deal(work.ravel(), 1, self._batch.micro_batch_size)[0]]
         return mine
 
-    def _contents(self, one: Round, step: int, numbers: IntArray) -> Contents:
-        """Return the pieces of some packs of a step."""
+    def _contents(self, part: Round, step: int, numbers: IntArray) -> Contents:
+        """Return the pieces of the given packs of a step."""
         size = self._rounds.step_packs
-        parts: list[LanePacks] = []
+        packs: list[LanePacks] = []
         for number in numbers.tolist():
-            pack = (step - one.step) * size + number % size
-            parts.append(one.packs[number // size].pack(pack))
-        masks = end_to_end([part.mask for part in parts], [len(part.tokens) for part in parts])
+            index = (step - part.step) * size + number % size
+            packs.append(part.packs[number // size].pack(index))
+        masks = end_to_end([pack.mask for pack in packs], [len(pack.tokens) for pack in packs])
         return Contents(
-            tokens=np.concatenate([part.tokens for part in parts]),
+            tokens=np.concatenate([pack.tokens for pack in packs]),
             mask=masks,
-            lengths=np.concatenate([part.stops - part.starts for part in parts]),
-            offsets=np.cumsum([0, *(len(part.ids) for part in parts)]),
-            document_ids=np.concatenate([part.ids for part in parts]),
-            document_starts=np.concatenate([part.starts for part in parts]),
+            lengths=np.concatenate([pack.stops - pack.starts for pack in packs]),
+            offsets=np.cumsum([0, *(len(pack.ids) for pack in packs)]),
+            document_ids=np.concatenate([pack.ids for pack in packs]),
+            document_starts=np.concatenate([pack.starts for pack in packs]),
             pack_ids=step * self._batch.global_batch_size + numbers,
         )
 
 
 def round_settings(settings: StreamingSettings, batch: BatchSettings, block_bytes: int) -> RoundSettings:
-    """Return what rounds depend on."""
+    """Return the settings of rounds."""
     passes = Passes(
         capacity=batch.capacity,
         method=settings.method,
@@ -252,17 +252,17 @@ def round_settings(settings: StreamingSettings, batch: BatchSettings, block_byte
 
 
 def _passes(at: Mapping[str, Any]) -> int:
-    """Return the epochs that are claimed whole where a round begins."""
+    """Return the number of epochs that are completely claimed where a round begins."""
     return int(at["claimed"]["epoch"]) if "claimed" in at else 0
 
 
 def _begun(at: Mapping[str, Any]) -> int:
-    """Return the epochs of which something is claimed where a round begins."""
+    """Return the number of epochs that are at least partly claimed where a round begins."""
     return _passes(at) + bool("claimed" in at and (at["claimed"]["index"] or at["claimed"]["chunk"]))
 
 
 def _check(settings: StreamingSettings, batch: BatchSettings) -> None:
-    """Require sizes that divide each other."""
+    """Refuse a global batch size, lanes and ranks that don't divide each other."""
     lanes, size, world = settings.lanes, batch.global_batch_size, batch.dp_world_size
     if lanes < 1 or size % lanes:
         raise SettingError(

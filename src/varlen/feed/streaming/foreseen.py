@@ -1,8 +1,8 @@
-"""The packs that a loader makes of documents, known from their lengths before anything is tokenized.
+"""The packs that a loader would build, computed from documents' lengths alone, before anything is tokenized.
 
-Both modes run as they do in training, over documents of blank tokens: the windows and groups of a token store, or the
-lanes and rounds of documents that are read as they come. Only where a file is cut into blocks isn't known; blocks are
-cut here after as many tokens as hold a block's share of the bytes.
+Both modes run as in training, over documents of blank tokens: the windows and groups of a token store, or the lanes
+and rounds of streaming. Only the bounds of a file's blocks aren't known; they are estimated from the lengths, with a
+fixed number of bytes per token.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from varlen.types import Int32Array, IntArray
 Pieces = tuple[IntArray, IntArray]
 """int64 `[pieces]`: the length of each; and `[packs + 1]`: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
 BYTES_A_TOKEN = 4
-"""Of text, about."""
+"""Approximate bytes of text per token."""
 
 
 def indexed_packs(lengths: Int32Array, shards: IntArray | None, settings: LoaderSettings) -> Pieces:
     """Return the packs of an epoch of a token store.
 
     Args:
-        lengths: int32 `[documents]`, empty ones too.
-        shards: int64 `[parts]`: documents of each part of the store; None: all are in one.
+        lengths: int32 `[documents]`, including empty documents.
+        shards: int64 `[parts]`: number of documents of each part of the store; None: one part.
     """
     tokens = BlankTokens(lengths, shards)
     windows = grouped(tokens, window_settings(settings, usual_window(settings)), PARTS_A_GROUP)
@@ -51,10 +51,10 @@ def indexed_packs(lengths: Int32Array, shards: IntArray | None, settings: Loader
 def streamed_packs(
     lengths: Int32Array, settings: LoaderSettings, bytes_a_token: int = BYTES_A_TOKEN
 ) -> Pieces:
-    """Return the packs of an epoch of documents that are read as they come, without the masked ones at its end.
+    """Return the packs of an epoch in streaming mode, without the masked packs at its end.
 
     Args:
-        lengths: int32 `[documents]`, empty ones too.
+        lengths: int32 `[documents]`, including empty documents.
     """
     chosen = streaming_settings(settings)
     chunks = _Chunks(lengths, bytes_a_token, chosen.lanes)
@@ -77,14 +77,14 @@ def streamed_packs(
 
 
 class _Chunks:
-    """Blocks of documents of known lengths, and who reads them."""
+    """Blocks of documents of known lengths; implements `Chunks` and `Reading` without files."""
 
     def __init__(self, lengths: Int32Array, bytes_a_token: int, lanes: int) -> None:
         ends = np.cumsum(lengths, dtype=np.int64) * bytes_a_token
         total = int(ends[-1]) if ends.size else 0
         block_bytes = block_bytes_for(total, lanes)
         count = -(-total // block_bytes)
-        # A document is of the block in which it begins, as a line is.
+        # A document belongs to the block in which it begins, like a line of a file.
         begins = np.concatenate([[0], ends[:-1]]) if ends.size else ends
         cuts = np.searchsorted(begins, np.arange(count + 1) * block_bytes)
         cuts[-1:] = lengths.size
@@ -104,11 +104,11 @@ class _Chunks:
         )
 
     def has(self, chunk: Chunk) -> bool:
-        """Whether there is such a chunk: each block is one."""
+        """Return whether a chunk exists; each block is one chunk."""
         return chunk.number == 0
 
     def is_live(self, block: int) -> bool:  # noqa: ARG002 - none is
-        """Whether rows come while they are read: none do."""
+        """Return False: no block is an iterable."""
         return False
 
     def name_of(self, block: int) -> str:
@@ -116,11 +116,11 @@ class _Chunks:
         return f"block {block:,}"
 
     def error_of(self, block: int) -> SourceError | None:  # noqa: ARG002 - all can be read
-        """Return why a block can't be read: each can."""
+        """Return None: every block can be read."""
         return None
 
     def print_of(self, chunk: Chunk) -> str:  # noqa: ARG002 - none has rows that come while they are read
-        """Return the hash of rows: none is needed."""
+        """Return no hash, as only those of iterables are used."""
         return ""
 
     def read(
@@ -128,18 +128,18 @@ class _Chunks:
         claims: Sequence[Claim],
         soon: Sequence[Chunk] = (),  # noqa: ARG002 - nothing has to be read ahead
     ) -> list[ReadChunk | Exception]:
-        """Return what each claim brings."""
+        """Return the blank documents of each claim."""
         return [self._bring(claim) for claim in claims]
 
     def _bring(self, claim: Claim) -> ReadChunk:
         block = claim.chunk.block
-        some = self._lengths[self._cuts[block] : self._cuts[block + 1]].astype(np.int64)
+        lengths = self._lengths[self._cuts[block] : self._cuts[block + 1]].astype(np.int64)
         arrival = Arrival(
-            ids=document_ids(block, 0, np.arange(some.size), is_alone=len(self.blocks) == 1),
-            firsts=np.zeros(some.size, np.int64),
-            ages=np.zeros(some.size, np.int32),
-            offsets=np.concatenate([[0], np.cumsum(some)]).astype(np.int64),
-            tokens=np.zeros(int(some.sum()), np.int32),
+            ids=document_ids(block, 0, np.arange(lengths.size), is_single=len(self.blocks) == 1),
+            firsts=np.zeros(lengths.size, np.int64),
+            ages=np.zeros(lengths.size, np.int32),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            tokens=np.zeros(int(lengths.sum()), np.int32),
             mask=None,
         )
         return ReadChunk(
@@ -152,14 +152,14 @@ class _Chunks:
         )
 
     def can_wait(self, records: Iterable[LaneRecord]) -> bool:  # noqa: ARG002 - there are none
-        """Whether documents that wait may be read later: none wait where training begins."""
+        """Return True: at the beginning of training no document waits."""
         return True
 
     def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
-        """Return the documents that wait, as blanks: their lengths are known."""
+        """Return the waiting documents with blank tokens."""
         return {lane: unread(record) for lane, record in records.items()}
 
     def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
-        """Return the chunks that documents are of."""
-        found = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]) >> RECORD_BITS)
-        return [chunk_of(one << RECORD_BITS, is_alone=len(self.blocks) == 1) for one in found.tolist()]
+        """Return the chunks of documents."""
+        chunks = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]) >> RECORD_BITS)
+        return [chunk_of(one << RECORD_BITS, is_single=len(self.blocks) == 1) for one in chunks.tolist()]

@@ -1,4 +1,4 @@
-"""What lanes take in: claimed chunks, read side by side, and documents that waited when a state was saved."""
+"""The input of lanes: claimed chunks, read in parallel, and documents that were waiting when a state was saved."""
 
 from __future__ import annotations
 
@@ -35,50 +35,50 @@ from varlen.files.rows import losses_of
 from varlen.types import Int32Array, IntArray
 
 _TASKS_A_THREAD = 16
-"""Many enough that no thread is left with much while others have nothing."""
+"""Enough tasks that all threads end at about the same time."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReadChunk:
-    """What became of a claim."""
+    """The documents of a claimed chunk."""
 
     claim: Claim
     path: str
     arrival: Arrival
     faults: tuple[str, ...]
-    """Sentences about records that couldn't be read."""
+    """Messages about records that couldn't be read."""
     losses: Losses
-    """What these stand for, and what chat templates left out."""
+    """Losses of these records, and what chat templates left out."""
     outside: Losses
-    """What those stand for for which not the files are to blame: they may be read in one epoch and not in another."""
+    """The losses whose cause is a disk or server, not the file: another epoch may be able to read these records."""
 
 
 class Reading(Protocol):
-    """What lanes ask of who reads their chunks; as `Intake` has it."""
+    """The methods of `Intake` that `Rounds` uses."""
 
     def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[ReadChunk | Exception]:
-        """Return what each claim brings, or why it brings nothing."""
+        """Return the documents of each claim, or its error."""
 
     def can_wait(self, records: Iterable[LaneRecord]) -> bool:
-        """Whether the documents that wait may be read after others."""
+        """Return whether the waiting documents can be read later."""
 
     def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
-        """Return the documents that wait in each lane."""
+        """Return the waiting documents of each lane."""
 
     def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
-        """Return the chunks that documents are of, each once."""
+        """Return the chunks of documents, without duplicates."""
 
 
 class Intake:
-    """Reads chunks on a few threads; results come in the order asked for."""
+    """Reads chunks on several threads; results are in the order of the claims."""
 
     def __init__(self, source: Source, reader: BlockReader, threads: int) -> None:
         self._source, self._reader, self._threads = source, reader, threads
-        self._is_alone = reader.num_blocks == 1
+        self._is_single = reader.num_blocks == 1
         self._begun: dict[Chunk, Future[ReadChunk | Exception]] = {}
-        """Chunks that nobody has claimed yet."""
+        """Chunks being read that aren't claimed yet."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="varlen-read") if threads > 1 else None
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Intake:
         self._reader.close()
 
     def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[ReadChunk | Exception]:
-        """Return what each claim brings, or why it brings nothing; an error hides none of another lane."""
+        """Return the documents of each claim, or its error; begins to read the chunks `soon`."""
         # A chunk may be claimed twice, in two epochs of little data.
         begun = {chunk: self._begun.pop(chunk, None) for chunk in dict.fromkeys(c.chunk for c in claims)}
         others = [claim for claim in claims if begun[claim.chunk] is None]
@@ -97,17 +97,17 @@ class Intake:
         if self._pool is not None:
             for chunk in soon:
                 if chunk not in self._begun:
-                    self._begun[chunk] = self._pool.submit(self._alone, chunk)
-        brought = iter(waits())
-        found: list[ReadChunk | Exception] = []
+                    self._begun[chunk] = self._pool.submit(self._read_early, chunk)
+        fresh = iter(waits())
+        results: list[ReadChunk | Exception] = []
         for claim in claims:
             future = begun[claim.chunk]
-            one = next(brought) if future is None else future.result()
-            found.append(one if isinstance(one, Exception) else replace(one, claim=claim))
-        return found
+            result = next(fresh) if future is None else future.result()
+            results.append(result if isinstance(result, Exception) else replace(result, claim=claim))
+        return results
 
-    def _alone(self, chunk: Chunk) -> ReadChunk | Exception:
-        """Read a chunk before anybody has claimed it."""
+    def _read_early(self, chunk: Chunk) -> ReadChunk | Exception:
+        """Read a chunk before it is claimed."""
         claim = Claim(lane=-1, epoch=-1, chunk=chunk)
         try:
             return self._bring(claim, self._reader.rows(chunk))
@@ -119,7 +119,7 @@ class Intake:
             return raw
         try:
             read = encode(raw, self._source)
-            arrival = arrival_of(read, claim.chunk, is_alone=self._is_alone)
+            arrival = arrival_of(read, claim.chunk, is_single=self._is_single)
         except Exception as error:
             return error
         documents = read.documents
@@ -133,70 +133,68 @@ class Intake:
         )
 
     def _rows(self, chunks: Sequence[Chunk]) -> list[Raw | Exception]:
-        """Read chunks; those that are parts of one stretch one after the other."""
+        """Read the rows of chunks; chunks of the same stretch are read sequentially."""
         stretches: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index in sorted(
             range(len(chunks)), key=lambda index: (chunks[index].block, chunks[index].number)
         ):
             stretches[self._reader.stretch_of(chunks[index])].append(index)
-        found: dict[int, Raw | Exception] = {}
+        rows: dict[int, Raw | Exception] = {}
 
         def read(indexes: list[int]) -> None:
             for index in indexes:
                 try:
-                    found[index] = self._reader.rows(chunks[index])
+                    rows[index] = self._reader.rows(chunks[index])
                 except Exception as error:
-                    found[index] = error
+                    rows[index] = error
 
         self._each(read, list(stretches.values()))
         self._reader.forget()
-        return [found[index] for index in range(len(chunks))]
+        return [rows[index] for index in range(len(chunks))]
 
     def _each(self, do: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         return self._begin(do, items)()
 
     def _begin(self, do: Callable[[_Item], _Result], items: Sequence[_Item]) -> Callable[[], list[_Result]]:
-        """Begin to do something with each of some items; returns what waits for all results."""
+        """Start `do` on each item; returns a function that waits for all results."""
         if self._pool is None or len(items) < 2:
             return lambda: [do(item) for item in items]
-        # Small ones go to a thread together: handing one over takes as long as reading it.
+        # Several items form a task, as submitting a task takes as long as reading a small chunk.
         size = -(-len(items) // (_TASKS_A_THREAD * self._threads))
         groups = [items[start : start + size] for start in range(0, len(items), size)]
         results = self._pool.map(lambda group: [do(item) for item in group], groups)
         return lambda: [result for some in results for result in some]
 
     def can_wait(self, records: Iterable[LaneRecord]) -> bool:
-        """Whether the documents that wait may be read after others, at no more cost than before them."""
+        """Return whether the waiting documents can be read later at no extra cost."""
         wanted = [chunk for chunk, _ in self._wanted(records)]
         return not any(record.is_masked for record in records) and all(map(self._reader.is_cut, wanted))
 
     def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
-        """Return the documents that wait in each lane; only they are encoded."""
+        """Return the waiting documents of each lane; encodes only these."""
         wanted = self._wanted(records.values())
         raws = self._rows([chunk for chunk, _ in wanted])
-        source = replace(
-            self._source, on_error="skip"
-        )  # what is bad has been told, and what is wanted is not
+        source = replace(self._source, on_error="skip")  # bad records were reported, and none of them waits
 
-        def read(of: tuple[Raw | Exception, IntArray]) -> Read:
-            raw, some = of
+        def read(rows: tuple[Raw | Exception, IntArray]) -> Read:
+            raw, ids = rows
             if isinstance(raw, Exception):
                 raise raw
-            return encode(raw, source, some & ((1 << RECORD_BITS) - 1))
+            return encode(raw, source, ids & ((1 << RECORD_BITS) - 1))
 
-        reads = self._each(read, [(raw, some) for raw, (_, some) in zip(raws, wanted)])
-        arrivals = [arrival_of(one, chunk, is_alone=self._is_alone) for one, (chunk, _) in zip(reads, wanted)]
-        found = joined(arrivals)
-        return {lane: _chosen(found, record) for lane, record in records.items()}
+        reads = self._each(read, [(raw, ids) for raw, (_, ids) in zip(raws, wanted)])
+        parts = [arrival_of(one, chunk, is_single=self._is_single) for one, (chunk, _) in zip(reads, wanted)]
+        documents = joined(parts)
+        return {lane: _chosen(documents, record) for lane, record in records.items()}
 
     def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
-        """Return the chunks that documents are of, each once, in the order of their numbers."""
+        """Return the chunks of documents, without duplicates, in ascending order."""
         chunks = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]) >> RECORD_BITS)
-        return [chunk_of(chunk << RECORD_BITS, is_alone=self._is_alone) for chunk in chunks.tolist()]
+        return [chunk_of(chunk << RECORD_BITS, is_single=self._is_single) for chunk in chunks.tolist()]
 
     def _wanted(self, records: Iterable[LaneRecord]) -> list[tuple[Chunk, IntArray]]:
-        """Return the chunks that hold the documents that wait, and which of their documents these are."""
-        ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(one.ids for one in records)]))
+        """Return the chunks of the waiting documents, each with the numbers of its waiting documents."""
+        ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(record.ids for record in records)]))
         which = np.unique(ids >> RECORD_BITS, return_inverse=True)[1]
         wanted = [(chunk, ids[which == index]) for index, chunk in enumerate(self.chunks_of([ids]))]
         for chunk, _ in wanted:
@@ -210,22 +208,22 @@ class Intake:
         return wanted
 
 
-def _chosen(found: Arrival, record: LaneRecord) -> Arrival:
-    """Return the pieces that a record names."""
-    order = np.argsort(found.ids, kind="stable")
-    at = np.searchsorted(found.ids[order], record.ids)
+def _chosen(documents: Arrival, record: LaneRecord) -> Arrival:
+    """Return the pieces of a record, taken from read documents."""
+    order = np.argsort(documents.ids, kind="stable")
+    at = np.searchsorted(documents.ids[order], record.ids)
     known = at < len(order)
-    known[known] = found.ids[order][at[known]] == record.ids[known]
+    known[known] = documents.ids[order][at[known]] == record.ids[known]
     index = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(0, np.int64)
     short = ~known
     if known.all():
-        short = np.diff(found.offsets)[index] < record.starts + record.lengths
+        short = np.diff(documents.offsets)[index] < record.starts + record.lengths
     if short.any():
         raise StateError(
             f"{int(short.sum()):,} of {len(short):,} documents that waited aren't what they were; the data or the "
             "tokenizer has changed: give the loader those of the state, or begin anew"
         )
-    tokens, mask = found.pieces(index, record.starts, record.starts + record.lengths)
+    tokens, mask = documents.pieces(index, record.starts, record.starts + record.lengths)
     return Arrival(
         ids=record.ids,
         firsts=record.starts,
@@ -237,16 +235,16 @@ def _chosen(found: Arrival, record: LaneRecord) -> Arrival:
 
 
 def by_lane(
-    brought: Iterable[ReadChunk | Exception], claims: Sequence[Claim]
+    results: Iterable[ReadChunk | Exception], claims: Sequence[Claim]
 ) -> dict[int, list[ReadChunk | Exception]]:
-    """Return what was brought to each lane, in the order of its claims."""
-    found: dict[int, list[ReadChunk | Exception]] = defaultdict(list)
-    for one, claim in zip(brought, claims):
-        found[claim.lane].append(one)
-    return found
+    """Return the results of each lane's claims, in their order."""
+    lanes: dict[int, list[ReadChunk | Exception]] = defaultdict(list)
+    for result, claim in zip(results, claims):
+        lanes[claim.lane].append(result)
+    return lanes
 
 
-# Which lane reads which chunk: every claim is the next of one sequence, and so follows from those before.
+# Assignment of chunks to lanes: lanes claim the chunks of one sequence in order, by what each lane holds.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -255,9 +253,9 @@ class Claimed:
 
     epoch: int = 0
     index: int = 0
-    """Blocks of the epoch's order that are claimed."""
+    """Number of blocks, in the epoch's order, that are completely claimed."""
     chunk: int = 0
-    """Chunks claimed of the next one, where it can't be cut."""
+    """Number of chunks claimed of the next block, if that can't be cut in advance."""
 
 
 Print = tuple[int, int, str, bool]
@@ -265,14 +263,14 @@ Print = tuple[int, int, str, bool]
 
 
 def as_claimed(at: Mapping[str, Any]) -> Claimed:
-    """Return a position of a state."""
+    """Read a position from a state."""
     with reading_state("a loader"):
         return Claimed(**{name: as_count(at[name], name, 0, MOST) for name in ("epoch", "index", "chunk")})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A chunk, and who is to read it."""
+    """A chunk, and the lane that takes it."""
 
     lane: int
     epoch: int
@@ -280,21 +278,21 @@ class Claim:
 
 
 class Chunks(Protocol):
-    """What is asked of who reads blocks, to know which chunk comes next; as `BlockReader` has it."""
+    """The methods of `BlockReader` that `ChunkSequence` uses."""
 
     ends: dict[int, tuple[int, str]]
 
     def has(self, chunk: Chunk) -> bool:
-        """Whether there is such a chunk."""
+        """Return whether a chunk exists."""
 
     def is_live(self, block: int) -> bool:
-        """Whether a block's rows are given while they are read."""
+        """Return whether a block's rows come from an iterable."""
 
     def name_of(self, block: int) -> str:
-        """Return what a block's file is called in messages."""
+        """Return the name of a block's file for messages."""
 
     def error_of(self, block: int) -> SourceError | None:
-        """Return why a block that can't be cut couldn't be read any further."""
+        """Return the error that stopped the reading of a block that can't be cut."""
 
     def print_of(self, chunk: Chunk) -> str:
         """Return the hash of all rows to the end of a chunk."""
@@ -309,15 +307,15 @@ class ChunkSequence:
         self._about = blocks.chunks_about()
 
     def until(self, epochs: int | None) -> ChunkSequence:
-        """Return the chunks of so many epochs; None for all that there are."""
+        """Return the sequence of the first `epochs` epochs; None: this sequence."""
         if epochs is None:
             return self
-        found = copy.copy(self)
-        found._epochs = epochs
-        return found
+        shorter = copy.copy(self)
+        shorter._epochs = epochs
+        return shorter
 
     def next(self, at: Claimed) -> tuple[tuple[int, Chunk] | None, Claimed]:
-        """Return the epoch and chunk at a position, None where the input has ended, and the position after it."""
+        """Return the epoch and chunk at a position (None at the end of the input), and the position after it."""
         empty_since = at.epoch
         while not self.is_over(at):
             if at.index == len(self._blocks):
@@ -334,38 +332,38 @@ class ChunkSequence:
         return None, at
 
     def soon(self, at: Claimed, count: int) -> list[Chunk]:
-        """Return chunks of an epoch that come next, at most so many, of those that can be read by themselves."""
+        """Return chunks among the epoch's next `count` blocks that can be read independently of others."""
         if self.is_over(at):
             return []
         blocks = self._order(self._seed, at.epoch)[at.index : at.index + count]
         return [Chunk(block=block) for block in blocks[self._blocks.of_parts[blocks] == 1].tolist()]
 
     def is_over(self, at: Claimed) -> bool:
-        """Whether no chunk follows, as far as it can be told without reading."""
+        """Return whether no chunk follows, as far as is known without reading."""
         is_last = self._epochs is not None and at.epoch >= self._epochs
         return is_last or len(self._blocks) == 0
 
     @property
     def live_name(self) -> str:
-        """What the first of the rows that are given while they are read are called in messages."""
+        """Name of the first iterable for messages."""
         live = [block for block in range(len(self._blocks)) if self._reader.is_live(block)]
         return self._reader.name_of(live[0]) if live else "the data"
 
     def prints(self, at: Claimed) -> list[Print]:
-        """Return hashes of rows that are given while they are read: of those up to a position, and up to ends."""
-        found: list[Print] = []
+        """Return hashes of iterables' rows: up to a position, and up to the ends that are known."""
+        prints: list[Print] = []
         if at.chunk and not self.is_over(at):
             block = int(self._order(self._seed, at.epoch)[at.index])
             if self._reader.is_live(block):
                 last = at.chunk - 1
-                found.append((block, last, self._reader.print_of(Chunk(block=block, number=last)), False))
-        return found + [(block, *end, True) for block, end in sorted(self._reader.ends.items())]
+                prints.append((block, last, self._reader.print_of(Chunk(block=block, number=last)), False))
+        return prints + [(block, *end, True) for block, end in sorted(self._reader.ends.items())]
 
     def check(self, prints: Sequence[Print]) -> None:
-        """Read rows again up to where a state stands, and require that they are what they were."""
-        for block, last, told, is_end in sorted(prints):
+        """Read iterables' rows again up to a state's position, and refuse rows with other hashes."""
+        for block, last, saved, is_end in sorted(prints):
             is_known = block < len(self._blocks) and self._reader.is_live(block)
-            if not is_known or self._reader.print_of(Chunk(block=block, number=last)) != told:
+            if not is_known or self._reader.print_of(Chunk(block=block, number=last)) != saved:
                 if is_known and (error := self._reader.error_of(block)) is not None:
                     raise error
                 name = self._reader.name_of(block) if is_known else "the data"
@@ -374,10 +372,10 @@ class ChunkSequence:
                     "loader with an iterable that gives the same rows each time (seeded alike), or begin anew"
                 )
             if is_end:
-                self._reader.ends[block] = (last, told)
+                self._reader.ends[block] = (last, saved)
 
     def left(self, at: Claimed) -> float:
-        """Estimate the chunks that follow."""
+        """Estimate the number of chunks that follow."""
         if self._epochs is None:
             return float("inf")
         if self.is_over(at):
@@ -388,7 +386,9 @@ class ChunkSequence:
 
 
 def deal_claims(held: Sequence[int], targets: Sequence[int], brings: float, most: int) -> list[int]:
-    """Return the lanes that claim the next chunks, one after the other: always the one that will hold the least.
+    """Return the lanes of the next claims: each time the lane that holds the least, earlier claims included.
+
+    Lanes hold `held` tokens and need `targets`; a chunk is estimated to have `brings` tokens.
 
     >>> deal_claims([5, 0, 9], [9, 9, 9], brings=3, most=4)
     [1, 1, 0, 1]
@@ -404,11 +404,11 @@ def deal_claims(held: Sequence[int], targets: Sequence[int], brings: float, most
     return lanes
 
 
-# What waited when a state was saved: its lengths are known, so a round is packed first, and read again as needed.
+# Documents that were waiting when a state was saved: lengths are known, so the round is packed before they are read.
 
 
 def unread(record: LaneRecord) -> Arrival:
-    """Return the documents that a record names with zeros for tokens, which `Unread` replaces."""
+    """Return the documents of a record with zeros for tokens, which `Unread` replaces."""
     offsets = np.concatenate([[0], np.cumsum(record.lengths)]).astype(np.int64)
     return Arrival(
         ids=record.ids,
@@ -422,7 +422,7 @@ def unread(record: LaneRecord) -> Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pieces:
-    """Pieces end to end, some of which are zeros yet."""
+    """Pieces end to end; the tokens of some are still zeros."""
 
     ids: IntArray
     starts: IntArray
@@ -431,29 +431,29 @@ class _Pieces:
 
 
 class Unread:
-    """Knows which documents were packed without being read, and reads them."""
+    """Documents that were packed before they were read."""
 
     def __init__(self, intake: Reading, records: Mapping[int, LaneRecord]) -> None:
         self._intake = intake
         self._waited = {lane: record.ids for lane, record in records.items()}
 
     def bring(self, packs: Mapping[int, LanePacks], left: Mapping[int, Arrival]) -> None:
-        """Put tokens where zeros are."""
+        """Read the unread documents of packs, and of those left for the next round; replaces their zeros."""
         wanted: dict[int, _Pieces] = {}
-        for lane, one in packs.items():
+        for lane, some in packs.items():
             wanted[2 * lane] = _Pieces(
-                ids=one.ids, starts=one.starts, lengths=one.stops - one.starts, tokens=one.tokens
+                ids=some.ids, starts=some.starts, lengths=some.stops - some.starts, tokens=some.tokens
             )
         for lane, rest in left.items():
             wanted[2 * lane + 1] = _Pieces(
                 ids=rest.ids, starts=rest.firsts, lengths=np.diff(rest.offsets), tokens=rest.tokens
             )
-        # A document that came again, in the next epoch, is read again too: its tokens are the same.
-        known = {key: np.isin(one.ids, self._waited[key // 2]) for key, one in wanted.items()}
-        found = self._intake.waiting(
-            {key: _record(one, known[key]) for key, one in wanted.items() if known[key].any()}
+        # A document that was read in the next epoch too is replaced by the same tokens.
+        known = {key: np.isin(pieces.ids, self._waited[key // 2]) for key, pieces in wanted.items()}
+        arrivals = self._intake.waiting(
+            {key: _record(pieces, known[key]) for key, pieces in wanted.items() if known[key].any()}
         )
-        for key, arrival in found.items():
+        for key, arrival in arrivals.items():
             is_unread = np.repeat(known[key], wanted[key].lengths)
             wanted[key].tokens[is_unread] = arrival.tokens
 

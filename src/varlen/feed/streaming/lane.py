@@ -1,4 +1,4 @@
-"""A lane: the documents that wait in it, and a round's packs of them."""
+"""A lane: its waiting documents, the packs of a round, and its record in a state."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from varlen.text.loss_masks import Mask, all_weigh_one, as_marks, end_to_end
 from varlen.types import Int32Array, IntArray, Overlong
 
 BLOCK_BITS, CHUNK_BITS, RECORD_BITS = 25, 18, 20
-"""Of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
+"""Bits of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
 
 
-def document_ids(block: int, chunk: int, records: IntArray, *, is_alone: bool = False) -> IntArray:
-    """Return numbers that tell documents of a data set apart, the same in every epoch."""
+def document_ids(block: int, chunk: int, records: IntArray, *, is_single: bool = False) -> IntArray:
+    """Return numbers unique within a data set, the same in every epoch; `is_single`: the data is one block."""
     most = int(records.max()) if len(records) else 0
-    chunk_bits = CHUNK_BITS + (BLOCK_BITS if is_alone else 0)
+    chunk_bits = CHUNK_BITS + (BLOCK_BITS if is_single else 0)
     if block >= 1 << BLOCK_BITS or chunk >= 1 << chunk_bits or most >= 1 << RECORD_BITS:
         raise SourceError(
             f"record {most:,} of chunk {chunk:,} of block {block:,} is beyond what streaming can tell apart "
@@ -38,24 +38,24 @@ def document_ids(block: int, chunk: int, records: IntArray, *, is_alone: bool = 
     return (((block << CHUNK_BITS) | chunk) << RECORD_BITS) + records
 
 
-def chunk_of(document_id: int, *, is_alone: bool = False) -> Chunk:
-    """Return the chunk that a document is of."""
+def chunk_of(document_id: int, *, is_single: bool = False) -> Chunk:
+    """Return the chunk of a document."""
     number = document_id >> RECORD_BITS
-    if is_alone:
+    if is_single:
         return Chunk(block=0, number=number)
     return Chunk(block=number >> CHUNK_BITS, number=number & ((1 << CHUNK_BITS) - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrival:
-    """Documents, or what is left of some, end to end."""
+    """Documents, or their remaining parts, end to end."""
 
     ids: IntArray
     """int64 `[documents]`."""
     firsts: IntArray
-    """int64 `[documents]`: token of the document that comes first here; 0 but where others have been packed."""
+    """int64 `[documents]`: index of the first token within the document; above 0 if earlier tokens are packed."""
     ages: Int32Array
-    """int32 `[documents]`: rounds that each has waited."""
+    """int32 `[documents]`: number of rounds that each has waited."""
     offsets: IntArray
     """int64 `[documents + 1]`."""
     tokens: Int32Array
@@ -72,11 +72,11 @@ class Arrival:
         return gathered(self.tokens), None if self.mask is None else gathered(self.mask)
 
 
-def arrival_of(read: Read, chunk: Chunk, *, is_alone: bool = False) -> Arrival:
-    """Return a chunk's documents as they arrive; `is_alone` as in `document_ids`."""
+def arrival_of(read: Read, chunk: Chunk, *, is_single: bool = False) -> Arrival:
+    """Return a chunk's documents as an arrival; `is_single` as in `document_ids`."""
     documents = read.documents
     return Arrival(
-        ids=document_ids(chunk.block, chunk.number, read.records, is_alone=is_alone),
+        ids=document_ids(chunk.block, chunk.number, read.records, is_single=is_single),
         firsts=np.zeros(len(documents), np.int64),
         ages=np.zeros(len(documents), np.int32),
         offsets=documents.offsets,
@@ -101,23 +101,23 @@ def joined(parts: Sequence[Arrival]) -> Arrival:
 
 
 def shuffle_keys(ids: IntArray, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """Return numbers by whose order documents that come in one round are shuffled."""
+    """Return sort keys that shuffle the documents of a round."""
     return hashed(ids, int(hashed(np.array([epoch]), seed + 1)[0]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """What a lane has taken in since training began."""
+    """What a lane has read since training began."""
 
     documents: int = 0
     tokens: int = 0
     claims: int = 0
     losses: Losses = NO_LOSSES
-    """What can't be read, or isn't written by a chat template."""
+    """Records that can't be read, and what chat templates leave out."""
     empty_documents: int = 0
     split_documents: int = 0
     truncated: int = 0
-    """Tokens; the next one counts documents, and so for those dropped."""
+    """Tokens, as `dropped`."""
     truncated_documents: int = 0
     dropped: int = 0
     dropped_documents: int = 0
@@ -127,23 +127,23 @@ class Counts:
         return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return JSON values."""
         counts = {one.name: getattr(self, one.name) for one in fields(self)}
         return {**counts, "losses": self.losses.to_json()}
 
     @staticmethod
-    def losses_in(found: Mapping[str, Any]) -> Losses:
-        """Read the losses alone of what `to_json` gave."""
-        return Losses.from_json(found["losses"] if "losses" in found else {"records": found["skipped"]})
+    def losses_in(values: Mapping[str, Any]) -> Losses:
+        """Read only the losses from the values of `to_json`."""
+        return Losses.from_json(values["losses"] if "losses" in values else {"records": values["skipped"]})
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Counts:
-        """Read what `to_json` gave; states of version 0.1.0 hold a number of skipped records in place of losses."""
+    def from_json(cls, values: Mapping[str, Any]) -> Counts:
+        """Read the values of `to_json`; states of version 0.1.0 hold a number of skipped records, and no losses."""
         names = [one.name for one in fields(cls) if one.name != "losses"]
-        losses = cls.losses_in(found)
+        losses = cls.losses_in(values)
         for number in losses.numbers():
             as_count(number, "losses", 0, MOST)
-        return cls(**{name: as_count(found[name], name, 0, MOST) for name in names}, losses=losses)
+        return cls(**{name: as_count(values[name], name, 0, MOST) for name in names}, losses=losses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -154,13 +154,13 @@ class LanePacks:
     """int64 `[pieces]`: the document of each."""
     starts: IntArray
     stops: IntArray
-    """int64 `[pieces]`: which of its tokens."""
+    """int64 `[pieces]`: the piece is its document's tokens [start, stop)."""
     offsets: IntArray
     """int64 `[packs + 1]`."""
     bounds: IntArray
-    """int64 `[packs + 1]`: where each pack's tokens begin."""
+    """int64 `[packs + 1]`: offset of each pack's first token."""
     tokens: Int32Array
-    """int32: of all pieces, end to end."""
+    """int32: tokens of all pieces, end to end."""
     mask: Mask | None
 
     @property
@@ -169,12 +169,12 @@ class LanePacks:
         return len(self.offsets) - 1
 
     def pack(self, number: int) -> LanePacks:
-        """Return one pack alone; one without pieces where there are fewer packs."""
-        alone = self.between(number, number + 1)
-        return alone if alone.num_packs else replace(alone, offsets=np.array([0, 0]), bounds=np.array([0, 0]))
+        """Return one pack; a pack without pieces if there are fewer packs."""
+        pack = self.between(number, number + 1)
+        return pack if pack.num_packs else replace(pack, offsets=np.array([0, 0]), bounds=np.array([0, 0]))
 
     def between(self, start: int, stop: int) -> LanePacks:
-        """Return the packs [start, stop), as far as there are so many; views of these."""
+        """Return views of the packs [start, stop), as far as they exist."""
         start, stop = min(start, self.num_packs), min(stop, self.num_packs)
         first, last = int(self.offsets[start]), int(self.offsets[stop])
         tokens = slice(int(self.bounds[start]), int(self.bounds[stop]))
@@ -190,7 +190,7 @@ class LanePacks:
 
     @property
     def targets(self) -> IntArray:
-        """int64 `[packs]`: labels that each pack trains: all supervised tokens but the first of each piece."""
+        """int64 `[packs]`: labels of each pack: all supervised tokens except the first token of each piece."""
         lengths = self.stops - self.starts
         ends = np.cumsum(lengths)
         if self.mask is None:
@@ -203,23 +203,23 @@ class LanePacks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneSettings:
-    """How a lane packs."""
+    """Packing settings of a lane."""
 
     passes: Passes
     overlong: Overlong
     max_age: int
     seed: int | None
-    """Of the order in which a round's documents arrive; None: as they stand."""
+    """Seed of the shuffle of a round's documents; None: their order in the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What waits in a lane, in numbers."""
+    """The amount of waiting documents of a lane."""
 
     tokens: int
-    """Space that it takes up in packs."""
+    """Tokens that they take up in packs, padding included."""
     short: int
-    """Pieces shorter than a pack."""
+    """Number of pieces shorter than a pack."""
     pieces: int
 
     def plus(self, more: Held) -> Held:
@@ -229,12 +229,12 @@ class Held:
         )
 
     def to_json(self) -> dict[str, int]:
-        """Return plain values, for other processes."""
+        """Return JSON values, for other ranks."""
         return {"tokens": self.tokens, "short": self.short, "pieces": self.pieces}
 
 
 def held_by(lengths: IntArray, settings: LaneSettings) -> Held:
-    """Return what documents of these lengths are to a lane."""
+    """Return the amount of documents of these lengths."""
     capacity, multiple = settings.passes.capacity, settings.passes.multiple
     lengths = POLICIES[settings.overlong].kept(lengths, capacity)
     return Held(
@@ -245,7 +245,7 @@ def held_by(lengths: IntArray, settings: LaneSettings) -> Held:
 
 
 class Lane:
-    """What waits in one lane. Between rounds that is small; during a round it grows by what is claimed."""
+    """The waiting documents of one lane: few between rounds; during a round, claimed documents are added."""
 
     def __init__(self, settings: LaneSettings, carried: Arrival, counts: Counts) -> None:
         self._settings, self.counts = settings, counts
@@ -253,7 +253,7 @@ class Lane:
         self.held = held_by(np.diff(carried.offsets), settings)
 
     def add(self, arrival: Arrival, epoch: int, path: str, losses: Losses) -> None:
-        """Take in what a claim brought, and what was lost of it."""
+        """Add the documents of a claim, and count its losses."""
         lengths = np.diff(arrival.offsets)
         if applied(self._settings.passes.method, self._settings.overlong) == "error":
             check_fit([lengths], self._settings.passes.capacity, lambda _: f"a document of {path}")
@@ -271,7 +271,7 @@ class Lane:
         self.held = self.held.plus(held_by(lengths, self._settings))
 
     def pack(self, count: int | None) -> tuple[LanePacks, Arrival]:
-        """Pack a round; returns its packs and what waits for the next one."""
+        """Pack a round of `count` packs (None: all documents); returns its packs, and the documents left."""
         settings, here, order = self._settings, joined(self._arrived), self._order()
         lengths = np.diff(here.offsets)[order].astype(np.int32)
         passes = settings.passes
@@ -306,7 +306,7 @@ class Lane:
         return out, _left(here, order[rest.records], rest)
 
     def _order(self) -> IntArray:
-        """Return the order in which documents wait: those carried over, then what has come, shuffled if asked for."""
+        """Return the order of the waiting documents: those carried over, then new ones, shuffled by the seed."""
         seed, num_carried = self._settings.seed, len(self._arrived[0].ids)
         if seed is None or len(self._arrived) == 1:
             return np.arange(sum(len(part.ids) for part in self._arrived))
@@ -318,7 +318,7 @@ class Lane:
 
 
 def _left(here: Arrival, index: IntArray, rest: Waiting) -> Arrival:
-    """Return the pieces that wait, with nothing kept alive but their own tokens."""
+    """Return copies of the waiting pieces, so that the memory of the others can be released."""
     starts, stops = rest.starts.astype(np.int64), rest.stops.astype(np.int64)
     tokens, mask = here.pieces(index, starts, stops)
     return Arrival(
@@ -331,25 +331,25 @@ def _left(here: Arrival, index: IntArray, rest: Waiting) -> Arrival:
     )
 
 
-# What a state says of a lane: its counts, and the documents that wait in it, as a text of about 2 bytes for each.
+# A lane's record in a state: its counts, and its waiting documents as a text of about 2 bytes per document.
 #
 # ::
 #
 #     stored    sorted by number: differences of numbers · first tokens · lengths · ages,    byte planes, zlib, base64
-#     order     by arrival: the older ones first, those of one round by the hash that shuffled them
+#     order     by arrival: older documents first, those of one round by the hash that shuffled them
 #
-# Where documents wait in that order, it isn't stored, as sorting them again gives it; else it is a column more.
+# If the documents wait in this order, it isn't stored, as sorting restores it; otherwise it is one more column.
 
 _COLUMNS, _WIDTH = 4, 8
 _MOST_RATIO = 1100
-"""Bytes that a byte of zlib's can become, at most."""
+"""Maximum compression ratio of zlib."""
 _MOST_NUMBER = 2**31 - 1
-"""Of a token, of tokens and of rounds."""
+"""Maximum of first tokens, lengths and ages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaneRecord:
-    """What a state says of a lane."""
+    """A lane's record in a state."""
 
     ids: IntArray
     starts: IntArray
@@ -357,11 +357,11 @@ class LaneRecord:
     ages: Int32Array
     counts: Counts
     is_masked: bool
-    """Whether any of their tokens isn't to be learnt, or weighs other than 1: reading alone tells which."""
+    """Whether any token has a weight other than 1; the weights themselves aren't stored."""
 
 
 def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequence[int]) -> dict[str, Any]:
-    """Return what a state says of a lane, for JSON."""
+    """Return a lane's record as JSON values; tries to encode the order of arrival by one of the epochs."""
     lengths, ages = np.diff(carried.offsets), carried.ages.astype(np.int64)
     table = np.stack([carried.ids, carried.firsts, lengths, ages])
     order = np.lexsort((ages, lengths, carried.firsts, carried.ids))
@@ -372,9 +372,9 @@ def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequen
     deltas = np.diff(stored[:1], prepend=0)
     columns = [deltas, stored[1:]]
     if epoch is None:
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
-        columns.append(places[None])
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        columns.append(inverse[None])
     whole = np.ascontiguousarray(np.concatenate(columns), dtype="<i8")
     planes = whole.view(np.uint8).reshape(*whole.shape, _WIDTH)
     return {
@@ -388,21 +388,21 @@ def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequen
 
 
 def _arrived(stored: IntArray, seed: int | None, epoch: int) -> IntArray:
-    """Return the order of arrival of what is stored, if all came in one epoch."""
+    """Return the order of arrival of stored documents that were all read in one epoch."""
     ids, starts, _, ages = stored
     keys = ids if seed is None else shuffle_keys(ids, seed, epoch)
     return np.lexsort((starts, keys, -ages))
 
 
 def from_record(record: Mapping[str, Any], seed: int | None) -> LaneRecord:
-    """Read what `to_record` wrote."""
+    """Read a record of `to_record`."""
     with reading_state("a loader", zlib.error):
         count, tokens = (as_count(record[name], name, 0, MOST) for name in ("documents", "tokens"))
         epoch = None if record["epoch"] is None else as_count(record["epoch"], "epoch", 0, MOST)
         counts = Counts.from_json(record["counts"])
         table = _unpacked(record["waiting"], count, _COLUMNS + (epoch is None))
         is_masked = record["masked"] is not False
-    is_positive = bool((table >= 0).all())  # before sums, which may turn over
+    is_positive = bool((table >= 0).all())  # before the sums, which may overflow
     stored = table[:_COLUMNS]
     stored[0] = np.cumsum(stored[0])
     order = table[_COLUMNS] if epoch is None else _arrived(stored, seed, epoch)
@@ -430,7 +430,7 @@ def from_record(record: Mapping[str, Any], seed: int | None) -> LaneRecord:
 
 
 def _unpacked(text: object, count: int, columns: int) -> IntArray:
-    """Return columns of whole numbers, int64 `[columns, count]`."""
+    """Decode a record's text: int64 `[columns, count]`."""
     if not isinstance(text, str):
         raise SettingError(f"waiting must be text, got {type(text).__name__}")
     packed = base64.b64decode(text, validate=True)

@@ -1,4 +1,4 @@
-"""Rounds: some steps' packs of every lane, prepared together out of claimed chunks; a function of data and settings.
+"""Rounds: the packs of several steps, prepared together from claimed chunks; they depend only on data and settings.
 
 ::
 
@@ -6,7 +6,7 @@
     claims     0  1  2  2  0  1  ...            each to the lane that holds the least
     lane 0     waiting ─► shuffled ─► packed ─► its packs of the round's steps; the rest waits
 
-Which rank runs a lane changes nothing: what others must know of it, they are told after every round of claims.
+Rounds don't depend on which rank runs a lane: ranks exchange the lanes' amounts after every set of claims.
 """
 
 from __future__ import annotations
@@ -54,54 +54,54 @@ from varlen.types import Ledger
 
 _log = logging.getLogger(__name__)
 _MOST_CLAIMS = 64
-"""Claims a lane that are read before lanes are compared again."""
+"""Claims per lane, at most, before lanes are compared again."""
 _SOON_BYTES = 2 << 20
-"""Read before it is claimed, where all lanes are run here, so that processors don't wait while lanes are packed."""
+"""Bytes of blocks read before they are claimed, to keep processors busy during packing; if all lanes run here."""
 _MOST_SOON = 64
-"""Blocks."""
+"""Maximum number of these blocks."""
 _OF_DOCUMENTS = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
 _FIRST_PACKS = 2
-"""Packs a lane in the first round; each next round has twice as many, so that the first batch comes early."""
+"""Packs per lane in the first round; each further round has twice as many, so the first batch is ready early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundSettings:
-    """What rounds depend on, beside the data."""
+    """Everything that rounds depend on, apart from the data."""
 
     lanes: int
     step_packs: int
-    """Packs that a step takes of each lane."""
+    """Packs per step and lane."""
     lane: LaneSettings
     window_packs: int
-    """Packs of each lane in a round, about."""
+    """Packs per round and lane, about."""
     block_bytes: int
 
     def steps(self, number: int) -> int:
-        """Return the steps of a round, by its number."""
+        """Return the number of steps of a round."""
         packs = min(self.window_packs, _FIRST_PACKS << min(number, 32))
         return max(round(packs / self.step_packs), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Round:
-    """The packs of some steps: those of a round, or some of them where a state stands within it."""
+    """The packs of a round, or of some of its steps if a state is within it."""
 
     step: int
-    """The first."""
+    """The first step."""
     num_steps: int
     bounds: tuple[int, int]
     """First step of the whole round, and the step after its last."""
     packs: Mapping[int, LanePacks]
-    """Of the lanes that this process runs."""
+    """Packs of the lanes that this process runs."""
     targets: Sequence[int]
-    """Labels of each step, over all lanes."""
+    """Number of labels of each step, over all lanes."""
     before: Mapping[str, Any]
     after: Mapping[str, Any]
-    """Where the round begins, and the next one: the same on every rank."""
+    """States where the round and the next one begin; the same on every rank."""
 
     @property
-    def news(self) -> tuple[Ledger, Losses]:
-        """What became of the tokens that left the lanes in this round, over all lanes, and what was lost of files."""
+    def accounts(self) -> tuple[Ledger, Losses]:
+        """Ledger of the tokens that left the lanes in this round, and losses in files, over all lanes."""
         (counts, waiting), (counts_before, waiting_before) = map(_totals, (self.after, self.before))
         new = {name: counts[name] - counts_before[name] for name in counts}
         settled = new["tokens"] + waiting_before - waiting
@@ -116,33 +116,35 @@ class Round:
         return ledger, _losses(self.after) - _losses(self.before)
 
     def between(self, start: int, stop: int, step_packs: int) -> Round:
-        """Return the steps [start, stop) alone; views of these."""
+        """Return views of the steps [start, stop)."""
         first, last = start - self.step, stop - self.step
-        some = {lane: one.between(first * step_packs, last * step_packs) for lane, one in self.packs.items()}
-        return replace(self, step=start, num_steps=stop - start, packs=some, targets=self.targets[first:last])
+        packs = {lane: one.between(first * step_packs, last * step_packs) for lane, one in self.packs.items()}
+        return replace(
+            self, step=start, num_steps=stop - start, packs=packs, targets=self.targets[first:last]
+        )
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its tokens take."""
+        """Memory of its tokens and masks."""
         return sum(
             one.tokens.nbytes + (0 if one.mask is None else one.mask.nbytes) for one in self.packs.values()
         )
 
 
 def _totals(at: Mapping[str, Any]) -> tuple[dict[str, int], int]:
-    """Return what all lanes have counted, and the tokens that wait in them."""
+    """Return the counts over all lanes, and the number of waiting tokens."""
     names = [field.name for field in fields(Counts) if field.name != "losses"]
     counts = {name: sum(record["counts"][name] for record in at["lanes"]) for name in names}
     return counts, sum(record["tokens"] for record in at["lanes"])
 
 
 def _losses(at: Mapping[str, Any]) -> Losses:
-    """Return what all lanes have lost."""
+    """Return the losses over all lanes."""
     return total(Counts.losses_in(record["counts"]) for record in at["lanes"])
 
 
 class Rounds:
-    """Prepares one round after the other, for the lanes that this process runs."""
+    """Prepares rounds one after the other, for the lanes that this process runs."""
 
     def __init__(
         self,
@@ -151,33 +153,33 @@ class Rounds:
         exchange: Exchange,
         settings: RoundSettings,
         mine: Sequence[int],
-        told: set[Chunk] | None = None,
+        logged: set[Chunk] | None = None,
     ) -> None:
         self._sequence, self._intake, self._exchange = sequence, intake, exchange
-        self._settings, self._mine, self._told = settings, tuple(mine), told
+        self._settings, self._mine, self._logged = settings, tuple(mine), logged
         self._num_soon = min(_SOON_BYTES // settings.block_bytes, _MOST_SOON)
 
     def run(self, at: Mapping[str, Any], step: int) -> Iterator[Round]:
-        """Yield the rounds from a place on, to the end of the input; of the first one, the steps that are wanted."""
-        place = place_of(at, self._settings.lanes)
-        carried, counts, missing = self._restored(place)
-        self._sequence.check(place.prints)
+        """Yield the rounds from a state to the end of the input; the first one may come in parts, from `step` on."""
+        state = round_state_of(at, self._settings.lanes)
+        carried, counts, missing = self._restored(state)
+        self._sequence.check(state.prints)
         while True:
             lanes = {lane: Lane(self._settings.lane, carried[lane], counts[lane]) for lane in self._mine}
-            claimed, has_ended = self._fill(place, lanes)
-            whole, next_, carried = self._pack(place, claimed, lanes, has_ended)
+            claimed, has_ended = self._fill(state, lanes)
+            whole, next_, carried = self._pack(state, claimed, lanes, has_ended)
             if whole.num_steps:
                 yield from self._wanted(whole, carried, missing, step)
-            elif next_.records != place.records:  # what has come since gives no pack
+            elif next_.records != state.records:  # no pack, but new counts
                 yield whole
-            if whole.num_steps == 0 and next_.end == place.end:
+            if whole.num_steps == 0 and next_.end == state.end:
                 return
-            missing, place = None, next_
+            missing, state = None, next_
             counts = {lane: one.counts for lane, one in lanes.items()}
 
-    def _restored(self, place: RoundState) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
-        """Return what waits, read again or with what will read it."""
-        records = {lane: from_record(place.records[lane], self._settings.lane.seed) for lane in self._mine}
+    def _restored(self, state: RoundState) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
+        """Return each lane's waiting documents and counts; and what is to be read later, if anything."""
+        records = {lane: from_record(state.records[lane], self._settings.lane.seed) for lane in self._mine}
         counts = {lane: record.counts for lane, record in records.items()}
         waiting = {lane: record for lane, record in records.items() if len(record.ids)}
         carried = {lane: unread(record) for lane, record in records.items()}
@@ -190,7 +192,7 @@ class Rounds:
     def _wanted(
         self, whole: Round, left: Mapping[int, Arrival], missing: Unread | None, step: int
     ) -> Iterator[Round]:
-        """Yield a round; where documents of it weren't read, its first wanted step alone, as soon as it is there."""
+        """Yield a round; if documents are unread, its first wanted step separately, as soon as it is read."""
         if missing is None:
             yield whole
             return
@@ -205,55 +207,55 @@ class Rounds:
         if rest.num_steps:
             yield rest
 
-    def _fill(self, place: RoundState, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
-        """Claim and read until every lane holds enough; returns what is claimed, and whether the input has ended."""
-        settings, claimed, sequence = self._settings, place.claimed, self._sequence.until(place.end)
-        packs = settings.steps(place.number) * settings.step_packs
+    def _fill(self, state: RoundState, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
+        """Claim and read until every lane holds enough; returns the new position, and whether the input has ended."""
+        settings, claimed, sequence = self._settings, state.claimed, self._sequence.until(state.end)
+        packs = settings.steps(state.number) * settings.step_packs
         held = [
             lanes[lane].held
             if lane in lanes
             else held_by(from_record(record, settings.lane.seed).lengths, settings.lane)
-            for lane, record in enumerate(place.records)
+            for lane, record in enumerate(state.records)
         ]
-        claims, tokens = (sum(r["counts"][name] for r in place.records) for name in ("claims", "tokens"))
-        fruitful = claimed.epoch
+        claims, tokens = (sum(r["counts"][name] for r in state.records) for name in ("claims", "tokens"))
+        last_fruitful = claimed.epoch
         for turn in itertools.count():
             brings = max(tokens / claims, 1.0) if claims else settings.block_bytes / 8
             left = sequence.left(claimed)
             targets = self._targets(held, packs, left * brings)
             most = int(min(max(left / (2 * settings.lanes), 1), _MOST_CLAIMS * settings.lanes))
-            dealt = deal_claims([one.tokens for one in held], targets, brings, most)
-            if not dealt:
+            claiming = deal_claims([one.tokens for one in held], targets, brings, most)
+            if not claiming:
                 return claimed, False
             taken: list[Claim] = []
-            for lane in dealt:
-                found, claimed = sequence.next(claimed)
-                if found is None:
+            for lane in claiming:
+                item, claimed = sequence.next(claimed)
+                if item is None:
                     break
-                taken.append(Claim(lane=lane, epoch=found[0], chunk=found[1]))
+                taken.append(Claim(lane=lane, epoch=item[0], chunk=item[1]))
             if taken:
                 before = sum(one.tokens for one in held)
-                # Before the first batch nothing else is to take the processors' time.
-                is_wanted = len(lanes) == settings.lanes and place.number > 0
-                soon = sequence.soon(claimed, self._num_soon) if is_wanted else []
-                held = self._read(f"{place.number}/{turn}", taken, lanes, soon)
-                brought = sum(one.tokens for one in held) - before
-                claims, tokens = claims + len(taken), tokens + brought
-                fruitful = claimed.epoch if brought else fruitful
-            if len(taken) < len(dealt) or claimed.epoch > fruitful + 1:  # ended, or an epoch of nothing
+                # No reading ahead before the first batch, as it would delay it.
+                reads_ahead = len(lanes) == settings.lanes and state.number > 0
+                soon = sequence.soon(claimed, self._num_soon) if reads_ahead else []
+                held = self._read(f"{state.number}/{turn}", taken, lanes, soon)
+                added = sum(one.tokens for one in held) - before
+                claims, tokens = claims + len(taken), tokens + added
+                last_fruitful = claimed.epoch if added else last_fruitful
+            if len(taken) < len(claiming) or claimed.epoch > last_fruitful + 1:  # the end, or an empty epoch
                 break
         return claimed, True
 
     def _targets(self, held: Sequence[Held], packs: int, left_tokens: float) -> list[int]:
-        """Return what each lane is to hold before its round can be packed."""
+        """Return the tokens that each lane needs before its round can be packed."""
         settings = self._settings
         capacity, most_documents = settings.lane.passes.capacity, settings.lane.passes.max_documents
-        # At first no more to choose from than is taken: the first rounds are small, so that batches come early.
+        # The first rounds are small and have fewer spare packs, so that batches are ready early.
         choice = packs if packs < settings.window_packs else 2 * packs
         least, most = ((packs + min(spare, choice)) * capacity for spare in (SPARE_PACKS, MOST_SPARE_PACKS))
         alike = max(most, *(one.tokens for one in held))
         if left_tokens <= 2 * sum(alike - one.tokens for one in held):
-            return [alike] * len(held)  # the input ends soon: lanes are filled alike
+            return [alike] * len(held)  # the input ends soon: all lanes get the same target
         targets = []
         for one in held:
             if most_documents is not None and one.pieces >= (packs + SPARE_PACKS) * most_documents:
@@ -267,73 +269,75 @@ class Rounds:
     def _read(
         self, key: str, claims: Sequence[Claim], lanes: Mapping[int, Lane], soon: Sequence[Chunk]
     ) -> list[Held]:
-        """Read what this process's lanes have claimed; returns what every lane holds then."""
+        """Read the claims of this process's lanes; returns the amount that every lane then holds."""
         own = [claim for claim in claims if claim.lane in lanes]
-        brought = by_lane(self._intake.read(own, soon), own)
-        told: dict[int, Any] = {}
+        chunks = by_lane(self._intake.read(own, soon), own)
+        mine: dict[int, Any] = {}
         for number, lane in lanes.items():
             try:
-                for one in brought.get(number, []):
-                    if isinstance(one, Exception):
-                        raise one
-                    self._tell(one)
-                    # The same records are lost in every epoch, as a file that changes is refused: they count once, as
-                    # with an index. What a disk or a server doesn't give may be lost in any epoch, and counts there.
-                    lost = one.losses if one.claim.epoch == 0 else one.outside
-                    lane.add(one.arrival, one.claim.epoch, one.path, lost)
-                told[number] = lane.held.to_json()
+                for chunk in chunks.get(number, []):
+                    if isinstance(chunk, Exception):
+                        raise chunk
+                    self._log_skipped(chunk)
+                    # A file's bad records are the same in every epoch, as a file that changes is refused; they count
+                    # once, as with an index. Failures of a disk or server differ between epochs, and always count.
+                    lost = chunk.losses if chunk.claim.epoch == 0 else chunk.outside
+                    lane.add(chunk.arrival, chunk.claim.epoch, chunk.path, lost)
+                mine[number] = lane.held.to_json()
             except Exception as error:
-                told[number] = error
-        heard = self._agree(key, told)
-        return [Held(**heard[lane]) for lane in range(self._settings.lanes)]
+                mine[number] = error
+        values = self._agree(key, mine)
+        return [Held(**values[lane]) for lane in range(self._settings.lanes)]
 
-    def _tell(self, one: ReadChunk) -> None:
-        """Log the records of a chunk that were skipped, once."""
-        if not one.faults or self._told is None or one.claim.chunk in self._told:
+    def _log_skipped(self, chunk: ReadChunk) -> None:
+        """Log the skipped records of a chunk, once."""
+        if not chunk.faults or self._logged is None or chunk.claim.chunk in self._logged:
             return
-        self._told.add(one.claim.chunk)
-        for fault in one.faults:
+        self._logged.add(chunk.claim.chunk)
+        for fault in chunk.faults:
             _log.warning("skipped: %s", fault)
 
     def _needed(self, prints: Sequence[Print], records: Sequence[Mapping[str, Any]]) -> list[Print]:
-        """Return the hashes that a state needs: to where it stands, and to ends that documents still wait before."""
-        told = [one for one in prints if not one[3]]
+        """Return the hashes that a state needs: up to its position, and up to ends before which documents wait."""
+        needed = [one for one in prints if not one[3]]
         ends = [one for one in prints if one[3]]
         if ends:
             ids = [from_record(record, self._settings.lane.seed).ids for record in records]
-            read = {block: chunk for block, chunk, _, _ in told}
+            read = {block: chunk for block, chunk, _, _ in needed}
             waits = {one.block for one in self._intake.chunks_of(ids) if one.number > read.get(one.block, -1)}
-            told += [one for one in ends if one[0] in waits]
-        return told
+            needed += [one for one in ends if one[0] in waits]
+        return needed
 
-    def _agree(self, key: str, told: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Exchange values of lanes; an error of one is raised by all."""
-        said = {
-            lane: {"error": type(one).__name__, "said": str(one)} if isinstance(one, Exception) else one
-            for lane, one in told.items()
+    def _agree(self, key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Exchange the lanes' values between ranks; an error of one lane is raised on every rank."""
+        sent = {
+            lane: {"error": type(value).__name__, "message": str(value)}
+            if isinstance(value, Exception)
+            else value
+            for lane, value in mine.items()
         }
-        heard = self._exchange.all(key, said)
-        for lane in sorted(heard):
-            if "error" in heard[lane]:
-                if lane in told:
-                    raise told[lane]
-                kind = getattr(errors, str(heard[lane]["error"]), SourceError)
-                raise kind(heard[lane]["said"])
-        return heard
+        values = self._exchange.all(key, sent)
+        for lane in sorted(values):
+            if "error" in values[lane]:
+                if lane in mine:
+                    raise mine[lane]
+                kind = getattr(errors, str(values[lane]["error"]), SourceError)
+                raise kind(values[lane]["message"])
+        return values
 
     def _pack(
-        self, place: RoundState, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
+        self, state: RoundState, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
     ) -> tuple[Round, RoundState, dict[int, Arrival]]:
-        """Pack the lanes; of no step where the input has ended, and nothing is left."""
-        settings, steps = self._settings, self._settings.steps(place.number)
+        """Pack the lanes; returns a round of no steps if the input has ended and no document is left."""
+        settings, steps = self._settings, self._settings.steps(state.number)
         made = {
             number: lane.pack(None if has_ended else steps * settings.step_packs)
             for number, lane in lanes.items()
         }
-        # In which what waits has come, unless one has just begun.
+        # The waiting documents were read in this epoch, or in the previous one if this one has just begun.
         epochs = [claimed.epoch, max(claimed.epoch - 1, 0)]
         prints = self._sequence.prints(claimed)
-        told = {
+        mine = {
             number: {
                 "record": to_record(carried, lanes[number].counts, settings.lane.seed, epochs),
                 "targets": packs.targets.tolist(),
@@ -341,62 +345,63 @@ class Rounds:
             }
             for number, (packs, carried) in made.items()
         }
-        heard = self._agree(f"{place.number}/packed", told)
-        for lane in heard.values():
+        values = self._agree(f"{state.number}/packed", mine)
+        for lane in values.values():
             if [tuple(one) for one in lane.get("prints", ())] != prints:
                 raise SourceError(
                     f"{self._sequence.live_name} gives one rank other rows than another; each iterates over all rows "
                     "and takes its share, so they must be the same in the same order: seed the iterable alike"
                 )
-        each = [heard[lane]["targets"] for lane in range(settings.lanes)]
+        targets = [values[lane]["targets"] for lane in range(settings.lanes)]
+        records = [values[lane]["record"] for lane in range(settings.lanes)]
         if has_ended:
-            steps = -(-max(map(len, each)) // settings.step_packs)
+            steps = -(-max(map(len, targets)) // settings.step_packs)
         size = settings.step_packs
         next_ = replace(
-            place,
-            number=place.number + 1,
-            step=place.step + steps,
+            state,
+            number=state.number + 1,
+            step=state.step + steps,
             claimed=claimed,
-            records=[heard[lane]["record"] for lane in range(settings.lanes)],
-            prints=self._needed(prints, [heard[lane]["record"] for lane in range(settings.lanes)]),
+            records=records,
+            prints=self._needed(prints, records),
         )
         result = Round(
-            step=place.step,
+            step=state.step,
             num_steps=steps,
-            bounds=(place.step, place.step + steps),
+            bounds=(state.step, state.step + steps),
             packs={number: packs for number, (packs, _) in made.items()},
-            targets=[sum(sum(one[s * size : (s + 1) * size]) for one in each) for s in range(steps)],
-            before=place.to_at(),
+            targets=[sum(sum(one[s * size : (s + 1) * size]) for one in targets) for s in range(steps)],
+            before=state.to_at(),
             after=next_.to_at(),
         )
         return result, next_, {number: carried for number, (_, carried) in made.items()}
 
 
-# Where a round begins: how far the input is claimed, and what waits in every lane; what a streaming state holds.
+# The contents of a streaming state: how far the input is claimed where a round begins, and every lane's record.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RoundState:
-    """Where a round begins."""
+    """The state where a round begins."""
 
     number: int = 0
     step: int = 0
     claimed: Claimed = field(default_factory=Claimed)
     records: Sequence[Mapping[str, Any]] = ()
-    """Of all lanes."""
+    """Records of all lanes."""
     prints: Sequence[Print] = ()
-    """Of rows that are given while they are read, to tell them when they are read again."""
+    """Hashes of iterables' rows, to recognize them when they are read again."""
     ends: Sequence[int] = ()
-    """Numbers of epochs after which all that waits is packed, though more epochs follow, ascending: the data ended
-    there when the packs before were made, and a state of that run goes on with more epochs."""
+    """Ascending numbers of epochs after which all waiting documents are packed although more epochs follow: a run
+    ended there, and its state was continued with more epochs."""
 
     @property
     def end(self) -> int | None:
-        """The epochs after which all that waits is packed next; None for all epochs of the loader."""
+        """The next entry of `ends`; None: the end of the loader's epochs."""
         return next((end for end in self.ends if self.claimed.epoch < end), None)
 
     def to_at(self) -> dict[str, Any]:
-        """Return it for a state."""
+        """Return the JSON values for a state."""
         return {
             "round": self.number,
             "step": self.step,
@@ -408,16 +413,16 @@ class RoundState:
 
 
 def beginning_of(at: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the place where the run of a place began."""
+    """Return the state with which the run of a state began."""
     return {name: at[name] for name in (ENDS,) if name in at}
 
 
-def place_of(at: Mapping[str, Any], lanes: int) -> RoundState:
-    """Return where a round begins."""
+def round_state_of(at: Mapping[str, Any], lanes: int) -> RoundState:
+    """Read the state where a round begins from its JSON values."""
     ends = _ends_of(at)
     if at == beginning_of(at):
-        nothing = to_record(joined([]), Counts(), None, [0])
-        return RoundState(records=[nothing] * lanes, ends=ends)
+        empty = to_record(joined([]), Counts(), None, [0])
+        return RoundState(records=[empty] * lanes, ends=ends)
     with reading_state("a loader"):
         number, step = (as_count(at[name], name, 0, MOST) for name in ("round", "step"))
         claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
@@ -427,23 +432,21 @@ def place_of(at: Mapping[str, Any], lanes: int) -> RoundState:
     return RoundState(number=number, step=step, claimed=claimed, records=records, prints=prints, ends=ends)
 
 
-def _as_print(block: Any, chunk: Any, told: Any, is_end: Any) -> Print:
-    """Return a hash of a state."""
-    return as_count(block, "block", 0, MOST), as_count(chunk, "chunk", 0, MOST), str(told), bool(is_end)
+def _as_print(block: Any, chunk: Any, digest: Any, is_end: Any) -> Print:
+    return as_count(block, "block", 0, MOST), as_count(chunk, "chunk", 0, MOST), str(digest), bool(is_end)
 
 
 def _ends_of(at: Mapping[str, Any]) -> list[int]:
-    """Return the ends of a place."""
     with reading_state("a loader"):
         return [as_count(end, ENDS, 1, MOST) for end in at.get(ENDS, ())]
 
 
-def check_place(at: Mapping[str, Any], lanes: int, seed: int | None, epochs: int | None) -> None:
-    """Refuse a place where no round can begin, as far as that can be told without reading."""
-    place = place_of(at, lanes)
-    for record in place.records:
+def check_round_state(at: Mapping[str, Any], lanes: int, seed: int | None, epochs: int | None) -> None:
+    """Refuse an invalid state, as far as is known without reading data."""
+    state = round_state_of(at, lanes)
+    for record in state.records:
         from_record(record, seed)
-    ends = list(place.ends)
+    ends = list(state.ends)
     if ends != sorted(set(ends)) or (ends and epochs is not None and ends[-1] >= epochs):
         raise StateError(
             f"the state says that its run had ended after {ends} epochs, and this loader has epochs={epochs}; it was "

@@ -1,9 +1,9 @@
-"""Batches on an accelerator: copied out of pinned slots on a stream of its own, while the batch before is in use.
+"""Batches on an accelerator: copied from pinned slots on a separate stream, while the batch before is in use.
 
 ::
 
-    worker ──► slot (pinned) ──copy stream──► tensors on the device ──► trainer's stream waits for the copy alone
-                 └ held until the copy is over: then the slot is free again
+    worker ──► slot (pinned) ──copy stream──► tensors on the device ──► trainer's stream waits only for the copy
+                 └ held until the copy has finished; then the slot is free again
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Sent:
-    """A batch on its way."""
+    """A batch whose copy to the device has begun."""
 
     made: Made
-    """In host memory."""
+    """The batch in host memory."""
     batch: PackedBatch
-    """On the device, once `event` is over."""
+    """The batch on the device, valid after `event`."""
     event: Any
-    """None where nothing has to be waited for."""
+    """None if the copy is synchronous."""
 
 
 class DeviceWorker:
-    """Another worker's batches, as tensors on a device; on CUDA one of them is on its way ahead of the trainer."""
+    """Another worker's batches as tensors on a device; on CUDA, one batch is copied ahead of the trainer."""
 
     def __init__(self, worker: Worker, device: Any) -> None:
         torch = import_torch()
@@ -44,31 +44,31 @@ class DeviceWorker:
         self._coming: _Sent | None = None
         self._is_over, self._end = False, Ended()
         self._in_flight: deque[_Sent] = deque()
-        """Whose slots may still be read by the copy."""
+        """Batches whose slots the copy may still be reading."""
         self._pinned = self._pin()
 
     @property
     def ready(self) -> int:
-        """Batches that are waiting to be taken."""
+        """Batches that can be taken now."""
         return self._worker.ready + (self._coming is not None)
 
     @property
     def restarts(self) -> int:
-        """Workers that died and were replaced."""
+        """Number of workers that died and were replaced."""
         return self._worker.restarts
 
     @property
     def copies(self) -> int:
-        """Batches copied since all slots were held."""
+        """Batches copied because the trainer held all slots."""
         return self._worker.copies
 
     def start(self, state: FeedState) -> None:
-        """Begin after a state, whatever was made before."""
+        """Begin after a state; batches made before are dropped."""
         self._coming, self._is_over, self._end = None, False, Ended()
         self._worker.start(state)
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many were ready; errors as the worker's own."""
+        """Return the next batch, or the end, and the number of batches that were ready; passes on errors."""
         ready = self.ready
         if self._coming is None and not self._is_over:
             self._coming = self._sent(deadline_s)
@@ -80,7 +80,7 @@ class DeviceWorker:
         return replace(sent.made, batch=self._arrived(sent)), ready
 
     def _sent(self, deadline_s: float) -> _Sent | None:
-        """Take a batch and have it copied."""
+        """Take a batch and start its copy; returns None at the end."""
         made, _ = self._worker.take(deadline_s)
         if isinstance(made, Ended):
             self._is_over, self._end = True, made
@@ -99,7 +99,7 @@ class DeviceWorker:
         return sent
 
     def _arrived(self, sent: _Sent) -> PackedBatch:
-        """Have the trainer's stream wait for the copy, and the allocator know who uses it."""
+        """Make the trainer's stream wait for the copy, and record its use of the tensors with the allocator."""
         if sent.event is not None:
             current = import_torch().cuda.current_stream(self._device)
             current.wait_event(sent.event)
@@ -108,9 +108,9 @@ class DeviceWorker:
         return sent.batch
 
     def _pin(self) -> int:
-        """Register the ring with the driver, once, so that copies out of it are asynchronous; returns its address.
+        """Register the ring with the driver, so that copies from it are asynchronous; returns its address, or 0.
 
-        Batches are the same without; copying them then takes the trainer's time.
+        Without registration, batches are the same, but copies block the trainer.
         """
         memory = getattr(self._worker, "memory", None)
         if not self._is_cuda or memory is None:
@@ -126,11 +126,11 @@ class DeviceWorker:
         return int(address)
 
     def closer(self) -> Callable[[], None]:
-        """Return what ends the worker, and doesn't keep it alive."""
+        """Return a function that ends the worker, without a reference to it."""
         return self._worker.closer()
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Wait for copies, unregister the ring, and close the worker."""
         if self._is_cuda:
             import_torch().cuda.current_stream(self._device).wait_stream(self._stream)
             self._stream.synchronize()  # type: ignore[union-attr]
@@ -144,6 +144,6 @@ class DeviceWorker:
 
 
 def _tensors(batch: PackedBatch) -> list[Any]:
-    """Return all tensors of a batch."""
+    """Return all device tensors of a batch."""
     values = [getattr(batch, field.name) for field in fields(batch) if field.name != "columns"]
     return [value for value in [*values, *batch.columns.values()] if hasattr(value, "record_stream")]

@@ -1,4 +1,4 @@
-"""`python -m varlen.feed.worker.main`: makes batches into the slots of a ring, from any state that it is told."""
+"""`python -m varlen.feed.worker.main`: builds the batches after given states in the slots of a ring."""
 
 from __future__ import annotations
 
@@ -23,114 +23,114 @@ from varlen.feed.worker.ring import Ring, Slot, ended_message
 from varlen.pack.api import pack
 from varlen.workers.child import receive, send
 
-_LOOK_S = 2.0
+_PARENT_CHECK_S = 2.0
 _SHORTEST_S, _LONGEST_S = 5e-4, 4e-3
-"""Pauses between looks for a free slot."""
+"""Pauses between checks for a free slot."""
 _SWITCH_S = 5e-4
-"""Threads that read and tokenize need the interpreter for moments, between long calls without it. By the usual 5 ms
-each of them would wait as long whenever another thread packs."""
+"""Switch interval of threads. Reading and tokenizing threads need the interpreter lock briefly, between long calls
+that release it; with the default of 5 ms, each would wait that long whenever another thread packs."""
 
 
 class _SupersededError(Exception):
-    """Another state is to be begun with."""
+    """A newer run has been requested."""
 
 
-class _Desk:
-    """What the trainer's process has said, for the thread that works."""
+class _Inbox:
+    """Messages from the trainer's process, for the main thread."""
 
     def __init__(self) -> None:
-        self.head: SimpleQueue[bytes] = SimpleQueue()
+        self.spec: SimpleQueue[bytes] = SimpleQueue()
         self.runs: SimpleQueue[tuple[int, FeedState]] = SimpleQueue()
-        self.answers: SimpleQueue[tuple[int, str, list[Any] | None, str] | None] = SimpleQueue()
-        """What the other ranks said in a run; None where nobody is to wait for it any more."""
+        self.replies: SimpleQueue[tuple[int, str, list[Any] | None, str] | None] = SimpleQueue()
+        """Replies of the other ranks: run, key, values, error message; None wakes a waiting thread to give up."""
         self.run = 0
 
 
-class _Mouth:
-    """Where messages leave; several threads speak."""
+class _Outbox:
+    """Sends messages to the trainer's process; several threads use it."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
 
-    def say(self, content: bytes) -> None:
+    def send(self, content: bytes) -> None:
         with self._lock:
             send(self._pipe, content)
 
 
 class _Relay:
-    """Asks the other ranks by way of the trainer's process, which is in touch with them."""
+    """An exchange with the other ranks through the trainer's process, which is connected to them."""
 
-    def __init__(self, desk: _Desk, mouth: _Mouth, run: int) -> None:
-        self._desk, self._mouth, self._run = desk, mouth, run
+    def __init__(self, inbox: _Inbox, outbox: _Outbox, run: int) -> None:
+        self._inbox, self._outbox, self._run = inbox, outbox, run
         self._is_closed = False
 
     def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
         """Return the values of all ranks."""
-        self._mouth.say(b"ask_" + json.dumps([self._run, key, list(mine.items())]).encode())
-        while not self._is_closed and self._desk.runs.empty():
-            answer = self._desk.answers.get()
-            if answer is None or answer[:2] != (self._run, key):  # of a run before this one
+        self._outbox.send(b"ask_" + json.dumps([self._run, key, list(mine.items())]).encode())
+        while not self._is_closed and self._inbox.runs.empty():
+            reply = self._inbox.replies.get()
+            if reply is None or reply[:2] != (self._run, key):  # a reply to an earlier run
                 continue
-            if answer[2] is None:
-                raise StalledError(answer[3])
-            return {int(lane): value for lane, value in answer[2]}
+            if reply[2] is None:
+                raise StalledError(reply[3])
+            return {int(lane): value for lane, value in reply[2]}
         raise StalledError("the run is over")
 
     def close(self) -> None:
-        """Have whoever waits give up."""
+        """Make a waiting `all` raise."""
         self._is_closed = True
-        self._desk.answers.put(None)
+        self._inbox.replies.put(None)
 
 
 def main() -> None:
-    """Make batches until nobody wants any; what is printed goes to the standard error."""
+    """Build batches until the trainer's process ends; redirects standard output to standard error."""
     sys.setswitchinterval(_SWITCH_S)
-    mouth = _Mouth(os.fdopen(os.dup(1), "wb"))
+    outbox = _Outbox(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
-    file, slots, size, are_several = map(int, sys.argv[1:5])
-    ring, desk = Ring(slots, size, file), _Desk()
-    orders = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at the end while it is listened to
-    threading.Thread(target=_listen, args=(orders, desk), daemon=True).start()
+    file, slots, size, has_exchanges = map(int, sys.argv[1:5])
+    ring, inbox = Ring(slots, size, file), _Inbox()
+    pipe = os.fdopen(os.dup(0), "rb")  # a copy, as sys.stdin can't be closed at exit while a thread reads it
+    threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     threading.Thread(target=_load_kernels, daemon=True).start()
     feed: Feed | None = None
-    head = desk.head.get()
+    pickled = inbox.spec.get()
     while True:
-        run, state = desk.runs.get()
-        while not desk.runs.empty():
-            run, state = desk.runs.get()
-        desk.run = run
+        run, state = inbox.runs.get()
+        while not inbox.runs.empty():
+            run, state = inbox.runs.get()
+        inbox.run = run
         try:
             if feed is None:
-                spec: Spec = pickle.loads(head)
-                feed = spec.open((lambda _: _Relay(desk, mouth, desk.run)) if are_several else None)
+                spec: Spec = pickle.loads(pickled)
+                feed = spec.open((lambda _: _Relay(inbox, outbox, inbox.run)) if has_exchanges else None)
                 gc.freeze()
-            end = _run(feed, run, state, ring, desk, mouth)
-            mouth.say(b"last" + run.to_bytes(8, "little") + ended_message(end))
+            end = _run(feed, run, state, ring, inbox, outbox)
+            outbox.send(b"last" + run.to_bytes(8, "little") + ended_message(end))
         except _SupersededError:
             continue
         except BrokenPipeError:
             return
-        except BaseException as error:  # it belongs to the trainer
-            mouth.say(b"fail" + _pickled(run, error))
+        except BaseException as error:  # the trainer raises it
+            outbox.send(b"fail" + _pickled(run, error))
 
 
 def _load_kernels() -> None:
-    """Load what packs, while the first blocks are read and tokenized, which takes as long."""
+    """Load the packing kernels while the first blocks are read and tokenized, which takes about as long."""
     jit.load()
     pack([1, 2, 3], 4, "best_fit", seed=0)
 
 
-def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth: _Mouth) -> Ended:
-    """Make the batches that follow a state; returns what comes behind them."""
+def _run(feed: Feed, run: int, state: FeedState, ring: Ring, inbox: _Inbox, outbox: _Outbox) -> Ended:
+    """Build the batches that follow a state; returns the feed's `Ended`."""
     taken: list[tuple[int, Slot]] = []
 
     def buffers() -> Out:
         number, pause_s = ring.mark(), _SHORTEST_S
-        while number is None and desk.runs.empty():
-            time.sleep(pause_s)  # the trainer has all slots, and is to do no more than take a mark away
+        while number is None and inbox.runs.empty():
+            time.sleep(pause_s)  # polled, so that freeing a slot costs the trainer one byte written
             number, pause_s = ring.mark(), min(2 * pause_s, _LONGEST_S)
-        if not desk.runs.empty():
+        if not inbox.runs.empty():
             if number is not None:
                 ring.free(number)
             raise _SupersededError
@@ -150,9 +150,9 @@ def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth:
             after = made.state
             if after.at is not at:
                 at = after.at
-                mouth.say(b"at__" + json.dumps(dict(after.at)).encode())
+                outbox.send(b"at__" + json.dumps(dict(after.at)).encode())
             numbers = b"".join(n.to_bytes(8, "little") for n in (run, number, after.step, after.micro_batch))
-            mouth.say(b"made" + numbers + slot.message(made))
+            outbox.send(b"made" + numbers + slot.message(made))
     finally:
         close = getattr(batches, "close", None)
         if close is not None:
@@ -163,7 +163,7 @@ def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth:
 
 
 def _pickled(run: int, error: BaseException) -> bytes:
-    """Return an error so that it can cross; one that can't goes as text."""
+    """Pickle a run and its error; an error that can't be pickled becomes a RuntimeError with its traceback."""
     try:
         content = pickle.dumps((run, error))
         pickle.loads(content)
@@ -175,29 +175,29 @@ def _pickled(run: int, error: BaseException) -> bytes:
     return content
 
 
-def _listen(orders: IO[bytes], desk: _Desk) -> None:
-    """Pass on what is said; once whoever says it is gone, nobody waits for what is being done."""
+def _listen(pipe: IO[bytes], inbox: _Inbox) -> None:
+    """Receive messages; exits the process when the trainer closes the pipe."""
     try:
         while True:
-            message = receive(orders)
+            message = receive(pipe)
             kind, content = message[:4], message[4:]
-            if kind == b"head":
-                desk.head.put(content)
+            if kind == b"spec":
+                inbox.spec.put(content)
             elif kind == b"from":
                 run, step, micro_batch, at = json.loads(content)
-                desk.runs.put((run, FeedState(step=step, micro_batch=micro_batch, at=at)))
-                desk.answers.put(None)  # the other ranks begin anew too, and don't answer the run before
-            elif kind == b"answ":
-                run, key, all_of_them, why = json.loads(content)
-                desk.answers.put((run, key, all_of_them, why))
+                inbox.runs.put((run, FeedState(step=step, micro_batch=micro_batch, at=at)))
+                inbox.replies.put(None)  # the other ranks start a new run too, and don't reply to the old one
+            elif kind == b"repl":
+                run, key, values, error_message = json.loads(content)
+                inbox.replies.put((run, key, values, error_message))
     except (EOFError, OSError):
         os._exit(1)
 
 
 def _watch(parent: int) -> None:
-    """End with the trainer, also where a process that it forked keeps its pipes open."""
+    """Exit when the trainer has died, even if a process that it forked keeps the pipe open."""
     while os.getppid() == parent:
-        time.sleep(_LOOK_S)
+        time.sleep(_PARENT_CHECK_S)
     os._exit(1)
 
 

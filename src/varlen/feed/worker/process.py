@@ -1,14 +1,14 @@
-"""A worker that is a process of its own: batches come through a ring of shared memory, and a killed one is replaced.
+"""A worker in a process of its own: batches arrive in a ring of shared memory, and a worker that dies is replaced.
 
 ::
 
     trainer's process                                          worker
       take() ◄── batches ◄── reader ◄──── pipe ◄──── messages ◄─ main thread, fills slots
-      state to begin after ──► keeper ──► pipe ──►
+      state to begin after ──► writer ──► pipe ──►
       last array over a slot dies ──► its mark in the shared memory ──►
 
-The reader starts the worker, and starts it again after the last batch that came whole, if it dies. The keeper is the
-only one who writes to it. Both are threads that wait for pipes, and do nothing a trainer would feel.
+The reader starts the worker and, if it dies, starts another one after the last complete batch. The writer is the only
+thread that writes to the worker. Both threads wait on pipes or queues, and take next to no time from the trainer.
 """
 
 from __future__ import annotations
@@ -36,263 +36,265 @@ from varlen.workers.child import CANNOT_BE_SENT, MOST_DEATHS, Child, await_end, 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 _Entry = tuple[Made | Ended | BaseException, int, bytes]
-"""A batch, its slot and its message; or an error, or the end."""
+"""A batch, its slot and its message; or an error or the end, with slot -1."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Line:
-    """What the threads share; none of it knows the worker's owner, so that the owner can die."""
+class _Shared:
+    """State shared by the threads; holds no reference to the `ProcessWorker`, so that it can be collected."""
 
-    head: bytes
+    spec: bytes
+    """The pickled `Spec`."""
     ring: Ring
     exchanges: Exchanges | None
-    """How ranks agree, where the feed needs that."""
+    """How ranks exchange values; None where the feed needs no exchange."""
     agreement: Exchange | None = None
-    """Of the last run that asked for one."""
+    """The exchange of the last run that used one."""
     batches: SimpleQueue[_Entry] = field(default_factory=SimpleQueue)
-    """Of the run, for `take`."""
+    """Batches of the current run, for `take`."""
     held: set[int] = field(default_factory=set)
-    """Slots under batches that came and are still there."""
+    """Slots whose batches are alive, taken or not."""
     lent: set[int] = field(default_factory=set)
     """Those of them that the trainer took."""
     orders: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    """For the keeper, in the order in which things happened."""
-    asked: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    """What workers ask the other ranks, for the thread that waits for them."""
+    """Events for the writer, in the order in which they happened."""
+    requests: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    """Workers' requests to other ranks, for the thread that exchanges values."""
     run: int = 0
-    """Number of the last `start`; what earlier ones made is thrown away."""
+    """Number of calls of `start`; batches of earlier runs are dropped."""
     reached: FeedState = field(default_factory=FeedState)
-    """After the last batch of the run that came whole."""
+    """State after the last complete batch of the run."""
     is_over: bool = False
-    """Whether the last entry of the run's batches is none."""
-    is_read: bool = True
-    """Whether a thread starts workers, and listens to them."""
+    """Whether the last entry of `batches` is an error or the end."""
+    has_reader: bool = True
+    """Whether the reader thread is running."""
     closing: bool = False
     process: Child | None = None
     deaths: int = 0
-    """Of all workers so far."""
     lock: Any = field(default_factory=threading.Lock)
 
 
 class ProcessWorker:
-    """Has batches made in a fresh interpreter."""
+    """Builds batches in a fresh interpreter."""
 
     def __init__(self, spec: Spec, slots: int, slot_bytes: int, exchanges: Exchanges | None = None) -> None:
         try:
-            head = pickle.dumps(spec)
+            pickled = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SettingError(CANNOT_BE_SENT.format(error=error)) from error
-        self._line = _Line(head=head, ring=Ring(slots, slot_bytes), exchanges=exchanges)
+        self._shared = _Shared(spec=pickled, ring=Ring(slots, slot_bytes), exchanges=exchanges)
         self._copies, self._most_lent = 0, slots - 1
-        self._keeper, self._reader = _at_work(_keep, self._line), _at_work(_read, self._line)
-        self._asker = None if exchanges is None else _at_work(_ask, self._line)
+        self._writer, self._reader = _start(_write, self._shared), _start(_read, self._shared)
+        self._exchanger = None if exchanges is None else _start(_exchange, self._shared)
 
     @property
     def ready(self) -> int:
-        """Batches of this run that are waiting to be taken."""
-        line = self._line
-        return max(line.batches.qsize() - line.is_over, 0)
+        """Batches of this run that can be taken now."""
+        shared = self._shared
+        return max(shared.batches.qsize() - shared.is_over, 0)
 
     @property
     def restarts(self) -> int:
-        """Workers that died and were replaced."""
-        return self._line.deaths
+        """Number of workers that died and were replaced."""
+        return self._shared.deaths
 
     @property
     def copies(self) -> int:
-        """Batches copied since the trainer held all slots."""
+        """Batches copied because the trainer held all slots."""
         return self._copies
 
     @property
     def memory(self) -> Bytes:
-        """All slots."""
-        return self._line.ring.memory
+        """The memory of all slots."""
+        return self._shared.ring.memory
 
     @property
     def pid(self) -> int | None:
-        """Of the worker, while there is one."""
-        process = self._line.process
+        """Process id of the worker; None while there is none."""
+        process = self._shared.process
         return None if process is None else process.pid
 
     def start(self, state: FeedState) -> None:
-        """Begin after a state, whatever was made before."""
-        line = self._line
-        with line.lock:
-            line.run += 1
-            line.reached, line.batches, line.is_over = state, SimpleQueue(), False
-            if line.agreement is not None:  # the other ranks begin anew too, and don't answer the old run
-                line.agreement.close()
-            line.orders.put(("begin", None))
-            was_read, line.is_read = line.is_read, True
-        if not was_read:  # workers died again and again, and the trainer tries once more
-            self._reader = _at_work(_read, line)
+        """Begin after a state; batches made before are dropped."""
+        shared = self._shared
+        with shared.lock:
+            shared.run += 1
+            shared.reached, shared.batches, shared.is_over = state, SimpleQueue(), False
+            if (
+                shared.agreement is not None
+            ):  # the other ranks start a new run too, and don't reply to the old one
+                shared.agreement.close()
+            shared.orders.put(("begin", None))
+            had_reader, shared.has_reader = shared.has_reader, True
+        if not had_reader:  # it ended since workers died repeatedly, and the trainer tries again
+            self._reader = _start(_read, shared)
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many were ready when it was asked for."""
-        line = self._line
-        batches = line.batches
-        ready = batches.qsize() - line.is_over
-        # A trainer's step has emptied the processor's caches, and every call takes microseconds then: there are few.
+        """Return the next batch, or the end, and the number of batches that were ready at the call."""
+        shared = self._shared
+        batches = shared.batches
+        ready = batches.qsize() - shared.is_over
+        # After a trainer's step the processor's caches are cold, and each call takes microseconds: make few calls.
         try:
             made, slot, message = batches.get_nowait()
         except Empty:
             try:
                 made, slot, message = batches.get(timeout=deadline_s)
             except Empty:
-                raise StalledError(_stalled(line, deadline_s)) from None
+                raise StalledError(_stalled(shared, deadline_s)) from None
         if not isinstance(made, Made):
             if not isinstance(made, Ended):
                 raise made
             return made, ready
-        lent = line.lent
+        lent = shared.lent
         if len(lent) < self._most_lent:
             lent.add(slot)
             return made, ready
         return self._copied(message, slot, made.state), ready
 
     def _copied(self, message: bytes, slot: int, state: FeedState) -> Made:
-        """Return a batch with memory of its own: with the last slot here too, the worker could never go on."""
-        line = self._line
+        """Return a copy of a batch outside the ring: if the trainer held every slot, the worker couldn't go on."""
+        shared = self._shared
         if not self._copies:
             _log.warning(
                 "the trainer holds %s batches, all but one that the ring of %s slots has; while it does, batches are "
                 "copied: pass a larger ring_slots",
-                f"{len(line.lent):,}",
-                f"{line.ring.slots:,}",
+                f"{len(shared.lent):,}",
+                f"{shared.ring.slots:,}",
             )
         self._copies += 1
-        return read_made(message, line.ring.slot(slot).copy(), state)
+        return read_made(message, shared.ring.slot(slot).copy(), state)
 
     def close(self) -> None:
-        """Leave neither a process nor a thread behind; batches that are left keep their bytes."""
-        close_line(self._line)
-        for thread in (self._keeper, self._reader, self._asker):
+        """End the process and the threads; batches that the trainer holds stay valid."""
+        _close(self._shared)
+        for thread in (self._writer, self._reader, self._exchanger):
             if thread is not None:
                 await_end(thread, _PATIENCE_S)
 
     def closer(self) -> Callable[[], None]:
-        """Return what ends it, and doesn't keep it alive."""
-        line = self._line
-        return lambda: close_line(line)
+        """Return a function that ends the worker, without a reference to it."""
+        shared = self._shared
+        return lambda: _close(shared)
 
 
-def _at_work(what: Callable[[_Line], None], line: _Line) -> threading.Thread:
-    return start_thread(partial(what, line), f"varlen {what.__name__.strip('_')}")
+def _start(what: Callable[[_Shared], None], shared: _Shared) -> threading.Thread:
+    return start_thread(partial(what, shared), f"varlen {what.__name__.strip('_')}")
 
 
-def _freed(line: _Line, slot: int) -> Callable[[object], None]:
-    """Return what frees a slot; all of it may be done in the middle of anything."""
-    held, lent, ring, process = line.held, line.lent, line.ring, os.getpid()
+def _freed(shared: _Shared, slot: int) -> Callable[[object], None]:
+    """Return the callback that frees a slot; the garbage collector may call it at any point, so it takes no lock."""
+    held, lent, ring, process = shared.held, shared.lent, shared.ring, os.getpid()
 
     def free(_: object) -> None:
         if os.getpid() != process:
-            return  # a fork lets go of its own array; the slot is still under the array of the other process
+            return  # an array died in a forked child; the parent's array still uses the slot
         lent.discard(slot)
         held.discard(slot)
-        ring.free(slot)  # last, since the worker may fill it from now on
+        ring.free(slot)  # last, since the worker may fill the slot from here on
 
     return free
 
 
-def close_line(line: _Line) -> None:
-    """End the worker and whoever waits for it."""
-    with line.lock:
-        line.closing = True
-        if line.process is not None:
-            line.process.kill()
-        if line.agreement is not None:
-            line.agreement.close()
-    line.asked.put(None)
-    line.orders.put(("stop", None))
+def _close(shared: _Shared) -> None:
+    """End the worker and the threads that wait for it."""
+    with shared.lock:
+        shared.closing = True
+        if shared.process is not None:
+            shared.process.kill()
+        if shared.agreement is not None:
+            shared.agreement.close()
+    shared.requests.put(None)
+    shared.orders.put(("stop", None))
 
 
-def _stalled(line: _Line, seconds: float) -> str:
-    process = line.process
-    who = f"the loader's worker (process {process.pid})" if process is not None else "the loader's worker"
-    lives = " and is still alive" if process is not None and process.is_alive else ""
+def _stalled(shared: _Shared, seconds: float) -> str:
+    process = shared.process
+    worker = f"the loader's worker (process {process.pid})" if process is not None else "the loader's worker"
+    alive = " and is still alive" if process is not None and process.is_alive else ""
     return (
-        f"{who} has made no batch for {seconds:,.0f} s{lives}; it may wait for its storage, or for "
+        f"{worker} has made no batch for {seconds:,.0f} s{alive}; it may wait for its storage, or for "
         "another rank. Pass deadline_s to wait longer"
     )
 
 
-def _keep(line: _Line) -> None:
-    """Pass on what the worker is to know; the only thread that writes to it."""
-    told = 0
+def _write(shared: _Shared) -> None:
+    """Send runs and replies to the worker; only this thread writes to it."""
+    sent_run = 0
     process: Child | None = None
     is_gone = True
     while True:
-        kind, content = line.orders.get()
-        message: list[bytes] = []
+        kind, content = shared.orders.get()
+        messages: list[bytes] = []
         if kind == "stop":
-            with line.lock:  # the reader hires nobody any more
-                line.ring.close()
+            with shared.lock:  # the reader starts no further worker
+                shared.ring.close()
             return
         if kind == "begin":
-            # A worker hired since knows the run already, and may have begun to make its batches.
-            run, message = _begin(line)
-            told, message = run, message if run != told else []
-        elif kind == "answer" and content[0] is process:
-            message = [b"answ" + content[1]]
+            # A worker started in the meantime has this run already, and may have begun its batches.
+            run, messages = _begin(shared)
+            sent_run, messages = run, messages if run != sent_run else []
+        elif kind == "reply" and content[0] is process:
+            messages = [b"repl" + content[1]]
         elif kind == "process":
             process, is_gone = content, False
-            told, message = _begin(line)
-            message = [b"head" + line.head, *message]
+            sent_run, messages = _begin(shared)
+            messages = [b"spec" + shared.spec, *messages]
         try:
-            for one in message:
+            for message in messages:
                 if process is not None and not is_gone:
-                    process.send(one)
-        except (OSError, ValueError):  # the reader sees that too, and starts another
+                    process.send(message)
+        except (OSError, ValueError):  # the reader notices this too, and starts another worker
             is_gone = True
 
 
-def _begin(line: _Line) -> tuple[int, list[bytes]]:
-    """Return the number of the run, and what a worker is to begin with, if anything."""
-    with line.lock:
-        run, state = line.run, line.reached
-    said = json.dumps([run, state.step, state.micro_batch, dict(state.at)])
-    return run, [b"from" + said.encode()] if run else []
+def _begin(shared: _Shared) -> tuple[int, list[bytes]]:
+    """Return the run's number, and the message that starts it in a worker; no message before the first run."""
+    with shared.lock:
+        run, state = shared.run, shared.reached
+    content = json.dumps([run, state.step, state.micro_batch, dict(state.at)])
+    return run, [b"from" + content.encode()] if run else []
 
 
-def _read(line: _Line) -> None:
-    """Start workers, and pass on what they say."""
+def _read(shared: _Shared) -> None:
+    """Start workers, and receive their messages."""
     try:
-        last = supervise(partial(_hired, line), partial(_listen, line), partial(_died, line))
+        last = supervise(partial(_start_worker, shared), partial(_listen, shared), partial(_died, shared))
         error = None if last is None else WorkerDiedError(_death(last))
     except WorkerDiedError as failed:
         error = failed
-    with line.lock:
-        if error is not None and not line.closing:
-            line.batches.put((error, -1, b""))
-            line.is_over, line.is_read = True, False
+    with shared.lock:
+        if error is not None and not shared.closing:
+            shared.batches.put((error, -1, b""))
+            shared.is_over, shared.has_reader = True, False
 
 
-def _end(line: _Line, run: int, end: Ended | BaseException) -> None:
-    """Say that no batch of a run follows, and why, if it isn't the run before."""
-    with line.lock:
-        if run == line.run:
-            line.batches.put((end, -1, b""))
-            line.is_over = True
+def _end(shared: _Shared, run: int, end: Ended | BaseException) -> None:
+    """Enqueue the end or the error of a run, if it is the current run."""
+    with shared.lock:
+        if run == shared.run:
+            shared.batches.put((end, -1, b""))
+            shared.is_over = True
 
 
-def _hired(line: _Line) -> Child | None:
-    ring = line.ring
-    told = (ring.file, ring.slots, ring.slot_bytes, line.exchanges is not None)
-    arguments = [str(int(number)) for number in told]
-    with line.lock:  # so that none starts once the line is closed
-        if line.closing:
+def _start_worker(shared: _Shared) -> Child | None:
+    ring = shared.ring
+    numbers = (ring.file, ring.slots, ring.slot_bytes, shared.exchanges is not None)
+    arguments = [str(int(number)) for number in numbers]
+    with shared.lock:  # so that no worker starts after `_close`
+        if shared.closing:
             return None
-        # Blocks are tokenized side by side, each by one thread: threads of the tokenizer's own would wait for each
-        # other at the end of every block, and take a fifth more of the processors' time.
-        line.process = Child("varlen.feed.worker.main", *arguments, threads=1, files=[ring.file])
-    line.orders.put(("process", line.process))
-    return line.process
+        # Blocks are tokenized in parallel, each by one thread: the tokenizer's own threads would wait for each other
+        # at the end of every block, and take a fifth more processor time.
+        shared.process = Child("varlen.feed.worker.main", *arguments, threads=1, files=[ring.file])
+    shared.orders.put(("process", shared.process))
+    return shared.process
 
 
-def _died(line: _Line, _: Child) -> None:
-    if not line.closing:
-        line.deaths += 1
-        line.ring.free_but(line.held)
+def _died(shared: _Shared, _: Child) -> None:
+    if not shared.closing:
+        shared.deaths += 1
+        shared.ring.free_but(shared.held)
 
 
 def _death(last: Child) -> str:
@@ -302,31 +304,31 @@ def _death(last: Child) -> str:
     )
 
 
-def _ask(line: _Line) -> None:
-    """Ask the other ranks what a worker wants to know."""
-    exchanges, last = cast(Exchanges, line.exchanges), -1
-    while (asked := line.asked.get()) is not None:
-        process, content = asked
+def _exchange(shared: _Shared) -> None:
+    """Exchange values with the other ranks on behalf of the worker."""
+    exchanges, last = cast(Exchanges, shared.exchanges), -1
+    while (request := shared.requests.get()) is not None:
+        process, content = request
         run, key, mine = json.loads(content)
-        all_of_them: list[Any] | None = None
-        why = ""
+        values: list[Any] | None = None
+        error_message = ""
         try:
-            with line.lock:
-                if run != line.run or line.closing:  # it could wait in vain, and keep the next run waiting
+            with shared.lock:
+                if run != shared.run or shared.closing:  # it might never return, and block the next run
                     continue
                 if run != last:
-                    last, line.agreement = run, exchanges(run)
-            agreement = cast(Exchange, line.agreement)
-            all_of_them = list(agreement.all(key, {int(lane): value for lane, value in mine}).items())
-        except Exception as error:  # of the store too: its server may be gone
-            why = str(error)
-        line.orders.put(("answer", (process, json.dumps([run, key, all_of_them, why]).encode())))
+                    last, shared.agreement = run, exchanges(run)
+            agreement = cast(Exchange, shared.agreement)
+            values = list(agreement.all(key, {int(lane): value for lane, value in mine}).items())
+        except Exception as error:  # also an error of the store, whose server may have died
+            error_message = str(error)
+        shared.orders.put(("reply", (process, json.dumps([run, key, values, error_message]).encode())))
 
 
-def _listen(line: _Line, process: Child) -> bool:
-    """Pass on what a worker says until it is gone; returns whether it made anything."""
+def _listen(shared: _Shared, process: Child) -> bool:
+    """Handle a worker's messages until it ends; returns whether it sent a batch, an end or an error."""
     at: dict[str, Any] = {}
-    heard = False
+    has_result = False
     with suppress(EOFError, OSError, ValueError):
         while True:
             message = process.receive()
@@ -335,27 +337,27 @@ def _listen(line: _Line, process: Child) -> bool:
                 at = json.loads(content)
                 continue
             if kind == b"ask_":
-                line.asked.put((process, content))
+                shared.requests.put((process, content))
                 continue
-            heard = True
+            has_result = True
             if kind == b"fail":
-                _end(line, *pickle.loads(content))
+                _end(shared, *pickle.loads(content))
             elif kind == b"last":
-                _end(line, int.from_bytes(content[:8], "little"), read_ended(content[8:]))
+                _end(shared, int.from_bytes(content[:8], "little"), read_ended(content[8:]))
             elif kind == b"made":
-                _received(line, content, at)
-    return heard
+                _received(shared, content, at)
+    return has_result
 
 
-def _received(line: _Line, content: bytes, at: dict[str, Any]) -> None:
-    """Take a batch in."""
+def _received(shared: _Shared, content: bytes, at: dict[str, Any]) -> None:
+    """Enqueue a batch."""
     run, slot, step, micro_batch = (int.from_bytes(content[8 * n : 8 * n + 8], "little") for n in range(4))
     state = FeedState(step=step, micro_batch=micro_batch, at=at)
-    line.held.add(slot)
-    # Here and not when it is taken: the trainer needn't wait for it.
+    shared.held.add(slot)
+    # Decoded here and not in `take`, so that the trainer doesn't wait for it.
     message = content[32:]
-    made = read_made(message, line.ring.lend(slot, _freed(line, slot)), state)
-    with line.lock:
-        if run == line.run:
-            line.reached = state
-            line.batches.put((made, slot, message))
+    made = read_made(message, shared.ring.lend(slot, _freed(shared, slot)), state)
+    with shared.lock:
+        if run == shared.run:
+            shared.reached = state
+            shared.batches.put((made, slot, message))

@@ -1,14 +1,13 @@
-"""Slots of memory that a worker fills and a trainer reads, in no file system and for no other user.
+"""Slots of anonymous shared memory that a worker fills and a trainer reads; and the messages about their batches.
 
 ::
 
-    worker   marks slot 2 ──► fills it ──► says "slot 2 holds batch 7"
-    trainer  lends slot 2 as an array ──► the last array over it dies ──► takes the mark away
+    worker   marks slot 2 ──► fills it ──► sends "slot 2 holds batch 7"
+    trainer  lends slot 2 as an array ──► the last array over it dies ──► clears the mark
 
-The memory has no name, so nobody can open it and nothing is left of it, however its processes end. A slot is free
-again when the last array over it is gone, whatever order batches die in, so that a batch keeps its bytes as long as
-anybody holds it. The marks lie in the memory too: to free a slot is to write a byte, which costs the trainer nothing,
-and whoever needs a slot looks for one.
+The memory has no name, so no other process can open it, and the system releases it however its processes end. A slot
+is free again when the last array over it is gone, in whatever order batches die, so a batch is valid as long as it is
+referenced. The marks are in shared memory too: the trainer frees a slot by writing one byte, and the worker polls.
 """
 
 from __future__ import annotations
@@ -37,16 +36,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Ring:
-    """A number of slots of one size. Make it on one side, and hand `file` to the process on the other."""
+    """Slots of one size. One process creates the ring; the other opens it by the descriptor `file`."""
 
     def __init__(self, slots: int, slot_bytes: int, file: int | None = None) -> None:
         self.slots, self.slot_bytes = slots, _whole_pages(slot_bytes)
         marks, total = _whole_pages(slots), max(slots * self.slot_bytes, mmap.PAGESIZE)
         self._lent: dict[int, weakref.ref[Bytes]] = {}
-        """The last loan of each slot, which must live to take note of its end."""
-        limit = (
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        )  # as file systems in memory have it
+        """Weak references to the arrays over the slots; their callbacks run only while they are kept."""
+        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the usual limit of tmpfs
         if total > limit:
             raise SettingError(
                 f"{slots:,} slots of {slot_bytes / 1e6:,.1f} MB are more than half of this machine's memory "
@@ -64,16 +61,16 @@ class Ring:
 
     @property
     def memory(self) -> Bytes:
-        """All slots end to end, to be registered with a driver."""
+        """All slots end to end, for registration with a driver."""
         return np.frombuffer(memoryview(self._memory), dtype=np.uint8)
 
     def slot(self, number: int) -> Bytes:
-        """Return a slot's bytes, to be filled."""
+        """Return a slot's bytes, writable."""
         start = number * self.slot_bytes
         return np.frombuffer(memoryview(self._memory)[start : start + self.slot_bytes], dtype=np.uint8)
 
     def mark(self) -> int | None:
-        """Mark a free slot and return its number, None where there is none; for the one process that fills slots."""
+        """Mark a free slot and return its number; None if no slot is free. Only the filling process calls this."""
         for number in range(self.slots):
             if not self._marks[number]:
                 self._marks[number] = 1
@@ -81,34 +78,34 @@ class Ring:
         return None
 
     def free(self, number: int) -> None:
-        """Take the mark of a slot away."""
+        """Clear a slot's mark."""
         self._marks[number] = 0
 
     def free_but(self, held: AbstractSet[int]) -> None:
-        """Free all slots but some: whoever filled them is dead."""
+        """Free all slots except those held, after the process that filled them has died."""
         for number in range(self.slots):
             if number not in held:
                 self._marks[number] = 0
 
     def lend(self, number: int, on_free: Callable[[object], object]) -> Bytes:
-        """Return a slot's bytes, to be read as long as anybody likes."""
+        """Return a slot's bytes; calls `on_free` when the array and all views of it are gone."""
         whole = self.slot(number)
-        # Arrays over arrays keep this one alive, and nothing else does: they never reach past it to the memory.
+        # A view's base is this array, not the memory below it, so this array lives exactly as long as its views.
         self._lent[number] = weakref.ref(whole, on_free)
         return whole
 
     def close(self) -> None:
-        """Give the memory back; arrays that are left keep theirs until they die."""
+        """Release the memory; the memory below live arrays stays until they die."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
         self._marks = bytearray(self.slots)
-        self._lent.clear()  # nobody fills slots any more
-        self._memory = mmap.mmap(-1, 1)  # the other one has a descriptor of its own
+        self._lent.clear()  # no slot is filled again
+        self._memory = mmap.mmap(-1, 1)  # drops the reference to the ring's mapping
 
 
 def _anonymous(size: int) -> int:
-    """Return an open file of memory alone, readable by nobody who isn't given it."""
+    """Return the descriptor of a new anonymous memory file."""
     file = os.memfd_create("varlen", os.MFD_CLOEXEC)
     try:
         os.fchmod(file, 0o600)
@@ -123,15 +120,15 @@ def _whole_pages(size: int) -> int:
     return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-# A batch between two processes: its arrays in a slot of memory that both see, its numbers in a few hundred bytes.
+# A batch between two processes: arrays in a slot of shared memory, numbers in a message of a few hundred bytes.
 #
 # ::
 #
 #     slot      input_ids | labels | position_ids | segment_ids | cu_seqlens | document_ids | ...
 #     message   {"arrays": {"input_ids": ["<i4", [8, 32768], 0], ...}, "numbers": {"num_targets": 261004, ...}}
 #
-# The arrays of a value a position are made in the slot; the others are copied behind them, and what doesn't fit there
-# (packs of thousands of tiny documents) goes with the message.
+# Arrays with a value per position are built in the slot; the others are copied behind them, and those that don't fit
+# (packs of thousands of tiny documents) are part of the message.
 
 _BY_POSITION = ("input_ids", "labels", "position_ids", "segment_ids")
 _FIELDS = tuple(field.name for field in fields(PackedBatch))
@@ -140,18 +137,18 @@ _LEDGER = tuple(field.name for field in fields(Ledger))
 _INT32 = np.dtype(np.int32)
 _ALIGNED = 64
 _COLUMN = "columns."
-"""Stands before the names of columns."""
+"""Prefix of columns' names."""
 _SEGMENT_BYTES = 64
-"""Arrays with a value a segment take at most so much of each."""
-_TOKENS_A_SEGMENT = 32
-"""Fewer than these on the average, and some arrays go with the message."""
+"""Bytes per segment of all arrays with a value per segment, at most."""
+_TOKENS_PER_SEGMENT = 32
+"""Average for which slots are sized; with shorter segments, some arrays are part of the message."""
 
 
 def slot_bytes(positions: int, *, has_weights: bool = False) -> int:
-    """Return the size of a slot for batches of so many positions, padding counted."""
+    """Return the size of a slot for batches of `positions` positions, padding included."""
     return (
         positions * 4 * (len(_BY_POSITION) + has_weights)
-        + (positions // _TOKENS_A_SEGMENT + 1) * _SEGMENT_BYTES
+        + (positions // _TOKENS_PER_SEGMENT + 1) * _SEGMENT_BYTES
         + 4096
     )
 
@@ -164,9 +161,9 @@ class Slot:
         self._made: dict[str, tuple[npt.NDArray[Any], int]] = {}
 
     def arrays(self, shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
-        """Return int32 arrays for the values of positions, as `vl.collate` fills them.
+        """Return int32 arrays with a value per position, for `vl.collate` to fill.
 
-        Those of a batch that is larger than the slot are new, and go with the message.
+        The arrays of a batch that is larger than the slot are new ones outside it, and become part of the message.
         """
         if (math.prod(shape) * _INT32.itemsize + _ALIGNED) * len(_BY_POSITION) > len(self._memory):
             return {name: np.empty(shape, np.int32) for name in _BY_POSITION}
@@ -174,13 +171,13 @@ class Slot:
         return {name: array for name, (array, _) in self._made.items()}
 
     def _take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], int]:
-        """Return the next part of the memory as an array, and where it begins."""
+        """Return the next part of the memory as an array, and its offset."""
         start, size = self._filled, math.prod(shape) * dtype.itemsize
         self._filled = -(-(start + size) // _ALIGNED) * _ALIGNED
         return self._memory[start : start + size].view(dtype).reshape(shape), start
 
     def message(self, made: Made) -> bytes:
-        """Put what isn't in the slot yet there, and return what says where everything is."""
+        """Copy the remaining arrays into the slot, and return the message with the offsets of all arrays."""
         batch = made.batch
         arrays: dict[str, Any] = {}
         numbers: dict[str, Any] = {}
@@ -202,72 +199,72 @@ class Slot:
                 start = -sent
             arrays[name] = [value.dtype.str, value.shape, start]
         counts, ledger = counts_of(batch), made.ledger
-        said = {
+        payload = {
             "arrays": arrays,
             "numbers": numbers,
-            "told": _told(ledger, made.losses),
+            "ledger": _to_json(ledger, made.losses),
             "skipped": made.skipped,
             "counts": [getattr(counts, name) for name in _COUNTS],
         }
-        head = json.dumps(said).encode()
+        head = json.dumps(payload).encode()
         return b"".join([len(head).to_bytes(8, "little"), head, *reversed(inline)])
 
     def _put(self, value: npt.NDArray[Any]) -> int:
-        """Copy an array behind the others; returns where, or -1 where there is no room."""
+        """Copy an array behind the others; returns its offset, or -1 if there is no space."""
         if self._filled + value.nbytes > len(self._memory):
             return -1
-        room, start = self._take(value.dtype, value.shape)
-        room[...] = value
+        target, start = self._take(value.dtype, value.shape)
+        target[...] = value
         return start
 
 
 def read_made(message: bytes, memory: Bytes, state: FeedState) -> Made:
-    """Return the batch that a message speaks of; its arrays lie in the memory, but for those that came with it."""
+    """Return the batch of a message; its arrays are views of the slot's memory, or copies of those in the message."""
     size = int.from_bytes(message[:8], "little")
-    said = json.loads(message[8 : 8 + size])
-    found: dict[str, Any] = {**said["numbers"], "columns": {}}
-    for name, (dtype, shape, start) in said["arrays"].items():
+    content = json.loads(message[8 : 8 + size])
+    values: dict[str, Any] = {**content["numbers"], "columns": {}}
+    for name, (dtype, shape, start) in content["arrays"].items():
         kind = np.dtype(dtype)
         count = math.prod(shape)
         if start >= 0:
-            found[name] = memory[start : start + count * kind.itemsize].view(kind).reshape(shape)
-        else:  # counted from the message's end, since its length wasn't known; and it is not to be kept alive
+            values[name] = memory[start : start + count * kind.itemsize].view(kind).reshape(shape)
+        else:  # an offset from the message's end, as the head's length wasn't known; a copy, to release the message
             flat = np.frombuffer(message, dtype=kind, count=count, offset=len(message) + start)
-            found[name] = flat.reshape(shape).copy()
-    for name in [name for name in found if name.startswith(_COLUMN)]:
-        found["columns"][name.removeprefix(_COLUMN)] = found.pop(name)
-    ledger, losses = _heard(said["told"])
-    counts = BatchCounts(**dict(zip(_COUNTS, said["counts"])))
+            values[name] = flat.reshape(shape).copy()
+    for name in [name for name in values if name.startswith(_COLUMN)]:
+        values["columns"][name.removeprefix(_COLUMN)] = values.pop(name)
+    ledger, losses = _from_json(content["ledger"])
+    counts = BatchCounts(**dict(zip(_COUNTS, content["counts"])))
     return Made(
-        batch=PackedBatch.of(found),
+        batch=PackedBatch.of(values),
         state=state,
         ledger=ledger,
-        skipped=said["skipped"],
+        skipped=content["skipped"],
         losses=losses,
         counts=counts,
     )
 
 
 def ended_message(ended: Ended) -> bytes:
-    """Return what says that no batch follows."""
-    return json.dumps(_told(ended.ledger, ended.losses)).encode()
+    """Return the message of a feed's end."""
+    return json.dumps(_to_json(ended.ledger, ended.losses)).encode()
 
 
 def read_ended(message: bytes) -> Ended:
-    """Return what a message of `ended_message` says."""
-    ledger, losses = _heard(json.loads(message))
+    """Read a message of `ended_message`."""
+    ledger, losses = _from_json(json.loads(message))
     return Ended(ledger=ledger, losses=losses)
 
 
-def _told(ledger: Ledger | None, losses: Losses | None) -> list[Any]:
+def _to_json(ledger: Ledger | None, losses: Losses | None) -> list[Any]:
     return [
         None if ledger is None else {name: getattr(ledger, name) for name in _LEDGER},
         None if losses is None else losses.to_json(),
     ]
 
 
-def _heard(told: list[Any]) -> tuple[Ledger | None, Losses | None]:
-    ledger, losses = told
+def _from_json(values: list[Any]) -> tuple[Ledger | None, Losses | None]:
+    ledger, losses = values
     return (
         None if ledger is None else Ledger(**ledger),
         None if losses is None else Losses.from_json(losses),

@@ -49,7 +49,7 @@ class _Runs:
             self._opened.clear()
 
     def opening(self) -> Exchanges | None:
-        """Return what opens the exchange of a run."""
+        """Return the function that opens a run's exchange; None without exchanges."""
         return None if self._exchanges is None else self._open
 
     def _open(self, _: int) -> Exchange:
@@ -63,7 +63,7 @@ class _Runs:
 
 
 class ThreadWorker:
-    """Makes batches ahead, as many as asked for."""
+    """Builds up to `ahead` batches in advance."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class ThreadWorker:
         self._feed: Feed | None = None
         self._queue: Queue[_End] = Queue(ahead)
         self._current = [_Runs(exchanges)]
-        """Of the feed; the only one."""
+        """The runs of the feed, in a list that `closer` shares."""
         self._thread: threading.Thread | None = None
 
     @property
     def ready(self) -> int:
-        """Batches that are waiting to be taken."""
+        """Batches that can be taken now."""
         with self._queue.mutex:  # errors and the end don't count
             return sum(isinstance(made, Made) for made, _ in self._queue.queue)
 
@@ -109,7 +109,7 @@ class ThreadWorker:
         self._thread.start()
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
-        """Return the next batch, or the end, and how many batches were ready before."""
+        """Return the next batch, or the end, and the number of batches that were ready at the call."""
         ready, begun = self.ready, time.monotonic()
         while self._thread is not None:
             try:

@@ -1,8 +1,8 @@
-"""The processes of a mesh and the groups in which they talk: all, replicas of a stage, and a pair for every channel.
+"""A mesh's processes and their communication groups: all processes, a stage's replicas, and a pair per channel.
 
-Groups aren't made by `dist.new_group` but here, under names of their own in the job's store. `dist.new_group` names a
-group by its ranks, so a second one of the same ranks finds the first one's addresses; and if NCCL splits
-communicators, all ranks must take part in making a group of two.
+Groups are created here under unique names in the job's store, instead of by `dist.new_group`, which names a group by
+its ranks, so that a second group of the same ranks reads the first one's addresses; and if NCCL splits communicators,
+all ranks must take part in the creation of a group of two.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from varlen.step_plan import BACKWARD, FORWARD, Mesh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """Where one process sits in a mesh of stages and data-parallel ranks."""
+    """The stage and data-parallel rank of one process in a mesh."""
 
     mesh: Mesh
-    rank: int  # among all: `stage * dp + dp_rank`
+    rank: int  # global: `stage * dp + dp_rank`
 
     @property
     def stage(self) -> int:
-        """Of the pipeline."""
+        """Pipeline stage."""
         return self.rank // self.mesh.dp
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel: which pipeline."""
+        """Data-parallel rank, which is the number of the pipeline."""
         return self.rank % self.mesh.dp
 
     def at(self, stage: int) -> int:
@@ -42,13 +42,13 @@ class Seat:
         return stage * self.mesh.dp + self.dp_rank
 
     def name_of(self, rank: int) -> str:
-        """Return what people call a rank."""
+        """Describe a rank for messages."""
         stage, dp_rank = divmod(rank, self.mesh.dp)
         return f"stage {stage} of pipeline {dp_rank} (rank {rank})"
 
 
 def seat_of(mesh: Mesh, rank: int) -> Seat:
-    """Return where a rank sits."""
+    """Return the seat of a global rank."""
     if mesh.tp > 1 or mesh.cp > 1:
         raise SettingError(
             f"mesh with tp={mesh.tp} and cp={mesh.cp}; the engine runs whole layers on whole documents, so both must "
@@ -62,7 +62,7 @@ def seat_of(mesh: Mesh, rank: int) -> Seat:
 
 
 class Group:
-    """Some processes that talk to each other; a group of one has nobody to talk to, and nothing to do."""
+    """A group of communicating processes; with a single process, every operation does nothing."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Group:
         timeout_s: float,
         settle: Callable[[torch.device], None],
     ):
-        """Meet the others; waits until all have come."""
+        """Join the group; waits until all members have joined."""
         self._settle = settle
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(rank)
-        """Of this process within the group."""
+        """Index of this process within the group."""
         self.device = device
         self._backend: Any = None
         if len(self.ranks) > 1:
@@ -86,28 +86,28 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Members."""
+        """Number of members."""
         return len(self.ranks)
 
     @property
     def backend(self) -> Any:
-        """Its connection, as torch.distributed has them; None of a group of one."""
+        """The backend object of torch.distributed; None for a group of one."""
         return self._backend
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Put the sum of all members' tensors in place of this one."""
+        """Replace a tensor by the sum over all members."""
         if self.size > 1:
             self._backend.allreduce([tensor]).wait()
 
     def most(self, tensor: torch.Tensor) -> None:
-        """Put the largest of all members' entries in place of this tensor's."""
+        """Replace a tensor by the elementwise maximum over all members."""
         if self.size > 1:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
             self._backend.allreduce([tensor], options).wait()
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all members, `[size, ...]`, in their order."""
+        """Return the tensors of all members, `[size, ...]`, by index."""
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         if self.size == 1:
             return tensor[None]
@@ -115,32 +115,32 @@ class Group:
         return torch.stack(parts)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return on the host what others had a part in: a plain copy would wait for them without end."""
+        """Return the result of a collective on the host; a plain copy could wait for other ranks forever."""
         self._settle(self.device)
         return tensor.cpu()
 
     def send(self, tensor: torch.Tensor, index: int) -> Any:
-        """Begin to send; returns what says whether it is done, until when the tensor must stay."""
+        """Begin to send; returns the work object. The tensor must not change until the work is done."""
         return self._backend.send([tensor], index, 0)
 
     def receive(self, tensor: torch.Tensor, index: int) -> Any:
-        """Begin to receive into a tensor; returns what says whether it is there."""
+        """Begin to receive into a tensor; returns the work object."""
         return self._backend.recv([tensor], index, 0)
 
     def close(self) -> None:
-        """Leave the group; on gloo others notice at once, on NCCL what runs here is ended."""
+        """Leave the group; on gloo other members notice at once, on NCCL this aborts this process's operations."""
         backend, self._backend = self._backend, None
         if backend is not None and self.device.type == "cuda":
             backend.abort()
 
 
 def _backend(store: Any, group: Group, timeout_s: float) -> Any:
-    """Return the connection of a group: the backend alone, which only this engine knows."""
+    """Create the backend of a group, without registering the group with torch.distributed."""
     timeout = timedelta(seconds=timeout_s)
     if group.device.type != "cuda":
         return dist.ProcessGroupGloo(store, group.index, group.size, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout  # a member gives up before NCCL's own guard, which ends the process
+    options._timeout = 2 * timeout  # members time out before NCCL's watchdog, which ends the process
     return dist.ProcessGroupNCCL(store, group.index, group.size, options)
 
 
@@ -157,14 +157,14 @@ class Groups:
     replicas: Group  # this stage's, one per pipeline
     ends: Group | None  # first and last stage of this pipeline; None elsewhere
     channels: dict[tuple[int, int], Group] = field(default_factory=dict)
-    """By pass and the chunk that takes: its two stages, where this is one of them."""
+    """This stage's channels, by pass and receiving chunk; each group is a pair of stages."""
     shared: dict[tuple[int, int], Group] = field(default_factory=dict)
-    """By first data-parallel rank and count: neighbours of this stage that share documents."""
+    """Groups of this stage's ranks that share documents, by first data-parallel rank and count."""
 
     def peers(self, first: int, count: int) -> Group:
-        """Return the group of neighbouring data-parallel ranks of this stage; the first call makes it.
+        """Return the group of neighbouring data-parallel ranks of this stage; the first call creates it.
 
-        Members ask for new groups in one order, or they wait for each other in a circle.
+        All members must create new groups in the same order, or they deadlock.
         """
         if (first, count) not in self.shared:
             base = self.seat.stage * self.seat.mesh.dp
@@ -173,7 +173,7 @@ class Groups:
         return self.shared[first, count]
 
     def close(self) -> None:
-        """Leave all groups; a process that waits here for this one is told."""
+        """Leave all groups; the waiting operations of other processes fail."""
         groups = [self.world, self.replicas, *self.channels.values(), *self.shared.values()]
         for group in [*groups, *([self.ends] if self.ends is not None else [])]:
             group.close()
@@ -185,10 +185,10 @@ class Groups:
 def open_groups(
     seat: Seat, store: Any, device: torch.device, timeout_s: float, settle: Callable[[torch.device], None]
 ) -> Groups:
-    """Make the groups of one process; all processes of the mesh do so at once.
+    """Create the groups of one process; all processes of the mesh call it together.
 
-    Every process makes its groups in one order of all, so that none waits in a circle, and sends through each right
-    away: NCCL connects two processes at their first message, and first messages in the order of tasks would.
+    All processes create groups in one global order, and send a message through each, so that they don't deadlock:
+    NCCL connects two processes at their first message, and first messages in the order of tasks could deadlock.
     """
     mesh, rank = seat.mesh, seat.rank
     given = (rank, device, timeout_s, settle)

@@ -1,4 +1,4 @@
-"""The demo's documents: text to tokens, a validation set kept aside, and a fair draw for every seed."""
+"""The demo's documents: tokenization, a held-out validation set, and a random draw for every seed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Documents:
         return np.diff(self.offsets)
 
     def take(self, ids: IntArray) -> Documents:
-        """Return some of the documents, in the order asked for."""
+        """Return some of the documents, in the given order."""
         pieces = [self.tokens[self.offsets[i] : self.offsets[i + 1]] for i in ids.tolist()]
         offsets = np.concatenate([[0], np.cumsum(self.lengths[ids])]).astype(np.int64)
         return Documents(tokens=np.concatenate(pieces), offsets=offsets)
@@ -45,17 +45,17 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Corpus:
-    """All documents of a demo, and which of them are never trained on."""
+    """All documents of a demo, and the split into training and validation."""
 
     settings: DemoSettings
-    """What these documents allow of the settings asked for."""
+    """The settings, reduced to what these documents allow."""
     documents: Documents
     texts: tuple[str, ...]
     """The text of each document, for pictures."""
     validation_ids: IntArray
-    """int64: documents kept aside."""
+    """int64: numbers of the validation documents."""
     train_ids: IntArray
-    """int64: all others."""
+    """int64: numbers of all other documents."""
     vocab_size: int
     description: str
     """What was read, in words."""
@@ -68,7 +68,7 @@ class Corpus:
 
     @property
     def validation(self) -> Documents:
-        """The documents kept aside."""
+        """The validation documents."""
         return self.documents.take(self.validation_ids)
 
     def draw(self, num_documents: int, seed: int) -> IntArray:
@@ -90,7 +90,7 @@ class Corpus:
 
 
 def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
-    """Read documents, learn a tokenizer from them, encode them, and keep some aside for validation."""
+    """Read documents, train a tokenizer on them, encode them, and hold some out for validation."""
     rng = np.random.default_rng([settings.seed, 0])
     source = interpreter_texts() if data is None else read_texts(data)
     found, is_cut = _within_limit(source)
@@ -118,12 +118,12 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
 
 
 def _printable(data: str | Path) -> str:
-    """Return a path as text that can be written anywhere: names of files needn't be UTF-8."""
+    """Return a path as UTF-8 text; file names needn't be UTF-8."""
     return str(data).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _within_limit(source: Iterator[str]) -> tuple[list[str], bool]:
-    """Collect texts up to `MAX_CHARACTERS`, and say whether there were more."""
+    """Return texts of up to `MAX_CHARACTERS`, and whether there were more."""
     texts: list[str] = []
     characters = 0
     for text in source:
@@ -144,7 +144,7 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _too_few(data: str | Path | None, found: int, settings: DemoSettings, *, is_drawn: bool) -> str:
-    """Say how many documents there are, how many it takes, and the way out."""
+    """Return the error message for too few documents, with the number needed and a solution."""
     whose = "this interpreter's sources" if data is None else _printable(data)
     affordable = (found - settings.validation_documents) // settings.batch_documents
     hold = "hold" if data is None else "holds"

@@ -27,12 +27,12 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model to be verified, and what a reader should know of how it was come by."""
+    """A model to be verified, and notes on its origin for the report."""
 
     model: Any
     notes: tuple[str, ...] = ()
     remade: Callable[[str], Any] | None = None
-    """Makes it again with another attention, which some families choose once for all; None where it is too large."""
+    """Creates it again with another attention, as some families choose it only once; None if it is too large."""
 
 
 def load_model(
@@ -59,7 +59,7 @@ def load_model(
     elif isinstance(model, PreTrainedConfig):
         loaded = _from_config(model, dtype, "random weights, made from the configuration")
     else:
-        hf.implementation(model)  # says what it takes where it's no transformers model
+        hf.implementation(model)  # refuses anything but a transformers model, with a message
         _check_live(hf.unwrap(model))
         loaded = LoadedModel(model=model, notes=tuple(_about(model)), remade=_copies(model))
     if device is not None and loaded.model is not model:
@@ -87,7 +87,7 @@ def _check_live(base: Any) -> None:
 
 
 def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
-    """Return the model on a device; copies that are made later go there too."""
+    """Return the model on a device; later copies are created there too."""
     if str(device) == "meta":
         raise ModelError("on the meta device nothing is computed; name cpu, or a device of this machine")
     try:
@@ -165,7 +165,7 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
         lacking = sorted(told.get("missing_keys", ()))
     except ModelError:
         raise
-    except Exception as error:  # whatever a library makes of a folder that isn't what it seems
+    except Exception as error:  # libraries raise errors of any type for a broken folder
         raise ModelError(f"{path} can't be loaded: {described(error, kind=True)}") from error
     notes = _about(model)
     if lacking:
@@ -307,7 +307,7 @@ def _listed(path: Path) -> _Vocabulary | None:
             lines = (path / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
             ids |= {
                 token: index for index, token in enumerate(lines)
-            }  # a token may be a line's end of another kind
+            }  # tokens may be other line separators, at which `splitlines` would split
     except (ValueError, OSError, AttributeError) as error:
         raise ModelError(
             f"the tokenizer's files in {path} can't be read: {described(error, kind=True)}"
@@ -332,7 +332,7 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 # Every causal family of the installed transformers as a tiny model: the same layers, a few thousand weights.
 #
-# Windows, chunks and selections are made narrower than the documents of a check, so that they matter in it.
+# Windows, chunks and selections are narrower than a check's documents, so that they have an effect.
 
 VOCABULARY = 97
 POSITIONS = 256
@@ -361,7 +361,7 @@ _SIZES: dict[str, Any] = {
         "sliding_window sliding_window_size attention_chunk_size window_size": WINDOW,
         "max_position_embeddings n_positions n_ctx max_seq_len": POSITIONS,
         "hidden_size_per_layer_input index_topk": 8,
-        "index_n_heads": 32,  # fewer give many tokens the same score, and chance selects among them
+        "index_n_heads": 32,  # with fewer, many tokens have equal scores, and the selection is arbitrary
         "mamba_chunk_size": 16,
         "rotary_dim": 4,
         "image_size": 28,
@@ -488,7 +488,7 @@ def tiny_model(
                     f"the smallest model of {family} that was found has {size:,} weights, above {_LARGEST:,}"
                 )
             torch.manual_seed(seed)
-            # Experts one by one: their grouped kernels know no float64, and round by what else is in a group.
+            # Experts run one by one: grouped kernels lack float64, and their rounding depends on the other tokens.
             model = kind.from_config(config, attn_implementation=attention, experts_implementation="eager")
         except ModelError:
             raise
@@ -499,7 +499,7 @@ def tiny_model(
 
 
 def _enlarge(model: Any) -> None:
-    """Draw matrices anew, wider than usual, so that tokens matter to each other."""
+    """Initialize matrices with a larger spread than usual, so that tokens affect each other measurably."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1 and weight.is_floating_point():

@@ -1,4 +1,4 @@
-"""One model and one batch under trial: change a document, run the model, and see what else moved."""
+"""Trial runs of one model on one batch: change a document, run the model, and measure which other outputs change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
-    """Run a model in eval mode and without gradients, and leave modes and random states as they were."""
+    """Run a model in eval mode and without gradients, and restore modes and random states afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     device = hf.unwrap(model).device
     devices = [device] if device.type == "cuda" else []
@@ -37,20 +37,20 @@ def untouched(model: Any) -> Iterator[None]:
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
-    """Return the logits among a model's outputs, by name, in a tuple or alone; None where there are none."""
+    """Return the logits of a model's outputs: a tensor, a named output or an item of a tuple; None without any."""
     if isinstance(outputs, torch.Tensor):
         return outputs
     named = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    if named is None and type(outputs) in (tuple, list):  # a loss may stand in front
+    if named is None and type(outputs) in (tuple, list):  # the first item may be a loss
         named = next((each for each in outputs if torch.is_tensor(each) and each.ndim == 3), None)
     return named
 
 
 class Trial:
-    """A batch whose documents can be changed, and the model's answers to it.
+    """A batch whose documents can be changed, and the model's outputs for it.
 
     Every real token belongs to the segment `owner[row, column]`, numbered over the whole batch in the order
-    of `batch.document_ids`; padding to -1.
+    of `batch.document_ids`; `owner` is -1 for padding.
     """
 
     def __init__(self, model: Any, batch: PackedBatch, inputs: Inputs, seed: int) -> None:
@@ -65,14 +65,16 @@ class Trial:
         self.owner = np.where(segments >= 0, starts.ravel().cumsum().reshape(segments.shape) - 1, -1)
 
     def choose(self, most: int) -> list[int]:
-        """Return the documents to change, spread evenly, first and last among them."""
+        """Return at most `most` documents to change, spread evenly, including the first and the last."""
         count = int(self.owner.max()) + 1
         return sorted({int(i) for i in np.linspace(0, count - 1, min(most, count)).round()})
 
     def followed(self) -> int | None:
-        """Return the first document that another follows in its row; None where no row holds two."""
+        """Return the first document of the first row with several documents; None if there is no such row."""
         for row in self.owner:
-            documents = np.unique(row[row >= 0])  # padding may stand between them: slots are rounded up
+            documents = np.unique(
+                row[row >= 0]
+            )  # slots are rounded up, so there may be padding between documents
             if len(documents) > 1:
                 return int(documents[0])
         return None
@@ -119,17 +121,16 @@ class Trial:
 
     def call(self, arguments: dict[str, Any], **more: Any) -> Any:
         """Call the model without labels: its own loss is computed in float32, and isn't needed."""
-        kept = {name: value for name, value in arguments.items() if name not in ("labels", "shift_labels")}
+        inputs = {name: value for name, value in arguments.items() if name not in ("labels", "shift_labels")}
         try:
-            return self.model(**kept, **more)
+            return self.model(**inputs, **more)
         except ModelError:
             raise
         except Exception as error:
-            if str(error) and isinstance(
-                error, NotImplementedError
-            ):  # PyTorch's, where a kernel has no backward
+            # PyTorch raises NotImplementedError if a kernel has no backward.
+            if str(error) and isinstance(error, NotImplementedError):
                 raise
-            if str(error) and isinstance(error, ValueError):  # it refuses by a sentence of its own
+            if str(error) and isinstance(error, ValueError):  # the model's own refusal, with a message
                 raise ModelError(described(error, whole=True)) from error
             raise ModelError(
                 f"{type(hf.unwrap(self.model)).__name__} fails in its own forward: {described(error, kind=True)}"
@@ -161,7 +162,7 @@ class Trial:
         return others
 
     def attention_across(self) -> float | None:
-        """Return the largest attention weight from a document to another or to padding; None where none is shown."""
+        """Return the largest attention weight from a document to another or to padding; None if none is returned."""
         owner, weights = self.owner, self.attentions(self.inputs)
         if not weights:
             return None
@@ -170,26 +171,26 @@ class Trial:
         return max(float(w.abs().masked_fill(~outside, 0).max()) for w in weights)
 
     def attentions(self, inputs: Inputs) -> list[torch.Tensor]:
-        """Return the attention weights of all layers that show some, `[rows, heads, width, width]` each."""
+        """Return the attention weights of all layers that return them, `[rows, heads, width, width]` each."""
         if not hf.accepts(self.model, "output_attentions"):
             return []
         outputs = self.call(inputs(self.batch, self.model), output_attentions=True)
         given = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
-        # Where keys are compressed or joined by others, columns are no tokens.
+        # If keys are compressed, or others are added, columns don't correspond to tokens.
         return [w for w in given if w.ndim == 4 and w.shape[-2:] == (self.owner.shape[1],) * 2]
 
     def waver(self, before: torch.Tensor) -> float:
-        """Return how far logits move when the same batch runs once more (`before`: `[rows, width, vocabulary]`)."""
+        """Return the change of the logits if the same batch runs again (`before`: `[rows, width, vocabulary]`)."""
         return self.moved(before, self.logits(self.batch), self.owner >= 0)
 
     def moved_by_padding(self, before: torch.Tensor) -> float:
-        """Return how far documents move when padding is changed; 0.0 without (`before`: as of `waver`)."""
+        """Return the change of documents' logits if padding is changed; 0.0 without (`before` as in `waver`)."""
         if not (self.owner < 0).any():
             return 0.0
         return self.moved(before, self.logits(self.changed(-1)), self.owner >= 0)
 
     def alone(self, document: int) -> torch.Tensor:
-        """Run one document by itself, in an ordinary causal call; `[length, vocabulary]`."""
+        """Return the logits of one document in a call without other documents; `[length, vocabulary]`."""
         ids = torch.as_tensor(self.tokens[self.owner == document])[None]
         return self._plain(ids)[0]
 
@@ -198,11 +199,10 @@ class Trial:
         return self.predict(hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model))
 
     def row_coupling(self, tolerance: float) -> float:
-        """Return how far a document moves when all others, each just as long and in a row of its own, are changed.
+        """Return the change of a document's logits if all others, of equal length in separate rows, are changed.
 
-        Where rows move each other without any packing, packing isn't to blame. The first row is looked at and the
-        last, since experts that are full turn away whoever comes last; and the last without the others, whose number
-        may be what matters.
+        If rows affect each other without packing, packing isn't the cause. Compares the first and the last row, as
+        full experts drop the last tokens; and the last row with a run without the others, as their number may matter.
         """
         rows, width = max(2, len(self.owner)), int(np.bincount(self.owner[self.owner >= 0]).max())
         tokens = torch.as_tensor(self.rng.integers(0, self.vocabulary, (rows, width)))
@@ -212,18 +212,18 @@ class Trial:
         def moved(row: int, after: torch.Tensor) -> float:
             return float((after.double() - before[row]).abs().max() / largest)
 
-        found = []
+        changes = []
         for row, others in ((0, slice(1, None)), (rows - 1, slice(0, -1))):
-            # A mean hardly sees other random tokens; it does see rows of one token each.
+            # A mean over a row hardly changes with other random tokens, but does with a row of one repeated token.
             shifted, alike = tokens.clone(), tokens.clone()
             shifted[others] = (shifted[others] + 1) % self.vocabulary
             alike[others] = alike[others, :1]
-            found += [moved(row, self._plain(ids)[row]) for ids in (shifted, alike)]
-        alone = moved(rows - 1, self._plain(tokens[-1:])[0])
-        return max(*found, alone if alone > tolerance else 0.0)
+            changes += [moved(row, self._plain(ids)[row]) for ids in (shifted, alike)]
+        without_others = moved(rows - 1, self._plain(tokens[-1:])[0])
+        return max(*changes, without_others if without_others > tolerance else 0.0)
 
     def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:
-        """Return the summed loss of one document's targets, in float64, and how many targets it has.
+        """Return the summed loss of one document's targets, in float64, and its number of targets.
 
         `logits`: `[length, vocabulary]`, of this document's tokens.
         """
@@ -235,8 +235,8 @@ class Trial:
 # A small packed batch of random tokens, for checks that need any documents rather than real ones.
 
 LENGTHS = (9, 21, 1, 13, 30, 6, 2, 64, 17)
-"""Documents of one token and of two among them, one that is split, and rows that end in padding."""
-_SPLIT = 7  # the document that is longer than a row, whatever the capacity; its rest shares a row
+"""Includes documents of one token and of two, one that is split, and rows that end in padding."""
+_SPLIT = 7  # this document is made longer than a row at any capacity; its rest shares a row
 CAPACITY = 52
 
 

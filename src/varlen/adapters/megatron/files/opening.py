@@ -1,4 +1,4 @@
-"""Open packed rows whatever kind of file holds them, and write them as another kind."""
+"""Open packed rows in any format, and convert them to another format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SMALL_GROUP = 4 * ROW_GROUP_TOKENS
 def open_packed(
     spec: Spec, *, cache: str | Path | None = None, wait_s: float = 0.0, masks: bool = True
 ) -> PackedReader:
-    """Open packed rows to be read at any place.
+    """Open packed rows for random access.
 
     Args:
         spec: a file, glob or folder, or several: Parquet, `.npy`, or pairs of `.sft.bin` and `.sft.idx`.
@@ -60,7 +60,7 @@ def open_packed(
 
 
 def _cached(path: str, folder: Path) -> str:
-    """Return a file of the same rows that can be read in random order: itself, or a copy that is made once."""
+    """Return a file of the same rows with random access: itself, or a copy that is written once."""
     kind = _kind(path)
     if kind == _PAIR or (kind == _PARQUET and most_tokens_at_once(path) <= _SMALL_GROUP):
         return path
@@ -72,7 +72,7 @@ def _cached(path: str, folder: Path) -> str:
 
 
 def create_packed(path: str | Path) -> PackedWriter:
-    """Return a writer of packed rows, by the end of a name.
+    """Return a writer of packed rows, by a name's suffix.
 
     Args:
         path: that ends in `.parquet` or `.pq`, or in `.sft`, `.sft.bin` or `.sft.idx`.
@@ -88,7 +88,7 @@ def create_packed(path: str | Path) -> PackedWriter:
 
 
 def convert(spec: Spec, output: str | Path, *, wait_s: float = 0.0) -> PackCounts:
-    """Write packed rows as another kind of file, streamed; true lengths go along.
+    """Convert packed rows to another format in a stream, including true lengths.
 
     Args:
         spec: what is read, as `open_packed` takes it.

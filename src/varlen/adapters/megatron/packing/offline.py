@@ -1,6 +1,6 @@
-"""Pack a data set for Megatron-Bridge ahead of training: tokenize once, plan, write Parquet or an index.
+"""Pack a data set for Megatron-Bridge before training: tokenize once, plan, write Parquet or an index.
 
-Bounded memory, all processors, resumable, and finished or not there; no rank of a training job waits for it.
+Uses bounded memory and all processors; resumable, and the output appears atomically.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ def pack_for_megatron(
     overwrite: bool = False,
     on_progress: OnProgress = quiet,
 ) -> PackedSet:
-    """Pack a source, or a token store, into a folder that Megatron-Bridge reads as it is.
+    """Pack a source, or a token store, into a folder that Megatron-Bridge reads directly.
 
     The folder holds `training_4096.idx.parquet` (or several files, or an index), `4096_metadata.jsonl`, which the
     release needs for constant shapes and CUDA graphs, and a manifest that accounts for every position. Documents are
-    tokenized once: kept with `tokens`, they are packed again at another size in seconds, and as an index without
-    being written again. The bytes depend on the data, the settings and varlen's version alone.
+    tokenized once: if `tokens` keeps them, packing again at another size takes seconds, and an index doesn't write
+    them again. The output's bytes depend only on the data, the settings and varlen's version.
 
     Args:
         source: documents, or the folder of a finished token store.
-        output: folder to write; it appears when it is whole.
+        output: folder to write; it appears when it is complete.
         settings: how to pack.
-        tokens: keep the tokenized documents in this folder, or take them from it; None keeps nothing.
+        tokens: folder in which tokenized documents are kept, or from which they are read; None keeps nothing.
         metadata_of: folders of other splits at this pack size, or their metadata files, whose entries are written
             beside this one's: the release takes one file for training and validation.
-        crew: who does the work; None: this process.
+        crew: worker processes; None: this process.
         overwrite: replace packed sets and stores made from something else.
         on_progress: called with work done, all work, and words.
 
@@ -80,11 +80,11 @@ def pack_for_megatron(
         SourceError: a record can't be read, there is no document, or metadata is missing or damaged.
         OverlongDocumentError: a document is longer than a row, and `overlong` is "error". Tokens are kept for a run
             with another setting.
-        SettingError: a folder can't be written or holds something else, or an index is wanted of tokens that nobody
-            keeps.
+        SettingError: a folder can't be written or holds something else, or `format` is "index" and the tokens aren't
+            kept.
 
-    Cost: memory of about 150 bytes a document, and 200 to 300 MB for each process; disk for the tokens, 2 or 4 bytes
-    each, while it works.
+    Cost: memory of about 150 bytes per document, and 200 to 300 MB per process; temporary disk space of 2 or 4 bytes
+    per token.
     """
     if settings.format == "index" and not isinstance(source, Path) and tokens is None:
         raise SettingError(
@@ -97,7 +97,7 @@ def pack_for_megatron(
             "the rows are read with their weights (row_weights), and Megatron's packed files have a mask of 0 and 1 "
             "alone; read them without, or pack them as Parquet or Arrow"
         )
-    others = [entry for place in metadata_of for entry in _entries(place, settings.pack_size)]
+    others = [entry for path in metadata_of for entry in _entries(path, settings.pack_size)]
     settled = {**settings.to_json(), "form": _KIND, "metadata_of": others}
 
     def write(store: TokenStore, partial: Path, team: Team) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def pack_for_megatron(
     return make_set(source, output, settled, write, tokens, crew, overwrite, on_progress)
 
 
-def _entries(place: Path, pack_size: int) -> list[dict[str, int | float]]:
-    return read_metadata(place / _metadata_name(pack_size) if place.is_dir() else place, pack_size=pack_size)
+def _entries(path: Path, pack_size: int) -> list[dict[str, int | float]]:
+    return read_metadata(path / _metadata_name(pack_size) if path.is_dir() else path, pack_size=pack_size)
 
 
 def _metadata_name(pack_size: int) -> str:
@@ -159,8 +159,8 @@ def _written(
     if settings.format == "index":
         size, crc32 = write_arrays(partial, packing)
         where = os.path.relpath(store.folder.absolute(), output.absolute())
-        kept = {"tokens": where, "tokens_fingerprint": store.fingerprint, "index_bytes": size, "crc32": crc32}
-        return {**manifest, "data": ".", **kept}
+        more = {"tokens": where, "tokens_fingerprint": store.fingerprint, "index_bytes": size, "crc32": crc32}
+        return {**manifest, "data": ".", **more}
     parts = _write_parts(store, partial, settings, packing, team, on_progress)
     _check(parts, packing, int(targets.sum()))
     stem = f"{settings.split}_{settings.pack_size}"
@@ -169,7 +169,7 @@ def _written(
 
 
 def _pad_id(store: TokenStore, settings: MegatronPackSettings) -> int:
-    """Return the token of the padding: what ends documents, as in the releases, or 0."""
+    """Return the padding token: the EOS, as in the releases, or 0."""
     if settings.pad_id is not None:
         return settings.pad_id
     end = (store.manifest.get("source", {}).get("tokenizer") or {}).get("eos_id")
@@ -177,7 +177,7 @@ def _pad_id(store: TokenStore, settings: MegatronPackSettings) -> int:
 
 
 def _row_targets(store: TokenStore, packing: Packing) -> IntArray:
-    """Count the trained targets of each row, int64 `[rows]`, by what the store says of its documents."""
+    """Count the targets of each row, int64 `[rows]`, from the store's loss masks."""
     first = np.concatenate([[0], np.cumsum(store.documents)])
     shards = np.searchsorted(first, packing.document_ids, side="right") - 1
     starts, stops = packing.starts.astype(np.int64), packing.stops.astype(np.int64) + 1
@@ -188,7 +188,7 @@ def _row_targets(store: TokenStore, packing: Packing) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all who write parts are told."""
+    """What every process that writes parts needs."""
 
     folder: Path
     store: Path
@@ -213,7 +213,7 @@ def _write_parts(
     team: Team,
     on_progress: OnProgress,
 ) -> list[dict[str, Any]]:
-    """Write all files; returns what each holds, in order."""
+    """Write all files; returns the counts of each, in order."""
     write_arrays(partial / WORK / _WORK_INDEX, packing)
     shared = _Shared(partial, store.folder, store.fingerprint, settings)
     parts = _parts(settings, packing)
@@ -229,7 +229,7 @@ def _write_parts(
 
 
 def _parts(settings: MegatronPackSettings, packing: Packing) -> list[_Part]:
-    """Cut rows into files of about as many stored tokens each."""
+    """Divide rows into files of about equally many stored tokens."""
     stem = f"{settings.split}_{settings.pack_size}"
     if settings.part_tokens is None:
         return [_Part(f"{stem}.idx.parquet", 0, packing.num_packs)]
@@ -246,11 +246,11 @@ def _parts(settings: MegatronPackSettings, packing: Packing) -> list[_Part]:
 def write_part(
     shared: _Shared, part: _Part, on_progress: OnProgress = quiet, total: int = 1
 ) -> dict[str, Any]:
-    """Write one file, unless an earlier run did; returns what it holds."""
+    """Write one file, unless an earlier run did; returns its counts."""
     path, note = shared.folder / part.name, shared.folder / WORK / f"{part.name}.json"
-    found = _found(path, note)
-    if found is not None:
-        return found
+    written = _already_written(path, note)
+    if written is not None:
+        return written
     store = opened_store(shared.store, shared.fingerprint)
     folder = shared.folder / WORK / _WORK_INDEX
     index = opened(
@@ -278,8 +278,8 @@ def write_part(
     return counts
 
 
-def _found(path: Path, note: Path) -> dict[str, Any] | None:
-    """Return what an earlier run wrote, if it is there: a file gets its name when it is whole."""
+def _already_written(path: Path, note: Path) -> dict[str, Any] | None:
+    """Return the counts of a file that an earlier run completed; None if there is none."""
     try:
         counts: dict[str, Any] = json.loads(read_regular(note))
         return counts if path.stat().st_size == counts["bytes"] else None
@@ -288,11 +288,11 @@ def _found(path: Path, note: Path) -> dict[str, Any] | None:
 
 
 def _ahead(batches: Iterator[PackedRows]) -> Iterator[PackedRows]:
-    """Yield batches, the next of which is read while one is written."""
+    """Yield batches, reading one ahead in a thread."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        coming = pool.submit(next, batches, None)
-        while (rows := coming.result()) is not None:
-            coming = pool.submit(next, batches, None)
+        following = pool.submit(next, batches, None)
+        while (rows := following.result()) is not None:
+            following = pool.submit(next, batches, None)
             yield rows
 
 
@@ -304,20 +304,20 @@ def _check(parts: Sequence[dict[str, Any]], packing: Packing, targets: int) -> N
         "num_targets": targets,
     }
     for name, number in planned.items():
-        found = sum(part[name] for part in parts)
-        if found != number:
+        written = sum(part[name] for part in parts)
+        if written != number:
             raise LedgerError(
-                f"{name}: {found:,} were written, but {number:,} planned: a bug in varlen; please report it"
+                f"{name}: {written:,} were written, but {number:,} planned: a bug in varlen; please report it"
             )
 
 
-# From the lengths in a token store to the rows of a packed set: the releases' packs, or better ones.
+# Planning the rows of a packed set from the lengths in a token store: by the releases' algorithms or varlen's.
 
 
 def plan_rows(store: TokenStore, settings: MegatronPackSettings) -> Packing:
-    """Return which positions of which documents stand in which row.
+    """Return the packing of the store's documents into rows.
 
-    Cost: about 100 bytes a document.
+    Cost: about 100 bytes per document.
     """
     lengths = _lengths(store)
     if settings.algorithm in RELEASES:
@@ -338,7 +338,7 @@ def plan_rows(store: TokenStore, settings: MegatronPackSettings) -> Packing:
 
 
 def _lengths(store: TokenStore) -> Int32Array:
-    """Return the tokens of every document, int32 `[documents]`."""
+    """Return the number of tokens of every document, int32 `[documents]`."""
     parts = [np.zeros(0, dtype=np.int32)]
     for index in range(len(store.shards)):
         with store.shard(index) as shard:
@@ -348,10 +348,10 @@ def _lengths(store: TokenStore) -> Int32Array:
 
 
 def _replayed(lengths: Int32Array, settings: MegatronPackSettings) -> Packing:
-    """Pack as the release does; a document without a token has no place there, one of a single token has."""
-    some = np.flatnonzero(lengths > 0).astype(np.int64)
+    """Pack by a release's algorithm, which leaves out documents without a token, but not those of a single token."""
+    nonempty = np.flatnonzero(lengths > 0).astype(np.int64)
     packing = replay_packs(
-        lengths[some] - 1,
+        lengths[nonempty] - 1,
         settings.pack_size,
         settings.seed,
         algorithm=settings.algorithm,  # type: ignore[arg-type]  # one of the releases'
@@ -359,15 +359,15 @@ def _replayed(lengths: Int32Array, settings: MegatronPackSettings) -> Packing:
         multiple=settings.multiple,
         longest=settings.longest,
     )
-    empty = len(lengths) - len(some)
+    empty = len(lengths) - len(nonempty)
     ledger = replace(
         packing.ledger, documents_in=len(lengths), empty_documents=packing.ledger.empty_documents + empty
     )
-    return replace(packing, document_ids=some[packing.document_ids], ledger=ledger)
+    return replace(packing, document_ids=nonempty[packing.document_ids], ledger=ledger)
 
 
 def _order(store: TokenStore, pieces: Pieces, seed: int | None) -> IntArray:
-    """Return the numbers of the pieces in shuffled order, or as they lie; a document's one after the other."""
+    """Return the order of the pieces: by shuffled documents, or by the store's if `seed` is None."""
     order = DocumentOrder(store.documents, seed)
     first = np.concatenate([[0], np.cumsum(store.documents)])
     documents = [np.zeros(0, dtype=np.int64)]
@@ -377,17 +377,17 @@ def _order(store: TokenStore, pieces: Pieces, seed: int | None) -> IntArray:
     shuffled = np.concatenate(documents)
     if pieces.documents is None:
         return shuffled
-    place = np.empty(len(shuffled), dtype=np.int64)
-    place[shuffled] = np.arange(len(shuffled))
-    return np.argsort(place[pieces.documents], kind="stable").astype(np.int64)
+    ranks = np.empty(len(shuffled), dtype=np.int64)
+    ranks[shuffled] = np.arange(len(shuffled))
+    return np.argsort(ranks[pieces.documents], kind="stable").astype(np.int64)
 
 
 def _windowed(lengths: Int32Array, settings: MegatronPackSettings) -> tuple[IntArray, IntArray]:
-    """Pack by windows in the order given; returns the pieces row by row, and where rows begin."""
+    """Pack pieces in windows, in the order given; returns the pieces row by row, and each row's offset."""
     packer = WindowPacker(
         capacity=settings.pack_size,
         window=settings.window,
-        method=settings.algorithm,  # type: ignore[arg-type]  # those of the releases are packed by themselves
+        method=settings.algorithm,  # type: ignore[arg-type]  # `_replayed` handles those of the releases
         max_documents=settings.max_documents,
         document_multiple_of=settings.multiple,
     )
@@ -400,49 +400,49 @@ def _windowed(lengths: Int32Array, settings: MegatronPackSettings) -> tuple[IntA
     return items, np.concatenate([np.zeros(1, dtype=np.int64), *offsets])
 
 
-# How a set is packed for Megatron-Bridge ahead of training; all of it decides the bytes that are written.
+# The settings of offline packing for Megatron-Bridge; all of them affect the bytes that are written.
 
 OfflineAlgorithm: TypeAlias = Literal[
     "best_fit", "best_fit_decreasing", "balanced", "next_fit", "first_fit_shuffle", "first_fit_decreasing"
 ]
-"""varlen's, by windows of shuffled documents, and the two of the releases, whose very packs they give."""
+"""varlen's algorithms, on windows of shuffled documents, and two that give exactly the packs of the releases."""
 RELEASES = ("first_fit_shuffle", "first_fit_decreasing")
 SetFormat: TypeAlias = Literal["parquet", "index"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronPackSettings:
-    """How documents become packed rows of Megatron-Bridge."""
+    """How documents are packed into rows for Megatron-Bridge."""
 
     pack_size: int
     """Positions of a row: `packed_sequence_size`. A row stores one token more for each of its documents."""
     format: SetFormat = "parquet"
-    """"parquet", which releases from 0.4 on read, or "index": which tokens stand where, and no token again."""
+    """"parquet", which releases from 0.4 on read, or "index": references to the kept tokens, without a copy."""
     algorithm: OfflineAlgorithm = "best_fit"
     """"first_fit_shuffle" and "first_fit_decreasing" give the packs of Megatron-Bridge 0.6 at this seed; "best_fit"
     is fuller, and its rows are random samples too; "balanced" evens out the work of rows."""
     multiple: int = 1
-    """`pad_seq_to_mult`: documents are padded to it; `alignment` computes it."""
+    """`pad_seq_to_mult`: documents are padded to a multiple of it; `alignment` computes it."""
     longest: int | None = None
-    """Most positions of a document (`max_single_sequence_length`); None for a whole row."""
+    """Maximum positions of a document (`max_single_sequence_length`); None: those of a row."""
     overlong: Overlong = "error"
-    """What becomes of longer documents."""
+    """Policy for longer documents."""
     max_documents: int | None = None
-    """Most documents of a row, so that boundaries have a size that CUDA graphs can take; None for no limit."""
+    """Maximum documents per row, which bounds the number of boundaries for CUDA graphs; None: no limit."""
     shuffle: bool = True
-    """Permute documents before packing, as the releases do; else they are packed as they come."""
+    """Whether documents are permuted before packing, as in the releases."""
     seed: int = 0
-    """Of the shuffle."""
+    """Seed of the shuffle."""
     split: str = "training"
-    """What the name of the file begins with: "training" or "validation"."""
+    """Prefix of the file's name: "training" or "validation"."""
     pad_id: int | None = None
-    """Token of the padding; None for the one that ends documents, as in the releases."""
+    """Padding token; None: the EOS, as in the releases."""
     window: int = 1 << 16
-    """Documents that varlen's algorithms pack at a time."""
+    """Number of documents that varlen's algorithms pack together."""
     part_tokens: int | None = None
-    """Stored tokens of one file, about, so that processes write side by side; None for one file in all."""
+    """Stored tokens per file, about, so that processes can write in parallel; None: a single file."""
     row_group_tokens: int = 1 << 15
-    """Stored tokens that are decoded to read a row."""
+    """Stored tokens per row group, which are decoded to read one row."""
 
     def __post_init__(self) -> None:
         as_choice(self.algorithm, "algorithm", get_args(OfflineAlgorithm))
