@@ -6,7 +6,7 @@
                                         └─ streaming/  packs straight from documents: rounds of lanes, intake
 
 In: data and `settings`. Out: batches, and `state`, which names what the trainer took. A batch crosses from the worker
-in a slot of shared memory, `worker/ring.py`. Batches hold no images: `adapters.hf.model_inputs`
-takes them as `media`, see docs/isolation.md.
+in a slot of shared memory, `worker/ring.py`. Batches hold no images: `adapters.hf.model_inputs` takes them, see
+docs/isolation.md.
 Begin in `loader.py`, then the folder of the mode.
 """
