@@ -9,6 +9,7 @@ import torch
 from benchmarks.plan.accuracy import LENGTHS, TARGET_BYTES, cases, predicted_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.runtime.tiny_families import EXPERTS
 from tests.support.rarely import examples
 from tests.support.sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
 
@@ -31,18 +32,8 @@ MODELS = {
     "olmo2": {},
     "phi3": {},
     "mixtral": {"num_local_experts": 4, "experts_implementation": "eager"},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "experts_implementation": "eager",
-    },
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "experts_implementation": "eager",
-    },
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS,
 }
 Recomputed = Literal["none", "full"]
 

@@ -12,9 +12,8 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, Value, loa
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.adapters.trl.tiny_models import tiny_model, tiny_tokenizer
+from tests.adapters.trl.tiny_models import losses_of_training, tiny_model
 from tests.support.rarely import mostly
-from trl import SFTConfig, SFTTrainer
 from trl.data_utils import pack_dataset as trl_pack_dataset
 
 import varlen as vl
@@ -320,28 +319,8 @@ def test_a_packed_set_trains_with_the_loss_of_its_documents(tmp_path, is_streame
     stored = Dataset.from_dict({"input_ids": documents, "labels": documents})
     packed = pack_dataset(stored.to_iterable_dataset() if is_streamed else stored, 96)
     rows = len(list(packed))
-    arguments = SFTConfig(
-        output_dir=str(tmp_path / "run"),
-        dataset_kwargs={"skip_prepare_dataset": True},
-        padding_free=True,
-        max_length=None,
-        per_device_train_batch_size=rows,
-        max_steps=1,
-        learning_rate=0.0,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-    )
 
-    trainer = SFTTrainer(
-        model=tiny_model(), args=arguments, train_dataset=packed, processing_class=tiny_tokenizer()
-    )
-    trainer.train()
-    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    loss = losses_of_training(tmp_path, packed, rows, steps=1)[0]
 
     assert rows > 4
     assert loss == pytest.approx(loss_of(documents), abs=1e-5)
