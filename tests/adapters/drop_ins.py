@@ -42,12 +42,23 @@ PEERS = {
 }
 
 _BRIDGE, _BRIDGE_3 = "src/megatron/bridge/", "megatron/bridge/"
+_SCHEDULE = "megatron/core/datasets/data_schedule.py"
 _RL = "megatron/rl/sequence_packing_utils.py"
 _SFT = (f"{_BRIDGE}data/datasets/gpt_sft.py", "GPTSFTDataset")
+_PACKED_SFT = (f"{_BRIDGE}data/packing/gpt_sft.py", "GPTSFTPackedDataset")
 
 
-def _of(ours: str, peer: str, path: str, *names: str) -> list[Pair]:
-    return [Pair(f"varlen.adapters.{ours}.{name}", peer, path, name) for name in names]
+def _of(ours: str, peer: str, path: str, *names: str, bases: tuple[tuple[str, str], ...] = ()) -> list[Pair]:
+    return [Pair(f"varlen.adapters.{ours}.{name}", peer, path, name, bases) for name in names]
+
+
+def _of_bridge(path: str, *names: str, bases: tuple[tuple[str, str], ...] = ()) -> list[Pair]:
+    return _of("megatron", "megatron_bridge", _BRIDGE + path, *names, bases=bases)
+
+
+def _installed(ours: str, theirs: str) -> Pair:
+    """Peers that are installed with the tests are named by import path, and compared as they are."""
+    return Pair(f"varlen.adapters.{ours}", theirs.partition(".")[0], theirs)
 
 
 PAIRS = [
@@ -84,18 +95,16 @@ PAIRS = [
         *("pack_all_trajectories", "pack_inference_logprobs"),
     ),
     *_of("megatron", "megatron_lm", "megatron/core/packed_seq_params.py", "PackedSeqParams"),
-    Pair(
-        "varlen.adapters.megatron.DpBalancedScheduler",
-        "megatron_lm",
-        "megatron/core/datasets/data_schedule.py",
-        "DpBalancedScheduler",
-        (("megatron/core/datasets/data_schedule.py", "BasePackingScheduler"),),
-    ),
-    *_of("megatron", "megatron_bridge", f"{_BRIDGE}data/packing/config.py", "PackedSequenceSpecs"),
     *_of(
         "megatron",
-        "megatron_bridge",
-        f"{_BRIDGE}data/packing/algorithms.py",
+        "megatron_lm",
+        _SCHEDULE,
+        "DpBalancedScheduler",
+        bases=((_SCHEDULE, "BasePackingScheduler"),),
+    ),
+    *_of_bridge("data/packing/config.py", "PackedSequenceSpecs"),
+    *_of_bridge(
+        "data/packing/algorithms.py",
         *("calculate_avg_seqlen", "get_seqlen_list", "create_hist", "create_packing_strategy"),
         *("fill_packing_strategy", "first_fit", "first_fit_decreasing", "first_fit_shuffle"),
     ),
@@ -106,63 +115,38 @@ PAIRS = [
         "find_first_bin_that_fits",
     ),
     *_of("megatron", "megatron_bridge_0_3", f"{_BRIDGE_3}training/vlm_step.py", "pack_batch_sequences"),
-    *_of(
-        "megatron",
-        "megatron_bridge",
-        f"{_BRIDGE}data/packing/in_batch.py",
+    *_of_bridge(
+        "data/packing/in_batch.py",
         *("build_mcore_thd_sequence_batch_from_rows", "pack_right_padded_sequence_batch_to_mcore_thd"),
     ),
-    *_of(
-        "megatron",
-        "megatron_bridge",
-        f"{_BRIDGE}training/utils/packed_seq_utils.py",
+    *_of_bridge(
+        "training/utils/packed_seq_utils.py",
         *("get_packed_seq_params", "get_packed_seq_q_cu_seqlens", "get_packed_seq_cp_partition_indices"),
         *("repack_mcore_thd_position_ids", "unpack_mcore_thd_tensor_for_position_ids"),
     ),
-    *_of(
-        "megatron",
-        "megatron_bridge",
-        f"{_BRIDGE}data/packing/paths.py",
+    *_of_bridge(
+        "data/packing/paths.py",
         *("is_packed_parquet_file", "is_packed_parquet_spec", "resolve_packed_parquet_paths"),
     ),
-    *_of("megatron", "megatron_bridge", f"{_BRIDGE}data/packing/parquet.py", "write_packed_parquet"),
-    Pair(
-        "varlen.adapters.megatron.GPTSFTPackedDataset",
-        "megatron_bridge",
-        f"{_BRIDGE}data/packing/gpt_sft.py",
-        "GPTSFTPackedDataset",
-        (_SFT,),
-    ),
-    Pair(
-        "varlen.adapters.megatron.GPTSFTPackedParquetDataset",
-        "megatron_bridge",
-        f"{_BRIDGE}data/packing/parquet.py",
-        "GPTSFTPackedParquetDataset",
-        ((f"{_BRIDGE}data/packing/gpt_sft.py", "GPTSFTPackedDataset"), _SFT),
-    ),
+    *_of_bridge("data/packing/parquet.py", "write_packed_parquet"),
+    *_of_bridge("data/packing/gpt_sft.py", "GPTSFTPackedDataset", bases=(_SFT,)),
+    *_of_bridge("data/packing/parquet.py", "GPTSFTPackedParquetDataset", bases=(_PACKED_SFT, _SFT)),
     Pair(
         "varlen.adapters.instructlab.PaddingFreeCollator.__call__",
         "instructlab_training",
         "instructlab/training/sampler.py",
         "mb_collate_fn",
     ),
-    Pair(
-        "varlen.adapters.hf.DataCollatorWithFlattening",
-        "transformers",
-        "transformers.DataCollatorWithFlattening",
+    _installed("hf.DataCollatorWithFlattening", "transformers.DataCollatorWithFlattening"),
+    _installed(
+        "trl.DataCollatorForLanguageModeling", "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
     ),
-    Pair(
-        "varlen.adapters.trl.DataCollatorForLanguageModeling",
-        "trl",
-        "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
-    ),
-    Pair("varlen.adapters.trl.pack_dataset", "trl", "trl.data_utils.pack_dataset"),
-    Pair("varlen.adapters.trl.trainer.PackedSFTTrainer", "trl", "trl.SFTTrainer"),
-    Pair("varlen.adapters.trl.dpo.PackedDPOTrainer", "trl", "trl.DPOTrainer"),
-    Pair("varlen.adapters.hf.trainer.PackedTrainer", "transformers", "transformers.Trainer"),
-    Pair("varlen.adapters.axolotl.VarlenPlugin", "axolotl", "axolotl.integrations.base.BasePlugin"),
+    _installed("trl.pack_dataset", "trl.data_utils.pack_dataset"),
+    _installed("trl.trainer.PackedSFTTrainer", "trl.SFTTrainer"),
+    _installed("trl.dpo.PackedDPOTrainer", "trl.DPOTrainer"),
+    _installed("hf.trainer.PackedTrainer", "transformers.Trainer"),
+    _installed("axolotl.VarlenPlugin", "axolotl.integrations.base.BasePlugin"),
 ]
-"""Peers that are installed with the tests are named by import path, and compared as they are."""
 
 
 PAGES = {

@@ -14,7 +14,7 @@ import pytest
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from tests.support.command_line import VARLEN, asked, one_sentence, varlen
+from tests.support.command_line import asked, one_sentence, started, varlen
 
 from varlen.cli import app as app_module
 from varlen.cli import progress as extras_module
@@ -164,14 +164,7 @@ def test_the_demo_prints_one_json_object_and_writes_its_report(tmp_path):
 
 
 def test_an_interrupt_ends_in_one_line_and_leaves_nothing(tmp_path):
-    process = subprocess.Popen(
-        [*VARLEN, "demo", "-o", "out.html"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
+    process = started("demo", "-o", "out.html", cwd=tmp_path)
     assert process.stderr is not None
     assert "reading" in process.stderr.readline()
     time.sleep(1.5)  # torch is being imported in the background

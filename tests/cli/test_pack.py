@@ -5,12 +5,11 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import time
 
 import pyarrow.parquet as pq
 import pytest
-from tests.support.command_line import VARLEN, refusal, varlen
+from tests.support.command_line import refusal, started, varlen
 from tests.support.offline_packs import contents, text_ids, write_chats, write_texts
 
 from varlen.adapters.megatron import PackedSequenceSpecs, open_index, open_packed, read_metadata
@@ -207,15 +206,8 @@ def test_files_that_may_not_grow_are_one_sentence_in_processes_too(tmp_path):
 
 def test_an_interrupt_ends_in_one_line_and_the_same_command_goes_on(tmp_path):
     write_texts(tmp_path / "a.jsonl", 20_000)
-    command = [*VARLEN, "pack", "a.jsonl", "-o", "out", "--processes", "2", "--capacity", "512"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
+    command = ["pack", "a.jsonl", "-o", "out", "--processes", "2", "--capacity", "512"]
+    process = started(*command, cwd=tmp_path)
     deadline = time.monotonic() + 60
     while not (tmp_path / "out.partial" / ".work" / "state.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -471,16 +471,8 @@ def test_seconds_of_documents_equal_their_reference(given_documents, rows):
 def test_cuts_equal_their_reference(given_documents, finer, least_rows, multiple):
     lengths, ranks, part = given_documents
     work = work_of(given_documents)
-    columns = (
-        lengths,
-        ranks,
-        work,
-        np.full(len(work), work.max() / finer),
-        least_rows,
-        multiple,
-        part,
-        RATES,
-    )
+    most = np.full(len(work), work.max() / finer)
+    columns = lengths, ranks, work, most, least_rows, multiple, part, RATES
 
     compiled, readable = kernels.cut_evenly(*columns), reference.cut_evenly(*columns)
 

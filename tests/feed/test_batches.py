@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -144,20 +145,14 @@ def ranks_of(count, deadline_s=20.0):
 
 
 def side_by_side(works):
-    found = [None] * len(works)
-
-    def run(place):
+    def result(work):
         try:
-            found[place] = works[place]()
+            return work()
         except StalledError as error:
-            found[place] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(result, works))
 
 
 def test_every_rank_gets_what_all_said_and_again_the_same():

@@ -105,7 +105,7 @@ def test_tokens_of_megatron_and_of_a_store_in_the_making_are_not_taken_for_docum
 
 
 def letters(texts):
-    """A tokenizer that names no token which ends a document."""
+    """A tokenizer that names no token which ends a document, and doesn't say how many ids it has."""
     return [[ord(letter) for letter in text] for text in texts]
 
 
@@ -265,16 +265,11 @@ def test_another_id_beyond_the_model_is_refused_with_its_batch(tmp_path, monkeyp
             next(loader)
 
 
-def ids_of_letters(texts):
-    """A tokenizer that doesn't say how many ids it has."""
-    return [[ord(letter) for letter in text] for text in texts]
-
-
 def test_streaming_refuses_such_an_id_too_and_names_its_record(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in ("19", "2z", "45"))
     )
-    settings = {"tokenizer": ids_of_letters, "append_eos": False, "global_batch_size": 1, "shuffle": False}
+    settings = {"tokenizer": letters, "append_eos": False, "global_batch_size": 1, "shuffle": False}
     with (
         loader_of(tmp_path / "a.jsonl", model=MODEL, **settings) as loader,
         pytest.raises(

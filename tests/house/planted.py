@@ -24,6 +24,7 @@ def f(a: int) -> int:
     """
 '''
 RAISES = "    raise InputError(a)\n"
+FILE, TEST = "src/varlen/pack/a.py", "tests/test_a.py"
 KERNEL = '''
 def best(a):
     """Find."""
@@ -56,45 +57,33 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     ),
     (
         map.rooms_name_what_they_have,
-        {"src/varlen/pack/__init__.py": '"""lengths ──► a.Gone"""', "src/varlen/pack/a.py": "class A: ..."},
+        {"src/varlen/pack/__init__.py": '"""lengths ──► a.Gone"""', FILE: "class A: ..."},
         "names a.Gone",
     ),
     (map.rooms_name_what_they_have, {"src/varlen/pack/__init__.py": '"""See `gone.py`."""'}, "names gone.py"),
-    (imports.imports_point_down, {"src/varlen/pack/a.py": "from varlen.feed import b"}, "must not know feed"),
-    (
-        imports.imports_point_down,
-        {"src/varlen/pack/a.py": "from varlen.batch.b import c"},
-        "must not know batch",
-    ),
+    (imports.imports_point_down, {FILE: "from varlen.feed import b"}, "must not know feed"),
+    (imports.imports_point_down, {FILE: "from varlen.batch.b import c"}, "must not know batch"),
     (imports.imports_point_down, {"src/varlen/jit.py": "import varlen.types"}, "must not know types"),
     (
         imports.imports_point_down,
-        {"src/varlen/pack/a.py": "def f():\n    from varlen import plan"},
+        {FILE: "def f():\n    from varlen import plan"},
         "a.py:2: pack must not know plan",
     ),
-    (imports.imports_point_down, {"src/varlen/pack/a.py": "from ..verify import b"}, "must not know verify"),
+    (imports.imports_point_down, {FILE: "from ..verify import b"}, "must not know verify"),
     (
         imports.imports_point_down,
-        {"src/varlen/pack/a.py": "if TYPE_CHECKING:\n    from varlen.cli import b"},
+        {FILE: "if TYPE_CHECKING:\n    from varlen.cli import b"},
         "must not know cli",
     ),
     (
         imports.imports_point_down,
-        {"src/varlen/pack/a.py": "import importlib\nimportlib.import_module('varlen.cli')"},
+        {FILE: "import importlib\nimportlib.import_module('varlen.cli')"},
         "must not know cli",
     ),
-    (imports.imports_point_down, {"src/varlen/pack/a.py": "import varlen as vl"}, "imports the public face"),
-    (
-        imports.imports_point_down,
-        {"src/varlen/pack/a.py": "from varlen import collate"},
-        "imports the public face",
-    ),
+    (imports.imports_point_down, {FILE: "import varlen as vl"}, "imports the public face"),
+    (imports.imports_point_down, {FILE: "from varlen import collate"}, "imports the public face"),
     (imports.imports_point_down, {"src/varlen/cellar/a.py": ""}, "cellar stands on no floor"),
-    (
-        imports.torch_stays_upstairs,
-        {"src/varlen/pack/a.py": "def f():\n    import torch.nn"},
-        "below its floor",
-    ),
+    (imports.torch_stays_upstairs, {FILE: "def f():\n    import torch.nn"}, "below its floor"),
     (imports.torch_stays_upstairs, {"src/varlen/batch/packed.py": "import torch"}, "outside a function"),
     (imports.torch_stays_upstairs, {"src/varlen/types.py": "from transformers import A"}, "below its floor"),
     (
@@ -105,7 +94,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (
         imports.files_go_in_no_circle,
         {
-            "src/varlen/pack/a.py": "from varlen.pack.b import B",
+            FILE: "from varlen.pack.b import B",
             "src/varlen/pack/b.py": "def f():\n    from varlen.pack import c",
             "src/varlen/pack/c.py": "import varlen.pack.a",
         },
@@ -113,7 +102,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     ),
     (
         imports.small_files_join_their_importer,
-        {"src/varlen/pack/a.py": "from varlen.pack.b import B", "src/varlen/pack/b.py": "B = 1"},
+        {FILE: "from varlen.pack.b import B", "src/varlen/pack/b.py": "B = 1"},
         "varlen.pack.a alone imports it",
     ),
     (imports.numba_waits_for_a_kernel, {"src/varlen/pack/api.py": "from numba import njit"}, "imports numba"),
@@ -122,10 +111,10 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         {"src/varlen/pack/kernels.py": "from varlen.pack.kernels import best"},
         "numba's cache sees one file",
     ),
-    (shape.long_files_justify_themselves, {"src/varlen/pack/a.py": "a = 1\n" * 801}, "801 lines"),
+    (shape.long_files_justify_themselves, {FILE: "a = 1\n" * 801}, "801 lines"),
     (
         shape.kernels_are_called_by_name,
-        {"src/varlen/pack/a.py": 'best = kernel("varlen.pack", "kernels_tree", "best")'},
+        {FILE: 'best = kernel("varlen.pack", "kernels_tree", "best")'},
         "import the kernel",
     ),
     (
@@ -133,12 +122,12 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         {"src/varlen/pack/inner/score.py": "", "src/varlen/pack/score.py": ""},
         "score is also",
     ),
-    (shape.functions_are_short, {"src/varlen/pack/a.py": LONG_FUNCTION}, "f has 61 lines"),
+    (shape.functions_are_short, {FILE: LONG_FUNCTION}, "f has 61 lines"),
     (shape.names_name_a_noun, {"src/varlen/pack/helpers.py": ""}, "helpers.py"),
     (shape.names_name_a_noun, {"tests/common/a.py": ""}, "tests/common"),
     (shape.names_name_a_noun, {"src/varlen/feed/base_loader.py": ""}, "base_loader.py"),
-    (shape.files_open_with_a_sentence, {"src/varlen/pack/a.py": "import numpy"}, "opens without"),
-    (shape.files_open_with_a_sentence, {"src/varlen/pack/a.py": '"""Packs."""'}, "opens without"),
+    (shape.files_open_with_a_sentence, {FILE: "import numpy"}, "opens without"),
+    (shape.files_open_with_a_sentence, {FILE: '"""Packs."""'}, "opens without"),
     (
         shape.kernels_have_references,
         {"src/varlen/pack/kernels.py": KERNEL.replace("best", "worst")},
@@ -154,37 +143,25 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         {"src/varlen/pack/kernels.py": "def _best(a):\n    return a"},
         "no kernel with a public name",
     ),
-    (
-        shape.collections_are_flat,
-        {"src/varlen/pack/a.py": "def f(packs: list[list[int]]) -> None: ..."},
-        "use flat arrays",
-    ),
-    (
-        shape.collections_are_flat,
-        {"src/varlen/pack/a.py": "def f() -> Sequence[int | Sequence[int]]: ..."},
-        "use flat arrays",
-    ),
-    (words.public_things_are_documented, {"src/varlen/pack/a.py": "class A: ..."}, "A has no docstring"),
+    (shape.collections_are_flat, {FILE: "def f(packs: list[list[int]]) -> None: ..."}, "use flat arrays"),
+    (shape.collections_are_flat, {FILE: "def f() -> Sequence[int | Sequence[int]]: ..."}, "use flat arrays"),
+    (words.public_things_are_documented, {FILE: "class A: ..."}, "A has no docstring"),
     (
         words.public_things_are_documented,
-        {"src/varlen/pack/a.py": 'class A:\n    """A noun."""\n    def verb(self): ...'},
+        {FILE: 'class A:\n    """A noun."""\n    def verb(self): ...'},
         "A.verb has no docstring",
     ),
     (
         words.what_users_call_explains_its_arguments,
-        {"src/varlen/pack/a.py": DOCUMENTED.replace("f(a", "f(b, a") + RAISES},
+        {FILE: DOCUMENTED.replace("f(a", "f(b, a") + RAISES},
         "explains no b",
     ),
     (
         words.raised_errors_are_documented,
-        {"src/varlen/pack/a.py": DOCUMENTED + RAISES.replace("InputError", "LedgerError")},
+        {FILE: DOCUMENTED + RAISES.replace("InputError", "LedgerError")},
         "raises LedgerError",
     ),
-    (
-        words.errors_come_from_the_tree,
-        {"src/varlen/pack/a.py": "def f():\n    raise ValueError('a')"},
-        "bare",
-    ),
+    (words.errors_come_from_the_tree, {FILE: "def f():\n    raise ValueError('a')"}, "bare"),
     (
         words.errors_are_drawn,
         {"src/varlen/errors.py": TREE + "class New(VarlenError): ..."},
@@ -212,11 +189,11 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     ),
     (papers.files_name_no_machine, {"docs/a.md": "see `/root" + "/varlen`"}, "docs/a.md:1: names a folder"),
     (papers.files_name_no_machine, {"a.sh": "pip install --index" + "-url x"}, "where packages come from"),
-    (habits.test_names_are_sentences, {"tests/test_a.py": "def test_pack_works(): ..."}, "is no sentence"),
-    (habits.skips_say_why, {"tests/test_a.py": "def f():\n    pytest.skip()"}, "does not say why"),
-    (habits.skips_say_why, {"tests/test_a.py": "@pytest.mark.xfail\ndef f(): ..."}, "hides a failure"),
-    (habits.skips_say_why, {"tests/test_a.py": "torch = pytest.importorskip('torch')"}, "hides a failure"),
-    (habits.tests_use_fakes, {"tests/test_a.py": "from unittest import mock"}, "write a fake"),
+    (habits.test_names_are_sentences, {TEST: "def test_pack_works(): ..."}, "is no sentence"),
+    (habits.skips_say_why, {TEST: "def f():\n    pytest.skip()"}, "does not say why"),
+    (habits.skips_say_why, {TEST: "@pytest.mark.xfail\ndef f(): ..."}, "hides a failure"),
+    (habits.skips_say_why, {TEST: "torch = pytest.importorskip('torch')"}, "hides a failure"),
+    (habits.tests_use_fakes, {TEST: "from unittest import mock"}, "write a fake"),
     (
         habits.rooms_of_tests_stand_alone,
         {"tests/pack/test_a.py": "from tests.plan.b import c"},
@@ -238,7 +215,7 @@ SOUND = {
     "src/varlen/__init__.py": '"""The public face of varlen."""\nfrom varlen.cli import main\n'
     '_HOMES = {"f": "varlen.pack.a"}\n',
     "src/varlen/errors.py": TREE,
-    "src/varlen/pack/a.py": f'''\
+    FILE: f'''\
 """Packs of some documents."""
 from varlen.errors import InputError
 from . import b
@@ -262,7 +239,7 @@ def _f():
     "from varlen.train import run\ndef table(rows: list[tuple[str, list[str]]]) -> None:\n"
     '    """Print."""\n',
     "src/varlen/pack/long.py": LONG_FUNCTION.removesuffix("    print()\n").replace("A file", "A long file"),
-    "tests/test_a.py": '''\
+    TEST: '''\
 """Tests of one thing."""
 import pytest
 from tests.support.a import b

@@ -57,14 +57,8 @@ def measure(
     lengths = [length for pack in packs for length in pack]
     paddings = [width - row for row in used] if width else [_slot(sum(used), pad_multiple) - sum(used)]
     entries = 1 + len(lengths) + sum(-(-padding // padding_segment) for padding in paddings)
-    return (
-        len(lengths),
-        entries,
-        sum(used) + sum(paddings),
-        max(lengths, default=0),
-        min([*lengths, 2**31]),
-        -1,
-    )
+    longest, shortest = max(lengths, default=0), min([*lengths, 2**31])
+    return len(lengths), entries, sum(used) + sum(paddings), longest, shortest, -1
 
 
 def lay_segments(
@@ -162,18 +156,8 @@ def plain_batch(
     packed = (document_ids, starts, stops, offsets, pack_ids, width)
     sizes = measure(*packed, multiple, pad_multiple, padding_segment, token_offsets.size - 1)
     count, entries, positions, longest, shortest, bad = sizes
-    none = np.empty((0, 0), np.int32)
-    wrong = (
-        False,
-        np.empty(0, np.int64),
-        none,
-        none,
-        np.empty((4, 0, 0), np.int32),
-        0,
-        longest,
-        shortest,
-        -1,
-    )
+    none, no_block = np.empty((0, 0), np.int32), np.empty((4, 0, 0), np.int32)
+    wrong = (False, np.empty(0, np.int64), none, none, no_block, 0, longest, shortest, -1)
     if bad >= 0 or positions >= 2**31:
         return wrong
     wide, narrow = np.empty(3 * count + len(pack_ids) + 1, np.int64), np.empty((3, count), np.int32)

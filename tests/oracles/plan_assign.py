@@ -1,7 +1,14 @@
 """The kernels that give documents to groups, in plain Python: the specification, and the oracle of their tests.
 
-`reference.py` hands them on. Whoever changes one touches `kernels_assign.py` as well: compiled kernels are kept as
-long as their own file is unchanged.
+Whoever changes one touches `kernels_assign.py` as well: compiled kernels are kept as long as their own file is
+unchanged. Of all of them:
+
+- `order`, int32: the documents to give, by falling work unless said
+- `work`, float64 `[num_documents]`, of at least 0, and `tokens`, int64 `[num_documents]`
+- `limits`, int64 `[num_groups]`: tokens that each group can hold
+- `loads`, float64 `[num_groups]`: work that each group has before
+- `enough`: stop where the heaviest group weighs no more
+- `group_of`, int32 `[num_documents]`: a way that keeps to the limits, changed
 """
 
 import numpy as np
@@ -16,12 +23,8 @@ def deal(order: Int32, work: Float64, tokens: Int64, limits: Int64, loads: Float
     """Give each document, in the order given, to the least loaded group with room for its tokens.
 
     Args:
-        order: int32 `[num_documents]`: all documents.
-        work: float64 `[num_documents]`, of at least 0.
-        tokens: int64 `[num_documents]`.
-        limits: int64 `[num_groups]`: tokens that each group can hold.
-        loads: float64 `[num_groups]`: work that each group has before.
-        group_of: int32 `[num_documents]`, written; -1 where no group has room.
+        order: all documents, in any order.
+        group_of: written; -1 where no group has room.
 
     Returns:
         How many documents are left over.
@@ -58,16 +61,9 @@ def lighten(
     the two groups would be even, nearest first, the lighter side before the heavier.
 
     Args:
-        order: int32 `[num_documents]`: all documents by falling work.
-        work: float64 `[num_documents]`.
-        tokens: int64 `[num_documents]`.
-        limits: int64 `[num_groups]`.
-        loads: float64 `[num_groups]`.
-        enough: stop where the heaviest group weighs no more.
         near: see above.
         steps: most steps to take; a look at a pair costs `near` for each document of the heavy group, one for each
             of the light group and one for each group.
-        group_of: int32 `[num_documents]`: a way that keeps to the limits, changed.
 
     Returns:
         The steps that are left.
@@ -149,14 +145,8 @@ def search(
     have no room below the best way known for all that is left.
 
     Args:
-        order: int32 `[any]`: the documents to divide, by falling work.
-        work: float64 `[num_documents]`.
-        tokens: int64 `[num_documents]`.
-        limits: int64 `[num_groups]`.
-        loads: float64 `[num_groups]`.
-        enough: stop where the heaviest group weighs no more.
         nodes: most documents to place.
-        group_of: int32 `[num_documents]`: a way that keeps to the limits, or -1 where none is known; changed.
+        group_of: may be -1 where no way is known.
 
     Returns:
         The nodes that are left; the way is the best there is if they are over 0, and `enough` wasn't reached.
@@ -220,16 +210,9 @@ def regroup(
     divided by `search`; the others stay where they are.
 
     Args:
-        order: int32 `[num_documents]`: all documents by falling work.
-        work: float64 `[num_documents]`.
-        tokens: int64 `[num_documents]`.
-        limits: int64 `[num_groups]`.
-        loads: float64 `[num_groups]`.
-        enough: stop where the heaviest group weighs no more.
         most: documents to divide at a time.
         nodes: of one search.
         steps: most steps to take; a search costs one for each document of all, and one for each node.
-        group_of: int32 `[num_documents]`: a way that keeps to the limits, changed.
 
     Returns:
         The steps that are left.

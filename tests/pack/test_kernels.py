@@ -321,19 +321,11 @@ def sorted_with(
     largest = int(room.batch_bounds(pack_of, shift, begin))
     words, position = np.full(int(begin[-1]), -7, np.int64), begin.copy()
     room.gather_batches(pack_of, lengths, shift, length_bits, position, words)
-    gathered = words.tolist()
+    gathered = words.copy()
     space = np.empty(largest, np.int64), np.empty((1 << shift) + 1, np.int64)
     offsets, placed = np.zeros(num_packs + 1, np.int64), np.full(words.size, -7, np.int32)
     room.order_batches(words, begin, shift, length_bits, *space, offsets, placed)
-    return (
-        largest,
-        begin.tolist(),
-        position.tolist(),
-        gathered,
-        words.tolist(),
-        offsets.tolist(),
-        placed.tolist(),
-    )
+    return largest, *(array.tolist() for array in (begin, position, gathered, words, offsets, placed))
 
 
 @given(assignments(), st.integers(1, 5))

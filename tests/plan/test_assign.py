@@ -182,74 +182,48 @@ def test_a_tight_fit_is_found_though_dealing_by_work_misses_it():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("work", "groups", "settings", "error", "words"),
     [
-        ({"work": [1.0, -2.0], "num_groups": 2}, LengthsError, r"weight -2.0 of item 1 is negative"),
-        ({"work": [[1.0]], "num_groups": 2}, LengthsError, "one dimension"),
+        ([1.0, -2.0], 2, {}, LengthsError, r"weight -2.0 of item 1 is negative"),
+        ([[1.0]], 2, {}, LengthsError, "one dimension"),
+        ([1.0], 0, {}, SettingError, "number of groups must be a whole number of at least 1"),
+        ([1.0], 2.0, {}, SettingError, "got 2.0"),
+        ([1.0], 2, {"steps": 0}, SettingError, "steps must be .* got 0"),
+        ([1.0], 2, {"loads": [1.0]}, LengthsError, "1 loads for 2 groups; pass one a group"),
+        ([1.0], 1, {"loads": [-1.0]}, LengthsError, "loads of groups before: weight -1.0"),
+        ([1.0], 2, {"token_limit": 5}, SettingError, "pass the length of each document"),
+        ([1.0], 2, {"tokens": [1, 2], "token_limit": 5}, LengthsError, "must be 1 whole .* got 2"),
+        ([1.0], 2, {"tokens": [1.5], "token_limit": 5}, LengthsError, "some of them fractions"),
+        ([1.0], 2, {"tokens": [1], "token_limit": -5}, SettingError, "got -5"),
+        ([1.0], 2, {"tokens": [1], "token_limit": [5]}, SettingError, "one for each of 2"),
+        ([1.0], 2, {"tokens": [1], "token_limit": 5.0}, SettingError, "whole number"),
         (
-            {"work": [1.0], "num_groups": 0},
-            SettingError,
-            "number of groups must be a whole number of at least 1",
-        ),
-        ({"work": [1.0], "num_groups": 2.0}, SettingError, "got 2.0"),
-        ({"work": [1.0], "num_groups": 2, "steps": 0}, SettingError, "steps must be .* got 0"),
-        (
-            {"work": [1.0], "num_groups": 2, "loads": [1.0]},
-            LengthsError,
-            "1 loads for 2 groups; pass one a group",
-        ),
-        (
-            {"work": [1.0], "num_groups": 1, "loads": [-1.0]},
-            LengthsError,
-            "loads of groups before: weight -1.0",
-        ),
-        (
-            {"work": [1.0], "num_groups": 2, "token_limit": 5},
-            SettingError,
-            "pass the length of each document",
-        ),
-        (
-            {"work": [1.0], "num_groups": 2, "tokens": [1, 2], "token_limit": 5},
-            LengthsError,
-            "must be 1 whole .* got 2",
-        ),
-        (
-            {"work": [1.0], "num_groups": 2, "tokens": [1.5], "token_limit": 5},
-            LengthsError,
-            "some of them fractions",
-        ),
-        ({"work": [1.0], "num_groups": 2, "tokens": [1], "token_limit": -5}, SettingError, "got -5"),
-        (
-            {"work": [1.0], "num_groups": 2, "tokens": [1], "token_limit": [5]},
-            SettingError,
-            "one for each of 2",
-        ),
-        ({"work": [1.0], "num_groups": 2, "tokens": [1], "token_limit": 5.0}, SettingError, "whole number"),
-        (
-            {"work": [1.0, 2.0, 3.0], "num_groups": 2, "tokens": [1, 70, 80], "token_limit": 60},
+            [1.0, 2.0, 3.0],
+            2,
+            {"tokens": [1, 70, 80], "token_limit": 60},
             PlanError,
             r"document 1 of 70 tokens fits no group, which holds 60 .* \(2 of 3 .* raise the limit to 80",
         ),
+        ([1.0], 1, {"tokens": [70], "token_limit": 60}, PlanError, "document 0 of 70 tokens"),
         (
-            {"work": [1.0], "num_groups": 1, "tokens": [70], "token_limit": 60},
-            PlanError,
-            "document 0 of 70 tokens",
-        ),
-        (
-            {"work": [1.0, 2.0, 3.0], "num_groups": 2, "tokens": [50, 50, 50], "token_limit": 60},
+            [1.0, 2.0, 3.0],
+            2,
+            {"tokens": [50, 50, 50], "token_limit": 60},
             PlanError,
             "150 tokens, and 2 groups of 60 tokens hold 120; raise the limit to at least 75",
         ),
         (
-            {"work": [1.0, 2.0, 3.0], "num_groups": 2, "tokens": [50, 50, 50], "token_limit": [60, 95]},
+            [1.0, 2.0, 3.0],
+            2,
+            {"tokens": [50, 50, 50], "token_limit": [60, 95]},
             PlanError,
             "no way was found to fit 3 documents of 150 .* 60 to 95 tokens each; with .* more tokens",
         ),
     ],
 )
-def test_what_can_t_be_assigned_is_refused_in_a_sentence(arguments, error, words):
+def test_what_can_t_be_assigned_is_refused_in_a_sentence(work, groups, settings, error, words):
     with pytest.raises(error, match=words):
-        assign(**arguments)  # type: ignore[arg-type]
+        assign(work, groups, **settings)
 
 
 def test_the_limit_that_the_message_offers_does():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.random_plans import keeps_every_rule, random_plan
+from tests.support.random_plans import keeps_every_rule, micropacks, random_plan
 from tests.support.rarely import IS_SOAK
 
 import varlen as vl
@@ -62,19 +62,6 @@ def changed(plan: StepPlan, name: str, **entries: int) -> StepPlan:
     for index, value in entries.items():
         array[int(index[1:])] = value
     return with_array(plan, name, array)
-
-
-def micropacks(*ranks: list[list[tuple[int, int, int]]]) -> MicroPacks:
-    """MicroPacks of slices `(document, start, stop)`, rank by rank."""
-    every = [micropack for rank in ranks for micropack in rank]
-    flat = np.array([one for micropack in every for one in micropack], np.int32).reshape(-1, 3)
-    return MicroPacks(
-        rank_offsets=np.cumsum([0, *map(len, ranks)], dtype=np.int32),
-        slice_offsets=np.cumsum([0, *map(len, every)], dtype=np.int32),
-        document_ids=flat[:, 0].copy(),
-        starts=flat[:, 1].copy(),
-        stops=flat[:, 2].copy(),
-    )
 
 
 def shared_plan(**changes: Any) -> StepPlan:

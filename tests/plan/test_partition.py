@@ -180,35 +180,32 @@ def test_many_items_in_many_parts_are_divided():
 
 
 @pytest.mark.parametrize(
-    ("weights", "num_parts", "is_equal", "error", "words"),
+    ("weights", "num_parts", "error", "words"),
     [
-        ([1, -2, -3], 2, False, LengthsError, r"weight -2 of item 1 is negative or not finite \(2 of 3"),
-        ([1.0, float("nan")], 2, False, LengthsError, r"weight nan of item 1"),
-        ([[1, 2]], 1, False, LengthsError, r"shape \(1, 2\)"),
-        (["a", "b"], 1, False, LengthsError, "numbers in one dimension"),
-        ([[1], [2, 3]], 1, False, LengthsError, "can't be read"),
-        ([2**61, 2**61], 2, False, LengthsError, r"over the limit of 2\^62"),
-        ([1e308, 1e308], 2, False, LengthsError, "scale them down"),
-        ([1, 2], 3, False, SettingError, "2 items can't fill 3 parts; ask for at most 2"),
-        ([], 1, False, SettingError, "0 items can't fill 1 parts"),
-        (
-            [1, 2, 3],
-            2,
-            True,
-            SettingError,
-            "3 items can't be divided into 2 parts of equal size; give 2 or 4",
-        ),
-        ([1, 2], 0, False, SettingError, "at least 1, got 0"),
-        ([1, 2], 1.5, False, SettingError, "at least 1, got 1.5"),
-        ([1, 2], True, False, SettingError, "at least 1, got True"),
+        ([1, -2, -3], 2, LengthsError, r"weight -2 of item 1 is negative or not finite \(2 of 3"),
+        ([1.0, float("nan")], 2, LengthsError, r"weight nan of item 1"),
+        ([[1, 2]], 1, LengthsError, r"shape \(1, 2\)"),
+        (["a", "b"], 1, LengthsError, "numbers in one dimension"),
+        ([[1], [2, 3]], 1, LengthsError, "can't be read"),
+        ([2**61, 2**61], 2, LengthsError, r"over the limit of 2\^62"),
+        ([1e308, 1e308], 2, LengthsError, "scale them down"),
+        ([1, 2], 3, SettingError, "2 items can't fill 3 parts; ask for at most 2"),
+        ([], 1, SettingError, "0 items can't fill 1 parts"),
+        ([1, 2], 0, SettingError, "at least 1, got 0"),
+        ([1, 2], 1.5, SettingError, "at least 1, got 1.5"),
+        ([1, 2], True, SettingError, "at least 1, got True"),
     ],
 )
-def test_what_can_t_be_divided_is_refused_in_a_sentence(weights, num_parts, is_equal, error, words):
+def test_what_can_t_be_divided_is_refused_in_a_sentence(weights, num_parts, error, words):
     with pytest.raises(error, match=words):
-        partition(weights, num_parts, is_equal=is_equal)
+        partition(weights, num_parts)
 
 
-def test_an_unknown_method_is_refused():
+def test_an_unknown_method_and_equal_parts_of_an_odd_number_are_refused():
+    with pytest.raises(
+        SettingError, match="3 items can't be divided into 2 parts of equal size; give 2 or 4"
+    ):
+        partition([1, 2, 3], 2, is_equal=True)
     with pytest.raises(SettingError, match="best, karmarkar_karp, greedy; got 'magic'"):
         partition([1, 2], 2, method="magic")  # type: ignore[arg-type]
 

@@ -18,6 +18,7 @@ from benchmarks.plan.accuracy import TARGET_BYTES, predicted_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.runtime.side_by_side import PATIENCE_S, Table, ThreadPeers, in_threads, plan_of
+from tests.runtime.tiny_families import EXPERTS
 from tests.support.rarely import mostly
 from tests.support.sliced import Slice, take_gradients, tiny, tokens_of, uncut
 from tests.support.sliced import one_gpu_plan as plan_of_slices
@@ -152,15 +153,7 @@ CELLS = [(family, *one) for family in ("llama", "qwen3_moe", "phi3", "mistral") 
     mostly([one for one in CELLS if one[0] == "llama" or one[1:] in (PLACES[2], PLACES[6])], CELLS),
 )
 def test_gradients_are_exact_wherever_bytes_are(family, recompute, share, saved, offload):
-    settings_of = {
-        "qwen3_moe": {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "experts_implementation": "eager",
-        },
-        "mistral": {"sliding_window": 9},
-    }
+    settings_of = {"qwen3_moe": EXPERTS, "mistral": {"sliding_window": 9}}
     model, lengths = tiny(family, num_hidden_layers=5, **settings_of.get(family, {})), [30, 7, 1, 4]
     backward = SIX_BACK if recompute == "full" and share == 1 else None
     plan = plan_of_slices(lengths, SIX_PASSES, backward, recompute=recompute)

@@ -13,13 +13,9 @@ EXPERTS = {
     "experts_implementation": "eager",
 }
 
-
+GROUPED_EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-
-
 BOTH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-
-
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 12,
@@ -36,23 +32,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cwm": BOTH,
     "deepseek_v3": {
         **LATENT,
-        "n_routed_experts": 4,
+        **GROUPED_EXPERTS,
         "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
         "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
         "experts_implementation": "eager",
     },
-    "dots1": {
-        **EXPERTS,
-        **BOTH,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-    },
+    "dots1": {**EXPERTS, **BOTH, **GROUPED_EXPERTS, "n_shared_experts": 1},
     "exaone4": BOTH,
     "flex_olmo": EXPERTS,
     "gemma": {"head_dim": 8},
@@ -60,14 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "final_logit_softcapping": 0.9, **BOTH},
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
-    "glm4_moe": {
-        **EXPERTS,
-        "head_dim": 8,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "glm4_moe": {**EXPERTS, **GROUPED_EXPERTS, "head_dim": 8},
     "gpt_neox": {"num_key_value_heads": 4},
     "gpt_oss": {**LOCAL_EXPERTS, **BOTH, "head_dim": 8},
     "granite": {
@@ -95,8 +73,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9, **BOTH},
     "youtu": LATENT,
 }
-
-
 """What makes a tiny model of each family use all that sets it apart."""
 
 

@@ -85,22 +85,17 @@ def test_no_python_at_all_is_one_sentence(clone):
     assert run.stderr.count("\n") == 1
 
 
-def test_an_older_python_is_named_with_its_version(clone):
-    clone.add_python("python3", "3.9")
+@pytest.mark.parametrize(
+    ("version", "modules", "said"),
+    [("3.9", True, "python3 is 3.9;"), ("3.12", False, "apt install python3.12-venv")],
+)
+def test_an_older_python_and_one_without_venv_are_named_with_the_way_out(clone, version, modules, said):
+    clone.add_python("python3", version, modules=modules)
 
     run = clone.run("scripts/setup", ".venv")
 
     assert run.returncode == 1
-    assert "python3 is 3.9;" in run.stderr
-
-
-def test_a_python_without_venv_is_named_with_the_package_that_brings_it(clone):
-    clone.add_python("python3", "3.12", modules=False)
-
-    run = clone.run("scripts/setup", ".venv")
-
-    assert run.returncode == 1
-    assert "apt install python3.12-venv" in run.stderr
+    assert said in run.stderr
 
 
 def test_the_first_python_that_will_do_is_taken(clone):

@@ -20,6 +20,13 @@ def varlen(*arguments, **settings):
     )
 
 
+def started(*arguments, cwd):
+    """The command in a group of processes of its own, to be interrupted."""
+    pipe = subprocess.PIPE
+    command = [*VARLEN, *arguments]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd, start_new_session=True)
+
+
 def asked(*arguments, cwd="."):
     """What the command line says where it was imported already; of its start, the others tell enough."""
     with contextlib.chdir(cwd):

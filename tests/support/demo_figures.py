@@ -2,22 +2,14 @@
 
 from dataclasses import replace
 
-from varlen.report.demo import (
-    CorpusFigures,
-    DemoFigures,
-    IsolationFigures,
-    LedgerFigures,
-    MethodFigures,
-    PictureFigures,
-    PieceFigures,
-)
+from varlen.report import demo
 
 
 def method(
     name, role="baseline", *, wall_s=1.0, num_slots=100, losses=(7.0, 7.1), same=None, step_losses=(8.0, 7.5)
 ):
     """A method that trained 100 tokens in two steps."""
-    return MethodFigures(
+    return demo.MethodFigures(
         name=name,
         title=name.replace("_", " "),
         role=role,
@@ -48,14 +40,14 @@ METHODS = (
 
 def piece(document_id, num_tokens, excerpt="def f(): pass"):
     """A document in a picture."""
-    return PieceFigures(document_id=document_id, num_tokens=num_tokens, excerpt=excerpt)
+    return demo.PieceFigures(document_id=document_id, num_tokens=num_tokens, excerpt=excerpt)
 
 
 def figures(**changes):
     """Figures in which flattened is 6 times as fast as padded without a mask."""
-    plain = DemoFigures(
+    plain = demo.DemoFigures(
         methods=METHODS,
-        corpus=CorpusFigures(
+        corpus=demo.CorpusFigures(
             description="some documents",
             documents_found=40,
             num_documents=39,
@@ -67,7 +59,7 @@ def figures(**changes):
             bucketed_ratio=1.06,
             bucket_pool=32,
         ),
-        ledger=LedgerFigures(
+        ledger=demo.LedgerFigures(
             tokens_in=150,
             packed=100,
             truncated=50,
@@ -77,10 +69,10 @@ def figures(**changes):
             truncated_documents=1,
             balance=0,
         ),
-        isolation=IsolationFigures(
+        isolation=demo.IsolationFigures(
             verdict="isolated", is_proved=True, rows=(("others moved by", "0 (to the bit)"),)
         ),
-        picture=PictureFigures(
+        picture=demo.PictureFigures(
             batch=(piece(0, 5), piece(3, 40), piece(4, 1)), row=(piece(7, 20), piece(2, 30)), capacity=64
         ),
         seeds=(0, 1),

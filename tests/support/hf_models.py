@@ -6,16 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
 
 import varlen as vl
 from varlen.adapters import hf
@@ -45,15 +37,15 @@ NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**GROUPED),
-    "qwen3": lambda: Qwen3Config(**GROUPED),
-    "gemma2": lambda: Gemma2Config(
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED),
+    "gemma2": lambda: transformers.Gemma2Config(
         **GROUPED, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
     ),
-    "mistral": lambda: MistralConfig(**GROUPED, sliding_window=WINDOW),
-    "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
     # Learned positions: unlike rotary ones they show a mere shift.
-    "gpt2": lambda: GPT2Config(
+    "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, **NO_DROPOUT
     ),
 }
@@ -67,7 +59,7 @@ def make(config: Any, attention: str, dtype: torch.dtype = torch.float64) -> Any
     """Return a model with weights large enough that every token matters to those that see it."""
     hf.register()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)

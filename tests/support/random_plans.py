@@ -314,8 +314,8 @@ def large_plan(dp: int = 64, pp: int = 16, count: int = 48, documents: int = 102
         lengths=lengths,
         first_ranks=owners,
         num_ranks=np.ones(documents, np.int32),
-        forward=_flat(forward),
-        backward=_flat(backward),
+        forward=micropacks(*forward),
+        backward=micropacks(*backward),
         tasks=np.array(tasks, np.uint8).reshape(-1),
         task_offsets=np.arange(dp * pp + 1, dtype=np.int32) * 3 * count,
         mesh=Mesh(dp=dp, pp=pp),
@@ -342,9 +342,10 @@ def _cut_by_dice(
     return found
 
 
-def _flat(ranks: list[list[list[tuple[int, int, int]]]]) -> MicroPacks:
+def micropacks(*ranks: list[list[tuple[int, int, int]]]) -> MicroPacks:
+    """MicroPacks of slices `(document, start, stop)`, rank by rank."""
     every = [micropack for rank in ranks for micropack in rank]
-    flat = np.array([one for micropack in every for one in micropack], np.int32)
+    flat = np.array([one for micropack in every for one in micropack], np.int32).reshape(-1, 3)
     return MicroPacks(
         rank_offsets=np.cumsum([0, *map(len, ranks)], dtype=np.int32),
         slice_offsets=np.cumsum([0, *map(len, every)], dtype=np.int32),

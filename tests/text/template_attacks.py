@@ -2,9 +2,19 @@
 
 # ruff: noqa: E501, UP031, templates are read as they stand
 
+_LONG = "{% set a='ab'*500000 %}{% set a = a~a~a~a~a~a~a~a~a~a~a~a~a~a~a~a %}"
 _BEGIN = "{% set ns = namespace(s='abcdefgh', l=[1], n=2, t=(1,), d={}) %}"
-_LOOP = _BEGIN + "{% for i in range(100) %}"
-_END = "{% endfor %}"
+
+
+def _looped(body: str, after: str = "", times: int = 100) -> str:
+    return _BEGIN + f"{{% for i in range({times}) %}}" + body + "{% endfor %}" + after
+
+
+def _doubled(sign: str, times: int) -> str:
+    """A million characters that are put together with themselves again and again."""
+    return "{% set a = 'x'*1000000 %}" + f"{{% set a = a {sign} a %}}" * times
+
+
 ATTACKS = {
     "replace": "{{ ('a'*1000000).replace('a','b'*1000000)|length }}",
     "replace filter": "{{ ('a'*1000000)|replace('a','b'*1000000)|length }}",
@@ -21,84 +31,51 @@ ATTACKS = {
     "format dict": "{{ ('{a}'*100000).format(a='x'*1000000)|length }}",
     "format_map": "{{ ('{a}'*100000).format_map({'a':'x'*1000000})|length }}",
     "format filter": "{{ ('%s'*100000)|format(*(['x'*1000000]*100000))|length }}",
-    "tilde chain": "{% set a = 'x'*1000000 %}"
-    + "".join("{% set a = a ~ a %}" for _ in range(20))
-    + "{{ a|length }}",
-    "plus chain": "{% set a = 'x'*1000000 %}"
-    + "".join("{% set a = a + a %}" for _ in range(20))
-    + "{{ a|length }}",
-    "plus wide": "{% set a = 'x'*1000000 %}"
-    + "".join("{% set a = a + a %}" for _ in range(6))
-    + "{% set b = "
-    + " + ".join(["a"] * 5000)
-    + " %}{{ b|length }}",
-    "plus wide out": "{% set a = 'x'*1000000 %}"
-    + "".join("{% set a = a + a %}" for _ in range(6))
-    + "{{ "
-    + " + ".join(["a"] * 500)
-    + " }}",
-    "tilde wide": "{% set a = 'x'*1000000 %}"
-    + "".join("{% set a = a ~ a %}" for _ in range(6))
-    + "{{ ("
-    + " ~ ".join(["a"] * 5000)
-    + ")|length }}",
-    "doubling ns": _LOOP + "{% set ns.s = ns.s ~ ns.s %}" + _END + "{{ ns.s|length }}",
-    "doubling ns +": _LOOP + "{% set ns.s = ns.s + ns.s %}" + _END + "{{ ns.s|length }}",
-    "doubling list": _LOOP + "{% set ns.l = ns.l + ns.l %}" + _END + "{{ ns.l|length }}",
-    "doubling list *": _LOOP + "{% set ns.l = ns.l * 2 %}" + _END + "{{ ns.l|length }}",
-    "dag str": _LOOP + "{% set ns.l = [ns.l, ns.l] %}" + _END + "{{ ns.l }}",
-    "dag json": _LOOP + "{% set ns.l = [ns.l, ns.l] %}" + _END + "{{ ns.l|tojson }}",
-    "dag dict": _LOOP + "{% set ns.l = {'a': ns.l, 'b': ns.l} %}" + _END + "{{ ns.l|tojson }}",
-    "dag dict()": _LOOP + "{% set ns.l = dict(a=ns.l, b=ns.l) %}" + _END + "{{ ns.l }}",
-    "dag eq": _LOOP
-    + "{% set ns.l = [ns.l, ns.l] %}{% set ns.d = [ns.d, ns.d] %}"
-    + _END
-    + "{{ ns.l == ns.d }}",
-    "dag tuple": _LOOP + "{% set ns.t = (ns.t, ns.t) %}" + _END + "{{ {ns.t: 1} }}",
+    "tilde chain": _doubled("~", 20) + "{{ a|length }}",
+    "plus chain": _doubled("+", 20) + "{{ a|length }}",
+    "plus wide": _doubled("+", 6) + "{% set b = " + " + ".join(["a"] * 5000) + " %}{{ b|length }}",
+    "plus wide out": _doubled("+", 6) + "{{ " + " + ".join(["a"] * 500) + " }}",
+    "tilde wide": _doubled("~", 6) + "{{ (" + " ~ ".join(["a"] * 5000) + ")|length }}",
+    "doubling ns": _looped("{% set ns.s = ns.s ~ ns.s %}", "{{ ns.s|length }}"),
+    "doubling ns +": _looped("{% set ns.s = ns.s + ns.s %}", "{{ ns.s|length }}"),
+    "doubling list": _looped("{% set ns.l = ns.l + ns.l %}", "{{ ns.l|length }}"),
+    "doubling list *": _looped("{% set ns.l = ns.l * 2 %}", "{{ ns.l|length }}"),
+    "dag str": _looped("{% set ns.l = [ns.l, ns.l] %}", "{{ ns.l }}"),
+    "dag json": _looped("{% set ns.l = [ns.l, ns.l] %}", "{{ ns.l|tojson }}"),
+    "dag dict": _looped("{% set ns.l = {'a': ns.l, 'b': ns.l} %}", "{{ ns.l|tojson }}"),
+    "dag dict()": _looped("{% set ns.l = dict(a=ns.l, b=ns.l) %}", "{{ ns.l }}"),
+    "dag eq": _looped("{% set ns.l = [ns.l, ns.l] %}{% set ns.d = [ns.d, ns.d] %}", "{{ ns.l == ns.d }}"),
+    "dag tuple": _looped("{% set ns.t = (ns.t, ns.t) %}", "{{ {ns.t: 1} }}"),
     "dag fan": _BEGIN + "{% set a = [1]*1000000 %}{% set b = [a]*1000000 %}{{ b|tojson }}",
-    "dag fromkeys": _LOOP + "{% set ns.d = {}.fromkeys(range(10), ns.d) %}" + _END + "{{ ns.d }}",
-    "dag cycler": _LOOP + "{% set ns.l = cycler(ns.l, ns.l).items %}" + _END + "{{ ns.l }}",
+    "dag fromkeys": _looped("{% set ns.d = {}.fromkeys(range(10), ns.d) %}", "{{ ns.d }}"),
+    "dag cycler": _looped("{% set ns.l = cycler(ns.l, ns.l).items %}", "{{ ns.l }}"),
     "dag varargs": "{% macro f(n) %}{% if n %}{{ f(n-1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}{% endmacro %}{{ f(60, 1, 1) }}",
     "dag kwargs": "{% macro f(n) %}{% if n %}{{ f(n-1, a=kwargs, b=kwargs) }}{% else %}{{ kwargs }}{% endif %}{% endmacro %}{{ f(60, a=1) }}",
-    "dag map default": _LOOP
-    + "{% set ns.l = range(10)|map(attribute='zz', default=ns.l)|list %}"
-    + _END
-    + "{{ ns.l }}",
-    "dag map default2": _LOOP
-    + "{% set ns.l = [none]*10|map('default', ns.l, true)|list %}"
-    + _END
-    + "{{ ns.l }}",
-    "dag map default3": _LOOP
-    + "{% set ns.l = [none,none]|map('d', ns.l, true)|list %}"
-    + _END
-    + "{{ ns.l }}",
-    "dag map default4": _LOOP
-    + "{% set ns.l = [none,none]|map('default', default_value=ns.l, boolean=true)|list %}"
-    + _END
-    + "{{ ns.l }}",
-    "dag batch": _LOOP + "{% set ns.l = [1]|batch(10, ns.l)|list %}" + _END + "{{ ns.l }}",
-    "dag slice": _LOOP + "{% set ns.l = [1]|slice(10, ns.l)|list %}" + _END + "{{ ns.l }}",
-    "dag items": _LOOP + "{% set ns.d = {'a': ns.d, 'b': ns.d} %}" + _END + "{{ ns.d|dictsort }}",
-    "dag sum": _LOOP + "{% set ns.l = [ns.l, ns.l]|sum(start=[]) %}" + _END + "{{ ns.l }}",
-    "dag ns": _LOOP + "{% set ns.a = namespace(a=ns.a, b=ns.a) %}" + _END + "{{ ns.a }}",
-    "dag groupby": _LOOP
-    + "{% set ns.l = [{'a': ns.l},{'a': ns.l}]|groupby('a')|list %}"
-    + _END
-    + "{{ ns.l }}",
-    "dag loop cycle": _LOOP + "{% set ns.l = [loop.cycle(ns.l), loop.cycle(ns.l)] %}" + _END + "{{ ns.l }}",
-    "dag loop changed": _LOOP + "{{ loop.changed(ns.l) }}{% set ns.l = [ns.l, ns.l] %}" + _END,
-    "dag set tuple": _BEGIN
-    + "{% for i in range(100) %}{% set ns.a, ns.b = (ns.a, ns.b), (ns.a, ns.b) %}{% endfor %}{{ ns.a }}",
+    "dag map default": _looped(
+        "{% set ns.l = range(10)|map(attribute='zz', default=ns.l)|list %}", "{{ ns.l }}"
+    ),
+    "dag map default2": _looped("{% set ns.l = [none]*10|map('default', ns.l, true)|list %}", "{{ ns.l }}"),
+    "dag map default3": _looped("{% set ns.l = [none,none]|map('d', ns.l, true)|list %}", "{{ ns.l }}"),
+    "dag map default4": _looped(
+        "{% set ns.l = [none,none]|map('default', default_value=ns.l, boolean=true)|list %}", "{{ ns.l }}"
+    ),
+    "dag batch": _looped("{% set ns.l = [1]|batch(10, ns.l)|list %}", "{{ ns.l }}"),
+    "dag slice": _looped("{% set ns.l = [1]|slice(10, ns.l)|list %}", "{{ ns.l }}"),
+    "dag items": _looped("{% set ns.d = {'a': ns.d, 'b': ns.d} %}", "{{ ns.d|dictsort }}"),
+    "dag sum": _looped("{% set ns.l = [ns.l, ns.l]|sum(start=[]) %}", "{{ ns.l }}"),
+    "dag ns": _looped("{% set ns.a = namespace(a=ns.a, b=ns.a) %}", "{{ ns.a }}"),
+    "dag groupby": _looped("{% set ns.l = [{'a': ns.l},{'a': ns.l}]|groupby('a')|list %}", "{{ ns.l }}"),
+    "dag loop cycle": _looped("{% set ns.l = [loop.cycle(ns.l), loop.cycle(ns.l)] %}", "{{ ns.l }}"),
+    "dag loop changed": _looped("{{ loop.changed(ns.l) }}{% set ns.l = [ns.l, ns.l] %}"),
+    "dag set tuple": _looped("{% set ns.a, ns.b = (ns.a, ns.b), (ns.a, ns.b) %}", "{{ ns.a }}"),
     "map center": "{{ range(100000)|map('center', 1000000)|list|length }}",
     "map center str": "{{ ('a'*1000000)|map('center', 1000000)|list|length }}",
     "map sort": "{{ range(100000)|map('center', 1000000)|sort|length }}",
     "map unique": "{{ range(100000)|map('center', 1000000)|unique|list|length }}",
     "map join": "{{ range(100000)|map('center', 1000000)|join|length }}",
     "map loop length": "{% for x in range(100000)|map('center', 1000000) %}{{ loop.length }}{% endfor %}",
-    "ljust loop": _BEGIN
-    + "{% for i in range(100000) %}{% set ns.l = [ns.l, 'a'.ljust(1000000)] %}{% endfor %}",
-    "ljust nested list": _BEGIN
-    + "{% for i in range(100000) %}{% set ns.l = [[ns.l], 'ab'.ljust(3000)] %}{% endfor %}",
+    "ljust loop": _looped("{% set ns.l = [ns.l, 'a'.ljust(1000000)] %}", times=100000),
+    "ljust nested list": _looped("{% set ns.l = [[ns.l], 'ab'.ljust(3000)] %}", times=100000),
     "small retained": _BEGIN
     + "{% for j in range(100000) %}{% for i in range(100000) %}{% set ns.l = {'a': ns.l, 'b': i ~ 'y'} %}{% endfor %}{% endfor %}",
     "small retained2": _BEGIN
@@ -122,37 +99,29 @@ ATTACKS = {
     "macro rec": "{% macro f(n) %}{{ f(n+1) }}{{ f(n+1) }}{% endmacro %}{{ f(0) }}",
     "macro rec2": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(200) }}",
     "macro double": "{% macro f(s) %}{{ s }}{{ s }}{% endmacro %}"
-    + _LOOP
-    + "{% set ns.s = f(ns.s) %}"
-    + _END
-    + "{{ ns.s|length }}",
+    + _looped("{% set ns.s = f(ns.s) %}", "{{ ns.s|length }}"),
     "call double": "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
-    + _LOOP
-    + "{% set ns.s %}{% call f() %}{{ ns.s }}{% endcall %}{% endset %}"
-    + _END
-    + "{{ ns.s|length }}",
-    "set block": _LOOP
-    + "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}"
-    + _END
-    + "{{ ns.s|length }}",
-    "filter block": _LOOP
-    + "{% set x %}{% filter upper %}{{ ns.s }}{{ ns.s }}{% endfilter %}{% endset %}{% set ns.s = x %}"
-    + _END
-    + "{{ ns.s|length }}",
+    + _looped("{% set ns.s %}{% call f() %}{{ ns.s }}{% endcall %}{% endset %}", "{{ ns.s|length }}"),
+    "set block": _looped(
+        "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}", "{{ ns.s|length }}"
+    ),
+    "filter block": _looped(
+        "{% set x %}{% filter upper %}{{ ns.s }}{{ ns.s }}{% endfilter %}{% endset %}{% set ns.s = x %}",
+        "{{ ns.s|length }}",
+    ),
     "loop rec": "{% for x in [1,2] recursive %}{{ loop([1,2]) }}{% endfor %}",
     "block rec": "{% block a %}{{ self.a() }}{{ self.a() }}{% endblock %}",
     "sort": "{{ ('ab'*1000000)|sort|length }}",
     "sort range": "{% for i in range(9999) %}{{ (range(99999)|map('string')|sort)[0] }}{% endfor %}",
     "unique": "{{ ('ab'*1000000)|unique|list|length }}",
-    "list str": "{% set a='ab'*500000 %}{% set a = a~a~a~a~a~a~a~a~a~a~a~a~a~a~a~a %}{{ a|list|length }}",
-    "split": "{% set a='ab'*500000 %}{% set a = a~a~a~a~a~a~a~a~a~a~a~a~a~a~a~a %}{{ a.split('b')|length }}",
+    "list str": _LONG + "{{ a|list|length }}",
+    "split": _LONG + "{{ a.split('b')|length }}",
     "split ws": "{% set a='a '*500000 %}{% set a = a~a~a~a~a~a~a~a~a~a~a~a~a~a~a~a %}{{ a.split()|length }}",
     "splitlines": "{% set a='a\v'*500000 %}{% set a = a~a~a~a~a~a~a~a~a~a~a~a~a~a~a~a %}{{ a.splitlines()|length }}",
     "big pow": "{{ 2**2**30 }}",
     "big pow2": "{{ (2**1000000)*(2**1000000) }}",
     "big pow float": "{{ 10.0**400 }}",
-    "big int loop": _BEGIN
-    + "{% for i in range(99999) %}{% set ns.n = (ns.n ** 2) % (2**1000000+1) %}{% endfor %}",
+    "big int loop": _looped("{% set ns.n = (ns.n ** 2) % (2**1000000+1) %}", times=99999),
     "big int div": "{% set a = 2**1000000-1 %}{% set b = 2**500000-1 %}{% for i in range(99999) %}{% set x = a // b %}{% endfor %}",
     "int str": "{{ (2**1000000)|string }}",
     "int str2": "{{ '%d' % 2**1000000 }}",
@@ -178,9 +147,7 @@ ATTACKS = {
     "safe percent": "{{ ((('%s'*100000)|safe) % (('x'*1000000,)*100000))|length }}",
     "safe *": "{{ ('a'|safe)*10**10 }}",
     "safe expand": "{{ (('\t'*1000000)|safe).expandtabs(1000000)|length }}",
-    "autoescape": "{% autoescape true %}{% set a = 'x'*1000000 %}"
-    + "".join("{% set a = a ~ a %}" for _ in range(20))
-    + "{{ a|length }}{% endautoescape %}",
+    "autoescape": "{% autoescape true %}" + _doubled("~", 20) + "{{ a|length }}{% endautoescape %}",
     "urlize": "{{ ('@'*1000000)|urlize|length }}",
     "urlize2": "{{ ('www.a.'*3000)|urlize|length }}",
     "striptags": "{{ ('<!--'*1000000)|striptags|length }}",
@@ -201,31 +168,24 @@ ATTACKS = {
     "sum bigint": "{{ ([2**1000000]*1000000)|sum > 1 }}",
     "in list": "{% set l = range(99999)|list %}{% for i in range(99999) %}{% if -1 in l %}{% endif %}{% endfor %}",
     "find": "{% set a = ('a'*1000000) %}{% for i in range(99999) %}{% if 'ab' in a %}{% endif %}{% endfor %}",
-    "deep tuple hash": _BEGIN
-    + "{% for i in range(99999) %}{% set ns.t = (ns.t, 1) %}{% endfor %}{{ {ns.t: 1}|length }}",
-    "deep list": _BEGIN + "{% for i in range(99999) %}{% set ns.t = [ns.t] %}{% endfor %}{{ ns.t }}",
-    "deep ns": _BEGIN + "{% for i in range(99999) %}{% set ns.t = namespace(a=ns.t) %}{% endfor %}{{ ns.t }}",
-    "deep dict": _BEGIN + "{% for i in range(99999) %}{% set ns.t = dict(a=ns.t) %}{% endfor %}{{ ns.t }}",
-    "slices": "{% set a='ab'*500000 %}{% set a = a~a~a~a~a~a~a~a~a~a~a~a~a~a~a~a %}"
-    + "".join("{%% set b%d = a[%d:] %%}" % (i, i) for i in range(1, 3000)),
+    "deep tuple hash": _looped("{% set ns.t = (ns.t, 1) %}", "{{ {ns.t: 1}|length }}", times=99999),
+    "deep list": _looped("{% set ns.t = [ns.t] %}", "{{ ns.t }}", times=99999),
+    "deep ns": _looped("{% set ns.t = namespace(a=ns.t) %}", "{{ ns.t }}", times=99999),
+    "deep dict": _looped("{% set ns.t = dict(a=ns.t) %}", "{{ ns.t }}", times=99999),
+    "slices": _LONG + "".join("{%% set b%d = a[%d:] %%}" % (i, i) for i in range(1, 3000)),
     "slices2": "{% set l = [1]*1000000 %}"
     + "".join("{%% set b%d = l[%d:] %%}" % (i, i) for i in range(1, 3000)),
-    "uppers": "{% set a='ab'*500000 %}{% set a = a~a~a~a~a~a~a~a~a~a~a~a~a~a~a~a %}"
-    + "".join("{%% set b%d = a.upper() %%}" % (i) for i in range(1, 3000)),
-    "trims": "{% set a='ab'*500000 %}{% set a = a~a~a~a~a~a~a~a~a~a~a~a~a~a~a~a %}"
-    + "".join("{%% set b%d = a|upper %%}" % (i) for i in range(1, 3000)),
+    "uppers": _LONG + "".join("{%% set b%d = a.upper() %%}" % (i) for i in range(1, 3000)),
+    "trims": _LONG + "".join("{%% set b%d = a|upper %%}" % (i) for i in range(1, 3000)),
     "deep expr": "{{ " + "[" * 150 + "]" * 150 + " }}",
     "long if": "".join("{% if a %}" for _ in range(150)),
     "groupby": "{{ range(99999)|groupby('real')|list|length }}",
     "dictsort": "{{ {}.fromkeys(range(99999), 'x')|dictsort|length }}",
     "random": "{{ range(99999)|random > -1 }}",
     "cycle": "{% set c = cycler('x'*1000000, 'y') %}{% for i in range(99999) %}{{ c.next() }}{% endfor %}",
-    "batch huge lists": _BEGIN
-    + "{% for i in range(99999) %}{% set ns.l = [ns.l, range(99999)|batch(1)|list] %}{% endfor %}",
-    "range lists": _BEGIN
-    + "{% for i in range(99999) %}{% set ns.l = [ns.l, range(99999)|list] %}{% endfor %}",
-    "range strings": _BEGIN
-    + "{% for i in range(99999) %}{% set ns['x' ~ i] = range(99999)|map('string')|list %}{% endfor %}",
+    "batch huge lists": _looped("{% set ns.l = [ns.l, range(99999)|batch(1)|list] %}", times=99999),
+    "range lists": _looped("{% set ns.l = [ns.l, range(99999)|list] %}", times=99999),
+    "range strings": _looped("{% set ns['x' ~ i] = range(99999)|map('string')|list %}", times=99999),
     "macro args keep": "{% macro f(n, l) %}{% if n %}{{ f(n-1, range(99999)|map('string')|list) }}{% endif %}{% endmacro %}{{ f(900, 1) }}",
     "macro args keep2": "{% macro f(n, l) %}{% if n %}{{ f(n-1, ('a'*900000)|upper) }}{% endif %}{% endmacro %}{{ f(900, 1) }}",
 }

@@ -286,24 +286,19 @@ def test_json_arguments_and_tools_need_no_second_rendering(monkeypatch):
 
 
 END, HEAD = "<|im_end|>", "<|im_start|>"
-PIECES = (
-    "Hello",
-    " there",
-    "\n",
-    "  ",
-    "é",
-    "user",
-    "assistant\n",
-    "<|im",
-    "_end|>",
-    "|>",
-    "<",
-    END,
-    HEAD,
-    "x<|im_end|>",
-)
-PIECE = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+WORDS = ("Hello", " there", "\n", "  ", "é", "user", "assistant\n")
+MARKS = ("<|im", "_end|>", "|>", "<", END, HEAD, "x<|im_end|>")
+PIECE = st.lists(st.sampled_from(WORDS + MARKS), max_size=6).map("".join)
 CORPUS = ["Hello there user assistant é is what we say and hear", "<|im_end|> x <|im_start|>"] * 40
+
+
+ODD = {
+    "takes blanks": "rstrip",
+    "takes blanks before": "lstrip",
+    "whole words": "single_word",
+    "normalized": "normalized",
+}
+KINDS = ("plain", "lower", "prefix space", *ODD, "overlap", "longer", "around", "split")
 
 
 @cache
@@ -318,13 +313,7 @@ def small_tokenizer(kind: str) -> FastTokenizer:
     made.train_from_iterator(CORPUS, trainer)
     if kind == "lower":
         made.normalizer = normalizers.Lowercase()
-    odd = {
-        "takes blanks": "rstrip",
-        "takes blanks before": "lstrip",
-        "whole words": "single_word",
-        "normalized": "normalized",
-    }
-    flags: dict[str, Any] = {"normalized": False} | ({odd[kind]: True} if kind in odd else {})
+    flags: dict[str, Any] = {"normalized": False} | ({ODD[kind]: True} if kind in ODD else {})
     made.add_special_tokens([AddedToken(text, special=True, **flags) for text in (END, HEAD)])
     more = {"overlap": "x<|im", "longer": f"{END}\n", "around": f"<{END}>"}.get(kind)
     if more:
@@ -334,21 +323,6 @@ def small_tokenizer(kind: str) -> FastTokenizer:
     found = load_tokenizer(made)
     assert isinstance(found, FastTokenizer)
     return found
-
-
-KINDS = (
-    "plain",
-    "lower",
-    "prefix space",
-    "takes blanks",
-    "takes blanks before",
-    "whole words",
-    "normalized",
-    "overlap",
-    "longer",
-    "around",
-    "split",
-)
 
 
 def cut(rendered: list[Rendered], tokenizer: FastTokenizer) -> tuple[list[list[int]], list[list[int]]]:

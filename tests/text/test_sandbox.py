@@ -170,50 +170,15 @@ def test_marks_stand_around_generation_blocks_and_only_when_asked_for():
     assert not compile_template(CHATML, {}).has_generation
 
 
+READ = ("messages", "messages[0]", "messages[-1].content", "m.content", "m.role", "m.x.y")
+COMPUTED = ("m['content'] | upper", "a * 3", "a | trim", "a | tojson", "a ~ 1", "a + 1", "f(1)", "f", "loop")
+FLOW = ("for m in messages", "endfor", "if m", "else", "endif", "break")
+BLOCKS = ("generation", "endgeneration", "set a = m", "macro f(a)", "endmacro")
 PIECES = st.sampled_from(
     [
-        *(
-            "{{ messages }}",
-            "{{ messages[0] }}",
-            "{% for m in messages %}",
-            "{% endfor %}",
-            "{{ m.content }}",
-        ),
-        *(
-            "{% if m %}",
-            "{% else %}",
-            "{% endif %}",
-            "{% generation %}",
-            "{% endgeneration %}",
-            "{{ m.x.y }}",
-        ),
-        *(
-            "{% set a = m %}",
-            "{{ a * 3 }}",
-            "{{ a | trim }}",
-            "{{ a | tojson }}",
-            "{{ a ~ 1 }}",
-            "{{ a + 1 }}",
-        ),
-        *(
-            "{% macro f(a) %}",
-            "{% endmacro %}",
-            "{{ f(1) }}",
-            "{{ f }}",
-            "{% break %}",
-            "{{ '",
-            "}}",
-            "{#",
-            "#}",
-        ),
-        *(
-            "{{ messages[-1].content }}",
-            "{{ m.role }}",
-            "{{ m['content'] | upper }}",
-            "\n",
-            "a",
-            "{{ loop }}",
-        ),
+        *("{{ " + expression + " }}" for expression in (*READ, *COMPUTED)),
+        *("{% " + statement + " %}" for statement in (*FLOW, *BLOCKS)),
+        *("{{ '", "}}", "{#", "#}", "\n", "a"),
     ]
 )
 

@@ -47,191 +47,104 @@ def parts(*texts: str) -> list[dict[str, str]]:
 TOOLS = [_tool("get_weather", city="string", days="integer"), _tool("search_web", query="string")]
 _PARIS, _ROME = call("get_weather", 1, city="Paris", days=2), call("search_web", 2, query="Rome hotels")
 
-CHATS: dict[str, Chat] = {
-    "one turn": Chat(messages=[user("What is six times seven?"), answer("It is forty-two.")]),
-    "three turns": Chat(
-        messages=[
-            user("First?"),
-            answer("One."),
-            user("Second?"),
-            answer("Two things."),
-            user("Third?"),
-            answer("Three."),
-        ]
+
+def turns(*texts: Any) -> list[dict[str, Any]]:
+    """What the user and the assistant say in turn."""
+    return [answer(text) if place % 2 else user(text) for place, text in enumerate(texts)]
+
+
+_MILD = [result("18 C", "get_weather", 1), answer("It is mild.")]
+_CALLED = [user("Paris?"), answer(None, calls=[_PARIS]), *_MILD]
+_THOUGHT = [
+    user("Paris?"),
+    answer(None, "The tool knows it.", [_PARIS]),
+    result("18 C", "get_weather", 1),
+    answer("It is mild.", "Eighteen is mild weather."),
+]
+_HOTELS = result("Ten hotels.", "search_web", 2)
+_QUERY = call("search_web", 3, query='名古屋 "quoted" & <b>', tags=["x", None], deep={"a": 1.5})
+
+_MESSAGES: dict[str, list[dict[str, Any]]] = {
+    "one turn": turns("What is six times seven?", "It is forty-two."),
+    "three turns": turns("First?", "One.", "Second?", "Two things.", "Third?", "Three."),
+    "same answers": turns("Yes", "Yes", "Yes", "Yes", "Yes", "Yes"),
+    "system": [system("Answer in rhymes."), *turns("Hello?", "Mellow.")],
+    "system, two turns": [system("Be brief."), *turns("Why?", "Because.", "So?", "Yes.")],
+    "developer": [{"role": "developer", "content": "Be formal."}, *turns("Hi?", "Good afternoon.")],
+    "ends with the user": turns("One?", "Uno.", "Two?"),
+    "two answers in a row": [user("Tell me."), answer("A first part."), answer("A second part.")],
+    "call": [user("Paris?"), answer(None, calls=[_PARIS])],
+    "call, result, answer": _CALLED,
+    "tools, call, result, answer": _CALLED,
+    "system, tools, plain answer": [system("Be kind."), *turns("Hi?", "Hello!")],
+    "tools, content and call": [user("Paris?"), answer("Let me look.", calls=[_PARIS]), *_MILD],
+    "tools, empty content and call": [
+        user("Paris?"),
+        answer("", calls=[_PARIS]),
+        result("18 C", "get_weather", 1),
+        answer("Mild."),
+    ],
+    "tools, parallel calls": [
+        user("Paris and Rome?"),
+        answer(None, calls=[_PARIS, _ROME]),
+        result("18 C", "get_weather", 1),
+        _HOTELS,
+        answer("Mild, and ten."),
+    ],
+    "tools, calls one after another": [
+        user("Paris and Rome?"),
+        answer(None, calls=[_PARIS]),
+        result("18 C", "get_weather", 1),
+        answer(None, calls=[_ROME]),
+        _HOTELS,
+        answer("Mild, and ten."),
+    ],
+    "tools, calls in two turns": [
+        *_CALLED,
+        user("And Rome?"),
+        answer(None, calls=[_ROME]),
+        _HOTELS,
+        answer("Ten of them."),
+    ],
+    "tools, ends with a result": _CALLED[:3],
+    "thoughts": [user("Six by seven?"), answer("42.", "Multiply them: six sevens.")],
+    "thoughts in two turns": [
+        user("One?"),
+        answer("Uno.", "In Spanish."),
+        user("Two?"),
+        answer("Dos.", "Spanish as before."),
+    ],
+    "thoughts in the last turn": [*turns("One?", "Uno.", "Two?"), answer("Dos.", "Spanish as before.")],
+    "thoughts in the first turn": [user("One?"), answer("Uno.", "In Spanish."), *turns("Two?", "Dos.")],
+    "tools, thoughts": _THOUGHT,
+    "tools, thoughts in two turns": [
+        *_THOUGHT,
+        user("And Rome?"),
+        answer(None, "Search for hotels then.", [_ROME]),
+        _HOTELS,
+        answer("Ten of them.", "Count them all."),
+    ],
+    "parts": turns(parts("What ", "is it?"), parts("A cat."), parts("And?"), parts("A dog.")),
+    "unicode": turns(
+        "Żółć, e\u0301, 你好, שלום\u200f?",
+        "🦆👩\u200d👩\u200d👧 مرحبا e\u0301\u0323 naïve 漢字",
+        "ß → ẞ?",
+        "a\u0308\U0001f1e9\U0001f1ea",
     ),
-    "same answers": Chat(
-        messages=[user("Yes"), answer("Yes"), user("Yes"), answer("Yes"), user("Yes"), answer("Yes")]
+    "blanks around": turns("  Why \n", "\n\n  Because it is.  \n", "\tSo?", " Well, yes.\n\n"),
+    "words of templates": turns(
+        "Say assistant\n twice: user\n.", "assistant\n\nmodel\nuser\n", "Ok?", "user"
     ),
-    "system": Chat(messages=[system("Answer in rhymes."), user("Hello?"), answer("Mellow.")]),
-    "system, two turns": Chat(
-        messages=[system("Be brief."), user("Why?"), answer("Because."), user("So?"), answer("Yes.")]
-    ),
-    "developer": Chat(
-        messages=[{"role": "developer", "content": "Be formal."}, user("Hi?"), answer("Good afternoon.")]
-    ),
-    "ends with the user": Chat(messages=[user("One?"), answer("Uno."), user("Two?")]),
-    "two answers in a row": Chat(
-        messages=[user("Tell me."), answer("A first part."), answer("A second part.")]
-    ),
-    "call": Chat(messages=[user("Paris?"), answer(None, calls=[_PARIS])]),
-    "call, result, answer": Chat(
-        messages=[
-            user("Paris?"),
-            answer(None, calls=[_PARIS]),
-            result("18 C", "get_weather", 1),
-            answer("It is mild."),
-        ]
-    ),
-    "tools, call, result, answer": Chat(
-        messages=[
-            user("Paris?"),
-            answer(None, calls=[_PARIS]),
-            result("18 C", "get_weather", 1),
-            answer("It is mild."),
-        ],
-        tools=TOOLS,
-    ),
-    "system, tools, plain answer": Chat(
-        messages=[system("Be kind."), user("Hi?"), answer("Hello!")], tools=TOOLS
-    ),
-    "tools, content and call": Chat(
-        messages=[
-            user("Paris?"),
-            answer("Let me look.", calls=[_PARIS]),
-            result("18 C", "get_weather", 1),
-            answer("It is mild."),
-        ],
-        tools=TOOLS,
-    ),
-    "tools, empty content and call": Chat(
-        messages=[
-            user("Paris?"),
-            answer("", calls=[_PARIS]),
-            result("18 C", "get_weather", 1),
-            answer("Mild."),
-        ],
-        tools=TOOLS,
-    ),
-    "tools, parallel calls": Chat(
-        messages=[
-            user("Paris and Rome?"),
-            answer(None, calls=[_PARIS, _ROME]),
-            result("18 C", "get_weather", 1),
-            result("Ten hotels.", "search_web", 2),
-            answer("Mild, and ten."),
-        ],
-        tools=TOOLS,
-    ),
-    "tools, calls one after another": Chat(
-        messages=[
-            user("Paris and Rome?"),
-            answer(None, calls=[_PARIS]),
-            result("18 C", "get_weather", 1),
-            answer(None, calls=[_ROME]),
-            result("Ten hotels.", "search_web", 2),
-            answer("Mild, and ten."),
-        ],
-        tools=TOOLS,
-    ),
-    "tools, calls in two turns": Chat(
-        messages=[
-            user("Paris?"),
-            answer(None, calls=[_PARIS]),
-            result("18 C", "get_weather", 1),
-            answer("It is mild."),
-            user("And Rome?"),
-            answer(None, calls=[_ROME]),
-            result("Ten hotels.", "search_web", 2),
-            answer("Ten of them."),
-        ],
-        tools=TOOLS,
-    ),
-    "tools, ends with a result": Chat(
-        messages=[user("Paris?"), answer(None, calls=[_PARIS]), result("18 C", "get_weather", 1)], tools=TOOLS
-    ),
-    "thoughts": Chat(messages=[user("Six by seven?"), answer("42.", "Multiply them: six sevens.")]),
-    "thoughts in two turns": Chat(
-        messages=[
-            user("One?"),
-            answer("Uno.", "In Spanish."),
-            user("Two?"),
-            answer("Dos.", "Spanish as before."),
-        ]
-    ),
-    "thoughts in the last turn": Chat(
-        messages=[user("One?"), answer("Uno."), user("Two?"), answer("Dos.", "Spanish as before.")]
-    ),
-    "thoughts in the first turn": Chat(
-        messages=[user("One?"), answer("Uno.", "In Spanish."), user("Two?"), answer("Dos.")]
-    ),
-    "tools, thoughts": Chat(
-        messages=[
-            user("Paris?"),
-            answer(None, "The tool knows it.", [_PARIS]),
-            result("18 C", "get_weather", 1),
-            answer("It is mild.", "Eighteen is mild weather."),
-        ],
-        tools=TOOLS,
-    ),
-    "tools, thoughts in two turns": Chat(
-        messages=[
-            user("Paris?"),
-            answer(None, "The tool knows it.", [_PARIS]),
-            result("18 C", "get_weather", 1),
-            answer("It is mild.", "Eighteen is mild weather."),
-            user("And Rome?"),
-            answer(None, "Search for hotels then.", [_ROME]),
-            result("Ten hotels.", "search_web", 2),
-            answer("Ten of them.", "Count them all."),
-        ],
-        tools=TOOLS,
-    ),
-    "parts": Chat(
-        messages=[
-            user(parts("What ", "is it?")),
-            answer(parts("A cat.")),
-            user(parts("And?")),
-            answer(parts("A dog.")),
-        ]
-    ),
-    "unicode": Chat(
-        messages=[
-            user("Żółć, e\u0301, 你好, שלום\u200f?"),
-            answer("🦆👩\u200d👩\u200d👧 مرحبا e\u0301\u0323 naïve 漢字"),
-            user("ß → ẞ?"),
-            answer("a\u0308\U0001f1e9\U0001f1ea"),
-        ]
-    ),
-    "blanks around": Chat(
-        messages=[
-            user("  Why \n"),
-            answer("\n\n  Because it is.  \n"),
-            user("\tSo?"),
-            answer(" Well, yes.\n\n"),
-        ]
-    ),
-    "words of templates": Chat(
-        messages=[
-            user("Say assistant\n twice: user\n."),
-            answer("assistant\n\nmodel\nuser\n"),
-            user("Ok?"),
-            answer("user"),
-        ]
-    ),
-    "nested arguments": Chat(
-        messages=[
-            user("Find."),
-            answer(
-                None,
-                calls=[
-                    call("search_web", 3, query='名古屋 "quoted" & <b>', tags=["x", None], deep={"a": 1.5})
-                ],
-            ),
-            result('{"ok": true}', "search_web", 3),
-            answer("Found."),
-        ],
-        tools=TOOLS,
-    ),
+    "nested arguments": [
+        user("Find."),
+        answer(None, calls=[_QUERY]),
+        result('{"ok": true}', "search_web", 3),
+        answer("Found."),
+    ],
+}
+CHATS = {
+    name: Chat(messages=messages, tools=TOOLS if "tools" in name or name == "nested arguments" else None)
+    for name, messages in _MESSAGES.items()
 }
 
 _EARLIER_THOUGHTS = ("thoughts in two turns", "thoughts in the first turn", "tools, thoughts in two turns")
@@ -294,40 +207,26 @@ KEPT_BY_THE_TWIN = ("qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
 """Families whose twin writes every turn as it was when it was the last: all turns can be trained in one row."""
 
 
-_PARIS_CALL = call("get_weather", 1, city="Paris", days=2)
+def _searched(**arguments: Any) -> Chat:
+    search = call("search_web", 1, **arguments)
+    messages = [user("Go"), answer(None, calls=[search]), result("ok", "search_web", 1), answer("Done.")]
+    return Chat(messages=messages, tools=TOOLS)
+
 
 TURNS: dict[str, Chat] = {
-    "the assistant first": Chat(messages=[answer("Hello."), user("Go"), answer("Ok.")]),
+    "the assistant first": Chat(messages=[answer("Hello."), *turns("Go", "Ok.")]),
     "the assistant alone": Chat(messages=[answer("Hello.")]),
     "system and assistant": Chat(messages=[system("Tell."), answer("Hello.")]),
     "empty thoughts": Chat(messages=[user("Go"), answer("Ok.", "")]),
     "blank thoughts": Chat(messages=[user("Go"), answer("Ok.", " \n")]),
-    "an empty answer": Chat(messages=[user("Go"), answer(""), user("Well?"), answer("Ok.")]),
-    "an empty answer at the end": Chat(messages=[user("Go"), answer("Ok."), user("Well?"), answer("")]),
-    "a call without arguments": Chat(
-        messages=[
-            user("Go"),
-            answer(None, calls=[call("search_web", 1)]),
-            result("ok", "search_web", 1),
-            answer("Done."),
-        ],
-        tools=TOOLS,
-    ),
-    "large numbers": Chat(
-        messages=[
-            user("Go"),
-            answer(
-                None, calls=[call("search_web", 1, since=1_732_579_200, id=-(2**53) - 1, deep={"n": [2**31]})]
-            ),
-            result("ok", "search_web", 1),
-            answer("Done."),
-        ],
-        tools=TOOLS,
-    ),
+    "an empty answer": Chat(messages=turns("Go", "", "Well?", "Ok.")),
+    "an empty answer at the end": Chat(messages=turns("Go", "Ok.", "Well?", "")),
+    "a call without arguments": _searched(),
+    "large numbers": _searched(since=1_732_579_200, id=-(2**53) - 1, deep={"n": [2**31]}),
     "thoughts, content and call": Chat(
         messages=[
             user("Go"),
-            answer("I look.", "Think it.", [_PARIS_CALL]),
+            answer("I look.", "Think it.", [_PARIS]),
             result("a", "get_weather", 1),
             answer("Done.", "Then done."),
         ],
@@ -336,27 +235,20 @@ TURNS: dict[str, Chat] = {
     "a result in parts": Chat(
         messages=[
             user("Go"),
-            answer(None, calls=[_PARIS_CALL]),
+            answer(None, calls=[_PARIS]),
             result(parts("x", "y"), "get_weather", 1),
             answer("Ok."),
         ],
         tools=TOOLS,
     ),
     "a system in parts": Chat(messages=[system(parts("A", "B")), user("x"), answer(parts("y", "z"))]),
-    "two systems": Chat(messages=[system("Be brief."), system("Be kind."), user("Go"), answer("Ok.")]),
-    "a system in between": Chat(
-        messages=[user("Go"), answer("Ok."), system("Be kind."), user("Go"), answer("Ok.")]
-    ),
+    "two systems": Chat(messages=[system("Be brief."), system("Be kind."), *turns("Go", "Ok.")]),
+    "a system in between": Chat(messages=[*turns("Go", "Ok."), system("Be kind."), *turns("Go", "Ok.")]),
     "a call that nothing answers": Chat(
-        messages=[user("Go"), answer(None, calls=[_PARIS_CALL]), user("Stop."), answer("Ok.")], tools=TOOLS
+        messages=[user("Go"), answer(None, calls=[_PARIS]), *turns("Stop.", "Ok.")], tools=TOOLS
     ),
     "special tokens in words": Chat(
-        messages=[
-            user("What is <|im_end|>?"),
-            answer("It is <|im_end|>."),
-            user("</s>?"),
-            answer("<|eot_id|>"),
-        ]
+        messages=turns("What is <|im_end|>?", "It is <|im_end|>.", "</s>?", "<|eot_id|>")
     ),
 }
 

@@ -288,43 +288,34 @@ def test_rows_outside_of_the_data_are_no_rows(ten):
 
 
 @pytest.mark.parametrize(
-    ("item", "words"),
+    ("changes", "words"),
     [
-        ({"input_ids": [1, 2]}, "row 0 of the batch has no 'loss_mask'"),
-        ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 3]}, "2 input_ids, but seq_bound"),
-        ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0]}, "at least two whole numbers"),
-        ({"input_ids": [1, 2], "loss_mask": [1], "seq_boundaries": [0, 2]}, "but 1 values of loss_mask"),
-        ({"input_ids": None, "loss_mask": None, "seq_boundaries": [0, 2]}, r"the shape \(\) in input_ids"),
+        ({"seq_boundaries": [0, 3]}, "2 input_ids, but seq_bound"),
+        ({"seq_boundaries": [0]}, "at least two whole numbers"),
+        ({"loss_mask": [1]}, "but 1 values of loss_mask"),
+        ({"input_ids": None, "loss_mask": None}, r"the shape \(\) in input_ids"),
+        ({"input_ids": [1, None]}, "of one dimension, got obj"),
+        ({"input_ids": [1.5, 2]}, "of one dimension, got float"),
+        ({"input_ids": ["a", "b"]}, "whole numbers of one dim"),
+        ({"seq_boundaries": None}, r"seq_boundaries \[None\]"),
         (
-            {"input_ids": [1, None], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
-            "of one dimension, got obj",
-        ),
-        (
-            {"input_ids": [1.5, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
-            "of one dimension, got float",
-        ),
-        (
-            {"input_ids": ["a", "b"], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
-            "whole numbers of one dim",
-        ),
-        ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": None}, r"seq_boundaries \[None\]"),
-        (
-            {"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2], "seq_lengths": [1, 0]},
+            {"seq_lengths": [1, 0]},
             r"has 1 document, but seq_lengths \[1, 0\]; they must be whole numbers, one a document",
         ),
-        (
-            {"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2], "seq_lengths": [1.5]},
-            r"but seq_lengths \[1.5\]",
-        ),
+        ({"seq_lengths": [1.5]}, r"but seq_lengths \[1.5\]"),
         (
             {"input_ids": [1, 2, 3], "loss_mask": [1] * 3, "seq_boundaries": [0, 2, 1]},
             "row 0 of the batch: `seq_start_id`",
         ),
     ],
 )
-def test_items_that_are_no_packed_rows_are_refused(ten, item, words):
+def test_items_that_are_no_packed_rows_are_refused(ten, changes, words):
+    item = {"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]}
+
     with pytest.raises(DocumentsError, match=words):
-        dataset(ten).collate_fn([item])
+        dataset(ten).collate_fn([item | changes])
+    with pytest.raises(DocumentsError, match="row 0 of the batch has no 'loss_mask'"):
+        dataset(ten).collate_fn([{"input_ids": [1, 2]}])
     with pytest.raises(DocumentsError, match="at least one packed row"):
         dataset(ten).collate_fn([])
 

@@ -12,9 +12,8 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, Value, loa
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.adapters.trl.tiny_models import tiny_model, tiny_tokenizer
+from tests.adapters.trl.tiny_models import losses_of_training, tiny_model
 from tests.support.rarely import mostly
-from trl import SFTConfig, SFTTrainer
 from trl.data_utils import pack_dataset as trl_pack_dataset
 
 import varlen as vl
@@ -234,31 +233,26 @@ def test_a_stream_names_columns_that_can_t_be_packed_too():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "words"),
     [
-        (lambda d: pack_dataset(d, 0), SettingError, "seq_length must be a whole number from 1"),
-        (lambda d: pack_dataset(d, 4, "bdf"), SettingError, "strategy must be one of bfd, bfd_split"),
-        (
-            lambda d: pack_dataset(d, 4, map_kwargs={"batched": True}),
-            SettingError,
-            r"map_kwargs\['batched'\]",
-        ),
+        (lambda d: pack_dataset(d, 0), "seq_length must be a whole number from 1"),
+        (lambda d: pack_dataset(d, 4, "bdf"), "strategy must be one of bfd, bfd_split"),
+        (lambda d: pack_dataset(d, 4, map_kwargs={"batched": True}), r"map_kwargs\['batched'\]"),
         (
             lambda d: pack_dataset(d.to_iterable_dataset(), 4, map_kwargs={"num_proc": 2}),
-            SettingError,
             r"map_kwargs\['num_proc'\] says nothing about packing a IterableDataset.*may hold batch_size",
         ),
         (
             lambda d: pack_dataset(d.to_iterable_dataset(), 4, map_kwargs={"batch_size": 0}),
-            SettingError,
             "batch_size must be a whole number from 1",
         ),
-        (lambda d: pack_dataset([[1, 2]], 4), DocumentsError, "got list; make one with"),
     ],
 )
-def test_settings_that_can_t_be_are_refused_in_a_sentence(call, error, words):
-    with pytest.raises(error, match=words):
+def test_settings_that_can_t_be_are_refused_in_a_sentence(call, words):
+    with pytest.raises(SettingError, match=words):
         call(Dataset.from_dict(OVERLONG))
+    with pytest.raises(DocumentsError, match="got list; make one with"):
+        pack_dataset([[1, 2]], 4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -320,28 +314,8 @@ def test_a_packed_set_trains_with_the_loss_of_its_documents(tmp_path, is_streame
     stored = Dataset.from_dict({"input_ids": documents, "labels": documents})
     packed = pack_dataset(stored.to_iterable_dataset() if is_streamed else stored, 96)
     rows = len(list(packed))
-    arguments = SFTConfig(
-        output_dir=str(tmp_path / "run"),
-        dataset_kwargs={"skip_prepare_dataset": True},
-        padding_free=True,
-        max_length=None,
-        per_device_train_batch_size=rows,
-        max_steps=1,
-        learning_rate=0.0,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-    )
 
-    trainer = SFTTrainer(
-        model=tiny_model(), args=arguments, train_dataset=packed, processing_class=tiny_tokenizer()
-    )
-    trainer.train()
-    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    loss = losses_of_training(tmp_path, packed, rows, steps=1)[0]
 
     assert rows > 4
     assert loss == pytest.approx(loss_of(documents), abs=1e-5)

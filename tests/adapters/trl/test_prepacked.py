@@ -4,7 +4,7 @@ import warnings
 from importlib.util import find_spec
 
 import pytest
-from tests.adapters.trl.tiny_models import tiny_model, tiny_tokenizer
+from tests.adapters.trl.tiny_models import losses_of_training, tiny_model
 from tests.support.offline_packs import documents_of, pack, write_chats, write_texts
 
 MISSING = [name for name in ("trl", "datasets", "torch", "transformers") if find_spec(name) is None]
@@ -17,38 +17,14 @@ pytestmark = [
 def trained(folder, work, *, columns=("input_ids", "labels", "seq_lengths"), rows=2, **settings):
     """Train for as many rows as there are, `rows` a step, without moving a weight; returns the losses logged."""
     import datasets
-    from trl import SFTConfig, SFTTrainer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         data = datasets.load_dataset(
             "parquet", data_files=f"{folder}/*.parquet", split="train", cache_dir=str(work / "cache")
         )
-        chosen = {"padding_free": True, "max_length": None, **settings}
-        arguments = SFTConfig(
-            output_dir=str(work / "run"),
-            dataset_kwargs={"skip_prepare_dataset": True},
-            per_device_train_batch_size=rows,
-            max_steps=len(data) // rows,
-            learning_rate=0.0,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            shuffle_dataset=False,
-            **chosen,
-        )
-        trainer = SFTTrainer(
-            model=tiny_model(),
-            args=arguments,
-            train_dataset=data.select_columns(list(columns)),
-            processing_class=tiny_tokenizer(),
-        )
-        trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        chosen = data.select_columns(list(columns))
+        return losses_of_training(work, chosen, rows, len(data) // rows, **settings)
 
 
 def loss_of_each_document(folder):

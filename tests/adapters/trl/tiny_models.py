@@ -32,3 +32,30 @@ def tiny_tokenizer():
     names = {f"<{n}>": n for n in range(256)} | {"<eos>": 256, "<pad>": 257, "<a>": 258, "<b>": 259}
     made = Tokenizer(models.WordLevel(names, unk_token="<0>"))
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+
+
+def losses_of_training(folder, data, rows, steps, **settings):
+    """The losses that TRL's trainer logs of rows as they are, so many a step; nothing is learnt."""
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(
+        output_dir=str(folder / "run"),
+        dataset_kwargs={"skip_prepare_dataset": True},
+        per_device_train_batch_size=rows,
+        max_steps=steps,
+        learning_rate=0.0,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        shuffle_dataset=False,
+        **{"padding_free": True, "max_length": None, **settings},
+    )
+    trainer = SFTTrainer(
+        model=tiny_model(), args=arguments, train_dataset=data, processing_class=tiny_tokenizer()
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

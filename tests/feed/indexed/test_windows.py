@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.feed.windows import SHARDS, Store, packs_of, pieces_of, windows_of
 from tests.support.offline_packs import write_texts
 from tests.support.rarely import mostly
-from tests.support.stores import write_pair, write_store
+from tests.support.stores import index_until, write_pair, write_store
 
 import varlen as vl
 from varlen.documents.source import open_source
@@ -388,18 +388,8 @@ def test_groups_are_the_same_where_the_tokens_of_a_pair_were_cut(tmp_path):
 def test_a_store_of_small_parts_gives_the_same_windows_while_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "PART_BYTES", 400)
     write_texts(tmp_path / "a.jsonl", count=300)
-    folder, real, notes = tmp_path / "store", index_module.write_json, []
-
-    def dying(*arguments):
-        notes.append(arguments)
-        if len(notes) > 25:
-            raise KeyboardInterrupt
-        real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(index_module, "write_json", dying)
-        with pytest.raises(KeyboardInterrupt):
-            index_source(open_source(tmp_path / "a.jsonl"), folder)
+    folder = tmp_path / "store"
+    index_until(tmp_path / "a.jsonl", folder, 24, monkeypatch)
     settings = WindowSettings(capacity=128, window=30, seed=3)
     early = open_tokens(folder)
     assert isinstance(early, PartialStore)

@@ -4,6 +4,7 @@ import gzip
 import json
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, product
 
 import numpy as np
@@ -332,11 +333,8 @@ def test_a_bad_record_is_raised_by_every_rank_at_the_batch_that_needs_it(tmp_pat
         except SourceError as error:
             said.append((count, str(error)))
 
-    threads = [threading.Thread(target=take, args=(feed,)) for feed in feeds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(take, feeds))
 
     assert len(said) == 2
     assert said[0] == said[1]
@@ -373,11 +371,8 @@ def test_closing_early_leaves_no_thread_also_where_another_rank_never_comes(sour
     meeting = Meeting(4)
     feeds = [feed_of(source, 2, rank, exchange=meeting, epochs=None) for rank in range(2)]
     both = [feed.batches(FeedState(), new_arrays) for feed in feeds]
-    threads = [threading.Thread(target=next, args=(one,)) for one in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(next, both))
     for one in both:
         one.close()
     assert threading.active_count() == before

@@ -286,59 +286,49 @@ def test_a_batch_is_joined_in_place_and_keeps_nothing_stale():
 
 
 @pytest.mark.parametrize(
-    ("rows", "settings", "error", "words"),
+    ("rows", "settings", "words"),
     [
-        ([], {}, DocumentsError, "no rows were given"),
-        ([sample(1), sample()], {}, DocumentsError, "row 1 has no tokens"),
-        (
-            [sample(1, 2, 3)],
-            {"sequence_length": 2},
-            DocumentsError,
-            "row 0 has 3 tokens, over sequence_length 2",
-        ),
-        (
-            [{"input_ids": torch.ones(1, 2)}],
-            {},
-            DocumentsError,
-            "input_ids must be a tensor of one dimension",
-        ),
+        ([], {}, "no rows were given"),
+        ([sample(1), sample()], {}, "row 1 has no tokens"),
+        ([sample(1, 2, 3)], {"sequence_length": 2}, "row 0 has 3 tokens, over sequence_length 2"),
+        ([{"input_ids": torch.ones(1, 2)}], {}, "input_ids must be a tensor of one dimension"),
         (
             [sample(1, 2), {"input_ids": torch.tensor([1])}],
             {},
-            DocumentsError,
             "row 1: labels must match its 1 tokens, as in all rows; got None",
         ),
         (
             [sample(1, 2, attention_mask=torch.tensor([1, 0]))],
             {},
-            DocumentsError,
             "row 0 is padded: its attention_mask has zeros",
         ),
         (
             [sample(1, 2, 3), sample(4)],
             {"packed_sequence_length": 6, "pad_to_multiple_of": 4},
-            DocumentsError,
             r"2 rows of \[4, 4\] tokens, rounded up to multiples of 4, take 8 tokens, over the .* 6;",
-        ),
-        (
-            [sample(1)],
-            {"packed_sequence_length": 6, "pad_to_packed_sequence_length": True, "pad_to_multiple_of": 4},
-            SettingError,
-            "6 is not a multiple of pad_to_multiple_of 4; the nearest: 4",
-        ),
-        ([sample(1)], {"pad_to_max_length": True}, SettingError, "needs packed_sequence_length"),
-        ([sample(1)], {"pad_to_multiple_of": 0}, SettingError, "pad_to_multiple_of must be a whole number"),
-        (
-            [sample(1)],
-            {"sequence_tensor_pad_values": {"labels": 0}},
-            SettingError,
-            "labels: these have their own pad values",
         ),
     ],
 )
-def test_rows_that_can_t_be_joined_are_refused(rows, settings, error, words):
-    with pytest.raises(error, match=words):
+def test_rows_that_can_t_be_joined_are_refused(rows, settings, words):
+    with pytest.raises(DocumentsError, match=words):
         build_mcore_thd_sequence_batch_from_rows(rows, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"packed_sequence_length": 6, "pad_to_packed_sequence_length": True, "pad_to_multiple_of": 4},
+            "6 is not a multiple of pad_to_multiple_of 4; the nearest: 4",
+        ),
+        ({"pad_to_max_length": True}, "needs packed_sequence_length"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be a whole number"),
+        ({"sequence_tensor_pad_values": {"labels": 0}}, "labels: these have their own pad values"),
+    ],
+)
+def test_settings_by_which_no_rows_can_be_joined_are_refused(settings, words):
+    with pytest.raises(SettingError, match=words):
+        build_mcore_thd_sequence_batch_from_rows([sample(1)], **settings)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -113,11 +114,8 @@ def test_rows_come_in_any_order_from_several_pairs_threads_and_pickles(tmp_path)
             if between(found, place, place + 1).input_ids.tolist() != rows[index]["input_ids"]:
                 wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert wrong == []
     assert pickle.loads(pickle.dumps(reader))[-1]["input_ids"] == rows[-1]["input_ids"]
 

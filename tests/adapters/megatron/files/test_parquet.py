@@ -2,7 +2,7 @@
 
 import multiprocessing
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,11 +161,8 @@ def test_threads_read_side_by_side_and_a_fork_or_pickle_reads_on(tmp_path):
             if reader[index]["input_ids"] != rows[index]["input_ids"]:
                 wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert wrong == []
     with reader._lock:  # as another thread may hold it while a process is forked
         process = multiprocessing.get_context("fork").Process(
