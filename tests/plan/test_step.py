@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.planning import METHODS, cost_of, long_tailed
+from tests.support.planning import METHODS, cost_of, long_cost_of, long_tailed
 from tests.support.rarely import IS_SOAK, mostly
 from tests.support.sliced import one_gpu_plan
 
@@ -174,8 +174,7 @@ def test_memory_that_is_short_is_repaired_by_more_recomputation_and_said():
 
 def test_where_memory_wants_half_the_layers_recomputed_only_they_are():
     mesh, lengths = vl.Mesh(dp=2, pp=4, tp=4), long_tailed(96, 60_000)
-    whole = cost_of("llama-2-70b", memory_fraction=0.8)
-    whole = whole.replace(model=replace(whole.model, max_positions=None))
+    whole = long_cost_of("llama-2-70b", memory_fraction=0.8)
     least = whole.replace(recompute="none")
 
     plan = vl.plan_step(lengths, cost=least, mesh=mesh)
@@ -223,8 +222,7 @@ def test_packs_alone_are_tuned_only_if_asked_to_be(method):
     ],
 )
 def test_no_plan_of_few_rows_a_gpu_is_faster_than_the_bound(lengths, mesh):
-    cost = cost_of(mode="flops", recompute="none")
-    cost = cost.replace(model=replace(cost.model, max_positions=None))
+    cost = long_cost_of(mode="flops", recompute="none")
     plan = vl.plan_step(lengths, cost=cost, mesh=mesh)
 
     assert vl.simulate(plan, cost).makespan_s >= lower_bound(plan.lengths, cost, mesh).seconds
@@ -232,8 +230,7 @@ def test_no_plan_of_few_rows_a_gpu_is_faster_than_the_bound(lengths, mesh):
 
 def test_no_more_ranks_share_a_document_than_may_where_parameters_are_sharded():
     mesh, roomy = vl.Mesh(dp=8, sharding="parameters"), replace(vl.Hardware.named("h100"), memory_bytes=2e12)
-    cost = cost_of(hardware=roomy)
-    cost = cost.replace(model=replace(cost.model, max_positions=None))
+    cost = long_cost_of(hardware=roomy)
 
     plan = vl.plan_step([60_000] + [300] * 20, cost=cost, mesh=mesh, search=vl.Search(most_merged_ranks=2))
 
@@ -321,11 +318,6 @@ CASES: list[tuple[Any, vl.Mesh, int, int]] = [
 """Method, mesh, tokens of a document that is too long, and the ranks that may share it."""
 
 
-def long_cost(**settings: Any) -> vl.CostModel:
-    cost = cost_of(**settings)
-    return cost.replace(model=replace(cost.model, max_positions=None))
-
-
 def refused(lengths: Any, **settings: Any) -> str:
     with pytest.raises(PlanError) as caught:
         vl.plan_step(lengths, **settings)
@@ -340,7 +332,7 @@ def number(pattern: str, text: str) -> int:
 
 @pytest.mark.parametrize(("method", "mesh", "longest", "ranks"), mostly([*CASES[:2], *CASES[3:]], CASES))
 def test_a_document_of_the_length_that_would_fit_does_and_a_longer_one_does_not(method, mesh, longest, ranks):
-    asked: dict[str, Any] = {"cost": long_cost(), "mesh": mesh, "method": method}
+    asked: dict[str, Any] = {"cost": long_cost_of(), "mesh": mesh, "method": method}
 
     said = refused([*SHORT, longest, longest - 1], **asked)
 
@@ -355,7 +347,7 @@ def test_a_document_of_the_length_that_would_fit_does_and_a_longer_one_does_not(
 
 def test_without_merging_a_document_has_one_rank():
     search = vl.Search(merges=False, repairs=False)
-    asked: dict[str, Any] = {"cost": long_cost(), "mesh": vl.Mesh(dp=4, pp=2, tp=8), "search": search}
+    asked: dict[str, Any] = {"cost": long_cost_of(), "mesh": vl.Mesh(dp=4, pp=2, tp=8), "search": search}
 
     said = refused([9_000_000], **asked)
 
@@ -368,7 +360,7 @@ def test_without_merging_a_document_has_one_rank():
 
 def test_documents_that_fit_alone_and_not_beside_each_other_are_said_to():
     lengths = np.full(8, 700_000, np.int32)
-    asked: dict[str, Any] = {"cost": long_cost(), "mesh": vl.Mesh(pp=4, tp=4), "method": "packed"}
+    asked: dict[str, Any] = {"cost": long_cost_of(), "mesh": vl.Mesh(pp=4, tp=4), "method": "packed"}
 
     said = refused(lengths, **asked)
 
@@ -407,7 +399,7 @@ def test_states_that_do_not_fit_are_said_to_with_the_least_mesh_and_sharding_tha
 @pytest.mark.parametrize("kernels", ["fused", "eager"])
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_a_document_that_some_plan_holds_is_never_left_out_unseen(kernels, kv_heads):
-    length, cost = 131_072, long_cost(kernels=kernels, recompute="full")
+    length, cost = 131_072, long_cost_of(kernels=kernels, recompute="full")
     cost = cost.replace(model=replace(cost.model, kv_heads=kv_heads))
     peaks = []
     for count in (16, 24, 32):

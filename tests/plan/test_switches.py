@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.support.planning import cost_of, long_tailed
+from tests.support.planning import cost_of, long_cost_of, long_tailed
 from tests.support.rarely import examples
 
 import varlen as vl
@@ -159,8 +159,7 @@ def test_sizes_that_are_given_are_all_that_is_tried():
     ],
 )
 def test_where_memory_holds_hardly_more_than_a_document_plain_packs_are_not_faster(mesh, fraction, length):
-    cost = cost_of(recompute="none", memory_fraction=fraction)
-    cost = cost.replace(model=replace(cost.model, max_positions=None))
+    cost = long_cost_of(recompute="none", memory_fraction=fraction)
     lengths = np.full(200, length, np.int32)
 
     assert took(lengths, cost, mesh) <= TOLERANCE * took(lengths, cost, mesh, method="packed")
@@ -193,8 +192,7 @@ def test_what_others_plan_is_not_refused():
 
 
 def test_a_quick_look_is_deterministic_and_shares_documents_as_a_close_one_does():
-    cost = cost_of(recompute="none").replace(memory_fraction=0.92)
-    cost = cost.replace(model=replace(cost.model, max_positions=None))
+    cost = long_cost_of(recompute="none").replace(memory_fraction=0.92)
     mesh, lengths = vl.Mesh(dp=8, pp=2, tp=8), np.append(long_tailed(200, 8000), 250_000).astype(np.int32)
     quick: dict[str, Any] = {"search": vl.Search(closely=False)}
 
@@ -278,15 +276,9 @@ def test_a_document_is_shared_beyond_its_node_only_where_that_pays():
 ALIKE = vl.Search(asymmetric=False)
 
 
-def many_heads(**settings: Any) -> vl.CostModel:
-    """Rows alone say how fast attention is."""
-    cost = cost_of(**settings)
-    return cost.replace(model=replace(cost.model, max_positions=None))
-
-
 def few_heads(**settings: Any) -> vl.CostModel:
     """Attention is slow on few rows times heads, in the backward pass more than in the forward one."""
-    cost = many_heads(model="llama-3-8b", **settings)
+    cost = long_cost_of(model="llama-3-8b", **settings)
     return cost.replace(hardware=replace(cost.hardware, heads_exponent=1.0))
 
 
@@ -297,7 +289,7 @@ def step_of(longest: int, count: int, seed: int) -> np.ndarray:
 CASES = [
     (vl.Mesh(dp=2, pp=8, tp=8), step_of(108_000, 23, 33), few_heads(recompute="full")),
     (vl.Mesh(dp=1, pp=16, tp=8), step_of(78_000, 13, 27), few_heads(recompute="full")),
-    (vl.Mesh(dp=1, pp=8, tp=8), step_of(98_000, 11, 38), many_heads(model="llama-3-8b", recompute="full")),
+    (vl.Mesh(dp=1, pp=8, tp=8), step_of(98_000, 11, 38), long_cost_of(model="llama-3-8b", recompute="full")),
 ]
 
 
@@ -340,7 +332,7 @@ def test_what_gains_less_than_a_hundredth_is_left_and_what_gains_more_is_taken()
     seen: Counter[str] = Counter()
     for seed in range(24):
         dice = np.random.default_rng(seed)
-        cost = few_heads(recompute="full") if seed % 2 else many_heads(recompute="full")
+        cost = few_heads(recompute="full") if seed % 2 else long_cost_of(recompute="full")
         mesh = vl.Mesh(dp=1, pp=int(dice.choice([2, 4, 8])), tp=int(dice.choice([2, 4, 8])))
         lengths = step_of(int(dice.integers(20_000, 120_000)), int(dice.integers(0, 20)), seed)
         found = micropack(lengths, cost, mesh, replace(ALIKE, splits_backward=False))

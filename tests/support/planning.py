@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +19,12 @@ def cost_of(model: str = "llama-2-7b", **settings: Any) -> vl.CostModel:
         model=vl.ModelShape.named(model),
         **({"recompute": "full", "hardware": vl.Hardware.named("h100")} | settings),
     )
+
+
+def long_cost_of(model: str = "llama-2-7b", **settings: Any) -> vl.CostModel:
+    """The cost of a model without a limit of positions."""
+    cost = cost_of(model, **settings)
+    return cost.replace(model=replace(cost.model, max_positions=None))
 
 
 def long_tailed(count: int, longest: int, seed: int = 0) -> np.ndarray:
