@@ -12,8 +12,9 @@ from tests.support.training import Notes, settings, write_store
 from varlen.documents import spool as spool_module
 from varlen.documents.source import open_source
 from varlen.errors import VarlenError
+from varlen.files import ours
 from varlen.offline import index as index_module
-from varlen.offline import outputs, pack
+from varlen.offline import pack
 from varlen.offline.index import index_source
 from varlen.offline.pack import PackSettings, pack_source
 from varlen.train import checkpoint, model
@@ -59,7 +60,7 @@ PLACES = {
     "tokens of a shard": (index_module.ShardWriter, "append", indexed),
     "a shard": (index_module.ShardWriter, "close", indexed),
     "rows": (pack, "write_table", packed),
-    "a note": (outputs, "sync", indexed),
+    "a note": (ours, "sync", indexed),
     "rows in memory": (None, "", spooled),
     "a checkpoint": (checkpoint, "sync", trained),
     "a model": (model, "sync", trained),

@@ -20,6 +20,7 @@ from tests.support.rarely import mostly
 
 from varlen.documents.source import open_source
 from varlen.errors import MissingExtraError, OverlongDocumentError, SettingError, SourceError, WorkerDiedError
+from varlen.files import ours
 from varlen.offline import index as index_module
 from varlen.offline import outputs as places_module
 from varlen.offline import pack as write_module
@@ -214,12 +215,14 @@ def test_a_run_goes_on_where_one_was_interrupted(tmp_path, data, whole, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out", "whole"]
 
 
-@pytest.mark.parametrize("name", ["finish", "write_json", "sync"])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(index_module, "finish"), (places_module, "write_json"), (places_module, "sync"), (ours, "sync")],
+)
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_an_interrupt_while_results_get_their_names_costs_nothing(
-    tmp_path, data, whole, monkeypatch, name, call
+    tmp_path, data, whole, monkeypatch, module, name, call
 ):
-    module = index_module if name == "finish" else places_module
     with monkeypatch.context() as patch:
         calls = interrupt_at(patch, module, name, call)
         try:

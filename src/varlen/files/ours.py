@@ -1,4 +1,4 @@
-"""Ownership of output folders: varlen's own carry a marker, written first; everything else is left alone.
+"""Writing: files appear whole or not at all, and only what carries varlen's marker is replaced or removed.
 
 Nothing is removed, truncated or replaced in a folder without a marker, and a link in its place is never followed. A
 marker is a small JSON file that begins with varlen's version; when a folder is removed, the marker goes last. A
@@ -16,12 +16,14 @@ import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from varlen.errors import SettingError
 
+# Errors of network file systems without locks, where the user must avoid concurrent runs.
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _MOST_NAMED = 3
 _FREE = "varlen_free_bytes"
 
@@ -122,6 +124,46 @@ def open_own(path: Path, way_out: str) -> IO[bytes]:
 def unfinished(path: Path) -> Path:
     """Return a name for an unfinished file that no other process, on any machine, uses."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+
+
+@contextmanager
+def atomic_file(path: Path, *, is_synced: bool = True) -> Iterator[Path]:
+    """Yield a temporary name to write a file under; rename it once it is complete, or remove it.
+
+    Unless `is_synced`, a power failure may leave an empty file.
+    """
+    part = unfinished(path)
+    try:
+        yield part
+        if is_synced:
+            sync(part)
+        part.replace(path)
+    except OSError as error:
+        note_free(error, path)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file atomically."""
+    with atomic_file(path) as part:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def disk_faults(place: Path, *, is_kept: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn write errors into a SettingError, which says whether finished work is kept."""
+    try:
+        yield
+    except OSError as error:
+        free = free_words(error, place)
+        if free:
+            raise SettingError(
+                f"{place} can't be written: the disk is full{free}; make room and run the same "
+                f"again{': what is finished is kept' if is_kept() else ''}"
+            ) from error
+        raise SettingError(f"{place} can't be written: {error.strerror or error}") from error
 
 
 def sync(path: Path) -> None:

@@ -17,19 +17,18 @@ from varlen.documents.source import Part, Source
 from varlen.errors import SettingError, SourceError
 from varlen.files.fingerprints import fingerprint
 from varlen.files.losses import nothing_read, stored, total
-from varlen.files.ours import sync
+from varlen.files.ours import sync, write_json
 from varlen.files.written import MANIFEST, PLAN, SKIPPED, WORK, read_manifest, sealed
 from varlen.offline.crew import Crew, Team
 from varlen.offline.outputs import (
     check_output,
     check_places,
-    disk_faults,
     finish,
+    output_faults,
     part_of,
     remove_unfinished,
     remove_work,
     working_folder,
-    write_json,
 )
 from varlen.regular import read_regular
 from varlen.store.shard import Shard, ShardWriter
@@ -225,7 +224,7 @@ def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int
     shards: list[dict[str, Any]] = []
     writer: ShardWriter | None = None
     try:
-        with disk_faults(folder):
+        with output_faults(folder):
             for documents in source.read(part):
                 if writer is not None and writer.num_tokens + len(documents.tokens) > SHARD_TOKENS:
                     shards.append(_closed(writer, number, len(shards)))
@@ -294,7 +293,7 @@ PLAN_MARKS = ("tokenizer", ROW_WEIGHTS)  # marks of a source that are written to
 
 def write_plan(partial: Path, fingerprint: str, num_parts: int, marks: Mapping[str, Any]) -> None:
     """Write the plan of a token store, for those who read it while it is written."""
-    with disk_faults(partial):
+    with output_faults(partial):
         write_json(
             partial / WORK / PLAN, sealed({"fingerprint": fingerprint, "num_parts": num_parts, **marks})
         )
@@ -357,7 +356,7 @@ def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     if read_manifest(folder) != manifest:
         raise SettingError(f"{folder} was changed by another run meanwhile; run the same again")
     listed = {shard["name"] for shard in manifest["shards"]}
-    with disk_faults(folder):
+    with output_faults(folder):
         for shard in sorted(path.parent for path in folder.glob("*/shard.json")):
             part = part_of(shard.name)
             is_left = part is not None and part >= manifest["num_parts"] and not shard.is_symlink()
@@ -368,7 +367,7 @@ def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
 def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str, Any]) -> None:
     """Move shards into a store, then list them atomically."""
-    with disk_faults(folder):
+    with output_faults(folder):
         for name in names:
             (partial / name).replace(folder / name)
         sync(folder)

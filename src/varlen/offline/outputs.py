@@ -16,7 +16,6 @@ are valid even after a power failure.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -31,17 +30,17 @@ from typing import IO, Any
 from varlen import __version__
 from varlen.errors import SettingError
 from varlen.files.ours import (
+    NO_LOCKS,
     check_names,
-    free_words,
+    disk_faults,
     is_there,
     mark_of_folder,
-    note_free,
     open_own,
     refuse_link,
     remove_entry,
     remove_marked,
     sync,
-    unfinished,
+    write_json,
 )
 from varlen.files.paths import File
 from varlen.files.written import (
@@ -61,8 +60,6 @@ from varlen.store.store import TABLES
 
 _LOCK_S = 0.5  # time to try for a lock: readers of an unfinished store hold it for a moment
 _MOST_ATTEMPTS = 100
-# Errors of network file systems without locks, where the user must avoid concurrent runs.
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
@@ -127,11 +124,11 @@ def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Itera
     A run that fails before anything was finished leaves nothing behind.
     """
     partial = partial_of(folder)
-    with disk_faults(folder):
+    with output_faults(folder):
         check_unfinished(partial)
         lock = _locked(partial, folder)
     try:
-        with disk_faults(folder):
+        with output_faults(folder):
             if fingerprint_in(partial) != fingerprint:
                 clear_unfinished(partial, keep)
                 write_json(partial / WORK / STATE, {"varlen": __version__, "fingerprint": fingerprint})
@@ -197,7 +194,7 @@ def _take_lock(lock: IO[bytes]) -> None:
 
 def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> None:
     """Move a complete output to its own name atomically."""
-    with disk_faults(folder):
+    with output_faults(folder):
         for left in partial.glob(".*.part"):  # a manifest's, left by a run that ended at this point
             left.unlink()
         for other in MANIFESTS:  # left by a run of version 0.1.0 that ended at this point
@@ -212,40 +209,11 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
 
 
 @contextmanager
-def made_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary name to write a file under; rename it once it is on disk, or remove it."""
-    part = unfinished(path)
-    try:
-        yield part
-        sync(part)
-        part.replace(path)
-    except OSError as error:
-        note_free(error, path)
-        raise
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically."""
-    with made_whole(path) as part:
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def disk_faults(place: Path) -> Iterator[None]:
-    """Turn write errors into a SettingError."""
-    try:
+def output_faults(folder: Path) -> Iterator[None]:
+    """Turn errors of writing an output into a SettingError."""
+    partial = folder if folder.name.endswith(PARTIAL) else partial_of(folder)
+    with disk_faults(folder, is_kept=lambda: _holds_finished(partial)):
         yield
-    except OSError as error:
-        free = free_words(error, place)
-        if free:
-            is_kept = _holds_finished(place if place.name.endswith(PARTIAL) else partial_of(place))
-            raise SettingError(
-                f"{place} can't be written: the disk is full{free}; make room and run the same "
-                f"again{': what is finished is kept' if is_kept else ''}"
-            ) from error
-        raise SettingError(f"{place} can't be written: {error.strerror or error}") from error
 
 
 # Recognize varlen's own files in an output folder, finished or not.

@@ -19,6 +19,7 @@ from varlen.counts import many
 from varlen.documents.order import STRETCH, DocumentOrder
 from varlen.documents.source import Source
 from varlen.errors import LedgerError, OverlongDocumentError, SettingError, SourceError
+from varlen.files.ours import atomic_file, write_json
 from varlen.files.token_tables import list_column, write_table
 from varlen.files.written import (
     MANIFEST_OF_ROWS,
@@ -34,12 +35,10 @@ from varlen.offline.index import OnProgress, build_store, check_tokenizer, decid
 from varlen.offline.outputs import (
     check_output,
     check_places,
-    disk_faults,
     finish,
-    made_whole,
+    output_faults,
     remove_work,
     working_folder,
-    write_json,
 )
 from varlen.pack.pieces import applied, check_fit, ways_out
 from varlen.pack.window import WindowPacker
@@ -144,7 +143,7 @@ def make_set(
             finally:
                 opened_store.cache_clear()  # open files would keep a removed store's space
             manifest["fingerprint"], manifest["source"] = wanted, marks
-            with disk_faults(output):
+            with output_faults(output):
                 (partial / SKIPPED).unlink(missing_ok=True)  # left by a run of version 0.1.0
                 _gather_skipped(store, partial / SKIPPED_OF_ROWS)
             manifest = sealed(manifest)
@@ -374,8 +373,8 @@ def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> 
     if written is not None:
         return written
     columns, labels = _columns(opened_store(store_folder, fingerprint), part, settings)
-    with disk_faults(folder):
-        with made_whole(folder / name) as partial:
+    with output_faults(folder):
+        with atomic_file(folder / name) as partial:
             write_table(columns, partial, settings.format, max(_ROW_GROUP_TOKENS // settings.capacity, 1))
             sha256, num_bytes = _sha256(partial), partial.stat().st_size
         bounds = _row_bounds(part).tolist()

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import PlanError, SettingError, SourceError, StalledError, described
-from varlen.offline.outputs import disk_faults, made_whole
+from varlen.files.ours import atomic_file, disk_faults
 from varlen.regular import read_regular
 from varlen.simulate.api import check_form
 from varlen.step_plan import Mesh, MicroPacks, Offload, PlanMethod, Recompute, StepPlan
@@ -153,7 +153,7 @@ def save_plan(plan: StepPlan, path: str | Path) -> None:
     path = _as_path(path)
     with disk_faults(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with made_whole(path) as part:
+        with atomic_file(path) as part:
             part.write_bytes(plan_to_bytes(plan))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from varlen import __version__
 from varlen.errors import SettingError
-from varlen.files.ours import is_there, refuse_link, unfinished
+from varlen.files.ours import atomic_file, disk_faults, is_there, refuse_link
 
 GENERATOR = '<meta name="generator" content="varlen'
 _HEAD_BYTES = 1024
@@ -99,14 +99,8 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 def write_page(path: Path, content: str) -> None:
     """Write a page atomically."""
     check_writable(path)
-    partial = unfinished(path)
-    try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise SettingError(f"{path} can't be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with disk_faults(path), atomic_file(path, is_synced=False) as part:
+        part.write_text(content, encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:

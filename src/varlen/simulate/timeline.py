@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import __version__
-from varlen.files.ours import unfinished
+from varlen.files.ours import atomic_file
 from varlen.simulate.graph import GATHER, GRADIENT_SYNC, KIND_NAMES
 from varlen.step_plan import BACKWARD, FORWARD, KINDS, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray
@@ -188,13 +188,10 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
     """
     path = Path(path)
     if path.exists() and not path.is_file():  # a pipe or a device
-        return _write(timeline, path, is_packed=path.suffix == ".gz")
-    part = unfinished(path)
-    try:
+        _write(timeline, path, is_packed=path.suffix == ".gz")
+        return
+    with atomic_file(path, is_synced=False) as part:
         _write(timeline, part, is_packed=path.suffix == ".gz")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _write(timeline: Timeline, path: Path, *, is_packed: bool) -> None:

@@ -1,4 +1,15 @@
-"""The output folder: one run at a time may use it, and finds only what runs wrote."""
+"""The output folder: one run at a time may use it, and finds only what runs wrote.
+
+::
+
+    run/
+      .running         locked while a run works
+      checkpoints/     one folder a step, `checkpoint.py`
+      model/           the trained model with its tokenizer, `model.py`
+      metrics.jsonl    one line a step, `metrics.py`
+      plans.json       how steps were planned, `plans.py`
+      hardware.json    rates of this machine, where they were measured
+"""
 
 from __future__ import annotations
 
@@ -13,8 +24,7 @@ from typing import IO
 
 from varlen.cost.hardware import load_hardware
 from varlen.errors import SettingError
-from varlen.files.ours import is_there, open_own, refuse_link
-from varlen.offline.outputs import NO_LOCKS
+from varlen.files.ours import NO_LOCKS, is_there, open_own, refuse_link
 from varlen.train.checkpoint import remove_partial
 from varlen.train.metrics import check_metrics
 from varlen.train.model import clear_models

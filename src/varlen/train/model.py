@@ -31,8 +31,8 @@ from varlen.files.ours import (
     remove_marked,
     sync,
     unfinished,
+    write_json,
 )
-from varlen.offline.outputs import write_json
 from varlen.parsed import parse_json
 from varlen.regular import read_regular
 from varlen.train.parallel import Ranks

@@ -19,11 +19,11 @@ from varlen.cost.hardware import MACHINES, Hardware, load_hardware, save_hardwar
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
-from varlen.errors import SettingError, StateError, VarlenError
+from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.plans import KEPT, GivenPlans, Heard, choice_of
 from varlen.feed.state import PLANS
-from varlen.files.ours import free_words, unfinished
+from varlen.files.ours import atomic_file, disk_faults
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.plan.planner import Planner
 from varlen.plan.search import Search
@@ -79,17 +79,9 @@ class RunPlans:
         self._choices[str(step)] = choice_of(plan)
         while len(self._choices) > KEPT:
             del self._choices[min(self._choices, key=int)]
-        partial = unfinished(self._path)
-        try:
-            partial.write_text(
-                json.dumps({"belongs_to": self._belongs_to, "planner": {"choices": self._choices}})
-            )
-            partial.replace(self._path)
-        except OSError as error:
-            free = free_words(error, self._path)
-            raise VarlenError(f"{self._path} can't be written: {error.strerror or error}{free}") from None
-        finally:
-            partial.unlink(missing_ok=True)
+        planner = {"choices": self._choices}
+        with disk_faults(self._path), atomic_file(self._path, is_synced=False) as part:
+            part.write_text(json.dumps({"belongs_to": self._belongs_to, "planner": planner}))
 
     def simulated_s(self, plan: StepPlan) -> float | None:
         """Return the seconds that the cost model predicts, on the first rank; None without a cost model."""

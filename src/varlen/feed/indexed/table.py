@@ -31,7 +31,7 @@ from varlen import __version__
 from varlen.errors import SettingError, SourceError
 from varlen.feed.indexed.stream import Grown, PackStream, Position
 from varlen.feed.indexed.windows import PACKS_A_GROUP, WINDOWS_A_GROUP, WindowSettings
-from varlen.files.ours import is_there, unfinished
+from varlen.files.ours import atomic_file, is_there
 from varlen.pack.window import count_packs
 from varlen.regular import open_regular
 from varlen.store.tokens import TokenDocuments
@@ -280,13 +280,9 @@ def _write(path: Path, table: IntArray) -> bool:
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = unfinished(path)
-        try:
-            content = table.astype("<i8").tobytes()
+        content = table.astype("<i8").tobytes()
+        with atomic_file(path, is_synced=False) as part:
             part.write_bytes(_MARK + hashlib.sha256(content).digest() + content)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError:
         return False
     return True

@@ -35,7 +35,7 @@ from varlen.adapters.megatron.files.reader import (
 from varlen.adapters.megatron.files.writer import PackedWriter, WholeFiles, write_dicts
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError, SourceError
-from varlen.offline.outputs import disk_faults, made_whole
+from varlen.files.ours import atomic_file, disk_faults
 from varlen.store.bin_idx import MAGIC as INDEX_MAGIC
 from varlen.store.bin_idx import MegatronFile
 from varlen.types import IntArray
@@ -213,7 +213,7 @@ class PackedIndexedWriter(PackedWriter):
 
     def _finish(self) -> None:
         if self._has_padding:
-            with made_whole(_beside(self.path)) as partial, partial.open("wb") as file:
+            with atomic_file(_beside(self.path)) as partial, partial.open("wb") as file:
                 np.save(file, np.concatenate(self._lengths), allow_pickle=False)
         elif self.num_rows:
             _beside(self.path).unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
 from varlen.errors import LengthsError, SettingError, SourceError
-from varlen.offline.outputs import disk_faults, made_whole
+from varlen.files.ours import atomic_file, disk_faults
 from varlen.regular import read_regular_text
 
 Entry: TypeAlias = dict[str, int | float]
@@ -209,7 +209,7 @@ def write_metadata(
         entries.append(new)
     with disk_faults(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with made_whole(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_text(json.dumps(entries), encoding="utf-8")
 
 

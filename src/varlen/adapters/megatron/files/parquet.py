@@ -35,9 +35,9 @@ from varlen.adapters.megatron.files.writer import PackedWriter, write_dicts
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.documents.pretokenized import flat_column
 from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError, described
+from varlen.files.ours import disk_faults
 from varlen.files.rows import listed
 from varlen.files.token_tables import list_column
-from varlen.offline.outputs import disk_faults
 from varlen.types import IntArray
 
 _KEPT_BYTES = 256 << 20

@@ -10,8 +10,7 @@ from typing import Any, Self
 from varlen.adapters.megatron.files.reader import as_stored, from_dicts
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError
-from varlen.files.ours import sync, unfinished
-from varlen.offline.outputs import disk_faults
+from varlen.files.ours import disk_faults, sync, unfinished
 
 _ROWS_AT_A_TIME = 64
 """Rows given as dictionaries that are made flat at once."""

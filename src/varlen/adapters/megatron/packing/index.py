@@ -28,7 +28,7 @@ from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
 from varlen.files.ours import sync
 from varlen.files.written import read_manifest
-from varlen.offline.outputs import disk_faults
+from varlen.offline.outputs import output_faults
 from varlen.store.shard import map_array
 from varlen.store.store import TokenStore, open_store
 from varlen.types import Int32Array, IntArray, Packing
@@ -228,7 +228,7 @@ def _sums(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, int]:
 def write_arrays(folder: Path, packing: Packing) -> tuple[int, dict[str, int]]:
     """Write the arrays of an index; returns the bytes of their files, and the CRC-32 of each one's numbers."""
     size, arrays = 0, arrays_of(packing)
-    with disk_faults(folder):
+    with output_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, array in arrays.items():
             path = folder / f"{name}.npy"

@@ -28,10 +28,11 @@ from varlen.documents.order import DocumentOrder
 from varlen.documents.source import Source
 from varlen.errors import DocumentsError, LedgerError, SettingError
 from varlen.files.losses import nothing_left
+from varlen.files.ours import write_json
 from varlen.files.written import WORK
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import OnProgress, quiet
-from varlen.offline.outputs import disk_faults, write_json
+from varlen.offline.outputs import output_faults
 from varlen.offline.pack import PackedSet, make_set, opened_store
 from varlen.pack.pieces import Pieces
 from varlen.pack.window import WindowPacker
@@ -273,7 +274,7 @@ def write_part(
         "num_targets": targets,
         "bytes": path.stat().st_size,
     }
-    with disk_faults(shared.folder):
+    with output_faults(shared.folder):
         write_json(note, counts)
     return counts
 
