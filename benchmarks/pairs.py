@@ -180,7 +180,8 @@ def write_inputs(folder: Path) -> None:
 
 def _environment(checkout: Path, more: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
     path = os.pathsep.join([str(checkout / "src"), str(HERE)])
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **dict(more)}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **dict(more)}
 
 
 def run_one(name: str, inputs: Path) -> float:
