@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import logging
 import os
 import shutil
@@ -130,6 +129,8 @@ def _user_cache() -> Path | None:
 
 def _name_of(source: str) -> str:
     folder = os.path.dirname(os.path.abspath(source))  # noqa: PTH100, PTH120, as numba names it
+    import hashlib  # a quarter of the time of `import varlen; varlen.pack`
+
     return f"{os.path.basename(folder)}_{hashlib.sha1(folder.encode()).hexdigest()}"  # noqa: PTH119
 
 
