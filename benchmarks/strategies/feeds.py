@@ -21,7 +21,8 @@ from benchmarks.strategies.sets import Shape
 from varlen.adapters import hf
 from varlen.adapters.multipack import MultipackDistributedBatchSampler
 from varlen.train.demo.corpus import Documents
-from varlen.train.demo.orders import Order, StepInputs, batches_as_packing, padded_inputs
+from varlen.train.demo.orders import Order, batches_as_packing
+from varlen.train.demo.run import StepInputs, padded_inputs
 from varlen.types import IntArray
 
 IGNORED = -100

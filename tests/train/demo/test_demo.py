@@ -20,15 +20,8 @@ from varlen.train.demo import corpus as corpus_module
 from varlen.train.demo.corpus import Documents, read_corpus
 from varlen.train.demo.experiment import check_equal_work, run_demo
 from varlen.train.demo.job import Job, current_bytes, now, peak_bytes, reset_peak
-from varlen.train.demo.orders import (
-    ATTENTION,
-    batches_as_packing,
-    make_order,
-    most_crowded_pack,
-    step_inputs,
-    step_slots,
-)
-from varlen.train.demo.run import Run, add_gradients, mean_loss, small_llama
+from varlen.train.demo.orders import batches_as_packing, make_order, most_crowded_pack, step_slots
+from varlen.train.demo.run import ATTENTION, Run, add_gradients, mean_loss, small_llama, step_inputs
 from varlen.train.demo.settings import METHODS, ORDERS, DemoSettings, ModelSettings
 from varlen.train.demo.worker import Worker
 
