@@ -61,11 +61,12 @@ BY_THEMSELVES = (
     "*/*worker.py",
     "*/main.py",
     "*/train/affordable.py",
+    "*/preload.py",
     "*/adapters/*",
     "*/__init__.py",
 )
-"""Files that stay small: kernels, format readers, verbs, entry points of processes, adapters, doors of rooms; and
-what a process imports that must load no torch."""
+"""Files that stay small: kernels, format readers, verbs, entry points of processes, adapters, doors of rooms;
+what a process imports that must load no torch; what a fork server imports."""
 READING_ROOMS = ("files", "text", "documents", "store")
 READERS = {"pyarrow", "fsspec", "tokenizers", "jinja2", "yaml"}
 PARSERS = {"src/varlen/parsed.py": {"yaml"}}

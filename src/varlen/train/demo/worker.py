@@ -18,12 +18,8 @@ from varlen.errors import InputError, VarlenError
 
 if TYPE_CHECKING:
     from varlen.train.demo.job import Job
-import numpy as np
 
-from varlen.batch.collate import collate
-from varlen.train.demo.orders import batches_as_packing
-
-_PRELOAD = ["varlen.train.demo.run", "varlen.train.demo.worker"]
+_PRELOAD = ["varlen.train.demo.run", "varlen.train.demo.preload"]
 
 
 def prepare() -> None:
@@ -116,20 +112,3 @@ def _serve(connection: Connection, job: Job) -> None:
         connection.send(("refused", str(error)))
     except Exception:
         connection.send(("failed", traceback.format_exc()))
-
-
-# Imported by the server that runs are forked from: compiles the kernels of `collate` once for all runs.
-#
-# Matters where no folder can keep compiled kernels; else it saves reading them fourteen times.
-
-
-def compile_kernels() -> None:
-    """Lay out one tiny document in both layouts, with the dtypes of the experiment."""
-    lengths = np.array([3], dtype=np.int64)
-    packing = batches_as_packing(lengths, np.zeros((1, 1), dtype=np.int64), 3)
-    documents = (np.zeros(3, dtype=np.int32), np.array([0, 3], dtype=np.int64))
-    collate(documents, packing, layout="rows")
-    collate(documents, packing, layout="flat")
-
-
-compile_kernels()
