@@ -18,7 +18,7 @@
     ├── PlatformError (also an ImportError)       an operating system that varlen doesn't run on
     ├── WorkerDiedError                 a process that worked for varlen is gone: killed, or out of memory
     ├── DeviceMemoryError (also a MemoryError)    a task of a step that found no memory on its device
-    ├── UnknownLengthError (also a TypeError)     a loader whose number of batches nobody knows
+    ├── UnknownLengthError (also a TypeError)     a loader with an unknown number of batches
     ├── StalledError (also a TimeoutError)        nothing came in time: a storage, a worker, another rank
     ├── DeadlockError                   tasks in an order in which each waits for another
     └── LedgerError                         tokens in and tokens out differ: a bug in varlen, never yours
@@ -107,24 +107,26 @@ class UnknownLengthError(VarlenError, TypeError):
 
 
 class StalledError(VarlenError, TimeoutError):
-    """Nothing came within a deadline; the message says who was waited for, and how long."""
+    """Nothing came within a deadline; the message names the process and the seconds."""
 
 
 class DeadlockError(VarlenError):
-    """Tasks are in an order in which each waits for another; the message names the circle."""
+    """Tasks are in an order in which each waits for another; the message names the cycle."""
 
 
 class LedgerError(VarlenError):
     """Tokens in and tokens out differ. This is a bug in varlen: please report it."""
 
 
-# Errors of others, in sentences.
+# Errors of other libraries, in sentences.
 
 
 def described(error: BaseException, *, kind: bool = False, whole: bool | None = None, most: int = 300) -> str:
-    """Return what an error says, short enough for a sentence: its first line, or as a whole all lines as one.
+    """Return an error's message for use in a sentence, at most `most` characters long.
 
-    With its kind before it, it is whole unless told otherwise. An error without words is told by its kind.
+    Args:
+        kind: whether the type's name precedes the message; an error without a message is described by that alone.
+        whole: whether all lines are joined, instead of the first line alone; by default as `kind`.
     """
     name, lines = type(error).__name__, str(error).splitlines()
     words = " ".join(" ".join(lines if (kind if whole is None else whole) else lines[:1]).split())
@@ -136,7 +138,7 @@ def described(error: BaseException, *, kind: bool = False, whole: bool | None = 
 
 @contextmanager
 def reading_state(of: str, *others: type[Exception]) -> Iterator[None]:
-    """Turn what reading a state raises that somebody has changed into one error."""
+    """Turn the errors that reading a malformed state raises into a StateError."""
     wrong: tuple[type[Exception], ...]
     wrong = (LookupError, AttributeError, ArithmeticError, TypeError, ValueError, *others)
     try:

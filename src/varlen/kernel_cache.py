@@ -1,8 +1,8 @@
-"""Caching of compiled kernels: only in folders that nobody else can write, since loading them executes them.
+"""Caching of compiled kernels: only in folders that only this user can write, since loading executes them.
 
-numba stores machine code and pickles. A folder is trusted if this user or root owns it, and nobody else can write or
-replace it; the same is checked for each folder above it, and for the files. The user's private group is trusted like
-the user. If the usual folders are writable by others, a private one is used.
+numba stores machine code and pickles. A folder is trusted if this user or root owns it, and no other user can write
+or replace it; the same is checked for each folder above it, and for the files. The user's private group is trusted
+like the user. If the usual folders are writable by others, a private one is used.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _private_group(user: int) -> int | None:
 
 
 def is_trusted(folder: Path) -> bool:
-    """Whether nobody else can write a folder, or replace it."""
+    """Whether no other user can write a folder, or replace it."""
     places = [folder, *folder.parents]
     try:
         return all(

@@ -129,7 +129,7 @@ def as_num_replicas(num_replicas: int | None) -> int:
 def check_processes(
     known: int, who: str = "accelerate", way: str = "on CPUs pass use_cpu=True or set ACCELERATE_USE_CPU=true"
 ) -> None:
-    """Refuse a job of several processes of which the framework doesn't know, as on CPUs where nobody told it.
+    """Refuse a job of several processes of which the framework doesn't know, as on CPUs by default.
 
     Each process would take itself for the only one, train on all of the data, and share no gradient.
     """

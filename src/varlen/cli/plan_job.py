@@ -1,4 +1,4 @@
-"""What `varlen plan` is told of a job, as objects: token counts, the mesh, the model, the hardware."""
+"""Options of `varlen plan` as objects: token counts, the mesh, the model, the hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of rows given in memory: files named by content, removed when nobody reads them any more.
+"""The folder of rows given in memory: files named by content, removed when no process reads them any more.
 
 ::
 
@@ -168,7 +168,7 @@ def _places(named: Path | None) -> Iterator[Callable[[], Path]]:
 
 
 def _temporary() -> Path:
-    """Return this user's folder below the temporary folder, which nobody else could have prepared."""
+    """Return this user's folder below the temporary folder, or a new one if another user could write there."""
     own = Path(tempfile.gettempdir()) / f"varlen-{os.getuid()}"
     own.mkdir(mode=0o700, exist_ok=True)
     status = own.lstat()
@@ -251,7 +251,7 @@ def _remove_stale(base: Path) -> None:
 
 
 def _remove(folder: Path, lock: IO[bytes]) -> None:
-    """Remove a folder whose exclusive lock is held; nobody sees half of it."""
+    """Remove a folder whose exclusive lock is held; it is renamed first, so that readers never see a part of it."""
     leaving = folder.with_name(f"{_LEAVING}{uuid.uuid4().hex}")
     with suppress(OSError):
         if _OURS.issuperset(path.name for path in folder.iterdir()):  # keep folders with foreign files

@@ -109,7 +109,7 @@ class PackedLoader(OfOneProcess):
         self._begin(source, tokenizer)
 
     def _begin(self, source: Data | Mixture | OpenTokens, tokenizer: Any) -> None:
-        """Look at the data, and hire a worker."""
+        """Open the data and prepare the worker."""
         settings = self._settings
         super().__init__()
         self._opened = open_data(source, tokenizer, settings)
@@ -234,7 +234,7 @@ class PackedLoader(OfOneProcess):
         """Go to the beginning of a step, to skip a bad stretch or to recover without a state.
 
         Args:
-            step: from 0; in streaming nobody knows whether there is such a step: behind the last one nothing comes.
+            step: from 0; in streaming a step after the last one is not an error: no batch follows.
 
         Raises:
             SettingError: it has no such step.
@@ -381,7 +381,7 @@ class LoaderStats:
 
 _OF_BATCHES = tuple(field.name for field in fields(BatchCounts))
 MOST_NOTED = 64
-"""Batches whose counts are added up at a time, by whoever notes them."""
+"""Batches whose counts are added up at a time."""
 Note = tuple[BatchCounts | None, float, int, int, Ledger | None, Losses | None]
 """Of a batch: what it holds, the seconds that it was waited for, the batches that were ready when it was asked for,
 the pieces skipped, what became of tokens and what was lost, as `Made` has them."""
@@ -400,7 +400,7 @@ class Meter:
         self._counts: dict[str, float] = dict.fromkeys(names, 0)
         self._ledger, self._losses = Ledger(tokens_in=0, packed=0), NO_LOSSES
         self.noted: list[Note] = []
-        """For whoever takes batches to append to; a call of its own would take longer."""
+        """Batches are appended here directly, since a call would take longer."""
 
     def add_up(self) -> None:
         """Add up what was noted."""

@@ -307,7 +307,7 @@ class DeferredWeightGrads(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.collected: list[Waiting] = []
-        """In the order in which backward passes came by; whoever runs one takes them out."""
+        """In the order of the backward passes; running one removes it."""
 
     def __torch_function__(
         self,

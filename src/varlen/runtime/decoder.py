@@ -96,7 +96,7 @@ class DecoderParts:
         )
 
     def positions(self, slices: Sequence[CachedSlice], like: torch.Tensor) -> Positions:
-        """Return what layers are told of where rows stand in their documents.
+        """Return the arguments of layers that give the positions of rows in their documents.
 
         Args:
             like: `[1, rows, hidden]`: a tensor of the layers' dtype and device.

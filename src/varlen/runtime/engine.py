@@ -134,7 +134,7 @@ class SliceEngine:
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
         one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)  # refuses what isn't a number of rows
         if mesh is None:
-            check_model(model, kernels)  # else all ranks are told what is wrong on one
+            check_model(model, kernels)  # an error on one rank reaches all
         self._member = _member(model, mesh, rank, deadline_s, gathered, kernels)
 
     def step(
@@ -314,7 +314,7 @@ def _attention(model: Any) -> str:
     return str(model.config._attn_implementation)
 
 
-# Whether a step in this process would learn: nobody else holds the model too, and gradients are on.
+# Whether a step in this process would learn: no other process holds the model too, and gradients are on.
 
 
 def check_alone(model: Any) -> None:

@@ -336,7 +336,7 @@ class _Run:
 
     def _measure(self) -> Exposed | None:
         """Measure exposed data time; the run is finished, so training more steps changes nothing of it."""
-        if self._replay is None or self._asked():  # whoever sent a signal leaves no time to measure
+        if self._replay is None or self._asked():  # after a signal there is no time to measure
             return None
         return self._replay.measure(
             self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._tell("say", text)

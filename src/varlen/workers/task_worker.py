@@ -55,7 +55,7 @@ def outcome(function: Callable[[Any, Any], Any], shared: Any, task: Any) -> tupl
 
 
 def _listen(tasks: IO[bytes], inbox: SimpleQueue[bytes]) -> None:
-    """Forward messages; exit when the sender is gone, as nobody needs the results."""
+    """Forward messages; exit when the sender is gone, as the results are not needed."""
     try:
         while True:
             inbox.put(receive(tasks))

@@ -14,7 +14,7 @@ from varlen.adapters.peers import check_processes
 
 
 class _ToldItems(AxolotlTrainer):  # type: ignore[misc]
-    """axolotl's trainer, whose model is told what its losses are divided by, wherever it takes that.
+    """axolotl's trainer, which passes the divisor of losses to every model that takes it.
 
     axolotl tells no model whose inner `forward` doesn't name `num_items_in_batch`, which is nearly all, and so takes
     the mean of means; transformers tells all that pass it on to their loss.

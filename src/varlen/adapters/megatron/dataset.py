@@ -168,7 +168,7 @@ class GPTSFTPackedDataset(Dataset[Item]):
     The order of the rows, `samples_mapping`, is that of `max_num_samples` and `seed` when this is made, as there.
 
     Raises:
-        SettingError: settings that contradict each other, or that nobody knows.
+        SettingError: settings that contradict each other, or unknown ones.
         SourceError: no file, a damaged one, or metadata that contradicts itself.
     """
 
@@ -232,7 +232,7 @@ class GPTSFTPackedDataset(Dataset[Item]):
         field = self.__dict__.pop("truncation_field")
         self.truncation_fields = [] if field is None else field.split(",")
         self._made: tuple[Any, RowCollator] | None = None
-        assert self.collator  # settings that contradict each other are told here
+        assert self.collator  # raises for settings that contradict each other
         self.indexed_dataset: PackedReader = open_packed(file_path)
         self.max_num_samples = max_num_samples
         self.samples_mapping = _shuffled(self.indexed_dataset.num_rows, max_num_samples, seed)

@@ -202,7 +202,7 @@ def last_checkpoint(load: str | Path) -> tuple[int, int]:
             return int(state["step"]), int(state["consumed_train_samples"])
         told = file.read_text().strip()
         return (0 if told == "release" else int(told)), 0
-    except Exception as error:  # whatever it raises, nobody knows the iteration
+    except Exception as error:  # whatever it raises, the iteration is unknown
         raise StateError(
             f"{file} doesn't say which checkpoint is the newest: {described(error, kind=True)}; pass "
             "iteration and consumed_train_samples"

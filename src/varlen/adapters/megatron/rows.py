@@ -38,7 +38,7 @@ class PackedRows:
     """int64 `[rows + 1]`: row r holds the documents `document_offsets[r]:document_offsets[r + 1]`."""
     seq_lengths: Int32Array | None = None
     """int32 `[documents]`: positions of input that hold real tokens, at most the stored tokens - 1; what lies behind
-    them in a document is padding. None where a file doesn't say: then it holds no padding, or nobody wrote where."""
+    them in a document is padding. None where a file doesn't say: then there is none, or its place is unknown."""
 
     @property
     def num_rows(self) -> int:

@@ -1,1 +1,1 @@
-"""Packs straight from documents whose lengths nobody knows: rounds of lanes, and nothing is written."""
+"""Packs straight from documents of unknown lengths: rounds of lanes, and nothing is written."""

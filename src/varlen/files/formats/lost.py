@@ -42,7 +42,7 @@ def _losses(file: File, error: SourceError, rows: int, read_to: int, start: int,
             # Of several stretches of one file, only the first counts it.
             return Losses(num_bytes=max(file.size, 1)) if start == 0 else NO_LOSSES
     if file.live is not None:
-        return Losses(records=1)  # nobody knows how many rows would have come
+        return Losses(records=1)  # the number of rows that were lost is unknown
     end = file.size if stop is None else stop
     try:
         packed = compression_of(file)

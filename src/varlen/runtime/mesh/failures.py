@@ -51,7 +51,7 @@ class Notes:
     answer_s: float = ANSWER_S  # seconds to wait for another's note
 
     def leave(self, note: str) -> None:
-        """Say how this process ended; where the store is gone too, nobody hears it."""
+        """Publish how this process ended; does nothing if the store is gone too."""
         with suppress(Exception):
             self.store.set(f"ended {self.rank}", note[:_MOST_CHARACTERS])
 

@@ -149,7 +149,7 @@ class MeshRank:
             return norm
 
     def close(self) -> None:
-        """Leave all groups, so that whoever waits for this process is told."""
+        """Leave all groups, so that ranks that wait for this one fail at once."""
         self._lookout.close()
         groups, self._groups = self._groups, None
         if groups is not None:

@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True)
 class _Tally:
-    """Work done so far, told to whoever watches."""
+    """Work done so far, for progress displays."""
 
     total: int
     on_progress: OnProgress

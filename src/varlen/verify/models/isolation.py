@@ -48,7 +48,7 @@ class Movements:
     """How far other documents' logits move without boundaries; None where no row holds two documents."""
     row_coupling: float | None = None
     """How far a document moved when those in other rows of a plain batch, without packing, were changed or left out;
-    None where nothing else moved, so that nobody asked."""
+    None where nothing else moved, so that this was not tried."""
     attention_across: float | None = None
     """Largest attention weight out of a document; None where the attention shows no weights."""
     alone_difference: float = 0.0

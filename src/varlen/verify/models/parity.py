@@ -244,9 +244,7 @@ def own_loss(trial: Trial) -> OwnLoss | None:
         return None
     try:
         outputs = trial.model(**arguments)
-    except (
-        Exception
-    ):  # some compute a loss of their own that needs more than labels; nobody is misled by none
+    except Exception:  # a model's own loss may need more than labels; then there is none to compare
         return None
     loss, logits = getattr(outputs, "loss", None), getattr(outputs, "logits", None)
     if loss is None or logits is None or loss.ndim or logits.shape[:2] != labels.shape:

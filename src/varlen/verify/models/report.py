@@ -78,7 +78,7 @@ class VerifyReport:
     cells: tuple[Cell, ...] = ()
     """With varlen's own arguments."""
     calls: tuple[CallCell, ...] = ()
-    """Called in other ways; empty where nobody asked."""
+    """Results of other calling conventions; empty if none was tried."""
     attention: AttentionPicture | None = None
     """Attention weights with boundaries and without; None where eager attention wasn't tried or shows none."""
 

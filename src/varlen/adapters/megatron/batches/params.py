@@ -1,4 +1,4 @@
-"""`PackedSeqParams`: what Megatron's attention is told about a packed micro-batch, from a batch of any dialect."""
+"""`PackedSeqParams`: the boundaries of a packed micro-batch for Megatron's attention, from a batch of any dialect."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from varlen.parsed import parse_json
 from varlen.regular import read_regular_text
 
 RULES: Rules = (*rules_data.RULES, *rules_model.RULES)
-"""Every rule over settings alone, in the order in which findings are told and mended."""
+"""Every rule over settings alone, in the order in which findings are reported."""
 MOST_CHANGES = 100
 """Errors that are mended one after the other; one change may bring another error to light."""
 

@@ -72,7 +72,7 @@ class Reading:
     held: frozenset[str] = frozenset()
     """Containers that are there, empty ones too."""
     mistyped: tuple[tuple[str, str], ...] = ()
-    """Names that nobody asks for, and the near one that somebody does."""
+    """Unknown names, each with the nearest known one."""
     world_size: int | None = None
     origin: str = "the configuration"
 
@@ -322,7 +322,7 @@ def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None)
     if found.wrong:
         more = f" ({len(found.wrong)} settings have values of a wrong kind)" if len(found.wrong) > 1 else ""
         raise SettingError(f"{origin}: {'; '.join(found.wrong)}{more}")
-    # An older name beside those of 0.6 was set by hand, and a rule finds that nobody reads it.
+    # Names of 0.6 decide, even beside an older name: that one was set by hand, and a rule reports it as unused.
     told = said or ("0.6" if _has_any(found, _NEW_NAMES, _NEW_CLASSES) else None)
     return Reading(
         values=found.values,
