@@ -20,9 +20,8 @@ class Sliced:
     embedding_factor: str = ""  # field that multiplies embeddings outside of their module (Granite)
     logit_factor: str = ""  # field that multiplies logits (Cohere)
     logit_divisor: str = ""  # field that divides logits (Granite)
-    logit_cap: str = (
-        ""  # field with c, where logits z become `c * tanh(z / c)` (Gemma 2); may be None in a config
-    )
+    # Field with c, where logits z become `c * tanh(z / c)` (Gemma 2); may be None in a config.
+    logit_cap: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +29,8 @@ class Family:
     """One row; the defaults apply to families without one."""
 
     sliced: Sliced | None = None  # how it runs in slices; None where tokens may mix outside of its attention
-    is_recurrent: bool = (
-        False  # whether some layers pass a state, or the last few tokens, from token to token
-    )
+    # Whether some layers pass a state, or the last few tokens, from token to token.
+    is_recurrent: bool = False
     has_own_attention: bool = False  # computes its own scores, or ignores its layer's parameters
     # Arguments for recurrent and convolution kernels: `seq_idx`, the segment number of every token ("numbers"), or
     # that for convolutions and `cu_seqlens` for the recurrence, of a single row ("ends"). Determined by running each

@@ -37,9 +37,8 @@ class Seen:
     modified_ns: int
     device: int
     inode: int
-    changed_ns: (
-        int  # inode change time: also changed by a rename, by permissions, and by resetting `modified_ns`
-    )
+    # Inode change time: also changed by a rename, by permissions, and by resetting `modified_ns`.
+    changed_ns: int
 
     @classmethod
     def of(cls, status: os.stat_result) -> Seen:

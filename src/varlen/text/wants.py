@@ -47,12 +47,10 @@ class Wants:
     null: Blank  # how a null content beside calls is passed
     empty: Blank  # how an empty content beside calls is passed
     thoughts: tuple[str, ...]  # keys for thoughts, in addition to those of transformers
-    whole_arguments: (
-        bool  # any arguments are written in full; otherwise those of each row must be searched for
-    )
-    joins: (
-        bool  # parts of a content are written as their joined texts, or unsupported, so that they are joined
-    )
+    # Any arguments are written in full; otherwise those of each row must be searched for.
+    whole_arguments: bool
+    # Parts of a content are written as their joined texts, or unsupported, so that they are joined.
+    joins: bool
     tools: Literal["wrapped", "bare"] | None  # OpenAI's form, or only their `function`; None: writes none
 
 
