@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from varlen.errors import SettingError
+from varlen.regular import open_regular
 
 # Errors of network file systems without locks, where the user must avoid concurrent runs.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
@@ -41,16 +42,53 @@ def refuse_link(path: Path, way_out: str) -> None:
         )
 
 
-def mark_of_folder(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], object]) -> bool:
-    """Whether a folder carries a marker, or holds nothing that anybody could miss."""
-    place = folder / name
+def is_folder(path: Path, purpose: str, way_out: str) -> bool:
+    """Whether a folder is there, by one look, since others may rename it; raise if it is a link or a file."""
     try:
-        if not stat.S_ISREG(place.lstat().st_mode):  # a link, or a pipe that would block a read
+        mode = path.lstat().st_mode
+    except OSError:
+        return False
+    if stat.S_ISLNK(mode):
+        refuse_link(path, way_out)
+    elif not stat.S_ISDIR(mode):
+        raise SettingError(f"{path} is a file, and {purpose} a folder of that name; {way_out}")
+    return True
+
+
+def mark_of_folder(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], object]) -> bool:
+    """Whether a folder carries a marker, or holds nothing that anybody could miss.
+
+    Another process may mark, fill and rename the folder meanwhile.
+    """
+    place = folder / name
+    while True:
+        identity = _identity(folder)
+        marker = _marker(place)
+        if marker is None and _holds_nothing(folder, place.name):
+            return True
+        if marker is None:
+            marker = _marker(place)  # written before anything else was
+        if marker is not None:
+            return isinstance(marker, dict) and bool(is_mark(marker))
+        if identity == _identity(folder):
             return False
-        marker = json.loads(place.read_bytes())
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _marker(place: Path) -> Any:
+    """Return the content of a marker; None where it is absent or no readable file, as a link is."""
+    try:
+        with os.fdopen(open_regular(place, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            return json.load(file)
     except (OSError, ValueError, RecursionError):
-        return _holds_nothing(folder, place.name)
-    return isinstance(marker, dict) and bool(is_mark(marker))
+        return None
 
 
 def _holds_nothing(folder: Path, mark: str) -> bool:
@@ -92,15 +130,19 @@ def check_names(folder: Path, is_ours: Callable[[Path], bool], way_out: str) -> 
         )
 
 
-def remove_marked(folder: Path, name: str) -> None:
-    """Remove a folder of varlen's, its marker last, so that an interrupted removal stays recognizable."""
+def remove_marked(folder: Path, *names: str) -> None:
+    """Remove a folder of varlen's, these files last and in this order.
+
+    With its marker last, an interrupted removal stays recognizable; a lock that is held goes after the marker.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return
-    for entry in folder.iterdir():
-        if entry.name != name:
-            remove_entry(entry)
-    with suppress(OSError):
-        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # another process may remove it too
+        for entry in folder.iterdir():
+            if entry.name not in names:
+                remove_entry(entry)
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 

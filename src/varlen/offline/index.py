@@ -116,7 +116,22 @@ def build_store(
 
     A store made from some of these files in the same way is kept, and the other files are added to it.
     """
-    existing = read_manifest(folder)
+    store = None
+    while store is None:
+        store = _built(source, folder, marks, team, on_progress, overwrite)
+    return store
+
+
+def _built(
+    source: Source,
+    folder: Path,
+    marks: dict[str, Any],
+    team: Team,
+    on_progress: OnProgress,
+    overwrite: bool,
+) -> TokenStore | None:
+    """Return the store; None if another run changed it before this one had its lock."""
+    existing = seen = read_manifest(folder)
     source, marks = in_stored_order(source, marks, existing)
     grown = stages_before(existing, marks)
     print_ = fingerprint_of_marks(marks, grown)
@@ -127,8 +142,10 @@ def build_store(
         if not overwrite:
             check_tokenizer(folder, existing, marks)
         existing, grown, print_ = None, [], fingerprint_of_marks(marks)
-        check_output(folder, overwrite=overwrite)
-    with working_folder(folder, print_) as partial:
+        check_output(folder, seen, overwrite=overwrite)
+    with working_folder(folder, print_, seen) as partial:
+        if partial is None:
+            return None
         if existing is not None:
             take_back(partial, folder, existing)
         first = grown[-1]["parts"] if grown else 0
@@ -353,8 +370,6 @@ def _files(manifest: dict[str, Any] | None) -> list[Any]:
 
 def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     """Move shards back that an interrupted run moved into the store before listing them."""
-    if read_manifest(folder) != manifest:
-        raise SettingError(f"{folder} was changed by another run meanwhile; run the same again")
     listed = {shard["name"] for shard in manifest["shards"]}
     with output_faults(folder):
         for shard in sorted(path.parent for path in folder.glob("*/shard.json")):

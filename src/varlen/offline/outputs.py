@@ -33,7 +33,7 @@ from varlen.files.ours import (
     NO_LOCKS,
     check_names,
     disk_faults,
-    is_there,
+    is_folder,
     mark_of_folder,
     open_own,
     refuse_link,
@@ -62,18 +62,20 @@ _LOCK_S = 0.5  # time to try for a lock: readers of an unfinished store hold it 
 _MOST_ATTEMPTS = 100
 
 
-def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Raise if an output can't be written, or its name is taken, before hours of work are done for it."""
+def check_output(folder: Path, manifest: dict[str, Any] | None, *, overwrite: bool) -> None:
+    """Raise if an output can't be written, or its name is taken, before hours of work are done for it.
+
+    `manifest` is the folder's when it was last read: another run may finish the output meanwhile.
+    """
     if folder.suffix in (".parquet", ".arrow", ".jsonl"):
         raise SettingError(
             f"{folder} names a file, but a packed set is a folder of them; pass {folder.with_suffix('')}"
         )
     if folder.exists() and not folder.is_dir():
         raise SettingError(f"{folder} is a file; name a folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        manifest = read_manifest(folder)
-        if manifest is None:
-            raise SettingError(f"{folder} holds other files; name a new folder")
+    if manifest is None and folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
+        raise SettingError(f"{folder} holds other files; name a new folder")
+    if manifest is not None:
         if not overwrite:
             raise SettingError(
                 f"{folder} holds a set made from other data or settings; name another folder, or pass --overwrite "
@@ -118,16 +120,24 @@ def partial_of(folder: Path) -> Path:
 
 
 @contextmanager
-def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Iterator[Path]:
+def working_folder(
+    folder: Path, fingerprint: str, manifest: dict[str, Any] | None, *, keep: str = LOCK
+) -> Iterator[Path | None]:
     """Yield the folder in which an output is prepared, with what an earlier run of the same settings left there.
 
-    A run that fails before anything was finished leaves nothing behind.
+    Yields None if another run changed the output after its `manifest` was read: the caller looks at it again. A run
+    that fails before anything was finished leaves nothing behind.
     """
     partial = partial_of(folder)
     with output_faults(folder):
         check_unfinished(partial)
         lock = _locked(partial, folder)
     try:
+        if read_manifest(folder) != manifest:
+            if not _holds_finished(partial):
+                remove_unfinished(partial)
+            yield None
+            return
         with output_faults(folder):
             if fingerprint_in(partial) != fingerprint:
                 clear_unfinished(partial, keep)
@@ -245,12 +255,9 @@ def is_made(path: Path) -> bool:
 def check_unfinished(partial: Path) -> None:
     """Raise if the folder for an unfinished output belongs to somebody else."""
     way_out = "move it away, or name another output"
-    refuse_link(partial, way_out)
+    if not is_folder(partial, "the result is made in", way_out):
+        return
     refuse_link(partial / WORK, way_out)
-    if not partial.is_dir():
-        if not is_there(partial):
-            return
-        raise SettingError(f"{partial} is a file, and the result is made in a folder of that name; {way_out}")
     if not mark_of_folder(
         partial, f"{WORK}/{STATE}", lambda marker: isinstance(marker.get("fingerprint"), str)
     ):
@@ -279,7 +286,7 @@ def remove_unfinished(partial: Path) -> None:
         if entry.name != WORK and is_made(entry):
             remove_entry(entry)
     remove_work(partial)
-    if not any(partial.iterdir()):
+    with suppress(OSError):  # foreign files are left in it, or another run has just locked it
         partial.rmdir()
 
 
@@ -287,7 +294,7 @@ def remove_work(folder: Path) -> None:
     """Remove the work folder, if it has our marker."""
     work = folder / WORK
     if not work.is_symlink() and mark_of_folder(work, STATE, lambda marker: "fingerprint" in marker):
-        remove_marked(work, STATE)
+        remove_marked(work, STATE, LOCK)  # another run may lock a new file as soon as this one is gone
 
 
 def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:

@@ -110,45 +110,50 @@ def make_set(
         else:
             marks = look_at(source, output, team, on_progress)
         wanted = digest(json.dumps([__version__, deciding(marks), settings], sort_keys=True))
-        manifest = read_manifest(output)
-        if manifest is not None and manifest.get("fingerprint") == wanted:
-            if manifest.get("kind") == "packed":
-                check_parts(output, manifest)
-            remove_work(output)
-            return PackedSet(folder=output, manifest=manifest, was_there=True)
-        if not overwrite:
-            check_tokenizer(output, manifest, marks)
-        check_output(output, overwrite=overwrite)
-        with working_folder(output, wanted, keep=_TOKENS) as partial:
-            check_output(output, overwrite=overwrite)  # the run that had the lock may have finished
-            if not isinstance(source, Path):
-                kept = partial / WORK / _TOKENS if tokens is None else tokens
-                store = build_store(
-                    source,
-                    kept,
-                    marks,
-                    team=team,
-                    on_progress=on_progress,
-                    overwrite=overwrite or tokens is None,
-                )
-            try:
-                manifest = write(store, partial, team)
-            except OverlongDocumentError as error:
-                if isinstance(source, Path):
-                    raise
-                raise OverlongDocumentError(
-                    f"{error}; the tokens are kept in {partial if tokens is None else tokens}, so that the same run "
-                    "with one of these goes on from there"
-                ) from error
-            finally:
-                opened_store.cache_clear()  # open files would keep a removed store's space
-            manifest["fingerprint"], manifest["source"] = wanted, marks
-            with output_faults(output):
-                (partial / SKIPPED).unlink(missing_ok=True)  # left by a run of version 0.1.0
-                _gather_skipped(store, partial / SKIPPED_OF_ROWS)
-            manifest = sealed(manifest)
-            finish(partial, output, manifest, MANIFEST_OF_ROWS)
-        return PackedSet(folder=output, manifest=manifest, was_there=False)
+        while True:
+            manifest = read_manifest(output)
+            if manifest is not None and manifest.get("fingerprint") == wanted:
+                if manifest.get("kind") == "packed":
+                    check_parts(output, manifest)
+                remove_work(output)
+                return PackedSet(folder=output, manifest=manifest, was_there=True)
+            if not overwrite:
+                check_tokenizer(output, manifest, marks)
+            check_output(output, manifest, overwrite=overwrite)
+            with working_folder(output, wanted, manifest, keep=_TOKENS) as partial:
+                if partial is None:
+                    continue
+                if not isinstance(source, Path):
+                    kept = partial / WORK / _TOKENS if tokens is None else tokens
+                    anew = overwrite or tokens is None
+                    store = build_store(
+                        source, kept, marks, team=team, on_progress=on_progress, overwrite=anew
+                    )
+                tokens_kept = None if isinstance(source, Path) else tokens or partial
+                manifest = _write_from(store, write, partial, team, tokens_kept)
+                manifest["fingerprint"], manifest["source"] = wanted, marks
+                with output_faults(output):
+                    (partial / SKIPPED).unlink(missing_ok=True)  # left by a run of version 0.1.0
+                    _gather_skipped(store, partial / SKIPPED_OF_ROWS)
+                manifest = sealed(manifest)
+                finish(partial, output, manifest, MANIFEST_OF_ROWS)
+            return PackedSet(folder=output, manifest=manifest, was_there=False)
+
+
+def _write_from(
+    store: TokenStore, write: Write, partial: Path, team: Team, kept: Path | None
+) -> dict[str, Any]:
+    """Write all files of a set; an error says where new tokens are kept, if anywhere."""
+    try:
+        return write(store, partial, team)
+    except OverlongDocumentError as error:
+        if kept is None:
+            raise
+        raise OverlongDocumentError(
+            f"{error}; the tokens are kept in {kept}, so that the same run with one of these goes on from there"
+        ) from error
+    finally:
+        opened_store.cache_clear()  # open files would keep a removed store's space
 
 
 def _write(

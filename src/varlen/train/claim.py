@@ -24,7 +24,7 @@ from typing import IO
 
 from varlen.cost.hardware import load_hardware
 from varlen.errors import SettingError
-from varlen.files.ours import NO_LOCKS, is_there, open_own, refuse_link
+from varlen.files.ours import NO_LOCKS, is_folder, is_there, open_own, refuse_link
 from varlen.train.checkpoint import remove_partial
 from varlen.train.metrics import check_metrics
 from varlen.train.model import clear_models
@@ -102,7 +102,8 @@ def prepare(run: RunSettings, metrics: str) -> None:
     The folder itself may be a link; what is in it may not.
     """
     folder = run.folder
-    for name in (CHECKPOINTS, STATE, MEASURED):
+    is_folder(folder / CHECKPOINTS, "checkpoints go to", _OUT)
+    for name in (STATE, MEASURED):
         refuse_link(folder / name, _OUT)
     check_metrics(folder / metrics)
     _check_plans(folder / STATE)
@@ -110,10 +111,6 @@ def prepare(run: RunSettings, metrics: str) -> None:
         if not (folder / MEASURED).is_file():
             raise SettingError(f"{folder / MEASURED} is no file; {_OUT}")
         load_hardware(folder / MEASURED)
-    if is_there(folder / CHECKPOINTS) and not (folder / CHECKPOINTS).is_dir():
-        raise SettingError(
-            f"{folder / CHECKPOINTS} is a file, and checkpoints go to a folder of that name; {_OUT}"
-        )
     clear_models(folder / MODEL)
     remove_partial(folder / CHECKPOINTS)
 

@@ -25,9 +25,8 @@ from varlen.adapters import hf
 from varlen.errors import ModelError, SettingError, SourceError, VarlenError
 from varlen.files.ours import (
     free_words,
-    is_there,
+    is_folder,
     mark_of_folder,
-    refuse_link,
     remove_marked,
     sync,
     unfinished,
@@ -280,11 +279,8 @@ def clear_models(folder: Path) -> None:
 def check_model(folder: Path) -> None:
     """Refuse to replace a folder unless it holds exactly what a run wrote."""
     out = "move it away and run the same command again, or choose another run.output"
-    refuse_link(folder, out)
-    if not is_there(folder):
+    if not is_folder(folder, "the trained model is to be", out):
         return
-    if not folder.is_dir():
-        raise SettingError(f"{folder} is a file, and the trained model is to be a folder of that name; {out}")
     if not mark_of_folder(folder, _MARK, _is_mark):
         raise SettingError(
             f"{folder} has no mark of a model that varlen train wrote ({_MARK}; 0.1.0 wrote none), and "

@@ -437,7 +437,7 @@ def test_a_stopped_run_over_the_cache_is_named_and_not_waited_for_without_end(tm
     cache = tmp_path / "cache"
     source = open_source(data)
     folder = cache / "stores" / fingerprint_of_marks(source_marks(source))[:32]
-    with working_folder(folder, "other"):
+    with working_folder(folder, "other", None):
         settings = {"capacity": 256, "global_batch_size": 2, "mode": "indexed", "cache": cache}
         with pytest.raises(
             StalledError, match=rf"process {os.getpid()} holds .*lock, .* nothing into .*{folder.name}"
