@@ -14,8 +14,8 @@ from tests.oracles import pack_fill as reference_fill
 from tests.support.packings import UNLIMITED, random_lengths
 
 import varlen as vl
-from varlen.pack import assign, kernels, kernels_arrange
-from varlen.pack.assign import fill
+from varlen.pack import api, kernels, kernels_arrange
+from varlen.pack.api import fill
 
 Search = tuple[np.ndarray, np.ndarray, np.ndarray, int, int]
 """Order, slots, sizes, capacity, max_documents."""
@@ -55,7 +55,7 @@ def run_search(function: Callable[..., int], *arguments: Any, items: int) -> tup
 
 def most_packs(search: Search) -> int:
     _, slots, sizes, capacity, max_documents = search
-    return assign._most_packs(slots, sizes, capacity, max_documents)
+    return api._most_packs(slots, sizes, capacity, max_documents)
 
 
 @given(searches(), st.integers(0, 5))
@@ -181,7 +181,7 @@ def test_first_fit_searches_all_levels_of_its_tree(max_documents, seed):
         places[pack] -= 1
         expected.append(pack)
     order = np.arange(count, dtype=np.int32)
-    most = assign._most_packs(slots, sizes, capacity, max_documents)
+    most = api._most_packs(slots, sizes, capacity, max_documents)
     arguments = (order, slots, sizes, capacity, max_documents, most)
 
     assert opened > 64 * 64

@@ -18,7 +18,7 @@ from varlen.files.columns import Columns, check_named
 from varlen.files.formats.reader import columns_of, cut_points, rows_of
 from varlen.files.formats.text import Cut
 from varlen.files.paths import Data, File, Format, LeftOut, unread
-from varlen.files.retry import Retry
+from varlen.files.retry import USUAL, Retry
 from varlen.files.written import read_manifest, split_documents
 from varlen.text.chat_template import CHATML, template_text
 from varlen.text.chat_template import chat_template as make_template
@@ -234,7 +234,7 @@ def open_source(
         binary_as_text=reading.binary_as_text,
         fields=tuple(named.values()),
         leave_out=leave_out,
-        retry=reading.retry or Retry(),
+        retry=reading.retry or USUAL,
     )
     files = (resolved := find(placed(data, named, cache), naming)).files
     _refuse_cut_rows(files)

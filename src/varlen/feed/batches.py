@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
-from varlen.errors import InputError, OverlongDocumentError, SourceError
-from varlen.feed.checks import Pieces, check_ids, where_of
+from varlen.documents.source import OnError
+from varlen.errors import InputError, ModelError, OverlongDocumentError, SourceError
 from varlen.feed.indexed.windows import StorePacks
 from varlen.files.losses import Losses, nothing_left
 from varlen.pack.api import DEFAULT_WORK
 from varlen.pack.pieces import POLICIES, ways_out
-from varlen.store.tokens import ReadableTokens
-from varlen.text.loss_masks import Mask
+from varlen.store.tokens import ReadableTokens, TokenDocuments
+from varlen.text.loss_masks import Mask, as_wide
 from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Packing
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,3 +316,163 @@ def _longest_first(packs: list[int], work: npt.NDArray[np.float64], ranks: int) 
         if len(shares[index]) < size:
             heapq.heappush(open_shares, (total + float(work[pack]), index))
     return shares
+
+
+# Documents that can't be read when a batch is built: the error names them, or they are masked in place and counted.
+#
+# Plans depend only on lengths, which are the same on every rank. So a document whose tokens one rank can't read
+# keeps its slot there: other documents, steps, their number and their denominators don't change, and other ranks
+# aren't affected.
+
+_MOST_NAMED = 1000
+"""Skipped documents that the log names; further ones are only counted, as a missing file may have held millions."""
+
+
+class Pieces(Protocol):
+    """The part of `ReadableTokens` from which a batch is read."""
+
+    @property
+    def documents(self) -> IntArray:
+        """int64 `[shards]`: documents of each shard."""
+
+    def gather(
+        self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask | None]:
+        """Read pieces of documents end to end."""
+
+    def where(self, shard: int) -> str:
+        """Describe a shard for messages."""
+
+
+class Unreadable:
+    """How to handle documents that can't be read, and which of them the log has named."""
+
+    def __init__(self, on_error: OnError, pad_id: int) -> None:
+        self.on_error, self.pad_id = on_error, pad_id
+        self._named: set[str] = set()
+
+    def name(self, where: str, why: SourceError) -> None:
+        """Log once which document was skipped, and why."""
+        if where in self._named or len(self._named) > _MOST_NAMED:
+            return
+        self._named.add(where)
+        if len(self._named) > _MOST_NAMED:
+            _log.warning(
+                "skipped: more than %s documents; further ones are counted, and not named", f"{_MOST_NAMED:,}"
+            )
+        else:
+            _log.warning("skipped: %s is masked: %s", where, why)
+
+
+class ReadPieces:
+    """A store's pieces; masks and counts those that can't be read."""
+
+    def __init__(self, store: ReadableTokens, unreadable: Unreadable) -> None:
+        self._store, self._unreadable = store, unreadable
+        self.skipped = 0
+        """Number of pieces masked so far."""
+
+    @property
+    def documents(self) -> IntArray:
+        """int64 `[shards]`: documents of each shard."""
+        return self._store.documents
+
+    def where(self, shard: int) -> str:
+        """Describe a shard for messages."""
+        return self._store.where(shard)
+
+    def gather(
+        self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask | None]:
+        """Read pieces of documents end to end; the arguments are those of `ReadableTokens.gather`."""
+        try:
+            return self._store.gather(shards, documents, starts, lengths)
+        except SourceError:
+            return self._one_by_one(shards, documents, np.asarray(starts), lengths)
+
+    def _one_by_one(
+        self, shards: IntArray, documents: IntArray, starts: IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask]:
+        """Read each piece separately, to find those that can't be read."""
+        begins = (np.cumsum(lengths) - lengths).tolist()
+        tokens = np.full(int(lengths.sum()), self._unreadable.pad_id, dtype=np.int32)
+        mask: Mask = np.ones(len(tokens), dtype=np.uint8)
+        for number, (begin, length) in enumerate(zip(begins, lengths.tolist())):
+            piece, span = slice(number, number + 1), slice(begin, begin + length)
+            try:
+                ids, piece_mask = self._store.gather(
+                    shards[piece], documents[piece], starts[piece], lengths[piece]
+                )
+            except SourceError as error:
+                where = _describe(self._store, int(shards[number]), int(documents[number]))
+                if self._unreadable.on_error == "raise":
+                    raise SourceError(f'{where} can\'t be read: {error}; on_error="skip" masks it') from error
+                self._unreadable.name(where, error)
+                self.skipped += 1
+                mask[span] = 0
+                continue
+            tokens[span] = ids
+            if piece_mask is not None:
+                mask = as_wide(mask, piece_mask)
+                mask[span] = piece_mask
+        return tokens, mask
+
+
+def _describe(store: Pieces, shard: int, document: int) -> str:
+    """Describe a document for messages, by its shard and its number within the shard."""
+    return f"document {document:,} of {store.where(shard)}"
+
+
+def where_of(store: Pieces, document_id: int) -> str:
+    """Describe a document for messages, by its number within the whole store."""
+    before = np.concatenate([[0], np.cumsum(store.documents)])
+    shard = int(np.searchsorted(before, document_id, side="right")) - 1
+    return _describe(store, shard, document_id - int(before[shard]))
+
+
+# Ids that a model doesn't know are found when they are read, as token files don't record the vocabulary's size.
+
+_DOCUMENTS, _TOKENS = 1 << 12, 10_000_000
+"""Documents and tokens that are checked before training, at most."""
+
+
+def check_ids(
+    tokens: npt.NDArray[np.integer[Any]],
+    lengths: IntArray,
+    vocab_size: int,
+    where: Callable[[int], str],
+) -> None:
+    """Refuse ids that a model doesn't know.
+
+    Args:
+        lengths: int64 `[pieces]`: tokens of each.
+
+    Cost: 0.1 ms a million tokens.
+    """
+    if len(tokens) == 0 or int(tokens.max()) < vocab_size:
+        return
+    at = int(np.argmax(tokens >= vocab_size))
+    piece = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+    raise ModelError(
+        f"{where(piece)} holds the id {int(tokens[at]):,}, but the model knows {vocab_size:,} ids, from 0 to "
+        f"{vocab_size - 1:,}; take the model that the tokens were made for, or resize its embeddings"
+    )
+
+
+def check_first_ids(tokens: TokenDocuments, vocab_size: int) -> None:
+    """Refuse data whose first documents have ids that a model doesn't know.
+
+    Cost: reading 4,096 documents of the first shard, or 10 million tokens if these have more.
+    """
+    shards_with_documents = np.flatnonzero(tokens.documents)
+    if len(shards_with_documents) == 0:
+        return
+    shard = int(shards_with_documents[0])
+    numbers = np.arange(min(int(tokens.documents[shard]), _DOCUMENTS))
+    shards = np.full(len(numbers), shard)
+    lengths = tokens.lengths(shards, numbers)
+    # A document that exceeds the limit is cut to its beginning.
+    before = np.cumsum(lengths) - lengths
+    lengths = np.clip(_TOKENS - before, 0, lengths)
+    ids, _ = tokens.gather(shards, numbers, np.zeros(len(numbers), dtype=np.int64), lengths)
+    check_ids(ids, lengths, vocab_size, lambda piece: _describe(tokens, shard, piece))

@@ -16,9 +16,8 @@ from varlen.arguments import as_count, takes, with_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.documents.source import Mixture
 from varlen.errors import SettingError, UnknownLengthError
-from varlen.feed.checks import warn_overlong_read
 from varlen.feed.lookup import IndexedLookup, StepDocuments, StreamingLookup
-from varlen.feed.opening import Opened, OpenTokens, open_data
+from varlen.feed.opening import Opened, OpenTokens, open_data, warn_overlong_read
 from varlen.feed.protocol import BatchCounts, Ended, Worker
 from varlen.feed.settings import FREE, LoaderArguments, LoaderSettings
 from varlen.feed.spec import let_go

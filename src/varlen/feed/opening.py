@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import stat
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varlen.arguments import options_of
+import numpy as np
+
+from varlen.arguments import in_words, options_of
 from varlen.counts import many
 from varlen.documents.memory import placed
 from varlen.documents.source import Mixture, Reading, Source, open_source
-from varlen.errors import SettingError, SourceError, StalledError, VarlenError
+from varlen.errors import SettingError, SourceError, VarlenError
 from varlen.feed.agreement import Agreement, Exchanges, job_store, name_of
-from varlen.feed.batches import BatchSettings
-from varlen.feed.checks import NO_LABEL, check_tokens, has_label, warn_overlong
+from varlen.feed.batches import BatchSettings, check_first_ids
 from varlen.feed.indexed.stream import IndexedFeed
 from varlen.feed.indexed.windows import PARTS_A_GROUP, WindowSettings
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
@@ -31,20 +29,18 @@ from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
 from varlen.files.fingerprints import fingerprint_of, known_prints
 from varlen.files.losses import NO_LOSSES, Losses
-from varlen.files.ours import entries_below
 from varlen.files.paths import Data, File, entries_of, is_url
-from varlen.files.written import LOCK, PARTIAL, WORK
-from varlen.offline.crew import Crew
-from varlen.offline.index import fingerprint_of_marks, index_source, source_marks
-from varlen.pack.pieces import applied, check_fit
+from varlen.offline.index import indexed_in_cache
+from varlen.pack.pieces import POLICIES, applied, check_fit
 from varlen.store.growing import PartialStore
 from varlen.store.open import is_megatron, is_token_store, open_tokens
-from varlen.store.store import TokenStore
+from varlen.store.store import TokenStore, weighs
 from varlen.store.token_files import FileTokens
-from varlen.store.tokens import TokenDocuments, lengths_in_order, weighs
+from varlen.store.tokens import TokenDocuments, lengths_in_order
 from varlen.text.identity import TokenizerMark, check_same, made_by, mark_in, mark_of
 from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import digest
+from varlen.types import Ledger
 from varlen.workers.processors import processors
 
 if TYPE_CHECKING:
@@ -365,9 +361,9 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     if world > 1:
         tell_read_by_all(feed.read_by_all, source, world)
     _log.info(
-        "%s over blocks of %s KB; masked packs fill only the end of the last epoch, at most 1 + (a block + the "
-        "longest document) / capacity a lane",
-        many(spec.settings.lanes, "lane"),
+        "lanes: %d, over blocks of %s KB; masked packs fill only the end of the last epoch, at most "
+        "1 + (a block + the longest document) / capacity a lane",
+        spec.settings.lanes,
         f"{feed.block_bytes / 1e3:,.0f}",
     )
     store = job_store() if world > 1 else None
@@ -577,81 +573,96 @@ def say_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
         )
 
 
-# The store that a loader makes of its documents in the user's cache, once for all processes.
+# Checks of documents that are tokens already: vocabulary, labels, overlong documents.
 
-_WAIT_S = 0.5
+_CHUNK = 1 << 20
+"""Number of documents whose lengths are read at a time."""
+_MOST_COUNTED = 1 << 22
+"""Overlong documents are counted in advance in data of at most so many documents (a fraction of a second)."""
+NO_LABEL = (
+    "the mixture holds nothing to train on: none of its {count} has a document with a label. A document of one token "
+    "has none, nor has one that is dropped as too long, or what a loss mask or `supervise` leaves out"
+)
 
 
-def indexed_in_cache(source: Source, cache: str | Path | None, patience_s: float) -> Path:
-    """Tokenize documents into a store in the user's cache, or find them there; returns its folder.
+def has_label(tokens: TokenDocuments, settings: LoaderSettings) -> bool:
+    """Return whether any document has a label; True if a shard can't be read, as building its batch reports that.
 
-    Of several processes that want the same store, one makes it and the others wait. If it dies, one of them resumes
-    where it stopped.
+    Cost: reading the first million lengths of a shard; more only while no label is found.
     """
-    base = (
-        Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
-    )
-    marks = source_marks(source)
-    folder = base / "stores" / fingerprint_of_marks(marks)[:32]
-    crew, told = Crew(processes=_processes(source)), False
-    since, seen = time.monotonic(), _written(folder)
-    while True:
-        try:
-            store, was_there = index_source(source, folder, crew=crew, marks=marks)
-        except SettingError as error:
-            if not isinstance(error.__cause__, BlockingIOError):
-                raise
-            if not told:
-                _log.info("another process indexes the data into %s; waiting for it", folder)
-                told = True
-            written = _written(folder)
-            if written != seen:
-                since, seen = time.monotonic(), written
-            elif time.monotonic() - since >= patience_s:
-                raise StalledError(_stopped(folder, time.monotonic() - since)) from error
-            time.sleep(_WAIT_S)
-            continue
-        if not was_there:
-            _log.info("indexed %s into %s", many(int(store.documents.sum()), "document"), folder)
-        return folder
-
-
-def _processes(source: Source) -> int:
-    """Return how many processes may tokenize: one if the tokenizer can't be pickled."""
+    kept = POLICIES[settings.overlong].kept
     try:
-        pickle.dumps(source)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return 1
-    return processors()
+        for shard, documents in enumerate(tokens.documents.tolist()):
+            for start in range(0, documents, _CHUNK):
+                numbers = np.arange(start, min(start + _CHUNK, documents))
+                shards = np.full(len(numbers), shard)
+                lengths = tokens.lengths(shards, numbers)
+                stops = kept(lengths, settings.capacity)
+                if tokens.count_targets(shards, numbers, np.zeros_like(lengths), stops).any():
+                    return True
+    except SourceError:
+        return True
+    return False
 
 
-def _written(folder: Path) -> list[tuple[str, int, int]]:
-    """Return what has been written of a store so far, which changes while a process writes it."""
-    return sorted(
-        (str(path), status.st_size, status.st_mtime_ns)
-        for path, status in entries_below(folder.with_name(folder.name + PARTIAL))
-        # Trying the lock changes the time of its file.
-        if path.name != LOCK and stat.S_ISREG(status.st_mode)
-    )
-
-
-def _stopped(folder: Path, seconds: float) -> str:
-    partial = folder.with_name(folder.name + PARTIAL)
-    lock = partial / WORK / LOCK
-    return (
-        f"{_holder(lock)} holds {lock}, and has written nothing into {partial} for {seconds:,.0f} s; end it and the "
-        "next loader goes on where it stopped, or pass deadline_s to wait longer"
-    )
-
-
-def _holder(lock: Path) -> str:
-    """Return the process that holds a lock, as far as /proc says."""
+def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
+    """Refuse tokens that the model doesn't know: by the store's vocabulary size, or else by its first documents."""
+    if isinstance(tokens, TokenStore):
+        made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
+        if made_by.get("vocab_size") is not None:
+            check_vocabulary(made_by["vocab_size"], made_by.get("name", "of the store"), settings)
+            return
+    if settings.vocab_size is None:
+        return
     try:
-        inode = lock.stat().st_ino
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()  # 1: FLOCK ADVISORY WRITE 2345 08:01:67890 0 EOF
-            if "->" not in words and words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == inode:
-                return f"process {words[4]}"
-    except (OSError, ValueError, IndexError):  # other systems have no /proc/locks
-        pass
-    return "another process"
+        check_first_ids(tokens, settings.vocab_size)
+    except SourceError:
+        if settings.on_error == "raise":  # otherwise unreadable documents are masked
+            raise
+
+
+def warn_overlong(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool:
+    """Log how many documents, of how many tokens, exceed the capacity; returns False if that wasn't counted."""
+    counts = tokens.documents
+    if settings.ranks[0] or settings.method == "wrapped" or settings.overlong == "error":
+        return True
+    if int(counts.sum()) > _MOST_COUNTED:
+        return False
+    count = long_tokens = 0
+    try:
+        for shard, documents in enumerate(counts.tolist()):
+            lengths = tokens.lengths(np.full(documents, shard), np.arange(documents))
+            long = lengths[lengths > settings.capacity]
+            count, long_tokens = count + len(long), long_tokens + int(long.sum())
+    except SourceError:  # building the batch reports it
+        return False
+    if count:
+        _log_overlong(
+            f"{many(count, 'document')} of {many(int(counts.sum()), 'document')} in {data}, with "
+            f"{many(long_tokens, 'token')}, {'is' if count == 1 else 'are'}",
+            settings,
+        )
+    return True
+
+
+def warn_overlong_read(ledger: Ledger, settings: LoaderSettings) -> bool:
+    """Log how many of the documents read so far exceed the capacity, if any; returns whether any do."""
+    count = ledger.split_documents + ledger.truncated_documents + ledger.dropped_documents
+    if count and not settings.ranks[0] and settings.method != "wrapped":
+        _log_overlong(
+            f"{many(count, 'document')} of the first {many(ledger.documents_in, 'document')} "
+            f"{'was' if count == 1 else 'were'}",
+            settings,
+        )
+    return count > 0
+
+
+def _log_overlong(which: str, settings: LoaderSettings) -> None:
+    others = [name for name in POLICIES if name != settings.overlong]
+    _log.warning(
+        "%s longer than capacity %s, and %s; overlong=%s does otherwise, and stats().ledger counts all",
+        which,
+        f"{settings.capacity:,}",
+        POLICIES[settings.overlong].becomes,
+        in_words(others),
+    )

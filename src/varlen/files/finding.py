@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from varlen.counts import many
@@ -16,7 +16,7 @@ from varlen.files.folders import Chosen, Folder, choose_files, dangling_links
 from varlen.files.opening import rows_at
 from varlen.files.paths import Data, File, Format, Found, LeftOut, entries_of, is_url, kind_of, says_text
 from varlen.files.remote import Listed, list_remote, read_remote
-from varlen.files.retry import Retry
+from varlen.files.retry import USUAL, Retry
 from varlen.files.seen import Seen
 from varlen.files.splits import ALL, no_such_split
 from varlen.files.written import (
@@ -43,7 +43,7 @@ class Naming:
     binary_as_text: bool = False  # read binary columns of tables as UTF-8 text
     fields: Collection[str] = ()  # document columns with unusual names
     leave_out: Sequence[Path] = ()  # output folders, skipped where a folder or a glob contains them
-    retry: Retry = field(default_factory=Retry)
+    retry: Retry = USUAL
 
 
 def find(data: Data, naming: Naming | None = None) -> Found:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, cast
 
 from varlen.counts import many
 from varlen.errors import SourceError
-from varlen.files.retry import Retry
+from varlen.files.retry import USUAL, Retry
 from varlen.files.seen import Seen
 
 # The reader of rows that are served while they are read (`documents/serving.py`): a socket read like a file.
@@ -141,7 +141,7 @@ class File:
     # Called with the path and the byte range that was read, about a megabyte at a time, for local files.
     on_read: Callable[[str, int, int], None] | None = field(default=None, compare=False, repr=False)
     mark: str | None = None  # ETag or checksum that the server listed, which changes with the content
-    retry: Retry = field(default=Retry(), compare=False, repr=False)  # for remote files
+    retry: Retry = field(default=USUAL, compare=False, repr=False)  # for remote files
     stored: str | None = None  # where rows given in memory lie; `path` then names them, for messages
     content: str | None = None  # its fingerprint, if known
     # Identifies the file that was listed, to detect a replacement during a run: the status of a local file, or what a

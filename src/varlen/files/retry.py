@@ -96,6 +96,9 @@ class Retry:
         return longest * (0.5 + _jitter.random() / 2)
 
 
+USUAL = Retry()
+
+
 def retried(
     call: Callable[[], Result], url: str, retry: Retry, *, place: str = "", silence_s: float | None = None
 ) -> Result:

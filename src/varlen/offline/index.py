@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import pickle
 import shutil
+import stat
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,13 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from varlen import __version__
+from varlen.counts import many
 from varlen.documents.block_reader import Watch
 from varlen.documents.source import Part, Source
-from varlen.errors import SettingError, SourceError
+from varlen.errors import SettingError, SourceError, StalledError
 from varlen.files.fingerprints import fingerprint
 from varlen.files.losses import nothing_read, stored, total
-from varlen.files.ours import sync, write_json
-from varlen.files.written import MANIFEST, PLAN, SKIPPED, WORK, read_manifest, sealed
+from varlen.files.ours import entries_below, sync, write_json
+from varlen.files.written import LOCK, MANIFEST, PARTIAL, PLAN, SKIPPED, WORK, read_manifest, sealed
 from varlen.offline.crew import Crew, Team
 from varlen.offline.outputs import (
     check_output,
@@ -32,11 +38,12 @@ from varlen.offline.outputs import (
 )
 from varlen.regular import read_regular
 from varlen.store.shard import Shard, ShardWriter
-from varlen.store.store import STORE_FORMAT, STORE_FORMATS, TokenStore, format_of, open_store
-from varlen.store.tokens import ROW_WEIGHTS
+from varlen.store.store import ROW_WEIGHTS, STORE_FORMAT, STORE_FORMATS, TokenStore, format_of, open_store
 from varlen.text.identity import made_by, mark_in
 from varlen.text.tokenizer import ByteTokenizer, digest
+from varlen.workers.processors import processors
 
+_log = logging.getLogger(__name__)
 OnProgress = Callable[[int, int, str], None]
 SHARD_TOKENS = 1 << 24
 PART_BYTES = 64 << 20
@@ -389,3 +396,83 @@ def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str
         write_json(folder / MANIFEST, sealed(manifest))
         sync(folder)
         remove_unfinished(partial)
+
+
+# The store that a loader makes of its documents in the user's cache, once for all processes.
+
+_WAIT_S = 0.5
+
+
+def indexed_in_cache(source: Source, cache: str | Path | None, patience_s: float) -> Path:
+    """Tokenize documents into a store in the user's cache, or find them there; returns its folder.
+
+    Of several processes that want the same store, one makes it and the others wait. If it dies, one of them resumes
+    where it stopped.
+    """
+    base = (
+        Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
+    )
+    marks = source_marks(source)
+    folder = base / "stores" / fingerprint_of_marks(marks)[:32]
+    crew, told = Crew(processes=_processes(source)), False
+    since, seen = time.monotonic(), _written(folder)
+    while True:
+        try:
+            store, was_there = index_source(source, folder, crew=crew, marks=marks)
+        except SettingError as error:
+            if not isinstance(error.__cause__, BlockingIOError):
+                raise
+            if not told:
+                _log.info("another process indexes the data into %s; waiting for it", folder)
+                told = True
+            written = _written(folder)
+            if written != seen:
+                since, seen = time.monotonic(), written
+            elif time.monotonic() - since >= patience_s:
+                raise StalledError(_stopped(folder, time.monotonic() - since)) from error
+            time.sleep(_WAIT_S)
+            continue
+        if not was_there:
+            _log.info("indexed %s into %s", many(int(store.documents.sum()), "document"), folder)
+        return folder
+
+
+def _processes(source: Source) -> int:
+    """Return how many processes may tokenize: one if the tokenizer can't be pickled."""
+    try:
+        pickle.dumps(source)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return 1
+    return processors()
+
+
+def _written(folder: Path) -> list[tuple[str, int, int]]:
+    """Return what has been written of a store so far, which changes while a process writes it."""
+    return sorted(
+        (str(path), status.st_size, status.st_mtime_ns)
+        for path, status in entries_below(folder.with_name(folder.name + PARTIAL))
+        # Trying the lock changes the time of its file.
+        if path.name != LOCK and stat.S_ISREG(status.st_mode)
+    )
+
+
+def _stopped(folder: Path, seconds: float) -> str:
+    partial = folder.with_name(folder.name + PARTIAL)
+    lock = partial / WORK / LOCK
+    return (
+        f"{_holder(lock)} holds {lock}, and has written nothing into {partial} for {seconds:,.0f} s; end it and the "
+        "next loader goes on where it stopped, or pass deadline_s to wait longer"
+    )
+
+
+def _holder(lock: Path) -> str:
+    """Return the process that holds a lock, as far as /proc says."""
+    try:
+        inode = lock.stat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY WRITE 2345 08:01:67890 0 EOF
+            if "->" not in words and words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == inode:
+                return f"process {words[4]}"
+    except (OSError, ValueError, IndexError):  # other systems have no /proc/locks
+        pass
+    return "another process"

@@ -43,8 +43,8 @@ from varlen.offline.outputs import (
 from varlen.pack.pieces import applied, check_fit, ways_out
 from varlen.pack.window import WindowPacker
 from varlen.regular import open_regular, read_regular
-from varlen.store.store import TokenStore, open_store
-from varlen.store.tokens import ReadableTokens, lengths_in_order, weighs
+from varlen.store.store import TokenStore, open_store, weighs
+from varlen.store.tokens import ReadableTokens, lengths_in_order
 from varlen.text.tokenizer import digest
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 

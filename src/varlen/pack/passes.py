@@ -16,8 +16,7 @@ import numpy.typing as npt
 from varlen import jit
 from varlen.arguments import LARGEST
 from varlen.errors import StateError
-from varlen.pack.api import DEFAULT_WORK, item_work, lower_bound, pack
-from varlen.pack.assign import FILL_PIECE_S, assign, fill, spread
+from varlen.pack.api import DEFAULT_WORK, FILL_PIECE_S, assign, fill, item_work, lower_bound, pack, spread
 from varlen.pack.pieces import Items, Pieces, applied, arrange, audit, checksum, fit, slots_of
 from varlen.types import Int32Array, IntArray, Method, Overlong
 

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from varlen import jit
 from varlen.arguments import LARGEST
 from varlen.errors import LengthsError, SettingError
-from varlen.pack.api import pack
-from varlen.pack.assign import spread
+from varlen.pack.api import pack, spread
 from varlen.plan import kernels
 from varlen.types import FloatArray, Int32Array, IntArray
 

@@ -28,8 +28,7 @@ from varlen.errors import SourceError
 from varlen.files.losses import Losses
 from varlen.files.written import LOCK, PARTIAL, PLAN, WORK, is_sealed, read_manifest
 from varlen.regular import read_regular
-from varlen.store.store import TokenStore, open_store
-from varlen.store.tokens import ROW_WEIGHTS
+from varlen.store.store import ROW_WEIGHTS, TokenStore, open_store
 from varlen.text.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
 

@@ -73,6 +73,8 @@ def is_token_store(entry: str | Path | File) -> bool:
     if isinstance(entry, File) or is_url(entry):
         return False
     folder = Path(entry).expanduser()
+    if folder.is_file():
+        return False
     manifest = read_manifest(folder)
     return is_begun(folder) if manifest is None else manifest.get("kind") == "tokens"
 

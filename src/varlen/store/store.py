@@ -34,6 +34,7 @@ from varlen.types import Int32Array, IntArray
 
 STORE_FORMAT, WEIGHTED_FORMAT = 1, 2  # version 0.1.0 would ignore the weights of the second
 STORE_FORMATS = (STORE_FORMAT, WEIGHTED_FORMAT)
+ROW_WEIGHTS = "row_weights"  # key of a source's marks, set if it is read with weights
 TABLES = ".tables"  # folder in a store for tables computed from its lengths
 _OPEN_SHARDS = 8192
 _KEPT_TARGETS = 64  # shards whose label counts stay in memory: 4 bytes per document
@@ -362,3 +363,10 @@ def _wrong_beside(manifest: Mapping[str, Any], shards: Sequence[Mapping[str, Any
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MOST
+
+
+def weighs(tokens: object) -> bool:
+    """Whether documents were read with `row_weights`, so that their masks may hold weights."""
+    manifest = getattr(tokens, "manifest", None)
+    source = manifest.get("source") if isinstance(manifest, Mapping) else None
+    return isinstance(source, Mapping) and bool(source.get(ROW_WEIGHTS))

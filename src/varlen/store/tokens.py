@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,8 +10,6 @@ import numpy as np
 
 from varlen.text.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
-
-ROW_WEIGHTS = "row_weights"  # key of a source's marks, set if it is read with weights
 
 
 class ReadableTokens(Protocol):
@@ -88,10 +86,3 @@ class TokenDocuments(ReadableTokens, Protocol):
 
     def wait_for(self, num_parts: int) -> None:
         """Wait until the first `num_parts` parts are there."""
-
-
-def weighs(tokens: object) -> bool:
-    """Whether documents were read with `row_weights`, so that their masks may hold weights."""
-    manifest = getattr(tokens, "manifest", None)
-    source = manifest.get("source") if isinstance(manifest, Mapping) else None
-    return isinstance(source, Mapping) and bool(source.get(ROW_WEIGHTS))

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # variables of the chat itself
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ChatTemplate:
     """A chat template that compiles, made by `chat_template`; it can be sent to other processes."""
 
@@ -41,10 +42,7 @@ class ChatTemplate:
     end_marks: tuple[str, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)  # such as `enable_thinking`
     tool_use: ChatTemplate | None = None  # the template for conversations with tools
-    marks: EndMarks = field(repr=False)
-    _chatml_mark: int = field(repr=False)
     skeletons: dict[Any, Skeleton | None] = field(repr=False, default_factory=dict)
-    _compiled: list[Program] = field(repr=False, default_factory=list)
     _wants: dict[str, Wants] = field(repr=False, default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,14 +50,21 @@ class ChatTemplate:
         named = {"default": self.source, **tool_use}
         return _again, (named, dict(self.special_tokens), self.end_marks, dict(self.variables))
 
-    @property
+    @cached_property
     def program(self) -> Program:
         """Compiled on first use: most data is no chat, and importing the compiler is slow."""
-        if not self._compiled:
-            from varlen.text.jinja_sandbox import compile_template
+        from varlen.text.jinja_sandbox import compile_template
 
-            self._compiled.append(compile_template(self.source, self.special_tokens))
-        return self._compiled[0]
+        return compile_template(self.source, self.special_tokens)
+
+    @cached_property
+    def marks(self) -> EndMarks:
+        """What may end a turn: the end marks and the EOS token."""
+        return EndMarks(self.end_marks, self.special_tokens.get("eos_token", ""))
+
+    @cached_property
+    def _chatml_mark(self) -> int:
+        return self.marks.stop(CLOSING)
 
     def check(self) -> None:
         """Compile now, to fail before data is read."""
@@ -152,7 +157,6 @@ def chat_template(
     decides: list[Any] = [text, sorted(tokens.items()), marks]
     if seen or tool_use is not None:
         decides += [spelled(seen, "the variables of a chat template"), tool_use and tool_use.source]
-    ends = EndMarks(marks, tokens.get("eos_token", ""))
     made = ChatTemplate(
         source=text,
         fingerprint=hashlib.sha256(json.dumps(decides).encode("ascii")).hexdigest(),
@@ -160,8 +164,6 @@ def chat_template(
         end_marks=marks,
         variables=seen,
         tool_use=tool_use,
-        marks=ends,
-        _chatml_mark=ends.stop(CLOSING),
     )
     if text is not CHATML:
         made.check()

@@ -16,14 +16,16 @@ from varlen.errors import SettingError, StateError, reading_state
 from varlen.feed.agreement import PLAN, Exchange, Exchanges
 from varlen.feed.batches import (
     BatchSettings,
+    ReadPieces,
     Step,
+    Unreadable,
     check_labels,
     deal_step,
     make_batch,
     no_batch,
     numbers_of,
+    where_of,
 )
-from varlen.feed.checks import ReadPieces, Unreadable, where_of
 from varlen.feed.indexed.windows import StorePacks, Windows, end_to_end
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import MOST, FeedState, check_micro_batch
@@ -418,7 +420,8 @@ class IndexedFeed:
 
     def begun(self, state: FeedState) -> FeedState:
         """Return a checked state with its position, also for the beginning of training."""
-        check_micro_batch(state, self._settings.micro_batches)
+        if state.micro_batch:
+            check_micro_batch(state, self._settings.micro_batches)
         if (state.step or state.micro_batch) and not state.at:
             raise StateError(
                 f"the state is in step {state.step:,}, and doesn't say where that begins; it was changed. Load it as "

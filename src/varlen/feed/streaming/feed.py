@@ -125,7 +125,8 @@ class StreamingFeed:
 
         States of version 0.1.0 have no position before the first batch.
         """
-        check_micro_batch(state, self._batch.micro_batches)
+        if state.micro_batch:
+            check_micro_batch(state, self._batch.micro_batches)
         begins = state.at.get("step", 0)
         if not isinstance(begins, int) or not 0 <= begins <= state.step:
             raise StateError(

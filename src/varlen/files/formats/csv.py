@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from varlen.errors import SourceError
-from varlen.files.formats.gather import Found, Lost, gather
 from varlen.files.losses import Losses
 from varlen.files.opening import HEAD_BYTES, open_plain
 from varlen.files.paths import File
-from varlen.files.rows import Rows, listed, place
+from varlen.files.rows import Found, Lost, Rows, gather, listed, place
 
 _MOST_FIELD_CHARACTERS = 256 << 20
 _JUDGED = 16  # lines inspected to decide whether those consumed by an open quote are rows

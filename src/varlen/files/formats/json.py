@@ -15,12 +15,11 @@ from typing import Any, BinaryIO
 
 from varlen.errors import SourceError
 from varlen.files.columns import Fields
-from varlen.files.formats.gather import Found, Lost, gather
 from varlen.files.formats.jsonl import MOST_RECORD_BYTES, as_object, first_names, in_order
 from varlen.files.losses import Losses
 from varlen.files.opening import HEAD_BYTES, open_plain
 from varlen.files.paths import File
-from varlen.files.rows import Rows, place
+from varlen.files.rows import Found, Lost, Rows, gather, place
 
 _CHUNK_BYTES = 1 << 20
 _CUT_SHORT = 64  # a fault this close to the end of the buffer may be due to the text not read yet

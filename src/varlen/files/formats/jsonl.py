@@ -11,11 +11,10 @@ from typing import Any, BinaryIO
 
 from varlen.errors import SourceError
 from varlen.files.columns import Fields
-from varlen.files.formats.gather import Found, gather
 from varlen.files.opening import HEAD_BYTES, compression_of, faults, open_plain, open_stored
 from varlen.files.paths import File
 from varlen.files.remote import BUFFER_BYTES
-from varlen.files.rows import PRINT, Rows, json_kind, listed, place
+from varlen.files.rows import PRINT, Found, Rows, gather, json_kind, listed, place
 
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
 _LAST_LINE_BYTES = 64 << 10  # read past a stretch of a file, for the line that ends after it

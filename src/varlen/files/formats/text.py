@@ -9,10 +9,9 @@ from typing import BinaryIO, Literal, cast
 from varlen.errors import SourceError
 from varlen.files.columns import DOCUMENT_FIELDS
 from varlen.files.contents import LOOKED_AT_BYTES, fields_in, rows_in
-from varlen.files.formats.gather import BATCH_SIZE, Found, gather
 from varlen.files.opening import open_plain
 from varlen.files.paths import File
-from varlen.files.rows import Rows, place
+from varlen.files.rows import BATCH_SIZE, Found, Rows, gather, place
 
 Cut = Literal["file", "paragraph", "line"]
 _MOST_DOCUMENT_BYTES = 256 << 20

@@ -37,8 +37,7 @@ from varlen.offline.pack import PackedSet, make_set, opened_store
 from varlen.pack.pieces import Pieces
 from varlen.pack.window import WindowPacker
 from varlen.regular import read_regular
-from varlen.store.store import TokenStore, open_store
-from varlen.store.tokens import weighs
+from varlen.store.store import TokenStore, open_store, weighs
 from varlen.types import Int32Array, IntArray, Overlong, Packing
 
 _KIND = "megatron"

@@ -22,7 +22,7 @@ from varlen.adapters.megatron.packing.alignment import aligned_pieces, slots_of
 from varlen.arguments import LARGEST, as_choice, as_count
 from varlen.counts import many
 from varlen.errors import DocumentsError, LedgerError, SettingError
-from varlen.pack.assign import assign
+from varlen.pack.api import assign
 from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import KEEP_WHOLE, Items, Pieces, arrange, too_long
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
