@@ -260,6 +260,7 @@ def test_every_door_reads_what_is_sound_and_counts_what_is_not(case, tmp_path):
         assert sorted(logged) == sorted(lengths.skipped)
 
 
+@pytest.mark.soak
 def test_several_processes_lose_what_one_does(tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "PART_BYTES", 4000)  # many parts
     for name, (content, _, _) in CASES.items():

@@ -40,6 +40,7 @@ def test_every_way_plans_the_same_documents_and_can_be_run(planned):
     assert asymmetric.backward.num_micropacks > asymmetric.forward.num_micropacks
 
 
+@pytest.mark.soak
 def test_processes_in_timed_waits_take_at_least_what_their_busiest_stage_waits(planned, monkeypatch):
     monkeypatch.setattr(waits, "STEP_S", 0.5)
 
@@ -301,6 +302,7 @@ def test_a_part_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch):
     assert "in broken" in found["log"]
 
 
+@pytest.mark.soak
 def test_parts_run_in_processes_that_are_stopped_at_their_limit(tmp_path, monkeypatch):
     monkeypatch.setitem(PARTS, "attention", replace(PARTS["attention"], limit_s=0.1))
 

@@ -160,6 +160,7 @@ def test_the_loader_trains_the_same_steps_on_one_rank_and_on_two(sets):
     assert all(record["tokens_imbalance"] < 1.2 for record in found)
 
 
+@pytest.mark.soak
 def test_contestants_are_timed_and_padding_computes_the_padding():
     (found,) = extreme(nobody, (), factors={10: 2})
 

@@ -163,6 +163,7 @@ def test_the_demo_prints_one_json_object_and_writes_its_report(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.html"]
 
 
+@pytest.mark.soak
 def test_an_interrupt_ends_in_one_line_and_leaves_nothing(tmp_path):
     process = started("demo", "-o", "out.html", cwd=tmp_path)
     assert process.stderr is not None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.support.distances import furthest, whole_of
 from tests.support.random_plans import random_plan
+from tests.support.rarely import IS_SOAK
 from tests.support.sliced import take_gradients, tiny
 
 import varlen as vl
@@ -56,7 +57,8 @@ def plan_by_dice(mesh: vl.Mesh, step: int, lengths: Any) -> StepPlan:
 
 def meshes(world: int) -> list[vl.Mesh]:
     """Of as many GPUs as there are processes."""
-    return [vl.Mesh(dp=world), *([vl.Mesh(dp=2, pp=world // 2)] if world > 2 else [])]
+    stages = [vl.Mesh(dp=2, pp=world // 2)] if world > 2 else []
+    return [*stages, *([vl.Mesh(dp=world)] if IS_SOAK or not stages else [])]
 
 
 def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str, worker: Any) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 from tests.support.one_by_one import EXAMPLES, assert_same_gradients, python
 from tests.support.ranks import as_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]  # of the libraries about each other
 EXAMPLE = EXAMPLES / "axolotl_plugin"
 JOB = Path(__file__).with_name("axolotl_job.py")
 QUIET = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}

@@ -12,7 +12,7 @@ from tests.support.one_by_one import (
 
 import varlen as vl
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]  # of the libraries about each other
 PROGRAM = EXAMPLES / "lightning_module.py"
 LIBRARIES = "torch,lightning,transformers.models.llama.modeling_llama,varlen.adapters.lightning"
 

@@ -6,6 +6,7 @@ from tests.support.one_by_one import EXAMPLES, GRADIENTS_JOB, assert_same_gradie
 from tests.support.ranks import as_ranks
 from torch.nn.functional import cross_entropy
 
+pytestmark = pytest.mark.soak
 PROGRAM = EXAMPLES / "torchtitan_trainer.py"
 DOCUMENTS = 120
 

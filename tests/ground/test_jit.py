@@ -135,6 +135,7 @@ def test_a_kernel_of_a_read_only_package_is_kept_in_the_users_cache_folder(machi
     assert machine.home in Path(str(first["path"])).parents
 
 
+@pytest.mark.soak
 def test_a_kernel_of_a_read_only_package_follows_xdg_cache_home(machine):
     machine.make_source_read_only()
     machine.make_home_read_only()
@@ -147,6 +148,7 @@ def test_a_kernel_of_a_read_only_package_follows_xdg_cache_home(machine):
     assert elsewhere in Path(str(first["path"])).parents
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("variable", mostly(["XDG_CACHE_HOME"], ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"]))
 def test_a_named_cache_folder_that_cannot_be_written_is_no_error(machine, variable):
     machine.make_source_read_only()
@@ -159,6 +161,7 @@ def test_a_named_cache_folder_that_cannot_be_written_is_no_error(machine, variab
     assert machine.temporary in Path(str(report["path"])).parents
 
 
+@pytest.mark.soak
 def test_a_kernel_is_kept_among_temporary_files_where_neither_package_nor_home_can_be_written(machine):
     machine.make_source_read_only()
     machine.make_home_read_only()
@@ -189,6 +192,7 @@ def test_a_kernel_runs_where_no_folder_can_be_written(machine):
     assert machine.kept() == []
 
 
+@pytest.mark.soak
 def test_no_folder_called_tilde_appears_for_a_user_without_a_home(machine):
     machine.make_source_read_only()
     nobody = "import os.path; os.path.expanduser = lambda path: path; "
@@ -206,9 +210,7 @@ def test_a_full_disk_costs_a_log_line_and_not_the_call(machine):
     assert machine.run()["hits"] == 0
 
 
-@pytest.mark.parametrize(
-    ("length", "kind"), mostly([(0, ".nbi"), (40, ".nbc")], product((0, 40), (".nbi", ".nbc")))
-)
+@pytest.mark.parametrize(("length", "kind"), mostly([(40, ".nbc")], product((0, 40), (".nbi", ".nbc"))))
 def test_a_cache_file_cut_short_is_written_anew(machine, kind, length):
     machine.run()
     (damaged,) = (path for path in machine.kept() if path.suffix == kind)
@@ -221,6 +223,7 @@ def test_a_cache_file_cut_short_is_written_anew(machine, kind, length):
     assert (after["hits"], healed["hits"], healed["messages"]) == (0, 1, [])
 
 
+@pytest.mark.soak
 def test_a_damaged_cache_on_a_full_disk_is_left_aside(machine):
     machine.run()
     for path in machine.kept():
@@ -374,7 +377,7 @@ def test_a_user_without_an_entry_has_no_private_group(monkeypatch):
     assert kernel_cache._private_group(2**31 - 77) is None
 
 
-@pytest.mark.parametrize("level", mostly(["folder", "file"], ["folder", "above", "file"]))
+@pytest.mark.parametrize("level", mostly(["folder"], ["folder", "above", "file"]))
 def test_a_planted_kernel_is_not_run(machine, level):
     first = machine.run()
     folder = Path(str(first["path"]))
@@ -395,6 +398,7 @@ def test_a_planted_kernel_is_not_run(machine, level):
         assert machine.home in Path(str(again["path"])).parents
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("variable", mostly(["NUMBA_CACHE_DIR"], ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"]))
 def test_a_named_folder_that_others_can_write_is_not_used(machine, variable):
     named = machine.folder / "named"
@@ -411,6 +415,7 @@ def test_a_named_folder_that_others_can_write_is_not_used(machine, variable):
     assert not [path for path in machine.kept() if named in path.parents]
 
 
+@pytest.mark.soak
 def test_where_all_usual_folders_are_open_there_is_still_a_private_one(machine):
     for folder in (machine.source, machine.home):
         folder.chmod(0o777)
@@ -425,6 +430,7 @@ def test_where_all_usual_folders_are_open_there_is_still_a_private_one(machine):
     assert folder in Path(str(report["path"])).parents
 
 
+@pytest.mark.soak
 def test_where_no_folder_lasts_there_is_one_for_the_process_which_goes_with_it(machine):
     machine.folder.chmod(0o777)
     try:

@@ -49,7 +49,7 @@ def raised(hidden: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("library", mostly(["torch", "trl"], NEEDED))
+@pytest.mark.parametrize("library", mostly(["torch"], NEEDED))
 def test_what_needs_a_hidden_library_says_so_with_the_command_everywhere(library):
     found = raised(library)
 

@@ -455,6 +455,7 @@ def give_back(shared, task):
     return shared + task
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_cluster_writes_the_same_bytes_and_goes_on_like_processes(tmp_path, monkeypatch, cluster):
     small_parts(monkeypatch)

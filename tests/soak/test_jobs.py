@@ -27,9 +27,6 @@ STARTS: dict[str, tuple[dict[str, str], bool]] = {
 }
 SIGNALS = [(), (TERM,), (USR1,), (INT,), (KILL,), (TERM, TERM), (USR1, TERM), (INT, TERM)]
 CODES = {TERM: {143}, USR1: {138}, INT: {130}, KILL: {-9}}
-FEW = (3, 6, 25)
-"""The numbers of a signal and then a change that is refused, a start that is refused and then a change that isn't,
-and a signal after which nothing has changed."""
 CHANGES = ("nothing", "rate", "seed", "data", "metrics", "model", "checkpoint", "link")
 
 
@@ -160,12 +157,6 @@ def situation(number: int, store: Path, whole: Path, folder: Path) -> str:
     if words is None and change in ("nothing", "checkpoint"):
         same_end(whole, folder / "run")
     return told
-
-
-def test_a_few_random_situations_are_right_or_say_a_sentence(store, whole, tmp_path):
-    for number in FEW:
-        (tmp_path / f"{number}").mkdir()
-        situation(number, store, whole, tmp_path / f"{number}")
 
 
 @pytest.mark.soak

@@ -4,17 +4,13 @@ import fcntl
 import io
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
-_CALLS = [
-    (os, name)
-    for name in (
-        *("stat", "lstat", "open", "mkdir", "rmdir", "unlink", "rename", "replace", "listdir", "scandir"),
-        "readlink",
-    )
-] + [(io, "open"), (fcntl, "flock")]
+import pytest
+
+OF_OS = "stat lstat open mkdir rmdir unlink rename replace listdir scandir readlink"
+CALLS = [*((os, name) for name in OF_OS.split()), (io, "open"), (fcntl, "flock")]
 
 
 class _Turns:
@@ -40,7 +36,14 @@ class _Turns:
                 self._running[name], self._whose = False, 1 - name
                 self._changed.notify_all()
 
-    def before_call(self) -> None:
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._before_call()
+            return function(*arguments, **named)
+
+        return call
+
+    def _before_call(self) -> None:
         """Count a call of the thread whose turn it is, and hand over where its turn ends."""
         name = getattr(self._name, "of", None)  # None in threads that one of the two started
         if name is None:
@@ -58,25 +61,6 @@ class _Turns:
             self._changed.wait_for(lambda: self._whose == name)
 
 
-@contextmanager
-def _watched(before: Callable[[], None]) -> Iterator[None]:
-    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            before()
-            return function(*arguments, **named)
-
-        return call
-
-    kept = [(module, name, getattr(module, name)) for module, name in _CALLS]
-    for module, name, function in kept:
-        setattr(module, name, wrapped(function))
-    try:
-        yield
-    finally:
-        for module, name, function in kept:
-            setattr(module, name, function)
-
-
 def interleaved(first: Callable[[], Any], second: Callable[[], Any], turns: Iterable[int]) -> list[Any]:
     """Run two functions, which change places after as many calls of the file system as `turns` says in turn.
 
@@ -88,7 +72,9 @@ def interleaved(first: Callable[[], Any], second: Callable[[], Any], turns: Iter
         threading.Thread(target=order.run, args=(name, function, results), daemon=True)
         for name, function in enumerate((first, second))
     ]
-    with _watched(order.before_call):
+    with pytest.MonkeyPatch.context() as patched:
+        for module, name in CALLS:
+            patched.setattr(module, name, order.counted(getattr(module, name)))
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -125,14 +125,14 @@ def test_the_oracle_is_the_mask_that_transformers_gives(family):
     assert got["assistant_masks"] == _marks(wanted["offset_mapping"], spans)
 
 
-@pytest.mark.parametrize("conversation", CHATS)
+_OFTEN = ("three turns", "tools, parallel calls", "system, two turns", "same answers")
+
+
+@pytest.mark.parametrize("conversation", mostly(_OFTEN, CHATS))
 @pytest.mark.parametrize("family", _ORIGINALS)
 def test_the_original_trains_what_the_twin_marks(family, conversation):
     chat = CHATS[conversation]
     _compare(family, source_of(family), chat, of_original(family, chat))
-
-
-_OFTEN = ("three turns", "tools, parallel calls", "system, two turns", "same answers")
 
 
 @pytest.mark.parametrize("conversation", mostly(_OFTEN, CHATS))

@@ -231,10 +231,9 @@ OFTEN = (
         "dag varargs",
         "dag map default",
         "dag fromkeys",
-        "map center",
     ),
-    *("macro double", "set block", "indent str", "tojson tojson", "repr list", "const fold", "safe replace"),
-    *("nested", "deep tuple hash", "slices", "uppers", "output emoji", "sum quad tuple"),
+    *("macro double", "set block", "indent str", "tojson tojson", "repr list", "safe replace"),
+    *("deep tuple hash", "slices", "uppers", "output emoji"),
 )
 
 

@@ -108,6 +108,7 @@ def test_an_empty_table_is_enough(store, tmp_path):
     assert [step.loss for step in notes.steps] == pytest.approx([step.loss for step in whole], rel=1e-5)
 
 
+@pytest.mark.soak
 def test_documents_are_indexed_where_plans_need_their_lengths(store, tmp_path):
     source = {"data__source": str(store.parent / "chats.jsonl"), "data__cache": str(tmp_path / "cache")}
 
@@ -204,6 +205,7 @@ def test_other_plans_after_a_stop_are_planned_anew(store, hardware, tmp_path):
     assert {step.plan_method for step in notes.steps} <= {"balanced", "sliced"}
 
 
+@pytest.mark.soak
 def test_a_run_that_begins_again_on_other_data_is_planned_anew(store, hardware, tmp_path):
     run(store, tmp_path / "run", priced(hardware), run__steps=2)
     shutil.rmtree(tmp_path / "run/checkpoints")
@@ -307,6 +309,7 @@ def test_dropout_is_refused_before_anything_is_trained(store, tmp_path):
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("parallel", mostly(["fsdp"], ["fsdp", "ddp"]))
 def test_half_precision_trains_in_slices_and_stays_near(store, tmp_path, parallel):
     half = {"run__precision": "bf16", "run__parallel": parallel}
@@ -434,6 +437,7 @@ def test_plans_know_how_wide_rows_are(store, hardware, tmp_path, monkeypatch, pr
     assert seen == [times]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", mostly([1], [0, 1]))
 def test_rows_take_no_more_bytes_than_plans_leave_them(number):
     case = cases()[number]
@@ -450,6 +454,7 @@ def test_rows_take_no_more_bytes_than_plans_leave_them(number):
         assert 0.7 * times < step.places[0].peak_bytes.max() / counted < times
 
 
+@pytest.mark.soak
 def test_what_is_recomputed_and_offloaded_is_what_settings_say(store, hardware, tmp_path, monkeypatch):
     ran, inner = [], vl.SliceEngine.step
 

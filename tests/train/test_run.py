@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.rarely import IS_SOAK
+from tests.support.rarely import IS_SOAK, mostly
 from tests.support.stores import count_openings
 from tests.support.training import (
     LLAMA,
@@ -190,7 +190,7 @@ def test_a_finished_run_trains_no_more_and_a_longer_one_goes_on(whole, store, tm
     assert train(settings(store, copy, run__steps=STEPS + 1), Notes()).totals.steps == 1
 
 
-@pytest.mark.parametrize("mode", ["streaming", "indexed"])
+@pytest.mark.parametrize("mode", mostly(["indexed"], ["streaming", "indexed"]))
 def test_a_run_goes_on_for_more_epochs_from_any_checkpoint(store, tmp_path, mode):
     source = {"data__source": str(store.parent / "chats.jsonl"), "data__mode": mode}
     once = json.loads((store / "manifest.json").read_text())["num_tokens"]

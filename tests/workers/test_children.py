@@ -133,7 +133,6 @@ OFTEN = [
     ("loader", "script"),
     ("crew", "script"),
     ("planner", "script"),
-    ("demo", "script"),
     ("loader", "isolated"),
 ]
 
@@ -148,7 +147,7 @@ def test_a_script_beside_which_nothing_is_planted_runs_nothing_of_the_current_fo
     assert "sum 160" in said
 
 
-@pytest.mark.parametrize("door", mostly(["loader"], DOORS))
+@pytest.mark.parametrize("door", mostly(["planner"], DOORS))
 def test_a_notebook_which_takes_in_its_folder_late_has_children_that_do_so_too(here, door):
     here.plant()
 

@@ -69,13 +69,6 @@ def kill_at_random(loader, kills, rng):
     return found
 
 
-def test_a_worker_killed_at_random_moments_is_replaced_at_the_exact_batch(store, whole, fresh_children):
-    with loader_of(store, micro_batch_size=1, epochs=8, worker="process") as loader:
-        assert kill_at_random(loader, KILLS, random.Random(1)) == whole[0]
-        assert loader.stats().restarts >= KILLS - 1  # the last may come after the last batch was made
-        assert loader.state_dict() == whole[1][-1]
-
-
 def test_slots_that_a_killed_worker_was_filling_are_filled_by_the_next_one(store, whole):
     with loader_of(store, micro_batch_size=1, epochs=8, worker="process", deadline_s=20) as loader:
         found = [content(next(loader))]

@@ -63,6 +63,7 @@ def test_a_family_that_is_run_again_gives_the_same_verdicts(family):
     assert verdicts(matrix_row(family)) == verdicts(FOUND["families"][family])
 
 
+@pytest.mark.soak
 def test_a_family_that_is_run_again_by_itself_leaves_the_others_their_date(tmp_path, monkeypatch):
     known = FOUND["families"]
     written = tmp_path / "found.json"
@@ -147,6 +148,7 @@ def llama() -> vl.VerifyReport:
     return verified("llama")
 
 
+@pytest.mark.soak
 def test_the_attention_between_documents_is_drawn(llama):
     picture = llama.attention
     assert picture is not None
