@@ -41,8 +41,8 @@ def test_measure_and_lay_segments_equal_their_references(case, each, elsewhere, 
     for room in (kernels, reference):
         wide = np.full(3 * count + len(plan[4]) + 1, -7, np.int64)
         narrow, bounds = np.full((3, count), -7, np.int32), np.full((2, entries), -7, np.int32)
-        places = (*plan, positions, multiple, each, *exact)
-        answer = room.lay_segments(*places, wide, narrow, bounds[0], bounds[1])
+        located = (*plan, positions, multiple, each, *exact)
+        answer = room.lay_segments(*located, wide, narrow, bounds[0], bounds[1])
         results.append((tuple(map(int, answer)), wide.tolist(), narrow.tolist(), bounds.tolist()))
     assert results[0] == results[1]
 
@@ -128,25 +128,25 @@ def test_locate_lets_pieces_end_only_where_the_policy_cuts(whole, wrong):
 
 @st.composite
 def laid_out(draw: st.DrawFn) -> dict[str, Any]:
-    """Segments with their sources among values, and their places in a row."""
+    """Segments with their sources among values, and where they begin in a row."""
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
     low = max(np.iinfo(dtype).min, -(2**31))
     high = min(np.iinfo(dtype).max, 2**31 - 1)
     values = draw(st.lists(st.integers(low, high), min_size=1, max_size=30))
-    sources, lengths, places, at = [], [], [], 0
+    sources, lengths, begins, at = [], [], [], 0
     for _ in range(draw(st.integers(0, 5))):
         source = draw(st.integers(0, len(values) - 1))
         length = draw(st.integers(1, len(values) - source))
         at += draw(st.integers(0, 3))
         sources.append(source)
         lengths.append(length)
-        places.append(at)
+        begins.append(at)
         at += length
     return {
         "values": np.array(values, dtype),
         "sources": np.array(sources, np.int64),
         "lengths": np.array(lengths, np.int32),
-        "places": np.array(places, np.int64),
+        "begins": np.array(begins, np.int64),
         "width": at + draw(st.integers(0, 4)),
     }
 
@@ -157,7 +157,7 @@ def test_assemble_equals_its_reference(row, pad_id, rows):
     results = []
     for room in (kernels, reference):
         out = [np.full((rows, width), -7, np.int32) for _ in range(4)]
-        largest = room.assemble(row["values"], row["sources"], row["lengths"], row["places"], pad_id, *out)
+        largest = room.assemble(row["values"], row["sources"], row["lengths"], row["begins"], pad_id, *out)
         results.append((int(largest), [array.tolist() for array in out]))
     assert results[0] == results[1]
 
@@ -178,7 +178,7 @@ def test_mask_labels_equals_its_reference(row, kind, data):
             mask,
             row["sources"],
             row["lengths"],
-            row["places"],
+            row["begins"],
             labels,
             targets,
         )
@@ -195,7 +195,7 @@ def test_copy_column_equals_its_reference(size, row):
     results = []
     for room in (kernels, reference):
         column = np.zeros(row["width"], dtype)
-        room.copy_column(values, row["sources"], row["lengths"], row["places"], pad, column)
+        room.copy_column(values, row["sources"], row["lengths"], row["begins"], pad, column)
         results.append(column.tolist())
     assert results[0] == results[1]
 
@@ -234,12 +234,12 @@ def test_fill_flat_row_equals_its_reference(sizes, padding, each, dtype, switche
             np.arange(700, 700 + tokens, dtype=dtype),
         )
         ids, labels = np.arange(100, 100 + width), np.arange(500, 500 + width)
-        places = np.full(width if positions else 0, -7, np.int64)
+        restarts = np.full(width if positions else 0, -7, np.int64)
         numbers = np.full(width if owners else 0, -7, np.int32)
         ends = np.full(len(sizes) + padding + 1, -7, np.int32)
         counts = room.fill_flat_row(
             *(given_ids, targets, np.array(sizes), -1, 2, 9, each, with_ids, with_labels),
-            *(ids, labels, places, numbers, ends),
+            *(ids, labels, restarts, numbers, ends),
         )
-        results.append([array.tolist() for array in (ids, labels, places, numbers, ends)] + [list(counts)])
+        results.append([array.tolist() for array in (ids, labels, restarts, numbers, ends)] + [list(counts)])
     assert results[0] == results[1]

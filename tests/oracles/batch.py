@@ -83,14 +83,14 @@ def lay_segments(
 ) -> tuple[int, int, int]:
     """Place every segment of a batch, write its boundaries and find its tokens; see the kernel for the arguments."""
     documents: list[int] = []
-    places: list[int] = []
+    begins: list[int] = []
     columns: list[tuple[int, int, int]] = []
     logical, physical, packs = [0], [0], [0]
     for index, pack in enumerate(pack_ids.tolist()):
         for piece in range(int(offsets[pack]), int(offsets[pack + 1])):
             start, length = int(starts[piece]), int(stops[piece]) - int(starts[piece])
             documents.append(int(document_ids[piece]))
-            places.append(physical[-1])
+            begins.append(physical[-1])
             columns.append((start, length, length - 1))
             logical.append(logical[-1] + length)
             physical.append(physical[-1] + _slot(length, multiple))
@@ -106,7 +106,7 @@ def lay_segments(
     sources = np.empty(len(columns), np.int64)
     found = homes if homes.size else np.array(documents, np.int64)
     located = locate(found, narrow[0], narrow[1], token_offsets, num_values, capacity, whole, sources)
-    wide[:] = documents + places + sources.tolist() + packs
+    wide[:] = documents + begins + sources.tolist() + packs
     return (sum(targets for _, _, targets in columns), *located)
 
 
@@ -165,12 +165,12 @@ def plain_batch(
     plan = (*packed, positions, multiple, padding_segment)
     found = (np.empty(0, np.int64), token_offsets, tokens.size, capacity, whole)
     targets, num_wrong, _ = lay_segments(*plan, *found, wide, narrow, bounds[0], bounds[1])
-    _, places, sources = wide[: 3 * count].reshape(3, count)
+    _, begins, sources = wide[: 3 * count].reshape(3, count)
     low, high = value_range(tokens, sources, narrow[1]) if is_wide and not num_wrong else (0, 0)
     if num_wrong or low < -(2**31) or high >= 2**31:
         return wrong
     block = np.empty((4, len(pack_ids) if width else 1, width or positions), np.int32)
-    largest = assemble(tokens, sources, narrow[1], places, pad_id, *block)
+    largest = assemble(tokens, sources, narrow[1], begins, pad_id, *block)
     if largest >= 2**31:
         return wrong
     rows = 2 if multiple > 1 else 1

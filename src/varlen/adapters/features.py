@@ -23,7 +23,7 @@ TAKEN = (
     *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )  # names of columns that collators fill themselves
-_TOLD: list[str] = []
+_WARNED: list[str] = []
 _log = logging.getLogger(__name__)
 Columns: TypeAlias = Mapping[str, Any]  # a list with an entry per document, or an Arrow list array
 
@@ -52,11 +52,11 @@ def as_columns(features: Features, needed: Collection[str]) -> Columns:
     return _of_all(features, needed)
 
 
-def tell_of_weights(columns: Columns, carried: Collection[str] = ()) -> None:
+def warn_of_weights(columns: Columns, carried: Collection[str] = ()) -> None:
     """Warn once if rows have weights and the collator's batches have none."""
-    if WEIGHTS not in columns or WEIGHTS in carried or _TOLD:
+    if WEIGHTS not in columns or WEIGHTS in carried or _WARNED:
         return
-    _TOLD.append(WEIGHTS)
+    _WARNED.append(WEIGHTS)
     _log.warning(
         "rows have `%s`, which this collator's batches don't hold, as the losses of its trainers know no weights: "
         "all labels weigh alike. A PackedLoader under a trainer weighs them (row_weights=True)",

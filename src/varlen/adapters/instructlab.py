@@ -14,7 +14,7 @@ from varlen.adapters.features import (
     finish,
     flash_arguments,
     required,
-    tell_of_weights,
+    warn_of_weights,
 )
 from varlen.batch.flatten import FlatRow, flatten
 
@@ -73,7 +73,7 @@ class PaddingFreeCollator:
         form = self.return_tensors if return_tensors is None else return_tensors
         check_form(form)
         columns = as_columns(minibatch, _NEEDED)
-        tell_of_weights(columns)
+        warn_of_weights(columns)
         row = flatten(
             required(columns, "input_ids"), columns.get("labels"), columns.get("attention_mask"), owners=False
         )

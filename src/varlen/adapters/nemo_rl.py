@@ -318,15 +318,15 @@ def _cut(bins: Bins, goal: int, work: FloatArray) -> Bins:
     """
     found = [list(numbers) for numbers in bins]
     waiting = [
-        (-float(work[numbers].sum()), place) for place, numbers in enumerate(found) if len(numbers) > 1
+        (-float(work[numbers].sum()), index) for index, numbers in enumerate(found) if len(numbers) > 1
     ]
     heapq.heapify(waiting)
     while len(found) < goal:
-        _, place = heapq.heappop(waiting)
-        numbers, side = found[place], partition(work[found[place]], 2)
-        found[place] = [number for number, half in zip(numbers, side) if half == 0]
+        _, index = heapq.heappop(waiting)
+        numbers, side = found[index], partition(work[found[index]], 2)
+        found[index] = [number for number, half in zip(numbers, side) if half == 0]
         found.append([number for number, half in zip(numbers, side) if half == 1])
-        for part in (place, len(found) - 1):
+        for part in (index, len(found) - 1):
             if len(found[part]) > 1:
                 heapq.heappush(waiting, (-float(work[found[part]].sum()), part))
     return found
@@ -347,8 +347,8 @@ class _Shelf:
 
     def take(self, room: int) -> tuple[int, int] | None:
         """Remove and return (length, number) of the longest that fits; None if none does."""
-        place = bisect_right(self.lengths, room) - 1
-        return None if place < 0 else (self.lengths.pop(place), self.numbers.pop(place))
+        index = bisect_right(self.lengths, room) - 1
+        return None if index < 0 else (self.lengths.pop(index), self.numbers.pop(index))
 
 
 def modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
@@ -372,11 +372,11 @@ def modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
     )
     bins = [[number] for _, number in large]
     rooms = [capacity - length for length, _ in large]
-    for place, room in enumerate(rooms):
+    for index, room in enumerate(rooms):
         fitting = medium.take(room)
         if fitting is not None:
-            rooms[place] -= fitting[0]
-            bins[place].append(fitting[1])
+            rooms[index] -= fitting[0]
+            bins[index].append(fitting[1])
     small = _paired(small, bins, rooms)
     rest = _Shelf(
         [
@@ -385,9 +385,9 @@ def modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
             *(item for item in numbered if item[0] <= capacity / 6),
         ]
     )
-    for place, numbers in enumerate(bins):
-        while (fitting := rest.take(rooms[place])) is not None:
-            rooms[place] -= fitting[0]
+    for index, numbers in enumerate(bins):
+        while (fitting := rest.take(rooms[index])) is not None:
+            rooms[index] -= fitting[0]
             numbers.append(fitting[1])
     return bins + _emptiest_first(rest, capacity)
 
@@ -396,16 +396,16 @@ def _paired(small: list[tuple[int, int]], bins: Bins, rooms: list[int]) -> list[
     """Put two small sequences into each bin that holds one long one, last bin first; return those left over."""
     lengths = [length for length, _ in small]
     first, numbers = 0, [number for _, number in small]
-    for place in range(len(bins) - 1, -1, -1):
+    for index in range(len(bins) - 1, -1, -1):
         if (
-            len(bins[place]) > 1
+            len(bins[index]) > 1
             or len(lengths) - first < 2
-            or lengths[first] + lengths[first + 1] > rooms[place]
+            or lengths[first] + lengths[first + 1] > rooms[index]
         ):
             continue
-        second = bisect_right(lengths, rooms[place] - lengths[first], lo=first + 1) - 1
-        bins[place] += [numbers[first], numbers[second]]
-        rooms[place] -= lengths[first] + lengths[second]
+        second = bisect_right(lengths, rooms[index] - lengths[first], lo=first + 1) - 1
+        bins[index] += [numbers[first], numbers[second]]
+        rooms[index] -= lengths[first] + lengths[second]
         del lengths[second], numbers[second]
         first += 1
     return list(zip(lengths[first:], numbers[first:]))
@@ -420,9 +420,9 @@ def _emptiest_first(rest: _Shelf, capacity: int) -> Bins:
         numbers, load = [], 0
         if loads and loads[0] + length <= capacity:
             numbers, load = bins.pop(0), loads.pop(0)
-        place = bisect_right(loads, load + length)
-        bins.insert(place, [*numbers, number])
-        loads.insert(place, load + length)
+        index = bisect_right(loads, load + length)
+        bins.insert(index, [*numbers, number])
+        loads.insert(index, load + length)
     return bins
 
 

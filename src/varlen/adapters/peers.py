@@ -35,9 +35,9 @@ def raises_too(
         if not inspect.isclass(made):
             wrapped: Raising = _wrapped(made, kinds, only)
             return wrapped
-        for name, member in list(vars(made).items()):
-            if inspect.isfunction(member) and (name in _SPECIAL or not name.startswith("_")):
-                setattr(made, name, _wrapped(member, kinds, only))
+        for name, attribute in list(vars(made).items()):
+            if inspect.isfunction(attribute) and (name in _SPECIAL or not name.startswith("_")):
+                setattr(made, name, _wrapped(attribute, kinds, only))
         return made
 
     return decorate
@@ -127,7 +127,7 @@ def as_num_replicas(num_replicas: int | None) -> int:
 
 
 def check_processes(
-    known: int, who: str = "accelerate", way: str = "on CPUs pass use_cpu=True or set ACCELERATE_USE_CPU=true"
+    known: int, lib: str = "accelerate", way: str = "on CPUs pass use_cpu=True or set ACCELERATE_USE_CPU=true"
 ) -> None:
     """Refuse a job of several processes of which the framework doesn't know, as on CPUs by default.
 
@@ -136,7 +136,7 @@ def check_processes(
     launch = launched()
     if launch is not None and launch.size != str(known):
         raise SettingError(
-            f"{launch.said}, and {who} knows of {known:,}, so each would train on all of the data; {way}, and where "
+            f"{launch.said}, and {lib} knows of {known:,}, so each would train on all of the data; {way}, and where "
             f"this process does train alone, unset {launch.said_by}"
         )
 

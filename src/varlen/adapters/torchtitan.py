@@ -165,7 +165,7 @@ class PackedDataLoader(BaseDataLoader):
         self._is_flat = seq_len is None
         _check_settings(config)
         whole = rows * dp_world_size if config.global_batch_size < 0 else config.global_batch_size
-        source = _placed(config)
+        source = _as_files(config)
         self._loader = PackedLoader(
             source,
             _tokenizer_for(config, source, tokenizer),
@@ -225,15 +225,15 @@ class PackedDataLoader(BaseDataLoader):
         """
         if not state_dict:
             return
-        told = state_dict.get(_KEY)
-        if not isinstance(told, str):
+        text = state_dict.get(_KEY)
+        if not isinstance(text, str):
             raise StateError(
                 f"the checkpoint holds the state of another data loader ({', '.join(map(str, state_dict))}), which "
                 "says nothing of the place in packed data; to begin the data anew, put dataloader into "
                 "checkpoint.exclude_from_loading"
             )
         try:
-            state = parse_json(told)
+            state = parse_json(text)
         except ValueError as error:
             raise StateError(
                 f"the state of the data loader is no JSON: {error}; load it as it was saved"
@@ -307,7 +307,7 @@ def _check_snapshots(batches: int | None, loader: PackedLoader) -> None:
         )
 
 
-def _placed(config: PackedDataLoader.Config) -> Any:
+def _as_files(config: PackedDataLoader.Config) -> Any:
     """Return the data with rows in memory as files, so that looking at it takes no row away."""
     if isinstance(config.source, Mixture):
         return config.source
@@ -392,8 +392,8 @@ def trainer_batch(batch: PackedBatch, *, flat: bool = False) -> TrainerBatch:
     # A document's first token is no target, so none is moved into the document before it.
     labels[:, :-1] = batch.labels[:, 1:]
     arrays = [batch.input_ids.astype(np.int64), positions(batch), labels]
-    inputs, places, targets = (torch.from_numpy(one.reshape(-1) if flat else one) for one in arrays)
-    return {"input": inputs, "positions": places}, targets
+    inputs, position_ids, targets = (torch.from_numpy(one.reshape(-1) if flat else one) for one in arrays)
+    return {"input": inputs, "positions": position_ids}, targets
 
 
 def positions(batch: PackedBatch) -> IntArray:

@@ -83,7 +83,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         held = self._packing.pack_sums(self._packing.lengths)
         self._rows = np.sort(np.argsort(-held, kind="stable")[: self.max_packs])
         if self._rows.size < self._packing.num_packs or not is_all:
-            self._say_what_is_left_out(int(held[self._rows].sum()), is_all)
+            self._warn_of_omission(int(held[self._rows].sum()), is_all)
 
     def __len__(self) -> int:
         return self._rows.size
@@ -128,7 +128,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         }
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
 
-    def _say_what_is_left_out(self, held: int, is_all: bool) -> None:
+    def _warn_of_omission(self, held: int, is_all: bool) -> None:
         _log.warning(
             "max_packs=%s leaves out %s of the %s tokens read%s; raise it to train on them",
             f"{self.max_packs:,}",

@@ -170,18 +170,18 @@ def _fields(
         ]
         _refuse_shared(arrays, read)
     largest = kernels.assemble(
-        *tokens, segments.lengths, segments.places, pad_id, *(arrays[name] for name in _NAMES)
+        *tokens, segments.lengths, segments.begins, pad_id, *(arrays[name] for name in _NAMES)
     )
     if largest >= 2**31:
         refuse_negative(*tokens, segments.lengths, segments.documents)
     num_targets = segments.num_targets
     if targets is not None:
         written = arrays["labels"].reshape(-1)
-        kernels.mask_labels(*targets, segments.lengths, segments.places, written, segments.targets)
+        kernels.mask_labels(*targets, segments.lengths, segments.begins, written, segments.targets)
         num_targets = int(segments.targets.sum())
     for name, column in columns.items():
         values, padding, written = map(_bits, (column.values, column.pad, arrays[name].reshape(-1)))
-        kernels.copy_column(values, column.starts, segments.lengths, segments.places, padding, written)
+        kernels.copy_column(values, column.starts, segments.lengths, segments.begins, padding, written)
     weights = arrays[TARGET_WEIGHTS] if TARGET_WEIGHTS in columns else None
     if weights is not None:
         check_weights(weights)

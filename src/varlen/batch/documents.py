@@ -247,11 +247,11 @@ def refuse_negative(
     """Raise the error for token ids below 0."""
     sizes = np.asarray(lengths, np.int64)
     owners = np.repeat(np.arange(sizes.size), sizes)
-    places = np.arange(owners.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-    wrong = np.flatnonzero(values[places] < 0)
+    at = np.arange(owners.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    wrong = np.flatnonzero(values[at] < 0)
     first = int(wrong[0])
     raise DocumentsError(
-        f"document {int(documents[owners[first]]):,} has the token id {int(values[places[first]])}; ids are 0 or "
+        f"document {int(documents[owners[first]]):,} has the token id {int(values[at[first]])}; ids are 0 or "
         f"more ({wrong.size:,} of {owners.size:,} tokens are below 0). Labels may be -100 where nothing is trained; "
         "ids may not"
     )

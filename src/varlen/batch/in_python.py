@@ -29,7 +29,7 @@ def assemble(
     tokens: Values,
     sources: Int64,
     lengths: Int32,
-    places: Int64,
+    begins: Int64,
     pad_id: int,
     input_ids: Int32,
     labels: Int32,
@@ -44,12 +44,12 @@ def assemble(
     for output, padding in zip(outputs, (pad_id, IGNORE, 0, -1)):
         output[...] = padding
     ids, targets, positions, owners = (output.reshape(-1) for output in outputs)
-    rows = places // max(input_ids.shape[1], 1)
+    rows = begins // max(input_ids.shape[1], 1)
     largest = -1
-    for segment, (source, length, place) in enumerate(zip(sources, lengths, places)):
-        here = slice(place, place + length)
+    for segment, (source, length, begin) in enumerate(zip(sources, lengths, begins)):
+        here = slice(begin, begin + length)
         ids[here] = targets[here] = tokens[source : source + length]
-        targets[place] = IGNORE
+        targets[begin] = IGNORE
         positions[here] = range(length)
         owners[here] = np.count_nonzero(rows[:segment] == rows[segment])
         largest = max(largest, int(ids[here].view(np.uint32).max()))
@@ -62,29 +62,29 @@ def mask_labels(
     mask: Values,
     mask_sources: Int64,
     lengths: Int32,
-    places: Int64,
+    begins: Int64,
     labels: Int32,
     targets: Int32,
 ) -> None:
     """Write given labels where the mask is not 0, -100 elsewhere and at every segment's first token."""
-    for segment, (length, place) in enumerate(zip(lengths.tolist(), places.tolist())):
+    for segment, (length, begin) in enumerate(zip(lengths.tolist(), begins.tolist())):
         given = values[value_sources[segment] : value_sources[segment] + length].tolist()
         kept = [True] * length
         if mask.size:
             kept = mask[mask_sources[segment] : mask_sources[segment] + length].astype(bool).tolist()
         written = [value if keep else IGNORE for value, keep in zip(given, kept)]
         written[0] = IGNORE
-        labels[place : place + length] = written
+        labels[begin : begin + length] = written
         targets[segment] = sum(value != IGNORE for value in written)
 
 
 def copy_column(
-    values: Values, sources: Int64, lengths: Int32, places: Int64, pad: Values, column: Values
+    values: Values, sources: Int64, lengths: Int32, begins: Int64, pad: Values, column: Values
 ) -> None:
     """Fill any other per-token column, `pad[0]` at padding."""
     column[:] = pad[0]
-    for source, length, place in zip(sources, lengths, places):
-        column[place : place + length] = values[source : source + length]
+    for source, length, begin in zip(sources, lengths, begins):
+        column[begin : begin + length] = values[source : source + length]
 
 
 def fill_flat_row(

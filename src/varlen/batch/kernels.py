@@ -9,7 +9,7 @@
 - `capacity`, `whole`: pieces may end anywhere (0), end their document or are as long as the capacity (1), or end
 their
   document (2).
-- `sources` int64 `[segments]`: index of each segment's first token; `lengths` int32 `[segments]`; `places` int64
+- `sources` int64 `[segments]`: index of each segment's first token; `lengths` int32 `[segments]`; `begins` int64
   `[segments]`, rising: first position of each segment in the flattened batch.
 """
 
@@ -216,7 +216,7 @@ def assemble(
     tokens: Values,
     sources: Int64,
     lengths: Int32,
-    places: Int64,
+    begins: Int64,
     pad_id: int,
     input_ids: Int32,
     labels: Int32,
@@ -236,7 +236,7 @@ def assemble(
     row_end = 0
     number = np.int32(0)
     for segment in range(sources.size + 1):
-        at = places[segment] if segment < sources.size else size
+        at = begins[segment] if segment < sources.size else size
         if done < at:
             all_ids[done:at] = pad_id
             all_labels[done:at] = IGNORE
@@ -288,7 +288,7 @@ def plain_batch(
     """Run `measure`, `lay_segments` and `assemble` in one call.
 
     A small batch takes most of its time for creating arrays, which is three times as fast here as in Python. `tokens`
-    are any integers but uint64; `is_wide` says that their range must be checked.
+    are any integers but uint64; `is_wide`: their range must be checked.
 
     Returns whether all is valid (else the rest must not be used); `wide`, `narrow` and the boundaries of
     `lay_segments` (one row of boundaries if `multiple` is 1); int32 `[4, rows, width]`: ids, labels, positions and
@@ -313,13 +313,13 @@ def plain_batch(
         written = (wide, narrow, boundaries[0], boundaries[boundaries.shape[0] - 1])
         targets, wrong, _ = lay_segments(*plan, *found, *written)
         fits = wrong == 0
-    sources, places = wide[2 * count : 3 * count], wide[count : 2 * count]
+    sources, begins = wide[2 * count : 3 * count], wide[count : 2 * count]
     if fits and is_wide:
         low, high = value_range(tokens, sources, narrow[1])
         fits = low >= -(2**31) and high < 2**31
     if fits:
         arrays = (block[0], block[1], block[2], block[3])
-        largest = assemble(tokens, sources, narrow[1], places, pad_id, *arrays)
+        largest = assemble(tokens, sources, narrow[1], begins, pad_id, *arrays)
         fits = largest < 2**31
     return fits, wide, narrow, boundaries, block, targets, longest, shortest, largest
 
@@ -331,7 +331,7 @@ def mask_labels(
     mask: Values,
     mask_sources: Int64,
     lengths: Int32,
-    places: Int64,
+    begins: Int64,
     labels: Int32,
     targets: Int32,
 ) -> None:
@@ -343,7 +343,7 @@ def mask_labels(
     for segment in range(lengths.size):
         length = np.int64(lengths[segment])
         source = values[value_sources[segment] : value_sources[segment] + length]
-        written = labels[places[segment] : places[segment] + length]
+        written = labels[begins[segment] : begins[segment] + length]
         if mask.size:
             kept = mask[mask_sources[segment] : mask_sources[segment] + length]
             for index in range(length):
@@ -360,12 +360,12 @@ def mask_labels(
 
 @compiled(in_python=in_python.copy_column)
 def copy_column(
-    values: Values, sources: Int64, lengths: Int32, places: Int64, pad: Values, column: Values
+    values: Values, sources: Int64, lengths: Int32, begins: Int64, pad: Values, column: Values
 ) -> None:
     """Fill any other per-token column, `pad[0]` at padding."""
     done = 0
     for segment in range(sources.size + 1):
-        at = places[segment] if segment < sources.size else column.size
+        at = begins[segment] if segment < sources.size else column.size
         column[done:at] = pad[0]
         if segment == sources.size:
             break

@@ -29,7 +29,7 @@ class Segments(NamedTuple):
     """int32 `[segments]`: the segment's first token within its document."""
     lengths: Int32Array
     """int32 `[segments]`."""
-    places: IntArray
+    begins: IntArray
     """int64 `[segments]`: first position of each segment in the flattened batch, rising."""
     pack_offsets: IntArray
     """int64 `[packs + 1]`: where each pack's segments begin."""
@@ -108,7 +108,7 @@ def lay_out(
     return Segments(
         shape=(pack_ids.size, width) if width else (1, positions),
         documents=segment_documents,
-        places=wide[count : 2 * count],
+        begins=wide[count : 2 * count],
         sources=wide[2 * count : 3 * count],
         pack_offsets=wide[3 * count :],
         first_tokens=narrow[0],

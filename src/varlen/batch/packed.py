@@ -210,16 +210,16 @@ class PackedBatch:
         Raises:
             SettingError: "pair" without groups in the packing, or an unknown weighting.
         """
-        labels, places, lengths = on_host(self.labels), self._places(), on_host(self.document_lengths)
+        labels, begins, lengths = on_host(self.labels), self._begins(), on_host(self.document_lengths)
         own = None if self.target_weights is None else on_host(self.target_weights)
         each = target_weights(
             weighting,
-            on_host(self.document_targets) if own is None else sums(own.reshape(-1), places, lengths),
+            on_host(self.document_targets) if own is None else sums(own.reshape(-1), begins, lengths),
             on_host(self.document_ids),
             None if self.document_groups is None else on_host(self.document_groups),
             len(self.pack_ids),
         )
-        flat = spread(each, places, lengths, labels.size).reshape(labels.shape)
+        flat = spread(each, begins, lengths, labels.size).reshape(labels.shape)
         if own is not None:
             flat = flat * own
         weights = np.where(labels == IGNORE_INDEX, 0, flat).astype(np.float32)
@@ -323,11 +323,11 @@ class PackedBatch:
         """Physical boundaries, in host memory."""
         return on_host(self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded)
 
-    def _places(self) -> IntArray:
+    def _begins(self) -> IntArray:
         """First position of every segment in the flattened batch."""
         starts = self._bounds()[:-1]
-        places: IntArray = starts[on_host(self.segment_ids).reshape(-1)[starts] >= 0].astype(np.int64)
-        return places
+        begins: IntArray = starts[on_host(self.segment_ids).reshape(-1)[starts] >= 0].astype(np.int64)
+        return begins
 
     def replace(self, **changes: Any) -> PackedBatch:
         """Return a copy with some fields replaced."""
@@ -371,27 +371,27 @@ def target_weights(
     return _reciprocals(counts) * (num_packs / with_targets if with_targets else 0.0)
 
 
-def spread(weights: FloatArray, places: Any, lengths: Any, size: int) -> Any:
-    """Write each segment's weight at all of its positions, and 0 at padding; `places` are the first positions."""
+def spread(weights: FloatArray, begins: Any, lengths: Any, size: int) -> Any:
+    """Write each segment's weight at all of its positions, and 0 at padding; `begins` are the first positions."""
     flat = np.zeros(size, np.float64)
-    owner, at = _positions(places, lengths)
+    owner, at = _positions(begins, lengths)
     flat[at] = weights[owner]
     return flat
 
 
-def sums(values: Any, places: Any, lengths: Any) -> FloatArray:
-    """Return the sum of the values in each segment; `places` are the first positions."""
-    owner, at = _positions(places, lengths)
+def sums(values: Any, begins: Any, lengths: Any) -> FloatArray:
+    """Return the sum of the values in each segment; `begins` are the first positions."""
+    owner, at = _positions(begins, lengths)
     totals: FloatArray = np.zeros(lengths.size)
     np.add.at(totals, owner, values[at])
     return totals
 
 
-def _positions(places: Any, lengths: Any) -> tuple[IntArray, IntArray]:
+def _positions(begins: Any, lengths: Any) -> tuple[IntArray, IntArray]:
     """Return the segment of each token, and the token's position."""
     owner = np.repeat(np.arange(lengths.size), lengths)
     first = np.cumsum(lengths, dtype=np.int64) - lengths
-    return owner, places[owner] + np.arange(owner.size) - first[owner]
+    return owner, begins[owner] + np.arange(owner.size) - first[owner]
 
 
 def _shares(owners: Any, counts: FloatArray) -> FloatArray:

@@ -69,10 +69,10 @@ def _turns_in(
     skeleton: Skeleton, pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
 ) -> list[Located] | None:
     """Find the turns in a text made of these pieces and the values between them; piece `hole` may be any text."""
-    places = _places(pieces, values, text, hole)
-    if places is None:
+    found = _locate(pieces, values, text, hole)
+    if found is None:
         return None
-    begins, ends = [0, *(stop for _, stop in places)], [*(start for start, _ in places), len(text)]
+    begins, ends = [0, *(stop for _, stop in found)], [*(start for start, _ in found), len(text)]
     located = []
     for turn in skeleton.turns:
         spans = []
@@ -84,8 +84,8 @@ def _turns_in(
                     return None
             else:
                 stop = ends[region.last] - len(region.tail)
-                is_kept = text.startswith(region.tail, stop) and text.endswith(region.seal, 0, stop)
-                if not is_kept or stop < begins[region.last]:
+                is_intact = text.startswith(region.tail, stop) and text.endswith(region.seal, 0, stop)
+                if not is_intact or stop < begins[region.last]:
                     return None
             if start < begins[region.first] or not text.startswith(region.lead, start):
                 return None
@@ -96,31 +96,31 @@ def _turns_in(
     return located
 
 
-def _places(
+def _locate(
     pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
 ) -> list[tuple[int, int]] | None:
     """Find the positions of contents in the text, verbatim or trimmed, else as JSON."""
     if hole is None and (whole := _as_they_are(pieces, values, text)) is not None:
         return whole
     for forms in (_forms, _json_forms):
-        places = _around(pieces, values, text, forms, hole) if hole is not None else None
+        found = _around(pieces, values, text, forms, hole) if hole is not None else None
         if hole is None and (way := _walk(pieces, values, text, forms).get(len(text))):
-            places = _along(way)
-        if places is not None:
-            return places
+            found = _along(way)
+        if found is not None:
+            return found
     return [] if hole is None and not values and text == pieces[0] else None
 
 
 def _as_they_are(pieces: Sequence[str], values: Sequence[Value], text: str) -> list[tuple[int, int]] | None:
     """Find the positions of contents that are all written verbatim: a fast path for the first result of `_walk`."""
-    places, stop = [], 0
+    found, stop = [], 0
     for value, piece in zip(values, pieces):
         start = stop + len(piece)
         if type(value) is not str or not text.startswith(piece, stop) or not text.startswith(value, start):
             return None
         stop = start + len(value)
-        places.append((start, stop))
-    return places if places and text[stop:] == pieces[-1] else None
+        found.append((start, stop))
+    return found if found and text[stop:] == pieces[-1] else None
 
 
 def _around(
@@ -158,11 +158,11 @@ def _walk(pieces: Sequence[str], values: Sequence[Value], text: str, forms: Form
 
 def _along(way: Way) -> list[tuple[int, int]]:
     """Return the positions on a path."""
-    places = []
+    found = []
     while way:
         way, start, stop = way
-        places.append((start, stop))
-    return places[::-1]
+        found.append((start, stop))
+    return found[::-1]
 
 
 def _forms(content: Value) -> Iterator[str]:
@@ -251,10 +251,10 @@ def by_frames(
     pieces, order = cut(framed or "", slot)
     if order != others:
         return None
-    places = _places(pieces, contents, text)
-    if places is None:
+    found = _locate(pieces, contents, text)
+    if found is None:
         return None
-    starts = [0, *(stop for _, stop in places)]
+    starts = [0, *(stop for _, stop in found)]
     located = []
     for turn in skeleton.turns:
         if len(turn.regions) != 1:

@@ -99,9 +99,9 @@ class ChatTemplate:
         from varlen.text.rendering import Rendering
 
         trained = _trained(chat, first, choice)
-        is_alone = choice.everything and _are_others_off(chat)
+        others_off = choice.everything and _are_others_off(chat)
         rendering = Rendering(self, chat, tools, {**self.variables, **variables})
-        if not is_alone:
+        if not others_off:
             return rendering.rendered(first, trained, choice)
         made = rendering.rendered(first, trained, replace(choice, everything=False))
         return replace(made, off=between(made.spans, len(made.text)))

@@ -120,7 +120,7 @@ def check_same(where: str, made_by: TokenizerMark | None, meant: TokenizerMark, 
         raise SettingError(
             f"{where} holds tokens of the tokenizer {made_by.words}, and {meant.words} gives other ids; {out}"
         )
-    who = (
+    origin = (
         "doesn't say which tokenizer made its tokens"
         if made_by is None
         else f"names {made_by.words} as its tokenizer"
@@ -128,14 +128,14 @@ def check_same(where: str, made_by: TokenizerMark | None, meant: TokenizerMark, 
     _log.warning(
         "%s %s, and whether %s gives the same ids can't be told; it is taken as it is",
         where,
-        who,
+        origin,
         meant.words,
     )
 
 
-def function_fingerprint(name: str, answers: object) -> str:
+def function_fingerprint(name: str, outputs: object) -> str:
     """Return the fingerprint of a tokenizer that is known only by its ids of some texts."""
-    return f"{_FUNCTION}{_digest([name, answers])}"
+    return f"{_FUNCTION}{_digest([name, outputs])}"
 
 
 def backend_fingerprint(spec: Mapping[str, Any], *, prefix_ids: Sequence[int], splits_specials: bool) -> str:

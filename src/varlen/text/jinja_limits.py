@@ -588,11 +588,11 @@ def _memory() -> int:
     """Return the resident memory of this process in bytes; where unavailable, its peak."""
     try:
         # No file object: a thread stopped at this point would leave it open, with a warning.
-        place = os.open("/proc/self/statm", os.O_RDONLY)
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY)
         try:
-            return int(os.read(place, 128).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return int(os.read(descriptor, 128).split()[1]) * os.sysconf("SC_PAGE_SIZE")
         finally:
-            os.close(place)
+            os.close(descriptor)
     except (OSError, ValueError, IndexError):
         import resource
 

@@ -199,19 +199,19 @@ _PLAIN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normali
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
     """Load a file or a folder; any other name is loaded from a hub, by transformers."""
-    place = Path(path).expanduser()
-    if place.is_file():
-        if place.name == _BACKEND and (place.parent / _CONFIG).is_file():
+    location = Path(path).expanduser()
+    if location.is_file():
+        if location.name == _BACKEND and (location.parent / _CONFIG).is_file():
             _log.warning(
                 "%s is read by itself; %s beside it may add tokens, EOS and a chat template: name the folder to have "
                 "what transformers reads there",
-                place,
+                location,
                 _CONFIG,
             )
-        return wrap_backend(_read_backend(place), str(place), is_own=True)
-    if place.is_dir():
-        return _from_folder(place, str(path))
-    looks_local = place.is_absolute() or str(path).count("/") != 1 or place.suffix in _FILES
+        return wrap_backend(_read_backend(location), str(location), is_own=True)
+    if location.is_dir():
+        return _from_folder(location, str(path))
+    looks_local = location.is_absolute() or str(path).count("/") != 1 or location.suffix in _FILES
     if looks_local or str(path).startswith((".", "~")):
         raise SettingError(
             f"there is no tokenizer {path}; pass a tokenizer.json, a folder that holds one, a name on the hub "
@@ -222,9 +222,9 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
 
 def holds_tokenizer(path: str | Path) -> bool:
     """Whether a model's folder holds a tokenizer too; True for a name on a hub."""
-    place = Path(path).expanduser()
-    return not place.is_dir() or any(
-        file.name not in (_TEMPLATE, _TEMPLATES, _PROCESSORS, _MAP) for file in tokenizer_files(place)
+    location = Path(path).expanduser()
+    return not location.is_dir() or any(
+        file.name not in (_TEMPLATE, _TEMPLATES, _PROCESSORS, _MAP) for file in tokenizer_files(location)
     )
 
 

@@ -81,12 +81,12 @@ def _apart(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, str) or "reasoning_content" in message:
         return message
-    before, end, answer = content.partition("</think>")
+    before, end, response = content.partition("</think>")
     blank, begin, thoughts = before.rpartition("<think>")
     thoughts = thoughts if begin else before
-    if not end or blank.strip() or "</think>" in answer or not (thoughts.strip() or answer.strip()):
+    if not end or blank.strip() or "</think>" in response or not (thoughts.strip() or response.strip()):
         return message
-    return {**message, "reasoning_content": thoughts, "content": answer}
+    return {**message, "reasoning_content": thoughts, "content": response}
 
 
 def as_chat(value: object, *, weighs: bool = False) -> Chat:

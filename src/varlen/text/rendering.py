@@ -144,7 +144,7 @@ class Rendering:
         if located is not None:
             return located, skeleton, True
         marks = self._template.marks
-        if not (marks.of_answers and any("tool_calls" in message for message in messages)):
+        if not (marks.response_tokens and any("tool_calls" in message for message in messages)):
             roles = [{"role": message["role"], "content": "."} for message in messages]
             bare = self._skeleton(shape_of(roles, source), roles)
             located = by_prefixes(self.render, messages, text, bare, marks)
@@ -185,7 +185,7 @@ class Rendering:
         key = (kind, shape, bool(self._tools), spelled(self._variables, "variables"))
         if key not in template.skeletons:
             if not template.marks.is_known:
-                self._know_marks()
+                self._probe_marks()
             if len(template.skeletons) >= _MOST_SKELETONS:
                 template.skeletons.clear()
             # A row's tools stand between texts and bound no turn, so a placeholder stands for them.
@@ -198,15 +198,15 @@ class Rendering:
             )
         return template.skeletons[key]
 
-    def _know_marks(self) -> None:
+    def _probe_marks(self) -> None:
         """Probe what ends a turn without calls, and what the template writes for each tool response."""
         marks = self._template.marks
         marks.is_known = True
         asked = Rendering(self._template, Chat(messages=_ASKED), None, self._template.variables)
         thought = [_ASKED[0], {**_ASKED[1], "reasoning_content": "."}]
-        marks.know_prompt(asked.render, thought)
+        marks.probe_prompt(asked.render, thought)
         called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
-        marks.know_answers(called.render, _CALLED)
+        marks.probe_responses(called.render, _CALLED)
         skeleton = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)
         if skeleton is not None and skeleton.turns[0].has_mark:
             marks.usual = skeleton.turns[0].closing[: skeleton.turns[0].mark]
@@ -401,7 +401,7 @@ ALL = Choice()
 
 def between(spans: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
     """Return the gaps between spans of a text."""
-    bounds = [0, *(place for span in spans for place in span), length]
+    bounds = [0, *(edge for span in spans for edge in span), length]
     return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)
 
 
@@ -568,9 +568,9 @@ def _unfound_content(text: str, turn: str) -> Iterator[tuple[str, str]]:
     """Yield what is missing of a content; thoughts within it are treated separately."""
     if text.strip() in turn:
         return
-    before, end, answer = text.rpartition("</think>")
+    before, end, response = text.rpartition("</think>")
     thoughts = before.rpartition("<think>")[2]
-    if not end or not _stands_in(answer, turn):
+    if not end or not _stands_in(response, turn):
         if not _stands_in(text, turn):
             yield "content", text
     elif not _stands_in(thoughts, turn):
@@ -661,8 +661,8 @@ def _folder() -> Path | None:
         spec = find_spec("trl")
     except (ImportError, ValueError):
         return None
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    folder = Path(places[0]) / "chat_templates" if places else None
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    folder = Path(locations[0]) / "chat_templates" if locations else None
     return folder if folder is not None and folder.is_dir() else None
 
 

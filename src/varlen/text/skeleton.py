@@ -1,7 +1,7 @@
 """The text that a chat template writes around the contents of a chat: a skeleton with slots, and its turns.
 
 A skeleton is the rendering of a chat with a placeholder of private-use characters for every text: contents, thoughts,
-names and arguments of calls. It tells where a turn begins and ends, and which texts the template doesn't write.
+names and arguments of calls. It holds where a turn begins and ends, and which texts the template doesn't write.
 """
 
 from __future__ import annotations
@@ -97,18 +97,18 @@ def skeleton_of(
     else:
         turns = [builder.turn(number) for number in own]
         begins = [turn.regions[0].first for turn in turns if turn.regions]
-    unsaid = any(slot.key == "content" for turn in turns for slot in turn.missing)
-    if begins != sorted(begins) or (unsaid and not begins):
+    lacks_content = any(slot.key == "content" for turn in turns for slot in turn.missing)
+    if begins != sorted(begins) or (lacks_content and not begins):
         return None
     own_slots = [at for at, number in enumerate(order) if not slots[number].is_argument]
     bounds = [-1, *own_slots, len(order)]
-    kept_pieces = tuple(
+    own_pieces = tuple(
         "".join([pieces[a + 1], *(f"{slot}{pieces[at + 1]}" for at in range(a + 1, b))])
         for a, b in zip(bounds, bounds[1:])
     )
-    holes = [at for at, piece in enumerate(kept_pieces) if tool and tool in piece]
+    holes = [at for at, piece in enumerate(own_pieces) if tool and tool in piece]
     return Skeleton(
-        pieces=kept_pieces,
+        pieces=own_pieces,
         slots=tuple(slots[order[at]] for at in own_slots),
         turns=tuple(turns),
         is_open=any(one_slot.is_argument for one_slot in slots) or len(holes) > 1,
@@ -161,15 +161,15 @@ class _Builder:
         """Return what is written for the assistant's message of an index."""
         missing_turn = self.unwritten(number)
         prefix = try_render(self.render, self.marked[: number + 1], False) or ""
-        at = self._places(self._said_in(number), prefix)
+        at = self._positions(self._generated_in(number), prefix)
         if not at:
             return missing_turn
         runs = self._runs(at, number)
         regions = []
         opening, closing, mark = None, "", 0
-        for place, run in enumerate(runs):
+        for index, run in enumerate(runs):
             lead, opened = 0, ""
-            if place == 0:
+            if index == 0:
                 earlier = self.marked[:number]
                 plain, prompted = (try_render(self.render, earlier, prompts) for prompts in (False, True))
                 opening, lead = opening_of(plain, prompted, self.pieces[run[0]], self.slot, self.marks)
@@ -190,7 +190,7 @@ class _Builder:
 
     def unwritten(self, number: int) -> Turn:
         """Return a turn without a position that lists what isn't written of a message."""
-        missing = [n for n in self._said_in(number) if n not in self.firsts]
+        missing = [n for n in self._generated_in(number) if n not in self.firsts]
         prefix = (try_render(self.render, self.marked[: number + 1], False) or "") if missing else ""
         return Turn(
             message=number,
@@ -203,27 +203,27 @@ class _Builder:
             by_design=frozenset(self.slots[n] for n in missing if f"{self.slot}{n}{self.slot}" in prefix),
         )
 
-    def _said_in(self, number: int) -> list[int]:
+    def _generated_in(self, number: int) -> list[int]:
         """Return the slots of the message's generated texts."""
         return [n for n, slot in enumerate(self.slots) if slot.message == number and slot.is_generated]
 
-    def _places(self, mine: list[int], prefix: str) -> list[int]:
+    def _positions(self, mine: list[int], prefix: str) -> list[int]:
         """Return the positions of a message's slots. A call's name may occur twice, and again in its response."""
-        places: list[int] = []
+        found: list[int] = []
         for n in mine:
             if n in self.firsts:
                 again = [at for at in range(self.firsts[n] + 1, len(self.order)) if self.order[at] == n]
-                places += [self.firsts[n], *again[: max(0, prefix.count(f"{self.slot}{n}{self.slot}") - 1)]]
-        return sorted(places)
+                found += [self.firsts[n], *again[: max(0, prefix.count(f"{self.slot}{n}{self.slot}") - 1)]]
+        return sorted(found)
 
     def _runs(self, at: list[int], number: int) -> list[list[int]]:
         """Group a message's slots, separated by another message's."""
         runs = [[at[0]]]
-        for place in at[1:]:
-            between = range(runs[-1][-1] + 1, place)
+        for position in at[1:]:
+            between = range(runs[-1][-1] + 1, position)
             if any(self.slots[self.order[n]].message != number for n in between):
                 runs.append([])
-            runs[-1].append(place)
+            runs[-1].append(position)
         return runs
 
     def _closing(self, prefix: str, last: int, number: int) -> tuple[str, int]:
@@ -233,7 +233,7 @@ class _Builder:
         if self.slots[self.order[last]].key == "content":
             return closing_of(own, piece, self.marks)
         follows = self.marked[number + 1]["role"] if number + 1 < len(self.marked) else ""
-        return call_closing(own, piece, self.marks, is_answered=follows == "tool")
+        return call_closing(own, piece, self.marks, has_response=follows == "tool")
 
     def _ends(self, closing: str, last: int) -> bool:
         """Whether a mark ends the turn; after a call, or thoughts, only known marks count."""
@@ -243,7 +243,7 @@ class _Builder:
 
     def _asks_a_tool(self, prefix: str, last: int) -> bool:
         """Whether the template opens a tool response after the turn, which ends it."""
-        return self._after(prefix, last).startswith(tuple(self.marks.of_answers))
+        return self._after(prefix, last).startswith(tuple(self.marks.response_tokens))
 
     def _after(self, prefix: str, last: int) -> str:
         """Return what the template writes after a slot where no message follows."""
@@ -287,7 +287,7 @@ _OF_CALLS = ("name", "key", "value", "arguments")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A place for one text of a chat."""
+    """The position of one text in a chat."""
 
     message: int
     # Of the message; of a call `name` or `id`, and `key` and `value`, which stand for its arguments, or `arguments`
@@ -478,7 +478,7 @@ class EndMarks:
         self.known = tuple(known)
         self.eos = eos
         self.usual = ""  # what ends a turn without calls; empty if unknown
-        self.of_answers: Collection[str] = ()  # special tokens that a template writes for each tool response
+        self.response_tokens: Collection[str] = ()  # special tokens written for each tool response
         self.headers: Collection[str] = ()  # special tokens of a generation prompt, none of which ends a turn
         # The special token that begins a turn with thoughts, right after the generation prompt.
         self.begins = ""
@@ -526,12 +526,12 @@ class EndMarks:
             stop += len(self.eos)
         return stop
 
-    def know_prompt(self, render: Callable[[list[Any], bool], str], asked: list[Any]) -> None:
+    def probe_prompt(self, render: Callable[[list[Any], bool], str], asked: list[Any]) -> None:
         """Probe a template's generation prompt."""
-        answer = {"role": "assistant", "content": asked[1]["content"]}
+        response = {"role": "assistant", "content": asked[1]["content"]}
         try:
             plain, prompted = render(asked[:1], False), render(asked[:1], True)
-            whole, thought = render([asked[0], answer], False), render(asked, False)
+            whole, thought = render([asked[0], response], False), render(asked, False)
         except VarlenError:
             return
         self._usual_tokens = frozenset(mark for mark in self.known if mark in whole)
@@ -540,17 +540,17 @@ class EndMarks:
         begin = self.at(thought, len(prompted)) if thought.startswith(prompted) and self.prompt else None
         self.begins = begin[0] if begin else ""
 
-    def know_answers(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> None:
+    def probe_responses(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> None:
         """Probe how a template continues after a turn of calls."""
         try:
             none, single, two = (render(called[:count], False) for count in (2, 3, 4))
         except VarlenError:
             return
         again = frozenset(mark for mark in self.known if two.count(mark) > single.count(mark) > 0)
-        self.of_answers = again - self._usual_tokens
+        self.response_tokens = again - self._usual_tokens
         turn = none.rstrip()
         token = self.at(two, len(turn)) if two.startswith(turn) and not self.end(turn) else None
-        self.opens = token is not None and token[0] not in self.of_answers
+        self.opens = token is not None and token[0] not in self.response_tokens
 
     def end(self, turn: str) -> bool:
         """Whether a turn ends with a special token."""
@@ -623,7 +623,7 @@ def _partly(plain: str, prompt: str, piece: str, slot: str, marks: EndMarks) -> 
 
 def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
     """Return the text after a content that belongs to its message, and where its end-of-turn mark ends."""
-    for opener in marks.of_answers:
+    for opener in marks.response_tokens:
         own = own.partition(opener)[0]
     for closing in (own, own.rstrip()):
         if piece.startswith(closing) and (mark := marks.stop(closing)):
@@ -645,7 +645,7 @@ def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
     return (word[0], word.end()) if word else (own if piece.startswith(own) else "", 0)
 
 
-def call_closing(own: str, piece: str, marks: EndMarks, *, is_answered: bool) -> tuple[str, int]:
+def call_closing(own: str, piece: str, marks: EndMarks, *, has_response: bool) -> tuple[str, int]:
     """Return the text after a call that belongs to its message, and where the mark that ends the turn ends.
 
     A turn of calls may end like other turns, with a mark for calls (`<|call|>`), or with the special token that opens
@@ -658,14 +658,14 @@ def call_closing(own: str, piece: str, marks: EndMarks, *, is_answered: bool) ->
         return same[:stop], stop
     for run in reversed(marks.runs(same)):
         stop = run.start()
-        while (token := marks.at(same, stop)) and token[0] not in marks.of_answers:
+        while (token := marks.at(same, stop)) and token[0] not in marks.response_tokens:
             stop = token.end()
         if stop > run.start():
             return same[:stop], stop
-    if same.rstrip() == own.rstrip() and is_answered:
+    if same.rstrip() == own.rstrip() and has_response:
         stop = len(same.rstrip())
         token = marks.at(piece, stop)
-        if token and token[0] not in marks.of_answers:
+        if token and token[0] not in marks.response_tokens:
             return piece[: token.end()], token.end()
     stop = len(same.rstrip())
     return same[:stop], stop

@@ -175,7 +175,7 @@ class FastTokenizer:
         1]`: text t has the spans `span_offsets[t]:span_offsets[t + 1]`.
         """
         parts, lengths, marks = [], [], []
-        encodings = self._encode(list(texts), with_places=True)
+        encodings = self._encode(list(texts), with_offsets=True)
         for encoding, first, last in zip(encodings, span_offsets, span_offsets[1:]):
             ranges = list(enumerate(spans[first:last].tolist(), first + 1))
             bounds = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
@@ -189,9 +189,9 @@ class FastTokenizer:
             marks.append(mark)
         return _concatenated(parts), _offsets(lengths, len(lengths)), _concatenated(marks)
 
-    def _encode(self, batch: list[str], *, with_places: bool = False) -> list[tokenizers.Encoding]:
+    def _encode(self, batch: list[str], *, with_offsets: bool = False) -> list[tokenizers.Encoding]:
         """Encode a batch, with each token's position in its text if asked for."""
-        encode = self.backend.encode_batch if with_places else self.backend.encode_batch_fast
+        encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         with backend_faults(self.name):
             return encode(batch, add_special_tokens=False)
 

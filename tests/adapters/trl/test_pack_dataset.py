@@ -18,7 +18,7 @@ from trl.data_utils import pack_dataset as trl_pack_dataset
 
 import varlen as vl
 from varlen.adapters.trl import pack_dataset
-from varlen.adapters.trl.streaming import _Kept
+from varlen.adapters.trl.streaming import _Pending
 from varlen.errors import DocumentsError, SettingError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
@@ -461,7 +461,7 @@ def test_a_stream_whose_rows_change_their_type_is_refused():
 
 
 def test_documents_are_let_go_once_they_are_handed_out():
-    kept = _Kept(marked=True)
+    kept = _Pending(marked=True)
     lengths = kept.take_in(numbered([5, 2, 6, 3, 0]).data.table)
     kept.note(lengths)
     packer = vl.WindowPacker(capacity=8, window=4, method="best_fit_decreasing", max_age=0)

@@ -133,16 +133,16 @@ class MultipackBatchSampler(BatchSampler):
         object.__setattr__(self, name, value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, and tell the sampler of indices.
+        """Begin another epoch, also in the sampler of indices.
 
         Args:
             epoch: from 0.
         """
         self.epoch = as_count(epoch, "epoch", 0)
         self._steps = None
-        tell = getattr(self.sampler, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
+        notify = getattr(self.sampler, "set_epoch", None)
+        if notify is not None:
+            notify(epoch)
 
     @property
     def total_tokens_used(self) -> int:

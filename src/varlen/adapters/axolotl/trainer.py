@@ -13,11 +13,11 @@ from varlen.adapters.hf.trainer import PackedTraining, loader_for
 from varlen.adapters.peers import check_processes
 
 
-class _ToldItems(AxolotlTrainer):  # type: ignore[misc]
+class _DivisorTrainer(AxolotlTrainer):  # type: ignore[misc]
     """axolotl's trainer, which passes the divisor of losses to every model that takes it.
 
-    axolotl tells no model whose inner `forward` doesn't name `num_items_in_batch`, which is nearly all, and so takes
-    the mean of means; transformers tells all that pass it on to their loss.
+    axolotl passes it to no model whose inner `forward` doesn't name `num_items_in_batch`, which is nearly all, and so
+    takes the mean of means; transformers passes it to all that pass it on to their loss.
     """
 
     def __init__(self, *given: Any, **rest: Any) -> None:
@@ -28,7 +28,7 @@ class _ToldItems(AxolotlTrainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = getattr(model, "accepts_loss_kwargs", any(takes_any))
 
 
-class VarlenTrainer(PackedTraining, _ToldItems):
+class VarlenTrainer(PackedTraining, _DivisorTrainer):
     """What axolotl's builder makes in the place of its own trainer."""
 
     def __init__(self, *, args: Any, train_dataset: Any, **rest: Any) -> None:

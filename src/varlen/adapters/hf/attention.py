@@ -1,7 +1,7 @@
 """An attention function named "varlen" for transformers: every document attends to itself alone.
 
 It goes through transformers' own registry, so that no model class is patched, and it refuses whatever would
-make it leak: missing boundaries, a mask, a pattern that it isn't told about.
+make it leak: missing boundaries, a mask, a pattern that it isn't given.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from varlen.adapters.features import (
     finish,
     flash_arguments,
     required,
-    tell_of_weights,
+    warn_of_weights,
 )
 from varlen.arguments import as_count
 from varlen.batch.flatten import FlatRow, flatten
@@ -96,7 +96,7 @@ class DataCollatorWithFlattening:
         columns = as_columns(features, _NEEDED if self.columns is None else {*_NEEDED, *self.columns})
         documents = required(columns, "input_ids")
         carried = columns_to_carry(columns, self.columns, (*TAKEN, "shift_labels"))
-        tell_of_weights(columns, carried)
+        warn_of_weights(columns, carried)
         row = flatten(
             documents,
             columns.get("labels"),

@@ -258,7 +258,7 @@ def boundaries(batch: PackedBatch, device: torch.device) -> dict[str, Any]:
     """Return the boundaries over the flattened array, padding included, and the longest segment."""
     ends = torch.as_tensor(_slots(batch), dtype=torch.int32)
     # Padding segments and rounded-up slots may be longer than the longest document, and a kernel must not
-    # be told less than the longest of its segments.
+    # be given less than the longest of its segments.
     longest = int(ends.diff().max()) if len(ends) > 1 else 0
     return _boundary_arguments(ends.to(device), longest)
 
@@ -281,8 +281,8 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
     if (first := first_position(model)) > 0:
         inputs["position_ids"] = tensors.position_ids + first
     if with_boundaries or family(model).boundaries:
-        told = boundaries(batch, tensors.input_ids.device)
-        inputs |= told | segment_arguments(model_type(model), told["cu_seq_lens_q"], *tensors.input_ids.shape)
+        args = boundaries(batch, tensors.input_ids.device)
+        inputs |= args | segment_arguments(model_type(model), args["cu_seq_lens_q"], *tensors.input_ids.shape)
     if not with_boundaries:
         inputs["attention_mask"] = explicit_masks(tensors, model, MASK_FORMS[name], base.dtype)
     if tensors.shift_labels is not None:
@@ -337,7 +337,7 @@ def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dt
 # What some models scale by the row or the batch, so that a document's result depends on what it is packed with.
 #
 # Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 scales
-# the attention of some layers by the place of a token in its row.
+# the attention of some layers by the position of a token in its row.
 
 
 def check_scaled(batch: PackedBatch, model: Any) -> None:
@@ -358,7 +358,7 @@ def check_scaled(batch: PackedBatch, model: Any) -> None:
                 'frequencies of long ones: model.config.rope_parameters["original_max_position_embeddings"] = 1'
             )
     if getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale"):
-        _check_places(batch, config, name)
+        _check_temperatures(batch, config, name)
 
 
 def batch_wide_rotary(config: Any) -> list[tuple[str, int]]:
@@ -373,15 +373,15 @@ def batch_wide_rotary(config: Any) -> list[tuple[str, int]]:
     return [(kind, int(limit)) for kind, limit in found if limit]
 
 
-def _check_places(batch: PackedBatch, config: Any, name: str) -> None:
-    """Refuse tokens whose temperature by their place in the row differs from that by their place in the document."""
+def _check_temperatures(batch: PackedBatch, config: Any, name: str) -> None:
+    """Refuse tokens whose temperature by position in the row differs from that by position in the document."""
     step, width = config.floor_scale, batch.input_ids.shape[1]
     rows = getattr(config, "no_rope_layers", None)
     if width < step or (rows is not None and all(rows)):
         return
-    segments, places = _numpy(batch.segment_ids), _numpy(batch.position_ids)
+    segments, positions = _numpy(batch.segment_ids), _numpy(batch.position_ids)
     by_row = (np.arange(width) + 1) // step
-    wrong = (segments >= 0) & (by_row != (places + 1) // step)
+    wrong = (segments >= 0) & (by_row != (positions + 1) // step)
     if wrong.any():
         raise ModelError(
             f"{name} scales attention by a token's place in its row (attn_temperature_tuning, by steps of {step:,}), "
@@ -454,7 +454,7 @@ def mrope_positions(batch: PackedBatch, model: Any, media: Media | None = None) 
     base = unwrap(model)
     kinds = np.where(on_host(batch.segment_ids).reshape(-1) >= 0, _kinds(ids, base.config), 0)
     if media is None:  # then the model itself takes all tokens for text
-        _say_once(base, int(np.count_nonzero(kinds)))
+        _warn_once(base, int(np.count_nonzero(kinds)))
         return torch.from_numpy(positions.reshape(AXES + 1, *text.shape))
     for document, start, at, length in _segments(batch):
         given, piece = _given(media, document), slice(at, at + length)
@@ -484,14 +484,14 @@ def media_arguments(batch: PackedBatch, model: Any, media: Media) -> dict[str, t
 
 
 def _segments(batch: PackedBatch) -> list[tuple[int, int, int, int]]:
-    """Return document, first token, place in the flattened batch and length of each segment."""
+    """Return document, first token, position in the flattened batch and length of each segment."""
     slots = on_host(_slots(batch))[:-1]
-    places = slots[on_host(batch.segment_ids).reshape(-1)[slots] >= 0]
-    of_segments = (batch.document_ids, batch.document_starts, places, batch.document_lengths)
+    begins = slots[on_host(batch.segment_ids).reshape(-1)[slots] >= 0]
+    of_segments = (batch.document_ids, batch.document_starts, begins, batch.document_lengths)
     return list(zip(*(on_host(values).tolist() for values in of_segments)))
 
 
-def _say_once(base: Any, tokens: int) -> None:
+def _warn_once(base: Any, tokens: int) -> None:
     """Warn once per model of image tokens without images."""
     if tokens and base not in _WARNED:
         _WARNED.add(base)
@@ -525,10 +525,10 @@ def _kinds(ids: IntArray, config: Any) -> IntArray:
 
 def _kinds_of(given: Mapping[str, Any], by_ids: IntArray, document: int) -> IntArray:
     """Return the kinds of a document's tokens, from its processor or by their ids."""
-    told = given.get("mm_token_type_ids")
-    if told is None:
+    types = given.get("mm_token_type_ids")
+    if types is None:
         return by_ids
-    kinds: IntArray = np.asarray(told, np.int64).reshape(-1)
+    kinds: IntArray = np.asarray(types, np.int64).reshape(-1)
     if kinds.size != by_ids.size:
         raise DocumentsError(
             f"document {document:,}: mm_token_type_ids has {kinds.size:,} entries, and {by_ids.size:,} of its tokens "

@@ -194,8 +194,8 @@ def uses_registry(model: Any) -> bool:
     A model that doesn't takes any registered name and computes its own attention all the same.
     """
     base = unwrap(model)
-    answer = getattr(base, "_can_set_attn_implementation", None)
-    return bool(answer()) if answer is not None else bool(getattr(base, "_supports_attention_backend", False))
+    method = getattr(base, "_can_set_attn_implementation", None)
+    return bool(method()) if method is not None else bool(getattr(base, "_supports_attention_backend", False))
 
 
 def accepts(model: Any, name: str) -> bool:
@@ -312,7 +312,7 @@ def put_on(module: Any) -> str | None:
         if (put := vars(module).get(name)) is not None and not _is_of_libraries(put):
             return f"a {name} that was put on it"
     for hook in (*vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()):
-        if not _is_of_libraries(hook) and not _answers_nothing(hook):
+        if not _is_of_libraries(hook) and not _returns_none(hook):
             return f"the hook {getattr(hook, '__qualname__', type(hook).__name__)}"
     return None
 
@@ -363,7 +363,7 @@ def _is_of_libraries(function: Any) -> bool:
     return wrapped is None or _is_of_libraries(wrapped)
 
 
-def _answers_nothing(hook: Any) -> bool:
+def _returns_none(hook: Any) -> bool:
     """Return whether a hook always returns None, so that it changes neither input nor output."""
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     return code is not None and _ends_with_none(code)

@@ -79,7 +79,7 @@ class PackedTraining(_BeforeTrainer):
         self.add_callback(LoaderPlace())
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **rest: Any) -> Any:
-        """Train, as the Trainer does, after taking the loader to the place of the checkpoint."""
+        """Train, as the Trainer does, after loading the checkpoint's state into the loader."""
         folder = resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call]
@@ -92,11 +92,11 @@ class PackedTraining(_BeforeTrainer):
 
     def get_train_dataloader(self) -> DataLoader[PackedBatch | None]:
         """Return the loader's batches, as they are: neither sharded nor collated."""
-        place = self.train_loader.state_dict()
-        if place["micro_batch"]:
+        state = self.train_loader.state_dict()
+        if state["micro_batch"]:
             raise StateError(
-                f"the loader has given {place['micro_batch']:,} of {self.train_loader.micro_batches:,} batches of "
-                f"step {place['step']:,}, and a Trainer begins with a step; call train_loader.seek({place['step']})"
+                f"the loader has given {state['micro_batch']:,} of {self.train_loader.micro_batches:,} batches of "
+                f"step {state['step']:,}, and a Trainer begins with a step; call train_loader.seek({state['step']})"
             )
         steps, an_epoch = self._num_steps(), None
         if steps == 0:
@@ -266,7 +266,7 @@ class LoaderBatches(IterableDataset[PackedBatch | None]):
         """Record the loader's state before the batches of a step are drawn."""
         self._before = global_step, self.loader.state_dict()
 
-    def place(self, global_step: int) -> dict[str, Any]:
+    def state_at(self, global_step: int) -> dict[str, Any]:
         """Return the loader's state after the last update, even if batches of the next step are drawn already."""
         if self._before is not None and self._before[0] == global_step:
             return self._before[1]
@@ -292,26 +292,26 @@ class LoaderPlace(TrainerCallback, ExportableState):
         """Return the loader's state in transformers' format of exportable states."""
         if self.batches is None:
             return {"args": {}, "attributes": {}}
-        return {"args": {}, "attributes": {"place": self.batches.place(self.trainer_state.global_step)}}
+        return {"args": {}, "attributes": {"place": self.batches.state_at(self.trainer_state.global_step)}}
 
 
 def go_to_checkpoint(loader: PackedLoader, folder: str | Path, *, with_data: bool) -> int:
     """Load a checkpoint's state into a loader; returns the step."""
     state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
     if with_data:
-        place = _saved_place(state, folder)
-        if place != loader.state_dict():  # loading the same state would discard prefetched batches
-            loader.load_state_dict(place)
+        found = _saved_state(state, folder)
+        if found != loader.state_dict():  # loading the same state would discard prefetched batches
+            loader.load_state_dict(found)
     return int(state.global_step)
 
 
-def _saved_place(state: Any, folder: str | Path) -> Mapping[str, Any]:
+def _saved_state(state: Any, folder: str | Path) -> Mapping[str, Any]:
     saved = state.stateful_callbacks.get(LoaderPlace.__name__, {})
-    place: Mapping[str, Any] | None
-    place = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {}).get("place")
-    if place is None:
+    found: Mapping[str, Any] | None
+    found = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {}).get("place")
+    if found is None:
         raise StateError(
             f"{folder} holds no place of a loader, since another Trainer saved it; to go on after its "
             f"{state.global_step:,} steps call loader.seek({state.global_step}), and pass ignore_data_skip=True"
         )
-    return place
+    return found

@@ -224,16 +224,16 @@ def _add_noise(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
     """Add noise to embedded tokens; without a batch's shares, as transformers does."""
     if not module.training:
         return output
-    told = getattr(module, _SHARES, None)
-    if told is None:
+    shares = getattr(module, _SHARES, None)
+    if shares is None:
         of_row = module.neftune_noise_alpha / (output.size(1) * output.size(2)) ** 0.5
         return output + torch.zeros_like(output).uniform_(-of_row, of_row)
-    if told.shape != output.shape[:2]:
+    if shares.shape != output.shape[:2]:
         raise ModelError(
-            f"NEFTune's noise is for {tuple(told.shape)} tokens of a packed batch, and {tuple(output.shape[:2])} "
+            f"NEFTune's noise is for {tuple(shares.shape)} tokens of a packed batch, and {tuple(output.shape[:2])} "
             "were embedded; leave neftune_noise_alpha out"
         )
-    most: torch.Tensor = module.neftune_noise_alpha / output.size(2) ** 0.5 * told.to(output.device)
+    most: torch.Tensor = module.neftune_noise_alpha / output.size(2) ** 0.5 * shares.to(output.device)
     noise = torch.zeros_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
     noisy: torch.Tensor = output + noise
     return noisy

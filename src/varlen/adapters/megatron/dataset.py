@@ -90,16 +90,16 @@ def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def named_row(batch: Sequence[Mapping[str, Any]], place: int) -> str:
+def named_row(batch: Sequence[Mapping[str, Any]], index: int) -> str:
     """Return the name of a row for messages: as files number them, from 1, where it is known."""
-    number = batch[place].get("row")
-    return f"row {place:,} of the batch" if number is None else f"row {number + 1:,}"
+    number = batch[index].get("row")
+    return f"row {index:,} of the batch" if number is None else f"row {number + 1:,}"
 
 
-def item_of(rows: PackedRows, place: int, number: int, is_padding: bool) -> Item:
+def item_of(rows: PackedRows, index: int, number: int, is_padding: bool) -> Item:
     """Return one of some rows: views of their arrays."""
-    here = slice(int(rows.offsets[place]), int(rows.offsets[place + 1]))
-    documents = slice(int(rows.document_offsets[place]), int(rows.document_offsets[place + 1]))
+    here = slice(int(rows.offsets[index]), int(rows.offsets[index + 1]))
+    documents = slice(int(rows.document_offsets[index]), int(rows.document_offsets[index + 1]))
     item: Item = {
         "input_ids": rows.input_ids[here],
         "seq_boundaries": [*rows.seq_start_id[documents].tolist(), here.stop - here.start],
@@ -244,11 +244,11 @@ class GPTSFTPackedDataset(Dataset[Item]):
         Raises:
             SettingError: they contradict each other.
         """
-        told = {name: getattr(self, name) for name in _COLLATED}
-        told["eos_id"] = _eos_id(self.tokenizer)
-        told["pad_seq_to_mult"] = 1 if self._pad_seq_to_mult is None else self._pad_seq_to_mult
-        if self._made is None or self._made[0] != told:
-            self._made = told, RowCollator(**told)
+        settings = {name: getattr(self, name) for name in _COLLATED}
+        settings["eos_id"] = _eos_id(self.tokenizer)
+        settings["pad_seq_to_mult"] = 1 if self._pad_seq_to_mult is None else self._pad_seq_to_mult
+        if self._made is None or self._made[0] != settings:
+            self._made = settings, RowCollator(**settings)
         return self._made[1]
 
     def __len__(self) -> int:
@@ -271,8 +271,8 @@ class GPTSFTPackedDataset(Dataset[Item]):
                 is_padding = wanted < 0
         rows = self.indexed_dataset.rows(wanted)
         return [
-            item_of(rows, place, number % self.indexed_dataset.num_rows, quiet)
-            for place, (number, quiet) in enumerate(zip(wanted.tolist(), is_padding.tolist()))
+            item_of(rows, index, number % self.indexed_dataset.num_rows, quiet)
+            for index, (number, quiet) in enumerate(zip(wanted.tolist(), is_padding.tolist()))
         ]
 
     def collate_fn(self, batch: Sequence[Mapping[str, Any]]) -> MegatronBatch:

@@ -159,9 +159,9 @@ def saved_state(folder: str | Path, iteration: int) -> dict[str, Any] | None:
     Raises:
         StateError: what is there can't be read, or its files say different things.
     """
-    place = Path(folder) / f"iter_{as_count(iteration, 'iteration', 0):07d}"
+    location = Path(folder) / f"iter_{as_count(iteration, 'iteration', 0):07d}"
     states = []
-    for file in sorted(place.rglob(_FILES)):  # Megatron-LM puts a folder mp_rank_00 between
+    for file in sorted(location.rglob(_FILES)):  # Megatron-LM puts a folder mp_rank_00 between
         try:
             states.append(torch.load(file, map_location="cpu", weights_only=True)[_KEY])
         except Exception as error:  # whatever it raises, this is none of ours
@@ -174,13 +174,13 @@ def saved_state(folder: str | Path, iteration: int) -> dict[str, Any] | None:
     try:
         return merge_states(states)
     except (StateError, RuntimeError) as error:  # another loader's tensors can't be compared: RuntimeError
-        raise StateError(f"{place} holds states of different loaders, or of others: {error}") from None
+        raise StateError(f"{location} holds states of different loaders, or of others: {error}") from None
 
 
 def last_checkpoint(load: str | Path) -> tuple[int, int]:
     """Return the iteration of the newest checkpoint of a folder, and the samples consumed until then.
 
-    Megatron's providers of data sets aren't told either; what it loads, its trackers say.
+    Megatron's providers of data sets don't know them either; its trackers name what it loads.
 
     Args:
         load: `checkpoint.load` (`--load`).
@@ -200,8 +200,8 @@ def last_checkpoint(load: str | Path) -> tuple[int, int]:
         if file == ours:
             state = torch.load(file, map_location="cpu", weights_only=True)
             return int(state["step"]), int(state["consumed_train_samples"])
-        told = file.read_text().strip()
-        return (0 if told == "release" else int(told)), 0
+        content = file.read_text().strip()
+        return (0 if content == "release" else int(content)), 0
     except Exception as error:  # whatever it raises, the iteration is unknown
         raise StateError(
             f"{file} doesn't say which checkpoint is the newest: {described(error, kind=True)}; pass "

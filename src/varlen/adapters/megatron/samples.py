@@ -70,7 +70,7 @@ def build_unpacked_sequence_sample(
 
 
 def fold_alignment_padding(sample: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Say that a sample's padding is part of it, in place, for attention kernels that take none between sequences.
+    """Make a sample's padding part of it, in place, for attention kernels that take none between sequences.
 
     Padding stays masked in the loss and stands behind every real token, so causal models compute the same for those.
 
@@ -105,7 +105,7 @@ def unpacked_samples(
         ignore_label_id: label of the padding and where there is no target; None: `pad_token_id`.
 
     Yields:
-        Samples whose labels are shifted: the target of each token stands at its own place.
+        Samples whose labels are shifted: the target of each token stands at its own position.
 
     Raises:
         SettingError: a multiple below 1.

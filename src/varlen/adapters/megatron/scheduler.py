@@ -168,7 +168,7 @@ def _as_ids(ids: npt.ArrayLike | None, samples: int) -> IntArray:
 def _best(step: _Step, ranks: int, multiple: int) -> tuple[IntArray, int]:
     """Return the pack of each sample, and how many there are: a multiple, or fewer where there aren't enough samples.
 
-    No pack is empty. Over-long samples stand alone in the last ones.
+    No pack is empty. Over-long samples are single in the last ones.
     """
     inner = np.flatnonzero(step.fits)
     beyond = step.work[~step.fits]
@@ -186,14 +186,14 @@ def _best(step: _Step, ranks: int, multiple: int) -> tuple[IntArray, int]:
 
 
 def _ways(
-    step: _Step, lengths: Int32Array, work: FloatArray, alone: int, multiple: int
+    step: _Step, lengths: Int32Array, work: FloatArray, single: int, multiple: int
 ) -> list[tuple[Int32Array, int]]:
-    """Return ways to pack samples that fit: the pack of each, and how many; with those alone, they fill all ranks."""
+    """Return ways to pack samples that fit: the pack of each, and how many, which with `single` fill all ranks."""
     fullest, packs = packed(lengths, step.capacity, step.most, "best_fit_decreasing")
-    goal = min(packs + -(packs + alone) % multiple, lengths.size)
+    goal = min(packs + -(packs + single) % multiple, lengths.size)
     ways = [(way, goal) for way in even_ways(lengths, work, fullest, goal, step.capacity, step.most)]
     in_order, packs = packed(lengths, step.capacity, step.most, "next_fit")
-    theirs = packs + -(packs + alone) % multiple
+    theirs = packs + -(packs + single) % multiple
     if theirs <= lengths.size:
         ways.append((_peeled(in_order, packs, theirs), theirs))
     return ways
@@ -224,10 +224,10 @@ def _dealt(
     work = np.concatenate([np.bincount(pack_of, weights=step.work, minlength=packs), np.zeros(missing)])
     by_number = dealt(work, ranks).reshape(-1)  # the pack that each micro-batch is
     dummies = np.flatnonzero(by_number >= packs)
-    place = np.empty(packs + missing, np.int64)
-    place[by_number] = np.arange(by_number.size)
-    order = np.argsort(place[pack_of], kind="stable")
-    counts = np.bincount(place[pack_of], minlength=by_number.size)
+    position = np.empty(packs + missing, np.int64)
+    position[by_number] = np.arange(by_number.size)
+    order = np.argsort(position[pack_of], kind="stable")
+    counts = np.bincount(position[pack_of], minlength=by_number.size)
     held, work = names[order], work[by_number]
     if missing and fill == "repeat":
         shortest = int(np.argmin(step.lengths))

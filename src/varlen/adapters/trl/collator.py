@@ -18,7 +18,7 @@ from varlen.adapters.features import (
     finish,
     flash_arguments,
     required,
-    tell_of_weights,
+    warn_of_weights,
 )
 from varlen.arguments import as_count
 from varlen.batch.flatten import Joined, as_whole, flatten, join
@@ -98,7 +98,7 @@ class DataCollatorForLanguageModeling:
                 "where nothing is to be learned"
             )
         carried = columns_to_carry(columns, self.columns, {*TAKEN, "seq_lengths", *_MASKS})
-        tell_of_weights(columns, carried)
+        warn_of_weights(columns, carried)
         keep, lengths = columns.get("attention_mask"), columns.get("seq_lengths")
         pads = {name: pad for name, pad in self.column_pads.items() if name in carried}
         if not self.padding_free:
@@ -226,14 +226,14 @@ def _check_sizes(sizes: IntArray, wanted: IntArray, name: str) -> None:
 
 def _check_one_each(lengths: Any, sizes: IntArray) -> None:
     """Refuse rows of several documents, which see each other in a padded row."""
-    told = join(lengths, "seq_lengths")
-    several = np.flatnonzero(told.sizes > 1)
+    rows = join(lengths, "seq_lengths")
+    several = np.flatnonzero(rows.sizes > 1)
     if several.size:
         first = int(several[0])
         raise DocumentsError(
-            f"row {first:,} holds {int(told.sizes[first]):,} documents by its seq_lengths ({several.size:,} of "
-            f"{told.sizes.size:,} rows hold several), which see each other in padded rows; pass padding_free=True"
+            f"row {first:,} holds {int(rows.sizes[first]):,} documents by its seq_lengths ({several.size:,} of "
+            f"{rows.sizes.size:,} rows hold several), which see each other in padded rows; pass padding_free=True"
         )
-    ends = np.cumsum(told.sizes)
-    sums = np.array([int(told.values[end - size : end].sum()) for end, size in zip(ends, told.sizes)])
+    ends = np.cumsum(rows.sizes)
+    sums = np.array([int(rows.values[end - size : end].sum()) for end, size in zip(ends, rows.sizes)])
     _check_sizes(sums.astype(np.int64), sizes, "tokens by its seq_lengths")

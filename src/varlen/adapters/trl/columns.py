@@ -98,9 +98,9 @@ def _check_types(schema: pa.Schema) -> None:
         if not (pa.types.is_list(field.type) or pa.types.is_large_list(field.type))
     ]
     if wrong:
-        kept = [field.name for field in schema if field.name not in wrong]
+        rest = [field.name for field in schema if field.name not in wrong]
         way = (
-            f"keep the others with dataset.select_columns({kept})" if kept else "tokenize the data set first"
+            f"keep the others with dataset.select_columns({rest})" if rest else "tokenize the data set first"
         )
         raise DocumentsError(
             f"column {wrong[0]!r} holds {schema.field(wrong[0]).type}, not lists of any length "
@@ -124,13 +124,13 @@ def _lengths(column: pa.Array, name: str, done: int) -> IntArray:
 
 
 def packed(
-    batches: Sequence[pa.RecordBatch], places: IntArray, rows: Rows, schema: pa.Schema, *, marked: bool
+    batches: Sequence[pa.RecordBatch], stored_rows: IntArray, rows: Rows, schema: pa.Schema, *, marked: bool
 ) -> pa.Table:
     """Return rows of packed documents, every column in its type.
 
-    `places`: int64 `[num_documents]`: where each document stands among the rows of `batches`.
+    `stored_rows`: int64 `[num_documents]`: where each document stands among the rows of `batches`.
     """
-    wanted = places[rows.documents]
+    wanted = stored_rows[rows.documents]
     firsts = np.cumsum([0, *(batch.num_rows for batch in batches)])
     home = np.searchsorted(firsts, wanted, side="right") - 1
     homes = np.unique(home).tolist()
@@ -212,7 +212,7 @@ METHODS: dict[Strategy, tuple[Method, Overlong]] = {
 """varlen's method and policy for each of TRL's strategies."""
 
 
-def say_what_was_lost(ledger: Ledger, capacity: int) -> None:
+def warn_of_truncation(ledger: Ledger, capacity: int) -> None:
     """Log the tokens that were cut off, if any were."""
     if ledger.truncated:
         _log.warning(

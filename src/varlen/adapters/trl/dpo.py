@@ -28,7 +28,7 @@ from varlen.types import IntArray
 
 
 class PackedDPOTrainer(DPOTrainer):
-    """TRL's DPOTrainer, whose models compute the answers of a batch as documents of one row.
+    """TRL's DPOTrainer, whose models compute the completions of a batch as documents of one row.
 
     TRL collates padded rows and computes the losses; in between, the policy and the reference model run on the same
     documents without padding, and their outputs are put back into padded rows. So every `loss_type`, metric and
@@ -81,7 +81,7 @@ class PackedDPOTrainer(DPOTrainer):
         return (loss[0] * scale, loss[1]) if return_outputs else loss * scale
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Return the reference's log-probabilities of chosen and rejected answers, as TRL does."""
+        """Return the reference's log-probabilities of chosen and rejected completions, as TRL does."""
         with self._flat(model, inputs) as (flat, padded):
             return super().compute_ref_log_probs(flat, padded)  # type: ignore[no-untyped-call]
 
@@ -139,7 +139,7 @@ _REPLACED = frozenset(("input_ids", "attention_mask", "labels", "use_cache"))
 
 
 class PairPacks(Dataset[list[dict[str, Any]]]):
-    """A data set whose rows are packs, which are lists of pairs; both answers of a pair are in one pack.
+    """A data set whose rows are packs, which are lists of pairs; both completions of a pair are in one pack.
 
     Packs are random samples of the pairs, the same in every epoch, and equally many on every rank.
     """
@@ -162,7 +162,7 @@ class PairPacks(Dataset[list[dict[str, Any]]]):
 
 
 def pair_lengths(rows: Any, longest: int | None = None) -> IntArray:
-    """Return the number of tokens of each pair, int64 `[num_pairs]`: its prompt twice, and both answers."""
+    """Return the number of tokens of each pair, int64 `[num_pairs]`: its prompt twice, and both completions."""
     missing = [name for name in _IDS if name not in (getattr(rows, "column_names", None) or ())]
     if missing:
         raise DocumentsError(
@@ -170,9 +170,9 @@ def pair_lengths(rows: Any, longest: int | None = None) -> IntArray:
             f"{type(rows).__name__} has no {', '.join(missing)}; leave capacity out where pairs are streamed"
         )
     table = rows.select_columns(list(_IDS)).with_format("arrow")[:]
-    prompt, *answers = (pc.list_value_length(table[name]).to_numpy().astype(np.int64) for name in _IDS)
+    prompt, *lengths = (pc.list_value_length(table[name]).to_numpy().astype(np.int64) for name in _IDS)
     sizes = [
-        prompt + answer if longest is None else np.minimum(prompt + answer, longest) for answer in answers
+        prompt + length if longest is None else np.minimum(prompt + length, longest) for length in lengths
     ]
     total: IntArray = sizes[0] + sizes[1]
     return total
@@ -183,7 +183,7 @@ class PairCollator:
     """TRL's collator of pairs, which adds the same documents as one flat row to the padded batch."""
 
     padded: Callable[[list[Any]], dict[str, Any]]
-    """Collates B pairs into a batch of 2B padded rows, all chosen answers first."""
+    """Collates B pairs into a batch of 2B padded rows, all chosen completions first."""
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return TRL's batch, and a PackedBatch as `packed`."""
@@ -193,7 +193,7 @@ class PairCollator:
 
 
 def flat_row(batch: dict[str, Any]) -> PackedBatch:
-    """Return the rows of a padded batch as the documents of one row; only answers are targets.
+    """Return the rows of a padded batch as the documents of one row; only completions are targets.
 
     `batch`: `input_ids`, `attention_mask` and `completion_mask`, int64 `[rows, width]`.
     """

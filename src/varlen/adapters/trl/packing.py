@@ -21,7 +21,7 @@ from varlen.adapters.trl.columns import (
     listed,
     marked_schema,
     packed,
-    say_what_was_lost,
+    warn_of_truncation,
 )
 from varlen.arguments import as_choice, as_count
 from varlen.errors import DocumentsError, MissingExtraError, SettingError
@@ -131,7 +131,7 @@ def _packed_dataset(dataset: Any, capacity: int, strategy: Strategy, settings: d
     method, overlong = METHODS[strategy]
     batches, schema, rows = _stored(dataset)
     plan = pack(lengths_of(batches, schema)[rows], capacity, method, overlong)
-    say_what_was_lost(plan.ledger, capacity)
+    warn_of_truncation(plan.ledger, capacity)
     marked = strategy != "wrapped"
     features = dict(dataset.features)
     if marked:

@@ -21,7 +21,7 @@ from varlen.adapters.trl.columns import (
     listed,
     marked_schema,
     packed,
-    say_what_was_lost,
+    warn_of_truncation,
 )
 from varlen.arguments import as_count
 from varlen.errors import DocumentsError
@@ -135,19 +135,19 @@ def _rows_of(
     """Yield a table of packed rows per window, and one of the rest."""
     method, overlong = METHODS[strategy]
     packer = WindowPacker(capacity=capacity, window=window or 2**31 - 1, method=method, overlong=overlong)
-    kept = _Kept(marked=strategy != "wrapped")
+    pending = _Pending(marked=strategy != "wrapped")
     documents._init_state_dict()  # from the first document on, whatever was read before
     for table in _tables_of(documents, window, features):
-        lengths = kept.take_in(table)
+        lengths = pending.take_in(table)
         held = np.minimum(lengths, capacity) if overlong == "truncate" else lengths
         ready = packer.add(lengths)
-        kept.note(held)
+        pending.note(held)
         if ready.num_packs:
-            yield kept.hand_out(ready)
+            yield pending.hand_out(ready)
     last = packer.flush()
     if last.num_packs:
-        yield kept.hand_out(last)
-    say_what_was_lost(packer.ledger, capacity)
+        yield pending.hand_out(last)
+    warn_of_truncation(packer.ledger, capacity)
 
 
 def _tables_of(
@@ -187,7 +187,7 @@ def _tables_of_rows(
             yield pa.Table.from_pydict(cast_to_python_objects(columns))
 
 
-class _Kept:
+class _Pending:
     """Documents of which tokens are still to be handed out."""
 
     def __init__(self, *, marked: bool) -> None:
@@ -220,11 +220,11 @@ class _Kept:
         """Return packed rows, and drop documents that have been handed out whole."""
         rows = listed(packing)
         first = int(self._records[0])
-        places = np.full(self._num_records - first, -1, np.int64)
-        places[self._records - first] = np.arange(self._records.size)
+        stored_rows = np.full(self._num_records - first, -1, np.int64)
+        stored_rows[self._records - first] = np.arange(self._records.size)
         rows = replace(rows, documents=rows.documents - first)
-        table = packed(self._batches, places, rows, self._schema, marked=self._marked)
-        np.subtract.at(self._left, places[rows.documents], rows.lengths)
+        table = packed(self._batches, stored_rows, rows, self._schema, marked=self._marked)
+        np.subtract.at(self._left, stored_rows[rows.documents], rows.lengths)
         waiting = self._left > 0
         whole = pa.Table.from_batches(self._batches, self._schema).filter(pa.array(waiting))
         self._batches = whole.to_batches()

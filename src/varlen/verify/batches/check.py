@@ -102,7 +102,7 @@ def agreement_findings(
     if ends is not None and other is not None and not np.array_equal(ends, other):
         what = "cu_seq_lens_q and cu_seq_lens_k differ, and a token attends to its own row alone"
         fix = 'batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"]'
-        yield finding("boundaries_disagree", "error", what, fix, place="cu_seq_lens_k")
+        yield finding("boundaries_disagree", "error", what, fix, field="cu_seq_lens_k")
     yield from _run_on(given, segments, facts, known)
     if "boundaries_disagree" in known:
         return
@@ -148,7 +148,7 @@ def _shapes(given: GivenBatch) -> Iterator[Finding]:
             more = array.shape[1] - ids[1]
             what += f", {many(abs(more), 'token')} {'more' if more > 0 else 'fewer'}"
         fix = "look for a document whose columns differ in length, or that is empty"
-        yield finding("shapes", "error", what, fix, place=name)
+        yield finding("shapes", "error", what, fix, field=name)
 
 
 def _finished_masks(given: GivenBatch) -> Iterator[Finding]:
@@ -162,7 +162,7 @@ def _finished_masks(given: GivenBatch) -> Iterator[Finding]:
             continue
         name = f'attention_mask["{kind}"]' if kind else "attention_mask"
         what = f"{name} has the shape {shape}, and must be {[wanted[0], 'heads or 1', *wanted[1:]]}"
-        yield finding("shapes", "error", what, "make the mask of this batch's own rows", place=name)
+        yield finding("shapes", "error", what, "make the mask of this batch's own rows", field=name)
 
 
 def _float_ids(given: GivenBatch) -> Iterator[Finding]:
@@ -171,7 +171,7 @@ def _float_ids(given: GivenBatch) -> Iterator[Finding]:
         if "float" in dtype:
             what = f"{name} is {dtype}, as it becomes when an empty list is among the documents"
             fix = f'batch["{name}"] = batch["{name}"].long(), and drop empty documents'
-            yield finding("float_ids", "error", what, fix, place=name)
+            yield finding("float_ids", "error", what, fix, field=name)
 
 
 def _boundaries(given: GivenBatch, name: str) -> Iterator[Finding]:
@@ -183,17 +183,17 @@ def _boundaries(given: GivenBatch, name: str) -> Iterator[Finding]:
     fix = "torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)"
     if ends.ndim != 1 or len(ends) < 2:
         what = f"{named} has the shape {list(ends.shape)}, and must be [segments + 1]"
-        yield finding("cu_seqlens", "error", what, fix, place=named)
+        yield finding("cu_seqlens", "error", what, fix, field=named)
         return
     if dtype != "int32":
         what = f"{named} is {dtype}, and variable-length kernels take int32"
-        yield finding("cu_seqlens", "error", what, f'batch["{named}"] = batch["{named}"].int()', place=named)
+        yield finding("cu_seqlens", "error", what, f'batch["{named}"] = batch["{named}"].int()', field=named)
     if ends[0] != 0:
         what = f"{named} starts at {ends[0]:,}, so no segment holds the tokens before"
-        yield finding("cu_seqlens", "error", what, fix, place=f"{named} index 0")
+        yield finding("cu_seqlens", "error", what, fix, field=f"{named} index 0")
     if ends[-1] != tokens:
         what = f"{named} ends at {ends[-1]:,}, and the batch has {many(tokens, 'token')}, padding counted"
-        yield finding("cu_seqlens", "error", what, fix, place=f"{named} index {len(ends) - 1:,}")
+        yield finding("cu_seqlens", "error", what, fix, field=f"{named} index {len(ends) - 1:,}")
     falls = np.append(False, np.diff(ends) < 0)
     if falls.any():
         yield finding("cu_seqlens", "error", f"{named} falls", fix, falls, named)
@@ -247,7 +247,7 @@ def _positions(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Finding]
             what = (
                 f"rows have {given.width:,} tokens and no position_ids, and the model has {limit:,} positions"
             )
-            yield finding("positions_range", _beyond(given, facts), what, RESTART, place="the batch")
+            yield finding("positions_range", _beyond(given, facts), what, RESTART, field="the batch")
         return
     if (negative := positions < 0).any():
         what = f"{many(int(negative.sum()), 'negative position')}"
@@ -283,18 +283,18 @@ def _crossing(given: GivenBatch, segments: Segments, name: str, labels: IntArray
     if name == "labels":
         crossing = segments.follows & targets  # a row's first label is never used as a target
         fix = 'batch["labels"][batch["position_ids"] == 0] = -100'
-        what, place = "the first label of {} isn't -100", "the label at"
+        what, field = "the first label of {} isn't -100", "the label at"
     else:
         crossing = np.zeros_like(targets)
         crossing[:, :-1] = segments.follows[:, 1:] & targets[:, :-1]
         if given.packed is not None and given.width:
             crossing[:, -1] = targets[:, -1]
         fix = "shift labels within each document, and end each with -100: vl.collate(..., shift_labels=True)"
-        what, place = "the last shifted label of {} isn't -100", "the shifted label at"
+        what, field = "the last shifted label of {} isn't -100", "the shifted label at"
     if crossing.any():
         documents = what.format(many(int(crossing.sum()), "document"))
         what = f"{documents}: the model would predict the first token from the end of another document"
-        yield finding("crossing_targets", "error", what, fix, crossing, place)
+        yield finding("crossing_targets", "error", what, fix, crossing, field)
 
 
 def _on_padding(given: GivenBatch, segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
@@ -331,7 +331,7 @@ def _absent(segments: Segments, name: str, labels: IntArray) -> Iterator[Finding
     if not targets.any():
         what = "no label is a target, so the loss is 0 or NaN and nothing is learned"
         fix = "skip the batch on all ranks, or look for what masked every label (chat template, truncation)"
-        yield finding("no_targets", "error", what, fix, place=name)
+        yield finding("no_targets", "error", what, fix, field=name)
         return
     empty = _without_targets(segments, targets)
     if empty.any():

@@ -156,16 +156,16 @@ class ModelFacts:
 
 
 def finding(
-    kind: Kind, level: Level, what: str, fix: str, wrong: BoolArray | None = None, place: str = ""
+    kind: Kind, level: Level, what: str, fix: str, wrong: BoolArray | None = None, field: str = ""
 ) -> Finding:
     """Make one finding of all locations where `wrong` (`[rows, width]` or `[entries]`) is true; None for none."""
     if wrong is None:
-        return Finding(kind=kind, level=level, what=what, where=place, fix=fix)
+        return Finding(kind=kind, level=level, what=what, where=field, fix=fix)
     first = int(np.argmax(wrong))
     row, column = divmod(first, wrong.shape[-1]) if wrong.ndim == 2 else (None, first)
     spot = f"row {row:,}, column {column:,}" if row is not None else f"index {column:,}"
     count = int(wrong.sum())
-    where = f"{place} {spot}" + (f", and {count - 1:,} more" if count > 1 else "")
+    where = f"{field} {spot}" + (f", and {count - 1:,} more" if count > 1 else "")
     return Finding(
         kind=kind, level=level, what=what, where=where, fix=fix, count=count, row=row, column=column
     )

@@ -88,7 +88,7 @@ def isolation_findings(given: GivenBatch, segments: Segments, facts: ModelFacts 
         if facts is not None and facts.detector == "unknown":
             what = f'varlen doesn\'t know the attention "{facts.attention}", so model_inputs refuses it'
             fix = 'model.set_attn_implementation("sdpa")'
-            yield finding("model_family", "error", what, fix, place="the model")
+            yield finding("model_family", "error", what, fix, field="the model")
         return
     yielded: set[Kind] = set()
     for detector, level in _detectors(given, facts):
@@ -182,7 +182,7 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
             case.level,
             f"{case.name} takes no finished (4-D) mask, only boundaries",
             WITH_MODEL_INPUTS,
-            place="attention_mask",
+            field="attention_mask",
         )
         return
     mask = given.arrays.get("attention_mask")
@@ -244,10 +244,10 @@ def _by_varlen(case: _Case) -> Iterator[Finding]:
     mask = case.given.arrays.get("attention_mask")
     if case.given.finished_mask is not None or (mask is not None and not mask.all()):
         why = f"{case.name} takes boundaries and no mask, and raises an error when given one"
-        yield finding("attention_mask", case.level, why, WITH_MODEL_INPUTS, place="attention_mask")
+        yield finding("attention_mask", case.level, why, WITH_MODEL_INPUTS, field="attention_mask")
     if "cu_seq_lens_q" not in case.given.arrays:
         why = f"{case.name} reads boundaries from cu_seq_lens_q alone, and raises an error without them"
-        yield finding("boundaries_missing", case.level, why, WITH_MODEL_INPUTS, place="the batch")
+        yield finding("boundaries_missing", case.level, why, WITH_MODEL_INPUTS, field="the batch")
     else:
         yield from _by_ends(case)
 
@@ -381,7 +381,7 @@ def recurrent_findings(given: GivenBatch, segments: Segments, facts: ModelFacts 
         what = (
             f"the recurrent layers of {facts.name} take the segments of one row, and there are {given.rows:,}"
         )
-        yield finding("packed_rows", "error", what, 'collate with layout="flat"', place="the batch")
+        yield finding("packed_rows", "error", what, 'collate with layout="flat"', field="the batch")
     if given.packed is not None:
         return  # model_inputs passes them
     for name in facts.recurrent_read:

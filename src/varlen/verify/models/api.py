@@ -198,9 +198,9 @@ def _with_attention(loaded: LoadedModel, backend: str) -> Any:
             return loaded.remade(backend)
         except Exception as failure:  # whatever stands in the way of another attention
             cause = failure.__cause__ or failure
-            told = isinstance(cause, (ValueError, ImportError))
+            is_clear = isinstance(cause, (ValueError, ImportError))
             name = type(hf.unwrap(loaded.model)).__name__
-            return ModelError(first_sentence(cause) if told else f'{name} has no attention "{backend}"')
+            return ModelError(first_sentence(cause) if is_clear else f'{name} has no attention "{backend}"')
 
 
 @trying()
@@ -252,9 +252,9 @@ def _judged(
     if cell.verdict == "isolated" and loss is not None and loss.coupling:
         return replace(cell, verdict="coupled", reason=loss.coupling)
     if cell.verdict == "isolated":
-        told = in_training(trial, logits, found)
-        verdict = _verdict_of(told.verdict)
-        return replace(cell, verdict=verdict, reason=told.reason, training=told.unjudged)
+        judged = in_training(trial, logits, found)
+        verdict = _verdict_of(judged.verdict)
+        return replace(cell, verdict=verdict, reason=judged.reason, training=judged.unjudged)
     return cell
 
 
@@ -333,10 +333,10 @@ def _explained(cells: list[CallCell], refusal: str) -> list[CallCell]:
 def _called_in_turn(model: Any, cell: Cell, batch: PackedBatch, seed: int) -> list[CallCell]:
     """Call the model in every way; the coupling of plain rows is measured once."""
     known, found = cell.isolation if cell.kernels else None, []
-    alone: dict[int, torch.Tensor] = {}
+    solo: dict[int, torch.Tensor] = {}
     for call in CALLS:
         report = check_isolation(
-            model, batch, inputs=call.inputs, max_changed=_BY_CALL, seed=seed, known=known, alone=alone
+            model, batch, inputs=call.inputs, max_changed=_BY_CALL, seed=seed, known=known, solo=solo
         )
         found.append(_called(model, call, cell.backend, batch, report))
         coupling = report.movements.row_coupling
@@ -492,7 +492,7 @@ def _boundaries_and_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
     return arguments | {"seq_idx": segment_numbers(ends, *arguments["input_ids"].shape)}
 
 
-def _tokens_alone(batch: PackedBatch, model: Any) -> dict[str, Any]:
+def _only_tokens(batch: PackedBatch, model: Any) -> dict[str, Any]:
     arguments = {"input_ids": batch.to_torch(hf.unwrap(model).device).input_ids, "use_cache": False}
     return {name: value for name, value in arguments.items() if hf.accepts(model, name)}
 
@@ -515,5 +515,5 @@ CALLS = (
     # TRL's padding-free collator; return_seq_idx=True
     Call("position_ids, cu_seq_lens, max_length, seq_idx", _boundaries_and_numbers),
     # concatenated text
-    Call("input_ids alone", _tokens_alone, "nothing says where documents begin"),
+    Call("input_ids alone", _only_tokens, "nothing says where documents begin"),
 )

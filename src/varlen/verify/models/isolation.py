@@ -128,7 +128,7 @@ def check_isolation(
     max_changed: int = 8,
     seed: int = 0,
     known: IsolationReport | None = None,
-    alone: dict[int, torch.Tensor] | None = None,
+    solo: dict[int, torch.Tensor] | None = None,
 ) -> IsolationReport:
     """Find out whether a model keeps the documents of a packed batch apart, as it is set up now.
 
@@ -166,7 +166,7 @@ def check_isolation(
                 before, dtype, wavering = trial.logits(batch), known.computed_in, 0.0
             dtype = dtype or base.dtype
             limit = TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
-            moved = _movements(trial, before, max_changed, limit, known, alone)
+            moved = _movements(trial, before, max_changed, limit, known, solo)
         except (ModelError, NotImplementedError, ValueError) as error:
             return IsolationReport(verdict="refuses", reason=described(error, whole=True), **facts)
     # Which tokens share an expert decides how its matrix product is cut into blocks, so logits move in
@@ -252,7 +252,7 @@ def _movements(
     max_changed: int,
     limit: float,
     known: IsolationReport | None,
-    alone: dict[int, torch.Tensor] | None,
+    solo: dict[int, torch.Tensor] | None,
 ) -> Movements:
     """Change documents one at a time, padding, and one in the control; compare with documents alone."""
     control = _control(trial) if known is None else known.movements.control_difference
@@ -271,7 +271,7 @@ def _movements(
                 control_difference=control,
             )
     padding = trial.moved_by_padding(before)
-    against = against_alone(trial, before, chosen, alone)
+    against = against_solo(trial, before, chosen, solo)
     stays = max(*others, padding) == 0 and against["alone_difference"] <= limit
     return Movements(
         changed_documents=len(chosen),
@@ -295,20 +295,20 @@ def _control(trial: Trial) -> float | None:
     return trial.moved(before, after, trial.others(document))
 
 
-def against_alone(
+def against_solo(
     trial: Trial, before: torch.Tensor, chosen: list[int], known: dict[int, torch.Tensor] | None = None
 ) -> dict[str, float]:
     """Compare the chosen documents, packed and unchanged, with each of them run alone."""
     largest = before[trial.where(trial.owner >= 0)].abs().max().double()
     logits = {} if known is None else known
-    difference, packed, alone, targets = 0.0, 0.0, 0.0, 0
+    difference, packed, solo, targets = 0.0, 0.0, 0.0, 0
     for document in chosen:
         if document not in logits:
-            logits[document] = trial.alone(document)
+            logits[document] = trial.solo(document)
         together, apart = before[trial.where(trial.owner == document)], logits[document]
         difference = max(difference, float((together.double() - apart.double()).abs().max() / largest))
         packed += trial.loss(together, document)[0]
         total, count = trial.loss(apart, document)
-        alone, targets = alone + total, targets + count
+        solo, targets = solo + total, targets + count
     count = max(1, targets)
-    return {"alone_difference": difference, "packed_loss": packed / count, "alone_loss": alone / count}
+    return {"alone_difference": difference, "packed_loss": packed / count, "alone_loss": solo / count}

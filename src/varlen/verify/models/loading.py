@@ -116,8 +116,8 @@ def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
         return LoadedModel(model=tiny(), notes=(note,), remade=tiny)
     if name and path.exists():
         raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
-    is_place = "/" in name or "\\" in name
-    near = [] if is_place else difflib.get_close_matches(name.lower(), list(CONFIG_MAPPING), n=3, cutoff=0.6)
+    is_path = "/" in name or "\\" in name
+    near = [] if is_path else difflib.get_close_matches(name.lower(), list(CONFIG_MAPPING), n=3, cutoff=0.6)
     hint = f"; did you mean {', '.join(near)}?" if near else ""
     raise ModelError(
         f"{name!r} is neither a folder nor a model type of the installed transformers (config.model_type, such as "
@@ -161,8 +161,8 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
                 output_loading_info=True,
             )
 
-        model, told = load()
-        lacking = sorted(told.get("missing_keys", ()))
+        model, info = load()
+        lacking = sorted(info.get("missing_keys", ()))
     except ModelError:
         raise
     except Exception as error:  # libraries raise errors of any type for a broken folder
@@ -181,18 +181,18 @@ def _check_code(path: Path) -> None:
     """Refuse a folder whose model needs code of its own."""
     from transformers import CONFIG_MAPPING
 
-    place = path / "config.json"
-    if (path / "adapter_config.json").is_file() and not place.is_file():
+    file = path / "config.json"
+    if (path / "adapter_config.json").is_file() and not file.is_file():
         raise ModelError(
             f"{path} holds an adapter and no model; load the model that it belongs to with peft, and pass it to "
             "vl.verify(model)"
         )
-    if not place.is_file():
+    if not file.is_file():
         raise ModelError(f"{path} holds no config.json, so it is no checkpoint folder")
     try:
-        config = parse_json(place.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise ModelError(f"{place} can't be read as JSON: {error}") from error
+        raise ModelError(f"{file} can't be read as JSON: {error}") from error
     family = config.get("model_type") if isinstance(config, dict) else None
     code = config.get("auto_map") if isinstance(config, dict) else None
     if isinstance(family, str) and family in CONFIG_MAPPING:
@@ -205,7 +205,7 @@ def _check_code(path: Path) -> None:
             "with trust_remote_code=True and pass it to vl.verify(model)"
         )
     raise ModelError(
-        f"{place} names model type {family!r}, which the installed transformers doesn't have; update transformers"
+        f"{file} names model type {family!r}, which the installed transformers doesn't have; update transformers"
     )
 
 
@@ -277,13 +277,13 @@ def _about(model: Any) -> list[str]:
 
 
 def _own_tokenizer(path: Path) -> Any:
-    place = path / "tokenizer.json"
-    if not place.is_file():
+    file = path / "tokenizer.json"
+    if not file.is_file():
         return _listed(path)
     try:
         made = load_tokenizer(path)
     except VarlenError as error:
-        raise ModelError(f"{place} can't be read: {error}") from error
+        raise ModelError(f"{file} can't be read: {error}") from error
     return made.backend if isinstance(made, FastTokenizer) else None
 
 
@@ -301,8 +301,8 @@ def _listed(path: Path) -> _Vocabulary | None:
     try:
         for name in ("vocab.json", "added_tokens.json"):
             if (path / name).is_file():
-                told = parse_json((path / name).read_text(encoding="utf-8"))
-                ids |= {str(token): index for token, index in told.items() if isinstance(index, int)}
+                entries = parse_json((path / name).read_text(encoding="utf-8"))
+                ids |= {str(token): index for token, index in entries.items() if isinstance(index, int)}
         if (path / "vocab.txt").is_file():
             lines = (path / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
             ids |= {

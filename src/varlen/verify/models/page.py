@@ -72,7 +72,7 @@ def _opening(report: VerifyReport) -> str:
 def _own(report: VerifyReport) -> list[str]:
     head, *rows = backend_rows(report)
     parts = [table(head, [("", row) for row in rows], _kind)]
-    parts += [paragraph(said) for said in (*stand_ins(report), *reasons(report))]
+    parts += [paragraph(sentence) for sentence in (*stand_ins(report), *reasons(report))]
     return parts
 
 
@@ -100,10 +100,10 @@ def _facts(report: VerifyReport) -> list[tuple[str, str]]:
         ("family", report.family),
         ("weights", f"{report.weights:,}, {report.dtype} on {report.device}"),
         *report.versions,
-        *(("documents", told) for told in (tried(report),) if told),
+        *(("documents", sentence) for sentence in (tried(report),) if sentence),
         *(("note", note) for note in report.notes),
     ]
-    return [*found, *(("arguments", told) for told in arguments(report))]
+    return [*found, *(("arguments", sentence) for sentence in arguments(report))]
 
 
 def _attention(picture: AttentionPicture) -> str:
@@ -139,8 +139,8 @@ def _square(picture: AttentionPicture, weights: Any, x: float, y: float, side: f
     for row, column in zip(*weights.nonzero()):
         weight = float(weights[row, column])
         shade = 1 + min(_STEPS - 1, int(weight * _STEPS))
-        place = (x + column * step, y + row * step, step, step)
-        marks.append(rect(*place, f"weight{shade}", f"token {row} to token {column}: {weight:.3f}"))
+        box = (x + column * step, y + row * step, step, step)
+        marks.append(rect(*box, f"weight{shade}", f"token {row} to token {column}: {weight:.3f}"))
     cuts = [i for i in range(1, count) if picture.owner[i] != picture.owner[i - 1]]
     for cut in cuts:
         marks.append(line(x, y + cut * step, x + side, y + cut * step, "cut"))

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from varlen.adapters import hf
 from varlen.batch.packed import IGNORE_INDEX
 from varlen.errors import ModelError, described
-from varlen.verify.models.isolation import IsolationReport, Movements, Verdict, against_alone, judge
+from varlen.verify.models.isolation import IsolationReport, Movements, Verdict, against_solo, judge
 from varlen.verify.models.trial import Inputs, Trial, untouched
 
 GRADIENT_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
@@ -88,14 +88,14 @@ def gradient_parity(trial: Trial, dtype: torch.dtype) -> GradientParity:
             return GradientParity(reason=described(error, whole=True, most=200))
         except (RuntimeError, UserWarning) as error:
             return GradientParity(reason=f"no backward: {described(error, whole=True, most=200)}")
-        alone, alone_loss = _one_by_one(trial, weights)
+        solo, solo_loss = _one_by_one(trial, weights)
         control = None
         if trial.followed() is not None:
             open_loss = _packed_loss(trial, hf.inputs_without_boundaries)
-            control = _furthest(_gradients(weights, open_loss)[0], alone)[0]
-    if not alone:
+            control = _furthest(_gradients(weights, open_loss)[0], solo)[0]
+    if not solo:
         return GradientParity(reason="no gradient reaches any parameter")
-    difference, worst = _furthest(packed, alone)
+    difference, worst = _furthest(packed, solo)
     targets = max(1, trial.batch.num_targets)
     tolerance = GRADIENT_TOLERANCES.get(dtype, 1e-3)
     if control is not None and control <= tolerance:
@@ -110,9 +110,9 @@ def gradient_parity(trial: Trial, dtype: torch.dtype) -> GradientParity:
         control=control,
         tolerance=tolerance,
         worst=worst,
-        parameters=len(alone),
+        parameters=len(solo),
         loss=loss / targets,
-        alone_loss=alone_loss / targets,
+        alone_loss=solo_loss / targets,
     )
 
 
@@ -164,7 +164,7 @@ def _one_by_one(trial: Trial, weights: Gradients) -> tuple[Gradients, float]:
         targets = labels[torch.as_tensor(trial.owner == document)][1:]
         if not bool((targets != IGNORE_INDEX).any()):
             continue
-        logits = trial.alone(document)
+        logits = trial.solo(document)
         found, value = _gradients(weights, _summed(logits[:-1], targets.to(logits.device)))
         loss += value
         for name, gradient in found.items():
@@ -339,13 +339,13 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
             f"the same batch gives other logits a second time, by {wavering:.3g}: random numbers are drawn beside "
             "dropout"
         )
-    told = f"in training mode, {reason}" if reason else ""
-    return InTraining(verdict=verdict, reason=told, unjudged=unjudged)
+    sentence = f"in training mode, {reason}" if reason else ""
+    return InTraining(verdict=verdict, reason=sentence, unjudged=unjudged)
 
 
 def _movements(trial: Trial, before: torch.Tensor, found: IsolationReport) -> Movements:
     chosen = trial.choose(_CHANGED)
-    against = against_alone(trial, before, chosen)
+    against = against_solo(trial, before, chosen)
     others = [
         trial.moved(before, trial.logits(trial.changed(document)), trial.others(document))
         for document in chosen

@@ -143,7 +143,7 @@ class VerifyReport:
 
 WIDTH = 118
 _SHORT = {"flex_attention": "flex", "flash_attention_2": "flash 2", "flash_attention_3": "flash 3"}
-_KEPT = "position_ids, "
+_COMMON = "position_ids, "
 _TOKENS = ("input_ids=", "labels=", "shift_labels=")
 
 
@@ -153,9 +153,9 @@ def report_text(report: VerifyReport) -> str:
         _head(report),
         "\n".join(["Called with varlen.adapters.hf.model_inputs(batch, model)", *_backends(report)]),
     ]
-    if told := [_wrapped(line) for line in arguments(report)]:
+    if listed := [_wrapped(line) for line in arguments(report)]:
         parts.append(
-            "\n".join(["Keyword arguments that keep documents apart, beside input_ids and labels", *told])
+            "\n".join(["Keyword arguments that keep documents apart, beside input_ids and labels", *listed])
         )
     if report.calls:
         parts.append("\n".join(["Called in other ways", *_calls(report)]))
@@ -172,12 +172,12 @@ def _head(report: VerifyReport) -> str:
         f"{report.verdict}: {report.model} ({report.family}), {many(report.weights, 'weight')}, {report.dtype} on "
         f"{report.device}",
         f"  {versions}",
-        *(_wrapped(told) for told in (tried(report), *report.notes) if told),
+        *(_wrapped(note) for note in (tried(report), *report.notes) if note),
     ]
     leaking = {cell.call for cell in report.leaks}
     if report.ok and leaking:
-        told = f"isolated with varlen's arguments; {len(leaking)} of the other ways of calling it leak"
-        lines.append(_wrapped(told))
+        summary = f"isolated with varlen's arguments; {len(leaking)} of the other ways of calling it leak"
+        lines.append(_wrapped(summary))
     return "\n".join(lines)
 
 
@@ -194,8 +194,8 @@ def tried(report: VerifyReport) -> str:
 
 
 def _backends(report: VerifyReport) -> list[str]:
-    said = (*stand_ins(report), *reasons(report))
-    return [*_aligned(backend_rows(report)), *map(_wrapped, said)]
+    sentences = (*stand_ins(report), *reasons(report))
+    return [*_aligned(backend_rows(report)), *map(_wrapped, sentences)]
 
 
 def backend_rows(report: VerifyReport) -> list[list[str]]:
@@ -239,8 +239,8 @@ def reasons(report: VerifyReport) -> list[str]:
         return backend if len(where) == len(layouts) else f"{backend} {' '.join(where)}"
 
     return [
-        f"{', '.join(named(backend, where) for backend, where in places.items())}: {reason}"
-        for reason, places in found.items()
+        f"{', '.join(named(backend, where) for backend, where in backends.items())}: {reason}"
+        for reason, backends in found.items()
     ]
 
 
@@ -249,11 +249,11 @@ def arguments(report: VerifyReport) -> list[str]:
     found: dict[str, str] = {}
     for cell in report.cells:
         if cell.isolation is not None and cell.verdict in ("isolated", "coupled"):
-            told = [each for each in cell.isolation.arguments if not each.startswith(_TOKENS)]
-            found.setdefault(cell.backend, ", ".join(told))
+            names = [each for each in cell.isolation.arguments if not each.startswith(_TOKENS)]
+            found.setdefault(cell.backend, ", ".join(names))
     return [
-        f"{', '.join(backend for backend, other in found.items() if other == told)}: {told}"
-        for told in dict.fromkeys(found.values())
+        f"{', '.join(backend for backend, other in found.items() if other == listed)}: {listed}"
+        for listed in dict.fromkeys(found.values())
     ]
 
 
@@ -321,7 +321,7 @@ def explanations(report: VerifyReport) -> list[tuple[str, str]]:
     for cells in found.values():
         first = cells[0]
         backends = dict.fromkeys(_SHORT.get(cell.backend, cell.backend) for cell in cells)
-        calls = "; ".join(dict.fromkeys(cell.call.removeprefix(_KEPT) for cell in cells))
+        calls = "; ".join(dict.fromkeys(cell.call.removeprefix(_COMMON) for cell in cells))
         what = f"{calls} ({', '.join(backends)}): {first.why or first.reason}"
         explained.append((what, f"fix: {first.fix}" if first.fix else ""))
     return explained
@@ -335,7 +335,7 @@ def _verdicts(cells: Sequence[CallCell]) -> str:
 
 def _shortened(call: str, rows: Sequence[Sequence[str]]) -> str:
     """Leave out the part that every line above has too."""
-    return call if len(rows) == 1 or not call.startswith(_KEPT) else "  … " + call.removeprefix(_KEPT)
+    return call if len(rows) == 1 or not call.startswith(_COMMON) else "  … " + call.removeprefix(_COMMON)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -189,7 +189,7 @@ class Trial:
             return 0.0
         return self.moved(before, self.logits(self.changed(-1)), self.owner >= 0)
 
-    def alone(self, document: int) -> torch.Tensor:
+    def solo(self, document: int) -> torch.Tensor:
         """Return the logits of one document in a call without other documents; `[length, vocabulary]`."""
         ids = torch.as_tensor(self.tokens[self.owner == document])[None]
         return self._plain(ids)[0]

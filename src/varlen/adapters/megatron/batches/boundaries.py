@@ -31,7 +31,7 @@ class Boundaries:
     logical: Int32Array
     """int32 `[rows, entries]`: real tokens before each segment."""
     physical: Int32Array | None
-    """int32 `[rows, entries]`: places before each segment; None where these are the same."""
+    """int32 `[rows, entries]`: positions before each segment; None where these are the same."""
     counts: IntArray
     """int64 `[rows]`: entries of each row of `physical` before the repeats."""
     logical_counts: IntArray
@@ -43,7 +43,7 @@ class Boundaries:
 def boundary_keys(bounds: Boundaries, dialect: Dialect) -> MegatronBatch:
     """Return the boundaries of rows as one dialect spells them.
 
-    In `"0.4"` and `"0.5"`, `cu_seqlens` counts places and each row ends in at least one -1: a row without one is
+    In `"0.4"` and `"0.5"`, `cu_seqlens` counts positions and each row ends in at least one -1: a row without one is
     read as empty there, because the end is looked for with `argmin`. In `"0.6"`, `cu_seqlens_q` counts real tokens
     and rows are made equally long by repeats, which are segments without tokens.
     """
@@ -56,10 +56,10 @@ def boundary_keys(bounds: Boundaries, dialect: Dialect) -> MegatronBatch:
             physical = torch.from_numpy(bounds.physical)
             keys |= {"cu_seqlens_q_padded": physical, "cu_seqlens_kv_padded": physical}
         return keys
-    places = bounds.logical if bounds.physical is None else bounds.physical
-    ended, argmin = _ended(places, bounds.counts)
+    slots = bounds.logical if bounds.physical is None else bounds.physical
+    ended, argmin = _ended(slots, bounds.counts)
     keys = {
-        "attention_mask": torch.from_numpy(np.array([1] * len(places))),
+        "attention_mask": torch.from_numpy(np.array([1] * len(slots))),
         "cu_seqlens": ended,
         "cu_seqlens_argmin": argmin,
         "max_seqlen": longest,
@@ -84,7 +84,7 @@ def _ended(values: Int32Array, counts: IntArray) -> tuple[Tensor, Tensor]:
 
 
 def physical_boundaries(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the boundaries of a batch's places, in any dialect, -1 at the end included; None where it has none."""
+    """Return the boundaries of a batch's positions, in any dialect, -1 at the end included; None without any."""
     return _first_of(batch, "cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens")
 
 
@@ -149,17 +149,17 @@ def mtp_targets(batch: Mapping[str, Any], depth: int) -> tuple[Tensor, Tensor]:
             f"{tuple(loss_mask.shape)}"
         )
     ends = torch.from_numpy(_ends(batch, int(labels.size(0)), int(labels.size(1)))).to(labels.device)
-    places = torch.arange(labels.size(1), device=labels.device)
+    positions = torch.arange(labels.size(1), device=labels.device)
     rolled, masks = labels.new_zeros(depth, *labels.shape), loss_mask.new_zeros(depth, *loss_mask.shape)
     for layer in range(min(depth, labels.size(1) - 1)):
-        kept = (places + layer + 1 < ends)[:, : -layer - 1]
-        rolled[layer, :, : -layer - 1] = torch.where(kept, labels[:, layer + 1 :], 0)
-        masks[layer, :, : -layer - 1] = torch.where(kept, loss_mask[:, layer + 1 :], 0)
+        inside = (positions + layer + 1 < ends)[:, : -layer - 1]
+        rolled[layer, :, : -layer - 1] = torch.where(inside, labels[:, layer + 1 :], 0)
+        masks[layer, :, : -layer - 1] = torch.where(inside, loss_mask[:, layer + 1 :], 0)
     return rolled, masks
 
 
 def _ends(batch: Mapping[str, Any], num_rows: int, width: int) -> IntArray:
-    """Return int64 `[rows, width]`: where the real tokens of each place's segment end."""
+    """Return int64 `[rows, width]`: where the real tokens of each position's segment end."""
     logical, physical = logical_boundaries(batch), physical_boundaries(batch)
     if logical is None or physical is None:
         raise DocumentsError("the batch has no boundaries, so its documents can't be told apart")
@@ -168,15 +168,15 @@ def _ends(batch: Mapping[str, Any], num_rows: int, width: int) -> IntArray:
         raise DocumentsError(f"the boundaries are of {len(logical):,} rows, the labels of {num_rows:,}")
     ends = np.empty((num_rows, width), np.int64)
     for row in range(num_rows):
-        places, reals = entries(physical[row]), entries(logical[row])
-        if len(places) and places[-1] > width:
+        slots, reals = entries(physical[row]), entries(logical[row])
+        if len(slots) and slots[-1] > width:
             raise DocumentsError(
-                f"the boundaries of row {row:,} end at {int(places[-1]):,}, but its labels at {width:,}; make the "
+                f"the boundaries of row {row:,} end at {int(slots[-1]):,}, but its labels at {width:,}; make the "
                 "targets of the whole batch, before it is cut for context parallelism"
             )
-        most = min(len(places), len(reals)) - 1
-        stops = places[:most] + np.diff(reals[: most + 1])
-        owner = np.searchsorted(places[1 : most + 1], np.arange(width), side="right")
+        most = min(len(slots), len(reals)) - 1
+        stops = slots[:most] + np.diff(reals[: most + 1])
+        owner = np.searchsorted(slots[1 : most + 1], np.arange(width), side="right")
         ends[row] = np.append(stops, 0)[np.minimum(owner, most)]
     return ends
 
@@ -243,8 +243,8 @@ def cp_slice(
 ) -> MegatronBatch:
     """Return what one context-parallel rank holds of a micro-batch.
 
-    With boundaries, each segment is cut into 2·CP chunks of its places, of which rank r holds chunks r and
-    2·CP - 1 - r, in this order: the places that `thd_get_partitioned_indices` of Transformer Engine gives, computed
+    With boundaries, each segment is cut into 2·CP chunks of its positions, of which rank r holds chunks r and
+    2·CP - 1 - r, in this order: the positions of `thd_get_partitioned_indices` in Transformer Engine, computed
     on the CPU. Without boundaries the whole row is cut in this way. The -1 behind boundaries is cut off first.
 
     Args:
@@ -254,7 +254,7 @@ def cp_slice(
         mode: `"zigzag"`, or `"contiguous"` for attention that wants one part of the row on each rank.
 
     Returns:
-        The same keys. Tensors with one value a place (`tokens`, `labels`, `loss_mask`, `position_ids`,
+        The same keys. Tensors with one value a position (`tokens`, `labels`, `loss_mask`, `position_ids`,
         `padding_mask` and any other of this width) are cut; of an attention mask the rows of queries. Boundaries stay
         those of the whole row, which attention takes. `total_tokens`, if there, is the rank's.
         `cp_partition_mode` is set where it is not zigzag.
@@ -317,18 +317,18 @@ def get_packed_seq_cp_partition_indices(
     device: torch.device | str | None = None,
     cp_group: Any = None,
 ) -> Tensor:
-    """Return the places of a packed row that one context-parallel rank holds, by its padded boundaries.
+    """Return the positions of a packed row that one context-parallel rank holds, by its padded boundaries.
 
     Args:
         packed_seq_params: `PackedSeqParams`, this adapter's or Megatron-Core's.
-        total_tokens: places of the row.
+        total_tokens: positions of the row.
         cp_size: ranks that share the row.
         cp_rank: this rank.
         device: of the result.
         cp_group: process group, whose rank and size must be these.
 
     Returns:
-        int64 `[places of this rank]`.
+        int64 `[positions of this rank]`.
 
     Raises:
         SettingError: a group of another rank or size, or a segment that 2·CP doesn't divide.
@@ -355,7 +355,7 @@ def _num_rows(batch: Mapping[str, Any]) -> int:
 
 
 def _width(batch: Mapping[str, Any]) -> int | None:
-    """Return the places of a row, or None where no tensor has one value a place."""
+    """Return the positions of a row, or None where no tensor has one value a position."""
     widths = {name: int(batch[name].size(-1)) for name in _TOKENS if isinstance(batch.get(name), Tensor)}
     if len(set(widths.values())) > 1:
         raise DocumentsError(
@@ -366,7 +366,7 @@ def _width(batch: Mapping[str, Any]) -> int | None:
 
 
 def _bounds(batch: Mapping[str, Any], width: int | None) -> IntArray:
-    """Return the boundaries of the places of a row; the row itself where the batch has none."""
+    """Return the boundaries of the positions of a row; the row itself where the batch has none."""
     found = physical_boundaries(batch)
     if found is None:
         return np.array([0, width or 0])

@@ -166,7 +166,7 @@ class RowCollator:
         else:
             batch["attention_mask"] = causal_mask(None if self.compatible else bounds, len(used), width)
         if self.padding_mask:
-            batch["padding_mask"] = torch.from_numpy(padding_places(stored, lengths, width))
+            batch["padding_mask"] = torch.from_numpy(padding_positions(stored, lengths, width))
             if self.dialect == "0.6" and self.return_cu_seqlen:
                 batch["pad_between_seqs"] = bounds.physical is not None
         return batch
@@ -225,7 +225,7 @@ class RowCollator:
                 end - begin - (row - width) // max(unit, 1)
                 for begin, end, row in zip(ends, ends[1:], used.tolist())
             )
-        logical, places = np.empty((2, len(used), entries), np.int32)
+        logical, physical = np.empty((2, len(used), entries), np.int32)
         counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int32)
         kernels.lay_boundaries(
             *stored[2:5],
@@ -236,7 +236,7 @@ class RowCollator:
             int(not padded),
             most,
             logical,
-            places,
+            physical,
             counts,
             longest,
         )
@@ -248,7 +248,7 @@ class RowCollator:
             logical_counts = logical_counts if self.compatible and self.dialect != "0.6" else counts
         return Boundaries(
             logical=logical,
-            physical=places if padded else None,
+            physical=physical if padded else None,
             counts=counts,
             logical_counts=logical_counts,
             max_seqlen=max_seqlen,
@@ -402,13 +402,13 @@ def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.T
     if bounds is None:
         return later.expand(num_rows, 1, width, width).contiguous()
     physical = bounds.logical if bounds.physical is None else bounds.physical
-    places = np.arange(width)
-    segments = np.stack([np.searchsorted(row, places, side="right") for row in physical])
+    positions = np.arange(width)
+    segments = np.stack([np.searchsorted(row, positions, side="right") for row in physical])
     owner = torch.from_numpy(segments)
     return ((owner[:, :, None] != owner[:, None, :]) | later).unsqueeze(1)
 
 
-def padding_places(stored: StoredRows, lengths: IntArray, width: int) -> npt.NDArray[np.bool_]:
+def padding_positions(stored: StoredRows, lengths: IntArray, width: int) -> npt.NDArray[np.bool_]:
     """Return which positions are padding, bool `[rows, width]`, by the real inputs of each document."""
     num_rows = len(stored.offsets) - 1
     changes = np.zeros(num_rows * width + 1, np.int64)
@@ -546,22 +546,22 @@ def _row_boundaries(batch: PackedBatch, segments: npt.NDArray[Any], always_padde
     logical = on_host(batch.cu_seqlens).astype(np.int64)
     is_padded = batch.cu_seqlens_padded is not None
     physical = on_host(batch.cu_seqlens_padded).astype(np.int64) if is_padded else logical
-    places, reals = np.diff(physical), np.diff(logical)
+    sizes, reals = np.diff(physical), np.diff(logical)
     begins = physical[:-1]
     padded = is_padded or always_padded
     if padded:
         at = np.minimum(begins, segments.size - 1) if segments.size else begins
-        is_padding = (segments.reshape(-1)[at] < 0) & (places > 0)
+        is_padding = (segments.reshape(-1)[at] < 0) & (sizes > 0)
         reals = np.where(is_padding, 0, reals)
     owners = np.minimum(begins // max(width, 1), num_rows - 1)
     counts = np.bincount(owners, minlength=num_rows).astype(np.int64) + 1
     shape = num_rows, int(counts.max(initial=1))
     return Boundaries(
         logical=_cumulated(reals, owners, counts, shape),
-        physical=_cumulated(places, owners, counts, shape) if padded else None,
+        physical=_cumulated(sizes, owners, counts, shape) if padded else None,
         counts=counts,
         logical_counts=counts,
-        max_seqlen=_longest(places, owners, num_rows),
+        max_seqlen=_longest(sizes, owners, num_rows),
     )
 
 

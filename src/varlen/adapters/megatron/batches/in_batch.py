@@ -97,17 +97,17 @@ def pack_batch_sequences(
     if mask is None and attention_mask is not None and attention_mask.shape == tokens.shape:
         mask = attention_mask
     lengths = lengths_of(tokens, pad_token_id, mask, only_right=mask is not None)
-    kept = [row for row, length in enumerate(lengths) if length]
+    chosen = [row for row, length in enumerate(lengths) if length]
     device = tokens.device
-    if not kept:
+    if not chosen:
         _log.warning("none of the %d rows has a token, so nothing was packed", len(lengths))
         empty = [values if values is None else values[:, :0] for values in (labels, loss_mask)]
         bounds, longest = torch.zeros(1, dtype=torch.int32), torch.zeros((), dtype=torch.int32)
         ends = (position_ids[:, :0], bounds.to(device), longest.to(device))
         return tokens[:, :0], empty[0], empty[1], attention_mask, *ends
-    real = [lengths[row] for row in kept]
+    real = [lengths[row] for row in chosen]
     slots = [length + -length % multiple for length in real]
-    pieces = list(zip(kept, real))
+    pieces = list(zip(chosen, real))
 
     def joined(values: Tensor | None, pad: float) -> Tensor | None:
         return None if values is None else _joined([values[row, :n] for row, n in pieces], slots, pad)
@@ -234,16 +234,16 @@ def pack_right_padded_sequence_batch_to_mcore_thd(
     if batch.get("position_ids") is None:
         raise DocumentsError("the batch has no position_ids; they must have the shape of the tokens")
     extra = [key for key in settings.get("sequence_tensor_pad_values") or {} if batch.get(key) is not None]
-    kept = [key for key in ("position_ids", "labels", "loss_mask") if batch.get(key) is not None] + extra
+    keys = [key for key in ("position_ids", "labels", "loss_mask") if batch.get(key) is not None] + extra
     mask = batch.get("attention_mask")
-    check_shapes(tokens, name, {key: batch[key] for key in kept} | {"attention_mask": mask})
+    check_shapes(tokens, name, {key: batch[key] for key in keys} | {"attention_mask": mask})
     lengths = lengths_of(tokens, pad_token_id, mask, only_right=True)
     if 0 in lengths:
         raise DocumentsError(
             f"row {lengths.index(0)} of the batch has no tokens ({lengths.count(0)} of {len(lengths)} rows have "
             "none); leave such samples out of the micro-batch"
         )
-    rows = [{key: batch[key][row, :length] for key in (name, *kept)} for row, length in enumerate(lengths)]
+    rows = [{key: batch[key][row, :length] for key in (name, *keys)} for row, length in enumerate(lengths)]
     packed = build_mcore_thd_sequence_batch_from_rows(
         rows, token_key=name, sequence_length=sequence_length, pad_token_id=pad_token_id, **settings
     )

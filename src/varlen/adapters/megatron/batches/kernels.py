@@ -37,7 +37,7 @@ def measure_rows(
 ) -> tuple[int, int]:
     """Find how much of each document is real, and refuse rows that no memory may be read for.
 
-    `given` are the real inputs of each document, where they are known. Else `keep_supervised` says: 2: all inputs are
+    `given` are the real inputs of each document, where they are known. Else by `keep_supervised`: 2: all inputs are
     real; 1: the inputs behind the last one that is no `eos_id`, or is trained, are padding; 0: the same, trained or
     not. Writes `lengths`, and int64 `[rows]` `used`, the inputs of each row with the padding in its documents.
     Returns the first row that is no packed row, or -1; and 1 if a document holds padding, else 0.
@@ -61,9 +61,9 @@ def measure_rows(
                 if real < 0 or real > size:
                     return row, 0
             elif keep_supervised < 2:
-                place = begin + starts[document]
-                while real > 0 and input_ids[place + real - 1] == eos_id:
-                    if keep_supervised == 1 and loss_mask[place + real - 1] != 0:
+                source = begin + starts[document]
+                while real > 0 and input_ids[source + real - 1] == eos_id:
+                    if keep_supervised == 1 and loss_mask[source + real - 1] != 0:
                         break
                     real -= 1
             if real != size:
@@ -147,39 +147,39 @@ def lay_boundaries(
     counts: Int64,
     longest: Int32,
 ) -> None:
-    """Write where documents and the padding behind them end, in real inputs and in places.
+    """Write where documents and the padding behind them end, in real inputs and in positions.
 
-    Padding behind the documents is cut into segments of at most `tail` places, a multiple of `multiple` (0: no
+    Padding behind the documents is cut into segments of at most `tail` positions, a multiple of `multiple` (0: no
     limit), each a multiple of it; `tail_is_real` 1 counts it among the real inputs. `most` is the limit of a row's
     entries: segments of the padding become longer so that they fit. Writes int32 `[rows, entries]` `logical` and
     `physical`, whose last value is repeated up to the end; int64 `[rows]` `counts`, the entries before the repeats;
-    and `longest`, the most places of one segment.
+    and `longest`, the most positions of one segment.
     """
     for row in range(offsets.size - 1):
-        entry, real, place, widest = 1, 0, 0, 0
+        entry, real, end, widest = 1, 0, 0, 0
         logical[row, 0], physical[row, 0] = 0, 0
         last = document_offsets[row + 1]
         for document in range(document_offsets[row], last):
             stop = starts[document + 1] if document + 1 < last else offsets[row + 1] - offsets[row]
             size = stop - starts[document] - 1
             real += lengths[document]
-            place += size
+            end += size
             widest = max(widest, size)
-            logical[row, entry], physical[row, entry] = real, place
+            logical[row, entry], physical[row, entry] = real, end
             entry += 1
-        gap = width - place
+        gap = width - end
         if gap > 0:
             segments = 1 if tail == 0 else (gap + tail - 1) // tail
             segments = max(1, min(segments, most - entry))
             unit = (gap + segments - 1) // segments
             unit = (unit + multiple - 1) // multiple * multiple
-            while place < width:
-                size = min(unit, width - place)
-                place += size
+            while end < width:
+                size = min(unit, width - end)
+                end += size
                 real += size * tail_is_real
                 widest = max(widest, size)
-                logical[row, entry], physical[row, entry] = real, place
+                logical[row, entry], physical[row, entry] = real, end
                 entry += 1
         counts[row], longest[row] = entry, widest
         for index in range(entry, logical.shape[1]):
-            logical[row, index], physical[row, index] = real, place
+            logical[row, index], physical[row, index] = real, end

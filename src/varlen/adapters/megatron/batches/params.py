@@ -29,7 +29,7 @@ class PackedSeqParams:
     """int32 `[segments + 1]`: real tokens before each segment."""
     cu_seqlens_kv: Tensor | None = None
     cu_seqlens_q_padded: Tensor | None = None
-    """int32 `[segments + 1]`: places before each segment; None where these are the same."""
+    """int32 `[segments + 1]`: positions before each segment; None where these are the same."""
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
@@ -38,10 +38,10 @@ class PackedSeqParams:
     total_tokens: int | None = None
     """Places of the micro-batch on this rank; where given, `seq_idx` is made of it."""
     seq_idx: Tensor | None = None
-    """int32 `[1, total_tokens]`: which segment each place belongs to, for recurrent layers."""
+    """int32 `[1, total_tokens]`: which segment each position belongs to, for recurrent layers."""
     tokens_per_sample: int | None = None
     pad_between_seqs: bool | None = None
-    """Whether places and real tokens differ: kernels that needn't look for it mustn't be told otherwise."""
+    """Whether positions and real tokens differ; False spares kernels the search for padding."""
     cp_scatter_cache: Any = None
     _: KW_ONLY
     cp_partition_mode: str = "zigzag"
@@ -77,7 +77,7 @@ class PackedSeqParams:
 
 
 def sequence_index(bounds: Tensor, total_tokens: int) -> Tensor:
-    """Return which segment each place belongs to (int32 `[1, total_tokens]`); places behind the last, to one more.
+    """Return the segment of each position (int32 `[1, total_tokens]`); positions behind the last are in one more.
 
     >>> sequence_index(torch.tensor([0, 2, 3]), 5).tolist()
     [[0, 0, 1, 2, 2]]
@@ -93,7 +93,7 @@ def get_packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams:
 
     What differs from the releases: `max_seqlen_*` are numbers, never tensors; boundaries without -1 at their end are
     taken whole, where the releases take them for empty; two rows are refused, not joined; and `pad_between_seqs` is
-    said.
+    given.
 
     Args:
         batch: with `cu_seqlens_q` (`"0.6"`), or `cu_seqlens` and, where documents are padded, `cu_seqlens_unpadded`
@@ -116,24 +116,24 @@ def get_packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams:
             if given[name] is None:
                 given[name] = given[name.replace("_kv", "_q")]
     elif batch.get("cu_seqlens") is not None:
-        places = _one_row(batch, "cu_seqlens", "cu_seqlens_argmin")
+        slots = _one_row(batch, "cu_seqlens", "cu_seqlens_argmin")
         reals = _one_row(batch, "cu_seqlens_unpadded", "cu_seqlens_unpadded_argmin")
-        given = dict.fromkeys(_CURRENT[:2], places if reals is None else reals)
-        given |= dict.fromkeys(_CURRENT[2:], None if reals is None else places)
+        given = dict.fromkeys(_CURRENT[:2], slots if reals is None else reals)
+        given |= dict.fromkeys(_CURRENT[2:], None if reals is None else slots)
         given["max_seqlen_q"] = given["max_seqlen_kv"] = _number(batch, "max_seqlen")
     else:
         raise DocumentsError(
             "the batch has neither cu_seqlens_q nor cu_seqlens, so attention would join its documents; it has "
             f"{', '.join(sorted(map(str, batch))) or 'no keys'}"
         )
-    said = batch.get("pad_between_seqs")
+    declared = batch.get("pad_between_seqs")
     handed = ("total_tokens", "cp_group", "local_cp_size", "tokens_per_sample")
     return PackedSeqParams(
         qkv_format="thd",
         **given,
         **{name: batch.get(name) for name in handed},
         cp_partition_mode=batch.get("cp_partition_mode") or "zigzag",
-        pad_between_seqs=given["cu_seqlens_q_padded"] is not None if said is None else bool(said),
+        pad_between_seqs=given["cu_seqlens_q_padded"] is not None if declared is None else bool(declared),
     )
 
 
@@ -142,7 +142,7 @@ packed_seq_params = get_packed_seq_params
 
 
 def get_packed_seq_q_cu_seqlens(packed_seq_params: Any) -> tuple[Tensor, Tensor]:
-    """Return the boundaries of real tokens and those of places, which are the same where no padded ones are given.
+    """Return the boundaries of real tokens and those of positions, which are the same where no padded ones are given.
 
     Args:
         packed_seq_params: this module's `PackedSeqParams` or Megatron-Core's.
@@ -164,11 +164,11 @@ def build_uniform_packed_seq_params(
 
     Args:
         batch_size: rows.
-        seq_length: places of a row.
+        seq_length: positions of a row.
         device: of the boundaries.
 
     Raises:
-        SettingError: fewer than one row or place.
+        SettingError: fewer than one row or position.
     """
     if batch_size < 1 or seq_length < 1:
         raise SettingError(f"batch_size and seq_length must be 1 or more: {batch_size!r} and {seq_length!r}")
@@ -231,7 +231,7 @@ def unpack_mcore_thd_tensor_for_position_ids(
     """Return the documents of a packed row as rows of their own.
 
     Args:
-        tensor: `[1, places]`.
+        tensor: `[1, positions]`.
         packed_seq_params: `PackedSeqParams`, this adapter's or Megatron-Core's.
 
     Returns:
@@ -267,8 +267,8 @@ def unpack_mcore_thd_tensor_for_position_ids(
     within = torch.arange(max(sizes), device=tensor.device)
     is_token = within < lengths[:, None]
     rows = tensor.new_zeros(is_token.shape)
-    places = torch.tensor(begins, device=tensor.device)[:, None] + within
-    rows[is_token] = tensor[0, places[is_token]]
+    index = torch.tensor(begins, device=tensor.device)[:, None] + within
+    rows[is_token] = tensor[0, index[is_token]]
     return rows, is_token, begins, sizes
 
 
@@ -281,7 +281,7 @@ def repack_mcore_thd_position_ids(
         position_ids: `[axes, documents, longest]`.
         padded_starts: where each document begins in the packed row.
         lengths: tokens of each document.
-        total_length: places of the packed row.
+        total_length: positions of the packed row.
 
     Returns:
         `[axes, 1, total_length]`; 0 at padding.

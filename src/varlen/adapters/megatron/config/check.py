@@ -32,7 +32,7 @@ def check_config(
         cfg: Megatron-Bridge's ConfigContainer or any object with such attributes, a nested mapping, OmegaConf, the
             path of a YAML file, YAML text (a string with a line break), or Megatron-LM's namespace of arguments.
             What isn't given has the release's default.
-        dialect: `"0.4"`, `"0.5"`, `"0.6"` or a release such as `"0.5.0"`. None: told by the names that are there;
+        dialect: `"0.4"`, `"0.5"`, `"0.6"` or a release such as `"0.5.0"`. None: inferred from the names in use;
             0.4 and 0.5 have the same ones, and what only 0.4 does wrong is then a warning.
         world_size: processes of the job, from which the data-parallel size follows. None: not known.
         files: whether to look at the files that the configuration names.
@@ -101,7 +101,7 @@ def packed_rows_are_there(reading: Reading) -> Iterator[ConfigFinding]:
     is_first = reading.release is not None and reading.is_before(0, 4)
     for name in PACKED:
         setting = f"{reading.specs}.{name}"
-        if not reading.is_offline or not reading.says(setting) or "://" in reading[setting]:
+        if not reading.is_offline or not reading.has(setting) or "://" in reading[setting]:
             continue
         path = str(reading[setting])
         if path.lower().endswith(".npy"):
@@ -131,7 +131,7 @@ def metadata_belong_to_rows(reading: Reading) -> Iterator[ConfigFinding]:
 def _wrong_metadata(reading: Reading, setting: str) -> Iterator[tuple[str, str, bool]]:
     """Yield what must hold of the metadata, what happens otherwise, and whether the run stops."""
     is_static = bool(reading.spec("pad_cu_seqlens"))
-    is_packed = reading.says(f"{reading.specs}.packed_train_data_path")
+    is_packed = reading.has(f"{reading.specs}.packed_train_data_path")
     path = reading[setting]
     if path is None:
         if is_static and is_packed:
@@ -174,13 +174,13 @@ def _missing(reading: Reading, setting: str, limit: str, how: str = "a FileNotFo
 
 def _rows_at(path: str) -> bool:
     """Return whether a path leads to packed rows: a file, a folder with Parquet files, a pattern, a prefix."""
-    place = Path(path)
-    if place.is_dir():
-        return any(inner.suffix.lower() in (".parquet", ".pq") for inner in place.iterdir())
-    if place.is_file():
-        return place.suffix.lower() in (".parquet", ".pq", ".bin", ".idx")
+    location = Path(path)
+    if location.is_dir():
+        return any(inner.suffix.lower() in (".parquet", ".pq") for inner in location.iterdir())
+    if location.is_file():
+        return location.suffix.lower() in (".parquet", ".pq", ".bin", ".idx")
     if any(sign in path for sign in "*?["):
-        return any(Path(place.anchor or ".").glob(str(place.relative_to(place.anchor))))
+        return any(Path(location.anchor or ".").glob(str(location.relative_to(location.anchor))))
     return Path(f"{path}.bin").is_file() and Path(f"{path}.idx").is_file()
 
 

@@ -1,4 +1,4 @@
-"""Reading: what a configuration says of packing, one value a setting, whichever form and dialect it is written in."""
+"""Reading: a configuration's settings of packing, one value each, whichever form and dialect it is written in."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reading:
     """How the configuration itself writes a name, where otherwise."""
     dialect: Dialect
     is_certain: bool
-    """Whether the dialect was named, or told by names that only it has."""
+    """Whether the dialect was named, or inferred from names that only it has."""
     release: tuple[int, ...] | None = None
     """The release, where one was named to the patch: (0, 5, 1)."""
     is_arguments: bool = False
@@ -81,13 +81,13 @@ class Reading:
         value = self.values.get(name)
         return SETTINGS[name].default if value is None else value
 
-    def says(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Return whether a setting is given, and not null."""
         return self.values.get(name) is not None
 
     def given(self, value: Any, name: str, other: str) -> dict[str, Any]:
         """Return a value for a setting, and for another that must be the same where it is given."""
-        return {name: value} | ({other: value} if self.says(other) else {})
+        return {name: value} | ({other: value} if self.has(other) else {})
 
     def spell(self, name: str) -> str:
         """Return a setting's name as the configuration writes it, or would."""
@@ -99,7 +99,7 @@ class Reading:
         """Return a setting and its value in words, and whether that is the release's default."""
         if name not in SETTINGS:
             return self.spell(name)
-        if self.says(name):
+        if self.has(name):
             return f"{self.spell(name)} = {as_written(self[name])}"
         default = SETTINGS[name].default
         return f"{self.spell(name)} {'is not given' if default is None else f'= {as_written(default)}, the default'}"
@@ -186,7 +186,7 @@ class Reading:
     @property
     def is_packed_here(self) -> bool:
         """Whether the run itself packs rows offline, as no file of packed rows is named."""
-        return self.is_offline and not self.says(f"{self.specs}.packed_train_data_path")
+        return self.is_offline and not self.has(f"{self.specs}.packed_train_data_path")
 
     @property
     def is_in_batch(self) -> bool:
@@ -196,7 +196,7 @@ class Reading:
     @property
     def is_energon(self) -> bool:
         """Whether Energon packs as it reads."""
-        return self.says("dataset.packing_buffer_size")
+        return self.has("dataset.packing_buffer_size")
 
     @property
     def packing(self) -> str:
@@ -277,7 +277,7 @@ def nearest(number: int, of: int) -> str | None:
     return f"{below} or {above}" if below != above else None
 
 
-# From a configuration in any form to a Reading: names found, values of their kinds, the dialect told.
+# From a configuration in any form to a Reading: names found, values of their kinds, the dialect.
 
 NEAR = 0.88
 """How alike two names must be, as difflib counts it, for one to be taken for the other mistyped."""
@@ -303,7 +303,7 @@ class _Found:
 
 def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None) -> Reading:
     """Read a configuration."""
-    said = None if dialect is None else as_dialect(dialect)
+    given = None if dialect is None else as_dialect(dialect)
     if world_size is not None:
         world_size = as_count(world_size, "world_size")
     tree, origin = open_tree(cfg)
@@ -323,12 +323,12 @@ def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None)
         more = f" ({len(found.wrong)} settings have values of a wrong kind)" if len(found.wrong) > 1 else ""
         raise SettingError(f"{origin}: {'; '.join(found.wrong)}{more}")
     # Names of 0.6 decide, even beside an older name: that one was set by hand, and a rule reports it as unused.
-    told = said or ("0.6" if _has_any(found, _NEW_NAMES, _NEW_CLASSES) else None)
+    known = given or ("0.6" if _has_any(found, _NEW_NAMES, _NEW_CLASSES) else None)
     return Reading(
         values=found.values,
         spelled=found.spelled,
-        dialect=told or ("0.5" if _has_any(found, _OLD_NAMES, _OLD_CLASSES) else NEWEST),
-        is_certain=told is not None,
+        dialect=known or ("0.5" if _has_any(found, _OLD_NAMES, _OLD_CLASSES) else NEWEST),
+        is_certain=known is not None,
         release=_release(dialect),
         is_arguments=is_arguments,
         classes=found.classes,
@@ -361,7 +361,7 @@ def _go_into(found: _Found, written: str, value: Any) -> None:
     wanted += [inner.rpartition(".")[2] for inner in CONTAINERS if inner.rpartition(".")[0] == written]
     inside = entries(value, wanted)
     if inside is None:
-        if value is not None and value != NOT_SAID:
+        if value is not None and value != MISSING:
             found.wrong.append(f"{written} must be a mapping or an object of settings; got {value!r:.60}")
         return
     found.held.add(name)
@@ -388,7 +388,7 @@ def _keep(found: _Found, name: str, written: str, value: Any) -> None:
         return
     if written != name:
         found.spelled[name] = written
-    if value is None or (isinstance(value, str) and value == NOT_SAID):
+    if value is None or (isinstance(value, str) and value == MISSING):
         found.values.setdefault(name, None)
         return
     expected, as_value = KINDS[SETTINGS[name].kind]
@@ -425,7 +425,7 @@ def _counted(tree: Mapping[str, Any]) -> int | None:
 
 # A configuration in whichever form it comes: YAML, a mapping, objects with attributes, or argparse's namespace.
 
-NOT_SAID = "???"
+MISSING = "???"
 """What OmegaConf and Hydra write where a value must still be given."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _LONGEST_CHAIN = 16
@@ -495,7 +495,7 @@ def _item(mapping: Mapping[Any, Any], name: Any) -> Any:
         return mapping[name]
     except Exception as error:
         if type(error).__name__ == "MissingMandatoryValue":
-            return NOT_SAID
+            return MISSING
         raise
 
 

@@ -199,10 +199,10 @@ def _set(cfg: Any, name: str, value: Any) -> None:
         setattr(cfg, name, value)
 
 
-# How a rule says what it found, in the configuration's own spelling.
+# How a rule words what it found, in the configuration's own spelling.
 
-Told: TypeAlias = str | Callable[[Reading], str | None] | None
-"""A sentence, in which `{r.…}` stands for what is read; or a function that says it of a reading."""
+Text: TypeAlias = str | Callable[[Reading], str | None] | None
+"""A sentence, in which `{r.…}` stands for what is read; or a function of the reading that returns one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,30 +210,30 @@ class Rule:
     """A row of the tables: a setting, when it is wrong, what it must be, and what happens otherwise."""
 
     kind: Kind
-    setting: Told
+    setting: Text
     is_broken: Callable[[Reading], object]
-    limit: Told
-    what: Told
+    limit: Text
+    what: Text
     outcome: Outcome | Callable[[Reading], Outcome] = "stops"
     to: Any = ...
     """The value that works, or a function of the reading; `...` where it takes others (`changes`), or none works."""
     changes: Callable[[Reading], Mapping[str, Any]] | None = None
-    fix: Told = None
-    seen: Told = None
+    fix: Text = None
+    seen: Text = None
 
     def __call__(self, reading: Reading) -> Iterator[ConfigFinding]:
         """Yield the finding of a reading that breaks the rule."""
         if not self.is_broken(reading):
             return
-        setting = _told(reading, self.setting) or ""
+        setting = _text(reading, self.setting) or ""
         changes: Mapping[str, Any] = {}
         if self.changes is not None:
             changes = self.changes(reading)
         elif self.to is not ...:
             changes = {setting: self.to(reading) if callable(self.to) else self.to}
         outcome = self.outcome(reading) if callable(self.outcome) else self.outcome
-        limit, what = _told(reading, self.limit) or "", _told(reading, self.what) or ""
-        fix, seen = _told(reading, self.fix), _told(reading, self.seen)
+        limit, what = _text(reading, self.limit) or "", _text(reading, self.what) or ""
+        fix, seen = _text(reading, self.fix), _text(reading, self.seen)
         yield found(reading, self.kind, setting, limit, what, outcome, changes, fix=fix, seen=seen)
 
 
@@ -241,10 +241,10 @@ Rules: TypeAlias = tuple[Callable[[Reading], Iterator[ConfigFinding]], ...]
 """Each goes over one reading, and yields what breaks it."""
 
 
-def _told(reading: Reading, said: Told) -> str | None:
-    if said is None or callable(said):
-        return said and said(reading)
-    return said.format(r=reading)
+def _text(reading: Reading, text: Text) -> str | None:
+    if text is None or callable(text):
+        return text and text(reading)
+    return text.format(r=reading)
 
 
 def found(

@@ -48,16 +48,16 @@ def names_of_one_release(reading: Reading) -> Iterator[ConfigFinding]:
         moved = {
             name: reading.values[f"{other}.{name}"]
             for name in (full.rpartition(".")[2] for full in SETTINGS if full.startswith(f"{own}."))
-            if reading.says(f"{other}.{name}")
+            if reading.has(f"{other}.{name}")
         }
         changes: dict[str, object] = {other: None}
         if own not in reading.held and moved.get("packed_sequence_size", 0) > 0:
             changes |= {own: moved} | ({OFFLINE_FLAG: True} if reading.is_new else {})
-        said = f"`{other}` {what} as if it weren't there"
-        yield report(other, limit, said, "silently wrong", changes, seen=f"{other} is set")
+        effect = f"`{other}` {what} as if it weren't there"
+        yield report(other, limit, effect, "silently wrong", changes, seen=f"{other} is set")
     if reading[batch]:
-        said = f"`{batch}` {what} unpacked rows"
-        yield report(batch, limit, said, "silently wrong", {batch: None, own_batch: True})
+        effect = f"`{batch}` {what} unpacked rows"
+        yield report(batch, limit, effect, "silently wrong", {batch: None, own_batch: True})
 
 
 def row_size(reading: Reading) -> int:
@@ -163,7 +163,7 @@ SWITCH_RULES = (
         '"single" or "cyclic" with in-batch packing of text',
         "this loader yields whole global batches, not micro-batches to pack; Megatron-Bridge stops with a ValueError",
         to="single",
-        seen=lambda r: None if r.says(LOADER) else f"{LOADER} = batch, the default of this data set",
+        seen=lambda r: None if r.has(LOADER) else f"{LOADER} = batch, the default of this data set",
     ),
     no_name_is_mistyped,
 )
@@ -211,7 +211,7 @@ def evaluation_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     group = reading.tp * reading.pp * cp
     if not reading.is_new or reading.dp is None or steps is None or rows is None:
         return
-    if not (reading.says(EVAL_GLOBAL) or reading.says(EVAL_MICRO) or cp != reading.cp):
+    if not (reading.has(EVAL_GLOBAL) or reading.has(EVAL_MICRO) or cp != reading.cp):
         return
     assert reading.world_size is not None
     share = rows * (reading.world_size // group)

@@ -155,7 +155,7 @@ LOSS_RULES = (
     Rule(
         "hybrid_context_parallel",
         ONE_RANK,
-        lambda r: r["model.hybrid_context_parallel"] and not r.says(ONE_RANK),
+        lambda r: r["model.hybrid_context_parallel"] and not r.has(ONE_RANK),
         "given with hybrid_context_parallel",
         "nothing says how long a sample one rank may take",
         changes=lambda r: {ONE_RANK: r["model.seq_length"]} if r["model.seq_length"] else {},
@@ -225,7 +225,7 @@ def _holds_router(reading: Reading) -> bool:
 
 
 def _parts(reading: Reading) -> str:
-    return MODULES if reading.says(MODULES) else SCOPE
+    return MODULES if reading.has(MODULES) else SCOPE
 
 
 GRAPH_RULES = (
@@ -272,7 +272,7 @@ GRAPH_RULES = (
         _holds_router,
         "attn only, with packed rows and experts",
         "a router inside a graph isn't told of padding; Megatron-Bridge stops with a ValueError at the first step",
-        changes=lambda r: {_parts(r): ("attn",), **({SCOPE: None} if r.says(MODULES) else {})},
+        changes=lambda r: {_parts(r): ("attn",), **({SCOPE: None} if r.has(MODULES) else {})},
     ),
     # Rows packed within a micro-batch are as long as their documents, so no graph fits the next.
     Rule(
@@ -315,7 +315,7 @@ def _energon_differs(setting: str) -> Rule:
 
     def is_wrong(reading: Reading) -> bool:
         is_asked = reading.is_new and (reading["dataset.do_validation"] or not is_evaluation)
-        is_given = reading[own] is not None and reading.says(setting)
+        is_given = reading[own] is not None and reading.has(setting)
         return is_asked and is_given and reading[setting] != reading[own]
 
     def rows(reading: Reading) -> dict[str, Any]:
@@ -410,7 +410,7 @@ def family_packs(reading: Reading) -> Iterator[ConfigFinding]:
     """Families that opt out of a way of packing."""
     names = [
         *reading.classes.get("model", ()),
-        *(str(reading[name]) for name in _NAMES if reading.says(name)),
+        *(str(reading[name]) for name in _NAMES if reading.has(name)),
     ]
     plain = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]
     ways = {"offline": reading.is_offline, "in-batch": reading.is_in_batch or reading.is_energon}
@@ -578,7 +578,7 @@ RELEASE_RULES = (
     Rule(
         "packing_seed",
         "dataset.seed",
-        lambda r: r.is_packed_here and not r.is_new and r.says("dataset.seed"),
+        lambda r: r.is_packed_here and not r.is_new and r.has("dataset.seed"),
         "of no effect on packs before release 0.6",
         "packs are drawn from NumPy's global generator, so each preparation gives others",
         "advice",

@@ -93,7 +93,7 @@ class PackedIndexed(PackedReader):
                 (start,), (size,) = file.places(row, row + 1)
                 words = file.read_tokens(int(start), int(start + size))
                 found.append(_decoded(words, f"{path}.bin row {row + 1:,}"))
-        starts, tokens = ([one[place] for one in found] for place in (0, 1))
+        starts, tokens = ([one[part] for one in found] for part in (0, 1))
         flat = np.concatenate(tokens).view(np.uint32)
         offsets, document_offsets = bounds_of(map(len, tokens)), bounds_of(map(len, starts))
         columns: dict[str, tuple[npt.NDArray[Any], IntArray]] = {

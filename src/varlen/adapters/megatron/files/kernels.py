@@ -32,8 +32,8 @@ def number_run(data: NDArray[np.uint8], start: int, values: NDArray[np.int32]) -
             values[count] = 1 if code == 0x88 else 0
         else:
             value = np.uint32(0)
-            for place in range(size):
-                value |= np.uint32(data[at + 1 + place]) << np.uint32(8 * place)
+            for byte in range(size):
+                value |= np.uint32(data[at + 1 + byte]) << np.uint32(8 * byte)
             values[count] = np.int32(value)
         count += 1
         at += 1 + size

@@ -24,7 +24,7 @@ RowIds = Sequence[int] | npt.NDArray[np.integer[Any]] | range
 
 
 class PackedReader(ABC):
-    """Packed rows that are read at any place: a sequence of dictionaries, and a context that closes."""
+    """Packed rows that are read at any index: a sequence of dictionaries, and a context that closes."""
 
     num_rows: int
 
@@ -436,7 +436,7 @@ def _refuse_outside(values: npt.NDArray[Any], offsets: IntArray, name: str, most
     if not len(wrong):
         return
     row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
-    place = int(wrong[0] - offsets[row])
+    index = int(wrong[0] - offsets[row])
     raise DocumentsError(
-        f"{where(row)}: `{name}` holds {values[wrong[0]]} at place {place:,} (0 to {most:,}); pack the data again"
+        f"{where(row)}: `{name}` holds {values[wrong[0]]} at place {index:,} (0 to {most:,}); pack the data again"
     )

@@ -156,14 +156,14 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
         raise SourceError(
             f"{folder} has a damaged manifest without `{[*wrong, 'settings'][0]}`; pack it again"
         )
-    place = folder / manifest["tokens"] if tokens is None else Path(tokens)
-    if read_manifest(place) is None:
+    path = folder / manifest["tokens"] if tokens is None else Path(tokens)
+    if read_manifest(path) is None:
         raise SourceError(
-            f"{folder} is an index of tokens in {os.path.normpath(place)}, which isn't there; pass tokens=PLACE"
+            f"{folder} is an index of tokens in {os.path.normpath(path)}, which isn't there; pass tokens=PLACE"
         )
-    store = open_store(place)
-    told = manifest["tokens_fingerprint"], manifest["settings"]["multiple"], manifest["pad_id"]
-    return opened(folder, store, *told, crc32=manifest.get("crc32"))
+    store = open_store(path)
+    recorded = manifest["tokens_fingerprint"], manifest["settings"]["multiple"], manifest["pad_id"]
+    return opened(folder, store, *recorded, crc32=manifest.get("crc32"))
 
 
 def opened(
@@ -188,8 +188,8 @@ def opened(
         why = "its arrays aren't those that were written"
     if why is not None:
         raise SourceError(f"{folder} is damaged: {why}; pack it again")
-    places = folder, store.folder
-    return PackIndex(store, arrays, multiple=multiple, pad_id=pad_id, opened_from=places)
+    folders = folder, store.folder
+    return PackIndex(store, arrays, multiple=multiple, pad_id=pad_id, opened_from=folders)
 
 
 def _wrong_in(arrays: dict[str, Any], num_documents: int) -> str | None:
@@ -243,9 +243,9 @@ def _spread(
 ) -> tuple[Int32Array, npt.NDArray[np.int8]]:
     """Move pieces that lie end to end into their slots, with padding between them."""
     lengths = positions.astype(np.int64) + 1
-    places = np.arange(len(tokens)) + np.repeat(begins[:-1] - np.cumsum(lengths) + lengths, lengths)
+    at = np.arange(len(tokens)) + np.repeat(begins[:-1] - np.cumsum(lengths) + lengths, lengths)
     padded = np.full(int(begins[-1]), pad_id, np.int32)
-    padded[places] = tokens
+    padded[at] = tokens
     trained = np.zeros(int(begins[-1]), np.int8)
-    trained[places] = mask
+    trained[at] = mask
     return padded, trained

@@ -47,7 +47,7 @@ def replay_packs(
 ) -> Packing:
     """Return the packs that Megatron-Bridge makes of documents of these lengths.
 
-    Equal to the release in every pack, document and place (0.6 seeds the generator itself; 0.3 to 0.5 take NumPy's
+    Equal to the release in every pack, document and position (0.6 seeds the generator itself; 0.3 to 0.5 take NumPy's
     global one, so the same packs come from them after `numpy.random.seed(seed)`). Documents longer than a pack are
     an error here, where 0.3 to 0.5 fail with an IndexError and 0.6 leaves them out with a warning; `overlong="drop"`
     gives the packs of 0.6 and counts what is gone.
@@ -81,13 +81,13 @@ def replay_packs(
     seed = as_count(seed, "seed", 0, 2**32 - 1)
     positions = as_lengths(lengths)
     pieces = aligned_pieces(positions, pack_size, multiple=multiple, longest=longest, overlong=overlong)
-    kept = kept_pieces(positions, pieces)
-    slots = slots_of(pieces.lengths[kept], multiple)
+    retained = retained_pieces(positions, pieces)
+    slots = slots_of(pieces.lengths[retained], multiple)
     items, offsets = drawn(slots, pack_size, algorithm, np.random.RandomState(seed))
-    return as_packing(positions, pieces, kept[items], offsets, pack_size, multiple, overlong, algorithm)
+    return as_packing(positions, pieces, retained[items], offsets, pack_size, multiple, overlong, algorithm)
 
 
-def kept_pieces(positions: Int32Array, pieces: Pieces) -> IntArray:
+def retained_pieces(positions: Int32Array, pieces: Pieces) -> IntArray:
     """Return the numbers of the pieces to pack: all but those of dropped documents, int64."""
     if "dropped" not in pieces.losses:
         return np.arange(len(pieces.lengths))
@@ -101,7 +101,7 @@ def drawn(slots: Int32Array, pack_size: int, algorithm: str, draws: Draws) -> tu
     """
     by_length = _sorted(slots)
     turns = in_turn(slots[by_length], algorithm, draws)
-    placed, offsets = packed_in_turn(turns, pack_size, "first_fit")
+    by_row, offsets = packed_in_turn(turns, pack_size, "first_fit")
     taken = by_length.copy()
     lengths = slots[by_length]
     bounds = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
@@ -109,7 +109,7 @@ def drawn(slots: Int32Array, pack_size: int, algorithm: str, draws: Draws) -> tu
         if stop - start > 1:  # the release takes them from the end; one alone costs no draw
             taken[start:stop] = by_length[start:stop][draws.permutation(stop - start)[::-1]]
     items = np.empty(len(slots), np.int64)
-    items[_sorted(turns[placed])] = taken
+    items[_sorted(turns[by_row])] = taken
     return items, offsets
 
 
@@ -143,8 +143,8 @@ def packed_in_turn(slots: Int32Array, pack_size: int, method: Method) -> tuple[I
             count = int(over.sum())
             pack_of[over] = np.arange(num_packs, num_packs + count, dtype=np.int32)
             num_packs += count
-        placed, _, offsets = arrange(slots, pack_of, num_packs, None)
-    return placed, offsets
+        by_row, _, offsets = arrange(slots, pack_of, num_packs, None)
+    return by_row, offsets
 
 
 def as_packing(
@@ -376,8 +376,8 @@ def create_packing_strategy(
         raise DocumentsError("the histogram counts no document, so there is nothing to pack")
     turns = in_turn(rising, packing_algorithm, _GLOBAL)
     method = _method(packing_algorithm)
-    placed, offsets = packed_in_turn(turns, pack_size, "first_fit" if method.startswith("first") else method)
-    lengths = turns[placed]
+    by_row, offsets = packed_in_turn(turns, pack_size, "first_fit" if method.startswith("first") else method)
+    lengths = turns[by_row]
     held = lengths.tolist()
     assignments = [held[start:stop] for start, stop in pairwise(offsets.tolist())]
     return assignments, PackCounts().add(lengths, offsets).figures(pack_size)
@@ -434,8 +434,8 @@ def _lengths_of(items: Sequence[Any], lengths: Sequence[int] | None) -> Int32Arr
 def _in_bins(
     items: Sequence[Item], order: npt.NDArray[np.intp], lengths: Int32Array, pack_size: int, method: Method
 ) -> Bins[Item]:
-    placed, offsets = packed_in_turn(lengths[order], as_count(pack_size, "pack_size"), method)
-    taken = [items[number] for number in order[placed].tolist()]
+    by_row, offsets = packed_in_turn(lengths[order], as_count(pack_size, "pack_size"), method)
+    taken = [items[number] for number in order[by_row].tolist()]
     return [taken[start:stop] for start, stop in pairwise(offsets.tolist())]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from varlen.adapters.megatron.batches.params import PackedSeqParams
-from varlen.adapters.megatron.rl.packer import PackingInfo, SequencePacker, places, runs
+from varlen.adapters.megatron.rl.packer import PackingInfo, SequencePacker, runs, sequences_of
 from varlen.arguments import as_count
 from varlen.errors import DocumentsError, SettingError
 
@@ -117,7 +117,7 @@ def get_packing_actual_tokens(packing_context: PackingContext) -> int:
 
 
 def get_packing_compute_tokens(packing_context: PackingContext) -> int:
-    """Return the places of this rank's bins, padding included.
+    """Return the positions of this rank's bins, padding included.
 
     Args:
         packing_context: of the rank.
@@ -126,7 +126,7 @@ def get_packing_compute_tokens(packing_context: PackingContext) -> int:
 
 
 def get_packing_efficiency(packing_context: PackingContext, dp_size: int = 1) -> float:
-    """Return the share of the places of all ranks' bins that real tokens take, from 0 to 1.
+    """Return the share of the positions of all ranks' bins that real tokens take, from 0 to 1.
 
     Args:
         packing_context: of one rank.
@@ -210,7 +210,7 @@ def pack_inference_logprobs(
     ([[-1.0, 0.0, -2.0, 0.0, 0.0]], [[1, 0, 1, 0, 0]])
     """
     width = as_count(bin_size, "bin_size", least=2) - 1
-    numbers, bins, starts, lengths = places(packing_info)
+    numbers, bins, starts, lengths = sequences_of(packing_info)
     count = len(packing_info.seq_lengths)
     if generation_masks.dim() != 2 or len(generation_masks) != count or len(inference_logprobs) != count:
         raise DocumentsError(
@@ -225,9 +225,9 @@ def pack_inference_logprobs(
         if logprobs is None:
             continue
         tokens = written[number, :length].nonzero().reshape(-1)[: logprobs.numel()]
-        is_told = tokens > 0  # nothing stands before the first token that could predict it
-        target = start + tokens[is_told] - 1
-        values[row, target] = logprobs.detach()[: tokens.numel()].to("cpu", torch.float32)[is_told]
+        is_predicted = tokens > 0  # nothing stands before the first token that could predict it
+        target = start + tokens[is_predicted] - 1
+        values[row, target] = logprobs.detach()[: tokens.numel()].to("cpu", torch.float32)[is_predicted]
         known[row, target] = True
     return values, known
 
@@ -248,7 +248,7 @@ def pack_values(values: Tensor, packing_info: PackingInfo, bin_size: int, fill: 
         DocumentsError: values that aren't one row for each sequence, wide enough.
     """
     width = as_count(bin_size, "bin_size")
-    numbers, bins, starts, lengths = places(packing_info)
+    numbers, bins, starts, lengths = sequences_of(packing_info)
     longest = int(lengths.max(initial=0))
     if values.dim() < 2 or len(values) != len(packing_info.seq_lengths) or values.shape[1] < longest:
         raise DocumentsError(
@@ -307,7 +307,7 @@ def _unpacked(packed: Tensor, packing_info: PackingInfo, fewer: int) -> dict[int
             f"packing_info has {len(packing_info.bin_seq_indices):,} bins, but the values have the shape "
             f"{tuple(packed.shape)}"
         )
-    numbers, bins, starts, lengths = places(packing_info)
+    numbers, bins, starts, lengths = sequences_of(packing_info)
     stops = starts + np.maximum(lengths - fewer, 0)
     if stops.max(initial=0) > packed.shape[1]:
         worst = int(np.argmax(stops))

@@ -48,7 +48,7 @@ class PackingInfo:
     """How bins are, or will be, dealt to ranks."""
 
 
-def places(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def sequences_of(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return the sequences of these bins as flat arrays, bin by bin.
 
     Returns of each the number, the bin, where it begins in it, and its tokens: int64 `[sequences of these bins]`.
@@ -59,10 +59,10 @@ def places(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, Int
     for number, here in enumerate(packing_info.bin_seq_indices):
         numbers += here
         bins += [number] * len(here)
-        told = packing_info.seq_starts.get(number, [])
-        if len(told) not in (len(here), len(here) + 1) and here:
+        given = packing_info.seq_starts.get(number, [])
+        if len(given) not in (len(here), len(here) + 1) and here:
             checked_starts(packing_info, number)
-        starts += told[: len(here)]
+        starts += given[: len(here)]
     known = len(packing_info.seq_lengths)
     wrong = [number for number in numbers if not 0 <= number < known]
     if wrong:
@@ -71,8 +71,8 @@ def places(packing_info: PackingInfo) -> tuple[IntArray, IntArray, IntArray, Int
             f"({len(wrong):,} of {len(numbers):,} sequences have none)"
         )
     of_all = np.asarray(packing_info.seq_lengths, np.int64)
-    placed = np.array(numbers, np.int64)
-    return placed, np.array(bins, np.int64), np.array(starts, np.int64), of_all[placed]
+    ids = np.array(numbers, np.int64)
+    return ids, np.array(bins, np.int64), np.array(starts, np.int64), of_all[ids]
 
 
 def checked_starts(packing_info: PackingInfo, bin_idx: int) -> list[int]:
@@ -105,13 +105,13 @@ def attention_work(packing_info: PackingInfo, bin_size: int, *, padding: bool = 
     Args:
         packing_info: of all bins, or of a rank's.
         bin_size: tokens of a bin.
-        padding: the places behind the last slot attend to each other, as Megatron-LM runs them; False where they are
+        padding: positions behind the last slot attend to each other, as Megatron-LM runs them; False where they are
             cut into short pieces.
 
     Returns:
         float64 `[num_bins]`.
     """
-    _, bins, _, lengths = places(packing_info)
+    _, bins, _, lengths = sequences_of(packing_info)
     count = len(packing_info.bin_seq_indices)
     work: FloatArray = np.zeros(count)
     np.add.at(work, bins, lengths.astype(np.float64) ** 2)
@@ -197,7 +197,7 @@ class SequencePacker:
         self.compatible = compatible
         self.last_avg_seqs_per_bin = 0.0
         """Mean sequences of a bin in the last packing."""
-        self._said = False
+        self._has_warned = False
         if self.bin_size % self.seq_length_multiple:
             raise SettingError(
                 f"bin_size {self.bin_size:,} must be divisible by seq_length_multiple {seq_length_multiple:,}; the "
@@ -264,8 +264,8 @@ class SequencePacker:
         """Return the tokens of each sequence, int64 `[sequences]`, from the surest that is known."""
         count, width = trajs.shape
         if lengths is None and attention_mask is None:
-            if masks is None and not self._said and not self.compatible:
-                self._said = True
+            if masks is None and not self._has_warned and not self.compatible:
+                self._has_warned = True
                 _log.warning(
                     "neither lengths nor a mask was given, so that each trajectory is taken to end at its last token "
                     "other than %d; real tokens that equal it are lost from the end",
@@ -345,7 +345,7 @@ class SequencePacker:
         device, bins = trajs.device, counts.size
         ends = np.cumsum(slots[order])
         bounds = np.concatenate([[0], np.cumsum(counts)])
-        before = np.concatenate([[0], ends])[bounds]  # places in all earlier bins
+        before = np.concatenate([[0], ends])[bounds]  # positions in all earlier bins
         bin_of = np.repeat(np.arange(bins), counts)
         starts = ends - slots[order] - before[bin_of]
         lengths = tokens[order]

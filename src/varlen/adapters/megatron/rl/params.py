@@ -174,11 +174,11 @@ def _params(
     room = most + 1 - len(lengths)  # segments that padding may be
     padding = _cut(width - int(bounds[-1]), room if split_padding else 1, multiple)
     entries = most + 2
-    places = np.concatenate([bounds, bounds[-1] + np.cumsum(padding)])
+    ends = np.concatenate([bounds, bounds[-1] + np.cumsum(padding)])
     reals = np.cumsum([0, *lengths, *padding])
     cu_seqlens, slot_bounds = (
         torch.from_numpy(np.pad(known, (0, entries - len(known)), "edge").astype(np.int32)).to(device)
-        for known in (reals, places)
+        for known in (reals, ends)
     )
     padded = slot_bounds if multiple > 1 else None
     given = cu_seqlens, cu_seqlens, padded, padded
