@@ -298,7 +298,7 @@ def _check_settings(config: PackedDataLoader.Config) -> None:
 
 
 def _check_snapshots(batches: int | None, loader: PackedLoader) -> None:
-    """Refuse a trainer whose steps are others than the loader's, as far as its checkpoints tell."""
+    """Refuse a trainer whose steps are others than the loader's, as far as its checkpoints show."""
     if batches is not None and batches % loader.micro_batches:
         raise SettingError(
             f"torchtitan saves after every {batches:,} batches of a rank, and dataloader.global_batch_size "
@@ -406,7 +406,7 @@ def positions(batch: PackedBatch) -> IntArray:
     return found
 
 
-# What of a torchtitan configuration would train something else than the packs say.
+# Settings of torchtitan that would train something else than the packs.
 
 _MASKED = ("FlexAttention", "VarlenAttention")
 """Attention of torchtitan (0.3.0) that gets a mask made from positions; what it has beside them sees whole rows."""

@@ -235,7 +235,7 @@ def micro_batch_partitions(
     wrong: LengthsError | None = None
     try:
         lengths, work = _grouped(seqlen_list, size)
-    except LengthsError as error:  # told below: the other ranks ask for their numbers all the same
+    except LengthsError as error:  # raised below: the other ranks ask for their numbers all the same
         wrong, lengths, work = error, np.zeros(0, np.int32), np.zeros(0)
 
     def largest(number: int) -> int:

@@ -154,7 +154,7 @@ def exactness(packing: Packing) -> int:
 def refuse_mismatch(
     ragged: Ragged, row: int, document: int, piece: Int32Array, counts: tuple[int, int], name: str
 ) -> None:
-    """Raise an error that says how a document differs from what was packed."""
+    """Raise an error that names how a document differs from what was packed."""
     offsets, num_values = ragged.offsets, ragged.values.size
     falls = offsets[1:] < offsets[:-1]
     if falls.any():

@@ -380,7 +380,7 @@ def _kind_in_words(value: object) -> str:
 
 # Flags of a message that switch its labels on or off, or weigh them.
 
-# Keys that say whether a message is trained on: of OpenAI, Mistral, axolotl and ms-swift.
+# Keys for whether a message is trained on: of OpenAI, Mistral, axolotl and ms-swift.
 FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale")
 _SWITCHES = ("train", "training", "trainable", "masked")  # keys that switch labels and never weigh them
 _MASKED = "masked"  # Torchtune's key, with inverted meaning

@@ -482,7 +482,7 @@ def of_located(
 # What a chat template doesn't write of the assistant's messages, by message, key and characters.
 #
 # A template is a program: it may silently drop thoughts, calls, or the text before `</think>`. Where a text is a
-# filled-in skeleton, the skeleton tells what has no slot. Otherwise each text is searched for in its turn; JSON is
+# filled-in skeleton, the skeleton lists what has no slot. Otherwise each text is searched for in its turn; JSON is
 # compared by value, and white space at either end doesn't count.
 
 _THOUGHTS = "reasoning_content"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from varlen.errors import SourceError, VarlenError
 
 # A skeleton's purpose. "joined": to be filled in, with arguments written as JSON; "apart": to be filled in, with
-# arguments and tools as rendered; "unwritten": to tell what isn't written.
+# arguments and tools as rendered; "unwritten": to find what isn't written.
 Kind = Literal["joined", "apart", "unwritten"]
 
 

@@ -1,4 +1,4 @@
-"""What an axolotl configuration says to varlen, what in it contradicts that, and its prepared data for a loader."""
+"""varlen's settings in an axolotl configuration, what in it contradicts them, and its prepared data for a loader."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ def segment_numbers(ends: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 
 # Whether the modules around a decoder act on each token independently, tested on a copy without the model's weights.
 #
-# Names don't tell: `score` pools in one class and labels tokens in another, and a user's class may have any name. So
+# Names don't decide: `score` pools in one class and labels tokens in another, and users name classes freely. So
 # the model's own code runs with small stand-ins for the decoder and for large matrices, which act on each token
 # independently; any dependence between tokens then comes from the head.
 

@@ -167,7 +167,7 @@ def seq_type(schema: pa.Schema) -> pa.DataType:
 
 
 def marked_schema(schema: pa.Schema) -> pa.Schema:
-    """Return a schema with `seq_lengths`, and without what was said of the columns before."""
+    """Return a schema with `seq_lengths`, and without the columns' earlier metadata."""
     return pa.schema([*schema, pa.field(SEQ_LENGTHS, seq_type(schema))])
 
 
@@ -198,7 +198,7 @@ def _gathered(values: pa.Array, begins: IntArray, lengths: IntArray) -> pa.Array
     return pa.array(plain[index], kind)
 
 
-# TRL's strategies of packing in varlen's words, and what is said where one loses tokens.
+# TRL's strategies of packing in varlen's words, and the warning where one loses tokens.
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""verify: try a model on packed documents, with every backend, layout and way of calling it, and say what leaks."""
+"""verify: try a model on packed documents, with every backend, layout and way of calling it; report what leaks."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def verify(
         raise SettingError(f"seed must be {wanted}, got {seed!r}")
     loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     model, names = loaded.model, backends_for(loaded.model, backends)
-    if batch is not None:  # whose weights say nothing of what sees what
+    if batch is not None:  # whose weights don't bear on what sees what
         batch = batch.replace(columns={})
     batches = {layout: _batch(model, layout, seed) if batch is None else batch for layout in layouts}
     models = {name: _with_attention(loaded, name) for name in names}
@@ -379,7 +379,7 @@ def _picture(
     try:
         with attending(model, "eager"), _recurrence(model, cells), untouched(model):
             return attention_picture(trial)
-    except (ModelError, NotImplementedError, ValueError):  # the cell of eager says why
+    except (ModelError, NotImplementedError, ValueError):  # the cell of eager has the reason
         return None
 
 
@@ -497,7 +497,7 @@ def _only_tokens(batch: PackedBatch, model: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if hf.accepts(model, name)}
 
 
-# Every call but varlen's own, `hf.model_inputs`, with who makes it; arguments that a model's forward has no name for
+# Every call but varlen's own, `hf.model_inputs`, with what makes it; arguments that a model's forward has no name for
 # are left out.
 CALLS = (
     # transformers' DataCollatorWithFlattening under Trainer

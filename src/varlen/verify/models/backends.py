@@ -1,4 +1,4 @@
-"""Attention backends: a model set to one, stand-ins for kernels, which kernels ran, and who attended to whom."""
+"""Attention backends: a model set to one, stand-ins for kernels, which kernels ran, and attention between tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from varlen.errors import ModelError, SettingError
 from varlen.verify.models.trial import Inputs, Trial
 
 CPU_BACKENDS = ("eager", "sdpa", "flex_attention", attention.NAME, "flash_attention_2")
-"""What is tried where nothing is said; FlashAttention's kernels need a GPU, so on CPU a stand-in runs."""
+"""What is tried by default; FlashAttention's kernels need a GPU, so on CPU a stand-in runs."""
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """The packages behind FlashAttention's names in transformers."""
 
@@ -65,7 +65,7 @@ def attending(model: Any, backend: str) -> Iterator[tuple[str, ...]]:
     verbosity = logging.get_verbosity()
     with ExitStack() as stack:
         # Compiled anew for every shape of mask, kernels would take minutes; and what a compiled model computes
-        # is what its modules say.
+        # is what its modules have.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         logging.set_verbosity(40)  # errors only: what it warns of is in the report
         try:
@@ -144,7 +144,7 @@ def _configs(model: Any) -> list[Any]:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return what transformers says, without the advice to open issues."""
+    """Return transformers' message without the advice to open issues."""
     text = " ".join(str(error).split())
     return text.split(" Please ")[0].split(". ")[0].rstrip(".")
 
@@ -152,7 +152,7 @@ def first_sentence(error: BaseException) -> str:
 # Stand-ins for kernels that need a GPU: transformers' own dispatch runs, and behind it each document by itself.
 #
 # They prove that boundaries reach the place where a kernel would read them, and what a model does with the
-# result. They say nothing about the kernels themselves.
+# result. They prove nothing about the kernels themselves.
 
 FLASH = "flash_attn_varlen_func"  # FlashAttention's name of the kernel that `flash_attention` replaces
 _OF_FLA = ("delta",)  # kernels that take `cu_seqlens`; causal-conv1d and mamba-ssm take `seq_idx`
@@ -235,10 +235,10 @@ def _dense_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: 
 
 @contextmanager
 def recurrence(model: Any) -> Iterator[tuple[str, ...]]:
-    """Let a model's convolutions and recurrences keep segments apart where they are told them, as their kernels do.
+    """Let a model's convolutions and recurrences keep segments apart where they are given them, as their kernels do.
 
     transformers' own fallbacks refuse boundaries. Each segment is given to them by itself here. A function that is
-    told no boundaries runs over whole rows, as it would anywhere.
+    given no boundaries runs over whole rows, as it would anywhere.
     """
     homes = {sys.modules[type(module).__module__] for module in model.modules()}
     found: list[str] = []
@@ -326,7 +326,7 @@ def _joined(outputs: list[tuple[int, Any]], rows: int, axis: int) -> Any:
     return (whole, *last[1:]) if isinstance(last, tuple) else whole
 
 
-# AttentionPicture: who attends to whom in a row, with boundaries and without, read from eager attention.
+# AttentionPicture: which token attends to which in a row, with boundaries and without, read from eager attention.
 
 SHADES = "·░▒▓█"
 
@@ -387,7 +387,7 @@ def _shaded(weights: Any) -> str:
     return " ".join(SHADES[step] for step in steps)
 
 
-# Which attention kernels ran: a setting says what a model was asked for, and only a run what it did.
+# Which attention kernels ran: a setting is what a model was asked for, and only a run shows what it did.
 
 _ATTENTION = ("scaled_dot_product", "flash", "varlen_attn", "flex_attention")
 """What the names of attention kernels contain, in PyTorch and in the packages that register their own."""
@@ -464,7 +464,7 @@ def kernels_of(run: Callable[[], Any]) -> tuple[Any, tuple[tuple[str, int], ...]
 def computed_in(run: Callable[[], Any]) -> tuple[Any, torch.dtype | None]:
     """Run something, and return what it returns and the coarsest dtype of its matrix products.
 
-    Weights don't tell: under autocast products are computed in another dtype.
+    Weights don't show it: under autocast products are computed in another dtype.
     """
     with _Recorder() as recorder:
         result = run()

@@ -126,7 +126,7 @@ def _across(trial: Trial) -> float | None:
 
     try:
         hook = hf.unwrap(trial.model).get_input_embeddings().register_forward_hook(keep)
-    except (NotImplementedError, AttributeError):  # it doesn't say where it embeds
+    except (NotImplementedError, AttributeError):  # it doesn't name its embedding
         return None
     try:
         logits = trial.logits(trial.batch)
@@ -312,7 +312,7 @@ class InTraining:
     reason: str = ""
     """Why the verdict isn't "isolated"; empty if it is."""
     unjudged: str = ""
-    """Why documents' movements tell nothing; empty where they do."""
+    """Why documents' movements prove nothing; empty where they do."""
 
 
 def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> InTraining:

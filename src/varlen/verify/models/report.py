@@ -40,7 +40,7 @@ class Cell:
     own_loss: float | None = None
     """The loss that the model itself returned."""
     training: str = ""
-    """Why nothing can be said of training mode; empty where it was judged, or wasn't reached."""
+    """Why training mode wasn't judged; empty where it was judged, or wasn't reached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -393,11 +393,11 @@ def _check_values(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> None:
         )
 
 
-# Masks of a batch of packed rows: who may see whom, and which positions are padding.
+# Masks of a batch of packed rows: which token may see which, and which positions are padding.
 
 
 def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.Tensor:
-    """Return who may not see whom: bool `[rows, 1, width, width]`, quadratic in the width."""
+    """Return which position may not see which: bool `[rows, 1, width, width]`, quadratic in the width."""
     later = torch.ones((width, width), dtype=torch.bool).triu_(1)
     if bounds is None:
         return later.expand(num_rows, 1, width, width).contiguous()

@@ -1,7 +1,7 @@
 """In-batch packing: the padded rows of one micro-batch of a vision-language model, joined into one row.
 
 The functions are those of Megatron-Bridge: `pack_batch_sequences` of releases 0.3 to 0.5.1 (in their `vlm_step`), and
-the two of 0.6 and later (in their `data.packing.in_batch`). Values are theirs. What differs is said of each function.
+the two of 0.6 and later (in their `data.packing.in_batch`). Values are theirs. Each function lists what differs.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def _boundaries(lengths: Lengths, device: torch.device) -> Tensor:
 def _boundary_keys(
     lengths: Lengths, slots: Lengths, device: torch.device, has_padded: bool
 ) -> dict[str, Any]:
-    """Return what says where rows begin and end, in the names of `PackedSeqParams`."""
+    """Return where rows begin and end, in the names of `PackedSeqParams`."""
     bounds = _boundaries(lengths, device)
     keys: dict[str, Any] = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
     if has_padded:

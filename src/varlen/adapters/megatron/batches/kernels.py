@@ -1,4 +1,4 @@
-"""Kernels that measure packed rows and write their batch; `tests/oracles/megatron_batches.py` says what each returns.
+"""Kernels that measure packed rows and write their batch; `tests/oracles/megatron_batches.py` defines their results.
 
 All take packed rows as arrays: `input_ids` and `loss_mask` `[stored tokens]`, `offsets` and `document_offsets` int64
 `[rows + 1]`, and `starts` int64 `[documents]`, counted within the row. A document stored as n tokens is n - 1 inputs.

@@ -433,7 +433,7 @@ _LONGEST_CHAIN = 16
 _VALUES = (str, bytes, int, float, complex, bool, list, tuple, set, frozenset, Path, type(None), type)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _PLAIN = ("dict", "object", "Namespace", "SimpleNamespace", "DictConfig", "OrderedDict", "mappingproxy")
-"""Classes whose names say nothing about what they hold."""
+"""Classes whose names don't show what they hold."""
 
 
 def open_tree(cfg: Any) -> tuple[dict[str, Any], str]:

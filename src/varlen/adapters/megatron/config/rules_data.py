@@ -61,7 +61,7 @@ def names_of_one_release(reading: Reading) -> Iterator[ConfigFinding]:
 
 
 def row_size(reading: Reading) -> int:
-    """Return the length of a row, up to the multiple that it must have; 4,096 where nothing says."""
+    """Return the length of a row, up to the multiple that it must have; 4,096 by default."""
     return multiples(reading[DATASET] or reading[MODEL] or USUAL_PACK, reading.alignment)[1]
 
 

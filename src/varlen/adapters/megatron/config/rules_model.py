@@ -205,7 +205,7 @@ def _captures_attention(reading: Reading) -> bool:
 
 
 def _graph_varies_in_width(reading: Reading) -> bool:
-    """Return whether rows of a graph have several widths, and no other rule says so."""
+    """Return whether rows of a graph have several widths, and no other rule reports it."""
     is_graph = is_full_iteration(reading) or _is_by_layer(reading) or _captures_attention(reading)
     return reading.is_offline and is_graph and not (reading[reading.width] or reading.spec("pad_cu_seqlens"))
 
@@ -396,7 +396,7 @@ FAMILIES = (
     Family("Qwen3-ASR", r"qwen3asr", "in-batch", "stops", "its step stops with an error"),
     Family("Nemotron-VL", r"nemotron.*vl", "in-batch", "stops", IMAGES_GROW),
 )
-"""Of each way of packing, the families that have it turned off or refuse it; the first that fits is said."""
+"""Of each way of packing, the families that have it turned off or refuse it; the first that fits is reported."""
 
 _NAMES = (
     "model.hf_model_id",

@@ -16,7 +16,7 @@ with one for each layer; path: of a file or folder."""
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting: what kind of value it takes, and what the releases take where nothing is said."""
+    """One setting: what kind of value it takes, and the releases' default."""
 
     kind: Kind
     default: Any = None

@@ -1,4 +1,4 @@
-"""The kernel that reads a pickle's numbers; `tests/oracles/megatron_files.py` says what it must return."""
+"""The kernel that reads a pickle's numbers; `tests/oracles/megatron_files.py` defines what it returns."""
 
 # mypy: disable-error-code="assignment"
 

@@ -21,7 +21,7 @@ from varlen.files.ours import atomic_file, disk_faults
 from varlen.regular import read_regular_text
 
 Entry: TypeAlias = dict[str, int | float]
-"""What one run says of its packs, by the releases' names."""
+"""One run's description of its packs, by the releases' names."""
 
 _NEEDED = ("dataset_max_seqlen", "max_samples_per_bin", "pack_size", "min_packed_seqlen")
 _RATIOS = ("packing_factor", "packing_efficiency")

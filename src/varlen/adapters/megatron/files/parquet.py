@@ -59,7 +59,7 @@ class PackedParquet(PackedReader):
     def __init__(
         self, spec: Spec, *, kept_bytes: int = _KEPT_BYTES, wait_s: float = 0.0, masks: bool = True
     ) -> None:
-        """Read what the files say of themselves.
+        """Read the files' metadata.
 
         Args:
             spec: a file, a glob, a folder, or several.
@@ -216,7 +216,7 @@ def _named(paths: list[str]) -> str:
 
 @contextmanager
 def _faults(path: str) -> Iterator[None]:
-    """Turn what Arrow and the system say of a broken file into a sentence."""
+    """Turn errors of Arrow and the system on a broken file into a sentence."""
     try:
         yield
     except VarlenError:

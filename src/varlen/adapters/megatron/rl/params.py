@@ -263,7 +263,7 @@ def pack_all_trajectories(
 # Bins over data-parallel ranks, as many on each: in Megatron-LM's two ways, or with even attention work.
 
 EmptyBins = tuple[Tensor | None, Tensor | None, Tensor | None, list[dict[str, Any]]]
-"""Tokens, positions and loss mask, and of each bin what `PackingInfo` says of it."""
+"""Tokens, positions and loss mask, and of each bin what `PackingInfo` has of it."""
 
 
 def create_empty_bins(
