@@ -23,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small work would run in plain Python until something imports numba; tests of kernels want kernels.
 os.environ.setdefault("VARLEN_JIT", "1")
+forked.AT_FIRST.update(os.environ)
 
 # A shell starts what runs in its background deaf to Ctrl-C, and so would be the programs that tests interrupt.
 if (

@@ -39,13 +39,14 @@ class Template:
     """The process that forks, and the socket that it listens to."""
 
     def __init__(self) -> None:
-        self.lock, self.owner, self.settings = threading.Lock(), os.getpid(), _settings(os.environ)
+        self.lock, self.owner, self.settings = threading.Lock(), os.getpid(), _settings(AT_FIRST)
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(theirs.fileno()), str(ROOT / "src")],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            env=AT_FIRST,
         )
         theirs.close()
         atexit.register(self.close)
@@ -63,6 +64,7 @@ class Template:
             return int(self.socket.recv(100))
 
 
+AT_FIRST: dict[str, str] = {}  # what a run of tests begins with, and not what one sets for its own children
 _template: list[Template] = []
 
 
