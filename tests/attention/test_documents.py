@@ -15,7 +15,7 @@ from tests.support.hf_models import LENGTHS
 from varlen.attention import choice, documents
 from varlen.attention.choice import chosen_for_packs
 from varlen.attention.documents import attend_in_packs
-from varlen.attention.kernels import FlashAttn, Places, Qkv, TorchVarlen
+from varlen.attention.kernels import FlashAttn, Qkv, SliceEnds, TorchVarlen
 from varlen.attention.rules import LayerRules
 
 
@@ -176,7 +176,7 @@ def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(name, w
     q, k, v = (x.detach() for x in tensors(sum(LENGTHS), 4, 2, 4, seed=0))
     ends = torch.tensor(ends_of(list(LENGTHS)), dtype=torch.int32)
 
-    ours = kernel(Qkv(q, k, v), Places(ends, ends, max(LENGTHS), max(LENGTHS)), rules)
+    ours = kernel(Qkv(q, k, v), SliceEnds(ends, ends, max(LENGTHS), max(LENGTHS)), rules)
     theirs = attend_in_packs(q, k, v, ends=ends, longest=None, rules=rules)
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
@@ -230,7 +230,7 @@ def test_on_cuda_the_fused_kernel_agrees_with_the_loop_in_both_passes(rules):
     exact = [x.requires_grad_() for x in (query, key, value)]
     given = [x.detach().bfloat16().cuda().requires_grad_() for x in exact]
 
-    ours = TorchVarlen().whole(Qkv(*given), Places(ends, ends, longest, longest), rules)
+    ours = TorchVarlen().whole(Qkv(*given), SliceEnds(ends, ends, longest, longest), rules)
     ours.backward(gradient.bfloat16().cuda())
     loop = attend_in_packs(*exact, ends=ends.cpu(), longest=None, rules=rules)
     loop.backward(gradient)

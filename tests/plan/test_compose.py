@@ -122,7 +122,7 @@ def test_composing_and_its_seconds_agree_with_their_references(
     prices = priced(COSTS, made[0][0], made[0][1])
     ahead, back = np.array([prices, 2 * prices[::-1]]), np.array([prices[::-1], prices[::-1] / 3])
     gathers = np.full((3, COSTS.layers.size), 1e-3)
-    asked = (ahead, back, COSTS.layers, COSTS.heads, gathers, graded, in_step)
+    asked = (ahead, back, COSTS.layers, COSTS.has_head, gathers, graded, in_step)
     seconds = [home.task_seconds(*asked) for home in (kernels_compose, reference_compose)]
 
     for pair in (made, blocks, seconds):

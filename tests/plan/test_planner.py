@@ -15,7 +15,7 @@ from tests.support import planner_jobs as plan_jobs
 from tests.support.planning import is_there, until
 
 from varlen.errors import PlanError, SettingError, StalledError, StateError
-from varlen.plan.planner import KEPT, Planner
+from varlen.plan.planner import MOST_CHOICES, Planner
 from varlen.plan.serialize import plan_fingerprint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -195,12 +195,12 @@ def test_steps_run_again_have_the_plans_that_they_had(tmp_path):
 
 def test_the_state_keeps_the_last_steps_alone():
     with planner_of(lambda step: [step + 1]) as planner:
-        for step in range(KEPT + 10):
+        for step in range(MOST_CHOICES + 10):
             planner.take(step)
         choices = planner.state_dict()["choices"]
-        assert len(planner._choices) == KEPT
+        assert len(planner._choices) == MOST_CHOICES
 
-    assert list(choices) == [str(step) for step in range(10, KEPT + 10)]
+    assert list(choices) == [str(step) for step in range(10, MOST_CHOICES + 10)]
 
 
 def test_a_step_whose_data_changed_is_refused():

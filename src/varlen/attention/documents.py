@@ -12,7 +12,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
 from varlen.attention.choice import chosen_for_packs
-from varlen.attention.kernels import Places, Qkv, heads_of, tokens_of
+from varlen.attention.kernels import Qkv, SliceEnds, heads_of, tokens_of
 from varlen.attention.rules import LayerRules
 
 BLOCK = 512  # queries computed at once if scores are formed, so that memory is linear in the document
@@ -43,7 +43,7 @@ def attend_in_packs(
     """
     if (kernel := chosen_for_packs(query, value, rules, has_sinks=sinks is not None)) is not None:
         longest = int(ends.diff().max()) if longest is None else longest
-        return kernel(Qkv(query, key, value), Places(ends, ends, longest, longest), rules)
+        return kernel(Qkv(query, key, value), SliceEnds(ends, ends, longest, longest), rules)
     lengths = ends.diff().tolist()
     # One split, not a slice per document: a slice's backward writes a whole array of zeros, a split's one.
     parts = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)

@@ -28,7 +28,7 @@ class Lengths(NamedTuple):
     keys: tuple[int, ...]  # tokens of its document up to the slice's end
 
 
-class Places(NamedTuple):
+class SliceEnds(NamedTuple):
     """The same as tensors on the kernels' device; whole packs come in this form, and lengths aren't read back."""
 
     query_ends: torch.Tensor  # `cu_seqlens`, int32 `[slices + 1]`
@@ -63,7 +63,7 @@ class Kernel(Protocol):
         """Return the gradients of `given`; `merged` is the result of `forward`, with sinks merged in."""
 
 
-WholePacks = Callable[[Qkv, Places, LayerRules], torch.Tensor]
+WholePacks = Callable[[Qkv, SliceEnds, LayerRules], torch.Tensor]
 """Computes all documents of packs in one call, `[tokens, query_heads, dim]`; differentiated by PyTorch."""
 
 
@@ -81,28 +81,26 @@ class TorchVarlen:
         self._forward = forward or torch.ops.aten._flash_attention_forward
         self._backward = backward or torch.ops.aten._flash_attention_backward
 
-    def forward(self, given: Qkv, lengths: Lengths | Places, rules: LayerRules) -> Merged:
+    def forward(self, given: Qkv, lengths: Lengths | SliceEnds, rules: LayerRules) -> Merged:
         """As `Kernel.forward`."""
-        places = _places(lengths, given.query.device)
+        ends = _as_ends(lengths, given.query.device)
         causal, sides = self._sides(rules)
-        out, lse, *_ = self._forward(*given, *places, 0.0, causal, False, scale=rules.scale, **sides)
+        out, lse, *_ = self._forward(*given, *ends, 0.0, causal, False, scale=rules.scale, **sides)
         return out, lse
 
     def backward(
         self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
     ) -> Qkv:
         """As `Kernel.backward`."""
-        places = _places(lengths, gradient.device)
+        ends = _as_ends(lengths, gradient.device)
         seed = torch.zeros(2, dtype=torch.uint64, device=gradient.device)  # of a dropout of 0
         causal, sides = self._sides(rules)
         of_dropout = 0.0, causal, seed, gradient.new_empty(0)
-        return Qkv(
-            *self._backward(gradient, *given, *merged, *places, *of_dropout, scale=rules.scale, **sides)
-        )
+        return Qkv(*self._backward(gradient, *given, *merged, *ends, *of_dropout, scale=rules.scale, **sides))
 
-    def whole(self, given: Qkv, places: Places, rules: LayerRules) -> torch.Tensor:
+    def whole(self, given: Qkv, ends: SliceEnds, rules: LayerRules) -> torch.Tensor:
         """As `WholePacks`."""
-        return self.forward(given, places, rules)[0]
+        return self.forward(given, ends, rules)[0]
 
     def _sides(self, rules: LayerRules) -> tuple[bool, dict[str, int | None]]:
         """Return `is_causal`, and the two sides of a window, which replaces the causal diagonal."""
@@ -126,8 +124,8 @@ class FlashAttn:
 
     def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
         """As `Kernel.forward`."""
-        places = _places(lengths, given.query.device)
-        out, lse, *_ = self._forward(*given, *places, 0.0, rules.scale, **self._options(rules))
+        ends = _as_ends(lengths, given.query.device)
+        out, lse, *_ = self._forward(*given, *ends, 0.0, rules.scale, **self._options(rules))
         return out, lse
 
     def backward(
@@ -135,19 +133,19 @@ class FlashAttn:
     ) -> Qkv:
         """As `Kernel.backward`."""
         found = Qkv(*(torch.empty_like(x) for x in given))
-        both = (gradient, *given, *merged, *found, *_places(lengths, gradient.device))
+        both = (gradient, *given, *merged, *found, *_as_ends(lengths, gradient.device))
         options = self._options(rules) | {"alibi_slopes": None, "deterministic": False}
         self._backward(*both, 0.0, rules.scale, **options)
         return found
 
     @staticmethod
-    def whole(given: Qkv, places: Places, rules: LayerRules) -> torch.Tensor:
+    def whole(given: Qkv, ends: SliceEnds, rules: LayerRules) -> torch.Tensor:
         """As `WholePacks`."""
         from flash_attn import flash_attn_varlen_func
 
         out: torch.Tensor = flash_attn_varlen_func(
             *given,
-            *places,
+            *ends,
             dropout_p=rules.dropout,
             softmax_scale=rules.scale,
             causal=True,
@@ -245,16 +243,16 @@ def seen_by(lengths: Lengths, window: int | None, device: torch.device) -> torch
     return near & (row_slice[:, None] == key_slice)
 
 
-def _places(lengths: Lengths | Places, device: torch.device) -> Places:
-    return lengths if isinstance(lengths, Places) else _placed(lengths, device)
+def _as_ends(lengths: Lengths | SliceEnds, device: torch.device) -> SliceEnds:
+    return lengths if isinstance(lengths, SliceEnds) else _ends_on(lengths, device)
 
 
 @lru_cache(maxsize=256)
-def _placed(lengths: Lengths, device: torch.device) -> Places:
+def _ends_on(lengths: Lengths, device: torch.device) -> SliceEnds:
     """Return lengths as tensors; cached, since all layers of a MicroPack ask for the same."""
     ends = [list(accumulate(each, initial=0)) for each in lengths]
     queries, keys = (torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in ends)
-    return Places(queries, keys, max(lengths.queries), max(lengths.keys))
+    return SliceEnds(queries, keys, max(lengths.queries), max(lengths.keys))
 
 
 def positions(

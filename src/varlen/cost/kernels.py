@@ -61,7 +61,7 @@ class _Figures(NamedTuple):
     host_back_s_per_token: float
 
 
-class _Place(NamedTuple):
+class _GridPoint(NamedTuple):
     """Grid points and interpolation weights in `Rates` for MicroPacks with a number of rows."""
 
     at: int
@@ -165,14 +165,14 @@ def _on_table(table: Floats, at: int, part: float, key: int, key_part: float) ->
 
 
 @compiled
-def _placed(
+def _grid_point(
     rows: float, scale: float, query_rows: Floats, gemm_rows: Floats, gemm_s: Floats, gemm_backward_s: Floats
 ) -> Any:
     """Return the grid points and weights for a number of rows."""
     scaled = rows * scale
     at, part = _cell(query_rows, scaled)
     gemm_at, gemm_part = _cell(gemm_rows, rows)
-    return _Place(
+    return _GridPoint(
         at,
         part,
         _floor(query_rows, scaled),
@@ -184,11 +184,11 @@ def _placed(
 
 @inlined
 def _attention(
-    start: float, stop: float, group: float, place: _Place, keys: Floats, forward_s: Floats, backward_s: Floats,
+    start: float, stop: float, group: float, point: _GridPoint, keys: Floats, forward_s: Floats, backward_s: Floats,
     figures: _Figures,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds of a slice's attention in an average layer, forward and backward."""
-    at, part, floor = place.at, place.part, place.floor
+    at, part, floor = point.at, point.part, point.floor
     key, key_part = _cell(keys, stop)
     flops = figures.attention_flops * pairs(start, stop, 0.0) / group * floor
     forward = flops * _on_table(forward_s, at, part, key, key_part)
@@ -217,18 +217,18 @@ def _exchange(start: float, stop: float, group: float, figures: _Figures) -> tup
 
 @inlined
 def _slice_seconds(
-    start: float, stop: float, num_ranks: float, place: _Place, keys: Floats, forward_s: Floats,
+    start: float, stop: float, num_ranks: float, point: _GridPoint, keys: Floats, forward_s: Floats,
     backward_s: Floats, figures: _Figures,
 ) -> tuple[float, float, float]:  # fmt: skip
     """See `slice_seconds`."""
     group = num_ranks * figures.cp
     own = (stop - start) / group
-    forward, backward = _attention(start, stop, group, place, keys, forward_s, backward_s, figures)
+    forward, backward = _attention(start, stop, group, point, keys, forward_s, backward_s, figures)
     _, moved, moved_back = _exchange(start, stop, group, figures)
     exchange = max(0.0, moved - figures.exchange_overlap * forward)
     exchange_back = max(0.0, moved_back - figures.exchange_overlap * backward)
-    flops = own * place.gemm_floor * place.gemm_s
-    back_flops = own * place.gemm_floor * place.gemm_backward_s
+    flops = own * point.gemm_floor * point.gemm_s
+    back_flops = own * point.gemm_floor * point.gemm_backward_s
     forward += figures.linear_flops * flops + figures.collective_s * own
     again = figures.recompute * forward
     head = figures.head_flops
@@ -248,11 +248,11 @@ def slice_seconds(
 
     The head is spread evenly over the model's layers; launches and latencies are left out, so that slices add up.
     """
-    place = _placed(
+    point = _grid_point(
         rows, rates.row_scale, rates.query_rows, rates.gemm_rows, rates.gemm_s, rates.gemm_backward_s
     )
     return _slice_seconds(
-        start, stop, num_ranks, place, rates.key_lengths, rates.forward_s, rates.backward_s, _figures(rates)
+        start, stop, num_ranks, point, rates.key_lengths, rates.forward_s, rates.backward_s, _figures(rates)
     )
 
 
@@ -272,13 +272,13 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
         rows = 0.0
         for one in range(first, last):
             rows += (stops[one] - starts[one]) / (figures.cp * num_ranks[one])
-        place = _placed(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
+        point = _grid_point(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
         forward, backward, exchange, exchange_back = 0.0, 0.0, 0.0, 0.0
         latency, host = 0.0, 0.0
         for one in range(first, last):
             start, stop, group = float(starts[one]), float(stops[one]), figures.cp * num_ranks[one]
             attended, attended_back = _attention(
-                start, stop, group, place, keys, forward_s, backward_s, figures
+                start, stop, group, point, keys, forward_s, backward_s, figures
             )
             waited, moved, moved_back = _exchange(start, stop, group, figures)
             forward += attended
@@ -287,8 +287,8 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
             exchange += max(0.0, moved - figures.exchange_overlap * attended)
             exchange_back += max(0.0, moved_back - figures.exchange_overlap * attended_back)
             host += start / group
-        linear = rows * place.gemm_floor * place.gemm_s
-        linear_back = rows * place.gemm_floor * place.gemm_backward_s
+        linear = rows * point.gemm_floor * point.gemm_s
+        linear_back = rows * point.gemm_floor * point.gemm_backward_s
         forward += figures.linear_flops * linear + figures.collective_s * rows + launch_s
         again = figures.recompute * forward
         backward += again + figures.linear_flops * linear_back + launch_s
@@ -307,12 +307,12 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
 
 @compiled
 def _seconds(
-    stop: int, num_ranks: int, place: _Place, keys: Floats, forward_s: Floats, backward_s: Floats,
+    stop: int, num_ranks: int, point: _GridPoint, keys: Floats, forward_s: Floats, backward_s: Floats,
     figures: _Figures, forward_part: float,
 ) -> float:  # fmt: skip
     """Seconds of the tokens before `stop` in the backward pass, and `forward_part` of those in the forward pass."""
     forward, inputs, weights = _slice_seconds(
-        0.0, float(stop), float(num_ranks), place, keys, forward_s, backward_s, figures
+        0.0, float(stop), float(num_ranks), point, keys, forward_s, backward_s, figures
     )
     return float(forward_part * forward + inputs + weights)
 
@@ -322,7 +322,7 @@ def document_seconds(
     lengths: Int32, num_ranks: Int32, rows: float, forward_part: float, rates: Rates
 ) -> Floats:
     """Return seconds of each whole document in both passes, per layer and GPU, in MicroPacks of `rows` rows."""
-    place = _placed(
+    point = _grid_point(
         rows, rates.row_scale, rates.query_rows, rates.gemm_rows, rates.gemm_s, rates.gemm_backward_s
     )
     keys, forward_s, backward_s = rates.key_lengths, rates.forward_s, rates.backward_s
@@ -331,7 +331,7 @@ def document_seconds(
     for d in range(lengths.size):
         if lengths[d] > 0:
             seconds[d] = _seconds(
-                lengths[d], num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part
+                lengths[d], num_ranks[d], point, keys, forward_s, backward_s, figures, forward_part
             )
     return seconds
 
@@ -361,12 +361,12 @@ def cut_evenly(
         least = -(-least_rows * num_ranks[d] // step) * step
         parts = max(1, min(int(np.ceil(work[d] / budgets[d] - 0.15)), length // least))
         rows = min(float(length) / parts / num_ranks[d], 65536.0)
-        place = _placed(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
-        whole = _seconds(length, num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part)
+        point = _grid_point(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
+        whole = _seconds(length, num_ranks[d], point, keys, forward_s, backward_s, figures, forward_part)
         if parts > 1:
             # The last slice has the fewest rows: reduce the number of slices until it has enough.
             last = whole - _seconds(
-                length - least, num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part
+                length - least, num_ranks[d], point, keys, forward_s, backward_s, figures, forward_part
             )
             parts = max(1, min(parts, int(whole / last)))
         start = 0
@@ -377,7 +377,7 @@ def cut_evenly(
                 while high - low > step:
                     middle = (low + high) // 2
                     reached = _seconds(
-                        middle, num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part
+                        middle, num_ranks[d], point, keys, forward_s, backward_s, figures, forward_part
                     )
                     if reached <= goal:
                         low = middle

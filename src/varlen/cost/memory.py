@@ -1,6 +1,6 @@
 """`Memory`: bytes of states on a GPU, and bytes that each row of a MicroPack allocates and frees.
 
-Names: `again` is a layer that is recomputed fully; `kept` is one that stores its activations (all of them, or those
+Names: `again` is a layer that is recomputed fully; `stored` is one that stores its activations (all of them, or those
 that selective recomputation doesn't recompute). A *row* is a token that a GPU computes.
 """
 
@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from varlen.cost.shape import KEPT, ModelShape, Stages
+from varlen.cost.shape import CACHE_SIZE, ModelShape, Stages
 from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.types import FloatArray
 
@@ -74,7 +74,7 @@ def layers_again(layers: FloatArray, share: float) -> FloatArray:
     return again
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=CACHE_SIZE)
 def memory_of(
     model: ModelShape,
     mesh: Mesh,
@@ -101,8 +101,7 @@ def memory_of(
     - With offload="kv", keys, values and their gradients of `LAYERS_ON_DEVICE` layers of running documents are on the
       GPU, and all others in host memory.
     - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
-    are;
-      while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
+      are; while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
     - If ranks share a document, eager layers gather its keys and values, one layer at a time; fused ones use a ring.
     """
     layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
@@ -120,10 +119,10 @@ def memory_of(
         splits=splits_backward,
     )
     inputs = layer.hidden * held_inputs
-    held: FloatArray = inputs + layer.kv * num_again + layer.kept * (layers - num_again)
+    held: FloatArray = inputs + layer.kv * num_again + layer.stored * (layers - num_again)
     held += layer.shared * (num_again < layers) - chunks.far * layers
     held += 4 * model.hidden / mesh.tp * stages.has_head * (not is_eager)
-    apart = layer.waiting_again * num_again + layer.waiting_kept * (layers - num_again)
+    apart = layer.waiting_again * num_again + layer.waiting_stored * (layers - num_again)
     gradient: FloatArray = 2 * chunks.near * layers
     sent = messages(layer, num_again == layers, stages)
     taken, back_taken = sent.taken(FORWARD_COUNTS)[0], sent.taken(BACKWARD_COUNTS)[1]
@@ -190,41 +189,41 @@ stores more activations."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBytes:
-    """Bytes of a row in one layer, on one GPU; see the module for `again` and `kept`."""
+    """Bytes of a row in one layer, on one GPU; see the module for `again` and `stored`."""
 
     hidden: float
     """Input of a layer."""
     kv: float
     """Keys and values, stored for later slices."""
-    kept: float
-    """Activations that a kept layer stores, keys and values included."""
+    stored: float
+    """Activations that a stored layer has, keys and values included."""
     shared: float
-    """Activations that all kept layers of a MicroPack share: the chunk's input and output, positions."""
+    """Activations that all stored layers of a MicroPack share: the chunk's input and output, positions."""
     forward_again: float
     """Temporaries in the forward pass of a recomputed layer, besides its input."""
-    forward_kept: float
-    """Temporaries in the forward pass of a kept layer, besides `kept`."""
+    forward_stored: float
+    """Temporaries in the forward pass of a stored layer, besides `stored`."""
     backward_again: float
     """Recomputed activations and the widest gradients as the backward pass begins, besides the layer's input."""
-    backward_kept: float
-    """The widest gradients and the recomputed product in a kept layer, besides `kept`."""
+    backward_stored: float
+    """The widest gradients and the recomputed product in a stored layer, besides `stored`."""
     attention_forward: float
     """Activations while attention runs forward, besides the layer's input, keys and values."""
     attention_again: float
     """Activations while attention runs backward in a recomputed layer, besides its input, keys and values."""
-    attention_kept: float
-    """The same in a kept layer, less `kept` (except keys and values): activations after attention are freed."""
+    attention_stored: float
+    """The same in a stored layer, less `stored` (except keys and values): activations after attention are freed."""
     made: float
     """Recomputed activations before the backward pass of a layer begins."""
     waiting_again: float
     """Inputs and output gradients of matrix products in a recomputed layer, which separate weight-gradient tasks
     need."""
-    waiting_kept: float
-    """The same in a kept layer, where recomputed norm outputs are stored for each matrix."""
+    waiting_stored: float
+    """The same in a stored layer, where recomputed norm outputs are stored for each matrix."""
     waiting_behind: float
     """The part of these after attention."""
     waiting_twice: float
-    """The part of that which a kept layer stores for each of two matrices."""
+    """The part of that which a stored layer has for each of two matrices."""
     waiting_first: float
     """The part that exists together with the widest gradients."""
     waiting_last: float
@@ -239,7 +238,7 @@ class LayerBytes:
 
 
 def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Kernels) -> LayerBytes:
-    """Count the bytes of a row in one layer; with "full", kept layers recompute selectively."""
+    """Count the bytes of a row in one layer; with "full", stored layers recompute selectively."""
     tp, hidden, gates = mesh.tp, 2.0 * model.hidden, 2.0 * model.active_ffn
     expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim) / kv_shards(model, mesh)
     whole = (
@@ -259,16 +258,16 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
         made = whole - expanded + (hidden + positions + 8) / tp
         # The input is copied if several documents run.
         forward_again = (3 * hidden + (3 if model.gated else 2) * gates + positions + 8) / tp
-        forward_kept = (3 * hidden + 8 + gates * saves) / tp
+        forward_stored = (3 * hidden + 8 + gates * saves) / tp
         backward_again = made + (hidden + widest) / tp
-        backward_kept = (hidden + widest + gates * model.gated * saves) / tp
+        backward_stored = (hidden + widest + gates * model.gated * saves) / tp
     else:
         ends, widest = 0.0, float(ffn_bytes(model)) + 2 * hidden
         made = whole
         forward_again = whole + widest / tp
-        forward_kept = (widest + reused_bytes(model) * saves) / tp
-        backward_again, backward_kept = whole + widest / tp, forward_kept
-    kept = whole - (reused_bytes(model) / tp if saves else 0.0)
+        forward_stored = (widest + reused_bytes(model) * saves) / tp
+        backward_again, backward_stored = whole + widest / tp, forward_stored
+    stored = whole - (reused_bytes(model) / tp if saves else 0.0)
     # Outputs of norms and attention, the product; gradients of both outputs, queries, keys, values and gates.
     waiting = (4 * hidden + queries + outputs + (3 if model.gated else 2) * gates) / tp + expanded
     # The incoming gradient and the activation that it belongs to exist until the layer is done.
@@ -277,19 +276,19 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
     return LayerBytes(
         hidden=hidden / tp,
         kv=model.kv_bytes_per_token_layer / kv_shards(model, mesh),
-        kept=kept,
+        stored=stored,
         shared=(ends + positions) / tp,
         forward_again=forward_again,
-        forward_kept=forward_kept,
+        forward_stored=forward_stored,
         backward_again=backward_again,
-        backward_kept=backward_kept,
+        backward_stored=backward_stored,
         attention_forward=(2 * hidden + queries + outputs + 4 * model.heads + positions) / tp,
         attention_again=again,
-        attention_kept=beside + expanded - kept,
+        attention_stored=beside + expanded - stored,
         made=made,
         is_eager=is_eager,
         waiting_again=waiting,
-        waiting_kept=waiting + (3 if model.gated else 2) * hidden / tp * (saves and is_eager),
+        waiting_stored=waiting + (3 if model.gated else 2) * hidden / tp * (saves and is_eager),
         waiting_behind=(hidden + (3 if model.gated else 2) * gates) / tp,
         waiting_twice=hidden / tp * (saves and is_eager and model.gated),
         waiting_first=gates / tp * is_eager,
@@ -354,7 +353,7 @@ LAYERS_ON_DEVICE: Final = 2
 """With keys and values in host memory: the running layer, and the one that is being fetched."""
 BACKWARD_KEYS: Final = 8192
 """Most keys before a slice whose gradients attention's backward pass returns at once."""
-PLACE_BYTES: Final = 24.0
+INDEX_BYTES: Final = 24.0
 """Index of a token of a shared document among the ranks, while keys and values are gathered."""
 
 # Counts of a forward MicroPack, on one GPU:
@@ -433,25 +432,25 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
 
     `left` is what it leaves, without messages; `taken` is that of messages; both `[chunks, 7]`.
     """
-    has_kept = chunks.num_again < chunks.layers
+    has_stored = chunks.num_again < chunks.layers
     # The input of the last layer, if it isn't stored, and the received message, which may have been copied.
     beside = np.where(chunks.made_inputs > 0, layer.hidden, 0.0) + taken[:, NEXT]
     run, attention = left + taken, left + taken
-    run[:, OWN] += np.where(has_kept, layer.forward_kept, layer.forward_again + beside)
+    run[:, OWN] += np.where(has_stored, layer.forward_stored, layer.forward_again + beside)
     run[:, NEAR] = attention[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
     if not layer.is_eager:
         return _needed([run])
     # In the last layer; the activations after attention don't exist yet.
-    attention[:, OWN] += layer.attention_forward - np.where(has_kept, layer.kept - layer.kv, 0.0)
-    attention[:, GATHERED], attention[:, SHARED] = 2 * layer.kv + PLACE_BYTES, layer.kv
+    attention[:, OWN] += layer.attention_forward - np.where(has_stored, layer.stored - layer.kv, 0.0)
+    attention[:, GATHERED], attention[:, SHARED] = 2 * layer.kv + INDEX_BYTES, layer.kv
     return _needed([run, attention])
 
 
 def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> FloatArray:
     """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 14]`; `taken` of messages."""
-    num_kept, last = chunks.layers - chunks.num_again, chunks.layers - 1
+    num_stored, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the finished layers, except where recomputation begins and while the first gradients are allocated.
-    corners = [0 * last, np.maximum(num_kept - 1, 0), np.minimum(num_kept, last), last]
+    corners = [0 * last, np.maximum(num_stored - 1, 0), np.minimum(num_stored, last), last]
     corners += [np.minimum(some, last) for some in range(1, LAYERS_ON_DEVICE + 1) if chunks.far.any()]
     peaks = [peak for done in corners for peak in _in_layer(layer, chunks, taken, done)]
     if chunks.splits and layer.is_eager:
@@ -461,7 +460,7 @@ def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> Floa
         _open(ended, chunks, chunks.layers)
         ended[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
         peaks.append(ended)
-    logits, is_made = taken.copy(), num_kept == 0
+    logits, is_made = taken.copy(), num_stored == 0
     logits[:, HEAD] = chunks.head
     logits[:, OWN] += layer.hidden + 4 + (layer.made + layer.hidden * chunks.made_inputs) * is_made
     logits[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * is_made
@@ -475,8 +474,8 @@ def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatA
     is_again = done >= chunks.layers - chunks.num_again
     made = np.where(is_again, layer.hidden * chunks.made_inputs, 0.0)
     begins, attention = taken.copy(), taken.copy()
-    begins[:, OWN] += made + np.where(is_again, layer.backward_again, layer.backward_kept)
-    attention[:, OWN] += made + np.where(is_again, layer.attention_again, layer.attention_kept)
+    begins[:, OWN] += made + np.where(is_again, layer.backward_again, layer.backward_stored)
+    attention[:, OWN] += made + np.where(is_again, layer.attention_again, layer.attention_stored)
     for peak in (begins, attention):
         _finish(peak, layer, chunks, done)
         peak[:, COPIED] += _copied(layer, chunks, is_again)
@@ -502,7 +501,7 @@ def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatA
         scattered = attention.copy()
         _open(scattered, chunks, done)
         scattered[:, OWN] -= layer.kv
-        scattered[:, GATHERED], scattered[:, SHARED] = 5 * layer.kv + PLACE_BYTES, 2 * layer.kv
+        scattered[:, GATHERED], scattered[:, SHARED] = 5 * layer.kv + INDEX_BYTES, 2 * layer.kv
         peaks.append(scattered)
     _open(attention, chunks, done + 1)
     attention[:, KEYS], attention[:, MOVED] = chunks.far, chunks.near
@@ -514,12 +513,12 @@ def _finish(peak: FloatArray, layer: LayerBytes, chunks: Chunks, done: FloatArra
 
     Inputs of layers are freed by forward slices, recomputed activations by rows, and dK/dV as it is closed.
     """
-    num_kept = chunks.layers - chunks.num_again
-    kept, again = np.minimum(done, num_kept), np.maximum(done - num_kept, 0)
+    num_stored = chunks.layers - chunks.num_again
+    stored, again = np.minimum(done, num_stored), np.maximum(done - num_stored, 0)
     made = np.minimum(again, chunks.made_inputs)
-    freed: FloatArray = kept * (layer.kept - chunks.far) + again * chunks.near + made * layer.hidden
-    freed += layer.shared * ((done >= num_kept) & (num_kept > 0))
-    peak[:, OWN] += chunks.splits * (layer.waiting_kept * kept + layer.waiting_again * again) - freed
+    freed: FloatArray = stored * (layer.stored - chunks.far) + again * chunks.near + made * layer.hidden
+    freed += layer.shared * ((done >= num_stored) & (num_stored > 0))
+    peak[:, OWN] += chunks.splits * (layer.waiting_stored * stored + layer.waiting_again * again) - freed
     peak[:, RETURNED] -= (again - made) * layer.hidden
     peak[:, CLOSED] -= 2 * chunks.near * done
 

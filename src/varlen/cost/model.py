@@ -27,7 +27,7 @@ from varlen.cost.memory import (
 from varlen.cost.rates import Rates
 from varlen.cost.shape import (
     BACKWARD_RATIO,
-    KEPT,
+    CACHE_SIZE,
     Flops,
     ModelShape,
     Stages,
@@ -325,7 +325,7 @@ class CostModel:
         return (1.0 - self.tp_overlap) * moved / link.bytes_per_s
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=CACHE_SIZE)
 def _table_rates(
     attention: tuple[RateTable, RateTable], gemm: RateCurve, back: RateCurve, *, best: bool
 ) -> dict[str, Any]:

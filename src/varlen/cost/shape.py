@@ -494,7 +494,7 @@ def _dense_layers(given: Mapping[str, Any], layers: int) -> int:
     return sum((layer + 1) % step != 0 or layer in dense for layer in range(layers))
 
 
-KEPT = 256
+CACHE_SIZE = 256
 """Size of the caches of stages, rates and memory."""
 
 
@@ -514,7 +514,7 @@ class Stages:
             array.flags.writeable = False
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=CACHE_SIZE)
 def stages_of(model: ModelShape, mesh: Mesh) -> Stages:
     """Cut a model into chunks so that the heaviest stage, the vocabulary head included, is as light as possible.
 

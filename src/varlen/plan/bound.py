@@ -74,7 +74,7 @@ def _seconds(costs: StageCosts, lengths: Int32Array, num_ranks: Int32Array) -> F
     prices = priced(costs, offsets, np.stack([np.zeros_like(lengths), lengths, num_ranks]))
     layer = prices[:, [FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER]].sum(axis=1)
     head = prices[:, [FORWARD_HEAD, INPUT_HEAD, WEIGHT_HEAD]].sum(axis=1)
-    chunks = costs.layers[:, None] * layer + costs.heads[:, None] * head
+    chunks = costs.layers[:, None] * layer + costs.has_head[:, None] * head
     seconds: FloatArray = chunks.reshape(costs.mesh.virtual_stages, costs.mesh.pp, -1).sum(axis=0)
     return seconds
 
@@ -83,5 +83,5 @@ def _smallest_forward(costs: StageCosts, rows: int) -> FloatArray:
     """Return seconds of a forward MicroPack of documents of one token, the cheapest rows, float64 `[chunks]`."""
     ones = np.ones(rows * costs.mesh.cp, np.int32)
     prices = priced(costs, np.array([0, ones.size], np.int32), np.stack([0 * ones, ones, ones]))
-    seconds: FloatArray = costs.layers * prices[0, FORWARD_LAYER] + costs.heads * prices[0, FORWARD_HEAD]
+    seconds: FloatArray = costs.layers * prices[0, FORWARD_LAYER] + costs.has_head * prices[0, FORWARD_HEAD]
     return seconds

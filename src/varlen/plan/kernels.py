@@ -73,48 +73,48 @@ def _join(
         subsets[one, _HEAD], subsets[one, _TAIL] = head, tail
         subsets[one, _COUNT] += subsets[other, _COUNT]
         totals[one] += totals[other]
-        place = joined
-        while place > 0 and _is_above(totals, subsets, one, fresh[place - 1]):
-            fresh[place] = fresh[place - 1]
-            place -= 1
-        fresh[place] = one
+        index = joined
+        while index > 0 and _is_above(totals, subsets, one, fresh[index - 1]):
+            fresh[index] = fresh[index - 1]
+            index -= 1
+        fresh[index] = one
         one, other = next_one, next_other
     return one
 
 
 @compiled
-def _place(
-    ends: Int32, fresh: Int32, num_fresh: int, alone: int, num_alone: int, totals: Weights, subsets: Int32
+def _insert(
+    ends: Int32, fresh: Int32, num_fresh: int, rest: int, num_rest: int, totals: Weights, subsets: Int32
 ) -> None:
     """Insert subsets into the sorted list of a state, whose first and last subset are `ends` (-1 if it is empty).
 
-    These are the `num_fresh` first of `fresh`, and `num_alone` linked subsets from `alone` on, both by falling
+    These are the `num_fresh` first of `fresh`, and `num_rest` linked subsets from `rest` on, both by falling
     weight.
     """
-    behind, place, turn = -1, ends[0], 0
-    while turn < num_fresh or num_alone > 0:
-        if num_alone == 0 or (turn < num_fresh and _is_above(totals, subsets, fresh[turn], alone)):
+    before, after, turn = -1, ends[0], 0
+    while turn < num_fresh or num_rest > 0:
+        if num_rest == 0 or (turn < num_fresh and _is_above(totals, subsets, fresh[turn], rest)):
             new = fresh[turn]
             turn += 1
         else:
-            new = alone
-            alone = subsets[alone, _AFTER]
-            num_alone -= 1
+            new = rest
+            rest = subsets[rest, _AFTER]
+            num_rest -= 1
         if ends[1] >= 0 and _is_above(totals, subsets, ends[1], new):
-            behind, place = ends[1], -1
-        while place >= 0 and _is_above(totals, subsets, place, new):
-            behind = place
-            place = subsets[place, _AFTER]
-        subsets[new, _BEFORE], subsets[new, _AFTER] = behind, place
-        if behind >= 0:
-            subsets[behind, _AFTER] = new
+            before, after = ends[1], -1
+        while after >= 0 and _is_above(totals, subsets, after, new):
+            before = after
+            after = subsets[after, _AFTER]
+        subsets[new, _BEFORE], subsets[new, _AFTER] = before, after
+        if before >= 0:
+            subsets[before, _AFTER] = new
         else:
             ends[0] = new
-        if place >= 0:
-            subsets[place, _BEFORE] = new
+        if after >= 0:
+            subsets[after, _BEFORE] = new
         else:
             ends[1] = new
-        behind = new
+        before = new
 
 
 @compiled
@@ -132,11 +132,11 @@ def karmarkar_karp(weights: Weights, num_parts: int, is_equal: bool, part_of: In
     size = num_parts if is_equal else 1
     num_states = n // size
     ends, sizes = np.empty((num_states, 2), np.int32), np.full(num_states, size, np.int32)
-    for place in range(n):
-        item = rising[place]
+    for turn in range(n):
+        item = rising[turn]
         subsets[item, _HEAD], subsets[item, _TAIL], subsets[item, _COUNT] = item, item, 1
-        if place % size:
-            subsets[item, _AFTER], subsets[rising[place - 1], _BEFORE] = rising[place - 1], item
+        if turn % size:
+            subsets[item, _AFTER], subsets[rising[turn - 1], _BEFORE] = rising[turn - 1], item
     for state in range(num_states):
         ends[state, 0], ends[state, 1] = rising[(state + 1) * size - 1], rising[state * size]
     heap = [_key(totals, subsets, ends, sizes, state, num_parts) for state in range(num_states)]
@@ -146,10 +146,10 @@ def karmarkar_karp(weights: Weights, num_parts: int, is_equal: bool, part_of: In
         one, other = heappop(heap)[4], heappop(heap)[4]
         base, added = (one, other) if sizes[one] >= sizes[other] else (other, one)
         shared = max(sizes[base] + sizes[added] - num_parts, 0)
-        num_alone = sizes[added] - shared
-        alone = ends[added, 0]
-        late = alone
-        for _ in range(num_alone):
+        num_rest = sizes[added] - shared
+        rest = ends[added, 0]
+        late = rest
+        for _ in range(num_rest):
             late = subsets[late, _AFTER]
         last = _join(ends[base, 1], late, base != one, shared, totals, subsets, following, fresh)
         ends[base, 1] = last
@@ -157,8 +157,8 @@ def karmarkar_karp(weights: Weights, num_parts: int, is_equal: bool, part_of: In
             subsets[last, _AFTER] = -1
         else:
             ends[base, 0] = -1
-        _place(ends[base], fresh, shared, alone, num_alone, totals, subsets)
-        sizes[base] += num_alone
+        _insert(ends[base], fresh, shared, rest, num_rest, totals, subsets)
+        sizes[base] += num_rest
         heappush(heap, _key(totals, subsets, ends, sizes, base, num_parts))
     state = heap[0][4]
     subset = ends[state, 0]
@@ -184,22 +184,22 @@ def greedy(order: Int32, weights: Weights, num_parts: int, is_equal: bool, part_
 
 
 @compiled
-def _settle(by_load: Int32, loads: Weights, place: int) -> None:
+def _settle(by_load: Int32, loads: Weights, index: int) -> None:
     """Move one part to its position by rising load."""
-    part = by_load[place]
-    while place > 0:
-        other = by_load[place - 1]
+    part = by_load[index]
+    while index > 0:
+        other = by_load[index - 1]
         if loads[other] < loads[part] or (loads[other] == loads[part] and other < part):
             break
-        by_load[place] = other
-        place -= 1
-    while place + 1 < by_load.size:
-        other = by_load[place + 1]
+        by_load[index] = other
+        index -= 1
+    while index + 1 < by_load.size:
+        other = by_load[index + 1]
         if loads[part] < loads[other] or (loads[part] == loads[other] and part < other):
             break
-        by_load[place] = other
-        place += 1
-    by_load[place] = part
+        by_load[index] = other
+        index += 1
+    by_load[index] = part
 
 
 @compiled
@@ -231,24 +231,24 @@ def _exchange(weights: Weights, following: Int32, heavy: int, light: int, gap: A
 
 
 @compiled
-def _hand_over(item: int, source: int, target: int, heads: Int32, following: Int32, rank: Int32) -> None:
+def _hand_over(item: int, source: int, target: int, firsts: Int32, following: Int32, rank: Int32) -> None:
     """Move an item from the list of one part to that of another, both sorted by rank."""
-    if heads[source] == item:
-        heads[source] = following[item]
+    if firsts[source] == item:
+        firsts[source] = following[item]
     else:
-        place = heads[source]
-        while following[place] != item:
-            place = following[place]
-        following[place] = following[item]
-    if heads[target] < 0 or rank[heads[target]] > rank[item]:
-        following[item] = heads[target]
-        heads[target] = item
+        before = firsts[source]
+        while following[before] != item:
+            before = following[before]
+        following[before] = following[item]
+    if firsts[target] < 0 or rank[firsts[target]] > rank[item]:
+        following[item] = firsts[target]
+        firsts[target] = item
         return
-    place = heads[target]
-    while following[place] >= 0 and rank[following[place]] < rank[item]:
-        place = following[place]
-    following[item] = following[place]
-    following[place] = item
+    before = firsts[target]
+    while following[before] >= 0 and rank[following[before]] < rank[item]:
+        before = following[before]
+    following[item] = following[before]
+    following[before] = item
 
 
 @compiled
@@ -258,13 +258,13 @@ def improve(
     """Move an item of the heaviest part, or swap it, as long as that makes the part lighter; returns steps left."""
     n = order.size
     rank, following = np.empty(n, np.int32), np.empty(n, np.int32)
-    heads, counts = np.full(num_parts, -1, np.int32), np.zeros(num_parts, np.int32)
+    firsts, counts = np.full(num_parts, -1, np.int32), np.zeros(num_parts, np.int32)
     loads = np.zeros(num_parts, weights.dtype)
     for turn in range(n - 1, -1, -1):
         item = order[turn]
         part = part_of[item]
-        rank[item], following[item] = turn, heads[part]
-        heads[part] = item
+        rank[item], following[item] = turn, firsts[part]
+        firsts[part] = item
         counts[part] += 1
         loads[part] += weights[item]
     by_load = np.arange(num_parts).astype(np.int32)
@@ -280,14 +280,14 @@ def improve(
             if gap <= 0 or cost > steps:
                 return steps
             steps -= cost
-            given, taken = _exchange(weights, following, heads[heavy], heads[light], gap, is_equal)
+            given, taken = _exchange(weights, following, firsts[heavy], firsts[light], gap, is_equal)
             chosen += 1
-        _hand_over(given, heavy, light, heads, following, rank)
+        _hand_over(given, heavy, light, firsts, following, rank)
         loads[heavy] -= weights[given]
         loads[light] += weights[given]
         part_of[given] = light
         if taken >= 0:
-            _hand_over(taken, light, heavy, heads, following, rank)
+            _hand_over(taken, light, heavy, firsts, following, rank)
             loads[light] -= weights[taken]
             loads[heavy] += weights[taken]
             part_of[taken] = heavy
@@ -295,7 +295,7 @@ def improve(
             counts[heavy] -= 1
             counts[light] += 1
         _settle(by_load, loads, num_parts - 1)
-        place = 0
-        while by_load[place] != light:
-            place += 1
-        _settle(by_load, loads, place)
+        index = 0
+        while by_load[index] != light:
+            index += 1
+        _settle(by_load, loads, index)

@@ -53,15 +53,15 @@ def _closest(
     """Return the neighbour of `other` that best evens out if it is swapped for `given`, and the gap left."""
     found, best = -1, limit
     for way in range(2):
-        place = other if way == 0 else (links[other, 1] if other >= 0 else -1)
+        candidate = other if way == 0 else (links[other, 1] if other >= 0 else -1)
         seen = 0
-        while place >= 0 and seen < near:
-            more = tokens[given] - tokens[place]
+        while candidate >= 0 and seen < near:
+            more = tokens[given] - tokens[candidate]
             if more <= take_room and -more <= give_room:
-                distance = abs(2 * (work[given] - work[place]) - gap)
+                distance = abs(2 * (work[given] - work[candidate]) - gap)
                 if distance < best:
-                    best, found = distance, place
-            place = links[place, way]
+                    best, found = distance, candidate
+            candidate = links[candidate, way]
             seen += 1
     return found, best
 

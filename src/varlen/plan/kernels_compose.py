@@ -36,11 +36,11 @@ def fill_lightest(work: Float, loads: Float) -> Int64:
     # A heap by load, then by number; a sorted array is one.
     heap = np.argsort(loads, kind="mergesort")
     for item in range(work.size):
-        pack, place = heap[0], 0
+        pack, node = heap[0], 0
         chosen[item] = pack
         loads[pack] += work[item]
         while True:
-            child = 2 * place + 1
+            child = 2 * node + 1
             if child >= heap.size:
                 break
             if child + 1 < heap.size:
@@ -50,19 +50,19 @@ def fill_lightest(work: Float, loads: Float) -> Int64:
             one = heap[child]
             if loads[one] > loads[pack] or (loads[one] == loads[pack] and one > pack):
                 break
-            heap[place] = one
-            place = child
-        heap[place] = pack
+            heap[node] = one
+            node = child
+        heap[node] = pack
     return chosen
 
 
 @compiled
 def arrange(
-    cuts: Int32, beside: Int64, filled: Float, heads: int, tails: int, in_step: bool, documents: Int32
+    cuts: Int32, beside: Int64, filled: Float, num_first: int, num_last: int, in_step: bool, documents: Int32
 ) -> Any:
     """Join slices and whole documents into MicroPacks, and order these as `varlen.plan.compose` describes.
 
-    Slice i is the first of MicroPack i; behind those come the `heads` and `tails` small MicroPacks of both ends.
+    Slice i is the first of MicroPack i; behind those come the `num_first` and `num_last` small ones of both ends.
     `beside` is the MicroPack of each whole document (the last of `documents`), `filled` the seconds of whole
     documents in each MicroPack. Empty MicroPacks are dropped unless `in_step`.
 
@@ -73,21 +73,21 @@ def arrange(
     sizes[:num_cut] = 1
     for pack in beside:
         sizes[pack] += 1
-    plain = num_cut + heads + tails
+    plain = num_cut + num_first + num_last
     order = np.empty(num_packs, np.int64)
-    for step in range(heads):
+    for step in range(num_first):
         order[step] = num_cut + step
-    for step in range(tails):
-        order[num_packs - 1 - step] = num_cut + heads + step
-    order[heads : heads + num_cut] = np.arange(num_cut)
-    order[heads + num_cut : num_packs - tails] = plain + np.argsort(-filled[plain:], kind="mergesort")
+    for step in range(num_last):
+        order[num_packs - 1 - step] = num_cut + num_first + step
+    order[num_first : num_first + num_cut] = np.arange(num_cut)
+    order[num_first + num_cut : num_packs - num_last] = plain + np.argsort(-filled[plain:], kind="mergesort")
     used, total = 0, num_cut + beside.size
     offsets, chains = np.zeros(num_packs + 1, np.int32), np.empty(num_packs, np.int32)
-    places = np.empty(num_packs, np.int64)
+    cursors = np.empty(num_packs, np.int64)
     whole = documents.shape[1] - beside.size
     for pack in order:
         if sizes[pack] > 0 or in_step:
-            places[pack] = offsets[used]
+            cursors[pack] = offsets[used]
             offsets[used + 1] = offsets[used] + sizes[pack]
             chains[used] = cuts[0, pack] if pack < num_cut else whole + pack
             used += 1
@@ -96,8 +96,8 @@ def arrange(
         is_cut = item < num_cut
         pack = item if is_cut else beside[item - num_cut]
         document = cuts[0, item] if is_cut else whole + item - num_cut
-        at = places[pack]
-        places[pack] += 1
+        at = cursors[pack]
+        cursors[pack] += 1
         slices[0, at] = cuts[1, item] if is_cut else 0
         slices[1, at] = cuts[2, item] if is_cut else documents[0, document]
         slices[2, at], slices[3, at] = documents[1, document], documents[2, document]
@@ -140,7 +140,7 @@ def _lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, b
     `of` is the document of each slice, rising. Returns the slices that begin a MicroPack and the seconds of each
     MicroPack; the documents that join the MicroPack of another, and that MicroPack.
     """
-    slices_of, places = np.zeros(chained, np.int64), np.zeros(chained, np.int64)
+    slices_of, lead_of = np.zeros(chained, np.int64), np.zeros(chained, np.int64)
     for document in of:
         slices_of[document] += 1
     leader = _follow(slices_of[:shared], num_ranks, work, budget)
@@ -150,7 +150,7 @@ def _lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, b
         document = of[one]
         if document >= shared or leader[document] < 0:
             if one == 0 or of[one - 1] != document:
-                places[document] = used
+                lead_of[document] = used
             leads[used], seconds[used] = one, work[document] / slices_of[document]
             used += 1
     followers, leading = np.empty(shared, np.int64), np.empty(shared, np.int64)
@@ -163,7 +163,7 @@ def _lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, b
             begin -= 1
         for document in range(begin, end):
             if leader[document] >= 0:
-                followers[beside], leading[beside] = document, places[leader[document]]
+                followers[beside], leading[beside] = document, lead_of[leader[document]]
                 seconds[leading[beside]] += work[document]
                 beside += 1
     return leads[:used], seconds[:used], followers[:beside], leading[:beside]
@@ -183,22 +183,22 @@ def composed(
     leads, seconds, followers, leading = _lead(cuts[0], chained, documents[1], work, shared, budget)
     led, first_own = leads.size, 0
     first_slices = np.empty((3, led), np.int32)
-    for place in range(led):
-        first_slices[:, place] = cuts[:, leads[place]]
-        first_own += first_slices[0, place] < shared
+    for index in range(led):
+        first_slices[:, index] = cuts[:, leads[index]]
+        first_own += first_slices[0, index] < shared
     shorts = work[chained:]
     free = max(count - led, int(first_own == led and shorts.size > 0))
-    heads, tails = ends[0], ends[1]
+    num_first, num_last = ends[0], ends[1]
     if in_step:  # equally many on all ranks, so that shared MicroPacks have the same index
-        free = max(free, heads + tails)
+        free = max(free, num_first + num_last)
     else:
-        tails = min(tails, free // 2)
-        heads = min(heads, free - tails)
+        num_last = min(num_last, free // 2)
+        num_first = min(num_first, free - num_last)
     first = 0 if mixes and by_work else first_own
     held_back = np.zeros(led - first + free)
     held_back[: led - first] = seconds[first:]
-    for step in range(heads + tails):
-        part, steps = (step, heads) if step < heads else (step - heads, tails)
+    for step in range(num_first + num_last):
+        part, steps = (step, num_first) if step < num_first else (step - num_first, num_last)
         size = smallest + (1.0 - smallest) * part / steps
         held_back[led - first + step] = own * (1.0 - min(max(size, least), 1.0))
     loads = held_back.copy()
@@ -207,24 +207,24 @@ def composed(
     filled[first:] = loads - held_back
     if not by_work:
         # MicroPacks behind the chains keep their order.
-        order, place_of = np.arange(led), np.arange(led + free)
+        order, index_of = np.arange(led), np.arange(led + free)
         order[first_own:] = first_own + np.argsort(
             documents[2][first_slices[0, first_own:]], kind="mergesort"
         )
-        place_of[order] = np.arange(led)
-        first_slices, beside = first_slices[:, order], place_of[beside]
+        index_of[order] = np.arange(led)
+        first_slices, beside = first_slices[:, order], index_of[beside]
         filled[:] = 0.0
     if followers.size:
         # Move documents that join another's MicroPack behind those that have their own.
-        order, place_of = np.arange(documents.shape[1]), np.arange(chained)
+        order, index_of = np.arange(documents.shape[1]), np.arange(chained)
         is_led = np.ones(chained, np.bool_)
         is_led[followers] = False
         order[: chained - followers.size] = np.flatnonzero(is_led)
         order[chained - followers.size : chained] = followers
-        place_of[order[:chained]] = np.arange(chained)
+        index_of[order[:chained]] = np.arange(chained)
         documents = documents[:, order]
-        first_slices[0] = place_of[first_slices[0]]
-    return arrange(first_slices, beside, filled, heads, tails, in_step, documents)
+        first_slices[0] = index_of[first_slices[0]]
+    return arrange(first_slices, beside, filled, num_first, num_last, in_step, documents)
 
 
 @compiled
@@ -235,8 +235,8 @@ def reversed_chains(chains: Int32) -> Int64:
     first = 0
     for pack in range(count):
         if pack == count - 1 or chains[pack + 1] != chains[pack]:
-            for place in range(first, pack + 1):
-                order[place] = first + pack - place
+            for index in range(first, pack + 1):
+                order[index] = first + pack - index
             first = pack + 1
     return order
 
@@ -254,8 +254,8 @@ def backward_waits(chains: Int32, forward_chains: Int32, order: Int64) -> Int32:
             while last + 1 < forward_chains.size and forward_chains[last + 1] == forward_chains[last]:
                 last += 1
         ends[pack] = last
-    for place in range(count):
-        after[place] = ends[order[place]]
+    for turn in range(count):
+        after[turn] = ends[order[turn]]
     return after
 
 
@@ -283,10 +283,10 @@ def to_cut(
     lengths, num_ranks = np.empty(total, np.int32), np.empty(total, np.int32)
     seconds, budgets = np.empty(total), np.empty(total)
     for rank in range(shared.size):
-        for place in range(chained[rank]):
-            one = bounds[rank] + place
+        for index in range(chained[rank]):
+            one = bounds[rank] + index
             lengths[at], num_ranks[at], seconds[at] = documents[0, one], documents[1, one], work[one]
-            budgets[at] = budget if place < shared[rank] else own[rank]
+            budgets[at] = budget if index < shared[rank] else own[rank]
             at += 1
     return chained, lengths, num_ranks, seconds, budgets
 
@@ -340,18 +340,24 @@ def composed_ranks(
 
 @compiled
 def task_seconds(
-    ahead: Float, back: Float, layers: Float, heads: Float, gathers: Float, splits: bool, head_at_once: bool
+    ahead: Float,
+    back: Float,
+    layers: Float,
+    has_head: Float,
+    gathers: Float,
+    splits: bool,
+    head_at_once: bool,
 ) -> Any:
     """Return seconds of forward, backward and weight-gradient tasks on the slowest rank, `[chunks, MicroPacks]`.
 
     `ahead` and `back` are prices `[ranks, MicroPacks, 7]` of both passes, `gathers` the least seconds of each kind of
-    task `[3, chunks]`; `layers`, `heads` and the flags are those of `StageCosts`.
+    task `[3, chunks]`; `layers`, `has_head` and the flags are those of `StageCosts`.
     """
     chunks, ranks = layers.size, ahead.shape[0]
     forward, backward = np.empty((chunks, ahead.shape[1])), np.empty((chunks, back.shape[1]))
     weight = np.zeros((chunks, back.shape[1]))
     for chunk in range(chunks):
-        many, head = layers[chunk], heads[chunk]
+        many, head = layers[chunk], has_head[chunk]
         forward[chunk], backward[chunk] = gathers[0, chunk], gathers[1, chunk]
         if splits:
             weight[chunk] = gathers[2, chunk]

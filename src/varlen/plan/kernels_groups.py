@@ -213,7 +213,7 @@ def fill(
 ) -> int:
     """Fill micro-batches one after the other, each up to `target_s`, with documents of fixed levels."""
     left, num_batches, num_groups = order.size, 0, 0
-    waiting, placed = order.copy(), order.copy()
+    waiting, taken = order.copy(), order.copy()
     loads, tokens = np.zeros(order.size + dp), np.zeros(order.size + dp)
     is_falling = True
     for turn in range(1, left):
@@ -264,9 +264,9 @@ def fill(
             batch_of[item], group_of[item] = num_batches, group
             loads[group] += work[item, level]
             tokens[group] += lengths[item] / 2.0**level
-            placed[now] = item
+            taken[now] = item
             now += 1
-        _widen(dp, num_groups - begin, placed[:now], group_of - begin, work, levels[begin:], loads[begin:])
+        _widen(dp, num_groups - begin, taken[:now], group_of - begin, work, levels[begin:], loads[begin:])
         left = later
         num_batches += 1
         group_offsets[num_batches] = num_groups

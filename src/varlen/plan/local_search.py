@@ -152,7 +152,7 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
         work.ahead,
         work.back,
         costs.layers,
-        costs.heads,
+        costs.has_head,
         gathers_s(costs.gather_s, splits=costs.splits),
         costs.splits,
         costs.head_at_once,

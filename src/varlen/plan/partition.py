@@ -228,20 +228,20 @@ def halved(pack_of: Int32Array, num_packs: int, work: FloatArray) -> Int32Array:
     if packs == num_packs:
         return pack_of
     cut = pack_of.copy()
-    members = np.split(
+    items_of = np.split(
         np.argsort(pack_of, kind="stable"), np.cumsum(np.bincount(pack_of, minlength=packs))[:-1]
     )
-    waiting = [(-float(work[items].sum()), number) for number, items in enumerate(members) if items.size > 1]
+    waiting = [(-float(work[items].sum()), number) for number, items in enumerate(items_of) if items.size > 1]
     heapq.heapify(waiting)
     for number in range(packs, num_packs):
         _, heavy = heapq.heappop(waiting)
-        side = partition(work[members[heavy]], 2)
-        cut[members[heavy][side == 1]] = number
-        members.append(members[heavy][side == 1])
-        members[heavy] = members[heavy][side == 0]
+        side = partition(work[items_of[heavy]], 2)
+        cut[items_of[heavy][side == 1]] = number
+        items_of.append(items_of[heavy][side == 1])
+        items_of[heavy] = items_of[heavy][side == 0]
         for part in (heavy, number):
-            if members[part].size > 1:
-                heapq.heappush(waiting, (-float(work[members[part]].sum()), part))
+            if items_of[part].size > 1:
+                heapq.heappush(waiting, (-float(work[items_of[part]].sum()), part))
     return cut
 
 

@@ -34,7 +34,7 @@ from varlen.types import Int32Array
 
 _log = logging.getLogger(__name__)
 VERSION: Final = 1
-KEPT: Final = 256
+MOST_CHOICES: Final = 256
 """Number of last steps in the state: more than a job runs between two checkpoints."""
 _JOIN_S: Final = 5.0
 _PLAN_STEP: Final = "varlen.plan.api:plan_step"
@@ -170,7 +170,7 @@ class Planner:
         self._check_replayed(step, fingerprint)
         self._has_begun = True
         self._choices[step] = (how, fingerprint)
-        while len(self._choices) > KEPT:
+        while len(self._choices) > MOST_CHOICES:
             self._choices.pop(min(self._choices))
         self._request_from(step + 1)
         self._process.end_if_stuck(self._deadline_s)
@@ -182,7 +182,7 @@ class Planner:
         return {
             "version": VERSION,
             "belongs_to": self._belongs_to,
-            "choices": {str(step): list(chosen[step]) for step in sorted(chosen)[-KEPT:]},
+            "choices": {str(step): list(chosen[step]) for step in sorted(chosen)[-MOST_CHOICES:]},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

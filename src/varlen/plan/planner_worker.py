@@ -45,11 +45,11 @@ def main() -> None:
             continue
         try:
             plan = named(name)(np.frombuffer(content[8:], np.int32).copy(), **settings)
-            answer = b"plan" + content[:8] + plan_to_bytes(plan)
+            reply = b"plan" + content[:8] + plan_to_bytes(plan)
         except Exception as error:  # raised again where the step is taken
-            answer = b"fail" + content[:8] + json.dumps([type(error).__name__, str(error)]).encode()
+            reply = b"fail" + content[:8] + json.dumps([type(error).__name__, str(error)]).encode()
         try:
-            send(out, answer)
+            send(out, reply)
         except (BrokenPipeError, OSError):
             return
 

@@ -47,7 +47,7 @@ _ARRAYS: Final = (
 )
 _SETTINGS: Final = ("splits_backward", "method", "recompute", "recompute_share", "offload", "answered_by")
 _MOST_PACKED: Final = 1100  # zlib compresses at most 1,032 bytes into one
-_KEPT: Final = 64  # plans left in a store: more steps than ranks can be apart
+_MOST_STORED: Final = 64  # plans left in a store: more steps than ranks can be apart
 _LEVEL: Final = 6  # of zlib; 9 takes ten times as long and saves 1 %
 _OTHER: Final = "these bytes are no plan of varlen, or were damaged: "
 
@@ -193,8 +193,8 @@ def broadcast_plan(plan: StepPlan | None, store: Store, step: int, *, name: str 
     if plan is not None:
         store.set(key, plan_to_bytes(plan))
         forget = getattr(store, "delete_key", None)
-        if forget is not None and step >= _KEPT:
-            forget(f"{name}/{step - _KEPT}")
+        if forget is not None and step >= _MOST_STORED:
+            forget(f"{name}/{step - _MOST_STORED}")
         return plan
     try:
         content = store.get(key)

@@ -62,7 +62,7 @@ def simulate(
         )
     check_form(plan)
     check_shares(plan)
-    check_places(plan)
+    check_slices(plan)
     priced = cost.as_planned(plan)
     return run_plan(
         plan,
@@ -107,8 +107,8 @@ def run_plan(
     return Timeline(
         plan=plan,
         kinds=graph.kinds,
-        ranks=graph.places // mesh.pp,
-        stages=graph.places % mesh.pp,
+        ranks=graph.seats // mesh.pp,
+        stages=graph.seats % mesh.pp,
         chunks=graph.chunks,
         micropacks=graph.micropacks,
         backward_of=graph.backward_of,
@@ -124,25 +124,25 @@ def run_plan(
     )
 
 
-def _factors(slowdown: npt.ArrayLike | None, num_places: int) -> FloatArray:
+def _factors(slowdown: npt.ArrayLike | None, num_seats: int) -> FloatArray:
     """Return validated slowdowns, float64 `[dp * pp]`."""
     if slowdown is None:
-        return np.ones(num_places)
+        return np.ones(num_seats)
     try:
         factors = np.asarray(slowdown, np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
         raise SettingError(f"slowdown is no array of numbers: {error}; give dp * pp factors") from None
     wrong = ~(np.isfinite(factors) & (factors >= 0))
-    if len(factors) != num_places:
+    if len(factors) != num_seats:
         raise SettingError(
-            f"slowdown has {len(factors):,} factors; the mesh has {num_places:,} stages of data-parallel ranks, "
+            f"slowdown has {len(factors):,} factors; the mesh has {num_seats:,} stages of data-parallel ranks, "
             "dp * pp, and needs a factor for each"
         )
     if wrong.any():
         first = int(wrong.argmax())
         raise SettingError(
             f"slowdown {factors[first]} of stage {first} is negative or not finite ({int(wrong.sum()):,} of "
-            f"{num_places:,} are); 1 is as fast as the cost model says, 2 takes twice as long"
+            f"{num_seats:,} are); 1 is as fast as the cost model says, 2 takes twice as long"
         )
     return factors
 
@@ -239,7 +239,7 @@ def check_shares(plan: StepPlan) -> None:
         )
 
 
-def check_places(plan: StepPlan) -> None:
+def check_slices(plan: StepPlan) -> None:
     """Require that slices are on their documents' ranks, and have as many tokens as each document.
 
     `varlen.plan.check.check_plan` also requires each token once, and their order.
@@ -247,13 +247,13 @@ def check_places(plan: StepPlan) -> None:
     for name in _PASSES:
         micropacks: MicroPacks = getattr(plan, name)
         documents, sizes = micropacks.document_ids, micropacks.stops - micropacks.starts
-        places = micropacks.ranks[micropacks.micropack_of_slice] - plan.first_ranks[documents]
-        wrong = (places < 0) | (places >= plan.num_ranks[documents])
+        index = micropacks.ranks[micropacks.micropack_of_slice] - plan.first_ranks[documents]
+        wrong = (index < 0) | (index >= plan.num_ranks[documents])
         if wrong.any():
             j = first_of(wrong)
             first, ranks = plan.first_ranks[documents[j]], many(int(plan.num_ranks[documents[j]]), "rank")
             raise PlanError(
-                f"{name} slice {j:,} of document {documents[j]:,} is on rank {places[j] + first:,}, and the document "
+                f"{name} slice {j:,} of document {documents[j]:,} is on rank {index[j] + first:,}, and the document "
                 f"on {ranks} from rank {first:,} ({int(wrong.sum()):,} of {wrong.size:,} are elsewhere); {AGAIN}"
             )
         held = np.bincount(documents, sizes, plan.num_documents)
@@ -286,9 +286,11 @@ def explain(plan: StepPlan, graph: Graph, stops: FloatArray) -> str:
         task = path[-1]
         waited, together = _waited_for(task, graph, missing, stream_of, firsts)
         first = int(firsts[stream_of[waited]])
-        words = f"{_place(plan, graph, task)} waits in {_task(plan, graph, task)} for {_task(plan, graph, waited)}"
-        if graph.places[waited] != graph.places[task]:
-            words += f" on {_place(plan, graph, waited)}"
+        words = (
+            f"{_seat(plan, graph, task)} waits in {_task(plan, graph, task)} for {_task(plan, graph, waited)}"
+        )
+        if graph.seats[waited] != graph.seats[task]:
+            words += f" on {_seat(plan, graph, waited)}"
         words += ", which is to start together with it" if together else ""
         if first != waited:
             words += f"{' and' if together else ', which'} comes there after {_task(plan, graph, first)}"
@@ -311,17 +313,17 @@ def _waited_for(
     for other in graph.afters[task].tolist():
         if other >= 0 and missing[other]:
             return other, False
-    members = np.flatnonzero(graph.groups == graph.groups[task])
-    for member in members[members != task].tolist():
-        is_first = firsts[stream_of[member]] == member
-        if not is_first or any(other >= 0 and missing[other] for other in graph.afters[member].tolist()):
-            return member, True
+    peers = np.flatnonzero(graph.groups == graph.groups[task])
+    for peer in peers[peers != task].tolist():
+        is_first = firsts[stream_of[peer]] == peer
+        if not is_first or any(other >= 0 and missing[other] for other in graph.afters[peer].tolist()):
+            return peer, True
     raise AssertionError("a task that waits for nothing has run")
 
 
-def _place(plan: StepPlan, graph: Graph, task: int) -> str:
-    place = int(graph.places[task])
-    return f"stage {place % plan.mesh.pp} of rank {place // plan.mesh.pp}"
+def _seat(plan: StepPlan, graph: Graph, task: int) -> str:
+    seat = int(graph.seats[task])
+    return f"stage {seat % plan.mesh.pp} of rank {seat // plan.mesh.pp}"
 
 
 def _task(plan: StepPlan, graph: Graph, task: int) -> str:
@@ -329,6 +331,6 @@ def _task(plan: StepPlan, graph: Graph, task: int) -> str:
     if kind == GRADIENT_SYNC:
         return KIND_NAMES[kind]
     micropacks = plan.backward if graph.backward_of[task] else plan.forward
-    number = graph.micropacks[task] - micropacks.rank_offsets[graph.places[task] // plan.mesh.pp]
+    number = graph.micropacks[task] - micropacks.rank_offsets[graph.seats[task] // plan.mesh.pp]
     chunk = f" (chunk {graph.chunks[task]})" if plan.mesh.virtual_stages > 1 else ""
     return f"{KIND_NAMES[kind]} of MicroPack {number}{chunk}"

@@ -46,7 +46,7 @@ class Graph:
     """Upper bound of group numbers."""
     kinds: npt.NDArray[np.uint8]
     """uint8 `[num_tasks]`."""
-    places: Int32Array
+    seats: Int32Array
     """int32 `[num_tasks]`: `rank * pp + stage`."""
     chunks: Int32Array
     """int32 `[num_tasks]`; -1 for the gradient sync."""
@@ -61,10 +61,10 @@ class _Draft:
 
     def __init__(self, computes: Computes) -> None:
         count = len(computes.kinds)
-        self.tasks = np.stack((computes.places, computes.chunks, computes.micropacks, computes.kinds))
-        """int64 `[4, tasks so far]`: place, chunk, MicroPack, and the kind of the compute task."""
+        self.tasks = np.stack((computes.seats, computes.chunks, computes.micropacks, computes.kinds))
+        """int64 `[4, tasks so far]`: seat, chunk, MicroPack, and the kind of the compute task."""
         self.kinds = computes.kinds
-        self.streams = computes.places
+        self.streams = computes.seats
         """int64 `[tasks so far]`: the stream of each."""
         self.turns = 4 * np.arange(count) + 4
         """int64 `[tasks so far]`: position in the stream, rising."""
@@ -97,15 +97,15 @@ def build_graph(
     `slowdown` has a factor for the seconds of each stage, `[dp * pp]`. It takes about a microsecond a task.
     """
     mesh = plan.mesh
-    num_places = mesh.dp * mesh.pp
+    num_seats = mesh.dp * mesh.pp
     computes = computes_of(plan)
     draft = _Draft(computes)
-    send_of = _add_sends(draft, computes, mesh.pp, mesh.num_chunks, num_places, overlap, contention)
+    send_of = _add_sends(draft, computes, mesh.pp, mesh.num_chunks, num_seats, overlap, contention)
     _tie_computes(draft, computes, plan, send_of)
     if durations.gather.any():
-        _add_gathers(draft, computes, num_places, overlap)
+        _add_gathers(draft, computes, num_seats, overlap)
     if durations.sync.any():
-        _add_syncs(draft, computes, num_places, overlap)
+        _add_syncs(draft, computes, num_seats, overlap)
     return _sorted(draft, plan, durations, slowdown, overlap)
 
 
@@ -114,7 +114,7 @@ def _add_sends(
     computes: Computes,
     pp: int,
     num_chunks: int,
-    num_places: int,
+    num_seats: int,
     overlap: bool,
     contention: bool,
 ) -> IntArray:
@@ -124,11 +124,11 @@ def _add_sends(
     senders = np.flatnonzero(onward | back)
     is_back = back[senders]
     if not overlap:
-        streams = computes.places[senders]
+        streams = computes.seats[senders]
     elif contention:  # each of two stages has only one link
-        streams = num_places + 2 * computes.places[senders] + (is_back if pp > 2 else 0)
+        streams = num_seats + 2 * computes.seats[senders] + (is_back if pp > 2 else 0)
     else:
-        streams = 5 * num_places + np.arange(len(senders))
+        streams = 5 * num_seats + np.arange(len(senders))
     kinds = np.where(is_back, SEND_BACKWARD, SEND_FORWARD)
     sends = draft.add(kinds, draft.tasks[:, senders], streams, 4 * senders + 5)
     draft.afters[sends] = senders
@@ -152,22 +152,22 @@ def _tie_computes(draft: _Draft, computes: Computes, plan: StepPlan, send_of: In
         draft.afters[weights] = backwards
 
 
-def _add_gathers(draft: _Draft, computes: Computes, num_places: int, overlap: bool) -> None:
+def _add_gathers(draft: _Draft, computes: Computes, num_seats: int, overlap: bool) -> None:
     """Add the gather of parameters or scatter of gradients of each task, parallel to it or before it."""
     takers = np.arange(len(computes.kinds))
-    streams = 3 * num_places + computes.places if overlap else computes.places
+    streams = 3 * num_seats + computes.seats if overlap else computes.seats
     gathers = draft.add(GATHER, draft.tasks[:, takers], streams, 4 * takers + 3)
     draft.afters[gathers] = draft.afters[takers]  # gathering begins when the task's input is available
 
 
-def _add_syncs(draft: _Draft, computes: Computes, num_places: int, overlap: bool) -> None:
+def _add_syncs(draft: _Draft, computes: Computes, num_seats: int, overlap: bool) -> None:
     """Add the gradient sync of each stage after its last task."""
-    places, nothing = np.arange(num_places), np.full(num_places, -1)
-    tasks = np.stack((places, nothing, nothing, np.zeros(num_places, np.int64)))
-    streams = 4 * num_places + places if overlap else places
+    seats, nothing = np.arange(num_seats), np.full(num_seats, -1)
+    tasks = np.stack((seats, nothing, nothing, np.zeros(num_seats, np.int64)))
+    streams = 4 * num_seats + seats if overlap else seats
     syncs = draft.add(GRADIENT_SYNC, tasks, streams, 4 * len(computes.kinds) + 4)
-    ends = np.searchsorted(computes.places, places, "right")
-    some = ends > np.searchsorted(computes.places, places)
+    ends = np.searchsorted(computes.seats, seats, "right")
+    some = ends > np.searchsorted(computes.seats, seats)
     draft.afters[syncs[some]] = ends[some] - 1
 
 
@@ -175,17 +175,17 @@ def _sorted(
     draft: _Draft, plan: StepPlan, durations: Durations, slowdown: FloatArray, overlap: bool
 ) -> Graph:
     """Sort tasks by stream and position, and add durations and groups."""
-    num_places = plan.mesh.dp * plan.mesh.pp
+    num_seats = plan.mesh.dp * plan.mesh.pp
     order = np.argsort(draft.streams * (draft.turns.max(initial=0) + 1) + draft.turns, kind="stable")
     number_of = np.full(len(order) + 1, -1, np.int32)  # the last entry maps -1 (none) to -1
     number_of[order] = np.arange(len(order))
     kinds, streams, tasks = draft.kinds[order], draft.streams[order], draft.tasks[:, order]
-    compute_offsets = np.searchsorted(streams, np.arange(num_places))
-    others = int(np.searchsorted(streams, num_places))
+    compute_offsets = np.searchsorted(streams, np.arange(num_seats))
+    others = int(np.searchsorted(streams, num_seats))
     begins = np.flatnonzero(np.diff(streams[others:], prepend=-1)) + others
     lengths, lags = _seconds(kinds, tasks, plan, durations, slowdown)
     groups, num_groups = _groups(kinds, tasks, plan, overlap)
-    places, chunks, micropacks, passes = tasks.astype(np.int32)
+    seats, chunks, micropacks, passes = tasks.astype(np.int32)
     return Graph(
         stream_offsets=np.concatenate((compute_offsets, begins, [len(order)])).astype(np.int32),
         afters=number_of[draft.afters[order], np.newaxis],
@@ -194,7 +194,7 @@ def _sorted(
         groups=groups,
         num_groups=num_groups,
         kinds=kinds.astype(np.uint8),
-        places=places,
+        seats=seats,
         chunks=chunks,
         micropacks=micropacks,
         backward_of=passes != FORWARD,
@@ -205,7 +205,7 @@ def _seconds(
     kinds: IntArray, tasks: IntArray, plan: StepPlan, durations: Durations, slowdown: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Return the duration and the lag of each task."""
-    places, chunks, micropacks, passes = tasks
+    seats, chunks, micropacks, passes = tasks
     lengths, lags = np.zeros(len(kinds)), np.zeros(len(kinds))
     for kind, table in (
         (FORWARD, durations.forward),
@@ -213,7 +213,7 @@ def _seconds(
         (WEIGHT, durations.weight),
     ):
         some = kinds == kind
-        lengths[some] = table[chunks[some], micropacks[some]] * slowdown[places[some]]
+        lengths[some] = table[chunks[some], micropacks[some]] * slowdown[seats[some]]
     for kind, seconds, rows in (
         (SEND_FORWARD, durations.send_forward, durations.forward_rows),
         (SEND_BACKWARD, durations.send_backward, durations.backward_rows),
@@ -225,14 +225,14 @@ def _seconds(
     gathers = gathers_s(durations.gather, splits=plan.splits_backward)
     lengths[some] = gathers[passes[some], chunks[some]]
     some = kinds == GRADIENT_SYNC
-    lengths[some] = durations.sync[places[some] % plan.mesh.pp]
+    lengths[some] = durations.sync[seats[some] % plan.mesh.pp]
     return lengths, lags
 
 
 def _groups(kinds: IntArray, tasks: IntArray, plan: StepPlan, overlap: bool) -> tuple[Int32Array, int]:
     """Return the group of each task, and the upper bound of group numbers."""
     mesh = plan.mesh
-    places, chunks, micropacks, passes = tasks
+    seats, chunks, micropacks, passes = tasks
     steps = lock_steps(plan)
     groups, count = np.full(len(kinds), -1, np.int64), mesh.num_chunks * steps.num_groups
     # Weight gradients wait for other ranks only if they are scattered.
@@ -245,7 +245,7 @@ def _groups(kinds: IntArray, tasks: IntArray, plan: StepPlan, overlap: bool) -> 
         slots = kind + KINDS * ((kinds[some] == GATHER) & (not overlap))
         groups[some] = np.where(step >= 0, slots * count + chunks[some] * steps.num_groups + step, -1)
     some = kinds == GRADIENT_SYNC
-    groups[some] = 2 * KINDS * count + places[some] % mesh.pp
+    groups[some] = 2 * KINDS * count + seats[some] % mesh.pp
     return groups.astype(np.int32), 2 * KINDS * count + mesh.pp
 
 
@@ -253,7 +253,7 @@ class Computes(NamedTuple):
     """The decoded tasks of `plan.tasks`; int64 `[num_tasks]` each."""
 
     kinds: IntArray
-    places: IntArray
+    seats: IntArray
     """`rank * pp + stage`."""
     chunks: IntArray
     micropacks: IntArray
@@ -270,11 +270,11 @@ class Computes(NamedTuple):
 def computes_of(plan: StepPlan) -> Computes:
     """Decode the tasks of a plan."""
     mesh = plan.mesh
-    num_places, num_codes = mesh.dp * mesh.pp, KINDS * mesh.virtual_stages
-    places = np.repeat(np.arange(num_places), np.diff(plan.task_offsets))
-    if len(plan.task_offsets) != num_places + 1 or len(places) != len(plan.tasks):
+    num_seats, num_codes = mesh.dp * mesh.pp, KINDS * mesh.virtual_stages
+    seats = np.repeat(np.arange(num_seats), np.diff(plan.task_offsets))
+    if len(plan.task_offsets) != num_seats + 1 or len(seats) != len(plan.tasks):
         raise PlanError(
-            f"the plan's task offsets hold {len(plan.task_offsets) - 1:,} stages and {len(places):,} tasks; the mesh "
+            f"the plan's task offsets hold {len(plan.task_offsets) - 1:,} stages and {len(seats):,} tasks; the mesh "
             f"has {mesh.dp} x {mesh.pp} stages, the plan {len(plan.tasks):,} tasks"
         )
     codes = plan.tasks.astype(np.int64)
@@ -283,19 +283,19 @@ def computes_of(plan: StepPlan) -> Computes:
             f"task code {codes.max()} stands for no task: {mesh.virtual_stages} chunks a stage have the codes 0 to "
             f"{num_codes - 1}, 3 * chunk on the stage + kind"
         )
-    slots = places * num_codes + codes
-    counts = np.bincount(slots, minlength=num_places * num_codes)
-    _check_counts(plan, counts.reshape(num_places, num_codes))
+    slots = seats * num_codes + codes
+    counts = np.bincount(slots, minlength=num_seats * num_codes)
+    _check_counts(plan, counts.reshape(num_seats, num_codes))
     # With a small dtype, this is a radix sort.
-    order = np.argsort(slots.astype(np.min_scalar_type(num_places * num_codes)), kind="stable")
+    order = np.argsort(slots.astype(np.min_scalar_type(num_seats * num_codes)), kind="stable")
     turns = np.empty(len(codes), np.int64)
     turns[order] = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
-    kinds, ranks = codes % KINDS, places // mesh.pp
+    kinds, ranks = codes % KINDS, seats // mesh.pp
     firsts = np.stack((plan.forward.rank_offsets[:-1], plan.backward.rank_offsets[:-1]))
     return Computes(
         kinds=kinds,
-        places=places,
-        chunks=codes // KINDS * mesh.pp + places % mesh.pp,
+        seats=seats,
+        chunks=codes // KINDS * mesh.pp + seats % mesh.pp,
         micropacks=firsts[np.minimum(kinds, BACKWARD), ranks] + turns,
     )
 
@@ -309,10 +309,10 @@ def _check_counts(plan: StepPlan, counts: IntArray) -> None:
     wanted[:, WEIGHT] = plan.backward.counts * plan.splits_backward
     wrong = counts != np.tile(np.repeat(wanted, mesh.pp, axis=0), mesh.virtual_stages)
     if wrong.any():
-        place, code = (int(index) for index in np.unravel_index(wrong.argmax(), wrong.shape))
-        kind, rank, stage = code % KINDS, place // mesh.pp, place % mesh.pp
+        seat, code = (int(index) for index in np.unravel_index(wrong.argmax(), wrong.shape))
+        kind, rank, stage = code % KINDS, seat // mesh.pp, seat % mesh.pp
         raise PlanError(
-            f"stage {stage} of rank {rank} runs {counts[place, code]:,} tasks of {KIND_NAMES[kind]} in its chunk "
+            f"stage {stage} of rank {rank} runs {counts[seat, code]:,} tasks of {KIND_NAMES[kind]} in its chunk "
             f"{code // KINDS}, and its rank has {wanted[rank, kind]:,} such MicroPacks "
             f"({int(wrong.any(1).sum()):,} of {len(wrong):,} stages are so); each runs once in each chunk"
         )
@@ -370,7 +370,7 @@ def lock_steps(plan: StepPlan) -> LockSteps:
     groups: list[Int32Array] = []
     most = 0
     for name, micropacks in (("forward", plan.forward), ("backward", plan.backward)):
-        members, keys = _merged(plan, micropacks)
+        packs, keys = _merged(plan, micropacks)
         is_sharded = plan.mesh.sharding == "parameters"
         if is_sharded:
             counts = micropacks.counts
@@ -383,8 +383,8 @@ def lock_steps(plan: StepPlan) -> LockSteps:
                 )
             everyone = np.arange(micropacks.num_micropacks)
             turns = everyone - micropacks.rank_offsets[micropacks.ranks]
-            members, keys = np.concatenate((members, everyone)), np.concatenate((keys, -1 - turns))
-        joined, count = _joined(members, keys, micropacks.num_micropacks, smallest=1 if is_sharded else 2)
+            packs, keys = np.concatenate((packs, everyone)), np.concatenate((keys, -1 - turns))
+        joined, count = _joined(packs, keys, micropacks.num_micropacks, smallest=1 if is_sharded else 2)
         groups.append(joined)
         most = max(most, count)
     return LockSteps(groups[0], groups[1], most)
@@ -399,18 +399,18 @@ def _merged(plan: StepPlan, micropacks: MicroPacks) -> tuple[IntArray, IntArray]
     return micropacks.micropack_of_slice[shared].astype(np.int64), keys
 
 
-def _joined(members: IntArray, keys: IntArray, num_micropacks: int, smallest: int) -> tuple[Int32Array, int]:
-    """Return the connected components of members with equal keys; -1 for those of fewer than `smallest`."""
+def _joined(packs: IntArray, keys: IntArray, num_micropacks: int, smallest: int) -> tuple[Int32Array, int]:
+    """Return the connected components of MicroPacks with equal keys; -1 for those of fewer than `smallest`."""
     group_of = np.full(num_micropacks, -1, np.int32)
-    if len(members) == 0:
+    if len(packs) == 0:
         return group_of, 0
     _, numbers = np.unique(keys, return_inverse=True)
     label = np.arange(num_micropacks)
-    while True:  # take the lowest label among members with the same key, until nothing changes
+    while True:  # take the lowest label among those with the same key, until nothing changes
         lowest = np.full(numbers.max() + 1, num_micropacks)
-        np.minimum.at(lowest, numbers, label[members])
+        np.minimum.at(lowest, numbers, label[packs])
         fresh = label.copy()
-        np.minimum.at(fresh, members, lowest[numbers])
+        np.minimum.at(fresh, packs, lowest[numbers])
         if (fresh == label).all():
             break
         label = fresh
@@ -492,15 +492,15 @@ def _priced(plan: StepPlan, micropacks: MicroPacks, costs: StageCosts) -> FloatA
 
 def durations_of_prices(costs: StageCosts, forward: FloatArray, backward: FloatArray) -> Durations:
     """Return seconds of tasks in each chunk of layers, given the prices of their MicroPacks (`[MicroPacks, 7]`)."""
-    layers, heads = costs.layers[:, np.newaxis], costs.heads[:, np.newaxis]
-    inputs = layers * backward[:, INPUT_LAYER] + heads * backward[:, INPUT_HEAD]
+    layers, has_head = costs.layers[:, np.newaxis], costs.has_head[:, np.newaxis]
+    inputs = layers * backward[:, INPUT_LAYER] + has_head * backward[:, INPUT_HEAD]
     weights = layers * backward[:, WEIGHT_LAYER]
     ahead = layers * forward[:, FORWARD_LAYER]
     if costs.head_at_once:
-        inputs = inputs + heads * (backward[:, FORWARD_HEAD] + backward[:, WEIGHT_HEAD])
+        inputs = inputs + has_head * (backward[:, FORWARD_HEAD] + backward[:, WEIGHT_HEAD])
     else:
-        ahead = ahead + heads * forward[:, FORWARD_HEAD]
-        weights = weights + heads * backward[:, WEIGHT_HEAD]
+        ahead = ahead + has_head * forward[:, FORWARD_HEAD]
+        weights = weights + has_head * backward[:, WEIGHT_HEAD]
     return Durations(
         forward=ahead,
         backward=inputs if costs.splits else inputs + weights,
@@ -532,7 +532,7 @@ class StageCosts:
     rates: Rates
     layers: FloatArray
     """float64 `[chunks]`: number of layers."""
-    heads: FloatArray
+    has_head: FloatArray
     """float64 `[chunks]`: 1 for the chunk that has the vocabulary head."""
     gather_s: FloatArray
     """float64 `[chunks]`: seconds to gather a chunk's parameters, if they are sharded."""
@@ -560,7 +560,7 @@ def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCo
         mesh=mesh,
         rates=cost.rates(mesh),
         layers=stages.layers,
-        heads=stages.has_head.astype(np.float64),
+        has_head=stages.has_head.astype(np.float64),
         gather_s=cost.gather_s(mesh),
         send_latency_s=latency,
         send_s_per_row=per_row,

@@ -142,19 +142,19 @@ def run_tasks(
             behind[stream], arrived[group] = arrived[group], stream
             if missing[group] > 0:
                 break
-            member = arrived[group]
-            while member >= 0:
-                task, following = turn[member], behind[member]
-                behind[member] = -1
+            peer = arrived[group]
+            while peer >= 0:
+                task, following = turn[peer], behind[peer]
+                behind[peer] = -1
                 starts[task], deciders[task] = group_ready[group], group_decider[group]
                 stops[task] = group_ready[group] + group_length[group]
-                turn[member] += 1
+                turn[peer] += 1
                 ran += 1
                 height = _wake(task, stack, height, waiting, behind)
-                if member != stream:
-                    stack[height] = member
+                if peer != stream:
+                    stack[height] = peer
                     height += 1
-                member = following
+                peer = following
     return ran
 
 
@@ -279,7 +279,7 @@ def backward_counts(
 
 
 @compiled
-def _add_up(counts: Float64, peaks: Float64, left: Float64, most: Float64, kept: Float64) -> None:
+def _add_up(counts: Float64, peaks: Float64, left: Float64, most: Float64, remaining: Float64) -> None:
     """Add peaks and remaining bytes of the tasks of one pass to zeros, `[ranks, chunks, MicroPacks]` each."""
     chunks, many, things = peaks.shape
     ranks, count = counts.shape[0], counts.shape[2]
@@ -297,7 +297,7 @@ def _add_up(counts: Float64, peaks: Float64, left: Float64, most: Float64, kept:
             for thing in range(things):
                 if left[chunk, thing] != 0:
                     for pack in range(count):
-                        kept[rank, chunk, pack] += left[chunk, thing] * counts[rank, thing, pack]
+                        remaining[rank, chunk, pack] += left[chunk, thing] * counts[rank, thing, pack]
 
 
 @compiled
@@ -311,10 +311,10 @@ def task_bytes(
     of `Memory`, `apart` its `kept_for_weight_bytes` and `first` its `first_bytes`.
     """
     ranks, chunks = forward.shape[0], len(apart)
-    most, kept = np.zeros((ranks, chunks, forward.shape[2])), np.zeros((ranks, chunks, forward.shape[2]))
+    most, remaining = np.zeros((ranks, chunks, forward.shape[2])), np.zeros((ranks, chunks, forward.shape[2]))
     back, left = np.zeros((ranks, chunks, backward.shape[2])), np.zeros((ranks, chunks, backward.shape[2]))
     waiting, begins = np.zeros((ranks, chunks, backward.shape[2])), np.zeros((ranks, stages))
-    _add_up(forward, forward_peaks, forward_left, most, kept)
+    _add_up(forward, forward_peaks, forward_left, most, remaining)
     _add_up(backward, backward_peaks, backward_left, back, left)
     for rank in range(ranks):
         for chunk in range(chunks):
@@ -328,7 +328,7 @@ def task_bytes(
                         if counts[rank, OWN, pack] > 0:
                             begins[rank, chunk % stages] += first[number, chunk] * counts[rank, OWN, pack]
                             break
-    return most, kept, back, left, waiting, begins
+    return most, remaining, back, left, waiting, begins
 
 
 # The dispatcher.

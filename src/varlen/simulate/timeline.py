@@ -88,8 +88,8 @@ class Timeline:
         """float64 `[dp, pp]`: seconds in which each stage computes; the rest is `exposed_s` and bubbles."""
         dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
         computes = self.kinds < KINDS
-        places = self.ranks[computes].astype(np.int64) * pp + self.stages[computes]
-        busy = np.bincount(places, self.work_s[computes], dp * pp).astype(np.float64)
+        seats = self.ranks[computes].astype(np.int64) * pp + self.stages[computes]
+        busy = np.bincount(seats, self.work_s[computes], dp * pp).astype(np.float64)
         return busy.reshape(dp, pp)
 
     @property
@@ -103,16 +103,16 @@ class Timeline:
         if not collects.any():
             return np.zeros((dp, pp))
         some = np.flatnonzero(collects | (self.kinds < KINDS))
-        places = self.ranks[some].astype(np.int64) * pp + self.stages[some]
+        seats = self.ranks[some].astype(np.int64) * pp + self.stages[some]
         # The union of computation and collectives, less computation. Stages are shifted behind each other in time, so
         # that one running maximum of ends serves all of them.
-        shift_s = places * self.makespan_s
+        shift_s = seats * self.makespan_s
         begins, ends = shift_s + self.starts_s[some], shift_s + self.starts_s[some] + self.work_s[some]
-        order = np.lexsort((begins, places))
+        order = np.lexsort((begins, seats))
         begins, ends = begins[order], ends[order]
         covered_until = np.concatenate(([0.0], np.maximum.accumulate(ends)[:-1]))
         more_s = np.maximum(ends - np.maximum(begins, covered_until), 0.0)
-        covered = np.bincount(places[order], more_s, dp * pp).reshape(dp, pp)
+        covered = np.bincount(seats[order], more_s, dp * pp).reshape(dp, pp)
         return np.maximum(covered - self.busy_s, 0.0)
 
     @property
@@ -200,7 +200,7 @@ def _write(timeline: Timeline, path: Path, *, is_packed: bool) -> None:
         file.write(f'{{"otherData":{writer},"displayTimeUnit":"ms","traceEvents":[\n')
         between = ""
         for event in itertools.chain(
-            _places(timeline), _tasks(timeline), _arrows(timeline), _memory(timeline)
+            _track_names(timeline), _tasks(timeline), _arrows(timeline), _memory(timeline)
         ):
             file.write(between + json.dumps(event, separators=(",", ":")))
             between = ",\n"
@@ -213,16 +213,16 @@ def _opened(path: Path, *, is_packed: bool) -> IO[str]:
     return path.open("w", encoding="utf-8")
 
 
-def _places(timeline: Timeline) -> Iterator[_Event]:
+def _track_names(timeline: Timeline) -> Iterator[_Event]:
     """Yield names and order of processes and threads."""
     mesh = timeline.plan.mesh
     for rank in range(mesh.dp):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         for stage in range(mesh.pp):
-            place = {"ph": "M", "pid": rank, "tid": stage}
-            yield {**place, "name": "thread_name", "args": {"name": f"stage {stage}"}}
-            yield {**place, "name": "thread_sort_index", "args": {"sort_index": stage}}
+            track = {"ph": "M", "pid": rank, "tid": stage}
+            yield {**track, "name": "thread_name", "args": {"name": f"stage {stage}"}}
+            yield {**track, "name": "thread_sort_index", "args": {"sort_index": stage}}
 
 
 def _tasks(timeline: Timeline) -> Iterator[_Event]:
@@ -280,17 +280,17 @@ def _arrows(timeline: Timeline) -> Iterator[_Event]:
         for giver, taker in zip(path[:-1].ravel().tolist(), path[1:].ravel().tolist()):
             for phase, task in (("s", giver), ("f", taker)):
                 arrow = {"ph": phase, "id": number, "name": "output", "cat": KIND_NAMES[kind]}
-                place = {"pid": ranks[task], "tid": stages[task], "ts": middles[task]}
-                yield {**arrow, **place, "bp": "e"}
+                point = {"pid": ranks[task], "tid": stages[task], "ts": middles[task]}
+                yield {**arrow, **point, "bp": "e"}
             number += 1
 
 
 def _memory(timeline: Timeline) -> Iterator[_Event]:
     """Yield the memory counters of stages."""
     pp = timeline.plan.mesh.pp
-    for place, (first, last) in enumerate(itertools.pairwise(timeline.memory_offsets.tolist())):
+    for seat, (first, last) in enumerate(itertools.pairwise(timeline.memory_offsets.tolist())):
         times = (timeline.memory_times_s[first:last] * _MICROSECONDS).tolist()
         sizes = (timeline.memory_bytes[first:last] / 1e9).tolist()
-        counter = {"ph": "C", "pid": place // pp, "name": f"memory of stage {place % pp}"}
+        counter = {"ph": "C", "pid": seat // pp, "name": f"memory of stage {seat % pp}"}
         for time, size in zip(times, sizes):
             yield {**counter, "ts": time, "args": {"GB": size}}

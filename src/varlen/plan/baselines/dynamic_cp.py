@@ -9,7 +9,7 @@ import numpy as np
 
 from varlen import jit
 from varlen.plan import kernels_groups
-from varlen.plan.baselines.packed import Order, capacities, micro_batch_counts, ordered, placed, work_of_packs
+from varlen.plan.baselines.packed import Order, build, capacities, micro_batch_counts, ordered, work_of_packs
 from varlen.plan.partition import partition
 from varlen.plan.search import Candidate
 from varlen.step_plan import Mesh
@@ -162,7 +162,7 @@ def _candidates(
     for order in orders:
         turn = np.empty(slowest.size, np.int64)
         turn[ordered(slowest, np.zeros(slowest.size, np.int32), order)] = np.arange(slowest.size)
-        yield placed(
+        yield build(
             lengths,
             group_of,
             first_ranks,

@@ -62,7 +62,7 @@ def packed(lengths: Int32Array, mesh: Mesh, capacity: int) -> Candidate:
     """Return best-fit-decreasing packs dealt round robin to data-parallel ranks."""
     pack_of, num_packs = packs_of(lengths, capacity)
     numbers = np.arange(num_packs)
-    return placed(
+    return build(
         lengths,
         pack_of,
         (numbers % mesh.dp).astype(np.int32),
@@ -91,7 +91,7 @@ def packed_candidates(
                 continue
             seen.add(ranks.tobytes())
             for order in orders:
-                yield placed(
+                yield build(
                     lengths,
                     pack_of,
                     ranks,
@@ -181,7 +181,7 @@ def balanced_candidates(
         ):
             pack_work = work_of_packs(work, pack_of, ranks.size)
             for order in orders:
-                yield placed(
+                yield build(
                     lengths,
                     pack_of,
                     ranks,
@@ -242,7 +242,7 @@ def by_differencing(work: FloatArray, count: int, dp: int) -> tuple[Int32Array, 
     return pack_of, np.array(ranks, np.int32)
 
 
-def placed(
+def build(
     lengths: Int32Array,
     pack_of: Int32Array,
     first_ranks: Int32Array,
