@@ -142,7 +142,7 @@ def timed(found: list[Case], device: torch.device) -> dict[str, Any]:
     for number in range(rounds):
         bench.run_round()
         for each in found if number < ROUNDS else ():
-            runs[each.name].append(run_step(model, ids, each.plan).places[0])
+            runs[each.name].append(run_step(model, ids, each.plan).task_runs[0])
     calibration = bench.calibration()
     steps = [
         _compared(
@@ -220,7 +220,7 @@ def remembered(found: list[Case], device: torch.device) -> list[dict[str, Any]]:
     for each in found:
         with bytes_meter(device) as meter:
             before = meter.live
-            run = run_step(model, ids, each.plan, meter=meter).places[0]
+            run = run_step(model, ids, each.plan, meter=meter).task_runs[0]
         measured = int(run.peak_bytes.max()) - before - TARGET_BYTES * each.plan.num_tokens
         predicted = predicted_bytes(shape, each.plan)
         rows.append(

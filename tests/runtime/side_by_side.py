@@ -158,7 +158,7 @@ def run_place(
         place.run_next()
     losses = [loss for chunk in mine for loss in chunk.losses]
     assert all(not chunk._documents and not chunk._graphs for chunk in mine)
-    return float(sum(losses, torch.zeros(()))), mine[-1].token_losses, place.told()
+    return float(sum(losses, torch.zeros(()))), mine[-1].token_losses, place.task_run()
 
 
 def in_threads(run: Callable[[int], None], count: int, tables: list[Table]) -> None:

@@ -33,7 +33,7 @@ from varlen.errors import DeviceMemoryError, VarlenError
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.clock import Clock, TrackedBytes, bytes_meter, in_host_memory
 from varlen.runtime.decoder import DecoderParts
-from varlen.runtime.kv_cache import DocumentCache, KeptRows
+from varlen.runtime.kv_cache import DocumentCache, RowStack
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.shared_documents import groups_of, shared_documents
 from varlen.runtime.stage_run import StageRunner, Took, is_out_of_memory, rows_that_fit
@@ -112,7 +112,7 @@ def test_a_document_given_back_token_by_token_is_copied_15_times_at_most():
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.lists(st.integers(1, 9), max_size=20))
 def test_kept_rows_come_back_from_the_end_whatever_pieces_they_came_in(pieces, wanted):
-    rows, kept, left = torch.arange(sum(pieces))[:, None], KeptRows(), sum(pieces)
+    rows, kept, left = torch.arange(sum(pieces))[:, None], RowStack(), sum(pieces)
     for piece in rows.split(pieces):
         kept.add(piece)
 
@@ -176,7 +176,7 @@ def test_selective_graphs_leave_out_norm_outputs_and_the_product():
     for recompute in ("none", "selective"):
         plan = one_gpu_plan(np.array([length], np.int32), length, recompute=recompute)  # type: ignore[arg-type]
         with bytes_meter(torch.device("cpu")) as meter:
-            held.append(run_step(model, tokens_of([length]), plan, meter=meter).places[0].live_bytes[0])
+            held.append(run_step(model, tokens_of([length]), plan, meter=meter).task_runs[0].live_bytes[0])
 
     assert held[0] - held[1] == length * 3 * (4 * 64 + 2 * 176)
 
@@ -201,7 +201,7 @@ def test_peaks_of_long_documents_are_what_the_cost_model_says(saved, offload):
     plan, tokens = one_gpu_plan(np.array([length], np.int32), 64, offload=offload), tokens_of([length])
 
     with bytes_meter(torch.device("cpu")) as meter:
-        run = run_step(model, tokens, plan, meter=meter, saved=saved).places[0]
+        run = run_step(model, tokens, plan, meter=meter, saved=saved).task_runs[0]
 
     predicted = predicted_bytes(ModelShape.from_config(model.config), plan, saved)
     assert run.peak_bytes.max() - TARGET_BYTES * length == pytest.approx(predicted, rel=0.02)
@@ -303,7 +303,7 @@ def peak_of(model: Any, recompute: Any) -> int:
         parameter.grad = torch.zeros_like(parameter)
     with TrackedBytes() as free:
         run = run_step(model, tokens_of([LENGTH]), one_slice(LENGTH, recompute), meter=free)
-    return int(run.places[0].peak_bytes.max())
+    return int(run.task_runs[0].peak_bytes.max())
 
 
 def one_slice(rows: int, recompute: Any) -> Any:
@@ -632,8 +632,8 @@ def measured(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
             place = StageRunner(plan, rank, stage, chunks[stage :: mesh.pp], wires, clock=clock, meter=meter)
             while place.next_task:
                 place.run_next()
-            TOLD[rank, stage] = (place.told(), before)
-            peaks[rank, stage] = place.told().peak_bytes.max(initial=0) - before
+            TOLD[rank, stage] = (place.task_run(), before)
+            peaks[rank, stage] = place.task_run().peak_bytes.max(initial=0) - before
 
     in_threads(run, len(models), list(tables.values()))
     return peaks

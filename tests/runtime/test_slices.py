@@ -99,10 +99,10 @@ def test_tasks_run_in_the_order_of_the_plan():
 
     run = run_step(tiny("llama"), tokens_of([5, 9]), plan)
 
-    assert run.places[0].kinds.tolist() == [0, 0, 1, 0, 1, 1]
-    assert run.places[0].micropacks.tolist() == [0, 1, 0, 2, 1, 2]
-    assert (run.places[0].seconds > 0).all()
-    assert not run.places[0].live_bytes.any()
+    assert run.task_runs[0].kinds.tolist() == [0, 0, 1, 0, 1, 1]
+    assert run.task_runs[0].micropacks.tolist() == [0, 1, 0, 2, 1, 2]
+    assert (run.task_runs[0].seconds > 0).all()
+    assert not run.task_runs[0].live_bytes.any()
 
 
 def test_labels_say_what_is_learned_and_an_empty_micropack_runs():
@@ -146,9 +146,9 @@ def test_every_byte_of_a_step_is_given_back(recompute):
         run = run_step(model, tokens, plan, meter=meter)
         left = meter.live
 
-    kept = run.places[0].live_bytes
+    kept = run.task_runs[0].live_bytes
     assert kept[0] < kept[1] > kept[2] > kept[3]
-    assert (run.places[0].peak_bytes >= kept).all()
+    assert (run.task_runs[0].peak_bytes >= kept).all()
     assert left < 2000  # losses, labels and positions
 
 
@@ -158,7 +158,7 @@ def test_recomputation_keeps_layer_inputs_keys_and_values_alone():
     with bytes_meter(tokens.device) as meter:
         run = run_step(model, tokens, plan, meter=meter)
 
-    assert run.places[0].live_bytes[0] == pytest.approx(256 * 2 * (32 + 2 * 2 * 8) * 4, rel=0.1)
+    assert run.task_runs[0].live_bytes[0] == pytest.approx(256 * 2 * (32 + 2 * 2 * 8) * 4, rel=0.1)
 
 
 def test_tracked_bytes_follow_storages_and_not_views():
@@ -234,7 +234,7 @@ def test_peak_memory_is_what_the_cost_model_says(case):
         run = run_step(model, tokens, case.plan, meter=meter)
 
     predicted = predicted_bytes(ModelShape.from_config(model.config), case.plan)
-    measured = run.places[0].peak_bytes.max() - TARGET_BYTES * case.plan.num_tokens
+    measured = run.task_runs[0].peak_bytes.max() - TARGET_BYTES * case.plan.num_tokens
     assert measured == pytest.approx(predicted, rel=0.02)
 
 
@@ -298,7 +298,7 @@ def test_every_rank_and_stage_does_its_part(case):
     run = run_step(model, tokens, plan)
 
     assert run.loss == pytest.approx(loss, rel=1e-12)
-    assert sum(len(place.kinds) for place in run.places) == len(plan.tasks)
+    assert sum(len(place.kinds) for place in run.task_runs) == len(plan.tasks)
     found = take_gradients(model)
     assert found.keys() == wanted.keys()
     for name, gradient in found.items():
@@ -336,7 +336,7 @@ def test_a_step_with_weight_gradients_apart_has_the_gradients_of_the_uncut_model
     run = run_step(model, tokens, plan)
 
     assert run.loss == pytest.approx(loss, rel=1e-12)
-    assert run.places[0].kinds.tolist() == tasks
+    assert run.task_runs[0].kinds.tolist() == tasks
     assert_equal(take_gradients(model), wanted)
 
 
@@ -377,7 +377,7 @@ def test_what_waits_is_kept_until_its_task_and_no_longer():
     plan = one_gpu_plan([200], [[(0, 0, 200)]], tasks=[FORWARD, BACKWARD, WEIGHT], splits_backward=True)
 
     with bytes_meter(tokens.device) as meter:
-        kept = run_step(model, tokens, plan, meter=meter).places[0].live_bytes
+        kept = run_step(model, tokens, plan, meter=meter).task_runs[0].live_bytes
 
     hidden, inner, heads, key_heads = 32, 40, 32, 16
     inputs = 2 * hidden + heads + inner  # of q, k and v together; of gate and up together; of o; of down

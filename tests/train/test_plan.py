@@ -451,7 +451,7 @@ def test_rows_take_no_more_bytes_than_plans_leave_them(number):
         with bytes_meter(torch.device("cpu")) as meter, autocast:
             step = run_step(model, tokens, case.plan, meter=meter)
 
-        assert 0.7 * times < step.places[0].peak_bytes.max() / counted < times
+        assert 0.7 * times < step.task_runs[0].peak_bytes.max() / counted < times
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""Choose what computes attention, and say why other kernels don't.
+"""Choose the attention kernel, and name the reasons against the others.
 
 Slices run in a kernel of whole slices, or as rectangles one by one. A kernel is used if it agrees with scores formed
 here on a small case of the same kind, in both passes: versions of the libraries differ in the arguments they respect.
@@ -112,7 +112,7 @@ def _tried(
     try:
         kernel = MAKERS[name]()
         off = error_on_a_small_case(kernel, (query_heads, key_heads, width), rules, device, dtype)
-    except Exception as error:  # whatever a build of it says, another kernel runs
+    except Exception as error:  # if it fails to build, another kernel runs
         return None, described(error, kind=True)
     return (kernel, "") if off < 0.05 else (None, f"it is off by {off:.2g} on a small case")
 

@@ -167,7 +167,7 @@ def _to_the_left(rules: LayerRules) -> int:
 class Flex:
     """FlexAttention, compiled: windows and soft caps without flash-attn.
 
-    The backward runs the forward again, so nothing is kept between the passes.
+    The backward runs the forward again, so nothing is stored between the passes.
     """
 
     has_softcap: ClassVar = True

@@ -45,7 +45,7 @@ def forward(
         query: `[1, query_heads, rows, dim]`, any strides.
         key: `[1, key_heads, keys, dim]`; `query_heads` is a multiple of `key_heads`, and no key is copied.
         value: `[1, key_heads, keys, value_dim]`.
-        seen: bool `[rows, keys]`, which keys each row sees; None for all, or as `causal` says.
+        seen: bool `[rows, keys]`, which keys each row sees; None for all, or as `causal` requires.
 
     Returns:
         The output, `[1, query_heads, rows, value_dim]`, 0 in rows that see no key, and their log-sum-exp, `-inf`

@@ -9,7 +9,7 @@ import torch
 from varlen.errors import ModelError
 
 NOT_COMPUTED = ("position_bias", "sinks", "indices", "block_indices")
-"""Arguments by which some families change who is attended to or how much, and which no kernel here computes."""
+"""Arguments of some families that change which keys are attended to or how much, and that no kernel here computes."""
 SELECTING = "indexed_attention"  # each token selects among the tokens that a mask leaves it
 MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
 """Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
@@ -23,7 +23,7 @@ class LayerRules(NamedTuple):
     scale: float  # factor on the product of a query and a key
     window: int | None = None  # a token sees the last so many tokens, itself included; None for all
     softcap: float | None = None  # scores s become `softcap * tanh(s / softcap)` (Gemma 2); None for no cap
-    dropout: float = 0.0  # share of attention weights set to 0; for whole packs alone
+    dropout: float = 0.0  # share of attention weights set to 0; for whole packs only
 
 
 def rules_of_call(

@@ -1,4 +1,4 @@
-"""Pricing kernels over flat arrays; `tests/oracles/cost.py` says in plain Python what each must return.
+"""Pricing kernels over flat arrays; `tests/oracles/cost.py` defines in plain Python what each returns.
 
 `price` looks rows up once a MicroPack and keys once a slice, so that a step of 10^4 slices takes a fraction of a
 millisecond. `Rates` is taken apart before any loop: handing on a tuple that holds arrays counts references to all of

@@ -375,7 +375,7 @@ FORWARD_COUNTS, BACKWARD_COUNTS = 7, 14
 class Messages(NamedTuple):
     """Bytes per row of messages between stages, each float64 `[num_chunks]`.
 
-    The next MicroPack is received ahead, and the last message sent is kept until the next one is sent.
+    The next MicroPack is received ahead, and the last message sent stays allocated until the next one is sent.
     """
 
     received_forward: FloatArray

@@ -238,7 +238,7 @@ class ModelShape:
 # Known shapes, from their published configurations, and the positions of their checkpoints.
 #
 # Named shapes don't limit positions, since long-context training first extends those of a checkpoint. `POSITIONS` is
-# only used to tell users that a plan assumes such an extension.
+# only used to warn that a plan assumes such an extension.
 
 
 def _dense(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:

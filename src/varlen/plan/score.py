@@ -34,7 +34,7 @@ def best_plan(
     """Return the fastest candidate that fits into memory, the first of equals; None if none fits.
 
     Candidates are dispatched, and the fastest is also tried with the fixed schedule. If ranks share documents, all of
-    them must run one order, so only the fixed schedule is tried. Candidates whose work alone takes longer than the
+    them must run one order, so only the fixed schedule is tried. Candidates whose work takes longer than the
     best plan are skipped.
     """
     best, least_s, in_vain = None, math.inf, 0

@@ -269,14 +269,14 @@ def _lengths(group: Sequence[CachedSlice], first: int) -> Lengths:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Build no mask: slices say who is attended to."""
+    """Build no mask: slices define which keys are attended to."""
 
 
 # The attention of documents that several data-parallel ranks share (DP-Merge): each has some of the rows.
 #
 # A rank keeps the keys and values of its own rows alone. In each layer the group gathers those of all tokens that a
 # slice sees, each rank attends with its own rows, and in the backward the gradients of keys and values are summed
-# where those are kept (as context parallelism does it in Llama 3; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2).
+# where stored (as context parallelism does it in Llama 3; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2).
 # What is gathered is there for one layer at a time, as a document of which the rank's rows are ordinary slices.
 
 
@@ -291,7 +291,7 @@ class _GatheredCache(DocumentCache):
 class _Gathered(NamedTuple):
     cache: DocumentCache
     slices: list[tuple[CachedSlice, slice]]
-    """This rank's rows as slices of the gathered tokens, and their places among queries."""
+    """This rank's rows as slices of the gathered tokens, and their indices among queries."""
     span: Span
 
 
@@ -339,7 +339,7 @@ def _backward_shared(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of this rank's queries, keys and values of a slice.
 
-    What its rows and those of the peers send to keys and values is summed where these are kept: that of earlier
+    What its rows and those of the peers send to keys and values is summed where these are stored: that of earlier
     slices in caches, whose memory of this slice is given back. All ranks of the group call it together.
 
     Cost: as `forward`; two copies of the gradients of all tokens seen, float32 or wider, are summed and scattered.
@@ -378,8 +378,8 @@ def _gathered(piece: CachedSlice, call: Call, none: Pair) -> _Gathered:
     span = share.span(call.rules.window)
     mine = none[0].new_empty(span.width, *_shape(none))
     if share.last:
-        for into, kept in zip(_parted(mine, none), piece.cache.read(call.layer, share.last)):
-            into[:, :, : share.last - span.first] = kept[:, :, span.first :]
+        for into, stored in zip(_parted(mine, none), piece.cache.read(call.layer, share.last)):
+            into[:, :, : share.last - span.first] = stored[:, :, span.first :]
     everyone = share.document.peers.all_gather(mine).flatten(0, 1)
     cache = _GatheredCache(span.stop - span.start)
     # Keys and values of a token stay side by side: both are put in order at once, many times faster than each alone.

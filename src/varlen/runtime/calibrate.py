@@ -1,7 +1,7 @@
 """`calibrate`: what this machine's own kernels take for a model's slices, as the `Hardware` that planners look up.
 
 Attention is measured over query rows and key lengths, layers without their attention over rows, both passes apart,
-on the functions that run steps. Some shapes are held out: they tell how well the tables predict what wasn't measured.
+on the functions that run steps. Some shapes are held out: they show how well the tables predict what wasn't measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLOPS_BACKWARD: Final = 2.0  # FLOPs of backward matrix products, relative to fo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """One held-out shape in one pass: what the fitted tables say, beside what it took."""
+    """One held-out shape in one pass: what the fitted tables predict, beside what it took."""
 
     kind: str  # "attention" or "layer", the latter without its attention
     backward: bool
@@ -63,7 +63,7 @@ class Calibration:
     held_out: tuple[Predicted, ...]
     rounds: int  # how often each shape was run
     repeat_mape: float
-    """What one half of the rounds would say of the other, as a share: the machine's own unrest."""
+    """The error of predicting one half of the rounds by the other, as a share: the machine's noise."""
 
     @property
     def mape_attention(self) -> float:
@@ -110,13 +110,13 @@ def calibrate(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     now = time.perf_counter if machine is None else machine.now
-    began, said = now(), 0.0
+    began, reported = now(), 0.0
 
-    def tell(share: float) -> None:
-        nonlocal said
-        if progress is not None and share > said:
+    def report(share: float) -> None:
+        nonlocal reported
+        if progress is not None and share > reported:
             progress(share)
-            said = share
+            reported = share
 
     bench = Bench.of(
         model,
@@ -124,7 +124,7 @@ def calibrate(
         dtype=kind,
         budget_s=budget_s,
         machine=machine,
-        progress=lambda: tell(min((now() - began) / budget_s, 0.99)),
+        progress=lambda: report(min((now() - began) / budget_s, 0.99)),
         on_least=on_least,
     )
     bench.rounds.append(bench.first)
@@ -135,14 +135,14 @@ def calibrate(
         before = now()
         bench.run_round()
         taken = now() - before
-        tell(min((now() - began) / budget_s, 0.99))
-    tell(1.0)
+        report(min((now() - began) / budget_s, 0.99))
+    report(1.0)
     return bench.calibration()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """A calibration under way, for those who measure something else between its rounds."""
+    """A calibration under way, for callers that measure something else between its rounds."""
 
     model: ModelShape
     device: torch.device
@@ -291,12 +291,12 @@ def _predictions(
     found = []
     for probe, measured in zip(probes, seconds):
         if probe.kind == "attention":
-            alone = rates._replace(attention_flops=4.0 * model.heads * model.head_dim)
+            isolated = rates._replace(attention_flops=4.0 * model.heads * model.head_dim)
         else:
-            alone = rates._replace(linear_flops=probe.flops / probe.rows)
+            isolated = rates._replace(linear_flops=probe.flops / probe.rows)
         stop = probe.keys or probe.rows
         begin, end, one = (np.array([x], np.int32) for x in (stop - probe.rows, stop, 1))
-        priced: FloatArray = kernels.price(np.array([0, 1], np.int32), begin, end, one, alone)[0]
+        priced: FloatArray = kernels.price(np.array([0, 1], np.int32), begin, end, one, isolated)[0]
         passes = (priced[FORWARD_LAYER], priced[INPUT_LAYER] + priced[WEIGHT_LAYER])
         for back, predicted in enumerate(passes):
             found.append(
@@ -375,7 +375,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What shapes are run on, and the clock that says how long."""
+    """What shapes are run on, and the clock that measures them."""
 
     make: Callable[[Case], Probe]
     run: Callable[[Probe], FloatArray]
@@ -494,10 +494,10 @@ def attention_levels() -> list[Level]:
 
     levels: list[Level] = [(cases(LEAST_CELLS), cases(LEAST_HELD))]
     below = 0
-    for place, longest in enumerate(KEY_LENGTHS):
+    for index, longest in enumerate(KEY_LENGTHS):
         if longest < LEAST_KEYS:
             continue
-        cells, held = cells_of(KEY_LENGTHS[: place + 1]), []
+        cells, held = cells_of(KEY_LENGTHS[: index + 1]), []
         most = max(rows for rows, _ in cells)
         for turn, keys in enumerate(HELD_KEYS):
             rows = [count for count in HELD_ROWS if count <= min(keys, most)]

@@ -24,7 +24,7 @@ from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
 from varlen.runtime.casting import add_product, lowered, uncast, ungraphed
 from varlen.runtime.decoder import DecoderParts, Positions
-from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, KeptRows, Visit
+from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, RowStack, Visit
 from varlen.runtime.mesh.shared_documents import Key, SharedDocument, rows_of, tokens_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, Offload
 
@@ -49,11 +49,11 @@ class StepData:
 
 @dataclass(slots=True)
 class _Document:
-    """What is kept of a document between its tasks."""
+    """What is stored of a document between its tasks."""
 
     cache: DocumentCache
-    inputs: dict[int, KeptRows] = field(default_factory=dict)
-    """By layer whose input is kept: `[tokens, hidden]` into it."""
+    inputs: dict[int, RowStack] = field(default_factory=dict)
+    """By layer whose input is stored: `[tokens, hidden]` into it."""
     forward_to: int = 0  # tokens that have run forward
     backward_from: int = -1  # tokens that haven't run backward; -1 before the first backward slice
 
@@ -87,7 +87,7 @@ class ChunkStep:
         self._runs = [range(layer, layer + 1) for layer in range(layers.start, again)]
         self._runs += [range(again, layers.stop)] if again < layers.stop else []
         self._again = again
-        self._kept_layers = range(layers.start, again if saved == "layers" else min(layers.start + 1, again))
+        self._saved_layers = range(layers.start, again if saved == "layers" else min(layers.start + 1, again))
         self._made: list[torch.Tensor] = []
         """What goes into the layers that are computed again, where it is made again too, last to be used first."""
         self._is_selective = is_selective
@@ -116,7 +116,7 @@ class ChunkStep:
         with self._near(key, FORWARD):
             for layers in self._runs:
                 if layers.start < self._again:
-                    if layers.start in self._kept_layers:
+                    if layers.start in self._saved_layers:
                         self._keep(key, layers.start, hidden)
                     with ungraphed(hidden):
                         # The last layer's output may be made again; its keys and values are needed now.
@@ -196,8 +196,8 @@ class ChunkStep:
         for number, start, stop in key if kind == FORWARD else reversed(key):
             length = int(self._data.offsets[number + 1] - self._data.offsets[number])
             shared = self._shared.get(number)
-            kept = length if shared is None else shared.rows
-            document = self._documents.setdefault(number, _Document(self._cache(kept)))
+            rows = length if shared is None else shared.rows
+            document = self._documents.setdefault(number, _Document(self._cache(rows)))
             if kind == FORWARD:
                 expected, document.forward_to = document.forward_to == start, stop
             else:
@@ -224,20 +224,20 @@ class ChunkStep:
         for document, start, stop in rows_of(key, self._shared):
             rows = hidden[0, row : row + stop - start].detach()
             row += stop - start
-            kept = self._documents[document].inputs
-            if layer not in kept:
+            inputs = self._documents[document].inputs
+            if layer not in inputs:
                 assert self._link is not None or not self._rows_are_far
-                kept[layer] = HostRows(self._link) if self._rows_are_far and self._link else KeptRows()
+                inputs[layer] = HostRows(self._link) if self._rows_are_far and self._link else RowStack()
             is_shared = len(key) > 1 and not self._rows_are_far  # or one document's rows would keep all alive
-            kept[layer].add(rows.clone() if is_shared else rows)
+            inputs[layer].add(rows.clone() if is_shared else rows)
 
     def _into(
         self, key: Key, layer: int, positions: Positions | None, slices: Sequence[CachedSlice]
     ) -> tuple[torch.Tensor, Positions]:
-        """Return a layer's input, `[1, rows, hidden]`, which is no longer kept, and the rows' positions."""
+        """Return a layer's input, `[1, rows, hidden]`, which is removed, and the rows' positions."""
         if self._made:
             hidden = self._made.pop()
-        elif layer in self._kept_layers:
+        elif layer in self._saved_layers:
             hidden = self._taken(key, layer)
         else:
             hidden = self._taken(key, self.layers.start)
@@ -249,7 +249,7 @@ class ChunkStep:
         return hidden.detach(), positions or self._parts.positions(slices, hidden)
 
     def _taken(self, key: Key, layer: int) -> torch.Tensor:
-        """Return the kept input of a layer, `[1, rows, hidden]`; a single piece isn't copied."""
+        """Return the stored input of a layer, `[1, rows, hidden]`; a single piece isn't copied."""
         pieces = [
             piece
             for document, start, stop in reversed(rows_of(key, self._shared))
@@ -279,7 +279,7 @@ class ChunkStep:
             return [Visit(layer, has_own=False, is_backward=False) for layer in self.layers]
         graphs, again = range(self._again, self.layers.stop), range(self.layers.start, self._again)
         visits = [Visit(layer, has_own=True, is_backward=True) for layer in reversed(graphs)]
-        if len(self._kept_layers) < len(again):
+        if len(self._saved_layers) < len(again):
             visits += [Visit(layer, has_own=False, is_backward=False) for layer in again[:-1]]
         return visits + [Visit(layer, has_own=False, is_backward=True) for layer in reversed(again)]
 
@@ -389,7 +389,7 @@ class _Product(NamedTuple):
 def selectively(layers: Iterable[nn.Module], is_on: bool = True) -> Iterator[None]:
     """Let graphs that are made meanwhile keep factors instead of products that go into these layers' linear layers.
 
-    A product whose factors aren't both kept, as where one of them needs no gradient, is kept itself.
+    A product whose factors aren't both saved, as where one of them needs no gradient, is saved itself.
     """
     if not is_on:
         yield
@@ -408,19 +408,19 @@ def selectively(layers: Iterable[nn.Module], is_on: bool = True) -> Iterator[Non
             products[product.untyped_storage()._cdata] = (one.detach(), other.detach())
 
     def forget(*_: Any) -> None:
-        products.clear()  # the product may die now, and its storage's place be another's
+        products.clear()  # the product may be freed now, and its address reused
 
-    def pack(kept: torch.Tensor) -> torch.Tensor | _Product:
-        factors = products.get(kept.untyped_storage()._cdata)
+    def pack(saved: torch.Tensor) -> torch.Tensor | _Product:
+        factors = products.get(saved.untyped_storage()._cdata)
         if factors is None:
-            return kept
-        return _Product(*factors, kept.size(), kept.stride(), int(kept.storage_offset()))
+            return saved
+        return _Product(*factors, saved.size(), saved.stride(), int(saved.storage_offset()))
 
-    def unpack(kept: torch.Tensor | _Product) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        product = kept.one * kept.other
-        return product.as_strided(kept.size, kept.stride, kept.offset)
+    def unpack(saved: torch.Tensor | _Product) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        product = saved.one * saved.other
+        return product.as_strided(saved.size, saved.stride, saved.offset)
 
     linear = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
     hooks = [module.register_forward_pre_hook(note) for module in linear]

@@ -260,7 +260,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-# `check_ends`: whether a model's embedding and head are what their weights say, since steps compute both themselves.
+# `check_ends`: whether a model's embedding and head are only their weights, since steps compute both themselves.
 #
 # A step multiplies by the head's weight and adds to both ends' gradients in place, so that neither all logits nor a
 # gradient of the whole vocabulary exists at once. An adapter around an end, or a hook on it, would be bypassed and
@@ -292,7 +292,7 @@ def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
 
 
 def _check_end(name: str, what: str, end: Any, kind: type[nn.Module]) -> None:
-    """Refuse an end that computes more than its weight says, or that has hooks."""
+    """Refuse an end that computes more than its weight defines, or that has hooks."""
     owner = end
     if type(end).__name__ == _COPIES:
         owner = next((m for m in end.modules() if m._parameters.get("weight") is end.weight), end)
@@ -316,7 +316,7 @@ def _check_end(name: str, what: str, end: Any, kind: type[nn.Module]) -> None:
         )
 
 
-# The families of transformers models that run in slices: what each does around its layers, and who is refused, why.
+# The families of transformers models that run in slices: what each does around its layers, and which are refused.
 #
 # Layers run as they are, whatever the family does inside them. A step needs to know how ids become the input of the
 # first layer, which rotary positions each layer gets, and what happens to the head's output.

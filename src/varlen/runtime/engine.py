@@ -25,7 +25,7 @@ from varlen.runtime.mesh.fsdp import Gathered, is_sharded
 from varlen.runtime.mesh.rank import MeshRank
 from varlen.runtime.split import check_layers
 from varlen.runtime.stage_run import TaskRun
-from varlen.runtime.step import check_runnable, run_places
+from varlen.runtime.step import check_runnable, run_stages
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
 
@@ -126,7 +126,7 @@ class SliceEngine:
             if value not in get_args(known):
                 raise SettingError(f"{name}={value!r}; there are {', '.join(get_args(known))}")
         if mesh is None:
-            check_alone(model)
+            check_not_distributed(model)
         model = model.module if isinstance(model, DistributedDataParallel) else model
         self.model, self.weighting = model, weighting
         self.recompute, self.saved, self.offload = recompute, saved, offload
@@ -135,7 +135,7 @@ class SliceEngine:
         one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)  # refuses what isn't a number of rows
         if mesh is None:
             check_model(model, kernels)  # an error on one rank reaches all
-        self._member = _member(model, mesh, rank, deadline_s, gathered, kernels)
+        self._mesh_rank = _mesh_rank(model, mesh, rank, deadline_s, gathered, kernels)
 
     def step(
         self,
@@ -165,25 +165,25 @@ class SliceEngine:
             SettingError: weights that don't add up over batches; gradients are off; or several GPUs, and no plan.
             WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
-        if self._member is not None:
-            return self._step_of_many(self._member, batch, plan, meter, document_losses)
+        if self._mesh_rank is not None:
+            return self._step_of_many(self._mesh_rank, batch, plan, meter, document_losses)
         inputs = self._prepared(batch, plan, Mesh(), 0)
         used, data = inputs.plan, inputs.weighed(lambda _: None)
         before = _attention(self.model)
         parts = DecoderParts.of(self.model, self.kernels)
         try:
             check_layers(len(parts.layers), used.mesh)
-            run = run_places(
+            run = run_stages(
                 self.model, parts, data, used, meter=meter, keeps_losses=document_losses, saved=self.saved
             )
         finally:
             self.model.set_attn_implementation(before)
-        peaks = [int(place.peak_bytes.max(initial=0)) for place in run.places]
+        peaks = [int(task_run.peak_bytes.max(initial=0)) for task_run in run.task_runs]
         return StepStats(
             loss=run.loss,
             num_targets=run.num_targets,
             plan=used,
-            places=run.places,
+            places=run.task_runs,
             document_losses=_mean_losses(inputs, run.token_losses),
             peak_bytes=max(peaks),
             peaks_bytes=np.array([max(peaks)], np.int64),
@@ -201,18 +201,18 @@ class SliceEngine:
         Raises:
             WorkerDiedError: another process is gone.
         """
-        if self._member is not None:
-            return self._member.clip_grad_norm_(self.model, max_norm)
+        if self._mesh_rank is not None:
+            return self._mesh_rank.clip_grad_norm_(self.model, max_norm)
         return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
 
     def close(self) -> None:
         """Leave the groups of the job's processes; a step after it is refused."""
-        if self._member is not None:
-            self._member.close()
+        if self._mesh_rank is not None:
+            self._mesh_rank.close()
 
     def _step_of_many(
         self,
-        member: MeshRank,
+        mesh_rank: MeshRank,
         batch: PackedBatch,
         plan: StepPlan | None,
         meter: Meter | None,
@@ -221,12 +221,12 @@ class SliceEngine:
         """Run this process's part of a step; a fault here ends the step on all ranks."""
         prepared: StepInputs | VarlenError
         try:
-            prepared = self._prepared(batch, plan, member.seat.mesh, member.seat.dp_rank, shares=True)
+            prepared = self._prepared(batch, plan, mesh_rank.seat.mesh, mesh_rank.seat.dp_rank, shares=True)
         except VarlenError as error:
             prepared = error
         before = _attention(self.model)
         try:
-            run, totals = member.run(
+            run, totals = mesh_rank.run(
                 self.model, prepared, meter=meter, keeps_losses=document_losses, saved=self.saved
             )
         finally:
@@ -236,7 +236,7 @@ class SliceEngine:
             loss=totals.loss,
             num_targets=totals.num_targets,
             plan=prepared.plan,
-            places=run.places,
+            places=run.task_runs,
             document_losses=None if totals.document_losses is None else means(totals.document_losses),
             peak_bytes=int(totals.peaks_bytes.max()),
             peaks_bytes=totals.peaks_bytes,
@@ -286,7 +286,7 @@ def _mean_losses(inputs: StepInputs, token_losses: torch.Tensor | None) -> Float
     )
 
 
-def _member(
+def _mesh_rank(
     model: Any,
     mesh: Mesh | None,
     rank: int | None,
@@ -317,8 +317,8 @@ def _attention(model: Any) -> str:
 # Whether a step in this process would learn: no other process holds the model too, and gradients are on.
 
 
-def check_alone(model: Any) -> None:
-    """Refuse to run a model by itself that this process holds with others, who would learn something else."""
+def check_not_distributed(model: Any) -> None:
+    """Refuse to run a model by itself that this process holds together with others: gradients would not be summed."""
     if isinstance(model, DistributedDataParallel) and model.process_group.size() > 1:
         held = f"DistributedDataParallel holds the model in {model.process_group.size():,} processes"
     elif isinstance(model, nn.Module) and is_sharded(model):

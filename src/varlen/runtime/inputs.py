@@ -54,9 +54,9 @@ class StepInputs:
             return self.data
         weights, sums, ids = self.data.weights, self._by_document(self.data.weights), self.document_ids
         if self.is_share:
-            told = torch.tensor(np.where(self.own, np.stack([sums, ids]), 0.0), device=weights.device)
-            add(told)
-            sums, ids = told.cpu().numpy()
+            totals = torch.tensor(np.where(self.own, np.stack([sums, ids]), 0.0), device=weights.device)
+            add(totals)
+            sums, ids = totals.cpu().numpy()
             ids = ids.astype(np.int64)
         # A common factor, such as the number of packs, cancels in the mean.
         each = target_weights(self.weighting, sums, ids, self.groups, 1)

@@ -1,8 +1,8 @@
-"""DocumentCache and KeptRows: what a document's tasks on this stage keep for its later tasks, layer by layer.
+"""DocumentCache and RowStack: what a document's tasks on this stage store for its later tasks, by layer.
 
 Keys and values of the whole document are in one buffer per layer, allocated once, so that slices neither copy nor
 concatenate earlier ones. Their gradients are summed in further buffers while the document's slices run backward, last
-to first. Layers' inputs are kept as one tensor per forward slice. The backward pass releases all of these; the bytes
+to first. Layers' inputs are one tensor per forward slice. The backward pass releases all of these; the bytes
 that this copies are linear in the document's length, for any number of slices.
 """
 
@@ -116,7 +116,7 @@ class CachedSlice:
         return self.cache.length if self.share is None else self.share.document.tokens
 
 
-class KeptRows:
+class RowStack:
     """A layer's inputs for a document's rows, one tensor per forward slice; taken from the end."""
 
     def __init__(self) -> None:
@@ -279,8 +279,8 @@ class HostCache(DocumentCache):
         """Keep a slice's keys and values, as `DocumentCache.write`; recomputed ones stay on the device."""
         near, pair = self._arrive(layer, (key, value))
         stop = start + key.shape[2]
-        for kept, rows in zip(pair, (key, value)):
-            kept[:, :, start:stop] = rows
+        for into, rows in zip(pair, (key, value)):
+            into[:, :, start:stop] = rows
         if self._is_new:
             if layer not in self.pairs:
                 self.pairs[layer] = self.link.there((key, value), self.length)
@@ -332,7 +332,7 @@ class HostCache(DocumentCache):
         near, after = self._near
         if near.layer != layer:
             visit = self._visits.popleft()
-            assert visit.layer == layer, f"layer {layer} runs where {visit.layer} was told"
+            assert visit.layer == layer, f"layer {layer} runs where {visit.layer} was declared"
             near, after = self._near = [after, near]
             if near.layer != layer:
                 self._fetch(near, visit, like)
@@ -370,8 +370,8 @@ class HostCache(DocumentCache):
         return near.gradients
 
 
-class HostRows(KeptRows):
-    """As `KeptRows`, in host memory."""
+class HostRows(RowStack):
+    """As `RowStack`, in host memory."""
 
     def __init__(self, link: HostLink) -> None:
         super().__init__()

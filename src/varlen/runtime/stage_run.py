@@ -24,7 +24,7 @@ class Wires(Protocol):
     """How what chunks of layers give reaches the next ones. Messages are named by pass, MicroPack and receiver."""
 
     def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
-        """Send the rows of a MicroPack, without waiting for who takes them.
+        """Send the rows of a MicroPack, without waiting for the receiver.
 
         Args:
             rows: `[1, rows, hidden]`: what layers made, or its gradient.
@@ -36,7 +36,7 @@ class Wires(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TaskRun:
-    """What the tasks of a place took, in the order run."""
+    """What the tasks of a stage took, in the order run."""
 
     kinds: npt.NDArray[np.uint8]  # uint8 `[num_tasks]`: FORWARD, BACKWARD or WEIGHT
     chunks: Int32Array  # int32 `[num_tasks]`: chunk of layers, among all
@@ -76,7 +76,7 @@ class StageRunner:
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
         self._chunks, self._wires, self._clock, self._meter = chunks, wires, clock, meter
-        self._rank, self._unit, self._is_alone = rank, unit, plan.mesh.num_gpus == 1
+        self._rank, self._unit, self._is_single_gpu = rank, unit, plan.mesh.num_gpus == 1
         self._live_at_first = meter.live if meter is not None else 0
         self._done = np.zeros(KINDS * len(chunks), np.int32)
         self._run: list[tuple[int, int, int, int, int]] = []
@@ -119,7 +119,7 @@ class StageRunner:
             if is_out_of_memory(error):
                 named = f"{PASSES[kind]} of {where}, of stage {self._stage} of pipeline {self._rank}"
                 took, room = self._took(kind, chunk), self._room()
-                raise ran_out(error, named, key, took, room, is_alone=self._is_alone) from error
+                raise ran_out(error, named, key, took, room, is_single_gpu=self._is_single_gpu) from error
             raise
         self._clock.mark()
         live, peak = (self._meter.live, self._meter.peak) if self._meter is not None else (0, 0)
@@ -160,7 +160,7 @@ class StageRunner:
             if gradient is not None:
                 self._wires.give(kind, micropack, chunk - 1, gradient)
 
-    def told(self) -> TaskRun:
+    def task_run(self) -> TaskRun:
         """Return what the tasks took; on CUDA, waits for the last."""
         columns = np.array(self._run, np.int64).reshape(-1, 5).T
         return TaskRun(
@@ -176,7 +176,7 @@ class StageRunner:
 def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
     """Return a rank's MicroPacks as tuples of their slices, in the order in which their rows stand.
 
-    It is the same in both passes, by whose slices graphs are found again, and rows come behind those that they attend
+    It is the same in both passes, since graphs are found by their slices, and rows come behind those that they attend
     to; a plan lists the slices of a document in the order of the pass, last to first in the backward one. Those that
     begin their documents are neighbours, which kernels compute in one call.
     """
@@ -222,23 +222,23 @@ def rows_that_fit(rows: int, ran: Sequence[Took], room: int) -> int:
 
 
 def ran_out(
-    error: Exception, task: str, key: Key, ran: Sequence[Took], room: int, *, is_alone: bool
+    error: Exception, task: str, key: Key, ran: Sequence[Took], room: int, *, is_single_gpu: bool
 ) -> DeviceMemoryError:
     """Return the error of a task that found no memory."""
     rows = sum(stop - start for _, start, stop in key)
     slices = ", ".join(f"{start:,}-{stop:,} of document {number}" for number, start, stop in key[:NAMED])
     more = f" and {len(key) - NAMED:,} more slices" if len(key) > NAMED else ""
     needed = re.search(r"[Tt]ried to allocate [\d.]+ ?\w+", str(error))
-    said = f" ({needed[0][0].lower()}{needed[0][1:]})" if needed else ""
+    attempt = f" ({needed[0][0].lower()}{needed[0][1:]})" if needed else ""
     fits = rows_that_fit(rows, ran, room)
     otherwise = (
         'what rows hold until their backward shrinks with recompute="full", saved="stage" or offload="kv"'
     )
     if fits:
-        how = f"slice_tokens={fits}" if is_alone else "a smaller memory_fraction of vl.CostModel"
+        how = f"slice_tokens={fits}" if is_single_gpu else "a smaller memory_fraction of vl.CostModel"
         way = f"MicroPacks of at most {fits:,} rows would fit, by estimate: plan with {how}; {otherwise}"
     else:
         way = f"no slice is short enough, since what is held already leaves no room for one row; {otherwise}"
-    found = DeviceMemoryError(f"out of memory{said} in {task}, with {rows:,} rows: {slices}{more}; {way}")
+    found = DeviceMemoryError(f"out of memory{attempt} in {task}, with {rows:,} rows: {slices}{more}; {way}")
     found.rows_that_fit = fits
     return found

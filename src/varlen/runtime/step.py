@@ -33,7 +33,7 @@ class StepRun:
 
     loss: float  # mean loss of the targets
     num_targets: int
-    places: Sequence[TaskRun]  # `[dp * pp]`: the tasks of each stage of each rank
+    task_runs: Sequence[TaskRun]  # `[dp * pp]`: the tasks of each stage of each rank
     token_losses: torch.Tensor | None = None
     """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
 
@@ -76,12 +76,12 @@ def run_step(
             of the document.
     """
     check_runnable(plan)
-    return run_places(
+    return run_stages(
         model, DecoderParts.of(model), step_data(plan, input_ids, labels), plan, meter=meter, saved=saved
     )
 
 
-def run_places(
+def run_stages(
     model: Any,
     parts: DecoderParts,
     data: StepData,
@@ -94,10 +94,10 @@ def run_places(
     """Run the tasks of all stages of all ranks in this process; see `run_step`."""
     mesh, device = plan.mesh, data.input_ids.device
     layers = layers_of(model, mesh)
-    kept: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
-    chunks = [chunk_steps(parts, layers, data, plan, **kept) for _ in range(mesh.dp)]
+    settings: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
+    chunks = [chunk_steps(parts, layers, data, plan, **settings) for _ in range(mesh.dp)]
     wires = [LocalWires() for _ in range(mesh.dp)]
-    places = [
+    runners = [
         StageRunner(
             plan, rank, stage, chunks[rank][stage :: mesh.pp], wires[rank], clock=Clock(device), meter=meter
         )
@@ -105,28 +105,28 @@ def run_places(
         for stage in range(mesh.pp)
     ]
     with whole_or_none(model.parameters()):
-        take_turns(places, [wires[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
+        take_turns(runners, [wires[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
     losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
     return StepRun(
         loss=float(torch.stack(losses).sum()),
         num_targets=int((data.labels != IGNORED).sum()),
-        places=[place.told() for place in places],
+        task_runs=[runner.task_run() for runner in runners],
         token_losses=_added([of_rank[-1] for of_rank in chunks]) if keeps_losses else None,
     )
 
 
-def take_turns(places: Sequence[StageRunner], wires: Sequence[LocalWires]) -> None:
-    """Run the tasks of places, each as far as messages let it, until all are done."""
-    while any(place.next_task for place in places):
+def take_turns(runners: Sequence[StageRunner], wires: Sequence[LocalWires]) -> None:
+    """Run the tasks of stages, each as far as messages let it, until all are done."""
+    while any(runner.next_task for runner in runners):
         has_run = False
-        for place, of_place in zip(places, wires):
-            while place.next_task and of_place.has(place.needs()):
-                place.run_next()
+        for runner, local in zip(runners, wires):
+            while runner.next_task and local.has(runner.needs()):
+                runner.run_next()
                 has_run = True
         if not has_run:
-            waiting = [number for number, place in enumerate(places) if place.next_task]
+            waiting = [number for number, runner in enumerate(runners) if runner.next_task]
             raise DeadlockError(
-                f"{len(waiting):,} stages wait for each other; the first has come to {places[waiting[0]].next_task} "
+                f"{len(waiting):,} stages wait for each other; the first has come to {runners[waiting[0]].next_task} "
                 "(kind, chunk, MicroPack); varlen.plan.check.check_plan names the circle"
             )
 
@@ -157,10 +157,10 @@ def check_order(plan: StepPlan, rank: int) -> None:
     """
     pp, wires = plan.mesh.pp, LocalWires()
     chunks = [_Unrun()] * plan.mesh.virtual_stages
-    places = [
+    runners = [
         StageRunner(plan, rank, stage, chunks, wires, clock=Clock(_NOTHING.device)) for stage in range(pp)
     ]
-    take_turns(places, [wires] * pp)
+    take_turns(runners, [wires] * pp)
 
 
 def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | None) -> StepData:
@@ -219,9 +219,9 @@ def chunk_steps(
     ]
 
 
-def _added(heads: Sequence[ChunkStep]) -> torch.Tensor:
+def _added(chunks: Sequence[ChunkStep]) -> torch.Tensor:
     """Add up token losses of all ranks; each has those of its documents, and 0 elsewhere."""
-    return torch.stack([head.token_losses for head in heads if head.token_losses is not None]).sum(0)
+    return torch.stack([chunk.token_losses for chunk in chunks if chunk.token_losses is not None]).sum(0)
 
 
 def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -156,7 +156,7 @@ def _ending_together(notes: Notes) -> Iterator[None]:
     except Stopped:
         with suppress(Exception):  # the other ranks notice that the group is gone
             dist.destroy_process_group()
-        until = time.monotonic() + notes.answer_s
+        until = time.monotonic() + notes.grace_s
         # This process may serve the store, which the other ranks have yet to read.
         while notes.rank == 0 and time.monotonic() < until:
             if all((notes.of(rank) or "").startswith(_STOPPED) for rank in others):

@@ -62,9 +62,9 @@ def test_rows_are_dealt_as_the_cuts_say(data, length, num_ranks):
 
     dealing = deal([end for one in slices[::-1] for end in one], num_ranks)
 
-    found, places = dealing.places()
+    found, indices = dealing.assignment()
     assert found.tolist() == owners
-    assert places.tolist() == [owners[:token].count(owner) for token, owner in enumerate(owners)]
+    assert indices.tolist() == [owners[:token].count(owner) for token, owner in enumerate(owners)]
     for start, stop in [(0, length), *data.draw(cuts(length))]:
         assert dealing.before(stop) == [owners[:stop].count(rank) for rank in range(num_ranks)]
         for rank in range(num_ranks):

@@ -28,7 +28,7 @@ from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.step import check_order
 from varlen.step_plan import BACKWARD, FORWARD
 
-ANSWER_S = 0.2
+GRACE_S = 0.2
 
 
 @pytest.mark.parametrize("what", ["input_ids", "labels", "weights"])
@@ -181,7 +181,7 @@ def test_messages_hold_every_gradient_once_and_few_bytes(sizes, most):
 
 
 def notes_of(store: Any, rank: int) -> Notes:
-    return Notes(store=store, rank=rank, world_size=4, answer_s=ANSWER_S)
+    return Notes(store=store, rank=rank, world_size=4, grace_s=GRACE_S)
 
 
 def said_by(notes: Notes, error: Exception) -> str:
@@ -218,7 +218,7 @@ def test_a_chain_of_those_who_wait_for_each_other_is_followed_to_its_end():
 
 def test_one_that_waited_when_it_was_killed_is_named_all_the_same():
     store = HashStore()
-    notes_of(store, 1).say_awaited(2, 7)
+    notes_of(store, 1).note_awaited(2, 7)
 
     said = said_by(notes_of(store, 0), PeerLostError(1, "closed"))
 
@@ -335,7 +335,7 @@ def test_a_norm_that_is_no_number_is_not_hidden_by_clipping():
 
 def test_the_rank_that_holds_the_store_stays_until_the_others_have_read_it():
     store = HashStore()
-    host, other = (Notes(store=store, rank=rank, world_size=3, answer_s=20) for rank in (0, 1))
+    host, other = (Notes(store=store, rank=rank, world_size=3, grace_s=20) for rank in (0, 1))
     left = threading.Event()
     thread = threading.Thread(target=lambda: (host.await_readers({2}), left.set()))
     thread.start()
@@ -348,7 +348,7 @@ def test_the_rank_that_holds_the_store_stays_until_the_others_have_read_it():
 
 def test_nobody_waits_for_ranks_that_are_gone_or_for_long():
     begun = time.monotonic()
-    Notes(store=HashStore(), rank=0, world_size=3, answer_s=20).await_readers({1, 2})
-    Notes(store=HashStore(), rank=0, world_size=2, answer_s=0.2).await_readers(set())
+    Notes(store=HashStore(), rank=0, world_size=3, grace_s=20).await_readers({1, 2})
+    Notes(store=HashStore(), rank=0, world_size=2, grace_s=0.2).await_readers(set())
 
     assert time.monotonic() - begun < 10

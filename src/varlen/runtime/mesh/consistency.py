@@ -19,8 +19,8 @@ _DIGITS = 12  # hexadecimal digits of a fingerprint in messages
 
 def model_fingerprint(model: Any) -> str:
     """Return 64 hexadecimal digits that models share whose parameters have the same names, shapes and dtypes."""
-    said = sorted(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters())
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()
+    parameters = sorted(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters())
+    return hashlib.sha256("\n".join(parameters).encode()).hexdigest()
 
 
 def batch_fingerprint(data: StepData) -> str:
@@ -48,7 +48,7 @@ def agree(
     name_of: Callable[[int], str] = str,
     shares: Mapping[str, int] | None = None,
 ) -> None:
-    """Require that all ranks have the same fingerprints, and that none has failed; all say the same if not.
+    """Require that all ranks have the same fingerprints, and that none has failed; else raise the same error on all.
 
     Args:
         shares: by fact, a number of shares: ranks r and r + number have the same one, and others may differ.
@@ -59,26 +59,26 @@ def agree(
         else bytes(32 * len(facts))
     )
     sent = torch.tensor([fault is not None, *mine], dtype=torch.uint8, device=group.device)
-    told = group.on_host(group.gathered(sent))
+    gathered = group.on_host(group.gathered(sent))
     if fault is not None:
         raise fault
-    failed = told[:, 0].nonzero().flatten().tolist()
+    failed = gathered[:, 0].nonzero().flatten().tolist()
     if failed:
         raise VarlenError(
             f"{name_of(failed[0])} refused the step ({len(failed)} of {group.size} did) and says why; give all the "
             "same batch and plan"
         )
     for number, name in enumerate(facts):
-        rows = told[:, 1 + 32 * number : 33 + 32 * number].tolist()
-        said = [bytes(row).hex()[:_DIGITS] for row in rows]
+        rows = gathered[:, 1 + 32 * number : 33 + 32 * number].tolist()
+        seen = [bytes(row).hex()[:_DIGITS] for row in rows]
         apart = (shares or {}).get(name, 1)
         for share in range(apart):
             ranks = range(share, group.size, apart)
-            usual, count = Counter(said[rank] for rank in ranks).most_common(1)[0]
-            others = [rank for rank in ranks if said[rank] != usual]
+            usual, count = Counter(seen[rank] for rank in ranks).most_common(1)[0]
+            others = [rank for rank in ranks if seen[rank] != usual]
             if others:
                 raise PlanError(
-                    f"{name_of(others[0])} has the {name} {said[others[0]]}…, and {count} of {len(ranks)} ranks have "
+                    f"{name_of(others[0])} has the {name} {seen[others[0]]}…, and {count} of {len(ranks)} ranks have "
                     f"{usual}… ({len(others)} differ: {', '.join(map(str, others[:8]))}); give all ranks the same "
                     f"{name}"
                 )

@@ -20,7 +20,7 @@ from varlen.errors import WorkerDiedError
 
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
 """How PyTorch words that the group is broken: gloo raises a bare RuntimeError."""
-ANSWER_S = 8.0  # seconds within which a live process answers after the group broke
+GRACE_S = 8.0  # seconds within which a live process leaves a note after the group broke
 _WAITS, _LOST = "waits", "lost "
 _ALL = -1  # instead of a rank: waits for all, in a collective
 _MOST_CHARACTERS = 500  # longest note; an error's message may hold a whole traceback
@@ -29,9 +29,9 @@ _MOST_CHARACTERS = 500  # longest note; an error's message may hold a whole trac
 class PeerLostError(WorkerDiedError):
     """Nothing comes any more from the process at the other end of a channel, or from some of a group."""
 
-    def __init__(self, rank: int | None, said: str) -> None:
+    def __init__(self, rank: int | None, reason: str) -> None:
         super().__init__(
-            f"nothing comes from {'others' if rank is None else f'rank {rank}'} any more: {said}"
+            f"nothing comes from {'others' if rank is None else f'rank {rank}'} any more: {reason}"
         )
         self.rank = rank
 
@@ -48,7 +48,7 @@ class Notes:
     rank: int
     world_size: int
     name_of: Callable[[int], str] = _numbered  # a rank's name in messages
-    answer_s: float = ANSWER_S  # seconds to wait for another's note
+    grace_s: float = GRACE_S  # seconds to wait for another's note
 
     def leave(self, note: str) -> None:
         """Publish how this process ended; does nothing if the store is gone too."""
@@ -56,16 +56,16 @@ class Notes:
             self.store.set(f"ended {self.rank}", note[:_MOST_CHARACTERS])
 
     def of(self, rank: int) -> str | None:
-        """Return how another process ended; None while it has said nothing."""
+        """Return how another process ended; None until it leaves a note."""
         return self._note(f"ended {rank}")
 
     def awaited_by(self, rank: int, heard: dict[int, str]) -> int | None:
-        """Return whom another process waits for; None where it says none, or said it before it was killed."""
+        """Return the rank that another process waits for; None if it noted none, or only before it was killed."""
         note = self._note(f"awaits {rank}") or ""
         return int(note.split()[0]) if note and note != heard.setdefault(rank, note) else None
 
-    def say_awaited(self, rank: int | None, beat: int = 0) -> None:
-        """Say whom this process waits for."""
+    def note_awaited(self, rank: int | None, beat: int = 0) -> None:
+        """Note the rank that this process waits for; None for none."""
         with suppress(Exception):
             self.store.set(f"awaits {self.rank}", "" if rank is None else f"{rank} {beat}")
 
@@ -75,7 +75,7 @@ class Notes:
             self.store.set(f"read {self.rank}", "")
             if self.rank == 0:
                 readers = [f"read {rank}" for rank in range(1, self.world_size) if rank not in gone]
-                end = time.monotonic() + self.answer_s
+                end = time.monotonic() + self.grace_s
                 while readers and not self.store.check(readers) and time.monotonic() < end:
                     time.sleep(0.02)
 
@@ -95,7 +95,7 @@ class Notes:
 
 
 class Lookout:
-    """Says in the job's store whom this process waits for, if it waits for longer than a moment."""
+    """Notes in the job's store which rank this process waits for, if it waits for longer than a moment."""
 
     def __init__(self, notes: Notes, *, every_s: float = 0.25) -> None:
         self._notes, self._every_s = notes, every_s
@@ -115,26 +115,26 @@ class Lookout:
             self._wait = before
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._closed.set()
 
     def _look(self) -> None:
         seen: tuple[int, object] | None = None
-        beat = said = 0
+        beat = noted = 0
         while not self._closed.wait(self._every_s):
             wait, beat = self._wait, beat + 1
             if wait is not None and wait is seen:
-                self._notes.say_awaited(wait[0], beat)
-                said = beat
-            elif said:
-                self._notes.say_awaited(None)
-                said = 0
+                self._notes.note_awaited(wait[0], beat)
+                noted = beat
+            elif noted:
+                self._notes.note_awaited(None)
+                noted = 0
             seen = wait
 
 
 @contextmanager
 def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
-    """Say which process is gone, where its absence broke the group."""
+    """Raise an error that names the missing process, where its absence broke the group."""
     try:
         yield
     except BaseException as error:
@@ -142,7 +142,7 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
             raise
         peer = error.rank if isinstance(error, PeerLostError) else None
         is_broken = isinstance(error, PeerLostError) or _is_of_the_group(error)
-        notes.leave((_WAITS if peer is None else f"{_LOST}{peer}") if is_broken else _told(error))
+        notes.leave((_WAITS if peer is None else f"{_LOST}{peer}") if is_broken else _error_note(error))
         if not is_broken:
             raise
         silent, failed = _others(notes) if peer is None else _cause(notes, peer)
@@ -151,14 +151,14 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
             raise
         if len(silent) > 1 and notes.are_lost():
             raise WorkerDiedError(
-                f"the process group is broken ({_told(error)}), and the process that keeps the job's store has "
+                f"the process group is broken ({_error_note(error)}), and the process that keeps the job's store has "
                 f"ended, so that the cause can't be read here; read the last message of {notes.name_of(0)}, or start "
                 f"the processes by torchrun, which keeps the store itself; {way_out}"
             ) from error
         raise WorkerDiedError(_epitaph(notes, silent, failed, way_out)) from error
 
 
-def _told(error: BaseException) -> str:
+def _error_note(error: BaseException) -> str:
     """Return an error as other ranks read it."""
     where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {error}{where}"
@@ -166,19 +166,19 @@ def _told(error: BaseException) -> str:
 
 def _is_of_the_group(error: BaseException) -> bool:
     """Return whether the connection failed, and not this process itself."""
-    said = str(error).lower()
+    message = str(error).lower()
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in said for word in _BROKEN)
+        isinstance(error, RuntimeError) and any(word in message for word in _BROKEN)
     )
 
 
 def _cause(notes: Notes, peer: int) -> tuple[list[int], list[tuple[int, str]]]:
-    """Return the process that began it: the silent one, or whom that one lost in turn, or who failed by itself.
+    """Return the first process that failed: the one without a note, or the one that it lost in turn.
 
     So a process that is busy and hasn't noticed yet is not taken for one that is gone.
     """
     followed, heard = {notes.rank}, dict[int, str]()
-    end = time.monotonic() + notes.answer_s
+    end = time.monotonic() + notes.grace_s
     while time.monotonic() < end:
         note = notes.of(peer)
         following = notes.awaited_by(peer, heard) if note is None else _ALL
@@ -198,7 +198,7 @@ def _cause(notes: Notes, peer: int) -> tuple[list[int], list[tuple[int, str]]]:
 
 def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
     """Return ranks that left no note and wait for none, and those that failed themselves."""
-    end = time.monotonic() + notes.answer_s
+    end = time.monotonic() + notes.grace_s
     missing = [rank for rank in range(notes.world_size) if rank != notes.rank]
     failed: list[tuple[int, str]] = []
     waiting, heard = set[int](), dict[int, str]()

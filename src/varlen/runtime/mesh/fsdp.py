@@ -29,7 +29,7 @@ Gathered = Literal["unit", "step"]  # sharded parameters are whole during each t
 
 
 class Unhooked:
-    """A module that is called past its hooks; what else is asked of it, it answers."""
+    """A module whose forward runs without hooks; all other attributes are its own."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -116,7 +116,7 @@ class Shards:
         try:
             yield
         finally:
-            self._let_go(modules)
+            self._release(modules)
 
     @contextmanager
     def unit(self, layers: range) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Shards:
         try:
             yield
         finally:
-            self._let_go(modules)
+            self._release(modules)
 
     def whole_dtype(self, layers: range) -> torch.dtype:
         """Return the dtype of layers' matrices when gathered; all replicas ask at once."""
@@ -162,7 +162,7 @@ class Shards:
             for name, owner, key in self._own[id(module)]:
                 self._whole[name] = getattr(owner, key)
 
-    def _let_go(self, modules: Sequence[Any]) -> None:
+    def _release(self, modules: Sequence[Any]) -> None:
         for module in modules:
             for name, _, _ in self._own[id(module)]:
                 self._keep_wide(name)

@@ -27,7 +27,7 @@ from varlen.runtime.inputs import StepInputs
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.consistency import agree, batch_fingerprint, settings_fingerprint
-from varlen.runtime.mesh.failures import ANSWER_S, Lookout, Notes, naming_the_missing, wait_until
+from varlen.runtime.mesh.failures import GRACE_S, Lookout, Notes, naming_the_missing, wait_until
 from varlen.runtime.mesh.fsdp import Gathered, Shards, is_sharded, waiting_at_most
 from varlen.runtime.mesh.process_groups import Groups, Seat, open_groups, seat_of
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
@@ -68,16 +68,16 @@ class MeshRank:
         """Cut the model to this process's stage, and meet the others."""
         self.seat = seat_of(mesh, rank)
         store = _job_store(self.seat)
-        answer_s = min(ANSWER_S, deadline_s / 4)
-        self._timeout_s = deadline_s - answer_s
+        grace_s = min(GRACE_S, deadline_s / 4)
+        self._timeout_s = deadline_s - grace_s
         self._notes = Notes(
             store=PrefixStore("notes", store),
             rank=rank,
             world_size=mesh.num_gpus,
             name_of=self.seat.name_of,
-            answer_s=answer_s,
+            grace_s=grace_s,
         )
-        self._lookout = Lookout(self._notes, every_s=answer_s / 8)
+        self._lookout = Lookout(self._notes, every_s=grace_s / 8)
         self._gathered: Gathered = gathered
         self._kernels: Kernels = kernels
         self._dtype: torch.dtype | None = None
@@ -200,7 +200,7 @@ class MeshRank:
         data: StepData,
         plan: StepPlan,
         meter: Meter | None,
-        kept: dict[str, Any],
+        settings: dict[str, Any],
     ) -> StepRun:
         """Run the tasks, and reduce gradients."""
         parts, mesh, stage = DecoderParts.of(model, self._kernels), self.seat.mesh, self.seat.stage
@@ -210,7 +210,7 @@ class MeshRank:
         layers = layers_of(model, mesh)
         parameters = _trained(model)
         shared = self._shared(groups, plan)
-        chunks = chunk_steps(parts, layers, data, plan, shared=shared, **kept)[stage :: mesh.pp]
+        chunks = chunk_steps(parts, layers, data, plan, shared=shared, **settings)[stage :: mesh.pp]
         with gradients.apart(parameters):
             with nullcontext() if shards is None else shards.step():
                 like = torch.empty(
@@ -220,7 +220,7 @@ class MeshRank:
                 )
                 channels = Channels(groups, plan, like, self._lookout, shared)
                 unit = {} if shards is None else {"unit": shards.unit}
-                place = StageRunner(
+                runner = StageRunner(
                     plan,
                     self.seat.dp_rank,
                     stage,
@@ -231,8 +231,8 @@ class MeshRank:
                     **unit,
                 )
                 try:
-                    while place.next_task:
-                        place.run_next()
+                    while runner.next_task:
+                        runner.run_next()
                     channels.finish()
                 except BaseException:
                     channels.drop()
@@ -247,8 +247,8 @@ class MeshRank:
         return StepRun(
             loss=float(torch.stack(losses).sum()) if losses else 0.0,
             num_targets=int((data.labels != IGNORED).sum()),
-            places=[place.told()],
-            token_losses=_token_losses(chunks, data) if kept["keeps_losses"] else None,
+            task_runs=[runner.task_run()],
+            token_losses=_token_losses(chunks, data) if settings["keeps_losses"] else None,
         )
 
     def _settle(self, device: torch.device) -> None:
@@ -285,7 +285,7 @@ class MeshRank:
             gradients.sum_tied(end.weight, groups.ends)
 
     def _total(self, groups: Groups, run: StepRun, inputs: StepInputs) -> Totals:
-        peak = int(run.places[0].peak_bytes.max(initial=0))
+        peak = int(run.task_runs[0].peak_bytes.max(initial=0))
         targets = inputs.num_targets if self.seat.stage == 0 else 0
         mine = torch.tensor([run.loss, peak, targets], dtype=torch.float64, device=groups.device)
         every = groups.world.on_host(groups.world.gathered(mine))

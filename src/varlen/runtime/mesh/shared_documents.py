@@ -24,7 +24,7 @@ class SharedDocument:
     dealing: Dealing
     peers: Peers
     owners: torch.Tensor  # int32 `[tokens]`, on the model's device: the rank with each token's row
-    places: torch.Tensor  # int32 `[tokens]`: the row's place among that rank's
+    indices: torch.Tensor  # int32 `[tokens]`: the row's index among that rank's
 
     @property
     def tokens(self) -> int:
@@ -36,14 +36,14 @@ class SharedDocument:
         """Rows of this rank."""
         return self.dealing.before(self.tokens)[self.peers.rank]
 
-    def kept(self, start: int, stop: int) -> tuple[int, int]:
+    def row_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return which of this rank's rows of the document are those of a slice: the first, and one past the last."""
         return self.dealing.before(start)[self.peers.rank], self.dealing.before(stop)[self.peers.rank]
 
     def share(self, start: int, stop: int) -> Share:
         """Return this rank's share of a slice."""
         ranges = self.dealing.ranges(self.peers.rank, start, stop)
-        first, last = self.kept(start, stop)
+        first, last = self.row_range(start, stop)
         return Share(document=self, start=start, stop=stop, ranges=ranges, first=first, last=last)
 
 
@@ -55,7 +55,7 @@ class Span(NamedTuple):
     first: int  # first of this rank's rows of the document among them
     width: int  # most tokens of one rank
     shifts: torch.Tensor
-    """int64 `[ranks]`: what makes a place among a rank's rows one among all that are gathered."""
+    """int64 `[ranks]`: added to a row's index among a rank's, it gives that among all gathered rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -93,8 +93,8 @@ class Share:
         It is made anew in each layer, from 8 bytes a token of the document: kept for every slice, it would grow with
         the square of the document.
         """
-        owners, places = (x[span.start : span.stop] for x in (self.document.owners, self.document.places))
-        return span.shifts[owners] + places
+        owners, indices = (x[span.start : span.stop] for x in (self.document.owners, self.document.indices))
+        return span.shifts[owners] + indices
 
 
 def shared_documents(
@@ -109,9 +109,9 @@ def shared_documents(
         first, size = int(plan.first_ranks[document]), int(plan.num_ranks[document])
         if first <= rank < first + size:
             dealing = deal(_cuts_of(plan, rank, document), size)
-            owners, places = (torch.from_numpy(x).to(device) for x in dealing.places())
+            owners, indices = (torch.from_numpy(x).to(device) for x in dealing.assignment())
             found[document] = SharedDocument(
-                dealing=dealing, peers=groups[first, size], owners=owners, places=places
+                dealing=dealing, peers=groups[first, size], owners=owners, indices=indices
             )
     return found
 
@@ -135,7 +135,7 @@ def rows_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
 
     A slice of which it has no row is there too, as long as 0.
     """
-    return tuple((d, *shared[d].kept(a, b)) if d in shared else (d, a, b) for d, a, b in key)
+    return tuple((d, *shared[d].row_range(a, b)) if d in shared else (d, a, b) for d, a, b in key)
 
 
 def num_rows(key: Key, shared: Mapping[int, SharedDocument]) -> int:
@@ -165,7 +165,7 @@ def _cuts_of(plan: StepPlan, rank: int, document: int) -> list[int]:
     return cuts
 
 
-# Which rows of a shared document are whose: what neighbouring cuts enclose is dealt to a group's ranks in zigzag.
+# The rows of a shared document by rank: what neighbouring cuts enclose is dealt to a group's ranks in zigzag.
 #
 # Causal rows cost more the later they stand. Cut in twice as many chunks as there are ranks, of which each takes one
 # from the front and the one as far from the back, every slice is the same work for all (as Llama 3 deals context
@@ -198,7 +198,7 @@ class Dealing:
         return np.bincount(self.owners, weights=rows, minlength=self.num_ranks).astype(np.int64).tolist()  # type: ignore[no-any-return]
 
     def ranges(self, rank: int, start: int, stop: int) -> Ranges:
-        """Return the tokens of a slice whose rows are a rank's, neighbours joined; any slice of either pass."""
+        """Return the tokens of a slice whose rows a rank computes, neighbours joined; any slice of either pass."""
         firsts, lasts = np.maximum(self.starts, start), np.minimum(self.stops, stop)
         mine = (self.owners == rank) & (firsts < lasts)
         found: list[tuple[int, int]] = []
@@ -208,14 +208,14 @@ class Dealing:
             found.append((first, last))
         return tuple(found)
 
-    def places(self) -> tuple[Int32Array, Int32Array]:
-        """Return where the row of each token is: its rank, and its place among that rank's; both int32 `[tokens]`."""
+    def assignment(self) -> tuple[Int32Array, Int32Array]:
+        """Return where the row of each token is: its rank, and its index among that rank's; both int32 `[tokens]`."""
         sizes = self.stops - self.starts
-        owners, places = np.repeat(self.owners, sizes), np.zeros(int(sizes.sum()), np.int32)
+        owners, indices = np.repeat(self.owners, sizes), np.zeros(int(sizes.sum()), np.int32)
         for rank in range(self.num_ranks):
             mine = owners == rank
-            places[mine] = np.arange(np.count_nonzero(mine), dtype=np.int32)
-        return owners.astype(np.int32), places
+            indices[mine] = np.arange(np.count_nonzero(mine), dtype=np.int32)
+        return owners.astype(np.int32), indices
 
 
 def deal(cuts: Iterable[int], num_ranks: int) -> Dealing:
@@ -237,7 +237,7 @@ def deal(cuts: Iterable[int], num_ranks: int) -> Dealing:
     )
 
 
-# `Peers`: the ranks that share a document, and what they tell each other of its keys and values.
+# `Peers`: the ranks that share a document, and how they exchange its keys and values.
 
 
 class Peers(Protocol):
@@ -245,7 +245,7 @@ class Peers(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of who calls, within the group."""
+        """Of the calling rank, within the group."""
 
     @property
     def size(self) -> int:
@@ -267,7 +267,7 @@ class Peers(Protocol):
 
 
 class ProcessPeers:
-    """Peers in processes of their own; on CUDA their communicator is theirs alone.
+    """Peers in processes of their own; on CUDA they have a communicator of their own.
 
     From the CPU each sends each other one what is for it. That is as many bytes as gloo's own collectives move, in
     one turn and at the rate of plain messages, of which gloo's reduce-scatter reaches a third.
@@ -332,7 +332,7 @@ def peers_of(
 ) -> dict[tuple[int, int], Peers]:
     """Return the groups in which a rank shares documents of a plan, by first data-parallel rank and size.
 
-    Called by all processes of a stage before they run the plan: where members wait for each other to make a new
+    Called by all processes of a stage before they run the plan: where ranks wait for each other to make a new
     group, it is for no one else. Groups are aligned, so that of two that have a process in common one holds the
     other; the larger is asked for first everywhere, and no two wait for each other.
     """
