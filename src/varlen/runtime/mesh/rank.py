@@ -162,7 +162,7 @@ class MeshRank:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close this process's part of the job if something fails, and name who failed first."""
+        """Close this process's part of the job if something fails, and name the process that failed first."""
         with naming_the_missing(self._notes, _WAY_OUT):
             try:
                 yield
