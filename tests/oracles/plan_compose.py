@@ -25,7 +25,7 @@ def fill_lightest(work: Float, loads: Float) -> Int64:
 
 
 def arrange(
-    cuts: Int32, beside: Int64, filled: Float, heads: int, tails: int, in_step: bool, documents: Int32
+    cuts: Int32, beside: Int64, filled: Float, num_first: int, num_last: int, in_step: bool, documents: Int32
 ) -> Any:
     """Put slices and whole documents together and MicroPacks in order; `varlen.plan.compose` says which."""
     num_cut, whole = cuts.shape[1], documents.shape[1] - beside.size
@@ -34,7 +34,7 @@ def arrange(
         held[pack].append((start, stop, document))
     for document, pack in enumerate(beside.tolist(), start=whole):
         held[pack].append((0, int(documents[0, document]), document))
-    tail, rest = num_cut + heads, num_cut + heads + tails
+    tail, rest = num_cut + num_first, num_cut + num_first + num_last
     plain = sorted(range(rest, filled.size), key=lambda pack: -filled[pack])
     order = [*range(num_cut, tail), *range(num_cut), *plain, *reversed(range(tail, rest))]
     order = [pack for pack in order if held[pack] or in_step]
@@ -78,13 +78,15 @@ def composed(
         seconds[pack_of[leader]] += costs[follower]
     shorts = work[chained:]
     free = max(count - len(leading), int(first_own == len(leading) and shorts.size > 0))
-    heads, tails = (int(end) for end in ends)
-    if in_step:  # as many on all ranks, or shared MicroPacks would stand in different places
-        free = max(free, heads + tails)
+    num_first, num_last = (int(end) for end in ends)
+    if in_step:  # as many on all ranks, or shared MicroPacks would have different indices
+        free = max(free, num_first + num_last)
     else:
-        tails = min(tails, free // 2)
-        heads = min(heads, free - tails)
-    small = [smallest + (1.0 - smallest) * step / steps for steps in (heads, tails) for step in range(steps)]
+        num_last = min(num_last, free // 2)
+        num_first = min(num_first, free - num_last)
+    small = [
+        smallest + (1.0 - smallest) * step / size for size in (num_first, num_last) for step in range(size)
+    ]
     held_back = [own * (1.0 - min(max(size, least), 1.0)) for size in small]
     first = 0 if mixes and by_work else first_own
     before = np.array([*seconds[first:], *held_back, *[0.0] * (free - len(small))], np.float64)
@@ -97,15 +99,15 @@ def composed(
         ids = documents[2].tolist()
         order = sorted(range(first_own, len(leading)), key=lambda pack: ids[leading[pack][0]])
         order = [*range(first_own), *order]
-        place_of = {pack: place for place, pack in enumerate(order)}
-        beside = [place_of.get(pack, pack) for pack in beside]
+        index_of = {pack: index for index, pack in enumerate(order)}
+        beside = [index_of.get(pack, pack) for pack in beside]
         leading, filled = [leading[pack] for pack in order], np.zeros_like(filled)
     # Documents that lead no MicroPack stand behind those that do.
     chain_order = [*(each for each in range(chained) if each not in leaders), *leaders]
-    number = {document: place for place, document in enumerate(chain_order)}
+    number = {document: index for index, document in enumerate(chain_order)}
     table = documents[:, [*chain_order, *range(chained, documents.shape[1])]]
     first_slices = np.array([(number[cut[0]], *cut[1:]) for cut in leading], np.int32).reshape(-1, 3).T
-    return arrange(first_slices, np.array(beside, np.int64), filled, heads, tails, in_step, table)
+    return arrange(first_slices, np.array(beside, np.int64), filled, num_first, num_last, in_step, table)
 
 
 def to_cut(
@@ -117,8 +119,8 @@ def to_cut(
         mine, most, held = range(first, last), own[rank], int(shared[rank])
         long = [d for d in mine[held:] if work[d] > 1.15 * most and documents[0, d] >= 2 * least_rows]
         chained.append(held + len(long))
-        for place, d in enumerate(mine[: chained[-1]]):
-            rows.append((documents[0, d], documents[1, d], work[d], budget if place < held else most))
+        for index, d in enumerate(mine[: chained[-1]]):
+            rows.append((documents[0, d], documents[1, d], work[d], budget if index < held else most))
     columns = list(zip(*rows)) or [()] * 4
     lengths, num_ranks = (np.array(column, np.int32) for column in columns[:2])
     seconds, budgets = (np.array(column, np.float64) for column in columns[2:])
@@ -158,13 +160,13 @@ def composed_ranks(
 
 
 def task_seconds(
-    ahead: Float, back: Float, layers: Float, heads: Float, gathers: Float, splits: bool, head_at_once: bool
+    ahead: Float, back: Float, layers: Float, has_head: Float, gather: Float, splits: bool, head_at_once: bool
 ) -> Any:
     """Return what tasks take the slowest rank: forward, backward, and weight gradients where they are apart."""
-    many, head = layers[:, np.newaxis], heads[:, np.newaxis]
+    many, head = layers[:, np.newaxis], has_head[:, np.newaxis]
     each = [_rank_seconds(*one, many, head, head_at_once) for one in zip(ahead, back)]
     forward, inputs, weights = (np.array(kind) for kind in zip(*each))
-    floors = gathers[:, :, np.newaxis]
+    floors = gather[:, :, np.newaxis]
     weight = np.maximum(weights.max(axis=0), floors[2]) if splits else np.zeros_like(weights[0])
     backward = (inputs if splits else inputs + weights).max(axis=0)
     return np.maximum(forward.max(axis=0), floors[0]), np.maximum(backward, floors[1]), weight

@@ -215,12 +215,12 @@ def _added_up(counts: Float64, peaks: Float64, left: Float64) -> tuple[Float64, 
 
     A task has the highest of its peaks; each is a sum over the things that its MicroPack counts.
     """
-    most, kept = np.zeros((2, len(counts), len(peaks), counts.shape[2]))
+    most, remaining = np.zeros((2, len(counts), len(peaks), counts.shape[2]))
     for rank, chunk, pack in np.ndindex(most.shape):
         counted = counts[rank, :, pack]
         most[rank, chunk, pack] = max(0.0, *(_sum(peak * counted) for peak in peaks[chunk]))
-        kept[rank, chunk, pack] = _sum(left[chunk] * counted)
-    return most, kept
+        remaining[rank, chunk, pack] = _sum(left[chunk] * counted)
+    return most, remaining
 
 
 def _sum(values: Float64) -> float:

@@ -340,17 +340,11 @@ def composed_ranks(
 
 @compiled
 def task_seconds(
-    ahead: Float,
-    back: Float,
-    layers: Float,
-    has_head: Float,
-    gathers: Float,
-    splits: bool,
-    head_at_once: bool,
+    ahead: Float, back: Float, layers: Float, has_head: Float, gather: Float, splits: bool, head_at_once: bool
 ) -> Any:
     """Return seconds of forward, backward and weight-gradient tasks on the slowest rank, `[chunks, MicroPacks]`.
 
-    `ahead` and `back` are prices `[ranks, MicroPacks, 7]` of both passes, `gathers` the least seconds of each kind of
+    `ahead` and `back` are prices `[ranks, MicroPacks, 7]` of both passes, `gather` the least seconds of each kind of
     task `[3, chunks]`; `layers`, `has_head` and the flags are those of `StageCosts`.
     """
     chunks, ranks = layers.size, ahead.shape[0]
@@ -358,9 +352,9 @@ def task_seconds(
     weight = np.zeros((chunks, back.shape[1]))
     for chunk in range(chunks):
         many, head = layers[chunk], has_head[chunk]
-        forward[chunk], backward[chunk] = gathers[0, chunk], gathers[1, chunk]
+        forward[chunk], backward[chunk] = gather[0, chunk], gather[1, chunk]
         if splits:
-            weight[chunk] = gathers[2, chunk]
+            weight[chunk] = gather[2, chunk]
         for rank in range(ranks):
             for pack in range(ahead.shape[1]):
                 taken = many * ahead[rank, pack, FORWARD_LAYER]

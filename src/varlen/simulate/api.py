@@ -286,11 +286,9 @@ def explain(plan: StepPlan, graph: Graph, stops: FloatArray) -> str:
         task = path[-1]
         waited, together = _waited_for(task, graph, missing, stream_of, firsts)
         first = int(firsts[stream_of[waited]])
-        words = (
-            f"{_seat(plan, graph, task)} waits in {_task(plan, graph, task)} for {_task(plan, graph, waited)}"
-        )
+        words = f"{_seat_of(plan, graph, task)} waits in {_task(plan, graph, task)} for {_task(plan, graph, waited)}"
         if graph.seats[waited] != graph.seats[task]:
-            words += f" on {_seat(plan, graph, waited)}"
+            words += f" on {_seat_of(plan, graph, waited)}"
         words += ", which is to start together with it" if together else ""
         if first != waited:
             words += f"{' and' if together else ', which'} comes there after {_task(plan, graph, first)}"
@@ -321,7 +319,7 @@ def _waited_for(
     raise AssertionError("a task that waits for nothing has run")
 
 
-def _seat(plan: StepPlan, graph: Graph, task: int) -> str:
+def _seat_of(plan: StepPlan, graph: Graph, task: int) -> str:
     seat = int(graph.seats[task])
     return f"stage {seat % plan.mesh.pp} of rank {seat // plan.mesh.pp}"
 
