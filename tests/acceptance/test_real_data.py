@@ -8,21 +8,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from tests.support.listed_files import REAL_TEXTS
 
 from varlen.cli import app as app_module
 
-TEXTS = (
-    "c4_demo.jsonl",
-    "code_sample.parquet",
-    "gsm8k_train.jsonl",
-    "oasst_en100_paths.parquet",
-    "python_peps.parquet",
-    "rust_rfcs.parquet",
-    "taskmaster4.jsonl",
-    "tau_bench_airline.parquet",
-)
 TOKENS = ("tokens_docs_qwen.npz", "tokens_sft_qwen.npz")
-EVERY = [f"text/{name}" for name in TEXTS] + [f"tokens/{name}" for name in TOKENS]
+EVERY = [f"text/{name}" for name in REAL_TEXTS] + [f"tokens/{name}" for name in TOKENS]
 CAPACITY = 8192
 FRAME = len(["<|im_start|>", "\n", "<|im_end|>", "\n"])
 """Tokens that ChatML puts around a message beside its role."""

@@ -8,9 +8,17 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tests.feed.streaming.loaders import loader_of as streaming_of
 from tests.support.rarely import IS_SOAK
-from tests.support.stores import NAMES, content, count_openings, drained, loader_of, random_store, write_store
+from tests.support.stores import (
+    NAMES,
+    content,
+    count_openings,
+    drained,
+    loader_of,
+    random_store,
+    streaming_of,
+    write_store,
+)
 
 import varlen as vl
 from varlen.errors import SettingError, StateError

@@ -4,6 +4,7 @@ import json
 import struct
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,10 @@ def loader_of(store, **changes):
         "epochs": 2,
     }
     return vl.PackedLoader(store, **{**usual, **changes})
+
+
+streaming_of = partial(loader_of, capacity=256, global_batch_size=12, window=8)
+"""A loader that streams texts in small packs."""
 
 
 def content(batch):

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.feed.streaming import counting
-from tests.feed.streaming.loaders import loader_of
 from tests.support.ranks import as_ranks
 from tests.support.stores import content, drained
+from tests.support.stores import streaming_of as loader_of
 
 import varlen as vl
 from varlen.errors import InputError, StateError

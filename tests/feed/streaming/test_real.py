@@ -5,25 +5,15 @@ import json
 
 import numpy as np
 import pytest
+from tests.support.listed_files import REAL_TEXTS
 from tests.support.streaming import documents, feed_of, pieces, run, side_by_side, some_texts, tokens_of
 
 from varlen.documents import blocks
 from varlen.documents.source import open_source
 from varlen.feed.state import FeedState
 
-FILES = [
-    "c4_demo.jsonl",
-    "code_sample.parquet",
-    "gsm8k_train.jsonl",
-    "oasst_en100_paths.parquet",
-    "python_peps.parquet",
-    "rust_rfcs.parquet",
-    "taskmaster4.jsonl",
-    "tau_bench_airline.parquet",
-]
 
-
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", REAL_TEXTS)
 def test_masked_packs_fill_only_the_end_within_the_bound_and_packs_before_it_are_full(data, name):
     source = open_source(data / "text" / name)
     lanes, capacity = 4, 4096
