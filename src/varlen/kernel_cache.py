@@ -33,15 +33,15 @@ class Reader:
 
 
 def is_private(
-    place: os.stat_result, reader: Reader, *, is_above: bool = False, has_acl: bool = False
+    status: os.stat_result, reader: Reader, *, is_above: bool = False, has_acl: bool = False
 ) -> bool:
     """Whether only the reader and root can change a file or folder."""
-    if place.st_uid not in (0, reader.user):
+    if status.st_uid not in (0, reader.user):
         return False
-    open_to = place.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if place.st_gid == reader.private_group and not has_acl:
+    open_to = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if status.st_gid == reader.private_group and not has_acl:
         open_to &= ~stat.S_IWGRP
-    return not open_to or (is_above and bool(place.st_mode & stat.S_ISVTX))
+    return not open_to or (is_above and bool(status.st_mode & stat.S_ISVTX))
 
 
 @functools.cache
@@ -68,19 +68,19 @@ def _private_group(user: int) -> int | None:
 
 def is_trusted(folder: Path) -> bool:
     """Whether no other user can write a folder, or replace it."""
-    places = [folder, *folder.parents]
+    folders = [folder, *folder.parents]
     try:
         return all(
-            is_private(place.stat(), reader(), is_above=place is not folder, has_acl=_has_acl(place))
-            for place in places
+            is_private(each.stat(), reader(), is_above=each is not folder, has_acl=_has_acl(each))
+            for each in folders
         )
     except OSError:
         return False
 
 
-def _has_acl(place: Path) -> bool:
+def _has_acl(path: Path) -> bool:
     try:
-        return "system.posix_acl_access" in os.listxattr(place)
+        return "system.posix_acl_access" in os.listxattr(path)
     except (OSError, AttributeError):  # a file system or operating system without ACLs
         return False
 
@@ -174,10 +174,10 @@ def _if_private(load: Callable[..., Any], path_of: Callable[..., str], otherwise
     def loaded(*arguments: Any) -> Any:
         path = path_of(*arguments)
         try:
-            place = os.lstat(path)
+            status = os.lstat(path)
         except FileNotFoundError:
             return load(*arguments)
-        if not stat.S_ISREG(place.st_mode) or not is_private(place, reader(), has_acl=_has_acl(Path(path))):
+        if not stat.S_ISREG(status.st_mode) or not is_private(status, reader(), has_acl=_has_acl(Path(path))):
             _log.info("the compiled kernel in %s is left aside: others than this user can write it", path)
             return otherwise
         return load(*arguments)
@@ -205,10 +205,10 @@ def _cache_type() -> Any:
             name = f"{Path(source).stem}.{function.__qualname__}"
             self._filename_base = cast(Any, self).get_filename_base(name, getattr(sys, "abiflags", ""))
 
-    class Kept(caching.FunctionCache):
+    class Cache(caching.FunctionCache):
         def __init__(self, function: Any, folder: str, source: str) -> None:
             own = cast(Any, self)
             own._impl_class = lambda function: Contents(function, folder, source)
             cast(Any, super()).__init__(function)
 
-    return Kept
+    return Cache

@@ -22,16 +22,16 @@ _NO_STEP = 0xFFFFFFF0  # Slurm's step ids from here on are of batch scripts and 
 class Launch:
     """One of several processes that were launched with the same command."""
 
-    said_by: str  # source of the information: the name of a variable, or the process group
+    source: str  # source of the information: the name of a variable, or the process group
     size: str  # number of processes, as the source spells it
     rank: str | None  # from 0; None if unknown
     rank_code: str  # Python code for the rank
     size_code: str  # Python code for the number of processes
 
     @property
-    def said(self) -> str:
+    def words(self) -> str:
         """A sentence about this process."""
-        return f"this is one of {self.size} processes ({self.said_by})"
+        return f"this is one of {self.size} processes ({self.source})"
 
     @property
     def arguments(self) -> str:
@@ -57,7 +57,7 @@ def launched() -> Launch | None:
             continue
         rank_value = os.environ.get(rank, "").strip() or None
         code = [f'int(os.environ["{name}"])' for name in (rank, size)]
-        return Launch(said_by=size, size=count, rank=rank_value, rank_code=code[0], size_code=code[1])
+        return Launch(source=size, size=count, rank=rank_value, rank_code=code[0], size_code=code[1])
     return None
 
 
@@ -75,7 +75,7 @@ def _process_group() -> Launch | None:
     if not is_there:
         return None
     return Launch(
-        said_by="the process group of torch.distributed",
+        source="the process group of torch.distributed",
         size=str(distributed.get_world_size()),
         rank=str(distributed.get_rank()),
         rank_code="torch.distributed.get_rank()",

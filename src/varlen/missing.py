@@ -35,7 +35,7 @@ def of_missing(library: str, needed_by: str) -> MissingExtraError:
     )
 
 
-def tell_of_missing(package: str) -> None:
+def report_missing(package: str) -> None:
     """Make imports of a package's modules raise MissingExtraError for libraries that aren't installed.
 
     Args:

@@ -17,15 +17,15 @@ SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)  # sent before a kill; the first i
 _PATIENCE_S = 10.0  # seconds until a process that has nothing to save is ended
 _raised: list[Stopped] = []
 _interrupted = threading.Event()
-_said = threading.Event()
+_reported = threading.Event()
 
 
 class Stopped(KeyboardInterrupt):
     """A scheduler's signal asked this process to end; handlers of Ctrl-C catch it too."""
 
-    def __init__(self, number: int, said: str = "") -> None:
-        super().__init__(number, said)
-        self.number, self.said = number, said
+    def __init__(self, number: int, message: str = "") -> None:
+        super().__init__(number, message)
+        self.number, self.message = number, message
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class Stopped(KeyboardInterrupt):
         return signal.Signals(self.number).name
 
     def __str__(self) -> str:
-        return f"{self.name}; {self.said}" if self.said else self.name
+        return f"{self.name}; {self.message}" if self.message else self.name
 
     @property
     def code(self) -> int:
@@ -65,16 +65,16 @@ def end_soon(number: int) -> Callable[[], None]:
 
 
 def _end(number: int) -> None:
-    if not _said.is_set():
+    if not _reported.is_set():
         message = f"varlen: stopped by {signal.Signals(number).name}; the same command goes on\n"
         with suppress(OSError):
             os.write(2, message.encode())
     os._exit(128 + number)
 
 
-def is_said() -> None:
+def mark_reported() -> None:
     """Record that the user was informed of the signal."""
-    _said.set()
+    _reported.set()
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -202,7 +202,7 @@ class Silent:
     def step(self, metrics):
         pass
 
-    def say(self, sentence):
+    def note(self, sentence):
         pass
 
 

@@ -211,7 +211,7 @@ def test_step_and_time_left_are_whole_at_every_width(monkeypatch, width):
     with train.watching(10) as watcher:
         watcher.begin(PLAN)
         watcher.step(METRICS)
-        watcher.say(
+        watcher.note(
             "saving the checkpoint of step 98,765 to run/checkpoints/step-00098765 takes a while on this disk"
         )
 

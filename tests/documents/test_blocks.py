@@ -87,7 +87,7 @@ def write(path, texts, rows=3):
 def test_every_format_gives_each_document_once_in_file_order_or_shuffled(
     tmp_path, monkeypatch, name, rows, kept
 ):
-    monkeypatch.setattr(blocks_file, "KEPT_BYTES", kept)
+    monkeypatch.setattr(blocks_file, "CACHED_BYTES", kept)
     texts = some_texts(3, 150, longest=40)
     write(tmp_path / name, texts, rows)
     source = open_source(tmp_path / name)
@@ -168,7 +168,7 @@ def test_files_that_can_not_be_cut_are_named_and_small_ones_are_not_among_them(t
 
 
 def test_parts_of_a_large_row_group_stay_in_order_and_near_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks_file, "KEPT_BYTES", 0)
+    monkeypatch.setattr(blocks_file, "CACHED_BYTES", 0)
     write(tmp_path / "a.parquet", some_texts(8, 2000), rows=100)
     blocks = cut_blocks(open_source(tmp_path / "a.parquet"), 2)
     order = blocks.order(4, 0)

@@ -263,12 +263,15 @@ def test_long_rows_are_cut_into_batches_of_bounded_size(cache):
     rows = pa.table({"text": ["x" * 300_000] * 64})
     source = open_source(rows, "bytes")
 
-    with pa.ipc.open_file(source.files[0].place) as file:
+    with pa.ipc.open_file(source.files[0].local_path) as file:
         sizes = [file.get_batch(n).nbytes for n in range(file.num_record_batches)]
     assert max(sizes) <= 5 << 20
     assert len(sizes) >= 4
     assert len(documents(rows)) == 64
-    assert json.loads((cache / source.files[0].place).with_name("varlen.json").read_text())["kind"] == "rows"
+    assert (
+        json.loads((cache / source.files[0].local_path).with_name("varlen.json").read_text())["kind"]
+        == "rows"
+    )
 
 
 def test_packed_sets_and_stores_are_made_of_rows_as_of_files(tmp_path):
@@ -313,9 +316,9 @@ def holder():
 
 def test_a_file_is_there_as_long_as_a_source_of_it(cache):
     first, second = open_source(ROWS, "bytes"), open_source(ROWS, "bytes")
-    place = Path(first.files[0].place)
+    place = Path(first.files[0].local_path)
 
-    assert place == Path(second.files[0].place)
+    assert place == Path(second.files[0].local_path)
     assert place.parent.parent == cache
     assert place.read_text() == '{"text": "a"}\n{"text": "b"}\n'
     del first
@@ -330,7 +333,7 @@ def test_processes_share_a_file_and_the_last_one_removes_it(cache):
     process, place = holder()
     source = open_source(ROWS, "bytes")
 
-    assert Path(source.files[0].place) == place
+    assert Path(source.files[0].local_path) == place
     assert len(list(cache.iterdir())) == 1
     process.communicate("\n", timeout=60)
     assert place.exists()
@@ -387,7 +390,7 @@ def test_a_fork_that_ends_leaves_the_file_to_the_process_that_made_it():
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
 
-    assert Path(source.files[0].place).exists()
+    assert Path(source.files[0].local_path).exists()
 
 
 def test_a_source_in_another_process_holds_nothing_there():
@@ -398,14 +401,14 @@ def test_a_source_in_another_process_holds_nothing_there():
     assert other.files == source.files
     del other
     gc.collect()
-    assert Path(source.files[0].place).exists()
+    assert Path(source.files[0].local_path).exists()
 
 
 def test_where_the_cache_is_no_folder_the_temporary_folder_serves(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
     source = open_source(ROWS, "bytes", cache=tmp_path / "file" / "cache")
-    place = Path(source.files[0].place)
+    place = Path(source.files[0].local_path)
 
     assert place.is_relative_to(tmp_path / f"varlen-{os.getuid()}")
     assert place.exists()
@@ -422,7 +425,7 @@ def test_a_temporary_folder_that_others_can_write_is_not_used(tmp_path, monkeypa
     (tmp_path / "file").write_text("")
     source = open_source(ROWS, "bytes", cache=tmp_path / "file" / "cache")
 
-    assert not Path(source.files[0].place).is_relative_to(tmp_path / f"varlen-{os.getuid()}")
+    assert not Path(source.files[0].local_path).is_relative_to(tmp_path / f"varlen-{os.getuid()}")
 
 
 def test_a_full_disk_is_said_and_nothing_half_written_is_left(cache):
@@ -455,7 +458,7 @@ def test_a_released_file_is_refused_with_a_sentence():
 
 def test_something_else_under_the_name_of_the_content_is_left_alone(cache):
     source = open_source(ROWS, "bytes")
-    name = Path(source.files[0].place).parent.name
+    name = Path(source.files[0].local_path).parent.name
     source.files[0].hold.release()
     (cache / name).mkdir()
     (cache / name / "thesis.txt").write_text("mine")
@@ -465,5 +468,5 @@ def test_something_else_under_the_name_of_the_content_is_left_alone(cache):
     finally:
         spooling._TRIES = spooling_tries
 
-    assert Path(again.files[0].place).exists()
+    assert Path(again.files[0].local_path).exists()
     assert (cache / name / "thesis.txt").read_text() == "mine"

@@ -371,7 +371,7 @@ def test_an_index_that_contradicts_itself_is_an_error_and_one_cut_while_mapped_t
     file = MegatronFile(tmp_path / "data", "data")
     os.truncate(idx, 100)  # within a page, so that looking there would be no crash but wrong
     with pytest.raises(SourceError, match=r"data\.idx was cut short while it was in use"):
-        file.places(0, 150)
+        file.extents(0, 150)
 
 
 @pytest.mark.parametrize(

@@ -527,7 +527,7 @@ def test_progress_moves_within_a_file_that_cannot_be_cut(tmp_path):
     source, packed, looked_at = open_source(tmp_path / "a.jsonl.gz"), [], []
 
     read_lengths(source, lambda done, total, text: looked_at.append((done, total)))
-    with Crew(processes=2).hired() as team:
+    with Crew(processes=2).started() as team:
         build_store(
             source, tmp_path / "store", {}, team=team, on_progress=lambda *said: packed.append(said[:2])
         )

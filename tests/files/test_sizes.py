@@ -313,7 +313,7 @@ def test_blocks_are_cut_by_what_row_groups_decode_to(tmp_path, form, groups):
 
     assert blocks.sizes.sum() >= count * len(text) // (1 if form == "text" else 2)
     assert blocks.sizes.max() <= MB
-    assert not blocks.is_kept
+    assert not blocks.is_cached
 
 
 def test_blocks_of_plain_arrow_files_are_shares_of_the_file(tmp_path):

@@ -84,7 +84,7 @@ def test_one_of_several_must_be_given_its_ranks_and_may_say_that_it_reads_alone(
         loader_of(texts)
 
     said = str(refused.value)
-    assert said.startswith(f"this is one of {launch.size} processes ({launch.said_by})")
+    assert said.startswith(f"this is one of {launch.size} processes ({launch.source})")
     assert launch.arguments in said
     assert "dp_rank=0, dp_world_size=1" in said
     if launch.rank is not None and launch.size.isdigit():

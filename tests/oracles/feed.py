@@ -8,7 +8,7 @@ Float64 = NDArray[np.float64]
 
 
 def interleave(
-    lengths: Int64, places: Int64, ends: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
+    lengths: Int64, begins: Int64, ends: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
 ) -> int:
     """Choose the source of each next document, so that every source keeps to its share of what was taken.
 
@@ -19,7 +19,7 @@ def interleave(
     Args:
         lengths: int64: of the documents that come next, source after source; all 1 to share by documents. -1 where a
             window begins: it is passed when it is the source's turn, as if nothing were left till then.
-        places: int64 `[sources]`: those of source s are `lengths[places[s]:ends[s]]`; brought up to date.
+        begins: int64 `[sources]`: those of source s are `lengths[begins[s]:ends[s]]`; brought up to date.
         ends: int64 `[sources]`.
         weights: float64 `[sources]`: shares, adding up to 1.
         counts: int64 `[sources]`: taken of each so far, in the unit of the lengths; brought up to date.
@@ -37,17 +37,17 @@ def interleave(
             begin = counts[source] / weights[source]
             if begin > total:
                 continue
-            has_one = places[source] < ends[source] and lengths[places[source]] > 0
-            end = begin + lengths[places[source]] / weights[source] if has_one else begin
+            has_one = begins[source] < ends[source] and lengths[begins[source]] > 0
+            end = begin + lengths[begins[source]] / weights[source] if has_one else begin
             if end < best:
                 chosen, best = source, end
         if chosen < 0:  # rounding: all seem to be ahead, so the one that is least
             chosen = int(np.argmin(counts / weights))
         choices[number] = chosen
-        if places[chosen] == ends[chosen]:
+        if begins[chosen] == ends[chosen]:
             return number
-        length = lengths[places[chosen]]
-        places[chosen] += 1
+        length = lengths[begins[chosen]]
+        begins[chosen] += 1
         if length >= 0:
             counts[chosen] += length
             number += 1

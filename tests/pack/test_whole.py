@@ -158,14 +158,14 @@ def test_every_piece_stands_in_a_pack_that_holds_it(lengths, capacity, method, m
 
 
 def test_where_a_way_takes_too_many_packs_others_are_tried_and_the_fewest_are_taken(monkeypatch):
-    tried, placed = [], whole_module._placed
+    tried, run_passes = [], whole_module._run_passes
 
     def counted(*arguments):
-        found = placed(*arguments)
+        found = run_passes(*arguments)
         tried.append(found[1])
         return found
 
-    monkeypatch.setattr(whole_module, "_placed", counted)
+    monkeypatch.setattr(whole_module, "_run_passes", counted)
     # Threes and fives of a pack of ten: two fives, or three threes, which leave a tenth whoever packs them.
     lengths = np.random.default_rng(0).choice([3, 3, 3, 5], 500)
     assert packed(lengths, 10)[1] == min(tried)

@@ -85,7 +85,7 @@ class Notes:
     def step(self, metrics: Any) -> None:
         self.steps.append(metrics)
 
-    def say(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         self.said.append(sentence)
 
 

@@ -7,6 +7,6 @@ Begin in the folder of the framework, such as `hf/__init__.py`; what several sha
 and `peers.py`.
 """
 
-from varlen.missing import tell_of_missing
+from varlen.missing import report_missing
 
-tell_of_missing(__name__)
+report_missing(__name__)

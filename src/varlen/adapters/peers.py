@@ -107,9 +107,7 @@ def as_replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         group = _group()
         launch = launched()
         if group is None and (num_replicas != rank or launch is not None):
-            several = (
-                f"one of {launch.size} processes by {launch.said_by}" if launch else "in a process alone"
-            )
+            several = f"one of {launch.size} processes by {launch.source}" if launch else "in a process alone"
             raise SettingError(
                 f"num_replicas={num_replicas} and rank={rank} were given, {several}, and torch.distributed isn't "
                 "initialised; pass both, or initialise it first"
@@ -136,8 +134,8 @@ def check_processes(
     launch = launched()
     if launch is not None and launch.size != str(known):
         raise SettingError(
-            f"{launch.said}, and {lib} knows of {known:,}, so each would train on all of the data; {way}, and where "
-            f"this process does train alone, unset {launch.said_by}"
+            f"{launch.words}, and {lib} knows of {known:,}, so each would train on all of the data; {way}, and where "
+            f"this process does train alone, unset {launch.source}"
         )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from varlen.arguments import as_count, options_of
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
-from varlen.documents.memory import placed
+from varlen.documents.memory import spooled
 from varlen.documents.source import Mixture
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
@@ -313,7 +313,7 @@ def _as_files(config: PackedDataLoader.Config) -> Any:
         return config.source
     others = config.settings
     is_streamed = config.mode != "indexed" and config.scope != "all"
-    return placed(config.source, others.get("columns"), others.get("cache"), is_streamed=is_streamed)
+    return spooled(config.source, others.get("columns"), others.get("cache"), is_streamed=is_streamed)
 
 
 def _tokenizer_for(config: PackedDataLoader.Config, source: Any, trainers: Any) -> Any:

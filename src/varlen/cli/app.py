@@ -22,12 +22,12 @@ from varlen.cli.train import train
 from varlen.cli.verify import verify
 from varlen.errors import InputError, MissingExtraError, SettingError, VarlenError
 from varlen.launch import launched
-from varlen.signals import Stopped, end_soon, ignore, is_said, last_stopped, raise_stopped
+from varlen.signals import Stopped, end_soon, ignore, last_stopped, mark_reported, raise_stopped
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _Arguments = ParamSpec("_Arguments")
-_told: list[str] = []
-"""Sentences with which verbs have ended."""
+_endings: list[str] = []
+"""The last messages of verbs."""
 
 app = typer.Typer(
     name="varlen",
@@ -55,11 +55,11 @@ def main() -> None:
         finally:
             ignore()
     except (KeyboardInterrupt, SystemExit) as error:  # which typer takes for Ctrl-C where no verb has begun
-        if isinstance(error, SystemExit) and (error.code != INTERRUPTED or _told):
+        if isinstance(error, SystemExit) and (error.code != INTERRUPTED or _endings):
             raise
         stopped = last_stopped()
         how = "interrupted" if stopped is None else f"stopped by {stopped.name}"
-        is_said()
+        mark_reported()
         print(f"varlen: {how}; nothing was written", file=sys.stderr)
         sys.exit(INTERRUPTED if stopped is None else stopped.code)
 
@@ -79,9 +79,9 @@ def _verb(
             _stop(str(error), FAILED)
         except Stopped as error:
             ignore()
-            is_said()
+            mark_reported()
             end_soon(error.number)  # Python's exit waits for threads, one of which may hang
-            _stop(f"stopped by {error.name}; {error.said or interrupted}", error.code)
+            _stop(f"stopped by {error.name}; {error.message or interrupted}", error.code)
         except KeyboardInterrupt as error:
             _stop(f"interrupted; {error if error.args else interrupted}", INTERRUPTED)
 
@@ -96,8 +96,8 @@ def _once(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
         launch = launched()
         if launch is not None:
             raise SettingError(
-                f"{launch.said}, all of which would write the same folder; run the command once, before the job or "
-                f"as a step of one task (srun -n 1), or unset {launch.said_by} where this process is alone"
+                f"{launch.words}, all of which would write the same folder; run the command once, before the job or "
+                f"as a step of one task (srun -n 1), or unset {launch.source} where this process is alone"
             )
         function(*arguments, **settings)
 
@@ -106,7 +106,7 @@ def _once(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
 
 def _stop(sentence: str, code: int) -> NoReturn:
     """Print a message to standard error, with the rank in a job of several processes, and exit with a code."""
-    _told.append(sentence)
+    _endings.append(sentence)
     launch = launched()
     rank = (launch.rank if launch else None) or "0"
     if code in (FAILED, BAD_INPUT) or rank == "0":

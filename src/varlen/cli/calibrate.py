@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from varlen.runtime.calibrate import Calibration
 
 
-def check_alone(data: list[str] | None, others: dict[str, object]) -> None:
+def check_no_others(data: list[str] | None, others: dict[str, object]) -> None:
     """Refuse what planning takes and measuring doesn't."""
     named = [*(data or ()), *(option for option, given in others.items() if given is not None)]
     if named:
@@ -47,7 +47,7 @@ def calibrated(model: str, tp: int, seconds: float, *, save: Path | None, as_jso
             shape,
             budget_s=seconds,
             progress=lambda part: on_progress(round(100 * part), 100, "measuring kernels"),
-            on_least=lambda least_s: _say_least(model, tp, seconds, least_s),
+            on_least=lambda least_s: _print_least(model, tp, seconds, least_s),
         )
     if save is not None:
         save_hardware(found.hardware, save)
@@ -57,8 +57,8 @@ def calibrated(model: str, tp: int, seconds: float, *, save: Path | None, as_jso
     _print(found, save)
 
 
-def _say_least(model: str, tp: int, seconds: float, least_s: float) -> None:
-    """Say that the smallest set of shapes takes longer than was asked for."""
+def _print_least(model: str, tp: int, seconds: float, least_s: float) -> None:
+    """Print that the smallest set of shapes takes longer than was asked for."""
     from varlen.report.plan import duration
 
     print(

@@ -62,8 +62,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
     losses = stored(manifest)
-    for said in losses.stretches():
-        print(said)
+    for sentence in losses.stretches():
+        print(sentence)
     print(
         f"{many(manifest['num_documents'], 'document')}, {many(manifest['num_tokens'], 'token')} in "
         f"{many(len(manifest['shards']), 'shard')}, {many(manifest['num_targets'], 'token')} to train on"
@@ -76,7 +76,7 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
     if losses.of_reading:
         were = f"{many(losses.records, 'record')} skipped, " if losses.records else ""
         print(f"  {were}listed in skipped.log of each shard")
-    for said in losses.texts():
-        print(f"  {said}")
+    for sentence in losses.texts():
+        print(f"  {sentence}")
     print(f"To pack it:      varlen pack {folder} -o packed --capacity 8192")
     print("To train on it:  varlen train --init config.toml")

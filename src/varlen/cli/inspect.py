@@ -74,8 +74,8 @@ def inspect_data(
 
         write_page(output, inspect_page(inspection))
     if as_json:
-        said = {"skipped": list(found.skipped), "losses": found.losses.to_json(), "unread": found.unread}
-        print_json(inspection.to_json() | said)
+        left_out = {"skipped": list(found.skipped), "losses": found.losses.to_json(), "unread": found.unread}
+        print_json(inspection.to_json() | left_out)
     else:
         _print_table(inspection, output, were_named=bool(capacity))
     if found.unread is not None:
@@ -97,17 +97,17 @@ def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> N
 
 
 def _print_lost(losses: Losses, skipped: Sequence[str]) -> None:
-    """Say on standard error what the lengths don't hold, what can't be read first; the first few by name."""
-    said = losses.stretches()
+    """Print to standard error what the lengths leave out: unreadable records first, the first few by name."""
+    notes = losses.stretches()
     if losses.records:
         were = many(
             losses.records, "record that could not be read was", "records that could not be read were"
         )
-        said.append(f"{were} left out")
-    if said:
+        notes.append(f"{were} left out")
+    if notes:
         more = len(skipped) - _SHOWN_SKIPS
         tail = [f"and {more:,} more"] if more > 0 else []
         shown = "; ".join([*skipped[:_SHOWN_SKIPS], *tail])
-        print(f"varlen: {'; '.join(said)}" + (f": {shown}" if shown else ""), file=sys.stderr)
+        print(f"varlen: {'; '.join(notes)}" + (f": {shown}" if shown else ""), file=sys.stderr)
     for text in losses.texts():
         print(f"varlen: {text}", file=sys.stderr)

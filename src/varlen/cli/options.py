@@ -199,8 +199,8 @@ def as_source(
         more["chat_template"] = str(more["chat_template"])  # a file, or the name of a twin
     end: int | str | None = int(eos) if eos is not None and eos.isdecimal() else eos
     source = open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
-    if (said := source.said_of_template()) is not None:
-        print(f"varlen: {said}", file=sys.stderr)
+    if (note := source.template_note()) is not None:
+        print(f"varlen: {note}", file=sys.stderr)
     return source
 
 
@@ -286,13 +286,13 @@ def title_of(data: list[str]) -> str:
 
 
 def print_unread(source: Mapping[str, Any]) -> None:
-    """Say which split was read, and what of folders wasn't, where the marks of a source tell."""
+    """Print which split was read, and what of folders wasn't, as far as the marks of a source hold it."""
     from varlen.files.paths import LeftOut, unread
 
     left_out = [LeftOut(**{**one, "names": tuple(one["names"])}) for one in source.get("left_out", ())]
-    said = unread(left_out, source.get("taken", ()))
-    if said is not None:
-        print(f"  {said}")
+    note = unread(left_out, source.get("taken", ()))
+    if note is not None:
+        print(f"  {note}")
 
 
 def _as_columns(columns: Sequence[str]) -> dict[str, str]:

@@ -175,8 +175,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
     losses = stored(manifest)
-    for said in losses.stretches():
-        print(said)
+    for sentence in losses.stretches():
+        print(sentence)
     print(
         f"{many(ledger['documents_in'], 'document')}, {many(ledger['tokens_in'], unit)} -> "
         f"{many(manifest['num_packs'], 'row')} of "
@@ -201,8 +201,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
             print(f"  {many(ledger[key], 'document')} {words}")
     if manifest["packs_without_target"]:
         print(f"  {many(manifest['packs_without_target'], 'row')} with nothing to train on")
-    for said in losses.texts():
-        print(f"  {said}")
+    for sentence in losses.texts():
+        print(f"  {sentence}")
     _print_skipped(losses, skipped_path(folder))
     if is_megatron:
         print_reading(manifest, folder)

@@ -67,9 +67,9 @@ def plan(
     from varlen.cli.progress import progress
 
     if calibrate:
-        from varlen.cli.calibrate import calibrated, check_alone
+        from varlen.cli.calibrate import calibrated, check_no_others
 
-        check_alone(data, {"-o": output, "--trace": trace, "--sweep": sweep or None, "--method": method})
+        check_no_others(data, {"-o": output, "--trace": trace, "--sweep": sweep or None, "--method": method})
         calibrated(model, tp, 20.0 if seconds is None else seconds, save=save, as_json=as_json)
         return
     named = _named(data, seconds)

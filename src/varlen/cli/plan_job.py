@@ -266,12 +266,12 @@ def _ways_on(found: PlanComparison, outputs: dict[str, Path | None]) -> str:
         report = outputs["output"]
         written = "" if report is None else f"{report} says so too; nothing else was written.\n"
         return f"{written}--sweep looks for a mesh of {many(found.mesh.num_gpus, 'GPU')} that holds the step."
-    said = {
+    contents = {
         "output": "shows the timelines",
         "trace": "holds the fastest plan's timeline, for https://ui.perfetto.dev",
         "save": "holds the fastest plan; varlen.load_plan reads it",
     }
-    lines = [f"{path} {said[name]}." for name, path in outputs.items() if path is not None]
+    lines = [f"{path} {contents[name]}." for name, path in outputs.items() if path is not None]
     ratio = found.bound_ratio(found.best)
     if ratio >= _FAR and found.mesh.num_gpus > 1:
         wider = ", say with more --tp" if found.mesh.tp < min(_WIDEST_TP, found.mesh.num_gpus) else ""

@@ -44,17 +44,17 @@ def fitted(parts: list[Part], width: int) -> list[Part]:
     """
     there = [part for part in parts if part.words]
     room = width
-    kept: dict[int, Part] = {}
+    shown: dict[int, Part] = {}
     for index in sorted(range(len(there)), key=lambda index: there[index].rank):
-        part, gap = there[index], _GAP if kept else 0
+        part, gap = there[index], _GAP if shown else 0
         needed = cell_len(part.words) + gap
         if part.rank and needed > room:
             if part.may_be_cut and room - gap >= _LEAST:
-                kept[index] = replace(part, words=set_cell_size(part.words, room - gap - 1).rstrip() + "…")
+                shown[index] = replace(part, words=set_cell_size(part.words, room - gap - 1).rstrip() + "…")
             break  # what matters less doesn't take the place of what matters more
         room -= needed
-        kept[index] = part
-    return [kept[index] for index in sorted(kept)]
+        shown[index] = part
+    return [shown[index] for index in sorted(shown)]
 
 
 class FittedLine(ProgressColumn):
@@ -70,11 +70,11 @@ class FittedLine(ProgressColumn):
         """Draw the line."""
         room = self._console.width - _SPINNER - 1
         parts = self._words(task)
-        kept = fitted(parts, room)
-        used = sum(cell_len(part.words) + _GAP for part in kept)
+        shown = fitted(parts, room)
+        used = sum(cell_len(part.words) + _GAP for part in shown)
         line = Table.grid(padding=(0, _GAP, 0, 0))
-        cells = [Text(part.words, style=part.style, no_wrap=True, overflow="ellipsis") for part in kept]
-        has_bar = len(kept) == sum(bool(part.words) for part in parts) and used + _BAR <= room
+        cells = [Text(part.words, style=part.style, no_wrap=True, overflow="ellipsis") for part in shown]
+        has_bar = len(shown) == sum(bool(part.words) for part in parts) and used + _BAR <= room
         line.add_row(self._spinner.render(task), *([self._bar.render(task)] if has_bar else []), *cells)
         return line
 

@@ -201,8 +201,8 @@ class Lines:
         if is_first or metrics.step % self._every == 0 or metrics.step == self._last:
             self._console.print(f"step {metrics.step:,}  {step_words(metrics)}", markup=False, soft_wrap=True)
 
-    def say(self, sentence: str) -> None:
-        """Say something else."""
+    def note(self, sentence: str) -> None:
+        """Print another sentence."""
         self._console.print(sentence, markup=False, soft_wrap=True)
 
 
@@ -246,6 +246,6 @@ class Live:
         """Move the bar."""
         self._bar.update(self._task, completed=metrics.step, metrics=metrics)
 
-    def say(self, sentence: str) -> None:
-        """Say something else, above the bar, where nothing is cut."""
+    def note(self, sentence: str) -> None:
+        """Print another sentence above the bar, where nothing is cut."""
         self._console.print(sentence, markup=False)

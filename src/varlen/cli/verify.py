@@ -178,8 +178,8 @@ def _print(text: str, output: Path | None) -> None:
     for word, colour in _COLOURS.items():
         shown.highlight_words([word], colour)
     console.print(shown)
-    told = "-o report.html shows this in pictures." if output is None else f"{output} shows this in pictures."
-    console.print(f"\n{told}", markup=False)
+    note = "-o report.html shows this in pictures." if output is None else f"{output} shows this in pictures."
+    console.print(f"\n{note}", markup=False)
 
 
 # `varlen verify --megatron`: what would go wrong with a configuration of Megatron, and the values that work.

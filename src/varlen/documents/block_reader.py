@@ -197,7 +197,7 @@ class BlockReader:
         else:
             rows = self._table(index, start, stop).part(part, of_parts)
         file = self._source.files[index]
-        check_unchanged(file.place, file.seen)  # also if faults are skipped
+        check_unchanged(file.local_path, file.seen)  # also if faults are skipped
         return Raw(chunk=chunk, path=file.path, rows=tuple(rows), columns=self._columns.get(index))
 
     def forget(self) -> None:
@@ -206,7 +206,7 @@ class BlockReader:
             stream.forget()
             if stream.is_over:
                 self._streams.pop(block).close()
-        while not self._blocks.is_kept and len(self._tables) > _OPEN:
+        while not self._blocks.is_cached and len(self._tables) > _OPEN:
             self._tables.popitem(last=False)[1].close()
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class BlockReader:
                 table = self._tables[index, start] = TableCursor(
                     lambda: self._rows_of(index, start, stop),
                     lambda: tables.count_rows(self._source.files[index], start, stop),
-                    self._blocks.is_kept,
+                    self._blocks.is_cached,
                 )
             self._tables.move_to_end((index, start))
         return table
@@ -259,8 +259,10 @@ class BlockReader:
 class TableCursor:
     """Row groups or record batches whose rows are requested part by part; requests in order read them once."""
 
-    def __init__(self, open_: Callable[[], Iterator[Rows]], count: Callable[[], int], is_kept: bool) -> None:
-        self._open, self._count, self._is_kept = open_, count, is_kept
+    def __init__(
+        self, open_: Callable[[], Iterator[Rows]], count: Callable[[], int], is_cached: bool
+    ) -> None:
+        self._open, self._count, self._is_cached = open_, count, is_cached
         self._total: int | None = None
         self._begin()
 
@@ -288,7 +290,7 @@ class TableCursor:
         is_last = number + 1 == of
         while self._read < stop or (is_last and not self._is_over):
             self._step(self._total)
-            if not self._is_kept:
+            if not self._is_cached:
                 while self._held and self._first + max(self._held[0].covers, 1) <= start:
                     self._first += self._held.pop(0).covers
         return self._between(start, stop, stop + is_last)

@@ -27,7 +27,7 @@ from varlen.types import IntArray
 MOST_BLOCK_BYTES = 1 << 20
 FEWEST_BLOCK_BYTES = 4 << 10
 BLOCKS_OF_A_LANE = 100  # per epoch for little data, so that the last ones are small compared with the total
-KEPT_BYTES = 64 << 20  # tables up to this size stay in memory, so that parts can be read in any order
+CACHED_BYTES = 64 << 20  # tables up to this size stay in memory, so that parts can be read in any order
 SPREAD = 8  # large row groups that are read concurrently where they are shuffled
 _MOST_PARTS = 1 << 20  # of one row group or record batch
 _FEWEST_LIVE_BYTES = 512  # first chunk of served rows, which may end soon; lanes should be about equal then
@@ -46,7 +46,7 @@ class Blocks:
     of_parts: IntArray  # int64: parts of the stretch; 0: read in chunks, whose number is unknown
     sizes: IntArray  # int64: approximate bytes
     block_bytes: int  # maximum bytes of a block, except for its last document
-    is_kept: bool = False  # whether rows of tables stay in memory once read
+    is_cached: bool = False  # whether rows of tables stay in memory once read
     lanes: int = 1  # number of lanes that the blocks are divided among
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Blocks:
         if seed is None:
             return np.arange(len(self))
         seed = int(hashed(np.array([epoch]), seed)[0])
-        if self.is_kept:
+        if self.is_cached:
             return np.argsort(hashed(np.arange(len(self)), seed), kind="stable")
         # Parts of one stretch stay in order and close together, interleaved with those of a few others.
         firsts = np.arange(len(self)) - self.parts
@@ -118,7 +118,7 @@ def cut_blocks(source: Source, lanes: int) -> Blocks:
         of_parts=columns[4],
         sizes=columns[5],
         block_bytes=block_bytes,
-        is_kept=table_bytes <= KEPT_BYTES,
+        is_cached=table_bytes <= CACHED_BYTES,
         lanes=lanes,
     )
 

@@ -281,8 +281,8 @@ def _enclose(
     longer[1:] += np.cumsum(added)
     result = np.empty(longer[-1], dtype=np.int32)
     is_old = np.ones(longer[-1], dtype=bool)
-    for place, id_ in enumerate(prefix):
-        at = longer[:-1][starts] + place
+    for index, id_ in enumerate(prefix):
+        at = longer[:-1][starts] + index
         result[at], is_old[at] = id_, False
     ended = longer[1:][after == 1] - 1
     result[ended], is_old[ended] = eos if eos is not None else 0, False
@@ -360,7 +360,7 @@ def _at_once(
     tokens, offsets = tokenizer.encode([divider.join(own) for own in parts], is_chat=True)
     counts = np.array([len(own) for own in parts], dtype=np.int64)
     before = np.concatenate([[0], np.cumsum(counts - 1)])
-    places = np.flatnonzero(tokens == id_)
+    found = np.flatnonzero(tokens == id_)
     ends, dividers = before, None
     if any(divider in part for own in parts for part in own):
         held = np.array([part.count(divider) for own in parts for part in own], dtype=np.int64)
@@ -368,9 +368,9 @@ def _at_once(
         last = np.cumsum(counts)
         ends = before + seen[np.concatenate([[0], last])]
         dividers = np.arange(before[-1]) + np.delete(seen[1:], last - 1)
-    if not np.array_equal(np.searchsorted(places, offsets), ends):
+    if not np.array_equal(np.searchsorted(found, offsets), ends):
         return None
-    cuts = places if dividers is None else places[dividers]
+    cuts = found if dividers is None else found[dividers]
     bounds = np.sort(np.concatenate([cuts - np.arange(len(cuts)), offsets - before]))
     return np.delete(tokens, cuts), bounds
 

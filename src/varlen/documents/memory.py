@@ -27,7 +27,7 @@ from varlen.documents.held import Held
 from varlen.files.paths import File, entries_of, refuse_text
 
 
-def placed(
+def spooled(
     data: Any,
     columns: Mapping[str, str] | None = None,
     cache: str | Path | None = None,
@@ -44,11 +44,11 @@ def placed(
     file = file_of(data, columns or {}, cache, is_streamed=is_streamed)
     if file is not None:
         return file
-    entries = [placed(entry, columns, cache, is_streamed=is_streamed) for entry in data]
+    entries = [spooled(entry, columns, cache, is_streamed=is_streamed) for entry in data]
     return data if all(a is b for a, b in zip(entries, data)) else entries
 
 
-def let_go(data: Any) -> None:
+def release(data: Any) -> None:
     """Release the files of rows in memory."""
     for entry in entries_of(data):
         if isinstance(entry, File) and isinstance(entry.hold, Held):

@@ -141,14 +141,14 @@ def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> Sequen
 
 def _without(flat: _Flat, rows: IntArray, wrong: Mapping[int, str]) -> tuple[_Flat, IntArray]:
     """Remove faulty rows."""
-    is_kept = np.ones(len(rows), dtype=bool)
-    is_kept[list(wrong)] = False
+    is_sound = np.ones(len(rows), dtype=bool)
+    is_sound[list(wrong)] = False
     left: _Flat = {}
     for role, (values, offsets) in flat.items():
         lengths = np.diff(offsets)
-        bounds = np.concatenate([[0], np.cumsum(lengths[is_kept])]).astype(np.int64)
-        left[role] = values[np.repeat(is_kept, lengths)], bounds
-    return left, rows[is_kept]
+        bounds = np.concatenate([[0], np.cumsum(lengths[is_sound])]).astype(np.int64)
+        left[role] = values[np.repeat(is_sound, lengths)], bounds
+    return left, rows[is_sound]
 
 
 def _lengths_differ(flat: _Flat) -> dict[int, str]:

@@ -148,35 +148,35 @@ def _why(name: str, value: Any, error: Exception) -> str:
     """Say which value of a column JSON can't represent."""
     if isinstance(error, RecursionError) or "Circular" in str(error):
         return f"nests too deeply in `{name}`, or holds itself"
-    place, culprit = _culprit(name, value)
+    path, culprit = _culprit(name, value)
     if isinstance(culprit, Mapping):
-        return f"holds an object in `{place}` whose keys aren't all strings; JSON has no other keys"
+        return f"holds an object in `{path}` whose keys aren't all strings; JSON has no other keys"
     out = (
         "decode it to text first"
         if isinstance(culprit, bytes | bytearray)
         else "turn it into text or numbers first"
     )
-    return f"holds {_called(culprit)} in `{place}`, for which JSON has no form; {out}"
+    return f"holds {_called(culprit)} in `{path}`, for which JSON has no form; {out}"
 
 
-def _culprit(place: str, value: Any) -> tuple[str, Any]:
+def _culprit(path: str, value: Any) -> tuple[str, Any]:
     """Return the first nested value that JSON can't represent, and its path."""
     if isinstance(value, Mapping):
-        inside = ((f"{place}.{key}", item) for key, item in value.items())
+        inside = ((f"{path}.{key}", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        inside = ((f"{place}[{index}]", item) for index, item in enumerate(value))
+        inside = ((f"{path}[{index}]", item) for index, item in enumerate(value))
     else:
         try:
             plain = _plain(value)
         except TypeError:
-            return place, value
-        return _culprit(place, plain) if isinstance(plain, list | dict) else (place, plain)
+            return path, value
+        return _culprit(path, plain) if isinstance(plain, list | dict) else (path, plain)
     for where, item in inside:
         try:
             _with_arrays(item)
         except _Wrong:
             return _culprit(where, item)
-    return place, value
+    return path, value
 
 
 def _called(value: Any) -> str:

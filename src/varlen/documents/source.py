@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from varlen.arguments import check_options, option
 from varlen.counts import many
 from varlen.documents.documents import Documents, Encoding, Supervise, encode_rows, eos_of, none_of
-from varlen.documents.memory import placed
+from varlen.documents.memory import spooled
 from varlen.errors import SettingError, SourceError
 from varlen.files.columns import Columns, check_named
 from varlen.files.formats.reader import columns_of, cut_points, rows_of
@@ -109,8 +109,8 @@ class Source:
             return False
         return any(columns.kind != "tokens" for columns in self._first_columns())
 
-    def said_of_template(self) -> str | None:
-        """Say that chats are written as ChatML because the tokenizer has no chat template, and none was given."""
+    def template_note(self) -> str | None:
+        """Return a note where chats are written as ChatML, as neither tokenizer nor caller gives a chat template."""
         tokenizer = self.encoding.tokenizer
         if self.encoding.template.source is not CHATML or isinstance(tokenizer, ByteTokenizer):
             return None
@@ -236,7 +236,7 @@ def open_source(
         leave_out=leave_out,
         retry=reading.retry or USUAL,
     )
-    files = (resolved := find(placed(data, named, cache), naming)).files
+    files = (resolved := find(spooled(data, named, cache), naming)).files
     _refuse_cut_rows(files)
     made = load_tokenizer(tokenizer, eos=reading.eos)
     specials = made.specials

@@ -128,7 +128,7 @@ def spool(write: Callable[[Sink], None], name: str, cache: str | Path | None) ->
         path=folder / name,
         size=sink.size,
         content=sink.content,
-        hold=Held(_let_go, folder, lock, os.getpid()),
+        hold=Held(_release, folder, lock, os.getpid()),
     )
 
 
@@ -136,10 +136,10 @@ def _begun(cache: str | Path | None) -> tuple[Path, IO[bytes]]:
     """Return a new folder to write in, and its held lock; remove stale ones beside it."""
     named = cache_folder(cache)
     faults: list[str] = []
-    for place in _places(named):
+    for candidate in _candidates(named):
         making: Path | None = None
         try:
-            base = place()
+            base = candidate()
             base.mkdir(parents=True, exist_ok=True)
             _remove_stale(base)
             making = base / f"{_MAKING}{uuid.uuid4().hex}"
@@ -161,7 +161,7 @@ def _begun(cache: str | Path | None) -> tuple[Path, IO[bytes]]:
     )
 
 
-def _places(named: Path | None) -> Iterator[Callable[[], Path]]:
+def _candidates(named: Path | None) -> Iterator[Callable[[], Path]]:
     if named is not None:
         yield lambda: named.absolute() / "rows"
     yield _temporary
@@ -260,7 +260,7 @@ def _remove(folder: Path, lock: IO[bytes]) -> None:
     lock.close()
 
 
-def _let_go(folder: Path, lock: IO[bytes], process: int) -> None:
+def _release(folder: Path, lock: IO[bytes], process: int) -> None:
     """Release a shared lock; the last holder removes the folder."""
     if os.getpid() != process:  # a fork shares the lock with its parent
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from varlen.documents.chat_rows import instruction_messages
-from varlen.documents.memory import placed
+from varlen.documents.memory import spooled
 from varlen.errors import SourceError
 from varlen.files.columns import Columns, Kind
 from varlen.files.finding import Naming, find
@@ -37,7 +37,7 @@ def read_texts(data: Data, split: str | None = None) -> Iterator[str]:
     blank lines, since one document alone can't be packed with anything. Empty documents are left out. Memory is
     bounded by a few megabytes, or the longest row.
     """
-    files = find(placed(data), Naming(split=split)).files
+    files = find(spooled(data), Naming(split=split)).files
     found_any = False
     for file in files:
         for rows, columns in rows_of(file, {}, "paragraph" if len(files) == 1 else "file"):

@@ -56,16 +56,16 @@ class Agreement:
     def __init__(self, store: Any, name: str, rank: int, ranks: int, deadline_s: float) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._deadline_s = deadline_s
-        self._said: deque[str] = deque()
+        self._published: deque[str] = deque()
         self._closed = threading.Event()
         store.set_timeout(timedelta(seconds=_SHORT_S))
 
     def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
         """Return the values of all ranks; waits until every rank has given its own."""
         # The first value stays, also for a restarted rank and for peers that share a data-parallel rank.
-        said = self._store.compare_set(self._key(key, self._rank), "", json.dumps(list(mine.items())))
+        stored = self._store.compare_set(self._key(key, self._rank), "", json.dumps(list(mine.items())))
         self._forget(key)
-        found: dict[int, Any] = {int(lane): value for lane, value in json.loads(said)}
+        found: dict[int, Any] = {int(lane): value for lane, value in json.loads(stored)}
         begun, pause = time.monotonic(), _FIRST_S
         missing = [rank for rank in range(self._ranks) if rank != self._rank]
         while missing:
@@ -79,7 +79,7 @@ class Agreement:
                 break
             waited = time.monotonic() - begun
             if waited >= self._deadline_s or self._closed.is_set():
-                raise StalledError(self._whom(missing, key, waited))
+                raise StalledError(self._stall_message(missing, key, waited))
             time.sleep(pause)
             pause = _FIRST_S if there else min(2 * pause, _MOST_S)
         return found
@@ -93,12 +93,12 @@ class Agreement:
 
     def _forget(self, key: str) -> None:
         """Remove the key of this rank that is too old to be read."""
-        if key not in self._said:
-            self._said.append(key)
-        if len(self._said) > _KEPT:
-            self._store.delete_key(self._key(self._said.popleft(), self._rank))
+        if key not in self._published:
+            self._published.append(key)
+        if len(self._published) > _KEPT:
+            self._store.delete_key(self._key(self._published.popleft(), self._rank))
 
-    def _whom(self, missing: list[int], key: str, waited: float) -> str:
+    def _stall_message(self, missing: list[int], key: str, waited: float) -> str:
         shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
         return (
             f"data-parallel rank {self._rank} has waited {waited:,.0f} s for {many(len(missing), 'rank')} of "

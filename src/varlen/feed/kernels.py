@@ -16,13 +16,13 @@ Float64 = NDArray[np.float64]
 
 @compiled
 def interleave(
-    lengths: Int64, places: Int64, ends: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
+    lengths: Int64, begins: Int64, ends: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
 ) -> int:
     """Choose the source of each next document; the oracle says how.
 
     Args:
         lengths: int64: of the documents that come next, source after source; -1 where a window begins.
-        places: int64 `[sources]`: where each one's begin, brought up to date.
+        places: int64 `[sources]`: where each one's begin, updated.
         ends: int64 `[sources]`: where each one's end.
         weights: float64 `[sources]`, adding up to 1.
         counts: int64 `[sources]`, brought up to date.
@@ -47,17 +47,17 @@ def interleave(
             if begin > np.float64(total):
                 continue
             end = begin
-            if places[source] < ends[source] and lengths[places[source]] > 0:
-                end = begin + lengths[places[source]] / weights[source]
+            if begins[source] < ends[source] and lengths[begins[source]] > 0:
+                end = begin + lengths[begins[source]] / weights[source]
             if end < best:
                 chosen, best = source, end
         if chosen < 0:
             chosen = least
         choices[number] = chosen
-        if places[chosen] == ends[chosen]:
+        if begins[chosen] == ends[chosen]:
             return number
-        length = lengths[places[chosen]]
-        places[chosen] += 1
+        length = lengths[begins[chosen]]
+        begins[chosen] += 1
         if length >= 0:
             counts[chosen] += length
             total += length

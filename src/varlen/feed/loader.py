@@ -20,7 +20,7 @@ from varlen.feed.lookup import IndexedLookup, StepDocuments, StreamingLookup
 from varlen.feed.opening import Opened, OpenTokens, open_data, warn_overlong_read
 from varlen.feed.protocol import BatchCounts, Ended, Worker
 from varlen.feed.settings import FREE, LoaderArguments, LoaderSettings
-from varlen.feed.spec import let_go
+from varlen.feed.spec import release
 from varlen.feed.state import MOST, PLANS, FeedState, from_json, to_json
 from varlen.feed.worker.device import DeviceWorker
 from varlen.feed.worker.process import ProcessWorker
@@ -303,7 +303,7 @@ class PackedLoader(OfOneProcess):
             if self._plans is not None:
                 self._plans.close()
             self._worker.close()
-            let_go(self._opened.spec)
+            release(self._opened.spec)
 
     def __repr__(self) -> str:
         settings, (rank, world) = self._settings, self._settings.ranks

@@ -13,7 +13,7 @@ import numpy as np
 
 from varlen.arguments import in_words, options_of
 from varlen.counts import many
-from varlen.documents.memory import placed
+from varlen.documents.memory import spooled
 from varlen.documents.source import Mixture, Reading, Source, open_source
 from varlen.errors import SettingError, SourceError, VarlenError
 from varlen.feed.agreement import Agreement, Exchanges, job_store, name_of
@@ -98,14 +98,14 @@ class OpenTokens:
 def open_data(data: Data | Mixture | OpenTokens, tokenizer: Any, settings: LoaderSettings) -> Opened:
     """Open the data, and decide how it is fed."""
     if isinstance(data, Mixture):
-        opened = open_mixture(replace(data, sources=placed_in(data, settings)), tokenizer, settings)
+        opened = open_mixture(replace(data, sources=spooled_in(data, settings)), tokenizer, settings)
     elif isinstance(data, OpenTokens):
-        _say(getattr(data.tokens, "unread", None), settings)
+        _log_note(getattr(data.tokens, "unread", None), settings)
         refuse_reading(data.tokens, data.data, settings)
         opened = open_indexed(data.tokens, absolute(data.data), settings)
     else:
-        opened = _open_one(placed_for(data, settings), tokenizer, settings)
-    say_bytes(opened.belongs_to[TOKENIZER], settings.ranks[0])
+        opened = _open_one(spooled_for(data, settings), tokenizer, settings)
+    warn_of_bytes(opened.belongs_to[TOKENIZER], settings.ranks[0])
     return opened
 
 
@@ -137,7 +137,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         raise SettingError(f"a mixture is fed by known lengths, window by window; leave {given} out")
     if settings.epochs is None and mixture.until != "endless":
         raise SettingError('a mixture without end says until="endless"; epochs=None goes with no other')
-    places: list[Data] = []
+    sources: list[Data] = []
     held: list[TokenDocuments] = []
     gives_labels = has_weights = False
     marks: dict[str, TokenizerMark | None] = {}
@@ -156,12 +156,12 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
             _check_lengths(tokens, settings.capacity, name)
         gives_labels = gives_labels or has_label(tokens, settings)
         has_weights = has_weights or weighs(tokens)
-        places.append(data)
+        sources.append(data)
         held.append(tokens)
     if not gives_labels:
-        raise SourceError(NO_LABEL.format(count=many(len(places), "source")))
+        raise SourceError(NO_LABEL.format(count=many(len(sources), "source")))
     spec = MixtureSpec(
-        sources=tuple(places),
+        sources=tuple(sources),
         windows=window_settings(settings, usual_window(settings)),
         mix=MixSettings(
             shares=mixture.shares, unit=mixture.unit, until=mixture.until, epochs=settings.epochs or 1
@@ -359,7 +359,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         **settings.deciding(spec.settings.window_packs),
     }
     if world > 1:
-        tell_read_by_all(feed.read_by_all, source, world)
+        warn_of_shared_reads(feed.read_by_all, source, world)
     _log.info(
         "lanes: %d, over blocks of %s KB; masked packs fill only the end of the last epoch, at most "
         "1 + (a block + the longest document) / capacity a lane",
@@ -426,16 +426,16 @@ def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings)
 # The data that a loader is given: rows in memory become files, and paths become absolute.
 
 
-def placed_for(data: Data, settings: LoaderSettings) -> Data:
+def spooled_for(data: Data, settings: LoaderSettings) -> Data:
     """Return data as paths and files that workers open; iterables as files of their rows where they are streamed."""
     is_streamed = settings.mode != "indexed" and settings.scope != "all"
-    return absolute(placed(data, settings.columns, settings.cache, is_streamed=is_streamed))
+    return absolute(spooled(data, settings.columns, settings.cache, is_streamed=is_streamed))
 
 
-def placed_in(mixture: Mixture, settings: LoaderSettings) -> dict[str, Data]:
+def spooled_in(mixture: Mixture, settings: LoaderSettings) -> dict[str, Data]:
     """Return the sources of a mixture as paths and files that workers open; arguments and errors as above."""
     columns = settings.columns
-    return {name: absolute(placed(one, columns, settings.cache)) for name, one in mixture.sources.items()}
+    return {name: absolute(spooled(one, columns, settings.cache)) for name, one in mixture.sources.items()}
 
 
 def absolute(data: Data) -> Data:
@@ -465,7 +465,7 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {many(len(names) - 1, 'more file')}"
 
 
-def tell_read_by_all(names: list[str], source: Source, world: int) -> None:
+def warn_of_shared_reads(names: list[str], source: Source, world: int) -> None:
     """Warn of files that each of several ranks must read whole."""
     if not names:
         return
@@ -489,22 +489,22 @@ def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
         check_tokens=settings.on_error == "raise",
         **of_folders(settings),
     )
-    _say(getattr(tokens, "unread", None), settings)
+    _log_note(getattr(tokens, "unread", None), settings)
     return tokens
 
 
 def source_of(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
     """Open documents to tokenize, and report which files are read."""
     source = open_source(data, tokenizer, **settings.reading)
-    _say(source.unread(), settings)
-    _say(source.said_of_template(), settings)
+    _log_note(source.unread(), settings)
+    _log_note(source.template_note(), settings)
     return source
 
 
-def _say(said: str | None, settings: LoaderSettings) -> None:
+def _log_note(note: str | None, settings: LoaderSettings) -> None:
     """Log a sentence about a source: as a warning on rank 0, else for debugging."""
-    if said is not None:
-        _log.log(logging.WARNING if settings.ranks[0] == 0 else logging.DEBUG, "%s", said)
+    if note is not None:
+        _log.log(logging.WARNING if settings.ranks[0] == 0 else logging.DEBUG, "%s", note)
 
 
 def of_folders(settings: LoaderSettings) -> dict[str, Any]:
@@ -564,7 +564,7 @@ def differing(store: str | Path, given: Any) -> str:
     return f". They were made by {mark.words}, and {meant.words} gives other ids: make them anew for that one"
 
 
-def say_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
+def warn_of_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
     """Log on rank 0 that tokens are bytes."""
     found = mark_in(mark)
     if rank == 0 and found is not None and found.are_bytes:
@@ -590,14 +590,14 @@ def has_label(tokens: TokenDocuments, settings: LoaderSettings) -> bool:
 
     Cost: reading the first million lengths of a shard; more only while no label is found.
     """
-    kept = POLICIES[settings.overlong].kept
+    retained = POLICIES[settings.overlong].retained
     try:
         for shard, documents in enumerate(tokens.documents.tolist()):
             for start in range(0, documents, _CHUNK):
                 numbers = np.arange(start, min(start + _CHUNK, documents))
                 shards = np.full(len(numbers), shard)
                 lengths = tokens.lengths(shards, numbers)
-                stops = kept(lengths, settings.capacity)
+                stops = retained(lengths, settings.capacity)
                 if tokens.count_targets(shards, numbers, np.zeros_like(lengths), stops).any():
                     return True
     except SourceError:

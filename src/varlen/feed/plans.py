@@ -132,7 +132,7 @@ class Plans:
         if state and not isinstance(state, Mapping):
             raise StateError(f"this is no state of a loader's plans: {str(state)[:80]!r}")
         is_ours = bool(state) and state is not None and state.get("belongs_to") == self._belongs_to
-        told = _choices_in(state) if is_ours and state is not None else {}
+        choices = _choices_in(state) if is_ours and state is not None else {}
         with self._lock:
             self._run += 1
             self._held.clear()
@@ -140,7 +140,7 @@ class Plans:
             if state is None:
                 self._replayed |= self._choices
             else:
-                self._replayed = told
+                self._replayed = choices
             self._choices = {}
             replayed = {str(number): choice for number, choice in self._replayed.items()}
         if state and not is_ours and not isinstance(self._given, Heard):

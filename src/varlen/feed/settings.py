@@ -280,7 +280,7 @@ def check_reader(*, is_ranked: bool) -> None:
     launch = None if is_ranked else launched()
     if launch is not None:
         raise SettingError(
-            f"{launch.said}, and each would get the same data; pass {launch.arguments}, or those of the "
+            f"{launch.words}, and each would get the same data; pass {launch.arguments}, or those of the "
             "data-parallel group where tensor, pipeline or context parallelism is used; where this process reads "
             "alone, pass dp_rank=0, dp_world_size=1"
         )

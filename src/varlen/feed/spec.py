@@ -131,15 +131,15 @@ def _losses_of(tokens: TokenDocuments) -> Losses:
     return tokens.losses if isinstance(tokens, TokenStore | PartialStore) else NO_LOSSES
 
 
-def let_go(spec: Spec) -> None:
+def release(spec: Spec) -> None:
     """Release the rows in memory from which a feed was built."""
     if isinstance(spec, StreamingSpec):
-        memory.let_go(spec.source.files)
+        memory.release(spec.source.files)
     elif isinstance(spec, IndexedSpec):
-        memory.let_go(spec.data)
+        memory.release(spec.data)
     elif isinstance(spec, MixtureSpec):
         for data in spec.sources:
-            memory.let_go(data)
+            memory.release(data)
 
 
 def grouped(tokens: TokenDocuments, settings: WindowSettings, parts: int = PARTS_A_GROUP) -> Windows:

@@ -151,16 +151,16 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[
     """Require that a state is of the same data and settings."""
     own = {TOKENIZER, EPOCHS} if EPOCHS in was and EPOCHS in now else {TOKENIZER}
     names = [name for name in {**was, **now} if name not in free | own]
-    told_of = {
+    others = {
         name: (repr(was.get(name)), repr(now.get(name))) for name in names if was.get(name) != now.get(name)
     }
     before, mark = mark_in(was.get(TOKENIZER)), mark_in(now.get(TOKENIZER))
     if before is not None and mark is not None and before.is_same(mark) is False:
-        told_of[TOKENIZER] = (before.words, mark.words)
-    if told_of:
-        told = "; ".join(f"{name} was {before} and is {after}" for name, (before, after) in told_of.items())
+        others[TOKENIZER] = (before.words, mark.words)
+    if others:
+        words = "; ".join(f"{name} was {before} and is {after}" for name, (before, after) in others.items())
         raise StateError(
-            f"the state was saved with other data or settings: {told}. Make the loader with those, or begin anew"
+            f"the state was saved with other data or settings: {words}. Make the loader with those, or begin anew"
         )
     if TOKENIZER not in was and mark is not None:
         _log.warning(

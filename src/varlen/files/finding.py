@@ -78,8 +78,8 @@ def _refuse_twice(files: Sequence[File]) -> None:
     """Raise if a file is listed twice, by name or through a link."""
     seen: dict[str, str] = {}
     for file in files:
-        place = file.path if file.is_remote else os.path.realpath(file.place)
-        first = seen.setdefault(place, file.path)
+        location = file.path if file.is_remote else os.path.realpath(file.local_path)
+        first = seen.setdefault(location, file.path)
         if first is file.path:
             continue
         linked = os.path.abspath(first) != os.path.abspath(file.path)  # noqa: PTH100 - leaves links alone
@@ -214,11 +214,11 @@ def _matching(path: Path, data: str | Path, unread: Sequence[Path]) -> list[List
 
 def _without(paths: Sequence[Path], unread: Sequence[Path]) -> list[Path]:
     """Leave out paths below some folders, with links resolved."""
-    places = {path.resolve() for path in unread if path.exists()}
-    if not places:
+    excluded = {path.resolve() for path in unread if path.exists()}
+    if not excluded:
         return list(paths)
     folders = {path.parent: path.parent.resolve() for path in paths}
-    inside = {f for f, real in folders.items() if not places.isdisjoint((real, *real.parents))}
+    inside = {f for f, real in folders.items() if not excluded.isdisjoint((real, *real.parents))}
     return [path for path in paths if path.parent not in inside]
 
 
@@ -284,11 +284,11 @@ def _walk(path: Path) -> tuple[list[Path], list[Path]]:
         raise error
 
     for folder, subfolders, names in os.walk(path, onerror=fail, followlinks=True):
-        place = os.path.realpath(folder)
-        if place in seen:
+        real = os.path.realpath(folder)
+        if real in seen:
             subfolders.clear()
             continue
-        seen.add(place)
+        seen.add(real)
         subfolders.sort()
         paths += [Path(folder, name) for name in names]
     files = {p: p.is_file() for p in sorted(paths)}

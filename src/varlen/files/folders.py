@@ -47,7 +47,7 @@ class Folder:
         """Return the file of this name, or None."""
         return next((entry for entry in self.listing if entry.name == name), None)
 
-    def place(self, name: str = "") -> str:
+    def where(self, name: str = "") -> str:
         """Return the path or URL of an entry, for messages."""
         return f"{self.path.rstrip('/')}/{name}" if name else self.path
 
@@ -56,7 +56,7 @@ class Folder:
         listing = [
             replace(e, name=e.name[len(name) + 1 :]) for e in self.listing if e.name.startswith(f"{name}/")
         ]
-        return Folder(path=self.place(name), listing=listing, read=self.read, look=self.look, gone=self.gone)
+        return Folder(path=self.where(name), listing=listing, read=self.read, look=self.look, gone=self.gone)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,7 +169,7 @@ def _of_splits(folder: Folder, splits: Sequence[object], split: str | None) -> C
     for name in wanted:
         below = folder.below(name)
         if not below.listing:
-            raise SourceError(f"{folder.place(_DICT)} names the split {name}, which isn't there; copy it too")
+            raise SourceError(f"{folder.where(_DICT)} names the split {name}, which isn't there; copy it too")
         part = choose_files(below, None, None)
         prefix = f"{name}/" if len(wanted) > 1 else ""
         chosen.entries += [replace(e, name=prefix + e.name) for e in part.entries]
@@ -246,22 +246,22 @@ def _cache_folders(entries: Sequence[Listed]) -> list[str]:
 
 def _without_caches(folder: Folder, entries: Sequence[Listed]) -> tuple[list[Listed], list[Listed]]:
     """Separate the cached results of `datasets` (of `.map` and the like) from the other files."""
-    kept = _cache_folders(entries)
-    if len(kept) > 1:
+    cached = _cache_folders(entries)
+    if len(cached) > 1:
         raise SourceError(
-            f"{folder.path} holds {len(kept):,} data sets, or versions of one, that `datasets` keeps, such as "
-            f"{folder.place(kept[0])} and {folder.place(kept[1])}; name one of them"
+            f"{folder.path} holds {len(cached):,} data sets, or versions of one, that `datasets` keeps, such as "
+            f"{folder.where(cached[0])} and {folder.where(cached[1])}; name one of them"
         )
-    places = {entry.name: entry for entry in entries}
+    by_name = {entry.name: entry for entry in entries}
     saved = [
         _parent(name)
-        for name in places
-        if _last(name) == _STATE and f"{name.removesuffix(_STATE)}{_INFO}" in places
+        for name in by_name
+        if _last(name) == _STATE and f"{name.removesuffix(_STATE)}{_INFO}" in by_name
     ]
     for name in saved:
-        state = places[f"{name}/{_STATE}" if name else _STATE]
+        state = by_name[f"{name}/{_STATE}" if name else _STATE]
         refuse_indices(folder.read(state), state.path)
-    within = {*kept, *saved}
+    within = {*cached, *saved}
     caches = [e for e in entries if _parent(e.name) in within and _CACHED.fullmatch(_last(e.name))]
     gone = {entry.path for entry in caches}
     return [entry for entry in entries if entry.path not in gone], caches
@@ -269,16 +269,16 @@ def _without_caches(folder: Folder, entries: Sequence[Listed]) -> tuple[list[Lis
 
 def _by_cache(folder: Folder, names: Sequence[str], split: str | None) -> Choice | None:
     """Choose the split of a data set cached by `datasets`, in files NAME-SPLIT.arrow; None for other folders."""
-    kept = _cache_folders(folder.listing)
-    if len(kept) != 1:
+    cached = _cache_folders(folder.listing)
+    if len(cached) != 1:
         return None
-    described_at = folder.find(f"{kept[0]}/{_INFO}" if kept[0] else _INFO)
+    described_at = folder.find(f"{cached[0]}/{_INFO}" if cached[0] else _INFO)
     splits = splits_described(folder.read(described_at)) if described_at is not None else []
     groups: dict[str, list[str]] = {}
     for name in names:
         stem = re.sub(r"(-\d{5}-of-\d{5})?\.arrow$", "", _last(name))
         of = [s for s in splits if stem == s or stem.endswith(f"-{s}")]
-        if of and _parent(name) == kept[0]:
+        if of and _parent(name) == cached[0]:
             groups.setdefault(max(of, key=len), []).append(name)
     return among(groups, names, split, folder.path, "no split") if groups else None
 
@@ -318,7 +318,7 @@ def _no_data(folder: Folder, entries: Sequence[Listed], caches: Sequence[Listed]
     holds = f"; it holds {many(len(others), 'other file')}, such as {others[0].name}" if others else ""
     return (
         f"{folder.path} is a folder without any {known} file, plain or as .gz or .zst, or of rows by another name"
-        f"{holds}; name other text files by a glob, such as '{folder.place('**/*.tex')}'"
+        f"{holds}; name other text files by a glob, such as '{folder.where('**/*.tex')}'"
     )
 
 

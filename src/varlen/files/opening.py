@@ -53,7 +53,7 @@ class _Stored(io.RawIOBase):
     _descriptor = -1
 
     def __init__(self, file: File) -> None:
-        self._descriptor, status = open_with_status(file.place)
+        self._descriptor, status = open_with_status(file.local_path)
         self._file, self._position = file, 0
         try:
             self._check_same(status)
@@ -92,12 +92,14 @@ class _Stored(io.RawIOBase):
         file, now = self._file, Seen.of(status)
         self._at = status.st_size, status.st_mtime_ns, status.st_ctime_ns
         if 0 <= file.size != now.size:
-            raise changed_file_error(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
+            raise changed_file_error(
+                file.local_path, file.seen, changed(file.path, file.size, f"{now.size:,}")
+            )
         if isinstance(file.seen, Seen):
-            reason = difference(file.place, file.seen, now, file.known, self._descriptor)
+            reason = difference(file.local_path, file.seen, now, file.known, self._descriptor)
             if reason is not None:
-                raise changed_file_error(file.place, file.seen, replaced_words(file.path, reason))
-        forget_change(file.place, file.seen)
+                raise changed_file_error(file.local_path, file.seen, replaced_words(file.path, reason))
+        forget_change(file.local_path, file.seen)
 
     def readinto(self, buffer: Any, /) -> int:
         count = os.preadv(self._descriptor, [buffer], self._position)
@@ -114,7 +116,7 @@ class _Stored(io.RawIOBase):
         self._position = stop
         if is_end and stop < self._file.size:
             words = changed(self._file.path, self._file.size, f"{stop:,}")
-            raise changed_file_error(self._file.place, self._file.seen, words)
+            raise changed_file_error(self._file.local_path, self._file.seen, words)
         if self._file.seen is not None:
             status = os.fstat(self._descriptor)
             if (status.st_size, status.st_mtime_ns, status.st_ctime_ns) != self._at:
@@ -126,7 +128,7 @@ class _Stored(io.RawIOBase):
 def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
     """Open a file's bytes as they are stored."""
     if file.live is not None:
-        return cast(BinaryIO, LiveRows(file.path, file.place))
+        return cast(BinaryIO, LiveRows(file.path, file.local_path))
     if file.is_remote:
         seen = file.seen if isinstance(file.seen, str) else None
         return open_remote(file.path, file.size, file.retry, buffer_bytes or BUFFER_BYTES, seen)
@@ -155,7 +157,7 @@ def compression_of(file: File, stored: BinaryIO | None = None) -> Compression | 
     content = file.mark or file.seen
     if content is None:
         return _compression_of(file, stored)
-    key = file.place, content, file.format, file.suffix_compression
+    key = file.local_path, content, file.format, file.suffix_compression
     if key not in _compressions:
         compression = _compression_of(file, stored)  # errors are not cached
         if len(_compressions) >= _MOST_REMEMBERED:

@@ -60,14 +60,14 @@ def mark_of_folder(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], 
 
     Another process may mark, fill and rename the folder meanwhile.
     """
-    place = folder / name
+    path = folder / name
     while True:
         identity = _identity(folder)
-        marker = _marker(place)
-        if marker is None and _holds_nothing(folder, place.name):
+        marker = _marker(path)
+        if marker is None and _holds_nothing(folder, path.name):
             return True
         if marker is None:
-            marker = _marker(place)  # written before anything else was
+            marker = _marker(path)  # written before anything else was
         if marker is not None:
             return isinstance(marker, dict) and bool(is_mark(marker))
         if identity == _identity(folder):
@@ -82,10 +82,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _marker(place: Path) -> Any:
+def _marker(path: Path) -> Any:
     """Return the content of a marker; None where it is absent or no readable file, as a link is."""
     try:
-        with os.fdopen(open_regular(place, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        with os.fdopen(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             return json.load(file)
     except (OSError, ValueError, RecursionError):
         return None
@@ -194,18 +194,18 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def disk_faults(place: Path, *, is_kept: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def disk_faults(path: Path, *, keeps_work: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Turn write errors into a SettingError, which says whether finished work is kept."""
     try:
         yield
     except OSError as error:
-        free = free_words(error, place)
+        free = free_words(error, path)
         if free:
             raise SettingError(
-                f"{place} can't be written: the disk is full{free}; make room and run the same "
-                f"again{': what is finished is kept' if is_kept() else ''}"
+                f"{path} can't be written: the disk is full{free}; make room and run the same "
+                f"again{': what is finished is kept' if keeps_work() else ''}"
             ) from error
-        raise SettingError(f"{place} can't be written: {error.strerror or error}") from error
+        raise SettingError(f"{path} can't be written: {error.strerror or error}") from error
 
 
 def sync(path: Path) -> None:
@@ -217,20 +217,20 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-def note_free(error: OSError, place: Path) -> int | None:
+def note_free(error: OSError, path: Path) -> int | None:
     """Record the free space when the disk is full, before the unfinished file is removed."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     if not hasattr(error, _FREE):
-        setattr(error, _FREE, shutil.disk_usage(_existing(place)).free)
+        setattr(error, _FREE, shutil.disk_usage(_existing(path)).free)
     return int(getattr(error, _FREE))
 
 
-def free_words(error: OSError, place: Path) -> str:
+def free_words(error: OSError, path: Path) -> str:
     """Return the free space for the message of a full disk; arguments as in `note_free`."""
-    free = note_free(error, place)
+    free = note_free(error, path)
     return "" if free is None else f" ({free / 1e6:,.0f} MB free)"
 
 
-def _existing(place: Path) -> Path:
-    return next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())

@@ -155,7 +155,7 @@ class File:
         return self.path
 
     @property
-    def place(self) -> str:
+    def local_path(self) -> str:
         """Where it is opened, if it is local."""
         return self.stored or self.path
 

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO, Literal, cast
 from varlen.errors import SourceError, VarlenError, described
 from varlen.files.retry import (
     Retry,
-    answer_of,
     as_os_error,
     is_nothing_there,
     missing_package,
+    response_of,
     retried,
 )
 from varlen.files.seen import Seen, changed_file_error, forget_change
@@ -462,7 +462,7 @@ class _Remote(io.RawIOBase):
             try:
                 content = self._ranges.fetch(start, stop + more)
             except Exception as error:
-                if answer_of(error)[0] == _NOT_THAT_ONE:
+                if response_of(error)[0] == _NOT_THAT_ONE:
                     raise changed_file_error(self._url, self._ranges.seen, self._not_that_one()) from error
                 raise
             if size >= 0 and not content:
@@ -474,7 +474,7 @@ class _Remote(io.RawIOBase):
                 raise ConnectionError(f"nothing came, though the file has {size:,} bytes")
             return content
 
-        content = retried(fetch, self._url, self._retry, place=f"byte {start:,}")
+        content = retried(fetch, self._url, self._retry, where=f"byte {start:,}")
         if more and len(content) > stop - start:
             raise changed_file_error(self._url, self._ranges.seen, changed(self._url, size, "more"))
         return content

@@ -100,7 +100,7 @@ USUAL = Retry()
 
 
 def retried(
-    call: Callable[[], Result], url: str, retry: Retry, *, place: str = "", silence_s: float | None = None
+    call: Callable[[], Result], url: str, retry: Retry, *, where: str = "", silence_s: float | None = None
 ) -> Result:
     """Return the result of a call to a server, retried on transient failures."""
     began = time.monotonic()
@@ -118,14 +118,14 @@ def retried(
             raise missing_package(url, error) from error
         except Exception as error:
             if not is_passing(error):
-                raise SourceError(_sentence(url, error, place)) from as_os_error(error)
+                raise SourceError(_sentence(url, error, where)) from as_os_error(error)
             # A last try that the deadline cuts off is less informative than the one before.
             failed = failed if failed and left_s < most_s and isinstance(error, TimeoutError) else error
             wait_s = retry.wait_s(attempt)
             spent_s = time.monotonic() - began
             if attempt >= retry.attempts or spent_s + wait_s >= retry.deadline_s:
                 tried = f"tried {many(attempt, 'time')} in {spent_s:.1f} s"
-                raise SourceError(f"{_sentence(url, failed, place)}; {tried}") from as_os_error(failed)
+                raise SourceError(f"{_sentence(url, failed, where)}; {tried}") from as_os_error(failed)
         time.sleep(wait_s)
 
 
@@ -164,7 +164,7 @@ def is_passing(error: BaseException) -> bool:
     """Whether a failure is transient: overload, a timeout, a broken connection."""
     chain = list(_chain(error))
     for link in chain:  # a server's response takes precedence over a library's interpretation of it
-        status, code = _answer(link)
+        status, code = _status(link)
         if code in _PASSING_CODES:
             return True
         if status is not None:
@@ -185,19 +185,19 @@ def is_outside(error: BaseException) -> bool:
     if is_passing(error):
         return True
     chain = list(_chain(error))
-    if any(_answer(link)[0] is not None for link in chain):
+    if any(_status(link)[0] is not None for link in chain):
         return True
     return any(isinstance(link, OSError) and link.errno is not None for link in chain)
 
 
 def is_nothing_there(error: FileNotFoundError) -> bool:
     """Whether nothing exists; some libraries report any refusal so."""
-    return not is_passing(error) and answer_of(error)[0] in _NOTHING_THERE
+    return not is_passing(error) and response_of(error)[0] in _NOTHING_THERE
 
 
-def answer_of(error: BaseException) -> tuple[int | None, str]:
+def response_of(error: BaseException) -> tuple[int | None, str]:
     """Return the status and the code of a server's response, or (None, "")."""
-    return next((response for response in map(_answer, _chain(error)) if response[0] is not None), (None, ""))
+    return next((response for response in map(_status, _chain(error)) if response[0] is not None), (None, ""))
 
 
 def as_os_error(error: BaseException) -> OSError:
@@ -219,7 +219,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
 
 
-def _answer(error: BaseException) -> tuple[int | None, str]:
+def _status(error: BaseException) -> tuple[int | None, str]:
     """Return the status and the code of a server's response, as the cloud libraries store them."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
@@ -234,14 +234,14 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
     return (status if isinstance(status, int) and 100 <= status < 600 else None), code
 
 
-def _sentence(url: str, error: BaseException, place: str) -> str:
-    """Say what failed, and what the server said."""
+def _sentence(url: str, error: BaseException, where: str) -> str:
+    """Describe what failed, with the server's response."""
     message = getattr(error, "strerror", None) or described(error)
-    status, code = answer_of(error)
+    status, code = response_of(error)
     if status is not None and str(status) not in message:
         message = f"{message} (status {status}{f', {code}' if code and not code.isdigit() else ''})"
     if status == _NO_SUCH_RANGE:
         message = f"{message}; it has become shorter since it was listed"
     if isinstance(error, FileNotFoundError) and status in _NOTHING_THERE:
         message = f"it is not there (any more); {message}" if message != url else "it is not there (any more)"
-    return f"{url} can't be read{f' at {place}' if place else ''}: {message}"
+    return f"{url} can't be read{f' at {where}' if where else ''}: {message}"

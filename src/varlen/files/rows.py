@@ -90,7 +90,7 @@ class Rows:
 
     def where(self, index: int) -> str:
         """Name the file and a row's position in it."""
-        return place(self.path, self.unit, self.base() + self.numbers[index])
+        return location(self.path, self.unit, self.base() + self.numbers[index])
 
     def blame(self, wrong: Mapping[int, str]) -> tuple[Fault, ...]:
         """Return the faults of these rows, those found while reading included, in the order of the file."""
@@ -118,7 +118,7 @@ def _arrow(indexes: Sequence[int]) -> Any:
     return pa.array(list(indexes), type=pa.int64())
 
 
-def place(path: str, unit: str, number: int) -> str:
+def location(path: str, unit: str, number: int) -> str:
     """Name a file and a position in it."""
     return f"{path} {unit} {number:,}" if unit else path
 
@@ -377,7 +377,9 @@ def gather(
             elif values is not None:
                 at = base() + number
                 losses = values.losses if isinstance(values, Lost) else _RECORD
-                faults.append(Fault(where=place(path, unit, at), why=str(values), number=at, losses=losses))
+                faults.append(
+                    Fault(where=location(path, unit, at), why=str(values), number=at, losses=losses)
+                )
             count = len(numbers) + len(faults) if count_faults else len(numbers)
             if filled >= size or count >= most_rows:
                 yield rows()

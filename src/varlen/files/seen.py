@@ -80,20 +80,20 @@ def is_of_all(print_: str, size: int) -> bool:
 _replaced: dict[tuple[str, object], str] = {}  # errors raised for replaced files, by path and listed status
 
 
-def changed_file_error(place: str, seen: object, message: str) -> SourceError:
+def changed_file_error(path: str, seen: object, message: str) -> SourceError:
     """Return the error for a changed file, and remember it, so that `on_error="skip"` can't skip it."""
-    _replaced[place, seen] = message
+    _replaced[path, seen] = message
     return SourceError(message)
 
 
-def forget_change(place: str, seen: object) -> None:
+def forget_change(path: str, seen: object) -> None:
     """Forget the error of a file that is the listed one again."""
-    _replaced.pop((place, seen), None)
+    _replaced.pop((path, seen), None)
 
 
-def check_unchanged(place: str, seen: object) -> None:
+def check_unchanged(path: str, seen: object) -> None:
     """Raise if the file was found to be replaced, even if that error was suppressed."""
-    if (message := _replaced.get((place, seen))) is not None:
+    if (message := _replaced.get((path, seen))) is not None:
         raise SourceError(message)
 
 
@@ -101,7 +101,7 @@ _lock = threading.Lock()
 _shown: dict[tuple[str, Seen], Seen] = {}  # last status with the same content, by path and listed status
 
 
-def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:
+def difference(path: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:
     """Say how a file differs from the listed one; None where it has the same content.
 
     Cost: if the status differs and a fingerprint is known, reads the file once, or 4 MB of a large one.
@@ -109,7 +109,7 @@ def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int
     if now == was:
         return None
     with _lock:
-        if _shown.get((place, was)) == now:
+        if _shown.get((path, was)) == now:
             return None
         is_retimed = now.modified_ns != was.modified_ns
         if print_ is None:
@@ -121,7 +121,7 @@ def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int
         else:
             reason = _differs(opened, now, print_, is_retimed=is_retimed)
         if reason is None:
-            _shown[place, was] = now
+            _shown[path, was] = now
         return reason
 
 

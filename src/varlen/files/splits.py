@@ -136,11 +136,11 @@ def among(groups: Groups, names: Sequence[str], wanted: str | None, folder: str,
     else:
         _refuse_without_train(groups, folder)
         taken = groups
-    kept = frozenset(name for files in taken.values() for name in files)
-    others = {name: f"split {split}" for split, files in groups.items() for name in files if name not in kept}
-    without = {name: rest for name in names if name not in kept and name not in others}
+    own = frozenset(name for files in taken.values() for name in files)
+    others = {name: f"split {split}" for split, files in groups.items() for name in files if name not in own}
+    without = {name: rest for name in names if name not in own and name not in others}
     split = next(iter(taken)) if len(taken) == 1 and len(groups) > 1 else None
-    return Choice(taken=kept, left_out={**others, **without}, split=split)
+    return Choice(taken=own, left_out={**others, **without}, split=split)
 
 
 def no_such_split(wanted: str, groups: Mapping[str, Sequence[str]], folder: str) -> str:

@@ -36,7 +36,7 @@ class Crew:
             raise SettingError(f"processes must be at least 1, got {self.processes}")
 
     @contextmanager
-    def hired(self) -> Iterator[Team]:
+    def started(self) -> Iterator[Team]:
         """Start processes for the duration of the context."""
         workers = Workers(self.processes) if self.processes > 1 and not self.ray else None
         try:
@@ -49,7 +49,7 @@ class Crew:
         self, function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]
     ) -> Iterator[Result]:
         """Run all tasks as `Team.run` does, with processes of their own."""
-        with self.hired() as team:
+        with self.started() as team:
             yield from team.run(function, shared, tasks)
 
 

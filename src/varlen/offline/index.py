@@ -28,7 +28,7 @@ from varlen.files.written import LOCK, MANIFEST, PARTIAL, PLAN, SKIPPED, WORK, r
 from varlen.offline.crew import Crew, Team
 from varlen.offline.outputs import (
     check_output,
-    check_places,
+    check_overlap,
     finish,
     output_faults,
     part_of,
@@ -93,8 +93,8 @@ def index_source(
     interruptions.
     """
     folder = folder.resolve() if folder.is_symlink() else folder
-    check_places(source.files, folder)
-    with (crew or Crew()).hired() as team:
+    check_overlap(source.files, folder)
+    with (crew or Crew()).started() as team:
         if marks is None:
             marks = look_at(source, folder, team, on_progress)
         before = (read_manifest(folder) or {}).get("fingerprint")
@@ -330,16 +330,16 @@ def in_stored_order(
     known_files = _files(manifest)
     if not known_files:
         return source, marks
-    places: dict[str, list[int]] = {}
+    numbers: dict[str, list[int]] = {}
     for number, file in enumerate(marks["files"]):
-        places.setdefault(json.dumps(file, sort_keys=True), []).append(number)
+        numbers.setdefault(json.dumps(file, sort_keys=True), []).append(number)
     order: list[int] = []
     for known in known_files:
-        same = places.get(json.dumps(known, sort_keys=True))
+        same = numbers.get(json.dumps(known, sort_keys=True))
         if not same:
             return source, marks
         order.append(same.pop(0))
-    order += sorted(number for left in places.values() for number in left)
+    order += sorted(number for left in numbers.values() for number in left)
     return (
         replace(source, files=tuple(source.files[number] for number in order)),
         {**marks, "files": [marks["files"][number] for number in order]},
@@ -414,7 +414,7 @@ def indexed_in_cache(source: Source, cache: str | Path | None, patience_s: float
     )
     marks = source_marks(source)
     folder = base / "stores" / fingerprint_of_marks(marks)[:32]
-    crew, told = Crew(processes=_processes(source)), False
+    crew, is_logged = Crew(processes=_processes(source)), False
     since, seen = time.monotonic(), _written(folder)
     while True:
         try:
@@ -422,9 +422,9 @@ def indexed_in_cache(source: Source, cache: str | Path | None, patience_s: float
         except SettingError as error:
             if not isinstance(error.__cause__, BlockingIOError):
                 raise
-            if not told:
+            if not is_logged:
                 _log.info("another process indexes the data into %s; waiting for it", folder)
-                told = True
+                is_logged = True
             written = _written(folder)
             if written != seen:
                 since, seen = time.monotonic(), written

@@ -91,12 +91,12 @@ def check_output(folder: Path, manifest: dict[str, Any] | None, *, overwrite: bo
         raise SettingError(f"{folder} can't be written: no permission in {around}; name another folder")
 
 
-def check_places(data: Sequence[File] | Path, output: Path, tokens: Path | None = None) -> None:
+def check_overlap(data: Sequence[File] | Path, output: Path, tokens: Path | None = None) -> None:
     """Raise if an output overlaps the data."""
-    for place in (output, tokens):
-        if place is not None and place.name in ("", ".."):
+    for path in (output, tokens):
+        if path is not None and path.name in ("", ".."):
             raise SettingError(
-                f"{place} has no name that a result could take; name a new folder, such as packed"
+                f"{path} has no name that a result could take; name a new folder, such as packed"
             )
     if tokens is not None and tokens.resolve() == output.resolve():
         raise SettingError(f"tokens and output are the same folder, {output}; name two")
@@ -105,9 +105,9 @@ def check_places(data: Sequence[File] | Path, output: Path, tokens: Path | None 
     else:
         read = {file.folder for file in data if file.folder is not None}
         written = [output, tokens] if tokens else [output]
-    places = {place for path in written for place in (path.resolve(), partial_of(path).resolve())}
+    targets = {resolved for path in written for resolved in (path.resolve(), partial_of(path).resolve())}
     for folder in sorted(read):
-        overlap = places.intersection([folder.resolve(), *folder.resolve().parents])
+        overlap = targets.intersection([folder.resolve(), *folder.resolve().parents])
         if overlap:
             raise SettingError(
                 f"{folder} is to be read, but {overlap.pop()} is to be written; name an output outside the data"
@@ -212,7 +212,7 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
         write_json(partial / name, sealed(manifest))
         if folder.exists():
             check_replaced(folder, read_manifest(folder) or {})  # somebody may have written there meanwhile
-            folder.replace(replaced_place(partial))
+            folder.replace(replaced_path(partial))
         partial.replace(folder)
         sync(folder.absolute().parent)
     remove_work(folder)
@@ -222,7 +222,7 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
 def output_faults(folder: Path) -> Iterator[None]:
     """Turn errors of writing an output into a SettingError."""
     partial = folder if folder.name.endswith(PARTIAL) else partial_of(folder)
-    with disk_faults(folder, is_kept=lambda: _holds_finished(partial)):
+    with disk_faults(folder, keeps_work=lambda: _holds_finished(partial)):
         yield
 
 
@@ -273,8 +273,8 @@ def clear_unfinished(partial: Path, keep: str) -> None:
     """Remove the files of a run with other settings from a folder that passed `check_unfinished`."""
     work = partial / WORK
     for entry in [*partial.iterdir(), *work.iterdir()]:
-        is_kept = entry.name in (WORK, LOCK) or (entry.parent == work and entry.name.startswith(keep))
-        if not is_kept and (entry.parent == work or is_made(entry)):
+        is_retained = entry.name in (WORK, LOCK) or (entry.parent == work and entry.name.startswith(keep))
+        if not is_retained and (entry.parent == work or is_made(entry)):
             remove_entry(entry)
 
 
@@ -343,8 +343,8 @@ def fingerprint_in(partial: Path) -> str | None:
         return None
 
 
-def replaced_place(partial: Path) -> Path:
+def replaced_path(partial: Path) -> Path:
     """Return a name in the work folder for the replaced output, removing an earlier one."""
-    place = partial / WORK / "replaced"
-    shutil.rmtree(place, ignore_errors=True)
-    return place
+    path = partial / WORK / "replaced"
+    shutil.rmtree(path, ignore_errors=True)
+    return path

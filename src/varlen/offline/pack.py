@@ -34,7 +34,7 @@ from varlen.offline.crew import Crew, Team
 from varlen.offline.index import OnProgress, build_store, check_tokenizer, deciding, look_at, quiet
 from varlen.offline.outputs import (
     check_output,
-    check_places,
+    check_overlap,
     finish,
     output_faults,
     remove_work,
@@ -102,8 +102,8 @@ def make_set(
     """Make a packed set of any form from a source's tokens, unless an earlier run did."""
     output = output.resolve() if output.is_symlink() else output
     tokens = tokens.resolve() if tokens and tokens.is_symlink() else tokens
-    check_places(source if isinstance(source, Path) else source.files, output, tokens)
-    with (crew or Crew()).hired() as team:
+    check_overlap(source if isinstance(source, Path) else source.files, output, tokens)
+    with (crew or Crew()).started() as team:
         if isinstance(source, Path):
             store = open_store(source)
             marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest.get("source", {})}
@@ -124,13 +124,13 @@ def make_set(
                 if partial is None:
                     continue
                 if not isinstance(source, Path):
-                    kept = partial / WORK / _TOKENS if tokens is None else tokens
+                    store_folder = partial / WORK / _TOKENS if tokens is None else tokens
                     anew = overwrite or tokens is None
                     store = build_store(
-                        source, kept, marks, team=team, on_progress=on_progress, overwrite=anew
+                        source, store_folder, marks, team=team, on_progress=on_progress, overwrite=anew
                     )
-                tokens_kept = None if isinstance(source, Path) else tokens or partial
-                manifest = _write_from(store, write, partial, team, tokens_kept)
+                tokens_folder = None if isinstance(source, Path) else tokens or partial
+                manifest = _write_from(store, write, partial, team, tokens_folder)
                 manifest["fingerprint"], manifest["source"] = wanted, marks
                 with output_faults(output):
                     (partial / SKIPPED).unlink(missing_ok=True)  # left by a run of version 0.1.0
@@ -141,16 +141,16 @@ def make_set(
 
 
 def _write_from(
-    store: TokenStore, write: Write, partial: Path, team: Team, kept: Path | None
+    store: TokenStore, write: Write, partial: Path, team: Team, folder: Path | None
 ) -> dict[str, Any]:
     """Write all files of a set; an error says where new tokens are kept, if anywhere."""
     try:
         return write(store, partial, team)
     except OverlongDocumentError as error:
-        if kept is None:
+        if folder is None:
             raise
         raise OverlongDocumentError(
-            f"{error}; the tokens are kept in {kept}, so that the same run with one of these goes on from there"
+            f"{error}; the tokens are kept in {folder}, so that the same run with one of these goes on from there"
         ) from error
     finally:
         opened_store.cache_clear()  # open files would keep a removed store's space
@@ -295,14 +295,14 @@ class Plan:
         )
         return part, [_tail(joined, rows)] if rows < joined.num_packs else []
 
-    def located(self, places: IntArray) -> tuple[IntArray, IntArray]:
+    def located(self, positions: IntArray) -> tuple[IntArray, IntArray]:
         """Return shards and numbers of the documents at positions of the order."""
-        shards, documents = np.empty_like(places), np.empty_like(places)
-        for stretch in np.unique(places // STRETCH).tolist():
-            at = places // STRETCH == stretch
+        shards, documents = np.empty_like(positions), np.empty_like(positions)
+        for stretch in np.unique(positions // STRETCH).tolist():
+            at = positions // STRETCH == stretch
             held_shards, held_documents = self._order.stretch(stretch)
-            shards[at] = held_shards[places[at] - stretch * STRETCH]
-            documents[at] = held_documents[places[at] - stretch * STRETCH]
+            shards[at] = held_shards[positions[at] - stretch * STRETCH]
+            documents[at] = held_documents[positions[at] - stretch * STRETCH]
         return shards, documents
 
 

@@ -136,14 +136,14 @@ def pack(
         del checked, lengths
 
         expected = checksum(pieces.lengths)
-        placed, stops, offsets = arrange(pieces.lengths, pack_of, num_packs, seed)
+        numbers, stops, offsets = arrange(pieces.lengths, pack_of, num_packs, seed)
         documents, starts, losses = pieces.documents, pieces.starts, pieces.losses
         del pieces, pack_of  # with 10^8 documents, the result needs this memory
-        packed, again = audit(placed, stops, offsets, capacity, most_documents, multiple, expected)
+        packed, again = audit(numbers, stops, offsets, capacity, most_documents, multiple, expected)
         ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
-        first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]
+        first = np.zeros(numbers.size, np.int32) if starts is None else starts[numbers]
         return Packing(
-            document_ids=placed if documents is None else documents[placed],
+            document_ids=numbers if documents is None else documents[numbers],
             starts=first,
             stops=stops if starts is None else stops + first,
             offsets=offsets,
@@ -377,6 +377,6 @@ def _balance(
 
 def _cost(pack_of: Int32Array, num_packs: int, item_work: FloatArray) -> float:
     """Return the largest work of a pack times the number of packs: parallel packs wait for the largest."""
-    placed = pack_of >= 0
-    work = np.bincount(pack_of[placed], weights=item_work[placed], minlength=1)
+    is_packed = pack_of >= 0
+    work = np.bincount(pack_of[is_packed], weights=item_work[is_packed], minlength=1)
     return num_packs * float(work.max())

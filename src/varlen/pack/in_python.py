@@ -27,7 +27,7 @@ def best_fit(
     """
     waiting: dict[int, deque[int]] = defaultdict(deque)  # free space -> packs, first in, first out
     rooms: list[int] = []  # free spaces that some pack has, rising
-    places: list[int] = []
+    quota: list[int] = []
     fewest = max(int(sizes[slots > 0].min(initial=max_documents)), 1)
     for item in order.tolist():
         slot, size = int(slots[item]), int(sizes[item])
@@ -38,23 +38,23 @@ def best_fit(
             (rooms[at], pack)
             for at in range(bisect_left(rooms, slot), len(rooms))
             for pack in waiting[rooms[at]]
-            if places[pack] >= size
+            if quota[pack] >= size
         )
-        room, pack = next(fitting, (capacity, len(places)))
-        if pack == len(places):
-            places.append(max_documents)
+        room, pack = next(fitting, (capacity, len(quota)))
+        if pack == len(quota):
+            quota.append(max_documents)
         else:
             waiting[room].remove(pack)
             if not waiting[room]:
                 del rooms[bisect_left(rooms, room)]
         pack_of[item] = pack
         room -= slot
-        places[pack] -= size
-        if room > 0 and places[pack] >= fewest:  # no item fits in fewer places
+        quota[pack] -= size
+        if room > 0 and quota[pack] >= fewest:  # no item fits in a smaller quota
             if not waiting[room]:
                 insort(rooms, room)
             waiting[room].append(pack)
-    return len(places)
+    return len(quota)
 
 
 class _Cluster(NamedTuple):
@@ -62,13 +62,13 @@ class _Cluster(NamedTuple):
 
     first: int
     packs: int
-    places: int
+    quota: int
 
 
 def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
     """Best-fit over items from long to short, every item one document; returns the number of packs.
 
-    The same packs as `best_fit` in `descending` order; all items of one length are placed at once.
+    The same packs as `best_fit` in `descending` order; all items of one length are packed at once.
     """
     waiting: dict[int, deque[_Cluster]] = defaultdict(deque)  # free space -> packs, first in, first out
     rooms: list[int] = []  # free spaces that some pack has, rising
@@ -76,7 +76,7 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
     num_packs = 0
 
     def wait(room: int, cluster: _Cluster) -> None:
-        if room > 0 and cluster.packs > 0 and cluster.places > 0:
+        if room > 0 and cluster.packs > 0 and cluster.quota > 0:
             if not waiting[room]:
                 insort(rooms, room)
             waiting[room].append(cluster)
@@ -87,23 +87,23 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
             at = bisect_left(rooms, length)
             is_new = at == len(rooms)
             room = capacity if is_new else rooms[at]
-            first, packs, places = _Cluster(num_packs, left, max_documents) if is_new else waiting[room][0]
-            each = min(room // length, places)
+            first, packs, quota = _Cluster(num_packs, left, max_documents) if is_new else waiting[room][0]
+            each = min(room // length, quota)
             used = min(packs, -(-left // each))
             if is_new:
                 num_packs += used
             elif used < packs:
-                waiting[room][0] = _Cluster(first + used, packs - used, places)
+                waiting[room][0] = _Cluster(first + used, packs - used, quota)
             else:
                 waiting[room].popleft()
                 if not waiting[room]:
                     del rooms[at]
-            placed = min(left, used * each)
-            full, rest = divmod(placed, each)
-            wait(room - each * length, _Cluster(first, full, places - each))
-            wait(room - rest * length, _Cluster(first + full, min(rest, 1), places - rest))
-            runs.append((first, each, placed))
-            left -= placed
+            dealt = min(left, used * each)
+            full, rest = divmod(dealt, each)
+            wait(room - each * length, _Cluster(first, full, quota - each))
+            wait(room - rest * length, _Cluster(first + full, min(rest, 1), quota - rest))
+            runs.append((first, each, dealt))
+            left -= dealt
     firsts, eachs, sizes = np.array(runs, np.int64).T
     turns = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     order = np.argsort(-slots, kind="stable")
@@ -114,15 +114,15 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
 
 def next_fit(slots: Int32, sizes: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
     """Fill one pack after the other in input order; returns the number of packs."""
-    num_packs = room = places = 0
+    num_packs = room = quota = 0
     for item, slot in enumerate(slots.tolist()):
         if slot == 0:
             pack_of[item] = -1
             continue
-        if room < slot or places < sizes[item]:
-            num_packs, room, places = num_packs + 1, capacity, max_documents
+        if room < slot or quota < sizes[item]:
+            num_packs, room, quota = num_packs + 1, capacity, max_documents
         room -= slot
-        places -= int(sizes[item])
+        quota -= int(sizes[item])
         pack_of[item] = num_packs - 1
     return num_packs
 
@@ -142,16 +142,16 @@ def wrapped(
     The four arrays are written if they have room for every piece, else only counted.
     """
     pieces = []
-    num_packs = room = places = 0
+    num_packs = room = quota = 0
     for document, length in enumerate(lengths.tolist()):
         start = 0
         while start < length:
-            if room == 0 or places == 0:
-                num_packs, room, places = num_packs + 1, capacity, max_documents
+            if room == 0 or quota == 0:
+                num_packs, room, quota = num_packs + 1, capacity, max_documents
             stop = min(length, start + room)
             pieces.append((document, start, stop, num_packs - 1))
             room -= -(-(stop - start) // multiple) * multiple
-            places -= 1
+            quota -= 1
             start = stop
     if pieces and len(documents) >= len(pieces):
         table = np.array(pieces)
@@ -180,8 +180,8 @@ def rank_packs(pack_of: Int32, rank: Int32) -> int:
 
 def renumber(pack_of: Int32, number: Int32 | Int64) -> None:
     """Give every pack another number, in place; -1 stays."""
-    placed = pack_of >= 0
-    pack_of[placed] = number[pack_of[placed]]
+    is_packed = pack_of >= 0
+    pack_of[is_packed] = number[pack_of[is_packed]]
 
 
 def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
@@ -194,11 +194,11 @@ def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
 def gather_batches(
     pack_of: Int32, lengths: Int32, shift: int, length_bits: int, position: Int64, words: Int64
 ) -> None:
-    """Write each piece's word (number, pack's place in the batch, length) at the next position of its batch."""
+    """Write each piece's word (number, pack's index in the batch, length) at the next position of its batch."""
     pieces = np.flatnonzero(pack_of >= 0)
-    batches, places = np.divmod(pack_of[pieces].astype(np.int64), 1 << shift)
+    batches, local = np.divmod(pack_of[pieces].astype(np.int64), 1 << shift)
     order = np.argsort(batches, kind="stable")
-    words[:] = ((((pieces << shift) + places) << length_bits) + lengths[pieces])[order]
+    words[:] = ((((pieces << shift) + local) << length_bits) + lengths[pieces])[order]
     position[:-1] += np.bincount(batches, minlength=len(position) - 1)
 
 
@@ -215,8 +215,8 @@ def order_batches(
     """Sort each batch by pack and piece, and unpack the words."""
     batches = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
     rest, sizes = np.divmod(words, 1 << length_bits)
-    pieces, places = np.divmod(rest, 1 << shift)
-    packs = (batches << shift) + places
+    pieces, local = np.divmod(rest, 1 << shift)
+    packs = (batches << shift) + local
     order = np.lexsort((pieces, packs))
     words[:], lengths[:] = pieces[order], sizes[order]
     offsets[1:] = np.cumsum(np.bincount(packs, minlength=len(offsets) - 1))

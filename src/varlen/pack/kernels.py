@@ -5,7 +5,7 @@ take) and sizes (documents that they count as); an item with slot 0 is skipped a
 the order in which they are opened; `arrange` renumbers them by their first document.
 
 All packs with the same free space (`room`) are in one first-in-first-out queue, and a two-level bitmap finds the
-smallest sufficient room in a few instructions. `places` counts the documents that a pack can still take.
+smallest sufficient room in a few instructions. `quota` counts the documents that a pack can still take.
 Best-fit-decreasing places all items of one length at once (histogram packing: Krell et al. 2021,
 arXiv:2107.02027), so its search takes as long for a thousand documents as for a billion.
 """
@@ -97,18 +97,18 @@ def descending(slots: Int32, largest: int, order: Int32) -> None:
 def next_fit(slots: Int32, sizes: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
     """Fill one pack after the other in input order; returns the number of packs."""
     room = 0
-    places = 0
+    quota = 0
     num_packs = 0
     for item in range(slots.size):
         if slots[item] == 0:
             pack_of[item] = -1
             continue
-        if room < slots[item] or places < sizes[item]:
+        if room < slots[item] or quota < sizes[item]:
             num_packs += 1
             room = capacity
-            places = max_documents
+            quota = max_documents
         room -= slots[item]
-        places -= sizes[item]
+        quota -= sizes[item]
         pack_of[item] = num_packs - 1
     return num_packs
 
@@ -121,7 +121,7 @@ def best_fit(
 
     Packs with equal free space are taken first in, first out.
     """
-    fewest = max_documents  # packs with fewer places are not queued: they would slow down every search
+    fewest = max_documents  # packs with a smaller quota are not queued: they would slow down every search
     for item in range(slots.size):
         if slots[item] > 0:
             fewest = min(fewest, np.int64(sizes[item]))
@@ -131,7 +131,7 @@ def best_fit(
     head = np.full(capacity + 1, -1, np.int32)
     tail = np.full(capacity + 1, -1, np.int32)
     waiting = np.empty(slots.size, np.int32)  # the next pack in the same class
-    places = np.empty(slots.size, np.int32)  # documents a pack still takes
+    quota = np.empty(slots.size, np.int32)  # documents that a pack still takes
     num_packs = 0
     for turn in range(order.size):
         item = order[turn]
@@ -145,7 +145,7 @@ def best_fit(
         while room >= 0:
             before = -1
             pack = head[room]
-            while pack >= 0 and places[pack] < sizes[item]:
+            while pack >= 0 and quota[pack] < sizes[item]:
                 before = pack
                 pack = waiting[pack]
             if pack >= 0:
@@ -155,7 +155,7 @@ def best_fit(
             pack = num_packs
             num_packs += 1
             room = capacity
-            places[pack] = max_documents
+            quota[pack] = max_documents
         else:
             if before < 0:
                 head[room] = waiting[pack]
@@ -167,8 +167,8 @@ def best_fit(
                 _unmark(low, high, room)
         pack_of[item] = pack
         room -= slot
-        places[pack] -= sizes[item]
-        if room > 0 and places[pack] >= max(fewest, 1):
+        quota[pack] -= sizes[item]
+        if room > 0 and quota[pack] >= max(fewest, 1):
             waiting[pack] = -1
             if head[room] < 0:
                 head[room] = pack
@@ -199,7 +199,7 @@ def _plan_equal_lengths(
 ) -> int:
     """Run best-fit-decreasing over a histogram, `counts[s]` items of length s, for all packs filled alike at once.
 
-    A row of `clusters` is a range of packs that were filled alike: first pack, packs, places left, next cluster of
+    A row of `clusters` is a range of packs that were filled alike: first pack, packs, quota left, next cluster of
     the same free space; `ends` holds the first and last cluster of each free space. A row of `runs` says how items of
     one length are dealt out: first pack, packs, items per pack; runs of length s are `run_offsets[capacity -
     s]:run_offsets[capacity - s + 1]`.
@@ -215,14 +215,14 @@ def _plan_equal_lengths(
             if room < 0:
                 room = capacity
                 first = num_packs
-                places = max_documents
-                each = min(_times(room, length), places)
+                quota = max_documents
+                each = min(_times(room, length), quota)
                 packs = _times(left + each - 1, each)
                 num_packs += packs
             else:
                 cluster = ends[room, 0]
-                first, places = clusters[cluster, 0], clusters[cluster, 2]
-                each = min(_times(room, length), places)
+                first, quota = clusters[cluster, 0], clusters[cluster, 2]
+                each = min(_times(room, length), quota)
                 packs = clusters[cluster, 1]
                 wanted = _times(left + each - 1, each)
                 if packs <= wanted:
@@ -233,24 +233,24 @@ def _plan_equal_lengths(
                     packs = wanted
                     clusters[cluster, 0] += packs
                     clusters[cluster, 1] -= packs
-            placed = min(left, packs * each)
+            dealt = min(left, packs * each)
             if num_runs == runs.shape[0] or num_clusters + 2 > clusters.shape[0]:
                 return -1
             runs[num_runs, 0] = first
             runs[num_runs, 1] = packs
             runs[num_runs, 2] = each
             num_runs += 1
-            left -= placed
+            left -= dealt
             # `full` packs took `each` items; at most one more, the last, took fewer
-            full = _times(placed, each)
-            taken = each if full > 0 else placed
+            full = _times(dealt, each)
+            taken = each if full > 0 else dealt
             many = max(full, 1)
             while many > 0:
                 after = room - taken * length
-                if after > 0 and places > taken:
+                if after > 0 and quota > taken:
                     clusters[num_clusters, 0] = first
                     clusters[num_clusters, 1] = many
-                    clusters[num_clusters, 2] = places - taken
+                    clusters[num_clusters, 2] = quota - taken
                     clusters[num_clusters, 3] = -1
                     if ends[after, 0] < 0:
                         ends[after, 0] = num_clusters
@@ -262,7 +262,7 @@ def _plan_equal_lengths(
                 if taken < each:
                     break
                 first += full
-                taken = placed - full * each
+                taken = dealt - full * each
                 many = 1 if taken > 0 else 0
     run_offsets[capacity] = num_runs
     return num_packs
@@ -412,7 +412,7 @@ def first_fit(
     leaf = np.zeros(blocks * _FAN, np.int32)
     block = np.zeros((blocks // _FAN + 1) * _FAN, np.int32)
     chunk = np.zeros(blocks // _FAN + 1, np.int32)
-    places = np.empty(most_packs, np.int32)
+    quota = np.empty(most_packs, np.int32)
     num_packs = 0
     last_slot = 0
     last_size = 0
@@ -426,24 +426,24 @@ def first_fit(
         size = sizes[item]
         start = last_pack if slot == last_slot and size == last_size else 0
         pack = _first_room(leaf, block, chunk, start, num_packs, slot)
-        while pack < num_packs and places[pack] < size:
+        while pack < num_packs and quota[pack] < size:
             pack = _first_room(leaf, block, chunk, pack + 1, num_packs, slot)
         if pack == num_packs:
             num_packs += 1
-            places[pack] = max_documents
+            quota[pack] = max_documents
             leaf[pack] = capacity
             block[pack // _FAN] = capacity
             chunk[pack // (_FAN * _FAN)] = capacity
         pack_of[item] = pack
-        places[pack] -= size
-        _lower(leaf, block, chunk, pack, leaf[pack] - slot if places[pack] > 0 else 0)
+        quota[pack] -= size
+        _lower(leaf, block, chunk, pack, leaf[pack] - slot if quota[pack] > 0 else 0)
         last_slot, last_size, last_pack = slot, size, pack
     return num_packs
 
 
 @compiled
 def _lightest(
-    work: Float64, room: Int32, places: Int32, leaves: int, slot: int, size: int, stack: Int32
+    work: Float64, room: Int32, quota: Int32, leaves: int, slot: int, size: int, stack: Int32
 ) -> int:
     """The pack with the least work among those with space, the first of equals, or -1.
 
@@ -461,7 +461,7 @@ def _lightest(
             continue
         if node >= leaves:
             pack = node - leaves
-            if places[pack] >= size and (work[node] < best_work or pack < best):
+            if quota[pack] >= size and (work[node] < best_work or pack < best):
                 best = pack
                 best_work = work[node]
             continue
@@ -504,7 +504,7 @@ def balanced(
         leaves *= 2
     work = np.full(2 * leaves, np.inf)
     room = np.zeros(2 * leaves, np.int32)
-    places = np.full(leaves, max_documents, np.int32)
+    quota = np.full(leaves, max_documents, np.int32)
     work[leaves : leaves + num_packs] = 0.0
     room[leaves : leaves + num_packs] = capacity
     for node in range(leaves - 1, 0, -1):
@@ -516,17 +516,17 @@ def balanced(
         if slots[item] == 0:
             pack_of[item] = -1
             continue
-        pack = _lightest(work, room, places, leaves, slots[item], sizes[item], stack)
+        pack = _lightest(work, room, quota, leaves, slots[item], sizes[item], stack)
         if pack < 0:
             pack = num_packs
             num_packs += 1
             work[leaves + pack] = 0.0
             room[leaves + pack] = capacity
         pack_of[item] = pack
-        places[pack] -= sizes[item]
+        quota[pack] -= sizes[item]
         node = leaves + pack
         work[node] += item_work[item]
-        room[node] = room[node] - slots[item] if places[pack] > 0 else 0
+        room[node] = room[node] - slots[item] if quota[pack] > 0 else 0
         node //= 2
         while node > 0:
             work[node] = min(work[2 * node], work[2 * node + 1])

@@ -87,12 +87,12 @@ def gather_batches(
     number, its pack's index in the batch (`shift` bits) and its length (`length_bits`). `position` is where each
     batch begins, from `batch_bounds`, and is advanced.
     """
-    place = (1 << shift) - 1
+    pack_mask = (1 << shift) - 1
     for piece in range(pack_of.size):
         pack = pack_of[piece]
         if pack >= 0:
             batch = pack >> shift
-            word = (((np.int64(piece) << shift) | (pack & place)) << length_bits) | lengths[piece]
+            word = (((np.int64(piece) << shift) | (pack & pack_mask)) << length_bits) | lengths[piece]
             words[position[batch]] = word
             position[batch] += 1
 
@@ -113,23 +113,23 @@ def order_batches(
     `words` come from `gather_batches` and hold piece numbers afterwards; `offsets` and `lengths` are written.
     `buffer` (as long as the largest batch) and `position` (`2^shift + 1`) are working space.
     """
-    place = (1 << shift) - 1
+    pack_mask = (1 << shift) - 1
     length_mask = (np.int64(1) << length_bits) - 1
     for batch in range(begin.size - 1):
         start, stop = begin[batch], begin[batch + 1]
-        for local in range(place + 2):
+        for local in range(pack_mask + 2):
             position[local] = 0
         for index in range(start, stop):
             buffer[index - start] = words[index]
-            position[((words[index] >> length_bits) & place) + 1] += 1
+            position[((words[index] >> length_bits) & pack_mask) + 1] += 1
         position[0] = start
-        for local in range(place + 1):
+        for local in range(pack_mask + 1):
             position[local + 1] += position[local]
             if (batch << shift) + local < offsets.size:
                 offsets[(batch << shift) + local] = position[local]
         for index in range(stop - start):
             word = buffer[index]
-            local = (word >> length_bits) & place
+            local = (word >> length_bits) & pack_mask
             to = position[local]
             position[local] = to + 1
             words[to] = word >> (length_bits + shift)
@@ -216,14 +216,14 @@ def wrapped(
     num_pieces = 0
     num_packs = 0
     room = 0
-    places = 0
+    quota = 0
     for document in range(lengths.size):
         start = 0
         while start < lengths[document]:
-            if room == 0 or places == 0:
+            if room == 0 or quota == 0:
                 num_packs += 1
                 room = capacity
-                places = max_documents
+                quota = max_documents
             stop = min(lengths[document], start + room)
             if num_pieces < documents.size:
                 documents[num_pieces] = document
@@ -232,7 +232,7 @@ def wrapped(
                 pack_of[num_pieces] = num_packs - 1
             num_pieces += 1
             room -= (stop - start + multiple - 1) // multiple * multiple
-            places -= 1
+            quota -= 1
             start = stop
     return num_pieces, num_packs
 

@@ -126,9 +126,9 @@ class Passes:
         """Order packs by their first pieces, and audit them; overwrites `pack_of`."""
         lengths, most = np.where(pack_of < 0, np.int32(0), pieces.lengths), self.max_documents or LARGEST
         expected = checksum(lengths)
-        placed, placed_lengths, offsets = arrange(lengths, pack_of, num_packs, None)
-        audit(placed, placed_lengths, offsets, self.capacity, most, self.multiple, expected)
-        return Packs(pieces=pieces.take(placed), offsets=offsets)
+        numbers, packed_lengths, offsets = arrange(lengths, pack_of, num_packs, None)
+        audit(numbers, packed_lengths, offsets, self.capacity, most, self.multiple, expected)
+        return Packs(pieces=pieces.take(numbers), offsets=offsets)
 
     def is_full(self, packs: Packs) -> npt.NDArray[np.bool_]:
         """Whether each pack is full, by the space that it takes or by its number of pieces."""
@@ -297,13 +297,13 @@ MIN_FILL = 0.995
 """A pack counts as full from this fill on."""
 _MANY = 14  # with at least this many pieces a pack on average, pieces count as short
 
-_Placed = tuple[Int32Array, int]  # the pack of each piece or -1, and the number of packs
-_Pass = Callable[[Int32Array, int, int], _Placed]  # takes slots, capacity and max_documents
+_Packed = tuple[Int32Array, int]  # the pack of each piece or -1, and the number of packs
+_Pass = Callable[[Int32Array, int, int], _Packed]  # takes slots, capacity and max_documents
 
 
 def whole(
     lengths: Int32Array, capacity: int, method: Method, max_documents: int, document_multiple_of: int
-) -> _Placed:
+) -> _Packed:
     """Return the pack of each piece of a window, and the number of packs."""
     slots = slots_of(lengths, document_multiple_of)
     # A piece that fills a pack by itself gets one, so that it doesn't count in the average fill of the others.
@@ -316,14 +316,14 @@ def whole(
     return pack_of, num_full + num_packs
 
 
-def _fewest(slots: Int32Array, capacity: int, method: Method, max_documents: int) -> _Placed:
+def _fewest(slots: Int32Array, capacity: int, method: Method, max_documents: int) -> _Packed:
     """Try several ways to pack until packs are full enough; returns the result with the fewest packs."""
-    best: _Placed | None = None
+    best: _Packed | None = None
     for passes in _ways(slots, capacity, method, max_documents):
         if best is not None and _is_enough(best[1], slots, capacity, max_documents):
             break
-        placed = _placed(passes, slots, capacity, max_documents)
-        best = placed if best is None or placed[1] < best[1] else best
+        found = _run_passes(passes, slots, capacity, max_documents)
+        best = found if best is None or found[1] < best[1] else best
     assert best is not None
     return best
 
@@ -352,30 +352,30 @@ def _is_enough(num_packs: int, slots: Int32Array, capacity: int, max_documents: 
     return num_packs <= fewest or num_packs * MIN_FILL <= fewest - 1
 
 
-def _placed(passes: tuple[_Pass, ...], slots: Int32Array, capacity: int, max_documents: int) -> _Placed:
+def _run_passes(passes: tuple[_Pass, ...], slots: Int32Array, capacity: int, max_documents: int) -> _Packed:
     """Run passes, each over the pieces that those before left, and best-fit-decreasing at the end."""
     pack_of, num_packs = np.full(slots.size, -1, np.int32), 0
     rest: IntArray = np.arange(slots.size)
     for run in (*passes, _decreasing):
         pack_of_rest, count = run(slots[rest], capacity, max_documents)
-        is_placed = pack_of_rest >= 0
-        pack_of[rest[is_placed]] = pack_of_rest[is_placed] + np.int32(num_packs)
-        rest, num_packs = rest[~is_placed], num_packs + count
+        is_packed = pack_of_rest >= 0
+        pack_of[rest[is_packed]] = pack_of_rest[is_packed] + np.int32(num_packs)
+        rest, num_packs = rest[~is_packed], num_packs + count
     return pack_of, num_packs
 
 
-def _decreasing(slots: Int32Array, capacity: int, max_documents: int) -> _Placed:
+def _decreasing(slots: Int32Array, capacity: int, max_documents: int) -> _Packed:
     """Pack all pieces best-fit-decreasing."""
     return assign("best_fit_decreasing", _items(slots), None, capacity, max_documents)
 
 
-def _fitted(slots: Int32Array, capacity: int, max_documents: int, *, method: Method) -> _Placed:
+def _fitted(slots: Int32Array, capacity: int, max_documents: int, *, method: Method) -> _Packed:
     """Pack pieces by a method that keeps their order, and keep the full packs."""
     pack_of, num_packs = assign(method, _items(slots), None, capacity, max_documents)
     return _full(pack_of, num_packs, slots, capacity, max_documents)
 
 
-def _filled(slots: Int32Array, capacity: int, max_documents: int, *, long_first: bool = False) -> _Placed:
+def _filled(slots: Int32Array, capacity: int, max_documents: int, *, long_first: bool = False) -> _Packed:
     """Fill a pack around each piece in order; with `long_first`, around those over half a pack first."""
     order: Int32Array = np.arange(slots.size, dtype=np.int32)
     if long_first:
@@ -385,7 +385,7 @@ def _filled(slots: Int32Array, capacity: int, max_documents: int, *, long_first:
 
 def _full(
     pack_of: Int32Array, num_packs: int, slots: Int32Array, capacity: int, max_documents: int
-) -> _Placed:
+) -> _Packed:
     """Keep the packs that are full, by the space that they take or their number of pieces."""
     space = np.bincount(pack_of, slots, num_packs)  # exact in float64: sums stay far below 2^53
     is_full = space >= MIN_FILL * capacity

@@ -43,7 +43,7 @@ class Policy:
 
     becomes: str
     """Its description, to follow "longer than capacity 8, and"."""
-    kept: Callable[[AnyInts, int], AnyInts] = lambda lengths, _: lengths
+    retained: Callable[[AnyInts, int], AnyInts] = lambda lengths, _: lengths
     """Returns the number of tokens of each document that are packed, from lengths and the capacity."""
     loses: str = ""
     """The ledger entry that counts the other tokens."""
@@ -55,13 +55,13 @@ POLICIES: dict[Overlong, Policy] = {
     "split": Policy(becomes="cut into pieces that train as documents of their own", cuts=True),
     "truncate": Policy(
         becomes="cut short",
-        kept=lambda lengths, capacity: np.minimum(lengths, lengths.dtype.type(capacity)),
+        retained=lambda lengths, capacity: np.minimum(lengths, lengths.dtype.type(capacity)),
         loses="truncated",
         cuts=True,
     ),
     "drop": Policy(
         becomes="left out",
-        kept=lambda lengths, capacity: np.where(lengths > capacity, lengths.dtype.type(0), lengths),
+        retained=lambda lengths, capacity: np.where(lengths > capacity, lengths.dtype.type(0), lengths),
         loses="dropped",
     ),
 }
@@ -127,9 +127,9 @@ def fit(lengths: Int32Array, capacity: int, overlong: Overlong) -> Pieces:
     if overlong == "split":
         return _split(lengths, capacity, many)
     policy = POLICIES[overlong]
-    kept = policy.kept(lengths, capacity)
-    lost = int(lengths[over].sum(dtype=np.int64) - kept[over].sum(dtype=np.int64))
-    return Pieces(lengths=kept, losses={policy.loses: lost, f"{policy.loses}_documents": many})
+    retained = policy.retained(lengths, capacity)
+    lost = int(lengths[over].sum(dtype=np.int64) - retained[over].sum(dtype=np.int64))
+    return Pieces(lengths=retained, losses={policy.loses: lost, f"{policy.loses}_documents": many})
 
 
 def _split(lengths: Int32Array, capacity: int, num_split: int) -> Pieces:
@@ -241,7 +241,7 @@ def gather_groups(
         seen = f"group {group} takes up {slots[item]:,} tokens in {sizes[item]:,} documents"
         out = ways_out([name for name in KEEP_WHOLE if name != "error"], "the limit")
         raise too_long(seen, f"a pack holds {limit}", out, (int(wrong.sum()), len(slots)), "groups")
-    kept = np.where(lost, np.int32(0), lengths) if lost.any() else lengths
+    retained = np.where(lost, np.int32(0), lengths) if lost.any() else lengths
     losses = {
         "dropped": int(lengths[lost].sum(dtype=np.int64)),
         "dropped_documents": int((lengths[lost] > 0).sum()),
@@ -249,7 +249,7 @@ def gather_groups(
     items = Items(
         slots=np.where(wrong, 0, slots).astype(np.int32), sizes=sizes.astype(np.int32), item_of=item_of
     )
-    return Pieces(lengths=kept, losses=losses), items
+    return Pieces(lengths=retained, losses=losses), items
 
 
 # An assignment of pieces to packs, laid out as the arrays of a Packing and audited.
@@ -273,7 +273,7 @@ def arrange(
             lengths afterwards: at 10^8 pieces, memory that was never touched costs more than the sorting.
 
     Returns:
-        Piece numbers int64 `[num_placed]`, rising within a pack, their lengths int32 `[num_placed]`, and
+        Piece numbers int64 `[num_packed]`, rising within a pack, their lengths int32 `[num_packed]`, and
         offsets int64 `[num_packs + 1]`.
     """
     used = kernels_arrange.rank_packs(pack_of, np.full(num_packs, -1, np.int32))
@@ -291,10 +291,10 @@ def arrange(
     largest = int(kernels_arrange.batch_bounds(pack_of, shift, begin))
     words = np.empty(int(begin[-1]), np.int64)
     kernels_arrange.gather_batches(pack_of, lengths, shift, length_bits, begin.copy(), words)
-    placed_lengths, offsets = pack_of[: words.size], np.zeros(num_packs + 1, np.int64)
+    packed_lengths, offsets = pack_of[: words.size], np.zeros(num_packs + 1, np.int64)
     space = np.empty(largest, np.int64), np.empty((1 << shift) + 1, np.int64)
-    kernels_arrange.order_batches(words, begin, shift, length_bits, *space, offsets, placed_lengths)
-    return words, placed_lengths, offsets
+    kernels_arrange.order_batches(words, begin, shift, length_bits, *space, offsets, packed_lengths)
+    return words, packed_lengths, offsets
 
 
 def checksum(lengths: Int32Array) -> int:
@@ -336,8 +336,8 @@ def audit(
     counted only if it differs.
 
     Args:
-        pieces: int64 `[num_placed]`.
-        lengths: int32 `[num_placed]`.
+        pieces: int64 `[num_packed]`.
+        lengths: int32 `[num_packed]`.
         offsets: int64 `[num_packs + 1]`.
     """
     tokens, overfull, total = kernels_arrange.audit(pieces, lengths, offsets, capacity, multiple)

@@ -31,26 +31,26 @@ from varlen.report.page import (
 
 def demo_page(figures: DemoFigures) -> str:
     """Return the report as one self-contained HTML page."""
-    said = findings(figures)
+    found = findings(figures)
     return page(
         "varlen demo",
         [
             _opening(figures),
-            section("Speed", paragraph(said.padding), _speed(figures), _ratios(figures)),
+            section("Speed", paragraph(found.padding), _speed(figures), _ratios(figures)),
             section("Where the time goes", _padding(figures)),
-            section("The loss", paragraph(said.loss), _losses(figures)),
-            section("Against length buckets", paragraph(said.buckets)),
+            section("The loss", paragraph(found.loss), _losses(figures)),
+            section("Against length buckets", paragraph(found.buckets)),
             section("Memory", _memory(figures)),
-            section("A packed row and its mask", paragraph(said.packed), _row(figures)),
+            section("A packed row and its mask", paragraph(found.packed), _row(figures)),
             section(
                 "Proof of isolation",
                 _verdict(figures),
                 facts(figures.isolation.rows),
-                paragraph(said.control),
+                paragraph(found.control),
             ),
             section("The ledger", _ledger(figures)),
             section("The documents", _documents(figures)),
-            section("What a CPU inflates", paragraph(said.inflation), _cpu(figures)),
+            section("What a CPU inflates", paragraph(found.inflation), _cpu(figures)),
             section("How it was measured", _setup(figures)),
         ],
     )

@@ -62,21 +62,21 @@ def dots(rows: Sequence[Dots], width: int, label: str, axis: Callable[[float], s
     low, high = min(round_values[0], min(values)), max(round_values[-1], max(values))
     reach = width - left - note_width - 12
 
-    def place(value: float) -> float:
+    def across(value: float) -> float:
         return left + 6 + reach * (value - low) / ((high - low) or 1.0)
 
     bottom = pitch * len(rows)
-    marks = [line(place(tick), 0, place(tick), bottom, "grid") for tick in round_values]
-    marks += [text(place(tick), bottom + 16, axis(tick), "tick", "middle") for tick in round_values]
+    marks = [line(across(tick), 0, across(tick), bottom, "grid") for tick in round_values]
+    marks += [text(across(tick), bottom + 16, axis(tick), "tick", "middle") for tick in round_values]
     for index, row in enumerate(rows):
         y = index * pitch
         middle = y + top + thickness / 2
         marks.append(_row_label(row.label, left, y, thickness, row.kind))
         marks.append(
-            line(place(min(row.values)), middle, place(max(row.values)), middle, f"range {row.kind}")
+            line(across(min(row.values)), middle, across(max(row.values)), middle, f"range {row.kind}")
         )
-        marks += [circle(place(v), middle, 4, f"dot {row.kind}", axis(v)) for v in row.values]
-        mean = place(sum(row.values) / len(row.values))
+        marks += [circle(across(v), middle, 4, f"dot {row.kind}", axis(v)) for v in row.values]
+        mean = across(sum(row.values) / len(row.values))
         marks.append(line(mean, middle - 9, mean, middle + 9, f"mean {row.kind}"))
         marks.append(text(width, middle + 4.5, row.note, f"note {row.kind}", "end"))
     return drawing(width, bottom + 22, marks, label)
@@ -143,10 +143,10 @@ def _length_axis(first: int, last: int, pitch: float, bottom: float, width: int)
         else max(4, 2 * math.ceil(needed / (2 * pitch)))
     )
     marks = []
-    for place in range(first + first % 2, last + 1, step):
-        x = (place - first) * pitch
+    for index in range(first + first % 2, last + 1, step):
+        x = (index - first) * pitch
         anchor = "start" if x < 12 else "end" if x > width - 12 else "middle"
-        marks.append(text(x, bottom + 17, f"{2 ** (place // 2):,}", "tick", anchor))
+        marks.append(text(x, bottom + 17, f"{2 ** (index // 2):,}", "tick", anchor))
     return marks
 
 
@@ -209,8 +209,8 @@ def polyline(points: Iterable[tuple[float, float]], kind: str) -> str:
 
 def text(x: float, y: float, content: str, kind: str = "label", anchor: str = "start") -> str:
     """Write a line of text; `y` is its baseline and `anchor` one of start, middle, end."""
-    place = f'x="{number(x)}" y="{number(y)}" text-anchor="{anchor}"'
-    return f'<text class="{escape(kind)}" {place}>{escape(content)}</text>'
+    at = f'x="{number(x)}" y="{number(y)}" text-anchor="{anchor}"'
+    return f'<text class="{escape(kind)}" {at}>{escape(content)}</text>'
 
 
 def drawing(width: float, height: float, marks: Iterable[str], label: str) -> str:
@@ -221,8 +221,8 @@ def drawing(width: float, height: float, marks: Iterable[str], label: str) -> st
     )
 
 
-def _mark(name: str, kind: str, tip: str = "", **places: float) -> str:
-    attributes = " ".join(f'{key}="{number(value)}"' for key, value in places.items())
+def _mark(name: str, kind: str, tip: str = "", **values: float) -> str:
+    attributes = " ".join(f'{key}="{number(value)}"' for key, value in values.items())
     return f'<{name} class="{escape(kind)}" {attributes}>{_tip(tip)}</{name}>'
 
 
@@ -250,7 +250,7 @@ class Line:
 
 
 def lines(
-    rows: Sequence[Line], places: Sequence[int], width: int, label: str, axis: Callable[[float], str]
+    rows: Sequence[Line], xs: Sequence[int], width: int, label: str, axis: Callable[[float], str]
 ) -> str:
     """Draw values against positions on a log axis."""
     is_wide = width >= NARROW_COLUMN
@@ -259,10 +259,10 @@ def lines(
     known = [value for row in rows for value in row.values if value is not None]
     rounds = ticks(min(known, default=0.0), max(known, default=1.0), 5)
     low, high = rounds[0], rounds[-1]
-    first, last = math.log2(places[0]), math.log2(places[-1])
+    first, last = math.log2(xs[0]), math.log2(xs[-1])
 
-    def across(place: int) -> float:
-        spread = (math.log2(place) - first) / (last - first) if last > first else 0.5
+    def across(x: int) -> float:
+        spread = (math.log2(x) - first) / (last - first) if last > first else 0.5
         return left + 12 + (right - left - 24) * spread
 
     def up(value: float) -> float:
@@ -270,9 +270,9 @@ def lines(
 
     marks = [line(left, up(tick), right, up(tick), "grid") for tick in rounds]
     marks += [text(left - 8, up(tick) + 4, axis(tick), "tick", "end") for tick in rounds]
-    marks += _places_named(places, across, top + _HEIGHT + 20)
+    marks += _position_labels(xs, across, top + _HEIGHT + 20)
     for row in rows:
-        marks += _drawn(row, places, across, up, axis)
+        marks += _drawn(row, xs, across, up, axis)
     bottom = top + _HEIGHT + 26
     if is_wide:
         marks += _names_at_ends(rows, right, up)
@@ -281,20 +281,20 @@ def lines(
     return drawing(width, bottom + 8 + _PITCH * len(rows), marks, label)
 
 
-def _places_named(places: Sequence[int], across: Callable[[int], float], y: float) -> list[str]:
+def _position_labels(xs: Sequence[int], across: Callable[[int], float], y: float) -> list[str]:
     """Write positions under the axis, without those that would overlap the previous one."""
     marks, free = [], -math.inf
-    for place in places:
-        half = 3.6 * len(f"{place:,}")
-        if across(place) - half >= free:
-            marks.append(text(across(place), y, f"{place:,}", "tick", "middle"))
-            free = across(place) + half + 6
+    for x in xs:
+        half = 3.6 * len(f"{x:,}")
+        if across(x) - half >= free:
+            marks.append(text(across(x), y, f"{x:,}", "tick", "middle"))
+            free = across(x) + half + 6
     return marks
 
 
 def _drawn(
     row: Line,
-    places: Sequence[int],
+    xs: Sequence[int],
     across: Callable[[int], float],
     up: Callable[[float], float],
     axis: Callable[[float], str],
@@ -302,16 +302,16 @@ def _drawn(
     """Draw one line, broken at gaps, and a dot for each value."""
     marks: list[str] = []
     part: list[tuple[float, float]] = []
-    for place, value in zip(places, row.values, strict=True):
+    for x, value in zip(xs, row.values, strict=True):
         if value is None:
             marks.append(polyline(part, f"line {row.kind}"))
             part = []
         else:
-            part.append((across(place), up(value)))
+            part.append((across(x), up(value)))
     marks.append(polyline(part, f"line {row.kind}"))
     marks += [
-        circle(across(place), up(value), 3.5, f"dot {row.kind}", f"{row.label} at {place:,}: {axis(value)}")
-        for place, value in zip(places, row.values, strict=True)
+        circle(across(x), up(value), 3.5, f"dot {row.kind}", f"{row.label} at {x:,}: {axis(value)}")
+        for x, value in zip(xs, row.values, strict=True)
         if value is not None
     ]
     return marks

@@ -95,8 +95,8 @@ def _histogram(inspection: Inspection) -> str:
     documents = [0.0] * (drawing.half_octave(found.histogram[-1].low) - first + 1)
     tokens = list(documents)
     for figures in found.histogram:
-        place = drawing.half_octave(figures.low) - first
-        documents[place], tokens[place] = figures.documents, figures.tokens
+        index = drawing.half_octave(figures.low) - first
+        documents[index], tokens[index] = figures.documents, figures.tokens
     capacity = inspection.advice.capacity
     label = "lengths of documents on a log axis, by share of documents and of tokens"
     wide, narrow = (
@@ -185,7 +185,7 @@ def _padding_table(inspection: Inspection) -> str:
 
 
 def _fill(inspection: Inspection) -> str:
-    places = [figures.capacity for figures in inspection.capacities]
+    capacities = [figures.capacity for figures in inspection.capacities]
     advised = inspection.advised
     kinds = {name: f"series{number}" for number, name in enumerate(_DRAWN) if name != advised.name}
     rows = [
@@ -198,8 +198,8 @@ def _fill(inspection: Inspection) -> str:
     ]
     label = "fill of packs against capacity, a line for each way of packing"
     return figure(
-        lines(rows, places, WIDE, label, _axis),
-        lines(rows, places, NARROW, label, _axis),
+        lines(rows, capacities, WIDE, label, _axis),
+        lines(rows, capacities, NARROW, label, _axis),
         f"Tokens over slots. Windows are of {inspection.window:,} rows: the larger a pack, the fewer of them a "
         "window makes, and its last ones stay half empty. What truncates or drops may be fuller for it: the "
         "next section shows what it loses. Methods that aren't drawn are in the table.",

@@ -92,17 +92,17 @@ def inspect_lengths(
     supervised = None if targets is None else _as_targets(targets, checked)
     batch_documents, seed = as_count(batch_documents, "batch_documents"), as_seed(seed)
     chosen = suitable_capacities(checked) if capacities is None else _as_capacities(capacities)
-    say = on_progress or _silent
-    say(0, len(chosen), "lengths")
+    show = on_progress or _silent
+    show(0, len(chosen), "lengths")
     sample = draw_sample(checked, supervised, chosen[0], seed, parts, 1 if are_bytes else BYTES_A_TOKEN)
     measured = []
     for done, capacity in enumerate(chosen):
-        say(done, len(chosen), f"packing at {capacity:,}")
+        show(done, len(chosen), f"packing at {capacity:,}")
         measured.append(measure_capacity(sample, capacity))
     distribution = _distribution(sample, checked.size)
     padding = measure_padding(sample.lengths, batch_documents, None, seed)
     advice = advise(tuple(measured), padding, distribution, batch_documents, arguments)
-    say(len(chosen), len(chosen), "done")
+    show(len(chosen), len(chosen), "done")
     return Inspection(
         name=_printable(name),
         distribution=distribution,
@@ -198,13 +198,13 @@ def _distribution(sample: Sample, documents: int) -> DistributionFigures:
 
 def _half_octaves(lengths: Int32Array) -> tuple[BinFigures, ...]:
     """Count documents and tokens by half octaves, without those that contain no whole number."""
-    places = np.floor(2 * np.log2(lengths.astype(np.float64))).astype(np.int64)
-    documents, tokens = np.bincount(places), np.bincount(places, lengths.astype(np.float64))
+    indices = np.floor(2 * np.log2(lengths.astype(np.float64))).astype(np.int64)
+    documents, tokens = np.bincount(indices), np.bincount(indices, lengths.astype(np.float64))
     bins = []
-    for place in range(int(places.min()), documents.size):
-        low, above = int(np.ceil(2 ** (place / 2))), int(np.ceil(2 ** ((place + 1) / 2)))
+    for index in range(int(indices.min()), documents.size):
+        low, above = int(np.ceil(2 ** (index / 2))), int(np.ceil(2 ** ((index + 1) / 2)))
         if low < above:
-            count, inside = int(documents[place]), int(tokens[place])
+            count, inside = int(documents[index]), int(tokens[index])
             bins.append(BinFigures(low=low, high=above - 1, documents=count, tokens=inside))
     return tuple(bins)
 

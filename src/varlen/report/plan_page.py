@@ -147,10 +147,10 @@ def lanes(timeline: Timeline, most_tasks: int = MOST_TASKS) -> Lanes:
         slowest = np.argsort(-ends, kind="stable")
         fitting = int(np.searchsorted(np.cumsum(tasks_of[slowest]), most_tasks, side="right"))
         ranks = np.sort(slowest[: max(fitting, 1)]).astype(np.int32)
-    place = np.full(dp, -1, np.int64)
-    place[ranks] = np.arange(len(ranks))
-    row_of = place[timeline.ranks] * pp + timeline.stages
-    shown = np.flatnonzero(place[timeline.ranks] >= 0)
+    index_of = np.full(dp, -1, np.int64)
+    index_of[ranks] = np.arange(len(ranks))
+    row_of = index_of[timeline.ranks] * pp + timeline.stages
+    shown = np.flatnonzero(index_of[timeline.ranks] >= 0)
     tasks = shown[np.lexsort((timeline.starts_s[shown], row_of[shown]))]
     counts = np.bincount(row_of[shown], minlength=len(ranks) * pp)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
@@ -264,13 +264,13 @@ def _methods(comparison: PlanComparison) -> str:
         if row.timeline is not None
     ]
     refused = refusals(comparison)
-    answered = [
+    winners = [
         (row.title, row.plan.answered_by) for row in comparison.methods if row.plan and row.plan.answered_by
     ]
     return (
         (table(head, rows) if rows else "")
         + (paragraph("Without a plan:") + facts(refused) if refused else "")
-        + (paragraph("The best candidate of each:") + facts(answered) if answered else "")
+        + (paragraph("The best candidate of each:") + facts(winners) if winners else "")
     )
 
 

@@ -247,7 +247,7 @@ def _meshes(result: PlanSweep) -> Table:
     titles = ("dp", "pp", "cp", "tp", "chunks", "capacity", "step", "tokens/s/GPU")
     for title in (*titles, "over bound", "bubble", "exposed", "peak", "recompute"):
         table.add_column(title, justify="right", no_wrap=True)
-    for place, swept in enumerate(result.best):
+    for index, swept in enumerate(result.best):
         mesh, row = swept.mesh, swept.figures
         assert row.timeline is not None
         table.add_row(
@@ -260,6 +260,6 @@ def _meshes(result: PlanSweep) -> Table:
             share(float(row.timeline.exposed_ratio)),
             size(float(row.timeline.peak_bytes)),
             f"{row.recompute} + offload" if row.offload else row.recompute,
-            style="bold green" if place == 0 else "",
+            style="bold green" if index == 0 else "",
         )
     return table

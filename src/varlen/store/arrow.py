@@ -46,7 +46,7 @@ class ArrowFile:
         self.num_documents, self.num_tokens = int(self._rows[-1]), self._tokens[-1]
         self.has_mask = "labels" in columns.names or "loss_mask" in columns.names
         self._batch = lru_cache(_KEPT_BATCHES)(self._flat)
-        self._unchanged = Unchanged(file.place, sampled_mark)
+        self._unchanged = Unchanged(file.local_path, sampled_mark)
 
     def _flat(self, number: int) -> dict[str, _Flat]:
         """Return validated values and offsets of each role of one batch."""
@@ -71,7 +71,7 @@ class ArrowFile:
             raise SourceError(f"{self.path} row {int(self._rows[number]) + row + 1:,} {wrong[row]}")
         return flat
 
-    def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
+    def extents(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
         """Return where the documents [first, stop) begin, in tokens of the file, and their lengths."""
         self._check_size()
         starts, lengths = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
@@ -189,7 +189,7 @@ def map_arrow(file: File) -> ArrowFile | None:
     if file.format != "arrow" or file.is_remote or file.suffix_compression is not None or file.size <= 0:
         return None
     with table_faults(file):
-        mapped = pa.memory_map(file.place)
+        mapped = pa.memory_map(file.local_path)
         whole = mapped.read_buffer(file.size)
         mapped.seek(0)
         is_file = mapped.read(len(_MAGIC)) == _MAGIC

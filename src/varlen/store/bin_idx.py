@@ -98,7 +98,7 @@ class MegatronFile:
             return np.zeros(0, dtype=dtype)
         return np.memmap(self._idx, dtype=dtype, mode="r", offset=at, shape=(count,))
 
-    def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
+    def extents(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
         """Return where the documents [first, stop) begin, in tokens of the file, and their lengths."""
         mapped: Any = self._sequences.base
         if mapped.size() < self._idx_bytes:  # touching missing mapped memory would kill the process

@@ -53,9 +53,9 @@ def read_pieces(
             if is_narrow and narrow.size < length:
                 narrow = np.empty(2 * length, np.uint16)
             target = narrow.ctypes.data if is_narrow else values.ctypes.data + to * values.itemsize
-            place, rest, done = (begin[0] + starts[piece]) * widths[shard], length * widths[shard], 0
+            at, rest, done = (begin[0] + starts[piece]) * widths[shard], length * widths[shard], 0
             while done < rest:
-                got = _pread(files[shard], target + done, rest - done, place + done)
+                got = _pread(files[shard], target + done, rest - done, at + done)
                 if got <= 0:
                     return piece
                 done += got

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from varlen.documents.memory import placed
+from varlen.documents.memory import spooled
 from varlen.errors import SourceError
 from varlen.files.paths import Data, File, Format, LeftOut, entries_of, is_url, unread
 from varlen.files.splits import choose
@@ -41,7 +41,7 @@ def open_tokens(
     the common prefix, by a glob or by a folder; and uncompressed Arrow files of token ids, one document per row, as
     Hugging Face's `save_to_disk` writes them.
     """
-    data = placed(data, cache=cache)
+    data = spooled(data, cache=cache)
     entries = entries_of(data)
     if len(entries) == 1 and not isinstance(entries[0], File) and not is_url(entries[0]):
         folder = Path(entries[0]).expanduser()
@@ -195,28 +195,28 @@ class JoinedTokens:
         """Yield each set with the positions of its documents and their shards within the set."""
         owners = np.searchsorted(self._first, shards, side="right") - 1
         for number in np.unique(owners).tolist():
-            places = np.flatnonzero(owners == number)
-            yield self._sets[number], places, shards[places] - self._first[number]
+            at = np.flatnonzero(owners == number)
+            yield self._sets[number], at, shards[at] - self._first[number]
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
         """Return the lengths of documents; arguments as in `TokenDocuments`."""
         lengths = np.empty(len(shards), dtype=np.int64)
-        for source, places, within in self._each(shards):
-            lengths[places] = source.lengths(within, documents[places])
+        for source, at, within in self._each(shards):
+            lengths[at] = source.lengths(within, documents[at])
         return lengths
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Prefetch documents; arguments as in `lengths`."""
-        for source, places, within in self._each(shards):
-            source.will_need(within, documents[places])
+        for source, at, within in self._each(shards):
+            source.will_need(within, documents[at])
 
     def count_targets(
         self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
     ) -> IntArray:
         """Count the labels of pieces; arguments as in `TokenDocuments`."""
         counts = np.empty(len(shards), dtype=np.int64)
-        for source, places, within in self._each(shards):
-            counts[places] = source.count_targets(within, documents[places], starts[places], stops[places])
+        for source, at, within in self._each(shards):
+            counts[at] = source.count_targets(within, documents[at], starts[at], stops[at])
         return counts
 
     def gather(
@@ -227,10 +227,10 @@ class JoinedTokens:
         tokens = np.empty(int(lengths.sum()), dtype=np.int32)
         mask: Mask = np.ones(len(tokens), dtype=np.uint8)
         is_masked = False
-        for source, places, within in self._each(shards):
-            sizes = lengths[places]
-            ids, marks = source.gather(within, documents[places], np.asarray(starts)[places], sizes)
-            where = np.repeat(begins[places] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(ids))
+        for source, at, within in self._each(shards):
+            sizes = lengths[at]
+            ids, marks = source.gather(within, documents[at], np.asarray(starts)[at], sizes)
+            where = np.repeat(begins[at] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(ids))
             tokens[where] = ids
             if marks is not None:
                 is_masked, mask = True, as_wide(mask, marks)

@@ -246,8 +246,8 @@ class Reader:
 
         table, first = self._table, 0
         shards, documents, starts, lengths = pieces
-        places = table[role], table[width], table[_OFFSETS]
-        while (failed := read_pieces(shards, documents, starts, lengths, *places, first, values)) >= 0:
+        layout = table[role], table[width], table[_OFFSETS]
+        while (failed := read_pieces(shards, documents, starts, lengths, *layout, first, values)) >= 0:
             index, document, start, length = (int(part[failed]) for part in pieces)
             if table[role, index] == _CLOSED:
                 self._open(index)

@@ -1,6 +1,6 @@
 """Files of the user's with token documents and random access, read like a token store.
 
-Nothing is copied: a file tells the positions of its documents, 65,536 at a time, and pieces are read from there.
+Nothing is copied: a file gives the positions of its documents, 65,536 at a time, and pieces are read from there.
 Every 65,536 documents of a file are a shard and a part, so that work and memory for an order, a window or a restart
 are bounded however large the file is.
 """
@@ -47,7 +47,7 @@ class TokenFile(Protocol):
     def __exit__(self, kind: object, *_: object) -> None:
         """Close it."""
 
-    def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
+    def extents(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
         """Return where the documents [first, stop) begin, in tokens of the file, and their lengths."""
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
@@ -99,7 +99,7 @@ class FileTokens:
         self.tokens: IntArray = np.array(shares, dtype=np.int64)
         self.parts: IntArray = np.arange(len(cuts))
         self.num_parts = len(cuts)
-        self._placed = lru_cache(_KEPT)(self._places)
+        self._extents = lru_cache(_KEPT)(self._read_extents)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -118,10 +118,10 @@ class FileTokens:
     def wait_for(self, num_parts: int) -> None:
         """Return immediately: all is there."""
 
-    def _places(self, shard: int) -> tuple[TokenFile, IntArray, IntArray]:
+    def _read_extents(self, shard: int) -> tuple[TokenFile, IntArray, IntArray]:
         number, first = self._cuts[shard]
         file = self._files[number]
-        starts, lengths = file.places(first, first + int(self.documents[shard]))
+        starts, lengths = file.extents(first, first + int(self.documents[shard]))
         return file, starts, lengths
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
@@ -129,7 +129,7 @@ class FileTokens:
         lengths = np.empty(len(shards), dtype=np.int64)
         for shard in np.unique(shards).tolist():
             at = shards == shard
-            lengths[at] = self._placed(shard)[2][documents[at]]
+            lengths[at] = self._extents(shard)[2][documents[at]]
         return lengths
 
     def where(self, shard: int) -> str:
@@ -140,7 +140,7 @@ class FileTokens:
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Prefetch documents; arguments as in `lengths`."""
         for shard in np.unique(shards).tolist():
-            file, starts, lengths = self._placed(shard)
+            file, starts, lengths = self._extents(shard)
             held = np.sort(documents[shards == shard])
             with file:
                 for start, length in zip(starts[held].tolist(), lengths[held].tolist()):
@@ -155,7 +155,7 @@ class FileTokens:
         """
         counts: IntArray = np.maximum(stops - starts - 1, 0)
         for shard in np.unique(shards).tolist():
-            file, begins, _ = self._placed(shard)
+            file, begins, _ = self._extents(shard)
             if not file.has_mask:
                 continue
             pieces = np.flatnonzero((shards == shard) & (counts > 0))
@@ -177,7 +177,7 @@ class FileTokens:
         tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int32)
         mask: Mask | None = None
         for shard in np.unique(shards).tolist():
-            file, begins, _ = self._placed(shard)
+            file, begins, _ = self._extents(shard)
             if file.has_mask and mask is None:
                 mask = np.ones(len(tokens), dtype=np.uint8)
             pieces = np.flatnonzero((shards == shard) & (lengths > 0))
@@ -185,22 +185,22 @@ class FileTokens:
             order = np.argsort(first, kind="stable")
             sizes, to = lengths[pieces][order], (ends - lengths)[pieces][order]
             with file:
-                for at, size, place in zip(first[order].tolist(), sizes.tolist(), to.tolist()):
+                for at, size, begin in zip(first[order].tolist(), sizes.tolist(), to.tolist()):
                     ids = file.read_tokens(at, at + size)
                     if ids.dtype.kind == "i" or ids.dtype.itemsize > 2:
                         _check_ids(ids, file, at)
-                    tokens[place : place + size] = ids
+                    tokens[begin : begin + size] = ids
                     if file.has_mask and mask is not None:
-                        mask[place : place + size] = file.read_mask(at, at + size)
+                        mask[begin : begin + size] = file.read_mask(at, at + size)
         return tokens, mask
 
 
 def _check_ids(ids: npt.NDArray[np.integer[Any]], file: TokenFile, at: int) -> None:
     """Raise unless ids are in the range of any vocabulary."""
     if ids.min() < 0 or ((ids.dtype.itemsize > 4 or ids.dtype.kind == "u") and ids.max() > _MOST_ID):
-        place = int(np.flatnonzero((ids < 0) | (ids > _MOST_ID))[0])
+        wrong = int(np.flatnonzero((ids < 0) | (ids > _MOST_ID))[0])
         raise SourceError(
-            f"{file.path} holds the id {int(ids[place])} at token {at + place:,} (ids are from 0 to 2^31 - 1); it is "
+            f"{file.path} holds the id {int(ids[wrong])} at token {at + wrong:,} (ids are from 0 to 2^31 - 1); it is "
             "damaged, or holds something else"
         )
 

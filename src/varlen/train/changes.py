@@ -59,22 +59,22 @@ def check_unchanged(
     changed = {
         name: _was(name, before[name], after[name]) for name in _REFUSED if _differ(name, before, after)
     }
-    told = [*changed.values(), *_other_model(found, settings, config, before)]
+    changes = [*changed.values(), *_other_model(found, settings, config, before)]
     begins_anew = False
     try:
         loader.load_state_dict(_loader_state(found))
     except StateError as error:
         begins_anew = True
         if _differ("data.source", before, after):
-            told.append(_was("data.source", before["data.source"], after["data.source"]))
+            changes.append(_was("data.source", before["data.source"], after["data.source"]))
         if not changed.keys() & set(_OF_THE_LOADER):  # else the error repeats them
-            told.append(f"its place in the data isn't this run's: {error}")
-    if told and not allow_changed:
+            changes.append(f"its place in the data isn't this run's: {error}")
+    if changes and not allow_changed:
         raise StateError(
-            f"{found.folder} was trained with other settings: {'; '.join(told)}. Set it back, choose another "
+            f"{found.folder} was trained with other settings: {'; '.join(changes)}. Set it back, choose another "
             f"run.output, or pass {ALLOW} to go on with its weights all the same"
         )
-    words += told
+    words += changes
     if begins_anew:
         words.append(
             "the data is read from its beginning, since the checkpoint's place in it is another run's"
@@ -141,11 +141,11 @@ def _other_model(
         if "model.path" in before and path != new:
             yield _was("model.path", path, new)
         return
-    said = _other_weights(mark, new, config)
-    if said is None and path is not None and path != new and "files" not in mark:
+    why = _other_weights(mark, new, config)
+    if why is None and path is not None and path != new and "files" not in mark:
         yield _was("model.path", path, new)
-    if said is not None:
-        yield f"{_was('model.path', path, new)}, and {said}" if path != new else f"model.path {new}: {said}"
+    if why is not None:
+        yield f"{_was('model.path', path, new)}, and {why}" if path != new else f"model.path {new}: {why}"
 
 
 def _other_weights(mark: Mapping[str, Any], path: str, config: Any) -> str | None:
@@ -159,15 +159,15 @@ def _other_weights(mark: Mapping[str, Any], path: str, config: Any) -> str | Non
         was_commit = mark.get("commit")
         is_other = None not in (was_commit, commit) and was_commit != commit
         return f"its commit was {was_commit} and is {commit}" if is_other else None
-    places = {place.name: place for place in _weight_files(path)}
-    if places.keys() != files.keys():
-        return f"its weights were {', '.join(sorted(files))} and are {', '.join(sorted(places)) or 'none'}"
-    for name, place in places.items():
-        was, found = files[name], place.stat()
+    weights = {file.name: file for file in _weight_files(path)}
+    if weights.keys() != files.keys():
+        return f"its weights were {', '.join(sorted(files))} and are {', '.join(sorted(weights)) or 'none'}"
+    for name, file in weights.items():
+        was, found = files[name], file.stat()
         if found.st_size != was["size"]:
             return f"{name} had {was['size']:,} bytes and has {found.st_size:,}"
         if found.st_mtime_ns != was["time_ns"]:
-            now = _sha256(place)
+            now = _sha256(file)
             if now != was["sha256"]:
                 return f"{name} had the SHA-256 {was['sha256'][:12]} and has {now[:12]}"
     return None
@@ -202,18 +202,18 @@ class WeightsMark:
         return (self._future.result() or None) if is_known else None
 
 
-def _mark(future: Future[dict[str, Any]], places: list[Path]) -> None:
+def _mark(future: Future[dict[str, Any]], paths: list[Path]) -> None:
     try:
-        future.set_result(_marked(places))
+        future.set_result(_marked(paths))
     except Exception as error:
         future.set_exception(error)
 
 
-def _marked(places: list[Path]) -> dict[str, Any]:
-    stats = {place: place.stat() for place in places}
+def _marked(paths: list[Path]) -> dict[str, Any]:
+    stats = {path: path.stat() for path in paths}
     return {
         "files": {
-            place.name: {"size": stat.st_size, "time_ns": stat.st_mtime_ns, "sha256": _sha256(place)}
-            for place, stat in stats.items()
+            path.name: {"size": stat.st_size, "time_ns": stat.st_mtime_ns, "sha256": _sha256(path)}
+            for path, stat in stats.items()
         }
     }

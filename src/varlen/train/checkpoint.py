@@ -391,7 +391,7 @@ def state_tensors(
     tensors |= {
         f"{WEIGHT}{name}": value
         for name, value in model.state_dict().items()
-        if name not in aliases and _is_kept(value)
+        if name not in aliases and _is_tensor(value)
     }
     trained = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
     for name, parameter in trained.items():
@@ -419,7 +419,7 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.param_groups[0].get("fused"))
 
 
-def _is_kept(value: Any) -> bool:
+def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 

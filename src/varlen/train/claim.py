@@ -69,16 +69,16 @@ def _locked(folder: Path) -> IO[bytes]:
             folder.mkdir(parents=True, exist_ok=True)
             file = open_own(folder / _NAME, _OUT)
         except OSError as error:
-            said = error.strerror or error
-            raise SettingError(f"{folder} can't be written: {said}; choose another run.output") from error
+            reason = error.strerror or error
+            raise SettingError(f"{folder} can't be written: {reason}; choose another run.output") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            who = file.read(_MOST_BYTES).decode(errors="replace").strip() or "another process"
+            owner = file.read(_MOST_BYTES).decode(errors="replace").strip() or "another process"
             file.close()
             raise SettingError(
-                f"{who} trains into {folder}; wait for it, stop it (processes outlive a torchrun that was killed), "
+                f"{owner} trains into {folder}; wait for it, stop it (processes outlive a torchrun that was killed), "
                 "or choose another run.output"
             ) from error
         except OSError as error:

@@ -72,11 +72,11 @@ def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
     try:
         return AutoConfig.for_model(settings.type, **given | {"use_cache": False})
     except Exception as error:  # each type checks its settings in its own way
-        said = " ".join(str(error).split())
-        raise SettingError(f"model.settings are refused by {settings.type}: {said}") from None
+        reason = " ".join(str(error).split())
+        raise SettingError(f"model.settings are refused by {settings.type}: {reason}") from None
 
 
-def _place(path: str) -> tuple[str, bool]:
+def _source(path: str) -> tuple[str, bool]:
     """Return the argument for `from_pretrained`, and whether it is a local folder."""
     folder = Path(path).expanduser()
     return (str(folder), True) if folder.is_dir() else (path, False)
@@ -84,17 +84,17 @@ def _place(path: str) -> tuple[str, bool]:
 
 def _saved_config(path: str) -> Any:
     """Return the configuration in a folder, or of a name on the hub."""
-    place, is_here = _place(path)
-    if not (Path(place) / "config.json").is_file() if is_here else not _HUB_NAME.fullmatch(path):
+    source, is_here = _source(path)
+    if not (Path(source) / "config.json").is_file() if is_here else not _HUB_NAME.fullmatch(path):
         raise SourceError(
             f"model.path {path} holds no config.json; name a folder that transformers saved a model in, or a model "
             "on the hub (org/name)"
         )
     try:
-        return AutoConfig.from_pretrained(place, local_files_only=is_here, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, local_files_only=is_here, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise SourceError(f"model.path {path} can't be read: {said}") from None
+        reason = " ".join(str(error).split())[:300]
+        raise SourceError(f"model.path {path} can't be read: {reason}") from None
 
 
 def saved_dtype(config: Any, settings: ModelSettings) -> torch.dtype:
@@ -109,15 +109,15 @@ def saved_dtype(config: Any, settings: ModelSettings) -> torch.dtype:
 
 def _stored_dtype(path: str) -> torch.dtype:
     """Return the dtype of the first floating-point weight, which transformers takes if no configuration has one."""
-    place, is_here = _place(path)
+    source, is_here = _source(path)
     found: str | None = None
     try:
         for name in ("model.safetensors", "model.safetensors.index.json"):
             given = {"local_files_only": is_here, "_raise_exceptions_for_missing_entries": False}
-            found = found or cached_file(place, name, **given)
+            found = found or cached_file(source, name, **given)
         if found is not None and found.endswith(".json"):
             parts = parse_json(read_regular(found))["weight_map"]
-            found = cached_file(place, next(iter(parts.values())), local_files_only=is_here)
+            found = cached_file(source, next(iter(parts.values())), local_files_only=is_here)
         if found is None:
             return torch.float32  # reading the weights raises the error
         with safe_open(found, framework="pt") as file:
@@ -153,14 +153,14 @@ def build_model(
 
 def _read_model(path: str, config: Any) -> Any:
     """Return the model with the weights of a folder or hub name; reads only safetensors, which run no code."""
-    place, is_here = _place(path)
+    source, is_here = _source(path)
     try:
         return AutoModelForCausalLM.from_pretrained(
-            place, config=config, dtype=torch.float32, use_safetensors=True, local_files_only=is_here
+            source, config=config, dtype=torch.float32, use_safetensors=True, local_files_only=is_here
         )
     except (OSError, ValueError, RuntimeError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise SourceError(f"the weights in model.path {path} can't be read: {said}") from None
+        reason = " ".join(str(error).split())[:300]
+        raise SourceError(f"the weights in model.path {path} can't be read: {reason}") from None
 
 
 def _set_attention(model: Any, attention: str) -> None:
@@ -194,16 +194,16 @@ def tied_names(model: Any) -> Mapping[str, str]:
 
 def copy_generation(settings: ModelSettings, folder: Path) -> None:
     """Copy a model folder's generation settings, such as stop tokens, beside the trained model."""
-    place, is_here = _place(settings.path or "")
-    said = Path(place) / "generation_config.json"
-    if settings.path is not None and is_here and said.is_file():
-        shutil.copyfile(said, folder / said.name)
+    source, is_here = _source(settings.path or "")
+    stored = Path(source) / "generation_config.json"
+    if settings.path is not None and is_here and stored.is_file():
+        shutil.copyfile(stored, folder / stored.name)
 
 
 def described(config: Any) -> Mapping[str, Any]:
     """Return the configuration by which models are compared, as JSON: without what may differ for equal weights."""
-    told = json.loads(json.dumps(config.to_diff_dict(), default=str))
-    return {key: value for key, value in told.items() if not key.startswith("_") and key not in _CHANGEABLE}
+    values = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    return {key: value for key, value in values.items() if not key.startswith("_") and key not in _CHANGEABLE}
 
 
 _CHANGEABLE = {"transformers_version", "dtype", "architectures", "use_cache"}
@@ -252,7 +252,7 @@ def export_model(
             if beside is not None:
                 beside(partial)
             files = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.name != _MARK]
-            _write_mark(partial, {str(path.relative_to(partial)): _told(path) for path in files})
+            _write_mark(partial, {str(path.relative_to(partial)): _digest(path) for path in files})
             for path in sorted(partial.rglob("*")):
                 sync(path)
             remove_marked(folder, _MARK)
@@ -261,8 +261,8 @@ def export_model(
         except VarlenError as error:
             fault = error
         except OSError as error:
-            said = f"{error.strerror or error}{free_words(error, folder)}"
-            fault = VarlenError(f"the trained model can't be written to {folder}: {said}")
+            reason = f"{error.strerror or error}{free_words(error, folder)}"
+            fault = VarlenError(f"the trained model can't be written to {folder}: {reason}")
         finally:
             remove_marked(partial, _MARK)
     ranks.check_all(fault)
@@ -293,7 +293,7 @@ def check_model(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         is_same = (path.is_dir() and not path.is_symlink()) or name == _MARK
-        if not is_same and (path.is_symlink() or not path.is_file() or written.get(name) != _told(path)):
+        if not is_same and (path.is_symlink() or not path.is_file() or written.get(name) != _digest(path)):
             what = "was changed since varlen wrote it" if name in written else "isn't varlen's"
             raise SettingError(f"{path} {what}, and would be lost with the model that is replaced; {out}")
 
@@ -306,7 +306,7 @@ def _write_mark(folder: Path, files: Mapping[str, Any]) -> None:
     write_json(folder / _MARK, {"varlen": __version__, "kind": "model", "files": files})
 
 
-def _told(path: Path) -> dict[str, Any]:
+def _digest(path: Path) -> dict[str, Any]:
     """Return a file's size and checksum."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -314,14 +314,14 @@ def _told(path: Path) -> dict[str, Any]:
 
 def _as_saved(weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return weights in a dtype, except integers and what the model keeps in float32."""
-    kept = [
+    in_float32 = [
         part
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         for part in getattr(model, name, None) or ()
     ]
     return {
         name: weight
-        if not weight.is_floating_point() or any(f".{part}." in f".{name}." for part in kept)
+        if not weight.is_floating_point() or any(f".{part}." in f".{name}." for part in in_float32)
         else weight.to(dtype)
         for name, weight in weights.items()
     }

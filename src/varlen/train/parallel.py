@@ -149,7 +149,7 @@ def _ending_together(notes: Notes) -> Iterator[None]:
             name = (notes.of(rank) or "").removeprefix(_STOPPED).split(";")[0]
             number = next((number for number in SCHEDULERS if number.name == name), None)
             if number is not None:
-                stopped = Stopped(number, f"rank {rank} was told so before the first step")
+                stopped = Stopped(number, f"rank {rank} received it before the first step")
                 notes.leave(f"{_STOPPED}{stopped}")
                 raise stopped from error
         raise
@@ -167,22 +167,22 @@ def _ending_together(notes: Notes) -> Iterator[None]:
 
 def _world_size() -> int:
     """Return how many processes torchrun started; 1 without torchrun."""
-    said = os.environ.get("WORLD_SIZE", "").strip() or "1"
-    told = {name: os.environ.get(name, "").strip() for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
-    if said.isdecimal() and int(said) <= 1:
+    given = os.environ.get("WORLD_SIZE", "").strip() or "1"
+    others = {name: os.environ.get(name, "").strip() for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+    if given.isdecimal() and int(given) <= 1:
         return 1
-    wrong = [f"{name}={value!r}" for name, value in told.items() if not value]
+    wrong = [f"{name}={value!r}" for name, value in others.items() if not value]
     wrong += [
         f"{name}={value!r}"
-        for name, value in {"WORLD_SIZE": said, **told}.items()
+        for name, value in {"WORLD_SIZE": given, **others}.items()
         if name != "MASTER_ADDR" and value and not value.isdecimal()
     ]
     if wrong:
         raise SettingError(
-            f"this is one of several processes (WORLD_SIZE={said!r}), and the others can't be found by "
+            f"this is one of several processes (WORLD_SIZE={given!r}), and the others can't be found by "
             f"{', '.join(wrong)}; start them by torchrun, or unset WORLD_SIZE where this process trains alone"
         )
-    return int(said)
+    return int(given)
 
 
 @contextmanager
@@ -192,8 +192,8 @@ def joined(settings: RunSettings) -> Iterator[Ranks]:
     launch = launched() if world_size == 1 else None
     if launch is not None:
         raise SettingError(
-            f"{launch.said} that torchrun didn't start, and each would train alone on all of the data and write the "
-            f"same folder; let each node's task run `torchrun ... -m varlen train`, or unset {launch.said_by} where "
+            f"{launch.words} that torchrun didn't start, and each would train alone on all of the data and write the "
+            f"same folder; let each node's task run `torchrun ... -m varlen train`, or unset {launch.source} where "
             "this process trains alone"
         )
     if world_size > 1 and settings.parallel == "none":

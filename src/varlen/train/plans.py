@@ -66,9 +66,9 @@ class RunPlans:
         with suppress(
             OSError, ValueError, KeyError, TypeError, RecursionError
         ):  # without a record, steps are planned anew
-            kept = json.loads(read_regular(self._path))
-            if kept["belongs_to"] == self._belongs_to:
-                choices = {**kept["planner"]["choices"], **state[PLANS]["choices"]}
+            record = json.loads(read_regular(self._path))
+            if record["belongs_to"] == self._belongs_to:
+                choices = {**record["planner"]["choices"], **state[PLANS]["choices"]}
                 with suppress(StateError):
                     loader.load_state_dict({**state, PLANS: {**state[PLANS], "choices": choices}})
 
@@ -116,7 +116,7 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
 
 
 def plans_of(
-    settings: TrainSettings, config: Any, ranks: Ranks, say: Callable[[str], object]
+    settings: TrainSettings, config: Any, ranks: Ranks, note: Callable[[str], object]
 ) -> RunPlans | None:
     """Return the plans of a run with `[plan]`, else None; measures hardware that isn't known."""
     plan = settings.plan
@@ -132,7 +132,7 @@ def plans_of(
         return _even_slices(plan)
     shape = ModelShape.from_config(config)
     check_mesh(shape, mesh)
-    cost = _cost_of(settings, plan, shape, mesh, ranks, say) if ranks.is_first else None
+    cost = _cost_of(settings, plan, shape, mesh, ranks, note) if ranks.is_first else None
     method = plan.method or "micropack"
     words = f'"{method}" on dp {mesh.dp} x pp {mesh.pp}'
     words += f" x {mesh.virtual_stages} chunks" if mesh.virtual_stages > 1 else ""
@@ -177,7 +177,7 @@ def _cost_of(
     shape: ModelShape,
     mesh: Mesh,
     ranks: Ranks,
-    say: Callable[[str], object],
+    note: Callable[[str], object],
 ) -> CostModel:
     """Return the cost model that prices plans."""
     hardware = hardware_of(
@@ -186,7 +186,7 @@ def _cost_of(
         device=ranks.device,
         dtype=torch.bfloat16 if settings.run.precision == "bf16" else torch.float32,
         folder=settings.run.folder,
-        say=say,
+        note=note,
     )
     # The engine gathers shared keys and values before attention, so no exchange overlaps with computing.
     cost = CostModel(
@@ -268,7 +268,7 @@ def hardware_of(
     device: torch.device,
     dtype: torch.dtype,
     folder: Path,
-    say: Callable[[str], object],
+    note: Callable[[str], object],
 ) -> Hardware:
     """Return the hardware that plans are priced by.
 
@@ -276,29 +276,29 @@ def hardware_of(
     """
     named = settings.hardware
     if named != "auto":
-        return _said(_named(named), say)
+        return _reported(_named(named), note)
     card = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     known = next((name for name in MACHINES if name in card), None)
     if known is not None:
         there = float(torch.cuda.get_device_properties(device).total_memory)
         hardware = Hardware.named(known)
         return replace(hardware, memory_bytes=min(hardware.memory_bytes, there))
-    kept = folder / MEASURED
-    if kept.is_file():
-        return _said(load_hardware(kept), say)
-    say(
+    path = folder / MEASURED
+    if path.is_file():
+        return _reported(load_hardware(path), note)
+    note(
         f"measuring this machine's kernels for {settings.calibrate_s:g} s, for plans; plan.hardware names a file"
     )
     measured = calibrate(shape, device=device, dtype=dtype, budget_s=settings.calibrate_s).hardware
     folder.mkdir(parents=True, exist_ok=True)
-    save_hardware(measured, kept)
-    return _said(measured, say)
+    save_hardware(measured, path)
+    return _reported(measured, note)
 
 
-def _said(hardware: Hardware, say: Callable[[str], object]) -> Hardware:
+def _reported(hardware: Hardware, note: Callable[[str], object]) -> Hardware:
     """Report how well measured rates predict, and return the hardware."""
     if hardware.held_out:
-        say(hardware.held_out)
+        note(hardware.held_out)
     return hardware
 
 

@@ -93,7 +93,7 @@ class _Run:
         found = checkpoint_of(settings.run, self._checkpoints, ranks)
         if ranks.is_first:
             prepare(settings.run, settings.log.metrics)
-        self._plans = plans_of(settings, self._config, ranks, partial(self._tell, "say"))
+        self._plans = plans_of(settings, self._config, ranks, partial(self._notify, "note"))
         given = None if self._plans is None else self._plans.given
         self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks, given))
         self._done = self._saved = self._begun_at = 0
@@ -174,9 +174,9 @@ class _Run:
 
     def train(self) -> TrainSummary:
         """Train all steps, save, and export the model."""
-        self._tell("begin", self._overview)
+        self._notify("begin", self._overview)
         for sentence in (*self._changes, *self._tokenizer.words):
-            self._tell("say", sentence)
+            self._notify("note", sentence)
         self._interrupt.defer()
         while self._steps is None or self._done < self._steps:
             launched = self._launch()
@@ -268,7 +268,7 @@ class _Run:
         self._totals.add(metrics)
         if self._metrics is not None:
             self._metrics.write(metrics)
-        self._tell("step", metrics)
+        self._notify("step", metrics)
         if self._replay is not None:
             self._replay.note(launched.before, seconds, done.waited_s)
         return agreed(asked.tolist())
@@ -339,10 +339,10 @@ class _Run:
         if self._replay is None or self._asked():  # after a signal there is no time to measure
             return None
         return self._replay.measure(
-            self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._tell("say", text)
+            self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._notify("note", text)
         )
 
-    def _tell(self, what: Literal["begin", "step", "say"], about: Any) -> None:
+    def _notify(self, what: Literal["begin", "step", "note"], about: Any) -> None:
         if self._ranks.is_first:
             getattr(self._watcher, what)(about)
 
@@ -498,11 +498,11 @@ class TrainSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON has it."""
-        told = asdict(self)
-        told["totals"]["tokens_per_s"] = self.totals.tokens_per_s
+        values = asdict(self)
+        values["totals"]["tokens_per_s"] = self.totals.tokens_per_s
         if self.exposed is not None:
-            told["exposed"]["stall"] = self.exposed.stall
-        return told
+            values["exposed"]["stall"] = self.exposed.stall
+        return values
 
 
 class Watcher(Protocol):
@@ -514,7 +514,7 @@ class Watcher(Protocol):
     def step(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
 
-    def say(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         """Show any other sentence."""
 
 
@@ -578,11 +578,11 @@ def agreed(asked: Iterable[float]) -> int:
     return next((number for number in _ORDER if number in came), 0)
 
 
-def raised(number: int, said: str = "") -> KeyboardInterrupt:
+def raised(number: int, message: str = "") -> KeyboardInterrupt:
     """Return the exception that ends a run after a signal."""
     if number == signal.SIGINT:
-        return KeyboardInterrupt(*([said] if said else []))
-    return Stopped(number, said)
+        return KeyboardInterrupt(*([message] if message else []))
+    return Stopped(number, message)
 
 
 # Exposed data time, measured as a difference: the last steps are trained again with batches from memory.
@@ -642,13 +642,13 @@ class Replay:
         stepper: Stepper[PackedBatch],
         ranks: Ranks,
         number: int,
-        say: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> Exposed | None:
         """Train the recorded steps again from memory; the weights aren't the run's afterwards."""
         if not self._steps:
             return None
         count = len(self._steps)
-        say(f"training the last {count:,} steps again from memory")
+        note(f"training the last {count:,} steps again from memory")
         loader.load_state_dict(self._steps[0].before)
         batches = [
             deepcopy(next(loader)) for _ in range(count * loader.micro_batches)

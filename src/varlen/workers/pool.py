@@ -27,14 +27,14 @@ class Workers:
 
     def start(self) -> None:
         """Start all processes in the background."""
-        for place in range(len(self._workers)):
-            self._started(place)
+        for index in range(len(self._workers)):
+            self._started(index)
 
-    def _started(self, place: int) -> _Worker | None:
+    def _started(self, index: int) -> _Worker | None:
         with self._lock:  # so that none starts after `_kill`
-            if not self._stopped.is_set() and self._workers[place] is None:
-                self._workers[place] = _Worker(self._each)
-            return self._workers[place]
+            if not self._stopped.is_set() and self._workers[index] is None:
+                self._workers[index] = _Worker(self._each)
+            return self._workers[index]
 
     def run(
         self, function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]
@@ -47,7 +47,7 @@ class Workers:
         waiting: SimpleQueue[Any] = SimpleQueue()
         results: SimpleQueue[Any] = SimpleQueue()
         room = threading.Semaphore(len(self._workers) + _AHEAD)
-        places = range(len(self._workers))
+        indices = range(len(self._workers))
 
         def prepare() -> None:
             coming = iter(tasks)
@@ -58,14 +58,14 @@ class Workers:
                     waiting.put(task)
             except BaseException as error:  # of the caller's task iterator
                 results.put((False, error))
-            for _ in places:
+            for _ in indices:
                 waiting.put(None)
 
-        def serve(place: int) -> None:
+        def serve(index: int) -> None:
             try:
                 while (task := waiting.get()) is not None:
                     room.release()
-                    worker = None if self._stopped.is_set() else self._started(place)
+                    worker = None if self._stopped.is_set() else self._started(index)
                     if worker is None:
                         break
                     results.put(worker.ask(head, task))
@@ -73,13 +73,13 @@ class Workers:
                 results.put((False, error))
             results.put(None)
 
-        threads = [threading.Thread(target=serve, args=(place,), daemon=True) for place in places]
+        threads = [threading.Thread(target=serve, args=(index,), daemon=True) for index in indices]
         threads.append(threading.Thread(target=prepare, daemon=True))
         is_over = False
         try:
             for thread in threads:
                 thread.start()
-            running = len(places)
+            running = len(indices)
             while running:
                 result = results.get()
                 if result is None:

@@ -351,7 +351,7 @@ def plainly_mixed(stream, places):
             if mix.until == "all" and all(one.position.epoch >= mix.epochs for one in plain):
                 is_last = True
     after = tuple(
-        mixture_stream.SourcePlace(position=head.position, document=head.document, taken=int(taken))
+        mixture_stream.SourcePosition(position=head.position, document=head.document, taken=int(taken))
         for head, taken in zip(plain, counts)
     )
     return rows, after, sum(length for _, _, length, epoch in rows if epoch), is_last

@@ -18,7 +18,7 @@ from tests.support.stores import content, drained
 from tests.support.streaming import feed_of, rows, run, side_by_side
 
 import varlen as vl
-from varlen.documents.memory import placed
+from varlen.documents.memory import spooled
 from varlen.documents.source import open_source
 from varlen.errors import InputError, SettingError, SourceError, StateError
 from varlen.feed.state import FeedState
@@ -225,7 +225,7 @@ def test_iterables_stand_beside_lists_and_other_iterables():
 
 @pytest.mark.parametrize("meets", mostly([True], [True, False]))
 def test_each_rank_iterates_over_all_rows_and_takes_its_lanes(meets):
-    source = open_source(placed(lambda: iter(ROWS), is_streamed=True), "bytes")
+    source = open_source(spooled(lambda: iter(ROWS), is_streamed=True), "bytes")
     alone = sorted(itertools.chain(*map(rows, run(feed_of(source, epochs=2)))))
 
     both = side_by_side(source, 2, FeedState(), meets, epochs=2)
@@ -243,7 +243,7 @@ def test_ranks_that_are_given_other_rows_are_told_apart():
         order = np.random.default_rng(next(turns)).permutation(len(ROWS))
         return iter([ROWS[n] for n in order])
 
-    source = open_source(placed(unseeded, is_streamed=True), "bytes")
+    source = open_source(spooled(unseeded, is_streamed=True), "bytes")
     with pytest.raises(SourceError, match=r"memory \(unseeded\) gives one rank other rows than another"):
         side_by_side(source, 2, FeedState(), True, epochs=1)
     source.files[0].hold.release()
@@ -269,7 +269,7 @@ def test_where_all_lengths_are_needed_an_iterable_is_read_to_its_end_first(chang
 def test_nobody_gives_rows_once_a_loader_is_closed():
     loader = loader_of(lambda: iter(ROWS))
     next(loader)
-    place = Path(loader._opened.spec.source.files[0].place)
+    place = Path(loader._opened.spec.source.files[0].local_path)
     assert place.exists()
     loader.close()
 

@@ -39,7 +39,7 @@ _MOST_BARREN = 10_000
 class MixedPosition:
     """The position of a pack of a mixture."""
 
-    sources: tuple[SourcePlace, ...]
+    sources: tuple[SourcePosition, ...]
     """Where each source is at the beginning of the window."""
     window: int = 0
     pack: int = 0
@@ -48,12 +48,12 @@ class MixedPosition:
     @property
     def grown(self) -> tuple[Grown, ...]:
         """Parts of each source; they don't change after training began."""
-        return tuple(place.position.grown for place in self.sources)
+        return tuple(source.position.grown for source in self.sources)
 
     @property
     def num_parts(self) -> tuple[int, ...]:
         """Number of parts of each source."""
-        return tuple(place.position.num_parts for place in self.sources)
+        return tuple(source.position.num_parts for source in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class _Mixed:
     """One window of a mixture."""
 
     window: Window
-    after: tuple[SourcePlace, ...]
+    after: tuple[SourcePosition, ...]
     is_last: bool
 
 
@@ -94,11 +94,11 @@ class MixedStream:
 
     def begin(self, grown: Sequence[Grown]) -> MixedPosition:
         """Return the position of the first pack."""
-        return MixedPosition(sources=tuple(SourcePlace(position=Position(grown=one)) for one in grown))
+        return MixedPosition(sources=tuple(SourcePosition(position=Position(grown=one)) for one in grown))
 
     def passes(self, position: MixedPosition) -> int:
         """Return the number of epochs that every source has completed."""
-        return min(place.position.epoch for place in position.sources)
+        return min(source.position.epoch for source in position.sources)
 
     def tokens(self, position: MixedPosition) -> JoinedTokens:
         """Return the documents of all sources; numbers depend on the sources' sizes when training began."""
@@ -140,20 +140,20 @@ class MixedStream:
 
         Cost: that of its window.
         """
-        for stream, place in zip(self.sources, position.sources):
-            stream.check(place.position)
+        for stream, source in zip(self.sources, position.sources):
+            stream.check(source.position)
         refuse("pack", position.pack, self._window(position.sources).window.packs.num_packs)
 
     def at(self, position: MixedPosition) -> dict[str, Any]:
         """Return a position as JSON values, with the stores' fingerprints."""
-        places = [
-            {**stream.at(place.position), "document": place.document, "taken": place.taken}
-            for stream, place in zip(self.sources, position.sources)
+        sources = [
+            {**stream.at(source.position), "document": source.document, "taken": source.taken}
+            for stream, source in zip(self.sources, position.sources)
         ]
         # Only the mixture's last window has fewer documents, and its number depends on `epochs`; so it is recorded.
         count = self._window(position.sources).window.ledger.documents_in if position.pack else None
         documents = {} if count is None else {"documents": count}
-        return {"window": position.window, "pack": position.pack, **documents, "sources": places}
+        return {"window": position.window, "pack": position.pack, **documents, "sources": sources}
 
     def position(self, at: Mapping[str, Any]) -> MixedPosition:
         """Return the position from the values that `at` returned; from an empty mapping, the beginning."""
@@ -161,8 +161,8 @@ class MixedStream:
             return self.begin([stream.begun(Position()).grown for stream in self.sources])
         with reading_state("a loader"):
             window, pack = (as_count(at[name], name, 0, MOST) for name in ("window", "pack"))
-            places = tuple(
-                SourcePlace(
+            sources = tuple(
+                SourcePosition(
                     position=stream.position(
                         {name: one[name] for name in one if name not in ("document", "taken")}
                     ),
@@ -171,30 +171,30 @@ class MixedStream:
                 )
                 for stream, one in zip(self.sources, at["sources"], strict=True)
             )
-        if any(len(place.position.grown) > 1 for place in places):
+        if any(len(source.position.grown) > 1 for source in sources):
             raise StateError(
                 "this is no state of a loader: sources of a mixture hold what they held at first"
             )
-        return MixedPosition(sources=places, window=window, pack=pack)
+        return MixedPosition(sources=sources, window=window, pack=pack)
 
-    def _make(self, places: tuple[SourcePlace, ...]) -> _Mixed:
+    def _make(self, sources: tuple[SourcePosition, ...]) -> _Mixed:
         """Mix and pack the documents of a window."""
-        shards, documents, lengths, after, repeated, is_last = self._mixed(places)
+        shards, documents, lengths, after, repeated, is_last = self._mixed(sources)
         window = packs_of(shards, documents, lengths, self.settings)
         window = replace(window, ledger=replace(window.ledger, repeated=repeated))
         return _Mixed(window=window, after=after, is_last=is_last)
 
     def _mixed(
-        self, places: tuple[SourcePlace, ...]
-    ) -> tuple[IntArray, IntArray, IntArray, tuple[SourcePlace, ...], int, bool]:
+        self, sources: tuple[SourcePosition, ...]
+    ) -> tuple[IntArray, IntArray, IntArray, tuple[SourcePosition, ...], int, bool]:
         """Return a window's shards, numbers and lengths, each source's end, repeated tokens, whether it is last."""
-        counts = np.array([place.taken for place in places], dtype=np.int64)
+        counts = np.array([source.taken for source in sources], dtype=np.int64)
         shares: FloatArray = np.array(self.mix.shares)
-        joined = self._joined(tuple(place.position.num_parts for place in places))
+        joined = self._joined(tuple(source.position.num_parts for source in sources))
         last_epoch = self.mix.epochs if self.mix.until == "all" else None
         cursors = [
-            SourceCursor(windows, joined.first_shard(number), place, last_epoch)
-            for number, (windows, place) in enumerate(zip(self._columns, places))
+            SourceCursor(windows, joined.first_shard(number), source, last_epoch)
+            for number, (windows, source) in enumerate(zip(self._columns, sources))
         ]
         parts: list[IntArray] = [np.zeros((4, 0), dtype=np.int64)]
         wanted, is_last = self.settings.window, False
@@ -214,7 +214,7 @@ class MixedStream:
                 is_last = not cursors[int(choices[num_chosen])].refill(wanted)
                 is_last = is_last or (self.mix.until == "all" and all(cursor.is_over for cursor in cursors))
         table = np.concatenate(parts, axis=1)
-        after = tuple(replace(cursor.place, taken=int(count)) for cursor, count in zip(cursors, counts))
+        after = tuple(replace(cursor.at, taken=int(count)) for cursor, count in zip(cursors, counts))
         return table[0], table[1], table[2], after, int(table[2][table[3] > 0].sum()), is_last
 
 
@@ -231,7 +231,7 @@ def refuse_barren(windows: int) -> None:
 # ::
 #
 #     columns   d3 d4 | d0 d1 d2 | d2 d0 ...    the rest of a window's documents, then those of the next windows
-#     place     that of the last column taken; a bar is a column too, and is taken when the next window begins
+#     at        position of the last column taken; a bar is a column too, and is taken when the next window begins
 #
 # A small source can be repeated thousands of times in one window of a mixture, so many epochs are built at a time.
 
@@ -244,7 +244,7 @@ _SHARD, _DOCUMENT, _LENGTH, _EPOCH, _GROUP, _WINDOW, _TAKEN = range(7)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class SourcePlace:
+class SourcePosition:
     """How far a source has been read."""
 
     position: Position
@@ -284,21 +284,21 @@ class SourceCursor:
     """Reads the documents of one source in order."""
 
     def __init__(
-        self, windows: Columns, first_shard: int, place: SourcePlace, last_epoch: int | None
+        self, windows: Columns, first_shard: int, at: SourcePosition, last_epoch: int | None
     ) -> None:
         self._windows, self._stream, self._first_shard = windows, windows.stream, first_shard
         self._last_epoch = last_epoch
-        self.place = place
+        self.at = at
         self._taken = 0
         self._columns: IntArray = np.zeros((7, 0), dtype=np.int64)
-        position = self._stream.at_window(place.position)
+        position = self._stream.at_window(at.position)
         if position is not None:
             table = windows.of(position)
-            document = place.document if position == place.position else 0
+            document = at.document if position == at.position else 0
             refuse("document", document, table.shape[1] - 1)
             self._columns = table[:, 1 + document :]
-            self.place = replace(place, position=position, document=document)
-        self._last_fetched = self.place.position
+            self.at = replace(at, position=position, document=document)
+        self._last_fetched = self.at.position
 
     @property
     def lengths(self) -> IntArray:
@@ -309,7 +309,7 @@ class SourceCursor:
     @property
     def is_over(self) -> bool:
         """Whether the source has completed its epochs."""
-        return self._last_epoch is not None and self.place.position.epoch >= self._last_epoch
+        return self._last_epoch is not None and self.at.position.epoch >= self._last_epoch
 
     def take(self, count: int) -> IntArray:
         """Take `count` columns; returns int64 `[4, documents]`: shards, numbers, lengths and epochs of documents."""
@@ -343,10 +343,10 @@ class SourceCursor:
         return True
 
     def _move_to(self, column: IntArray) -> None:
-        """Set the place to that of the last column taken."""
+        """Set the position to that of the last column taken."""
         epoch, group, window, document = column[_EPOCH:].tolist()
-        position = replace(self.place.position, epoch=epoch, group=group, window=window)
-        self.place = replace(self.place, position=position, document=document)
+        position = replace(self.at.position, epoch=epoch, group=group, window=window)
+        self.at = replace(self.at, position=position, document=document)
 
     def _fetch(self, first: Position, wanted: int) -> IntArray:
         """Return the columns of a window; of several epochs at once if an epoch has only this window."""

@@ -24,13 +24,13 @@ import numpy as np
 from varlen.errors import SettingError
 from varlen.feed.indexed.stream import Grown, Position
 from varlen.feed.indexed.table import CachedTable, count_window
-from varlen.feed.mixture.stream import MixedPosition, MixedStream, SourcePlace, refuse_barren
+from varlen.feed.mixture.stream import MixedPosition, MixedStream, SourcePosition, refuse_barren
 from varlen.types import IntArray
 
 _MOST_NOTED = 1 << 10
 """Passed windows that are remembered until the next search, at most."""
-_PLACE = 5
-"""Numbers per source place in a row."""
+_SOURCE_WIDTH = 5
+"""Numbers per source in a row."""
 
 
 class _Rows:
@@ -75,7 +75,7 @@ class MixedTable:
 
     def __init__(self, stream: MixedStream) -> None:
         self._stream = stream
-        self._width = 2 + _PLACE * len(stream.sources)
+        self._width = 2 + _SOURCE_WIDTH * len(stream.sources)
         self._lock = threading.Lock()  # a second caller waits, and finds the first one's windows
         self._noted: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_MOST_NOTED)
         self._last_window: Any = None
@@ -129,9 +129,9 @@ class MixedTable:
         )
         saved = self._cached.read(self._is_right, self._width)
         rows = [self._row(0, stream.begin(grown))] if saved is None else saved.tolist()
-        for packs, window, *places in rows:
+        for packs, window, *rest in rows:
             if window >= 0:
-                self._counted.add([packs, window, *places])
+                self._counted.add([packs, window, *rest])
             else:
                 self._set_end(packs, self._counted)
 
@@ -190,31 +190,31 @@ class MixedTable:
 
     def _add_passed(self) -> None:
         """Add the noted windows, and the current one, to the passed windows."""
-        places = []
+        found = []
         while self._noted:
             number, at = self._noted.popleft()
-            places.append((number, self._stream.position(at)))
+            found.append((number, self._stream.position(at)))
         if self._current is not None and not any(
             rows.has(self._current[1].window) for rows in (self._counted, self._passed)
         ):
-            places += [self._current] if self._stream.is_pack(self._current[1]) else []
-        for number, position in places:
+            found += [self._current] if self._stream.is_pack(self._current[1]) else []
+        for number, position in found:
             if position.grown == self._grown:
                 self._passed.add(self._row(number - position.pack, position))
 
     def _row(self, packs: int, position: MixedPosition) -> list[int]:
         row = [packs, position.window]
-        for place in position.sources:
-            at = place.position
-            row += [at.epoch, at.group, at.window, place.document, place.taken]
+        for source in position.sources:
+            at = source.position
+            row += [at.epoch, at.group, at.window, source.document, source.taken]
         return row
 
     def _at(self, row: Sequence[int]) -> tuple[int, MixedPosition]:
         """Return the number of packs before a row's window, and the window's position."""
         assert self._grown is not None
-        places = []
+        sources = []
         for number, grown in enumerate(self._grown):
-            epoch, group, window, document, taken = row[2 + _PLACE * number :][:_PLACE]
+            epoch, group, window, document, taken = row[2 + _SOURCE_WIDTH * number :][:_SOURCE_WIDTH]
             position = Position(epoch=epoch, group=group, window=window, grown=grown)
-            places.append(SourcePlace(position=position, document=document, taken=taken))
-        return row[0], MixedPosition(sources=tuple(places), window=row[1])
+            sources.append(SourcePosition(position=position, document=document, taken=taken))
+        return row[0], MixedPosition(sources=tuple(sources), window=row[1])

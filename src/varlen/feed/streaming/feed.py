@@ -86,8 +86,8 @@ class StreamingFeed:
         self._blocks = cut_blocks(source, settings.lanes)
         self._own = range(rank, settings.lanes, batch.dp_world_size)
         self._rounds = round_settings(settings, batch, self._blocks.block_bytes)
-        self._is_alone = exchanges is None or batch.dp_world_size == 1
-        self._exchanges: Exchanges = Solo if self._is_alone or exchanges is None else exchanges
+        self._is_solo = exchanges is None or batch.dp_world_size == 1
+        self._exchanges: Exchanges = Solo if self._is_solo or exchanges is None else exchanges
         self._runs = 0
         self._logged: set[Chunk] | None = set() if logs_skipped else None
 
@@ -146,7 +146,7 @@ class StreamingFeed:
         reader = BlockReader(self._source, self._blocks)
         intake = Intake(self._source, reader, self._settings.threads)
         sequence = ChunkSequence(self._blocks, reader, self._settings.seed, self._settings.epochs)
-        lanes = range(self._settings.lanes) if self._is_alone else self._own
+        lanes = range(self._settings.lanes) if self._is_solo else self._own
         rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._logged)
         ahead = Prefetcher(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
         last_pass, silent_rounds, begun = _passes(state.at), 0, _begun(state.at)

@@ -99,7 +99,7 @@ class _Chunks:
             of_parts=np.ones(count, np.int64),
             sizes=np.full(count, block_bytes),
             block_bytes=block_bytes,
-            is_kept=True,
+            is_cached=True,
             lanes=lanes,
         )
 

@@ -236,7 +236,7 @@ class Held:
 def held_by(lengths: IntArray, settings: LaneSettings) -> Held:
     """Return the amount of documents of these lengths."""
     capacity, multiple = settings.passes.capacity, settings.passes.multiple
-    lengths = POLICIES[settings.overlong].kept(lengths, capacity)
+    lengths = POLICIES[settings.overlong].retained(lengths, capacity)
     return Held(
         tokens=int(slots_of(lengths.astype(np.int32), multiple).sum(dtype=np.int64)),
         short=int((lengths % capacity > 0).sum()),

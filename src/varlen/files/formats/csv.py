@@ -13,7 +13,7 @@ from varlen.errors import SourceError
 from varlen.files.losses import Losses
 from varlen.files.opening import HEAD_BYTES, open_plain
 from varlen.files.paths import File
-from varlen.files.rows import Found, Lost, Rows, gather, listed, place
+from varlen.files.rows import Found, Lost, Rows, gather, listed, location
 
 _MOST_FIELD_CHARACTERS = 256 << 20
 _JUDGED = 16  # lines inspected to decide whether those consumed by an open quote are rows
@@ -36,7 +36,7 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
 
 def _rows(reader: _Reader, wanted: Sequence[str]) -> Iterator[Found]:
     names = _names(reader)
-    places = [names.index(name) for name in wanted]
+    indices = [names.index(name) for name in wanted]
     reader.width = len(names)
     for line, row in reader:
         if isinstance(row, str):
@@ -49,7 +49,7 @@ def _rows(reader: _Reader, wanted: Sequence[str]) -> Iterator[Found]:
         elif reader.is_odd and (odd := _ODD.search("".join(row))) is not None:
             yield line, characters, f"is not valid UTF-8 (byte 0x{ord(odd[0]) & 0xFF:02x})"
         else:
-            yield line, characters, [row[index] for index in places]
+            yield line, characters, [row[index] for index in indices]
 
 
 class _Reader:
@@ -169,7 +169,7 @@ def _names(reader: _Reader) -> list[str]:
     """Read the first row as column names."""
     for line, names in reader:
         if isinstance(names, str):
-            raise SourceError(f"{place(reader.path, 'line', line)} {names}; it must name the columns")
+            raise SourceError(f"{location(reader.path, 'line', line)} {names}; it must name the columns")
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise SourceError(

@@ -31,8 +31,8 @@ def row_sizes(array: Any) -> IntArray:
         chosen = _chosen(row_sizes(array.dictionary), array.indices.fill_null(0).to_numpy())
         return np.where(array.indices.is_null().to_numpy(zero_copy_only=False), 0, chosen)
     if types.is_run_end_encoded(kind):
-        places = np.arange(array.offset, array.offset + len(array))
-        return _chosen(row_sizes(array.values), np.searchsorted(array.run_ends.to_numpy(), places, "right"))
+        indices = np.arange(array.offset, array.offset + len(array))
+        return _chosen(row_sizes(array.values), np.searchsorted(array.run_ends.to_numpy(), indices, "right"))
     if types.is_struct(kind):
         fields = (row_sizes(array.field(index)) for index in range(kind.num_fields))
         total: IntArray = sum(fields, start=np.zeros(len(array), dtype=np.int64))
@@ -150,10 +150,10 @@ def plain(array: Any, kind: Any) -> Any:
     return array.cast(kind)
 
 
-def _chosen(sizes: IntArray, places: Any) -> IntArray:
+def _chosen(sizes: IntArray, indices: Any) -> IntArray:
     if not len(sizes):
-        return np.zeros(len(places), dtype=np.int64)
-    chosen: IntArray = sizes[np.clip(places, 0, len(sizes) - 1)]
+        return np.zeros(len(indices), dtype=np.int64)
+    chosen: IntArray = sizes[np.clip(indices, 0, len(sizes) - 1)]
     return chosen
 
 

@@ -19,7 +19,7 @@ from varlen.files.formats.jsonl import MOST_RECORD_BYTES, as_object, first_names
 from varlen.files.losses import Losses
 from varlen.files.opening import HEAD_BYTES, open_plain
 from varlen.files.paths import File
-from varlen.files.rows import Found, Lost, Rows, gather, place
+from varlen.files.rows import Found, Lost, Rows, gather, location
 
 _CHUNK_BYTES = 1 << 20
 _CUT_SHORT = 64  # a fault this close to the end of the buffer may be due to the text not read yet
@@ -33,7 +33,7 @@ def row_names(file: File, most: int) -> list[tuple[str, ...]]:
         values = enumerate(_Values(stream, file.path), start=1)
         rows = (
             (
-                place(file.path, "value", number),
+                location(file.path, "value", number),
                 str(value) if isinstance(value, _Bad | Lost) else as_object(value),
             )
             for number, value in values
@@ -167,7 +167,7 @@ class _Values:
                 return Lost.of(f"{why} {where}; nothing after it can be read", Losses(num_bytes=len(rest)))
             if left > MOST_RECORD_BYTES:
                 raise SourceError(
-                    f"{place(self._path, 'value', self._count)} {why} {where}; nothing after it can be read"
+                    f"{location(self._path, 'value', self._count)} {why} {where}; nothing after it can be read"
                 )
             self._more(wanted)
             wanted *= 2  # the text read so far is scanned again

@@ -14,7 +14,7 @@ from varlen.files.columns import Fields
 from varlen.files.opening import HEAD_BYTES, compression_of, faults, open_plain, open_stored
 from varlen.files.paths import File
 from varlen.files.remote import BUFFER_BYTES
-from varlen.files.rows import PRINT, Found, Rows, gather, json_kind, listed, place
+from varlen.files.rows import PRINT, Found, Rows, gather, json_kind, listed, location
 
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
 _LAST_LINE_BYTES = 64 << 10  # read past a stretch of a file, for the line that ends after it
@@ -29,7 +29,7 @@ def row_names(file: File, most: int) -> list[tuple[str, ...]]:
     with open_plain(file, HEAD_BYTES) as stream:
         lines = enumerate(_lines(stream, file.path), start=1)
         rows = (
-            (place(file.path, _unit(file), number), _parse(line, _is_ours(file)))
+            (location(file.path, _unit(file), number), _parse(line, _is_ours(file)))
             for number, line in lines
             if line.strip(_BLANKS)
         )

@@ -147,20 +147,20 @@ def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault,
 def _read(file: File, fields: Fields, text_cut: Cut, start: int, stop: int | None) -> Iterator[Rows]:
     """Yield the wanted fields of a file's rows."""
     if file.format == "text":
-        return _placed(text.read(file, text_cut))
+        return _located(text.read(file, text_cut))
     if file.format in ("parquet", "arrow"):
         return tables.read(file, fields.names, start, stop)
     if file.format == "jsonl":
-        return _placed(jsonl.read(file, fields, start, stop))
+        return _located(jsonl.read(file, fields, start, stop))
     if file.format == "json":
-        return _placed(json.read(file, fields))
+        return _located(json.read(file, fields))
     if file.format == "npz":
-        return _placed(npz.read(file, fields.names))
-    return _placed(csv.read(file, fields.names))
+        return _located(npz.read(file, fields.names))
+    return _located(csv.read(file, fields.names))
 
 
-def _placed(read: Iterator[Rows]) -> Iterator[Rows]:
-    """Yield rows; if decompressing or reading fails, say how far the file was read."""
+def _located(read: Iterator[Rows]) -> Iterator[Rows]:
+    """Yield rows; if decompressing or reading fails, the error says how far the file was read."""
     last: Rows | None = None
     try:
         for rows in read:

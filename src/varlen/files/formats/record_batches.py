@@ -82,11 +82,11 @@ def blocks_of(stored: BinaryIO, start: int = 0, stop: int | None = None) -> list
         footer = stored.read(length)
         vector = _table(footer).offset(3)
         (count,) = struct.unpack_from("<I", footer, vector)
-        places = (
+        blocks = (
             _BLOCK.unpack_from(footer, vector + 4 + _BLOCK.size * number)
             for number in range(count)[start:stop]
         )
-        return [_block(stored, *place) for place in places]
+        return [_block(stored, *block) for block in blocks]
     except (struct.error, ValueError, OSError, LookupError):
         return []
 

@@ -27,7 +27,7 @@ from varlen.files.formats.decoded import (
     row_sizes,
 )
 from varlen.files.paths import File
-from varlen.files.rows import Fault, place
+from varlen.files.rows import Fault, location
 from varlen.types import IntArray
 
 # Column chunks are streamed through a small buffer: row groups may exceed memory.
@@ -58,7 +58,7 @@ class TooLarge:
     def fault(self, file: File, before: int) -> Fault:
         """Return the fault of the row, given the number of rows before it."""
         why = f"decodes to {self.num_bytes:,} bytes, more than an array of strings holds (2 GB); cut it"
-        return Fault(where=place(file.path, "row", before + 1), why=why, number=before + 1)
+        return Fault(where=location(file.path, "row", before + 1), why=why, number=before + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ def sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int]:
                     raise
         return {group: size for group, size in decoded.items() if size > _AMPLIFIED * described[group]}
 
-    decoded = look(sorted({doubtful[place] for place in (0, len(doubtful) // 2, -1)}) if doubtful else [])
+    decoded = look(sorted({doubtful[index] for index in (0, len(doubtful) // 2, -1)}) if doubtful else [])
     if decoded:
         decoded |= look([group for group in doubtful if group not in decoded])
     return [decoded.get(group, size) for group, size in enumerate(described)]

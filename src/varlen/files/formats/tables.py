@@ -21,7 +21,7 @@ from varlen.files.losses import Losses
 from varlen.files.opening import compression_of, open_seekable, other_content
 from varlen.files.paths import File
 from varlen.files.retry import is_outside
-from varlen.files.rows import Fault, Rows, faulty, place
+from varlen.files.rows import Fault, Rows, faulty, location
 
 
 def column_names(file: File) -> list[str]:
@@ -117,7 +117,7 @@ class _Damaged:
             where, outside = f"{file.path} {self.name}", is_outside(self.error)
             return Fault(where=where, why=why, number=before + 1, losses=losses, is_outside=outside)
         rows = f"rows {before + 1:,} to {before + self.num_rows:,}"
-        where = place(file.path, "row", before + 1) if self.num_rows == 1 else f"{file.path} {rows}"
+        where = location(file.path, "row", before + 1) if self.num_rows == 1 else f"{file.path} {rows}"
         return Fault(
             where=where,
             why=f"({self.name}) {why}",
@@ -140,12 +140,12 @@ def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
         for index in range(batch.num_rows):
             number = base() + before + index + 1
             try:
-                sound.append(_alone(batch.slice(index, 1)))
+                sound.append(_validated(batch.slice(index, 1)))
                 numbers.append(before + index + 1)
             except pa.ArrowException as error:
                 message = described(error)
                 why = "holds text that is not valid UTF-8" if "UTF8" in message else f"is damaged: {message}"
-                faults.append(Fault(where=place(file.path, "row", number), why=why, number=number))
+                faults.append(Fault(where=location(file.path, "row", number), why=why, number=number))
         columns = [pa.concat_arrays(pieces) for pieces in zip(*sound)]
     named = dict(zip(batch.schema.names, columns))
     return Rows(columns=named, numbers=numbers, path=file.path, base=base, faults=tuple(faults))
@@ -184,7 +184,7 @@ def _text_type(kind: Any) -> Any:
     return kind
 
 
-def _alone(row: Any) -> list[Any]:
+def _validated(row: Any) -> list[Any]:
     """Return a row's columns as validated arrays of their own."""
     import pyarrow as pa
 

@@ -11,7 +11,7 @@ from varlen.files.columns import DOCUMENT_FIELDS
 from varlen.files.contents import LOOKED_AT_BYTES, fields_in, rows_in
 from varlen.files.opening import open_plain
 from varlen.files.paths import File
-from varlen.files.rows import BATCH_SIZE, Found, Rows, gather, place
+from varlen.files.rows import BATCH_SIZE, Found, Rows, gather, location
 
 Cut = Literal["file", "paragraph", "line"]
 _MOST_DOCUMENT_BYTES = 256 << 20
@@ -85,7 +85,7 @@ def _parts(stream: BinaryIO, path: str, cut: Cut) -> Iterator[tuple[int, bytes]]
             num_bytes += len(line)
         if num_bytes >= _MOST_DOCUMENT_BYTES:
             raise SourceError(
-                f"{place(path, 'line', begins)} begins a {cut} of more than {_MOST_DOCUMENT_BYTES >> 20:,} MB; "
+                f"{location(path, 'line', begins)} begins a {cut} of more than {_MOST_DOCUMENT_BYTES >> 20:,} MB; "
                 "put blank lines or line ends between documents"
             )
         if gathered and (is_blank or cut == "line"):

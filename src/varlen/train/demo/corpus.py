@@ -94,8 +94,8 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
     rng = np.random.default_rng([settings.seed, 0])
     source = interpreter_texts() if data is None else read_texts(data)
     found, is_cut = _within_limit(source)
-    kept = rng.permutation(len(found))[:MAX_DOCUMENTS]
-    texts = [found[i] for i in kept.tolist()]
+    chosen = rng.permutation(len(found))[:MAX_DOCUMENTS]
+    texts = [found[i] for i in chosen.tolist()]
     tokenizer = train_bpe(_first_characters(texts, BPE_CHARACTERS), settings.model.vocab_size)
     tokens, offsets = load_tokenizer(tokenizer).encode(texts)
     documents = Documents(tokens=tokens, offsets=offsets)

@@ -73,7 +73,7 @@ class _Tally:
         self.done += slots
         self.on_progress(self.done, self.total, text)
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self.on_progress(self.done, self.total, text)
 
 
@@ -131,22 +131,22 @@ class Experiment:
         with ExitStack() as stack:
             workers: dict[str, Worker] = {}
             for method in METHODS:
-                self._tally.say(f"starting: {method.title}")
+                self._tally.show(f"starting: {method.title}")
                 worker = Worker(method.title, self._job(method, seed, method.layout))
                 workers[method.name] = stack.enter_context(closing(worker))
                 worker.wait_until_ready()
             measured = {method.name: _Measured() for method in METHODS}
             for step in range(self._settings.steps):
                 for method in METHODS:
-                    self._tally.say(f"step {step + 1} of {self._settings.steps} · {method.title}")
+                    self._tally.show(f"step {step + 1} of {self._settings.steps} · {method.title}")
                     record = workers[method.name].request("step", step)
                     measured[method.name].records.append(record)
                     self._tally.add(record.num_slots, f"loss {record.loss:.3f} · {method.title}")
             for method in METHODS:
-                self._tally.say(f"validating: {method.title}")
+                self._tally.show(f"validating: {method.title}")
                 measured[method.name].memory_bytes = workers[method.name].request("memory_bytes")
                 measured[method.name].validation_loss = workers[method.name].request("validate")
-            self._tally.say("proving isolation on the packed run's model")
+            self._tally.show("proving isolation on the packed run's model")
             isolation = workers["packed"].request("prove_isolation")
             return measured, isolation, workers["packed"].request("num_parameters")
 

@@ -90,7 +90,7 @@ class PackedIndexed(PackedReader):
         path = self.paths[number]
         with copy(self._files[number]) as file:  # an open file of its own: several threads may read
             for row in local.tolist():
-                (start,), (size,) = file.places(row, row + 1)
+                (start,), (size,) = file.extents(row, row + 1)
                 words = file.read_tokens(int(start), int(start + size))
                 found.append(_decoded(words, f"{path}.bin row {row + 1:,}"))
         starts, tokens = ([one[part] for one in found] for part in (0, 1))
@@ -116,7 +116,7 @@ class PackedIndexed(PackedReader):
             return known
         counts = np.zeros(self._files[number].num_sequences, dtype=np.int64)
         with copy(self._files[number]) as file:
-            starts, _ = file.places(0, len(counts))
+            starts, _ = file.extents(0, len(counts))
             for row, start in enumerate(starts.tolist()):
                 counts[row] = file.read_tokens(start + 2, start + _HEAD)[0]
         self._documents[number] = before = bounds_of(counts)
