@@ -302,7 +302,7 @@ HOLDER = """
 import sys
 from varlen.documents.source import open_source
 source = open_source([{"text": "a"}, {"text": "b"}], "bytes")
-print(source.files[0].place, flush=True)
+print(source.files[0].local_path, flush=True)
 sys.stdin.readline()
 """
 
