@@ -18,7 +18,7 @@ from tests.support.stores import loader_of, random_store, write_pair, write_stor
 import varlen as vl
 from varlen.documents.source import Mixture
 from varlen.errors import InputError, ModelError, SourceError, StateError
-from varlen.feed import opening
+from varlen.feed import batches
 from varlen.feed.batches import BatchSettings, Contents, fill_batch
 from varlen.feed.opening import check_first_ids
 
@@ -255,7 +255,7 @@ def test_first_documents_that_cannot_be_read_are_masked_later_where_that_is_aske
     mostly([*product(KINDS, ["thread"]), ("arrow", "process")], product(KINDS, ("thread", "process"))),
 )
 def test_another_id_beyond_the_model_is_refused_with_its_batch(tmp_path, monkeypatch, kind, worker):
-    monkeypatch.setattr(opening, "_DOCUMENTS", 3)
+    monkeypatch.setattr(batches, "_DOCUMENTS", 3)
     data = write_tokens(tmp_path / kind, kind, [[7] * 32] * 48 + [[7] * 31 + [70]])
     with loader_of(data, model=MODEL, shuffle=False, worker=worker) as loader:
         assert [next(loader).num_tokens for _ in range(2)] == [24 * 32] * 2
@@ -312,11 +312,11 @@ def test_no_more_is_looked_at_before_training_than_the_bound_says(monkeypatch):
             self.read = lengths.tolist()
             return np.zeros(int(lengths.sum()), dtype=np.int32), None
 
-    monkeypatch.setattr(opening, "_TOKENS", 12)
+    monkeypatch.setattr(batches, "_TOKENS", 12)
     store = Read([[], [5, 4, 9, 7], [3]])
     check_first_ids(store, 1)
     assert store.read == [5, 4, 3, 0]
-    monkeypatch.setattr(opening, "_DOCUMENTS", 2)
+    monkeypatch.setattr(batches, "_DOCUMENTS", 2)
     check_first_ids(store, 1)
     assert store.read == [5, 4]
     check_first_ids(Read([[]]), 1)
