@@ -199,7 +199,7 @@ def check(delivery: Delivery, folder: Path) -> dict[str, float]:
             starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
             steps = np.arange(len(ids)) - np.repeat(starts, lengths)
             if positions is not None and not np.array_equal(positions, steps):
-                raise WrongResultError("positions don't begin anew with every document")
+                raise WrongResultError("positions don't restart with every document")
             if not np.array_equal(labels, np.where(steps == 0, IGNORED, ids)):
                 raise WrongResultError("labels are not the tokens, each document's first left out")
             rows.append((ids, lengths))

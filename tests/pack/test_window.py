@@ -348,19 +348,23 @@ def _spoil(path: str, value: Any) -> Any:
         ("waiting", [], "no state of a WindowPacker"),
         ("waiting", KeyError, "no state of a WindowPacker"),
         ("waiting.ages", KeyError, "no state of a WindowPacker: KeyError: 'ages'"),
-        ("waiting.records", lambda records: records[:-1], "it was cut or changed"),
-        ("waiting.records", lambda records: records[::-1], "order of their arrival; it was cut or changed"),
-        ("waiting.records", lambda records: [*records[:-1], 99], "it was cut or changed"),
+        ("waiting.records", lambda records: records[:-1], "it was truncated or modified"),
+        (
+            "waiting.records",
+            lambda records: records[::-1],
+            "order of their arrival; it was truncated or modified",
+        ),
+        ("waiting.records", lambda records: [*records[:-1], 99], "it was truncated or modified"),
         ("waiting.records", lambda records: [[number] for number in records], "no list of whole numbers"),
-        ("waiting.starts", lambda starts: [start - 1 for start in starts], "it was cut or changed"),
+        ("waiting.starts", lambda starts: [start - 1 for start in starts], "it was truncated or modified"),
         ("waiting.starts", lambda starts: [start + 0.5 for start in starts], "no list of whole numbers"),
         ("waiting.stops", lambda stops: [stop + 1 for stop in stops], "doesn't add up: 16 tokens of 5"),
-        ("waiting.stops", lambda stops: [2**40 for _ in stops], "it was cut or changed"),
-        ("waiting.ages", lambda ages: [-1 for _ in ages], "it was cut or changed"),
-        ("fresh", 4, "it was cut or changed"),
+        ("waiting.stops", lambda stops: [2**40 for _ in stops], "it was truncated or modified"),
+        ("waiting.ages", lambda ages: [-1 for _ in ages], "it was truncated or modified"),
+        ("fresh", 4, "it was truncated or modified"),
         ("fresh", -1, "no state of a WindowPacker"),
-        ("fresh", 3, "it was cut or changed"),
-        ("num_records", 4, "it was cut or changed"),
+        ("fresh", 3, "it was truncated or modified"),
+        ("num_records", 4, "it was truncated or modified"),
         ("num_records", 6, "doesn't add up"),
         ("num_records", "many", "no state of a WindowPacker"),
         ("ledger.packed", lambda packed: packed + 1, "doesn't add up: 13 tokens of 5 documents wait"),
@@ -408,7 +412,7 @@ def test_waiting_pieces_of_one_document_that_overlap_are_refused():
     assert (state["waiting"]["starts"], state["waiting"]["stops"]) == ([0, 8, 16], [8, 16, 20])
     state["waiting"]["starts"][1], state["waiting"]["stops"][1] = 4, 12
 
-    with pytest.raises(StateError, match="order of their arrival; it was cut or changed"):
+    with pytest.raises(StateError, match="order of their arrival; it was truncated or modified"):
         vl.WindowPacker(capacity=8, window=8).load_state_dict(state)
 
 

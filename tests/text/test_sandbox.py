@@ -255,7 +255,7 @@ def run_with(source: str) -> str:
 
 @pytest.mark.parametrize("name", mostly(OFTEN, ATTACKS))
 def test_no_template_takes_a_gigabyte_or_never_ends(name):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
     before, begun = megabytes("VmRSS"), time.process_time()
 
     if name in HARMLESS:

@@ -85,12 +85,12 @@ def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[s
     if before is None:
         raise StateError(
             f"the state was saved with epochs=None, without an end, and this loader ends after epochs={after:,}; "
-            "pass epochs=None (in `varlen train`: run.steps without run.epochs), or begin anew"
+            "pass epochs=None (in `varlen train`: run.steps without run.epochs), or start over"
         )
     if after is not None and after < before:
         raise StateError(
             f"the state was saved with epochs={before:,}, and this loader has fewer, epochs={after:,}; pass epochs="
-            f"{before} or more (None for no end), or begin anew"
+            f"{before} or more (None for no end), or start over"
         )
     return {**at, ENDS: ends}
 
@@ -160,7 +160,7 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[
     if others:
         words = "; ".join(f"{name} was {before} and is {after}" for name, (before, after) in others.items())
         raise StateError(
-            f"the state was saved with other data or settings: {words}. Make the loader with those, or begin anew"
+            f"the state was saved with other data or settings: {words}. Make the loader with those, or start over"
         )
     if TOKENIZER not in was and mark is not None:
         _log.warning(

@@ -205,7 +205,7 @@ class Waiting:
         if not sound:
             raise StateError(
                 f"the state's {len(records):,} waiting pieces are not pieces of {num_records:,} documents in the "
-                "order of their arrival; it was cut or changed"
+                "order of their arrival; it was truncated or modified"
             )
         return cls(
             records=records,
@@ -219,7 +219,7 @@ def _whole_numbers(values: Any, name: str) -> IntArray:
     """Return a list of a state as int64."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind != "i"):
-        raise StateError(f"the state's {name} are no list of whole numbers; it was cut or changed")
+        raise StateError(f"the state's {name} aren't a list of whole numbers; it was truncated or modified")
     return array.astype(np.int64)
 
 

@@ -207,7 +207,7 @@ class WindowPacker:
         if tokens != ledger.balance or ledger.documents_in != num_records:
             raise StateError(
                 f"the state doesn't add up: {tokens:,} tokens of {num_records:,} documents wait, but its ledger "
-                f"leaves {ledger.balance:,} of {ledger.documents_in:,}; it was cut or changed"
+                f"leaves {ledger.balance:,} of {ledger.documents_in:,}; it was truncated or modified"
             )
         self._num_records, self._fresh, self._totals, self._waiting = num_records, fresh, ledger, restored
 

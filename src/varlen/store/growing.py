@@ -150,7 +150,7 @@ class PartialStore:
             if self._has_moved():  # between the two reads
                 return
             raise SourceError(
-                f"{self._partial} is gone, or written from other data by now; begin anew with what is there"
+                f"{self._partial} is gone, or written from other data by now; start over with what is there"
             )
         before = self._finished_parts
         while self._finished_parts < self.num_parts:

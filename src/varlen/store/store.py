@@ -106,7 +106,7 @@ class TokenStore:
         now = open_store(self.folder)
         if now.fingerprint_at(self.num_parts) != self.fingerprint:
             raise SourceError(
-                f"{self.folder} was replaced by another store while it was read; begin anew with that one"
+                f"{self.folder} was replaced by another store while it was read; start over with that one"
             )
         self.take(now.manifest)
 

@@ -87,7 +87,7 @@ def _way_out(paths: Sequence[Path]) -> str:
         removed = " and ".join([str(paths[-1]), *between])
         return f"remove {removed} to go on from the checkpoint before, {path.name}, which is whole"
     return (
-        "no other checkpoint here is whole: put back a copy of it, or choose another run.output to begin anew"
+        "no other checkpoint here is whole: put back a copy of it, or choose another run.output to start over"
     )
 
 

@@ -156,7 +156,7 @@ def test_megatrons_trackers_say_which_checkpoint_a_run_goes_on_from(store, tmp_p
 def test_a_run_whose_place_nobody_knows_is_refused_and_does_not_begin_anew(store, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(
-        SettingError, match=r"after iteration 7, but no dataloader_save was given.*begin anew"
+        SettingError, match=r"after iteration 7, but no dataloader_save was given.*start over"
     ):
         loaders_of(store, load=tmp_path)
     with pytest.raises(SettingError, match="saved holds no state of the loader"):

@@ -32,7 +32,7 @@ def made(texts, worker="process", epochs=2):
 
 
 def main():
-    """Take everything, go on from a state of rank 0, and begin anew in the middle of runs."""
+    """Take everything, go on from a state of rank 0, and start over in the middle of runs."""
     texts, out = sys.argv[1:]
     dist.init_process_group("gloo")
     rank = dist.get_rank()

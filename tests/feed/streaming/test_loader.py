@@ -95,7 +95,7 @@ def test_ranks_of_a_job_read_their_own_lanes_and_agree(texts, tmp_path):
     assert min(seen.values()) == 3  # pieces of a document in every epoch; some are cut anew in each
     assert set(seen) == {n for rows in alone.values() for ids in rows for n in ids}
     assert said[1]["restarts"] >= 1
-    # Ranks that begin anew in the middle of a run don't wait for answers to what they have asked before.
+    # Ranks that start over in the middle of a run don't wait for answers to what they have asked before.
     assert all(seconds < 20 for one in said for seconds in one["jumps"].values()), said
 
 

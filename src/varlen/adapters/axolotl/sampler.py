@@ -36,7 +36,7 @@ class MultipackBatchSampler(BatchSampler):
     - Packs are taken apart until they make whole steps, so that nothing is dropped. Only where documents are too few
       for that does `drop_last=True`, the default, leave some out, and they are counted and logged.
     - The number of batches is a multiple of `num_replicas`, so that ranks that take turns, as accelerate deals
-      them, have equally many. There accelerate begins anew with the first documents.
+      them, have equally many. There accelerate starts over with the first documents.
     - A document longer than a pack is an error, or dropped and counted. There it becomes a pack of its own that is
       overfull.
     - The whole epoch is packed at once, best fit in the order of the sampler, not first fit in groups, and in one

@@ -52,7 +52,7 @@ class DataCollatorWithFlattening:
     """"pt" for torch tensors, "np" for numpy arrays."""
     _: KW_ONLY
     return_position_ids: bool = True
-    """Give `position_ids`, which begin anew in every document."""
+    """Give `position_ids`, which restart in every document."""
     separator_id: int = -100
     """The first label of every document, which the token before it may not predict."""
     return_flash_attn_kwargs: bool = False

@@ -101,7 +101,7 @@ class PackedTraining(_BeforeTrainer):
         steps, an_epoch = self._num_steps(), None
         if steps == 0:
             raise SettingError(
-                "the loader has given all its batches; train_loader.seek(0) begins anew, and so does a new one"
+                "the loader has given all its batches; train_loader.seek(0) starts over, and so does a new one"
             )
         if steps is not None:
             an_epoch = -(-steps // (self.train_loader.settings.epochs or 1))

@@ -282,7 +282,7 @@ def external_loaders(
         sequence_parallel: see above.
         dataloader_save: where Megatron saves the state (`dataset.dataloader_save`, `--dataloader-save`).
         load: where checkpoints are loaded from (`checkpoint.load`, `--load`); the newest there says the iteration,
-            and for Megatron-Bridge the samples. None for a run that begins anew, from pretrained weights too.
+            and for Megatron-Bridge the samples. None for a run that starts over, from pretrained weights too.
         iteration: of the checkpoint, where it isn't the newest (`checkpoint.ckpt_step`).
         dialect: of Megatron-Bridge that the training loop reads.
         batch_settings: of `megatron_batch`.
@@ -387,7 +387,7 @@ def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | 
             why = f"{dataloader_save} holds no state of the loader"
         raise SettingError(
             f"the run goes on after iteration {iteration:,}, but {why} and consumed_train_samples is 0, so the "
-            "data would begin anew; pass consumed_train_samples, or iteration=0 if that is meant"
+            "data would start over; pass consumed_train_samples, or iteration=0 if that is meant"
         )
 
 

@@ -249,7 +249,7 @@ def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
             raise StateError(
                 f"epoch {epoch:,} was begun with a store of {num_parts:,} parts and the fingerprint {mark!r}; this "
                 f"one has {store.num_parts:,} parts and {store.fingerprint!r}, and didn't grow from it. Name that "
-                "store, or begin anew"
+                "store, or start over"
             )
     return Position(**numbers, grown=tuple((epoch, parts) for epoch, parts, _ in stages))
 
@@ -438,7 +438,7 @@ class IndexedFeed:
             raise StateError(
                 f"the state stands in a window of {state.at[_DOCUMENTS]} documents, which has {at.get(_DOCUMENTS)} "
                 "here: with other epochs a mixture ends elsewhere, and its last window is packed otherwise. Pass the "
-                "epochs of the state, load one from before that window, or begin anew"
+                "epochs of the state, load one from before that window, or start over"
             )
         return replace(state, at=at)
 
@@ -458,7 +458,7 @@ class IndexedFeed:
         if _PRINT in state.at and self.stream.take(position, count)[0].print != state.at[_PRINT]:
             raise StateError(
                 f"the state is within step {state.step:,}, which holds other packs here: with other epochs the data "
-                "ends elsewhere. Pass the epochs of the state, load one from where a step begins, or begin anew"
+                "ends elsewhere. Pass the epochs of the state, load one from where a step begins, or start over"
             )
 
     def position(self, state: FeedState) -> Any:

@@ -221,7 +221,7 @@ def _chosen(documents: Arrival, record: LaneRecord) -> Arrival:
     if short.any():
         raise StateError(
             f"{int(short.sum()):,} of {len(short):,} documents that waited aren't what they were; the data or the "
-            "tokenizer has changed: give the loader those of the state, or begin anew"
+            "tokenizer has changed: give the loader those of the state, or start over"
         )
     tokens, mask = documents.pieces(index, record.starts, record.starts + record.lengths)
     return Arrival(
@@ -369,7 +369,7 @@ class ChunkSequence:
                 name = self._reader.name_of(block) if is_known else "the data"
                 raise StateError(
                     f"{name} gives other rows than when the state was saved, or the same in another order; make the "
-                    "loader with an iterable that gives the same rows each time (seeded alike), or begin anew"
+                    "loader with an iterable that gives the same rows each time (seeded alike), or start over"
                 )
             if is_end:
                 self._reader.ends[block] = (last, saved)
