@@ -20,7 +20,7 @@ from tests.support.stores import NAMES, index_until, loader_of, random_store, wr
 
 import varlen as vl
 from varlen.errors import SettingError, SourceError
-from varlen.feed import opening
+from varlen.feed import batches as batches_file
 from varlen.offline import index as index_module
 from varlen.store.bin_idx import MegatronFile
 from varlen.store.growing import PartialStore
@@ -291,7 +291,7 @@ def test_each_document_is_named_once_and_the_number_of_names_is_bounded(store, t
     assert all(re.match(said, one) for one in named)
 
     caplog.clear()
-    monkeypatch.setattr(opening, "_MOST_NAMED", 3)
+    monkeypatch.setattr(batches_file, "_MOST_NAMED", 3)
     assert taken(skipping(bad))[1] == skipped
     named = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert named[3:] == ["skipped: more than 3 documents; further ones are counted, and not named"]
