@@ -16,7 +16,6 @@ from varlen.batch.in_python import value_range as value_range
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-UInt8 = NDArray[np.uint8]
 Values = NDArray[Any]
 
 IGNORE = -100

@@ -27,7 +27,6 @@ from varlen.pack.in_python import wrapped as wrapped
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
-UInt64 = NDArray[np.uint64]
 
 
 def descending(slots: Int32, largest: int, order: Int32) -> None:

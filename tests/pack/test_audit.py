@@ -30,11 +30,6 @@ def forget_a_document(slots: Any, sizes: Any, capacity: int, max_documents: int,
     return packs
 
 
-def leave_a_pack_empty(slots: Any, sizes: Any, capacity: int, max_documents: int, pack_of: Any) -> int:
-    packs: int = reference.next_fit(slots, sizes, capacity, max_documents, pack_of)
-    return packs + 1
-
-
 def ignore_max_documents(slots: Any, sizes: Any, capacity: int, max_documents: int, pack_of: Any) -> int:
     packs: int = reference.next_fit(slots, sizes, capacity, 2**31 - 1, pack_of)
     return packs

@@ -20,8 +20,6 @@ from varlen.errors import LengthsError, MissingExtraError, PlanError, SettingErr
 from varlen.plan import kernels_assign as kernels
 from varlen.plan.assign import ENOUGH, assign, improve_exactly, lightest_possible
 
-LIMITLESS = 2**62
-
 
 @njit
 def best_two(sums: npt.NDArray[np.float64], best: npt.NDArray[np.float64]) -> None:

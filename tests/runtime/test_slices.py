@@ -1,7 +1,7 @@
 """Steps in slices, on one stage or several, have the loss and the gradients of the uncut model."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +35,6 @@ MODELS = {
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS,
 }
-Recomputed = Literal["none", "full"]
 
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

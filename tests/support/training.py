@@ -171,7 +171,9 @@ def start_verb(*words: Any, errors: Path) -> Any:
 
 def _run_program(code: str, out: Path, errors: Path) -> None:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever was ignored when the fork server began
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # whatever was ignored when the fork server began
     for number, path in ((1, out), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     exec(code, {"__name__": "__main__"})

@@ -214,26 +214,10 @@ MOST_MB = 900
 ODD_TALK = chat("u:Hi", "a:Yes")
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 OFTEN = (
-    *(
-        "replace",
-        "join filter gen",
-        "expandtabs",
-        "widths",
-        "percent dict",
-        "format_map",
-        "plus wide",
-        "tilde wide",
-    ),
-    *(
-        "doubling ns +",
-        "dag json",
-        "dag tuple",
-        "dag varargs",
-        "dag map default",
-        "dag fromkeys",
-    ),
-    *("macro double", "set block", "indent str", "tojson tojson", "repr list", "safe replace"),
-    *("deep tuple hash", "slices", "uppers", "output emoji"),
+    *("replace", "join filter gen", "expandtabs", "widths", "percent dict", "format_map", "plus wide"),
+    *("tilde wide", "doubling ns +", "dag json", "dag tuple", "dag varargs", "dag map default"),
+    *("dag fromkeys", "macro double", "set block", "indent str", "tojson tojson", "repr list"),
+    *("safe replace", "deep tuple hash", "slices", "uppers", "output emoji"),
 )
 
 
