@@ -150,7 +150,11 @@ def methods() -> Drawing:
         (380, "heaviest / mean work", [s.work_imbalance for s in scores], 1.0, "{:.2f}x"),
         (580, "likeness of lengths", [abs(s.length_correlation) for s in scores], 0.0, "{:.2f}"),
     )
-    d = Drawing(780, 324, "packs over the lower bound, heaviest work and likeness of lengths, by method")
+    d = Drawing(
+        780,
+        86 + 34 * len(METHODS),
+        "packs over the lower bound, heaviest work and likeness of lengths, by method",
+    )
     for row, method in enumerate(METHODS):
         d.text(166, 65 + 34 * row, method, anchor="end", mono=True, size=12)
     for (x, name, values, base, form), fill in zip(columns, (ACCENT, WARM, SOFT)):
@@ -160,7 +164,7 @@ def methods() -> Drawing:
             d.box(x, 50 + 34 * row, width, 20, fill)
             d.text(x + width + 6, 65 + 34 * row, form.format(value), size=12)
     words = f"{lengths.size:,} log-normal lengths, mean {lengths.mean():,.0f}, longest {lengths.max():,}"
-    d.text(180, 306, f"{words}; capacity 65,536", size=12, fill=SOFT)
+    d.text(180, 68 + 34 * len(METHODS), f"{words}; capacity 65,536", size=12, fill=SOFT)
     return d
 
 

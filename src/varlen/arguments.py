@@ -141,7 +141,7 @@ def options_of(kind: Any) -> dict[str, Declared]:
 
 
 def check_options(settings: Any) -> None:
-    """Refuse choices, counts and seconds that are out of range; counts become Python's own whole numbers."""
+    """Refuse choices, switches, counts and seconds out of range; counts become Python's own whole numbers."""
     for name, one in options_of(settings.__class__).items():
         value = getattr(settings, name)
         if value is None and NoneType in get_args(one.type):
@@ -152,12 +152,21 @@ def check_options(settings: Any) -> None:
             object.__setattr__(settings, name, as_count(value, name, one.least, one.most))
         elif one.type is float:
             check_seconds(value, name)
+        elif one.type is bool:
+            check_switch(value, name)
 
 
 def check_seconds(value: object, name: str) -> None:
     """Require a time that may be waited for."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
+
+
+def check_switch(value: object, name: str) -> None:
+    """Require True or False, also as numpy has them, or as 1 and 0."""
+    is_bit = isinstance(value, int) and value in (0, 1)
+    if not is_bit and type(value).__name__ not in ("bool", "bool_"):
+        raise SettingError(f"{name} must be True or False, got {value!r}")
 
 
 def takes(

@@ -30,6 +30,7 @@ def store(tmp_path_factory):
 
 BAD = [
     ({"capacity": 0}, "capacity"),
+    ({"shuffle": "false"}, "shuffle must be True or False, got 'false'"),
     ({"global_batch_size": 10, "micro_batch_size": 4}, "multiple of 4: 8 or 12"),
     ({"dp_rank": 0, "dp_world_size": 5}, "multiple of 5: 20 or 25"),
     ({"dp_rank": 0}, "only dp_rank was given"),

@@ -243,6 +243,7 @@ GOLDEN: list[tuple[Method, list[list[int]]]] = [
 
 @pytest.mark.parametrize(("method", "packs"), GOLDEN, ids=[method for method, _ in GOLDEN])
 def test_packs_worked_out_by_hand(method, packs):
+    assert {method for method, _ in GOLDEN} == {*METHODS}
     assert vl.pack([6, 5, 4, 3, 2, 7], capacity=10, method=method).to_lists() == packs
 
 

@@ -367,6 +367,7 @@ def target_weights(
         if groups is None:
             raise SettingError('weighting "pair" needs groups: pack with groups=, one number a document')
         return _shares(np.asarray(groups), counts)
+    assert weighting == "longalign", weighting
     with_targets = int((counts > 0).sum())
     return _reciprocals(counts) * (num_packs / with_targets if with_targets else 0.0)
 

@@ -2,7 +2,8 @@
 
     paths, globs, URLs ──► finding ──► paths.File ──► opening ──► formats/reader ──► rows.Rows
                            folders                   remote       one file each      columns
-                           splits                    contents
+                           splits                    retry
+                                                     contents
 
 In: paths, globs and URLs. Out: batches of columns, and `losses.Losses`, which counts what could not be read.
 `ours`, `written` and `token_tables` define the markers and formats of varlen's own output.

@@ -308,6 +308,7 @@ def assign(
             order[:] = np.argsort(-slots, kind="stable")
     if method in ("best_fit", "best_fit_decreasing"):
         return pack_of, fitting.best_fit(order, slots, sizes, capacity, max_documents, pack_of)
+    assert method in ("first_fit", "first_fit_decreasing"), method
     most = _most_packs(slots, sizes, capacity, max_documents)
     return pack_of, kernels.first_fit(order, slots, sizes, capacity, max_documents, most, pack_of)
 

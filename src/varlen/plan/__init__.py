@@ -5,5 +5,5 @@
     planner ──► planner_process ──► planner_worker: plans steps ahead in another process
 
 In: lengths, a cost model, a mesh. Out: a `StepPlan`. `baselines/` has other projects' methods at their best settings.
-Begin in `api.py`.
+Begin in `api.py`; what plans minimize, the simulated time within the memory, is `score.score`.
 """

@@ -4,5 +4,5 @@
                                                     └──► *_page, drawing ──► page (HTML)
 
 In: lengths, plans and figures. Out: text for a terminal, and HTML pages without external resources.
-Begin in `page.py` for pages and `drawing.py` for pictures.
+Begin in `inspection_figures.py` for figures of `varlen inspect`, `page.py` for pages, `drawing.py` for pictures.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -311,15 +311,8 @@ POLICIES = (
         parts=_at_once,
     ),
 )
-METHODS: tuple[Method, ...] = (
-    "best_fit",
-    "best_fit_decreasing",
-    "balanced",
-    "first_fit",
-    "first_fit_decreasing",
-    "next_fit",
-    "wrapped",
-)
+_FIRST: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced")
+METHODS: tuple[Method, ...] = (*_FIRST, *sorted(set(get_args(Method)) - {*_FIRST}))
 PACK_METHODS: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced", "wrapped")
 """The measured methods of `varlen pack`; its others are similar, or for comparison with other packers."""
 WITH_PACK, WITH_LENGTHS = "pack_", ""

@@ -6,5 +6,5 @@
     pool.Workers    ──► child.Child ──► pipe ──► task_worker.py, which runs tasks one by one
 
 In: the name of a module with a `main`, and messages. Out: its messages, or how it ended.
-Begin in `child.py`.
+Begin in `child.py`: `supervise` notices a death, and restarts the child a few times.
 """

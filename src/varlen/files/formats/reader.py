@@ -156,6 +156,7 @@ def _read(file: File, fields: Fields, text_cut: Cut, start: int, stop: int | Non
         return _located(json.read(file, fields))
     if file.format == "npz":
         return _located(npz.read(file, fields.names))
+    assert file.format in ("csv", "tsv"), file.format
     return _located(csv.read(file, fields.names))
 
 
@@ -186,8 +187,9 @@ def _column_names(file: File) -> list[str]:
         return list(max(rows, key=rows.count)) if rows else []
     if file.format == "text":
         return ["text"]
-    readers = {"npz": npz.column_names, "csv": csv.column_names, "tsv": csv.column_names}
-    return readers.get(file.format, tables.column_names)(file)
+    if file.format in ("parquet", "arrow"):
+        return tables.column_names(file)
+    return {"npz": npz.column_names, "csv": csv.column_names, "tsv": csv.column_names}[file.format](file)
 
 
 @lru_cache(maxsize=1 << 14)
