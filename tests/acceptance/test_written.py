@@ -26,9 +26,8 @@ from varlen.cost.hardware import load_hardware, save_hardware
 from varlen.cost.model import Hardware
 from varlen.documents.source import open_source
 from varlen.errors import SourceError, VarlenError
-from varlen.feed import opening
 from varlen.files.written import LOCK, PARTIAL, WORK, sealed
-from varlen.offline import outputs
+from varlen.offline import index, outputs
 from varlen.offline.index import index_source
 from varlen.offline.outputs import check_unfinished
 from varlen.plan.serialize import load_plan, plan_fingerprint, save_plan
@@ -374,7 +373,7 @@ def begin(folder: Path) -> Path:
 
 LOOKS = {
     "locked": lambda folder: outputs._locked(folder.with_name(folder.name + PARTIAL), folder).close(),
-    "written": lambda folder: opening._written(folder),
+    "written": lambda folder: index._written(folder),
     "marked": lambda folder: check_unfinished(folder.with_name(folder.name + PARTIAL)),
 }
 

@@ -140,6 +140,10 @@ def rewound(output: Path, step: int, copy: Path) -> Path:
     return copy
 
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in a child whose fork server began in a test of that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 CONTEXT = get_context("forkserver")
 # Every process is forked from one that has imported all this, and starts at once.
 CONTEXT.set_forkserver_preload(
@@ -171,9 +175,6 @@ def start_verb(*words: Any, errors: Path) -> Any:
 
 def _run_program(code: str, out: Path, errors: Path) -> None:
     os.setsid()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # whatever was ignored when the fork server began
     for number, path in ((1, out), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     exec(code, {"__name__": "__main__"})
