@@ -20,14 +20,13 @@ from benchmarks.running.processes import link_of, side_by_side, turns
 from benchmarks.running.steps import Step, raw_lengths, source_of
 from varlen.plan.search import Search
 from varlen.runtime.calibrate import quiet
-from varlen.runtime.chunk import Key
 from varlen.runtime.clock import Clock
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.failures import Lookout, Notes
 from varlen.runtime.mesh.process_groups import open_groups, seat_of
 from varlen.runtime.stage_run import StageRunner, keys_of
 from varlen.simulate.graph import Durations, durations
-from varlen.step_plan import BACKWARD, FORWARD, WEIGHT
+from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, SliceKey
 
 HIDDEN = 64
 """Width of the rows that are sent: narrower than a model's, since all messages of a mesh pass through few cores."""
@@ -42,22 +41,22 @@ CAPACITY = 131_072
 class Waiting:
     """A chunk of layers that waits as long as it would compute."""
 
-    def __init__(self, seconds: dict[int, dict[Key, float]], *, has_embedding: bool, width: int) -> None:
+    def __init__(self, seconds: dict[int, dict[SliceKey, float]], *, has_embedding: bool, width: int) -> None:
         self._seconds, self._width = seconds, width
         self.has_embedding, self.layers = has_embedding, range(1)
 
-    def forward(self, key: Key, _: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, key: SliceKey, _: torch.Tensor | None) -> torch.Tensor:
         return self._wait(FORWARD, key)
 
-    def backward(self, key: Key, _: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(self, key: SliceKey, _: torch.Tensor | None) -> torch.Tensor | None:
         """Wait, and return rows unless nobody takes them."""
         rows = self._wait(BACKWARD, key)
         return None if self.has_embedding else rows
 
-    def weight(self, key: Key) -> None:
+    def weight(self, key: SliceKey) -> None:
         self._wait(WEIGHT, key)
 
-    def _wait(self, kind: int, key: Key) -> torch.Tensor:
+    def _wait(self, kind: int, key: SliceKey) -> torch.Tensor:
         until = time.perf_counter() + self._seconds[kind][key]
         rows = torch.zeros(1, sum(stop - start for _, start, stop in key), self._width, dtype=torch.bfloat16)
         time.sleep(max(0.0, until - time.perf_counter()))
@@ -68,7 +67,7 @@ def chunk_of(
     plan: vl.StepPlan, rank: int, chunk: int, seconds: Durations, scale: float, width: int
 ) -> Waiting:
     """Return a chunk whose tasks take `scale` times as long as the cost model says."""
-    of_kind: dict[int, dict[Key, float]] = {}
+    of_kind: dict[int, dict[SliceKey, float]] = {}
     passes = {FORWARD: (plan.forward, seconds.forward), BACKWARD: (plan.backward, seconds.backward)}
     passes[WEIGHT] = (plan.backward, seconds.weight)
     for kind, (packs, taken) in passes.items():

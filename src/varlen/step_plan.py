@@ -17,6 +17,7 @@ PlanMethod = Literal["packed", "balanced", "sliced", "micropack", "dynamic_cp"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "kv"]
 TaskArray = npt.NDArray[np.uint8]
+SliceKey = tuple[tuple[int, int, int], ...]  # a MicroPack as its slices: document, start, stop
 
 FORWARD: Final = 0
 BACKWARD: Final = 1

@@ -196,7 +196,7 @@ def test_a_folder_that_was_made_and_not_marked_is_gone_on_with(tmp_path):
 
 
 class Silent:
-    def begin(self, plan):
+    def begin(self, overview):
         pass
 
     def step(self, metrics):

@@ -158,12 +158,12 @@ def test_neighbours_of_a_stage_have_groups_of_their_own(four):
 
 
 def test_ranks_that_mean_different_things_all_say_so(four):
-    odd = r"stage 1 of pipeline 0 \(rank 2\)"
+    odd = "stage 1 of pipeline 0 (rank 2)"
     said = [rank["refused"][0] for rank in four]
 
-    for name in ("plan", "batch", "model"):
+    for name in ("plan", "batch", "model", "kind of batch", "step_num_targets"):
         assert len({one[name] for one in said}) == 1
-        assert said[0][name].startswith(f"PlanError: {odd} has the {name} ".replace("\\", ""))
+        assert said[0][name].startswith(f"PlanError: {odd} has the {name} ")
         assert "(1 differ: 2)" in said[0][name]
     for rank, one in enumerate(said):
         if rank == 2:
@@ -171,9 +171,11 @@ def test_ranks_that_mean_different_things_all_say_so(four):
             assert "a batch of type dict" in one["no batch"]
             assert "the head of this llama model has 1 hook" in one["hook"]
         else:
-            for name in ("one rank", "no batch", "hook"):
-                assert one[name].startswith("VarlenError: stage 1 of pipeline 0 (rank 2) refused the step")
-        assert one["settings"].startswith(f"PlanError: {odd} has the settings ".replace("\\", ""))
+            for name, what in (("one rank", "step"), ("no batch", "step"), ("hook", "model")):
+                assert (
+                    one[name] == f"VarlenError: {odd} refused the {what} (1 of 4 did); its own error says why"
+                )
+        assert one["settings"].startswith(f"PlanError: {odd} has the settings ")
         assert "4 GPUs without a plan" in one["no plan"]
         assert "(dp, pp, virtual_stages) = (2, 2, 1) and the engine's mesh is (1, 4, 1)" in one["mesh"]
         assert f"process {rank} of 4, and the engine was given rank {rank} of dp=4 x pp=2 = 8" in one["world"]

@@ -219,7 +219,7 @@ def test_a_killed_run_goes_on_alone_with_the_bits_of_one_that_changed_its_size(
     for output in (after_a_kill, undisturbed):
         train(settings(store, output, **PLAIN, run__parallel="fsdp"), notes)
 
-    assert [plan.world_size for plan in notes.plans] == [1, 1]
+    assert [overview.world_size for overview in notes.overviews] == [1, 1]
     same_end(undisturbed, after_a_kill)
     theirs = weights_of(together / "fsdp")
     for name, value in weights_of(after_a_kill).items():
@@ -391,7 +391,7 @@ def test_one_process_goes_on_where_stages_stopped(store, planned_together, plann
 
     notes = run(store, copy, None, **DEEP)
 
-    assert notes.plans[0].resumed_from == 2
+    assert notes.overviews[0].resumed_from == 2
     near(planned_alone, copy)
 
 

@@ -15,7 +15,7 @@ from tests.support.sliced import take_gradients
 from tests.support.step_plans import micropacks_of
 from torch.utils._python_dispatch import _disable_current_modes
 
-from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.shared_documents import SharedDocument, groups_of, shared_documents
 from varlen.runtime.stage_run import StageRunner, TaskRun
@@ -147,7 +147,7 @@ def run_place(
     stage: int,
     wires: Any,
     shared: dict[int, SharedDocument],
-    meter: Meter | None = None,
+    meter: BytesMeter | None = None,
 ) -> tuple[float, torch.Tensor | None, TaskRun]:
     """Run one stage of one rank; returns its part of the loss, the losses of its tokens, and what tasks took."""
     parts, data = DecoderParts.of(model), step_data(plan, tokens, None)

@@ -272,9 +272,10 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     batch, said = batch_of(plan), {}
     is_odd = rank == 2
 
-    def tried(name: str, step: Callable[[vl.SliceEngine], Any], **settings: Any) -> None:
+    def tried(name: str, step: Callable[[vl.SliceEngine], Any], model: Any = None, **settings: Any) -> None:
+        settings = {"model": model or small(0), "mesh": mesh, "rank": rank, **settings}
         try:
-            with closing(vl.SliceEngine(small(0), **{"mesh": mesh, "rank": rank, **settings})) as engine:
+            with closing(vl.SliceEngine(**settings)) as engine:
                 step(engine)
         except VarlenError as error:
             said[name] = f"{type(error).__name__}: {error}"
@@ -282,6 +283,10 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     other = replace(plan, method="sliced") if is_odd else plan
     tried("plan", lambda engine: engine.step(batch, other))
     tried("batch", lambda engine: engine.step(batch_of(plan, 9) if is_odd else batch, plan))
+    own = plan.lengths[plan.documents_of(rank % mesh.dp)]
+    share = replace(batch_of(replace(plan, lengths=own)), plan=plan, step_num_targets=99 + is_odd)
+    tried("step_num_targets", lambda engine: engine.step(share, plan))
+    tried("kind of batch", lambda engine: engine.step(batch if is_odd else share, plan))
     short = runnable(plan_of(1, mesh))
     tried("one rank", lambda engine: engine.step(batch, short if is_odd else plan))
     tried("no plan", lambda engine: engine.step(batch))
@@ -300,15 +305,8 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     hooked = small(0)
     if is_odd:
         hooked.lm_head.register_forward_hook(lambda *_: None)
-    try:
-        vl.SliceEngine(hooked, mesh=mesh, rank=rank)
-    except VarlenError as error:
-        said["hook"] = f"{type(error).__name__}: {error}"
-    layers = 6 if is_odd else LAYERS
-    try:
-        vl.SliceEngine(tiny("llama", num_hidden_layers=layers), mesh=mesh, rank=rank)
-    except VarlenError as error:
-        said["model"] = f"{type(error).__name__}: {error}"
+    tried("hook", lambda engine: None, hooked)
+    tried("model", lambda engine: None, tiny("llama", num_hidden_layers=6 if is_odd else LAYERS))
     return said
 
 

@@ -75,12 +75,12 @@ class Notes:
     """Hears of a run."""
 
     def __init__(self) -> None:
-        self.plans: list[Any] = []
+        self.overviews: list[Any] = []
         self.steps: list[Any] = []
         self.said: list[str] = []
 
-    def begin(self, plan: Any) -> None:
-        self.plans.append(plan)
+    def begin(self, overview: Any) -> None:
+        self.overviews.append(overview)
 
     def step(self, metrics: Any) -> None:
         self.steps.append(metrics)

@@ -100,7 +100,7 @@ def test_only_the_first_step_waits_for_its_plan(store, hardware, tmp_path):
 def test_an_empty_table_is_enough(store, tmp_path):
     notes = run(store, tmp_path / "run", {})
 
-    assert notes.plans[0].plans == 'slices of up to 8,192 tokens, recompute "full"'
+    assert notes.overviews[0].plans == 'slices of up to 8,192 tokens, recompute "full"'
     assert {step.plan_simulated_s for step in notes.steps} == {None}
     assert not (tmp_path / "run/plans.json").exists()
     whole = run(store, tmp_path / "whole", None).steps  # in several micro-batches a step
@@ -130,7 +130,7 @@ def test_going_on_from_any_checkpoint_ends_with_the_same_bits(store, hardware, t
         copy = rewound(tmp_path / "whole", step, tmp_path / f"from{step}")
         (copy / "plans.json").unlink(missing_ok=True)
         notes = run(store, copy, plan)
-        assert notes.plans[0].resumed_from == step
+        assert notes.overviews[0].resumed_from == step
         if plan is EVEN:
             same_end(tmp_path / "whole", copy)
         same_weights(tmp_path / "whole", copy)
@@ -258,7 +258,7 @@ def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
     )
     assert changed == "run.steps was 2 and is 3"
     assert (tmp_path / "run/hardware.json").read_bytes() == kept
-    assert "rates of this machine's CPU" in second.plans[0].plans
+    assert "rates of this machine's CPU" in second.overviews[0].plans
 
 
 @pytest.mark.parametrize(
@@ -470,5 +470,5 @@ def test_what_is_recomputed_and_offloaded_is_what_settings_say(store, hardware, 
         notes = run(store, tmp_path / f"{number}", plan, **deep)
 
         assert [step.loss for step in notes.steps] == pytest.approx([step.loss for step in whole], rel=1e-5)
-        assert 'recompute "selective", offload "kv"' in notes.plans[0].plans or number == 2
+        assert 'recompute "selective", offload "kv"' in notes.overviews[0].plans or number == 2
     assert ran == 4 * [("selective", "kv")] + 2 * [("none", "none")]

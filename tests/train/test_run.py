@@ -123,7 +123,7 @@ def test_going_on_from_any_checkpoint_ends_with_the_same_bits(whole, store, tmp_
         copy = rewound(output, step, tmp_path / f"from{step}")
         notes = Notes()
         summary = train(settings(store, copy), notes)
-        assert notes.plans[0].resumed_from == step
+        assert notes.overviews[0].resumed_from == step
         assert (summary.steps, summary.totals.steps) == (STEPS, STEPS - step)
         same_end(output, copy)
 
@@ -207,7 +207,7 @@ def test_a_run_goes_on_for_more_epochs_from_any_checkpoint(store, tmp_path, mode
     ]
     more = trained(tmp_path / "whole", 2)
 
-    assert (more.plan.resumed_from, more.total_tokens) == (first.steps, 2 * once)
+    assert (more.overview.resumed_from, more.total_tokens) == (first.steps, 2 * once)
     for copy in copies:
         assert trained(copy, 2).total_tokens == 2 * once
         same_end(tmp_path / "whole", copy)
@@ -308,7 +308,7 @@ def test_half_precision_trains_and_stays_near(whole, store, tmp_path):
 
     train(settings(store, tmp_path / "run", run__precision="bf16"), half)
 
-    assert half.plans[0].precision == "bf16"
+    assert half.overviews[0].precision == "bf16"
     assert half.steps[0].loss != notes.steps[0].loss
     assert half.steps[-1].loss == pytest.approx(notes.steps[-1].loss, rel=0.02)
     assert all(value.dtype == torch.float32 for value in weights_of(tmp_path / "run").values())

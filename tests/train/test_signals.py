@@ -154,7 +154,7 @@ Failing()
 from varlen.train.trainer import Interrupt
 with Interrupt() as interrupt:
     interrupt.defer()
-    print(interrupt.asked)
+    print(interrupt.signal)
 """
 
 

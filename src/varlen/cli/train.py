@@ -104,11 +104,11 @@ def check_asked(config: Path | None, init: Path | None, changes: list[str]) -> N
 
 def _print_summary(summary: TrainSummary) -> None:
     """Say what was trained, how fast, and where it is."""
-    totals, plan = summary.totals, summary.plan
+    totals, overview = summary.totals, summary.overview
     if totals.steps == 0:
         print(f"{summary.checkpoint} was finished already, {summary.steps:,} steps; {_to_go_on(summary)}")
     else:
-        since = f", {totals.steps:,} of them now" if plan.resumed_from else ""
+        since = f", {totals.steps:,} of them now" if overview.resumed_from else ""
         print(
             f"{summary.steps:,} steps{since}; {summary.total_tokens:,} tokens; the last loss: {totals.loss:.4f}"
         )
@@ -117,10 +117,10 @@ def _print_summary(summary: TrainSummary) -> None:
             f"  {totals.tokens_per_s:,.0f} effective tokens/s; {share:.2f} % of the time waiting for data, after the "
             f"first batch ({totals.first_batch_s:.1f} s)"
         )
-        if plan.plans is not None:
+        if overview.plans is not None:
             print(f"  {_plan_words(totals)}")
-        if plan.steps is not None and summary.steps < plan.steps:
-            print(f"  the data ended at step {summary.steps:,} of {plan.steps:,}; {_to_go_on(summary)}")
+        if overview.steps is not None and summary.steps < overview.steps:
+            print(f"  the data ended at step {summary.steps:,} of {overview.steps:,}; {_to_go_on(summary)}")
     exposed = summary.exposed
     if exposed is not None:
         stall = f"{100 * exposed.stall:.2f} %" if exposed.stall > 0 else "none that stands out from the noise"
@@ -143,7 +143,7 @@ def _plan_words(totals: Totals) -> str:
 
 def _to_go_on(summary: TrainSummary) -> str:
     """Say which setting ends the run here."""
-    steps = summary.plan.steps
+    steps = summary.overview.steps
     is_short = steps is None or summary.steps < steps
     return f"raise run.{'epochs' if is_short else 'steps'} to go on"
 
@@ -162,14 +162,14 @@ def watching(every: int) -> Iterator[Watcher]:
         yield Live(console, bar)
 
 
-def plan_words(plan: RunOverview) -> str:
+def overview_words(run: RunOverview) -> str:
     """Say what is about to be trained."""
-    processes = "1 process" if plan.world_size == 1 else f"{plan.world_size:,} processes ({plan.parallel})"
-    steps = "to the end of the data" if plan.steps is None else f"{plan.steps:,} steps"
-    since = f", going on after step {plan.resumed_from:,}" if plan.resumed_from else ""
-    how = f'attention "{plan.attention}"' if plan.plans is None else f"in slices by plans: {plan.plans}"
+    processes = "1 process" if run.world_size == 1 else f"{run.world_size:,} processes ({run.parallel})"
+    steps = "to the end of the data" if run.steps is None else f"{run.steps:,} steps"
+    since = f", going on after step {run.resumed_from:,}" if run.resumed_from else ""
+    how = f'attention "{run.attention}"' if run.plans is None else f"in slices by plans: {run.plans}"
     return (
-        f"{plan.model}, {plan.num_parameters:,} parameters, {plan.precision} on {processes} of {plan.device}, "
+        f"{run.model}, {run.num_parameters:,} parameters, {run.precision} on {processes} of {run.device}, "
         f"{how}; {steps}{since}"
     )
 
@@ -190,10 +190,10 @@ class Lines:
         """Take where to write, and the steps between two lines."""
         self._console, self._every, self._steps = console, every, 0
 
-    def begin(self, plan: RunOverview) -> None:
+    def begin(self, overview: RunOverview) -> None:
         """Say what is about to be trained."""
-        self._console.print(plan_words(plan), markup=False, soft_wrap=True)
-        self._steps, self._last = plan.resumed_from, plan.steps
+        self._console.print(overview_words(overview), markup=False, soft_wrap=True)
+        self._steps, self._last = overview.resumed_from, overview.steps
 
     def step(self, metrics: StepMetrics) -> None:
         """Say how a step went, if it is time."""
@@ -237,10 +237,12 @@ class Live:
         self._console, self._bar = console, bar
         self._task: TaskID = bar.add_task("building the model", total=None)
 
-    def begin(self, plan: RunOverview) -> None:
+    def begin(self, overview: RunOverview) -> None:
         """Say what is about to be trained, and draw the bar."""
-        self._console.print(plan_words(plan), markup=False)
-        self._bar.update(self._task, total=plan.steps, completed=plan.resumed_from, description="first batch")
+        self._console.print(overview_words(overview), markup=False)
+        self._bar.update(
+            self._task, total=overview.steps, completed=overview.resumed_from, description="first batch"
+        )
 
     def step(self, metrics: StepMetrics) -> None:
         """Move the bar."""

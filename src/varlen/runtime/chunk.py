@@ -25,8 +25,8 @@ from varlen.errors import PlanError
 from varlen.runtime.casting import add_product, lowered, uncast, ungraphed
 from varlen.runtime.decoder import DecoderParts, Positions
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, RowStack, Visit
-from varlen.runtime.mesh.shared_documents import Key, SharedDocument, rows_of, tokens_of, with_idle_row
-from varlen.step_plan import BACKWARD, FORWARD, Offload
+from varlen.runtime.mesh.shared_documents import SharedDocument, rows_of, tokens_of, with_idle_row
+from varlen.step_plan import BACKWARD, FORWARD, Offload, SliceKey
 
 Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
 
@@ -41,7 +41,7 @@ class StepData:
     """float32 or wider `[num_tokens]`: of each token's loss in the step's; 0 where nothing is learned."""
     offsets: npt.NDArray[np.int64]  # int64 `[num_documents + 1]`: where documents begin
 
-    def rows(self, key: Key, of: torch.Tensor) -> torch.Tensor:
+    def rows(self, key: SliceKey, of: torch.Tensor) -> torch.Tensor:
         """Return the entries of a flat `[num_tokens]` that belong to a MicroPack's rows."""
         parts = [of[int(self.offsets[d]) + start : int(self.offsets[d]) + stop] for d, start, stop in key]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -95,15 +95,15 @@ class ChunkStep:
         self._link = HostLink(data.input_ids.device) if is_far else None
         self._rows_are_far = is_far and saved == "stage"
         self._documents: dict[int, _Document] = {}
-        self._graphs: dict[Key, Leaf] = {}
+        self._graphs: dict[SliceKey, Leaf] = {}
         self._later = DeferredWeightGrads() if splits_backward else None
-        self._waiting: dict[Key, list[Waiting]] = {}
+        self._waiting: dict[SliceKey, list[DeferredGrad]] = {}
         self.losses: list[torch.Tensor] = []
         """Parts of the step's loss, of the chunk with the head."""
         self.token_losses = torch.zeros_like(data.weights) if keeps_losses and self.has_head else None
         """`[num_tokens]`: cross-entropy of each token's label, not weighted."""
 
-    def forward(self, key: Key, hidden: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, key: SliceKey, hidden: torch.Tensor | None) -> torch.Tensor:
         """Run a MicroPack forward; return `[1, rows, hidden]`.
 
         Args:
@@ -128,7 +128,7 @@ class ChunkStep:
                     self._graphs[key] = (first, hidden)
         return hidden.detach()
 
-    def backward(self, key: Key, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(self, key: SliceKey, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Run a MicroPack backward; return the gradient of what came in, None where ids did.
 
         Args:
@@ -162,7 +162,7 @@ class ChunkStep:
         )
         return None
 
-    def weight(self, key: Key) -> None:
+    def weight(self, key: SliceKey) -> None:
         """Add up the weight gradients that the MicroPack's backward has left waiting."""
         add_up(self._waiting.pop(key))
 
@@ -176,7 +176,7 @@ class ChunkStep:
                 hidden = self._parts.run_layer(layer, hidden, positions, slices)
         return hidden if rows else hidden[:, :0]
 
-    def _head(self, key: Key, out: torch.Tensor) -> torch.Tensor:
+    def _head(self, key: SliceKey, out: torch.Tensor) -> torch.Tensor:
         """Run norm, head and loss forward and backward; return the gradient of what came out of the last layer."""
         key = tokens_of(key, self._shared)
         labels, weights = (self._data.rows(key, of) for of in (self._data.labels, self._data.weights))
@@ -190,7 +190,7 @@ class ChunkStep:
                 row += stop - start
         return gradient
 
-    def _slices(self, key: Key, kind: int) -> list[CachedSlice]:
+    def _slices(self, key: SliceKey, kind: int) -> list[CachedSlice]:
         """Return a MicroPack's slices with the caches of their documents, which the first slice makes."""
         slices = []
         for number, start, stop in key if kind == FORWARD else reversed(key):
@@ -218,7 +218,7 @@ class ChunkStep:
     def _cache(self, length: int) -> DocumentCache:
         return DocumentCache(length) if self._link is None else HostCache(length, link=self._link)
 
-    def _keep(self, key: Key, layer: int, hidden: torch.Tensor) -> None:
+    def _keep(self, key: SliceKey, layer: int, hidden: torch.Tensor) -> None:
         """Keep a layer's input; that of a single slice isn't copied."""
         row = 0
         for document, start, stop in rows_of(key, self._shared):
@@ -232,7 +232,7 @@ class ChunkStep:
             inputs[layer].add(rows.clone() if is_shared else rows)
 
     def _into(
-        self, key: Key, layer: int, positions: Positions | None, slices: Sequence[CachedSlice]
+        self, key: SliceKey, layer: int, positions: Positions | None, slices: Sequence[CachedSlice]
     ) -> tuple[torch.Tensor, Positions]:
         """Return a layer's input, `[1, rows, hidden]`, which is removed, and the rows' positions."""
         if self._made:
@@ -248,7 +248,7 @@ class ChunkStep:
                     hidden = self._run(range(again, again + 1), hidden, positions, slices)
         return hidden.detach(), positions or self._parts.positions(slices, hidden)
 
-    def _taken(self, key: Key, layer: int) -> torch.Tensor:
+    def _taken(self, key: SliceKey, layer: int) -> torch.Tensor:
         """Return the stored input of a layer, `[1, rows, hidden]`; a single piece isn't copied."""
         pieces = [
             piece
@@ -258,7 +258,7 @@ class ChunkStep:
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces[::-1]))[None]
 
     @contextlib.contextmanager
-    def _near(self, key: Key, kind: int) -> Iterator[None]:
+    def _near(self, key: SliceKey, kind: int) -> Iterator[None]:
         """Have keys and values from host memory on the device while a MicroPack runs."""
         key = rows_of(key, self._shared)
         caches: dict[int, HostCache] = {}
@@ -293,7 +293,7 @@ class ChunkStep:
 # gradients at once.
 
 
-class Waiting(NamedTuple):
+class DeferredGrad(NamedTuple):
     """A weight gradient that hasn't been computed: `gradient.T @ rows`."""
 
     weight: torch.nn.Parameter  # `[outputs, inputs]`
@@ -306,7 +306,7 @@ class DeferredWeightGrads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.collected: list[Waiting] = []
+        self.collected: list[DeferredGrad] = []
         """In the order of the backward passes; running one removes it."""
 
     def __torch_function__(
@@ -322,7 +322,7 @@ class DeferredWeightGrads(TorchFunctionMode):
             return function(*args, **kwargs)
         return self._linear(*args, **kwargs)
 
-    def take(self) -> list[Waiting]:
+    def take(self) -> list[DeferredGrad]:
         """Return what was collected since the last call."""
         taken, self.collected = self.collected, []
         return taken
@@ -354,11 +354,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (rows,) = ctx.saved_tensors
         # Apart from the graph, which would otherwise live on with them.
-        ctx.later.collected.append(Waiting(ctx.weight, rows.detach(), gradient.detach()))
+        ctx.later.collected.append(DeferredGrad(ctx.weight, rows.detach(), gradient.detach()))
         return gradient @ ctx.weight.detach().to(gradient.dtype), None, None
 
 
-def add_up(waiting: Sequence[Waiting]) -> None:
+def add_up(waiting: Sequence[DeferredGrad]) -> None:
     """Add weight gradients to those of their parameters; what they were made of is free then.
 
     Cost: a matrix product each, which adds where the gradient stands.

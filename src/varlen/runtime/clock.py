@@ -146,9 +146,9 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, self.live)
 
 
-Meter = CudaBytes | TrackedBytes
+BytesMeter = CudaBytes | TrackedBytes
 
 
-def bytes_meter(device: torch.device) -> Meter:
+def bytes_meter(device: torch.device) -> BytesMeter:
     """Return what counts the bytes of tensors on a device, to be entered around the work."""
     return CudaBytes() if device.type == "cuda" else TrackedBytes()

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from varlen.arguments import as_count
 from varlen.attention.kernels import Kernels
 from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
-from varlen.runtime.clock import Meter
+from varlen.runtime.clock import BytesMeter
 from varlen.runtime.decoder import DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
 from varlen.runtime.mesh.fsdp import Gathered, is_sharded
@@ -131,10 +132,9 @@ class SliceEngine:
         self.model, self.weighting = model, weighting
         self.recompute, self.saved, self.offload = recompute, saved, offload
         self.kernels: Kernels = kernels
-        self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
-        one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)  # refuses what isn't a number of rows
-        if mesh is None:
-            check_model(model, kernels)  # an error on one rank reaches all
+        self.slice_tokens = SLICE_TOKENS if slice_tokens is None else as_count(slice_tokens, "slice_tokens")
+        if mesh is None:  # else `MeshRank` checks it, so that an error on one rank reaches all
+            check_model(model, kernels)
         self._mesh_rank = _mesh_rank(model, mesh, rank, deadline_s, gathered, kernels)
 
     def step(
@@ -143,7 +143,7 @@ class SliceEngine:
         plan: StepPlan | None = None,
         *,
         document_losses: bool = False,
-        meter: Meter | None = None,
+        meter: BytesMeter | None = None,
     ) -> StepStats:
         """Run a batch forward and backward, and add to every parameter's gradient what the unsliced model would.
 
@@ -215,13 +215,13 @@ class SliceEngine:
         mesh_rank: MeshRank,
         batch: PackedBatch,
         plan: StepPlan | None,
-        meter: Meter | None,
+        meter: BytesMeter | None,
         document_losses: bool,
     ) -> StepStats:
         """Run this process's part of a step; a fault here ends the step on all ranks."""
         prepared: StepInputs | VarlenError
         try:
-            prepared = self._prepared(batch, plan, mesh_rank.seat.mesh, mesh_rank.seat.dp_rank, shares=True)
+            prepared = self._prepared(batch, plan, mesh_rank.seat.mesh, mesh_rank.seat.dp_rank)
         except VarlenError as error:
             prepared = error
         before = _attention(self.model)
@@ -242,9 +242,7 @@ class SliceEngine:
             peaks_bytes=totals.peaks_bytes,
         )
 
-    def _prepared(
-        self, batch: PackedBatch, plan: StepPlan | None, mesh: Mesh, dp_rank: int, *, shares: bool = False
-    ) -> StepInputs:
+    def _prepared(self, batch: PackedBatch, plan: StepPlan | None, mesh: Mesh, dp_rank: int) -> StepInputs:
         """Check the step; return its plan (slices of `slice_tokens` if none is given) and tokens."""
         check_grad()
         lengths = lengths_of(batch)
@@ -261,7 +259,7 @@ class SliceEngine:
             raise PlanError(
                 f"plan={type(plan).__name__}; engine.step takes a StepPlan, as vl.plan_step makes it"
             )
-        check_runnable(plan, shares=shares)
+        check_runnable(plan, allows_shared=self._mesh_rank is not None)
         if plan is batch.plan and plan.mesh.dp != mesh.dp:
             raise PlanError(
                 f"the batch holds the documents of one of dp={plan.mesh.dp:,} ranks, and the engine's mesh has dp="

@@ -14,9 +14,8 @@ import torch
 
 from varlen.errors import DeviceMemoryError
 from varlen.runtime.chunk import ChunkStep
-from varlen.runtime.clock import Clock, Meter
-from varlen.runtime.mesh.shared_documents import Key
-from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, MicroPacks, StepPlan
+from varlen.runtime.clock import BytesMeter, Clock
+from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, MicroPacks, SliceKey, StepPlan
 from varlen.types import FloatArray, Int32Array
 
 
@@ -68,7 +67,7 @@ class StageRunner:
         wires: Wires,
         *,
         clock: Clock,
-        meter: Meter | None = None,
+        meter: BytesMeter | None = None,
         unit: Callable[[range], AbstractContextManager[Any]] = _nothing,
     ) -> None:
         first, last = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
@@ -144,7 +143,7 @@ class StageRunner:
         before = self._run[-1][3] if self._run else self._live_at_first
         return max([self._meter.peak, *(peak for *_, peak in self._run)]) - before
 
-    def _compute(self, kind: int, chunk: int, micropack: int, key: Key) -> None:
+    def _compute(self, kind: int, chunk: int, micropack: int, key: SliceKey) -> None:
         step = self._chunks[chunk // self._pp]
         if kind == WEIGHT:
             step.weight(key)
@@ -173,7 +172,7 @@ class StageRunner:
         )
 
 
-def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
+def keys_of(packs: MicroPacks, rank: int) -> list[SliceKey]:
     """Return a rank's MicroPacks as tuples of their slices, in the order in which their rows stand.
 
     It is the same in both passes, since graphs are found by their slices, and rows come behind those that they attend
@@ -222,7 +221,7 @@ def rows_that_fit(rows: int, ran: Sequence[Took], room: int) -> int:
 
 
 def ran_out(
-    error: Exception, task: str, key: Key, ran: Sequence[Took], room: int, *, is_single_gpu: bool
+    error: Exception, task: str, key: SliceKey, ran: Sequence[Took], room: int, *, is_single_gpu: bool
 ) -> DeviceMemoryError:
     """Return the error of a task that found no memory."""
     rows = sum(stop - start for _, start, stop in key)

@@ -1,4 +1,4 @@
-"""`run_step`: a planned step in one process, in which all ranks and stages of its mesh take turns.
+"""`run_stages`: a planned step in one process, in which all ranks and stages of its mesh take turns.
 
 Tasks that several GPUs would run in parallel run here one after the other: a plan for one GPU on that GPU, and a plan
 for any number of stages and ranks on a laptop, to check that it runs and that its gradients are the model's.
@@ -6,7 +6,8 @@ for any number of stages and ranks on a laptop, to check that it runs and that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,8 @@ from varlen.cost.shape import ModelShape, stages_of
 from varlen.counts import many
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.runtime.chunk import ChunkStep, StepData
-from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import IGNORED, DecoderParts
-from varlen.runtime.mesh.gradients import whole_or_none
 from varlen.runtime.mesh.shared_documents import SharedDocument
 from varlen.runtime.stage_run import StageRunner, TaskRun, keys_of
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
@@ -29,9 +29,9 @@ from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepRun:
-    """What a step in one process took; its gradients are in the model."""
+    """What this process ran of a step; its gradients are in the model."""
 
-    loss: float  # mean loss of the targets
+    loss: float  # this process's part of the step's loss
     num_targets: int
     task_runs: Sequence[TaskRun]  # `[dp * pp]`: the tasks of each stage of each rank
     token_losses: torch.Tensor | None = None
@@ -63,7 +63,7 @@ def run_step(
     plan: StepPlan,
     *,
     labels: torch.Tensor | None = None,
-    meter: Meter | None = None,
+    meter: BytesMeter | None = None,
     saved: Saved = "layers",
 ) -> StepRun:
     """Run a step's tasks in the plan's order, and add to every parameter's gradient.
@@ -87,7 +87,7 @@ def run_stages(
     data: StepData,
     plan: StepPlan,
     *,
-    meter: Meter | None = None,
+    meter: BytesMeter | None = None,
     keeps_losses: bool = False,
     saved: Saved = "layers",
 ) -> StepRun:
@@ -113,6 +113,30 @@ def run_stages(
         task_runs=[runner.task_run() for runner in runners],
         token_losses=_added([of_rank[-1] for of_rank in chunks]) if keeps_losses else None,
     )
+
+
+@contextmanager
+def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Drop the gradients that a step began and didn't end, so that another one may be tried.
+
+    Gradients that were there before have a part of it then, which the error is noted with.
+    """
+    new, added = [], 0
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            new.append(parameter)
+        added += parameter.grad is not None
+    try:
+        yield
+    except BaseException as error:
+        for parameter in new:
+            parameter.grad = None
+        if added:
+            error.add_note(
+                f"gradients of earlier batches have a part of this step's added ({many(added, 'does', 'do')}); call "
+                "optimizer.zero_grad before another step"
+            )
+        raise
 
 
 def take_turns(runners: Sequence[StageRunner], wires: Sequence[LocalWires]) -> None:
@@ -232,14 +256,14 @@ def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torc
     return labels
 
 
-def check_runnable(plan: StepPlan, *, shares: bool = False) -> None:
+def check_runnable(plan: StepPlan, *, allows_shared: bool = False) -> None:
     """Refuse what slices don't run."""
     if plan.mesh.tp > 1 or plan.mesh.cp > 1:
         raise PlanError(
             f"a plan of tp={plan.mesh.tp} and cp={plan.mesh.cp}; the engine runs whole layers on whole documents, so "
             "both must be 1"
         )
-    if plan.num_merged and not shares:
+    if plan.num_merged and not allows_shared:
         raise PlanError(
             f"a plan of {plan.num_merged:,} documents that ranks share; one process alone runs documents that none "
             "share: plan with Search(merges=False), or make the engine with mesh and rank in a job of "

@@ -27,7 +27,7 @@ from varlen.signals import SCHEDULERS, Stopped
 from varlen.train.settings import RunSettings
 
 
-def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
+def distributed(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
     """Move a model to this rank's device, and wrap or shard it as settings say."""
     if settings.parallel == "fsdp" and dist.is_initialized():
         return sharded(

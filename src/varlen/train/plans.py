@@ -1,4 +1,4 @@
-"""The plans of a run's steps: even slices, or plans that a process of the first rank makes ahead of training."""
+"""The plans of a run's steps, the engine that runs them, and the hardware that prices them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RunPlans:
         self._belongs_to = ""
         self._choices: dict[str, list[str]] = {}
 
-    def begin(self, loader: PackedLoader) -> None:
+    def restore_choices(self, loader: PackedLoader) -> None:
         """Give steps that are run again the plans that they had, as far as the record says."""
         if self._path is None:
             return
@@ -72,7 +72,7 @@ class RunPlans:
                 with suppress(StateError):
                     loader.load_state_dict({**state, PLANS: {**state[PLANS], "choices": choices}})
 
-    def taken(self, step: int, plan: StepPlan) -> None:
+    def record_choice(self, step: int, plan: StepPlan) -> None:
         """Record how a step was planned. The file is replaced atomically, but not synced to the disk."""
         if self._path is None:
             return
@@ -257,8 +257,8 @@ MEASURED: Final = "hardware.json"
 WIDE: Final = 2.0
 """Bytes of a row in float32 over those that a cost model counts, which are of half precision."""
 AUTOCAST: Final = 1.5
-"""The same ratio under autocast, which keeps hidden states between layers in float32: `train/test_plan.py` counts
-1.25 without recomputation and 1.4 with it."""
+"""The same ratio under autocast, which keeps hidden states between layers in float32: `tests/train/test_plan.py`
+counts 1.25 without recomputation and 1.4 with it."""
 
 
 def hardware_of(

@@ -25,7 +25,7 @@ from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.pack.api import pack
 from varlen.step_plan import StepPlan
-from varlen.train.parallel import Ranks, accumulating, computing, settle, shared
+from varlen.train.parallel import Ranks, accumulating, computing, distributed, settle
 from varlen.train.settings import OptimizerSettings, TrainSettings
 
 Batch = TypeVar("Batch")
@@ -174,13 +174,13 @@ class PackGradients(Gradients[PackedBatch]):
     def __init__(
         self, model: Any, settings: TrainSettings, ranks: Ranks, *, has_weights: bool = False
     ) -> None:
-        self.model, self._shared = model, shared(model, settings.run, ranks)
+        self.model, self._wrapped = model, distributed(model, settings.run, ranks)
         self._settings, self._ranks, self._has_weights = settings, ranks, has_weights
-        settle(self._shared, lambda: self._loss(smallest_batch(settings.data.pad_id or 0))[0])
+        settle(self._wrapped, lambda: self._loss(smallest_batch(settings.data.pad_id or 0))[0])
 
     def add(self, batch: PackedBatch, *, is_last: bool) -> Part:
         """See `Gradients`."""
-        with accumulating(self._shared, is_last=is_last):
+        with accumulating(self._wrapped, is_last=is_last):
             loss, weight = self._loss(batch)
             # The divisor is the number of targets even where they have weights; `finish` corrects it.
             (loss * unweighted(batch).loss_scale("mean")).backward()  # type: ignore[no-untyped-call]
@@ -207,8 +207,8 @@ class PackGradients(Gradients[PackedBatch]):
         weights = batch.to_torch(self._ranks.device).loss_weights() if self._has_weights else None
         arguments = hf.model_inputs(unweighted(batch), self.model)
         labels = arguments.pop("labels")
-        with computing(self._shared, self._settings.run, self._ranks):
-            logits = self._shared(**arguments).logits
+        with computing(self._wrapped, self._settings.run, self._ranks):
+            logits = self._wrapped(**arguments).logits
         if weights is None:
             return target_loss_sum(logits, labels), 0
         return target_loss_sum(logits, labels, weights), weights.sum(dtype=torch.float64)
@@ -238,10 +238,10 @@ def target_loss_sum(
 
     Args:
         logits: `[rows, width, vocabulary]`.
-        labels: int64 `[rows, width]`, not shifted: position t - 1 is to say the label of position t.
+        labels: int64 `[rows, width]`, not shifted: position t - 1 predicts the label of position t.
         weights: `[rows, width]`, by which each loss is multiplied, at the places of the labels; None for 1.
     """
-    # Labels move instead of logits, which are the large ones: a row's last position has nothing to say.
+    # Labels move instead of logits, which are the large ones: a row's last position predicts nothing.
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
     moved = None if weights is None else torch.nn.functional.pad(weights[:, 1:], (0, 1)).reshape(-1)
     flat = logits.reshape(-1, logits.shape[-1])

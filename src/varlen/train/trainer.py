@@ -106,7 +106,7 @@ class _Run:
         path = settings.model.path if ranks.is_first else None
         self._began_with = WeightsMark(path, self._config, known)
         if self._plans is not None:
-            self._plans.begin(self._loader)
+            self._plans.restore_choices(self._loader)
         if self._steps is None or self._done < self._steps:
             self._loader.start_prefetch()  # while the model is built
         self._stepper = self._build(found)
@@ -189,7 +189,7 @@ class _Run:
                 stop = self._report() or stop
             if stop or is_due:
                 self._save()
-                stop = stop or self._asked()  # signals may have come while it was saved
+                stop = stop or self._agreed_signal()  # signals may have come while it was saved
             if stop and self._done != self._steps:
                 where = self._newest
                 raise raised(stop, f"step {self._done:,} is saved in {where}, where the same command goes on")
@@ -208,7 +208,7 @@ class _Run:
         if done is None:
             return None
         if self._plans is not None and done.part.plan is not None:
-            self._plans.taken(self._loader.step - 1, done.part.plan)
+            self._plans.record_choice(self._loader.step - 1, done.part.plan)
             planned = self._loader.plan_wait_s
             done = replace(done, waited_s=max(done.waited_s - planned, 0.0), plan_wait_s=planned)
         return _Launched(done=done, before=before, position=self._position())
@@ -221,12 +221,12 @@ class _Run:
             position |= {name: value for name, value in at.items() if isinstance(value, int)}
         return position
 
-    def _asked(self) -> int:
-        """Return the signal that asks a rank to stop; 0 for none."""
-        return agreed(self._ranks.gather([self._interrupt.asked])[:, 0].tolist())
+    def _agreed_signal(self) -> int:
+        """Return the signal that stops the run; 0 for none."""
+        return agreed(self._ranks.gather([self._interrupt.signal])[:, 0].tolist())
 
     def _report(self) -> int:
-        """Write the metrics of the last launched step; returns the signal that asks a rank to stop, or 0."""
+        """Write the metrics of the last launched step; returns the signal that stops the run, or 0."""
         if self._pending is None:
             return 0
         launched, self._pending = self._pending, None
@@ -238,10 +238,10 @@ class _Run:
             done.part.packs,
             done.waited_s,
             seconds,
-            self._interrupt.asked,
+            self._interrupt.signal,
             done.plan_wait_s,
         ]
-        losses, tokens, packs, waited, took, asked, planned = self._ranks.gather(numbers).unbind(dim=1)
+        losses, tokens, packs, waited, took, signals, planned = self._ranks.gather(numbers).unbind(dim=1)
         self._total_tokens += int(tokens.sum())
         metrics = StepMetrics(
             step=done.number,
@@ -271,7 +271,7 @@ class _Run:
         self._notify("step", metrics)
         if self._replay is not None:
             self._replay.note(launched.before, seconds, done.waited_s)
-        return agreed(asked.tolist())
+        return agreed(signals.tolist())
 
     def _of_plan(self, done: StepDone, waited_s: float) -> dict[str, Any]:
         """Return the metrics of a step's plan."""
@@ -336,7 +336,7 @@ class _Run:
 
     def _measure(self) -> Exposed | None:
         """Measure exposed data time; the run is finished, so training more steps changes nothing of it."""
-        if self._replay is None or self._asked():  # after a signal there is no time to measure
+        if self._replay is None or self._agreed_signal():  # after a signal there is no time to measure
             return None
         return self._replay.measure(
             self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._notify("note", text)
@@ -348,7 +348,7 @@ class _Run:
 
     def _summary(self, exposed: Exposed | None) -> TrainSummary:
         return TrainSummary(
-            plan=self._overview,
+            overview=self._overview,
             steps=self._done,
             total_tokens=self._total_tokens,
             totals=self._totals,
@@ -484,7 +484,7 @@ class Totals:
 class TrainSummary:
     """What was trained."""
 
-    plan: RunOverview
+    overview: RunOverview
     steps: int
     """Of the whole run, including those before it was resumed."""
     total_tokens: int
@@ -498,7 +498,7 @@ class TrainSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON has it."""
-        values = asdict(self)
+        values = {"plan" if name == "overview" else name: each for name, each in asdict(self).items()}
         values["totals"]["tokens_per_s"] = self.totals.tokens_per_s
         if self.exposed is not None:
             values["exposed"]["stall"] = self.exposed.stall
@@ -508,7 +508,7 @@ class TrainSummary:
 class Watcher(Protocol):
     """Shows a run; only the first rank calls it."""
 
-    def begin(self, plan: RunOverview) -> None:
+    def begin(self, overview: RunOverview) -> None:
         """Show what is about to be trained."""
 
     def step(self, metrics: StepMetrics) -> None:
@@ -529,10 +529,10 @@ _ORDER = (*SCHEDULERS, signal.SIGINT)
 
 
 class Interrupt:
-    """A context in which signals that end a run set `asked`; leaving it restores the handlers."""
+    """A context in which signals that end a run set `signal`; leaving it restores the handlers."""
 
     def __init__(self) -> None:
-        self.asked: int = signal.SIGINT if was_interrupted() else 0
+        self.signal: int = signal.SIGINT if was_interrupted() else 0
         """The first signal; 0 for none."""
         self._defers = False
         self._first_s = 0.0
@@ -561,7 +561,7 @@ class Interrupt:
         self._take_back()
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
-        is_first, self.asked = not self.asked, self.asked or number
+        is_first, self.signal = not self.signal, self.signal or number
         if is_first:
             self._first_s = time.monotonic()
             if not self._defers:
@@ -572,9 +572,9 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
-def agreed(asked: Iterable[float]) -> int:
+def agreed(signals: Iterable[float]) -> int:
     """Return the signal that all ranks follow; 0 where none has come."""
-    came = set(map(int, asked))
+    came = set(map(int, signals))
     return next((number for number in _ORDER if number in came), 0)
 
 

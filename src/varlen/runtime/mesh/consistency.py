@@ -35,29 +35,27 @@ def batch_fingerprint(data: StepData) -> str:
     return digest.hexdigest()
 
 
-def settings_fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return 64 hexadecimal digits that equal settings share."""
-    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
+def fingerprint_of(value: object) -> str:
+    """Return 64 hexadecimal digits that values of equal `repr` share."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def agree(
     group: Group,
+    what: str,
     facts: Mapping[str, str],
     fault: VarlenError | None = None,
     *,
     name_of: Callable[[int], str] = str,
-    shares: Mapping[str, int] | None = None,
+    distinct: Mapping[str, int] | None = None,
 ) -> None:
     """Require that all ranks have the same fingerprints, and that none has failed; else raise the same error on all.
 
     Args:
-        shares: by fact, a number of shares: ranks r and r + number have the same one, and others may differ.
+        what: that ranks have and may refuse, for the message: "model", "step".
+        distinct: by fact, how many different ones there may be: ranks r and r + number have the same.
     """
-    mine = (
-        b"".join(bytes.fromhex(digits) for digits in facts.values())
-        if fault is None
-        else bytes(32 * len(facts))
-    )
+    mine = bytes.fromhex("".join(facts.values()))
     sent = torch.tensor([fault is not None, *mine], dtype=torch.uint8, device=group.device)
     gathered = group.on_host(group.gathered(sent))
     if fault is not None:
@@ -65,15 +63,14 @@ def agree(
     failed = gathered[:, 0].nonzero().flatten().tolist()
     if failed:
         raise VarlenError(
-            f"{name_of(failed[0])} refused the step ({len(failed)} of {group.size} did) and says why; give all the "
-            "same batch and plan"
+            f"{name_of(failed[0])} refused the {what} ({len(failed)} of {group.size} did); its own error says why"
         )
     for number, name in enumerate(facts):
         rows = gathered[:, 1 + 32 * number : 33 + 32 * number].tolist()
         seen = [bytes(row).hex()[:_DIGITS] for row in rows]
-        apart = (shares or {}).get(name, 1)
-        for share in range(apart):
-            ranks = range(share, group.size, apart)
+        apart = (distinct or {}).get(name, 1)
+        for first in range(apart):
+            ranks = range(first, group.size, apart)
             usual, count = Counter(seen[rank] for rank in ranks).most_common(1)[0]
             others = [rank for rank in ranks if seen[rank] != usual]
             if others:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from varlen.counts import many
 from varlen.runtime.mesh.process_groups import Group
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
@@ -30,30 +29,6 @@ def apart(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
     for name, gradient in earlier.items():
         parameter = parameters[name]
         parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-
-@contextmanager
-def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Drop the gradients that a step began and didn't end, so that another one may be tried.
-
-    Gradients that were there before have a part of it then, which the error is noted with.
-    """
-    new, added = [], 0
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:
-            new.append(parameter)
-        added += parameter.grad is not None
-    try:
-        yield
-    except BaseException as error:
-        for parameter in new:
-            parameter.grad = None
-        if added:
-            error.add_note(
-                f"gradients of earlier batches have a part of this step's added ({many(added, 'does', 'do')}); call "
-                "optimizer.zero_grad before another step"
-            )
-        raise
 
 
 def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool], group: Group) -> list[str]:

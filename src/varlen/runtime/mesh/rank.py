@@ -18,15 +18,15 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from varlen.attention.kernels import Kernels
 from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
-from varlen.plan.check import check_plan
+from varlen.plan.check import check_tasks
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.chunk import StepData
-from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
-from varlen.runtime.mesh.consistency import agree, batch_fingerprint, settings_fingerprint
+from varlen.runtime.mesh.consistency import agree, batch_fingerprint, fingerprint_of
 from varlen.runtime.mesh.failures import GRACE_S, Lookout, Notes, naming_the_missing, wait_until
 from varlen.runtime.mesh.fsdp import Gathered, Shards, is_sharded, waiting_at_most
 from varlen.runtime.mesh.process_groups import Groups, Seat, open_groups, seat_of
@@ -37,6 +37,13 @@ from varlen.runtime.step import StepRun, check_order, chunk_steps, layers_of
 from varlen.step_plan import Mesh, StepPlan
 
 _ENGINES = itertools.count()
+_FACTS = (
+    "kind of batch (whole step or share)",
+    "plan",
+    "step_num_targets",
+    "batch",
+    "settings document_losses, saved, gathered",
+)
 _WAY_OUT = "start the job again from its newest checkpoint"
 
 
@@ -67,7 +74,7 @@ class MeshRank:
     ) -> None:
         """Cut the model to this process's stage, and meet the others."""
         self.seat = seat_of(mesh, rank)
-        store = _job_store(self.seat)
+        store = _engine_store(self.seat)
         grace_s = min(GRACE_S, deadline_s / 4)
         self._timeout_s = deadline_s - grace_s
         self._notes = Notes(
@@ -93,14 +100,14 @@ class MeshRank:
             device = next(model.parameters()).device
             with self._lookout.waiting():
                 self._groups = open_groups(self.seat, store, device, self._timeout_s, self._settle)
-                agree(self._groups.world, {"model": fingerprint}, fault, name_of=self.seat.name_of)
+                agree(self._groups.world, "model", {"model": fingerprint}, fault, name_of=self.seat.name_of)
 
     def run(
         self,
         model: Any,
         prepared: StepInputs | VarlenError,
         *,
-        meter: Meter | None = None,
+        meter: BytesMeter | None = None,
         keeps_losses: bool = False,
         saved: Saved = "layers",
     ) -> tuple[StepRun, Totals]:
@@ -108,20 +115,20 @@ class MeshRank:
         with self._ending():
             groups = self._open()
             fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared.plan)
-            facts = dict.fromkeys(("plan", "batch", "settings document_losses, saved, gathered"), "0" * 64)
+            facts, distinct = dict.fromkeys(_FACTS, "0" * 64), {}
             if fault is None and isinstance(prepared, StepInputs):
-                settings: dict[str, Any] = {"document_losses": keeps_losses, "saved": saved}
-                settings |= {
-                    "gathered": self._gathered,
-                    "share": prepared.is_share and prepared.step_num_targets,
-                }
-                found = (plan_fingerprint(prepared.plan), batch_fingerprint(prepared.data))
-                facts = dict(zip(facts, (*found, settings_fingerprint(settings))))
-            is_share = isinstance(prepared, StepInputs) and prepared.is_share
-            with self._lookout.waiting():
+                found = (
+                    fingerprint_of(prepared.is_share),
+                    plan_fingerprint(prepared.plan),
+                    fingerprint_of(int(prepared.is_share and prepared.step_num_targets)),
+                    batch_fingerprint(prepared.data),
+                    fingerprint_of((keeps_losses, saved, self._gathered)),
+                )
+                facts = dict(zip(_FACTS, found))
                 # Stages of one data-parallel rank have the same share.
-                shares = {"batch": self.seat.mesh.dp} if is_share else {}
-                agree(groups.world, facts, fault, name_of=self.seat.name_of, shares=shares)
+                distinct = {"batch": self.seat.mesh.dp} if prepared.is_share else {}
+            with self._lookout.waiting():
+                agree(groups.world, "step", facts, fault, name_of=self.seat.name_of, distinct=distinct)
             assert isinstance(prepared, StepInputs)
             plan = prepared.plan
             with self._lookout.waiting():
@@ -186,7 +193,7 @@ class MeshRank:
             )
         try:
             if plan.num_merged or its.sharding == "parameters":
-                check_plan(plan)  # whose ranks wait for each other too
+                check_tasks(plan)  # shared documents and sharding also make ranks wait for each other
             else:
                 check_order(plan, self.seat.dp_rank)
         except VarlenError as error:
@@ -199,7 +206,7 @@ class MeshRank:
         groups: Groups,
         data: StepData,
         plan: StepPlan,
-        meter: Meter | None,
+        meter: BytesMeter | None,
         settings: dict[str, Any],
     ) -> StepRun:
         """Run the tasks, and reduce gradients."""
@@ -312,7 +319,7 @@ def _trained(model: Any) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _job_store(seat: Seat) -> Any:
+def _engine_store(seat: Seat) -> Any:
     """Return the job's store, under a prefix for the new engine."""
     mesh, number = seat.mesh, next(_ENGINES)
     if mesh.num_gpus == 1:

@@ -11,10 +11,8 @@ import numpy as np
 import torch
 
 from varlen.runtime.mesh.process_groups import Group
-from varlen.step_plan import StepPlan
+from varlen.step_plan import SliceKey, StepPlan
 from varlen.types import Int32Array, IntArray
-
-Key = tuple[tuple[int, int, int], ...]  # a MicroPack as its slices: document, start, stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,7 +96,7 @@ class Share:
 
 
 def shared_documents(
-    plan: StepPlan, rank: int, groups: Mapping[tuple[int, int], Peers], device: torch.device
+    plan: StepPlan, rank: int, peers: Mapping[tuple[int, int], Peers], device: torch.device
 ) -> dict[int, SharedDocument]:
     """Return the documents of a plan that a rank shares, at one stage.
 
@@ -111,12 +109,12 @@ def shared_documents(
             dealing = deal(_cuts_of(plan, rank, document), size)
             owners, indices = (torch.from_numpy(x).to(device) for x in dealing.assignment())
             found[document] = SharedDocument(
-                dealing=dealing, peers=groups[first, size], owners=owners, indices=indices
+                dealing=dealing, peers=peers[first, size], owners=owners, indices=indices
             )
     return found
 
 
-def tokens_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
+def tokens_of(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
     """Return which tokens' rows of a MicroPack this rank computes, as slices; one of no token if there are none."""
     if not any(document in shared for document, _, _ in key):
         return key
@@ -130,7 +128,7 @@ def tokens_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
     return tuple(found) or ((key[0][0], 0, 0),)
 
 
-def rows_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
+def rows_of(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
     """Return where a MicroPack's slices are among the rows that this rank keeps of their documents.
 
     A slice of which it has no row is there too, as long as 0.
@@ -138,7 +136,7 @@ def rows_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
     return tuple((d, *shared[d].row_range(a, b)) if d in shared else (d, a, b) for d, a, b in key)
 
 
-def num_rows(key: Key, shared: Mapping[int, SharedDocument]) -> int:
+def num_rows(key: SliceKey, shared: Mapping[int, SharedDocument]) -> int:
     """Return how many rows of a MicroPack this rank computes: those of what stages send each other; may be 0."""
     return sum(stop - start for _, start, stop in rows_of(key, shared))
 
@@ -334,7 +332,7 @@ def peers_of(
 
     Called by all processes of a stage before they run the plan: where ranks wait for each other to make a new
     group, it is for no one else. Groups are aligned, so that of two that have a process in common one holds the
-    other; the larger is asked for first everywhere, and no two wait for each other.
+    other; all ranks create the larger group first, so that no two wait for each other.
     """
     return {key: ProcessPeers(group_of(*key), waiting) for key in groups_of(plan, rank)}
 
