@@ -130,13 +130,11 @@ class MeshRank:
             with self._lookout.waiting():
                 agree(groups.world, "step", facts, fault, name_of=self.seat.name_of, distinct=distinct)
             assert isinstance(prepared, StepInputs)
-            plan = prepared.plan
             with self._lookout.waiting():
                 data = prepared.weighed(groups.replicas.sum)
             with waiting_at_most(self._timeout_s, model):
-                run = self._run(
-                    model, groups, data, plan, meter, {"keeps_losses": keeps_losses, "saved": saved}
-                )
+                settings = {"keeps_losses": keeps_losses, "saved": saved}
+                run = self._run(model, groups, data, prepared.plan, meter, settings)
             with self._lookout.waiting():
                 return run, self._total(groups, run, prepared)
 
