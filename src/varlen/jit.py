@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-PATIENCE_S = 0.5  # a process packs so long in Python before importing numba, which takes as long
+PYTHON_BUDGET_S = 0.5  # a process runs kernels in Python for at most this long before it imports numba
 
 _in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
 _spent_s = 0.0
@@ -86,7 +86,7 @@ def sized(expected_s: float) -> Iterator[None]:
     """
     global _spent_s
     loaded = "numba" in sys.modules or "VARLEN_JIT" in os.environ
-    small = not loaded and _spent_s + expected_s <= PATIENCE_S
+    small = not loaded and _spent_s + expected_s <= PYTHON_BUDGET_S
     token, begun = _in_python.set(small), time.perf_counter()
     try:
         yield

@@ -42,9 +42,9 @@ class Launch:
 def launched() -> Launch | None:
     """Return the launch of this process; None where it is alone, as far as known.
 
-    Checked in this order: an initialised process group of torch.distributed, which is authoritative; torchrun's
-    number, which is as well; then `WORLD_SIZE` and the variables of Open MPI, PMI and Slurm, of which a single one
-    above 1 is enough. Doesn't import torch.
+    Checked in this order: an initialised process group of torch.distributed, which is authoritative;
+    `WORLD_SIZE=1` from torchrun, which is authoritative too; then `WORLD_SIZE` and the variables of Open MPI, PMI and
+    Slurm, of which a single one above 1 is enough. Doesn't import torch.
     """
     group = _process_group()
     if group is not None:
@@ -61,7 +61,7 @@ def launched() -> Launch | None:
     return None
 
 
-def loading_workers() -> int:
+def num_dataloader_workers() -> int:
     """Return the number of workers of the PyTorch DataLoader that this process belongs to; 0 if it is none."""
     data: Any = sys.modules.get("torch.utils.data")
     worker = None if data is None else data.get_worker_info()

@@ -14,7 +14,7 @@ from typing import Any
 
 SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)  # sent before a kill; the first in this order counts
 
-_PATIENCE_S = 10.0  # seconds until a process that has nothing to save is ended
+_GRACE_S = 10.0  # seconds until a process that has nothing to save is ended
 _raised: list[Stopped] = []
 _interrupted = threading.Event()
 _reported = threading.Event()
@@ -58,7 +58,7 @@ def end_soon(number: int) -> Callable[[], None]:
 
     `Stopped` may be lost: Python drops exceptions of finalizers, and libraries hold locks.
     """
-    timer = threading.Timer(_PATIENCE_S, _end, (number,))
+    timer = threading.Timer(_GRACE_S, _end, (number,))
     timer.daemon = True
     timer.start()
     return timer.cancel

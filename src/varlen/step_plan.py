@@ -131,8 +131,8 @@ class StepPlan:
 
     Invariants, which `varlen.plan.check.check_plan` proves: every token of every document stands in exactly one
     forward and in one backward slice of each rank that shares it; a document's forward slices run first to last and
-    its backward slices last to first, on ranks `first_ranks[d]` to `first_ranks[d] + num_ranks[d]`; every
-    MicroPack of a rank is run once by each chunk of layers, and the order of tasks waits in no circle.
+    its backward slices last to first, on the ranks `first_ranks[d]:first_ranks[d] + num_ranks[d]`; every
+    MicroPack of a rank is run once by each chunk of layers, and the order of tasks has no cycle.
     """
 
     lengths: Int32Array

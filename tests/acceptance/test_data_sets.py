@@ -346,7 +346,7 @@ def test_every_verb_says_what_it_reads_and_reads_another_split_where_one_is_name
     for words in (["pack", "set", "-o", "packed", "--capacity", 64], ["index", "set", "-o", "store"]):
         code, out, said = verb(*words)
         assert code == 0, said
-        assert f"  {SAID}; --split NAME (split=) reads another, all everything" in out
+        assert f"  {SAID}; --split NAME (split=) reads another split, --split all reads all of them" in out
     assert SAID in verb("pack", "store", "-o", "again", "--capacity", 64)[1]
     for words in (["inspect", "set"], ["plan", "set", "--gpus", 8, "--json"]):
         code, _, said = verb(*words)

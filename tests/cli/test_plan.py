@@ -186,7 +186,7 @@ def test_a_configuration_of_transformers_is_a_model(plan, tmp_path):
         (("lengths.npz", "--trace", "gone/t.json"), "the folder gone doesn't exist"),
         (("lengths.npz", "--sweep", "-o", "r.html"), "--sweep prints meshes and writes no r.html; leave out -o"),
         (("lengths.npz", "--sweep", "--method", "packed", "--method", "sliced"), "--sweep plans by one --method"),
-        (("lengths.npz", "--calibrate"), "--calibrate measures and plans nothing; leave out lengths.npz"),
+        (("lengths.npz", "--calibrate"), "--calibrate only measures, and doesn't plan; leave out lengths.npz"),
         (("gone.npz",), "gone.npz"),
         (("zeros.npy",), "every document is empty"),
         (("floats.npy",), "floats.npy must hold lengths, a row of whole numbers from 0; it holds float64"),
@@ -362,7 +362,7 @@ def test_what_measuring_does_not_take_is_refused(plan, given, named):
 
     assert (
         said
-        == f"--calibrate measures and plans nothing; leave out {named}, and plan with --hardware afterwards"
+        == f"--calibrate only measures, and doesn't plan; leave out {named}, and plan with --hardware afterwards"
     )
 
 
@@ -389,8 +389,8 @@ def test_a_machine_is_measured_and_its_rates_plan_a_step(plan, tmp_path):
 
     assert code == 0
     assert re.fullmatch(
-        r"varlen: the least that rates of config.json can be fitted to takes about [\d.]+ m?s here, more than "
-        r"--seconds 1e-06; a larger --tp than 2 measures a smaller share of its layers\n",
+        r"varlen: the smallest set of shapes to which rates of config.json can be fitted takes about "
+        r"[\d.]+ m?s here, more than --seconds 1e-06; a larger --tp than 2 measures a smaller share of its layers\n",
         said,
     )
     assert "Held-out shapes are predicted within" in out

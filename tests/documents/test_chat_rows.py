@@ -245,7 +245,7 @@ def test_variables_of_the_caller_and_of_the_row_reach_the_template(tmp_path):
         for a, b in zip(bounds, bounds[1:])
     ]
     assert [text.partition(":")[0] for text in texts] == ["a", "/think b", "c"]
-    with pytest.raises(SettingError, match="can't be given the variable 'messages'"):
+    with pytest.raises(SettingError, match="the variable 'messages' can't be passed to a chat template"):
         open_source(tmp_path, chat_template=source, chat_template_kwargs={"messages": []})
 
 

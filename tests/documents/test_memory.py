@@ -214,8 +214,8 @@ def test_splits_are_train_or_asked_for(caplog):
 
 
 WRONG = {
-    'pass .."text": text. for text in texts': ["one text\nof two lines"],
-    "data is a text": "one text\nof two lines",
+    'to pass texts, use .."text": text. for text in texts': ["one text\nof two lines"],
+    "data is text": "one text\nof two lines",
     'if it is a text, pass rows: .."text"': ["a text of one line"],
     'say so: .."input_ids": ids. for ids': [[1, 2], [3]],
     'say so: .."messages": messages. for': [[{"role": "user", "content": "q"}]],

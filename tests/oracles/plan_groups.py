@@ -161,7 +161,7 @@ def fill(
                 groups.append(Group(level, work, lengths))
                 groups[-1].add(item)
                 continue
-            chosen = _roomiest(groups, item, level, limit_s, token_limit)
+            chosen = _least_loaded(groups, item, level, limit_s, token_limit)
             if chosen is None:
                 late.append(item)
             else:
@@ -177,7 +177,9 @@ def fill(
     return num_batches
 
 
-def _roomiest(groups: list[Group], item: int, level: int, limit_s: float, token_limit: int) -> Group | None:
+def _least_loaded(
+    groups: list[Group], item: int, level: int, limit_s: float, token_limit: int
+) -> Group | None:
     """The group of a level with the least work that a document keeps within both limits."""
     fitting = [g for g in groups if g.level == level and g.holds(item, limit_s, token_limit)]
     return min(fitting, key=lambda group: group.load, default=None)
@@ -204,7 +206,8 @@ def _fitted(
     groups: list[Group] = []
     for item in sorted(least, key=lambda item: -least[item]):
         choices = (
-            _roomiest(groups, item, wider, limit_s, token_limit) for wider in range(least[item], num_levels)
+            _least_loaded(groups, item, wider, limit_s, token_limit)
+            for wider in range(least[item], num_levels)
         )
         chosen = next((group for group in choices if group is not None), None)
         if chosen is None:

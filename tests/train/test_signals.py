@@ -115,7 +115,7 @@ def test_ranks_with_a_plan_and_stages_save_together(store, tmp_path):
 LOST = """
 import os, signal, threading
 from varlen import signals
-signals._PATIENCE_S = 1.0
+signals._GRACE_S = 1.0
 signals.raise_stopped()
 class Dropping:
     def __del__(self):
@@ -173,7 +173,7 @@ import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from varlen import signals
 from varlen.cli import app as cli
-signals._PATIENCE_S = 1.0
+signals._GRACE_S = 1.0
 def verb():
     ThreadPoolExecutor(1).submit(threading.Event().wait)
     raise signals.Stopped(signals.SCHEDULERS[0], "step 3 is saved")

@@ -33,11 +33,11 @@ class PaddingFreeCollator:
 
     - Every sample's first label is -100. At InstructLab it stays, and where it is a token, the last token of the
       sample before must predict it.
-    - Targets are counted as they stand in the row. There the count comes with the sample and holds its first token,
-      which no model predicts, so that the loss is divided by too much.
+    - Targets are counted as they stand in the row. InstructLab's count comes with the sample and includes its first
+      token, which no model predicts, so its loss is divided by too large a number.
     - Samples without tokens are left out; labels that some samples lack, or that aren't as long as the ids, are an
       error; tokens with an `attention_mask` of 0 are left out; no samples at all are a DocumentsError.
-    - Boundaries can be had (`return_flash_attn_kwargs`), and needn't be read from positions in every layer.
+    - With `return_flash_attn_kwargs` the boundaries are returned too, so that no layer derives them from positions.
 
     >>> collate = PaddingFreeCollator()
     >>> batch = collate([{"input_ids": [11, 12, 13]}, {"input_ids": [21, 22]}])

@@ -23,7 +23,7 @@ def check_no_others(data: list[str] | None, others: dict[str, object]) -> None:
     named = [*(data or ()), *(option for option, given in others.items() if given is not None)]
     if named:
         raise SettingError(
-            f"--calibrate measures and plans nothing; leave out {named[0]}, and plan with --hardware afterwards"
+            f"--calibrate only measures, and doesn't plan; leave out {named[0]}, and plan with --hardware afterwards"
         )
 
 
@@ -62,8 +62,9 @@ def _print_least(model: str, tp: int, seconds: float, least_s: float) -> None:
     from varlen.report.plan import duration
 
     print(
-        f"varlen: the least that rates of {model} can be fitted to takes about {duration(least_s)} here, more than "
-        f"--seconds {seconds:g}; a larger --tp than {tp} measures a smaller share of its layers",
+        f"varlen: the smallest set of shapes to which rates of {model} can be fitted takes about "
+        f"{duration(least_s)} here, more than --seconds {seconds:g}; a larger --tp than {tp} measures a smaller "
+        "share of its layers",
         file=sys.stderr,
     )
 
@@ -108,8 +109,8 @@ def _print(found: Calibration, save: Path | None) -> None:
     console.print(f"{source[:1].upper()}{source[1:]}.\n", markup=False)
     console.print(Padding(_held_out(found), (0, 0, 0, 2)))
     console.print(
-        "\nMean absolute errors, of shapes that the rates weren't fitted to. The machine itself is no steadier: one "
-        f"half of the rounds is off the other by {_joined(share(found.repeat_mape))}.",
+        "\nMean absolute errors, of shapes that the rates weren't fitted to. The machine itself varies, too: "
+        f"the two halves of the rounds differ by {_joined(share(found.repeat_mape))}.",
         style="dim",
     )
     console.print(_reach(found), style="dim")
@@ -129,13 +130,13 @@ def _reach(found: Calibration) -> str:
     attention, gemm = found.hardware.attention[0], found.hardware.gemm
     return (
         f"Measured up to {attention.query_rows[-1]:,.0f} rows and {attention.key_lengths[-1]:,.0f} keys of "
-        f"attention, and {gemm.rows[-1]:,.0f} rows of a layer; beyond, the last rates hold. More --seconds reach "
-        "further."
+        f"attention, and {gemm.rows[-1]:,.0f} rows of a layer; beyond that, the last measured rates are "
+        "used. More --seconds reach further."
     )
 
 
 def _held_out(found: Calibration) -> Table:
-    """Two rows a shape, one a pass."""
+    """Return a table with two rows per shape, one per pass."""
     from rich.table import Table
 
     from varlen.report.plan import duration

@@ -34,8 +34,8 @@ def index(
 
     A store holds tokens, what is trained of them, and the length of every document. `varlen pack` takes it in place
     of documents, and packs it at any capacity without tokenizing again. An interrupted run leaves nothing that looks
-    finished; the same command again goes on where it stopped. A store that is named again with more files is given
-    these, and what it holds stays as it is.
+    finished; run the same command again to continue where it stopped. To add files, name the same store with more
+    files; what it already holds is unchanged.
 
     [bold]Example:[/]  varlen index 'chats/*.jsonl' -o store --tokenizer ./my-model
     """
@@ -72,7 +72,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
         print(f"  {many(manifest['grown'][-1]['num_documents'], 'document')} of them were there before")
     print_unread(manifest["source"])
     if (mark := made_by(manifest)) is not None and mark.are_bytes:
-        print("  tokens are bytes (no --tokenizer is given): for a model with one, index again and name it")
+        again = "for a model with a tokenizer, index again with --tokenizer"
+        print(f"  tokens are bytes, as no --tokenizer was given; {again}")
     if losses.of_reading:
         were = f"{many(losses.records, 'record')} skipped, " if losses.records else ""
         print(f"  {were}listed in skipped.log of each shard")

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from varlen.offline.pack import PackedSet
 
 packing_option = option_in("Packing")
-_BYTES = "tokens are bytes (no --tokenizer is given): for a model with one, pack again and name it"
+_BYTES = (
+    "tokens are bytes, as no --tokenizer was given; for a model with a tokenizer, pack again with --tokenizer"
+)
 
 
 def pack(
@@ -97,7 +99,7 @@ def pack(
     Rows have the columns [bold]input_ids[/], [bold]labels[/] and [bold]seq_lengths[/], which TRL's SFTTrainer takes
     with padding_free=True. With --format megatron they are those of Megatron-Bridge's packed sets. A manifest beside
     them accounts for every token. An interrupted run leaves nothing that
-    looks finished; the same command again goes on where it stopped.
+    looks finished; run the same command again to continue where it stopped.
 
     [bold]Example:[/]  varlen pack 'chats/*.jsonl' -o packed --capacity 8192 --tokenizer ./my-model
     """

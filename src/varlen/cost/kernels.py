@@ -1,8 +1,8 @@
 """Pricing kernels over flat arrays; `tests/oracles/cost.py` defines in plain Python what each returns.
 
-`price` looks rows up once a MicroPack and keys once a slice, so that a step of 10^4 slices takes a fraction of a
-millisecond. `Rates` is taken apart before any loop: handing on a tuple that holds arrays counts references to all of
-them, which takes several times as long as pricing a slice.
+`price` looks rows up once per MicroPack and keys once per slice, so that a step of 10^4 slices takes a fraction of a
+millisecond. `Rates` is unpacked before any loop: passing a tuple of arrays updates all their reference counts, which
+takes several times as long as pricing a slice.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -32,7 +32,7 @@ Int32 = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
 
-class _Figures(NamedTuple):
+class _Scalars(NamedTuple):
     """The scalars of `Rates`, links included."""
 
     attention_flops: float
@@ -65,7 +65,7 @@ class _GridPoint(NamedTuple):
     """Grid points and interpolation weights in `Rates` for MicroPacks with a number of rows."""
 
     at: int
-    part: float
+    weight: float
     floor: float
     gemm_floor: float
     gemm_s: float
@@ -73,9 +73,9 @@ class _GridPoint(NamedTuple):
 
 
 @compiled
-def _figures(rates: Rates) -> Any:
+def _scalars(rates: Rates) -> Any:
     """Return the scalars of rates."""
-    return _Figures(
+    return _Scalars(
         rates.attention_flops,
         rates.windowed_flops,
         rates.window,
@@ -140,28 +140,28 @@ def _floor(grid: Floats, value: float) -> float:
 
 
 @compiled
-def _on_curve(curve: Floats, at: int, part: float) -> float:
+def _on_curve(curve: Floats, at: int, weight: float) -> float:
     """Seconds per FLOP on a curve."""
-    if part == 0.0:
+    if weight == 0.0:
         return curve[at]
-    return curve[at] * (1.0 - part) + curve[at + 1] * part
+    return curve[at] * (1.0 - weight) + curve[at + 1] * weight
 
 
 @compiled
-def _on_row(table: Floats, at: int, key: int, part: float) -> float:
+def _on_row(table: Floats, at: int, key: int, weight: float) -> float:
     """Seconds per FLOP on a row of a table, without creating an array for the row."""
-    if part == 0.0:
+    if weight == 0.0:
         return table[at, key]
-    return table[at, key] * (1.0 - part) + table[at, key + 1] * part
+    return table[at, key] * (1.0 - weight) + table[at, key + 1] * weight
 
 
 @compiled
-def _on_table(table: Floats, at: int, part: float, key: int, key_part: float) -> float:
+def _on_table(table: Floats, at: int, weight: float, key: int, key_weight: float) -> float:
     """Seconds per FLOP on a table."""
-    low = _on_row(table, at, key, key_part)
-    if part == 0.0:
+    low = _on_row(table, at, key, key_weight)
+    if weight == 0.0:
         return low
-    return low * (1.0 - part) + _on_row(table, at + 1, key, key_part) * part
+    return low * (1.0 - weight) + _on_row(table, at + 1, key, key_weight) * weight
 
 
 @compiled
@@ -170,73 +170,73 @@ def _grid_point(
 ) -> Any:
     """Return the grid points and weights for a number of rows."""
     scaled = rows * scale
-    at, part = _cell(query_rows, scaled)
-    gemm_at, gemm_part = _cell(gemm_rows, rows)
+    at, weight = _cell(query_rows, scaled)
+    gemm_at, gemm_weight = _cell(gemm_rows, rows)
     return _GridPoint(
         at,
-        part,
+        weight,
         _floor(query_rows, scaled),
         _floor(gemm_rows, rows),
-        _on_curve(gemm_s, gemm_at, gemm_part),
-        _on_curve(gemm_backward_s, gemm_at, gemm_part),
+        _on_curve(gemm_s, gemm_at, gemm_weight),
+        _on_curve(gemm_backward_s, gemm_at, gemm_weight),
     )
 
 
 @inlined
 def _attention(
     start: float, stop: float, group: float, point: _GridPoint, keys: Floats, forward_s: Floats, backward_s: Floats,
-    figures: _Figures,
+    scalars: _Scalars,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds of a slice's attention in an average layer, forward and backward."""
-    at, part, floor = point.at, point.part, point.floor
-    key, key_part = _cell(keys, stop)
-    flops = figures.attention_flops * pairs(start, stop, 0.0) / group * floor
-    forward = flops * _on_table(forward_s, at, part, key, key_part)
-    backward = flops * _on_table(backward_s, at, part, key, key_part)
-    if figures.windowed_flops > 0.0:
-        key, key_part = _cell(keys, min(stop, figures.window))
-        flops = figures.windowed_flops * pairs(start, stop, figures.window) / group * floor
-        forward += flops * _on_table(forward_s, at, part, key, key_part)
-        backward += flops * _on_table(backward_s, at, part, key, key_part)
-    return forward, backward * figures.backward_ratio
+    at, weight, floor = point.at, point.weight, point.floor
+    key, key_weight = _cell(keys, stop)
+    flops = scalars.attention_flops * pairs(start, stop, 0.0) / group * floor
+    forward = flops * _on_table(forward_s, at, weight, key, key_weight)
+    backward = flops * _on_table(backward_s, at, weight, key, key_weight)
+    if scalars.windowed_flops > 0.0:
+        key, key_weight = _cell(keys, min(stop, scalars.window))
+        flops = scalars.windowed_flops * pairs(start, stop, scalars.window) / group * floor
+        forward += flops * _on_table(forward_s, at, weight, key, key_weight)
+        backward += flops * _on_table(backward_s, at, weight, key, key_weight)
+    return forward, backward * scalars.backward_ratio
 
 
 @inlined
-def _exchange(start: float, stop: float, group: float, figures: _Figures) -> tuple[float, float, float]:
+def _exchange(start: float, stop: float, group: float, scalars: _Scalars) -> tuple[float, float, float]:
     """Latency and seconds, forward and backward, of the exchange among GPUs that share a slice, in one layer."""
     if group <= 1.0:
         return 0.0, 0.0, 0.0
-    is_near = group <= figures.node_group
-    latency = figures.near_latency_s if is_near else figures.far_latency_s
-    share = (group - 1.0) / group * (figures.near_s_per_byte if is_near else figures.far_s_per_byte)
+    is_near = group <= scalars.node_group
+    latency = scalars.near_latency_s if is_near else scalars.far_latency_s
+    share = (group - 1.0) / group * (scalars.near_s_per_byte if is_near else scalars.far_s_per_byte)
     rows = stop - start
-    forward = min(figures.key_value_bytes * stop, figures.query_bytes * rows) * share
-    backward = min(figures.key_value_back_bytes * stop, figures.query_gradient_bytes * rows) * share
+    forward = min(scalars.key_value_bytes * stop, scalars.query_bytes * rows) * share
+    backward = min(scalars.key_value_back_bytes * stop, scalars.query_gradient_bytes * rows) * share
     return latency, forward, backward
 
 
 @inlined
 def _slice_seconds(
     start: float, stop: float, num_ranks: float, point: _GridPoint, keys: Floats, forward_s: Floats,
-    backward_s: Floats, figures: _Figures,
+    backward_s: Floats, scalars: _Scalars,
 ) -> tuple[float, float, float]:  # fmt: skip
     """See `slice_seconds`."""
-    group = num_ranks * figures.cp
+    group = num_ranks * scalars.cp
     own = (stop - start) / group
-    forward, backward = _attention(start, stop, group, point, keys, forward_s, backward_s, figures)
-    _, moved, moved_back = _exchange(start, stop, group, figures)
-    exchange = max(0.0, moved - figures.exchange_overlap * forward)
-    exchange_back = max(0.0, moved_back - figures.exchange_overlap * backward)
+    forward, backward = _attention(start, stop, group, point, keys, forward_s, backward_s, scalars)
+    _, moved, moved_back = _exchange(start, stop, group, scalars)
+    exchange = max(0.0, moved - scalars.exchange_overlap * forward)
+    exchange_back = max(0.0, moved_back - scalars.exchange_overlap * backward)
     flops = own * point.gemm_floor * point.gemm_s
     back_flops = own * point.gemm_floor * point.gemm_backward_s
-    forward += figures.linear_flops * flops + figures.collective_s * own
-    again = figures.recompute * forward
-    head = figures.head_flops
-    weight = (figures.linear_flops + head) * back_flops
-    forward = max(forward + exchange, figures.host_s_per_token * start / group) + head * flops
-    backward += again + exchange_back + (figures.collective_s + figures.reuse_s) * own
-    backward += figures.linear_flops * back_flops
-    backward = max(backward, figures.host_back_s_per_token * start / group) + head * back_flops
+    forward += scalars.linear_flops * flops + scalars.collective_s * own
+    again = scalars.recompute * forward
+    head = scalars.head_flops
+    weight = (scalars.linear_flops + head) * back_flops
+    forward = max(forward + exchange, scalars.host_s_per_token * start / group) + head * flops
+    backward += again + exchange_back + (scalars.collective_s + scalars.reuse_s) * own
+    backward += scalars.linear_flops * back_flops
+    backward = max(backward, scalars.host_back_s_per_token * start / group) + head * back_flops
     return forward, backward, weight
 
 
@@ -252,7 +252,7 @@ def slice_seconds(
         rows, rates.row_scale, rates.query_rows, rates.gemm_rows, rates.gemm_s, rates.gemm_backward_s
     )
     return _slice_seconds(
-        start, stop, num_ranks, point, rates.key_lengths, rates.forward_s, rates.backward_s, _figures(rates)
+        start, stop, num_ranks, point, rates.key_lengths, rates.forward_s, rates.backward_s, _scalars(rates)
     )
 
 
@@ -261,7 +261,7 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
     """Price MicroPacks: float64 `[num_micropacks, 7]`, seconds and rows of one GPU."""
     size = len(slice_offsets) - 1
     priced = np.zeros((size, NUM_COLUMNS))
-    figures, launch_s, head_flops = _figures(rates), rates.launch_s, rates.head_flops
+    scalars, launch_s, head_flops = _scalars(rates), rates.launch_s, rates.head_flops
     keys, forward_s, backward_s, scale = rates.key_lengths, rates.forward_s, rates.backward_s, rates.row_scale
     query_rows, gemm_rows = rates.query_rows, rates.gemm_rows
     gemm_s, gemm_backward_s = rates.gemm_s, rates.gemm_backward_s
@@ -271,35 +271,35 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
             continue
         rows = 0.0
         for one in range(first, last):
-            rows += (stops[one] - starts[one]) / (figures.cp * num_ranks[one])
+            rows += (stops[one] - starts[one]) / (scalars.cp * num_ranks[one])
         point = _grid_point(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
         forward, backward, exchange, exchange_back = 0.0, 0.0, 0.0, 0.0
         latency, host = 0.0, 0.0
         for one in range(first, last):
-            start, stop, group = float(starts[one]), float(stops[one]), figures.cp * num_ranks[one]
+            start, stop, group = float(starts[one]), float(stops[one]), scalars.cp * num_ranks[one]
             attended, attended_back = _attention(
-                start, stop, group, point, keys, forward_s, backward_s, figures
+                start, stop, group, point, keys, forward_s, backward_s, scalars
             )
-            waited, moved, moved_back = _exchange(start, stop, group, figures)
+            waited, moved, moved_back = _exchange(start, stop, group, scalars)
             forward += attended
             backward += attended_back
             latency = max(latency, waited)
-            exchange += max(0.0, moved - figures.exchange_overlap * attended)
-            exchange_back += max(0.0, moved_back - figures.exchange_overlap * attended_back)
+            exchange += max(0.0, moved - scalars.exchange_overlap * attended)
+            exchange_back += max(0.0, moved_back - scalars.exchange_overlap * attended_back)
             host += start / group
         linear = rows * point.gemm_floor * point.gemm_s
         linear_back = rows * point.gemm_floor * point.gemm_backward_s
-        forward += figures.linear_flops * linear + figures.collective_s * rows + launch_s
-        again = figures.recompute * forward
-        backward += again + figures.linear_flops * linear_back + launch_s
-        backward += (figures.collective_s + figures.reuse_s) * rows
+        forward += scalars.linear_flops * linear + scalars.collective_s * rows + launch_s
+        again = scalars.recompute * forward
+        backward += again + scalars.linear_flops * linear_back + launch_s
+        backward += (scalars.collective_s + scalars.reuse_s) * rows
         forward = forward + exchange + latency
-        backward = backward + exchange_back + figures.exchanges_back * latency
-        priced[pack, FORWARD_LAYER] = max(forward, figures.host_s_per_token * host)
+        backward = backward + exchange_back + scalars.exchanges_back * latency
+        priced[pack, FORWARD_LAYER] = max(forward, scalars.host_s_per_token * host)
         priced[pack, FORWARD_HEAD] = head_flops * linear + launch_s
-        priced[pack, INPUT_LAYER] = max(backward, figures.host_back_s_per_token * host)
+        priced[pack, INPUT_LAYER] = max(backward, scalars.host_back_s_per_token * host)
         priced[pack, INPUT_HEAD] = head_flops * linear_back + launch_s
-        priced[pack, WEIGHT_LAYER] = figures.linear_flops * linear_back + launch_s
+        priced[pack, WEIGHT_LAYER] = scalars.linear_flops * linear_back + launch_s
         priced[pack, WEIGHT_HEAD] = head_flops * linear_back + launch_s
         priced[pack, ROWS] = rows
     return priced
@@ -308,11 +308,11 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
 @compiled
 def _seconds(
     stop: int, num_ranks: int, point: _GridPoint, keys: Floats, forward_s: Floats, backward_s: Floats,
-    figures: _Figures, forward_part: float,
+    scalars: _Scalars, forward_part: float,
 ) -> float:  # fmt: skip
     """Seconds of the tokens before `stop` in the backward pass, and `forward_part` of those in the forward pass."""
     forward, inputs, weights = _slice_seconds(
-        0.0, float(stop), float(num_ranks), point, keys, forward_s, backward_s, figures
+        0.0, float(stop), float(num_ranks), point, keys, forward_s, backward_s, scalars
     )
     return float(forward_part * forward + inputs + weights)
 
@@ -326,12 +326,12 @@ def document_seconds(
         rows, rates.row_scale, rates.query_rows, rates.gemm_rows, rates.gemm_s, rates.gemm_backward_s
     )
     keys, forward_s, backward_s = rates.key_lengths, rates.forward_s, rates.backward_s
-    figures = _figures(rates)
+    scalars = _scalars(rates)
     seconds = np.zeros(lengths.size)
     for d in range(lengths.size):
         if lengths[d] > 0:
             seconds[d] = _seconds(
-                lengths[d], num_ranks[d], point, keys, forward_s, backward_s, figures, forward_part
+                lengths[d], num_ranks[d], point, keys, forward_s, backward_s, scalars, forward_part
             )
     return seconds
 
@@ -351,7 +351,7 @@ def cut_evenly(
     n = lengths.size
     most = n + int(lengths.sum() // least_rows) + 1
     ids, starts, stops = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.int32)
-    figures, scale = _figures(rates), rates.row_scale
+    scalars, scale = _scalars(rates), rates.row_scale
     keys, forward_s, backward_s = rates.key_lengths, rates.forward_s, rates.backward_s
     query_rows, gemm_rows = rates.query_rows, rates.gemm_rows
     gemm_s, gemm_backward_s = rates.gemm_s, rates.gemm_backward_s
@@ -362,11 +362,11 @@ def cut_evenly(
         parts = max(1, min(int(np.ceil(work[d] / budgets[d] - 0.15)), length // least))
         rows = min(float(length) / parts / num_ranks[d], 65536.0)
         point = _grid_point(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
-        whole = _seconds(length, num_ranks[d], point, keys, forward_s, backward_s, figures, forward_part)
+        whole = _seconds(length, num_ranks[d], point, keys, forward_s, backward_s, scalars, forward_part)
         if parts > 1:
             # The last slice has the fewest rows: reduce the number of slices until it has enough.
             last = whole - _seconds(
-                length - least, num_ranks[d], point, keys, forward_s, backward_s, figures, forward_part
+                length - least, num_ranks[d], point, keys, forward_s, backward_s, scalars, forward_part
             )
             parts = max(1, min(parts, int(whole / last)))
         start = 0
@@ -377,7 +377,7 @@ def cut_evenly(
                 while high - low > step:
                     middle = (low + high) // 2
                     reached = _seconds(
-                        middle, num_ranks[d], point, keys, forward_s, backward_s, figures, forward_part
+                        middle, num_ranks[d], point, keys, forward_s, backward_s, scalars, forward_part
                     )
                     if reached <= goal:
                         low = middle

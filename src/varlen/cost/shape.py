@@ -150,7 +150,7 @@ class ModelShape:
         Raises:
             SettingError: the configuration lacks settings, which the message names.
         """
-        settings: Mapping[str, Any] = read(config_like)
+        settings: Mapping[str, Any] = shape_settings(config_like)
         return cls(**{**settings, "name": name or settings["name"]})
 
     @property
@@ -260,7 +260,7 @@ def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 def _experts(count: int, each: int, ffn: int) -> dict[str, Any]:
-    """Routed experts, of which a token visits `each`."""
+    """Routed experts, of which each token uses `each`."""
     return {"experts": count, "experts_per_token": each, "expert_ffn": ffn}
 
 
@@ -348,7 +348,7 @@ _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 
 
-def read(config: Any) -> dict[str, Any]:
+def shape_settings(config: Any) -> dict[str, Any]:
     """Return the settings of a `ModelShape` from a configuration."""
     given = _text_part(_mapping(config))
     sizes = {name: _first(given, keys) for name, keys in _NAMES.items()}

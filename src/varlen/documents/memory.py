@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from varlen.documents.held import Held
+from varlen.documents.resource import Resource
 from varlen.files.paths import File, entries_of, refuse_text
 
 
@@ -51,5 +51,5 @@ def spooled(
 def release(data: Any) -> None:
     """Release the files of rows in memory."""
     for entry in entries_of(data):
-        if isinstance(entry, File) and isinstance(entry.hold, Held):
+        if isinstance(entry, File) and isinstance(entry.hold, Resource):
             entry.hold.release()

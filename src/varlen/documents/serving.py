@@ -28,17 +28,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from varlen.counts import many
-from varlen.documents.held import Held
+from varlen.documents.resource import Resource
 from varlen.documents.row_text import first_rows, raised_by_rows, row_line, used_columns
 from varlen.errors import SourceError, described
 from varlen.files.paths import END, FAILED, Live
 from varlen.workers.child import await_end
 
 _SENT_BYTES, _SENT_S = 64 << 10, 0.05  # rows are sent in batches of so many bytes, or after so many seconds
-_PATIENCE_S = 5.0
+_GRACE_S = 5.0
 
 
-class Serving(Held):
+class Serving(Resource):
     """A local socket that serves the rows of an iterable until it is released."""
 
     def __init__(
@@ -75,7 +75,7 @@ class _Passes:
     is_once: bool
     used: frozenset[str] = frozenset()
     listener: socket.socket | None = None
-    # Held while a row is requested: the iterable is never called concurrently.
+    # Resource while a row is requested: the iterable is never called concurrently.
     lock: threading.Lock = field(default_factory=threading.Lock)
     readers: set[socket.socket] = field(default_factory=set)
     threads: list[threading.Thread] = field(default_factory=list)
@@ -108,8 +108,8 @@ class _Passes:
     def _next_pass(self) -> Iterator[Any]:
         if self.is_once and self.begun:
             raise SourceError(
-                f"{self.where} can be iterated over once, and is to be read again (another epoch, or from a state); "
-                "pass a function that makes it: PackedLoader(lambda: rows(), ...)"
+                f"{self.where} can be iterated over only once, but must be read again (for another epoch, or to "
+                "resume); pass a function that makes it: PackedLoader(lambda: rows(), ...)"
             )
         number, self.begun = self.begun, self.begun + 1
         try:
@@ -118,7 +118,7 @@ class _Passes:
             raise SourceError(f"{self.where} gives no iterator: {described(error, kind=True)}") from error
         if number and iterator is self.last:
             raise SourceError(
-                f"{self.where} gives the same iterator again, which is used up; make a new one in each call"
+                f"{self.where} returns the same exhausted iterator again; make a new one in each call"
             )
         self.last = iterator
         return self._counted(iterator, number)
@@ -205,7 +205,7 @@ def _stop(passes: _Passes, folder: Path, process: int) -> None:
         with suppress(OSError, AttributeError):
             cast(socket.socket, end).shutdown(socket.SHUT_RDWR)
     cast(socket.socket, passes.listener).close()
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + _GRACE_S
     for thread in passes.threads:
         if thread is not threading.current_thread():
             await_end(thread, max(until - time.monotonic(), 0))

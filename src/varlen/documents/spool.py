@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from varlen import __version__
-from varlen.documents.held import Held
+from varlen.documents.resource import Resource
 from varlen.errors import SettingError
 from varlen.regular import read_regular
 
@@ -54,7 +54,7 @@ class Spooled:
     path: Path
     size: int
     content: str  # its fingerprint, as `fingerprints.fingerprint` computes for a file of the same bytes
-    hold: Held  # the file is removed when the last hold on it, of any process, is released
+    hold: Resource  # the file is removed when the last hold on it, of any process, is released
 
 
 class Sink:
@@ -128,7 +128,7 @@ def spool(write: Callable[[Sink], None], name: str, cache: str | Path | None) ->
         path=folder / name,
         size=sink.size,
         content=sink.content,
-        hold=Held(_release, folder, lock, os.getpid()),
+        hold=Resource(_release, folder, lock, os.getpid()),
     )
 
 

@@ -12,7 +12,7 @@ from varlen.documents.source import Mixture, Reading
 from varlen.errors import SettingError
 from varlen.feed.state import MOST, Mode
 from varlen.files.paths import Data
-from varlen.launch import launched, loading_workers
+from varlen.launch import launched, num_dataloader_workers
 from varlen.types import Method, Overlong
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def as_ranks(dp_rank: int | None, dp_world_size: int | None) -> tuple[int, int]:
 
 def check_reader(*, is_ranked: bool) -> None:
     """Refuse to read where several processes would get the same data."""
-    workers = loading_workers()
+    workers = num_dataloader_workers()
     if workers > 1 or (workers and not is_ranked):
         raise SettingError(
             f"this is one of {workers:,} worker processes of a DataLoader, each of which would get the same data; a "

@@ -14,7 +14,7 @@ from varlen.errors import SourceError
 from varlen.files.columns import DOCUMENT_FIELDS
 from varlen.files.folders import Chosen, Folder, choose_files, dangling_links
 from varlen.files.opening import rows_at
-from varlen.files.paths import Data, File, Format, Found, LeftOut, entries_of, is_url, kind_of, says_text
+from varlen.files.paths import Data, File, Format, Found, LeftOut, entries_of, is_text_name, is_url, kind_of
 from varlen.files.remote import Listed, list_remote, read_remote
 from varlen.files.retry import USUAL, Retry
 from varlen.files.seen import Seen
@@ -158,7 +158,7 @@ def _as_named(listing: Sequence[Listed], naming: Naming) -> _Entry:
     unknown = [
         file
         for file in files
-        if not file.is_format_given and file.format == "text" and not says_text(file.name)
+        if not file.is_format_given and file.format == "text" and not is_text_name(file.name)
     ]
     seen = {
         file.path: format_ for file, format_ in zip(unknown, _look(unknown, naming)) if format_ is not None

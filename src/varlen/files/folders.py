@@ -11,7 +11,7 @@ from typing import Any
 
 from varlen.counts import many
 from varlen.errors import SourceError
-from varlen.files.paths import FORMATS, TEXT_SUFFIXES, Format, LeftOut, kind_of, says_text, suffix_of
+from varlen.files.paths import FORMATS, TEXT_SUFFIXES, Format, LeftOut, is_text_name, kind_of, suffix_of
 from varlen.files.remote import Listed, is_hidden
 from varlen.files.splits import ALL, Choice, Groups, among, canonical, choose, no_such_split
 from varlen.files.written import MANIFEST
@@ -301,7 +301,7 @@ def _of_data(
     elif is_hub:
         texts = [e for e in texts if e.name != CARD]
     if not rows and not texts and not formats:
-        formats = _looked_into(folder, [e for e in entries if not _is_rows(e.name) and not says_text(e.name)])
+        formats = _looked_into(folder, [e for e in entries if not (_is_rows(e.name) or is_text_name(e.name))])
     taken = {entry.path for entry in (*rows, *texts)} | formats.keys()
     return [entry for entry in entries if entry.path in taken], formats
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError, described
 from varlen.files.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_of, rows_in
-from varlen.files.paths import FORMAT_NAMES, Compression, File, Format, LiveRows, says_text
+from varlen.files.paths import FORMAT_NAMES, Compression, File, Format, LiveRows, is_text_name
 from varlen.files.remote import BUFFER_BYTES, changed, open_remote, remote_faults, replaced_words
 from varlen.files.seen import Seen, changed_file_error, difference, forget_change
 from varlen.regular import open_with_status
@@ -272,7 +272,7 @@ def _holds(file: File, kind: str) -> str:
     """Say what a file holds, what was expected, and what to do about it."""
     should = f"though --read-as (format=) says {FORMAT_NAMES[file.format]}" if file.is_format_given else ""
     if not should:
-        named = file.format != "text" or says_text(file.name)
+        named = file.format != "text" or is_text_name(file.name)
         should = f"though its name says {FORMAT_NAMES[file.format]}" if named else ""
     if kind in OTHER_TEXT.values():  # text in another encoding doesn't contradict the name
         should = ""

@@ -195,7 +195,7 @@ def unread(left_out: Sequence[LeftOut], taken: Sequence[str]) -> str | None:
         for group in left_out
     ]
     read = f"split {' and '.join(taken)} is read; " if taken else ""
-    way_out = "; --split NAME (split=) reads another, all everything" if taken else ""
+    way_out = "; --split NAME (split=) reads another split, --split all reads all of them" if taken else ""
     return f"{read}left out: {', '.join(shown)}{way_out}"
 
 
@@ -215,26 +215,26 @@ def is_url(data: str | Path) -> bool:
 
 def kind_of(name: str) -> tuple[Format, Compression | None]:
     """Return format and compression by a name's suffixes."""
-    suffix, compression = _ends(name)
+    suffix, compression = _suffixes(name)
     return FORMATS.get(suffix, "text"), compression
 
 
-def says_text(name: str) -> bool:
+def is_text_name(name: str) -> bool:
     """Whether a name's suffix is one of text."""
-    return _ends(name)[0] in TEXT_SUFFIXES | CODE_SUFFIXES | MARKUP_SUFFIXES
+    return _suffixes(name)[0] in TEXT_SUFFIXES | CODE_SUFFIXES | MARKUP_SUFFIXES
 
 
 def is_code(name: str) -> bool:
     """Whether a name's suffix is one of source code."""
-    return _ends(name)[0] in CODE_SUFFIXES
+    return _suffixes(name)[0] in CODE_SUFFIXES
 
 
 def suffix_of(name: str) -> str:
     """Return the suffix of a name, in lower case, before that of a compression; "" where there is none."""
-    return _ends(name)[0]
+    return _suffixes(name)[0]
 
 
-def _ends(name: str) -> tuple[str, Compression | None]:
+def _suffixes(name: str) -> tuple[str, Compression | None]:
     stem, suffix = _without_suffix(name.lower().rpartition("/")[2])
     compression = COMPRESSIONS.get(suffix)
     return (_without_suffix(stem)[1] if compression else suffix), compression
@@ -250,6 +250,6 @@ def refuse_text(entry: str, what: str) -> None:
     """Raise if a string can't be meant as a path, with the call to write instead."""
     if "\n" in entry or len(entry) > _LONGEST_PATH:
         raise SourceError(
-            f"{what} is a text ({entry[:40]!r} ...), and strings name files; for rows of texts pass "
+            f"{what} is text ({entry[:40]!r} ...), but a string must name a file; to pass texts, use "
             '[{"text": text} for text in texts]'
         )

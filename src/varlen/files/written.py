@@ -63,8 +63,7 @@ def _located(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         if isinstance(manifest, dict) and "varlen" in manifest:
             if not is_sealed(manifest):
                 raise SourceError(
-                    f"{folder / name} isn't what was written: its checksum is another; copy it again, or make the "
-                    "result anew"
+                    f"{folder / name} doesn't match its checksum; copy it again, or make the result again"
                 )
             return folder / name, manifest
     return None

@@ -180,7 +180,7 @@ def best_fit(
 
 
 @compiled
-def _times(whole: int, part: int) -> int:
+def _quotient(whole: int, part: int) -> int:
     """Integer quotient of positive numbers: exact below 2^52, and faster than a 64-bit division."""
     return int(float(whole) / float(part))
 
@@ -216,15 +216,15 @@ def _plan_equal_lengths(
                 room = capacity
                 first = num_packs
                 quota = max_documents
-                each = min(_times(room, length), quota)
-                packs = _times(left + each - 1, each)
+                each = min(_quotient(room, length), quota)
+                packs = _quotient(left + each - 1, each)
                 num_packs += packs
             else:
                 cluster = ends[room, 0]
                 first, quota = clusters[cluster, 0], clusters[cluster, 2]
-                each = min(_times(room, length), quota)
+                each = min(_quotient(room, length), quota)
                 packs = clusters[cluster, 1]
-                wanted = _times(left + each - 1, each)
+                wanted = _quotient(left + each - 1, each)
                 if packs <= wanted:
                     ends[room, 0] = clusters[cluster, 3]
                     if ends[room, 0] < 0:
@@ -242,7 +242,7 @@ def _plan_equal_lengths(
             num_runs += 1
             left -= dealt
             # `full` packs took `each` items; at most one more, the last, took fewer
-            full = _times(dealt, each)
+            full = _quotient(dealt, each)
             taken = each if full > 0 else dealt
             many = max(full, 1)
             while many > 0:

@@ -18,11 +18,11 @@ from varlen.types import Int32Array
 def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
     """Return validated lengths as contiguous int32, without a copy where possible; floats pass if all are whole."""
     if isinstance(lengths, Iterator):
-        raise _misfit(lengths, "it gives its values once; pass list(lengths)")
+        raise _lengths_error(lengths, "it gives its values once; pass list(lengths)")
     array = _as_array(lengths)
     if array.ndim != 1:
         out = "; of padded rows, pass attention_mask.sum(1)" if array.ndim > 1 else ""
-        raise _misfit(lengths, f"it has the shape {array.shape}{out}")
+        raise _lengths_error(lengths, f"it has the shape {array.shape}{out}")
     if array.size > LARGEST:
         raise LengthsError(
             f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts"
@@ -32,7 +32,7 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
         _refuse(array, ~np.isfinite(array), "is not a finite number")
         _refuse(array, array != np.floor(array), "is not a whole number")
     elif array.dtype.kind not in "iu":
-        if (documents := _as_documents(lengths) or _as_documents(array.tolist())) is not None:
+        if (documents := _documents_error(lengths) or _documents_error(array.tolist())) is not None:
             raise documents
         whole = [isinstance(value, Integral) and not isinstance(value, bool) for value in array.tolist()]
         _refuse(array, ~np.array(whole, np.bool_), "is not a whole number")
@@ -50,8 +50,8 @@ def _as_array(lengths: npt.ArrayLike) -> npt.NDArray[Any]:
         array = np.asarray(lengths)
     except (ValueError, TypeError, OverflowError, RuntimeError):
         if getattr(lengths, "is_nested", False):
-            raise _misfit(lengths, "it is nested; pass [len(d) for d in lengths.unbind()]") from None
-        raise _misfit(lengths, "numpy can't read it; a tensor of a GPU: lengths.cpu()") from None
+            raise _lengths_error(lengths, "it is nested; pass [len(d) for d in lengths.unbind()]") from None
+        raise _lengths_error(lengths, "numpy can't read it; for a GPU tensor, pass lengths.cpu()") from None
     return array.astype(np.int32) if array.size == 0 and array.ndim == 1 else array
 
 
@@ -64,45 +64,45 @@ _FOR_TEXTS = (
 )
 
 
-def _misfit(lengths: object, why: str) -> LengthsError:
+def _lengths_error(lengths: object, why: str) -> LengthsError:
     """Return the error for input that isn't one number a document."""
-    return _as_documents(lengths) or LengthsError(
+    return _documents_error(lengths) or LengthsError(
         f"lengths must be a list or an array of one whole number a document; a {_kind(lengths)} was given, and {why}"
     )
 
 
-def _as_documents(given: object) -> LengthsError | None:
+def _documents_error(data: object) -> LengthsError | None:
     """Return the error for documents passed in place of their lengths, or None if they aren't documents."""
-    if isinstance(given, str | bytes | PathLike):
+    if isinstance(data, str | bytes | PathLike):
         return LengthsError(
-            f"lengths are one whole number a document, and {str(given)[:60]!r} is a text; {_FOR_TEXTS}"
+            f"lengths are one whole number a document, and {str(data)[:60]!r} is a text; {_FOR_TEXTS}"
         )
-    if isinstance(given, Mapping) or hasattr(given, "column_names") or hasattr(given, "columns"):
+    if isinstance(data, Mapping) or hasattr(data, "column_names") or hasattr(data, "columns"):
         return LengthsError(
-            f"lengths are one whole number a document, and a {_kind(given)} of columns was given; {_FOR_DOCUMENTS}"
+            f"lengths are one whole number a document, and a {_kind(data)} of columns was given; {_FOR_DOCUMENTS}"
         )
-    if isinstance(given, tuple) and len(given) == 2 and all(map(_is_many, given)) and _are_offsets(*given):
+    if isinstance(data, tuple) and len(data) == 2 and all(map(_is_document, data)) and _are_offsets(*data):
         return LengthsError(
             "lengths are one whole number a document, and (tokens, offsets) was given; pass np.diff(offsets) here, "
             "and the pair to vl.collate"
         )
-    if not isinstance(given, Sequence):
+    if not isinstance(data, Sequence):
         return None
-    which = [index for index, entry in enumerate(given) if isinstance(entry, Mapping) or _is_many(entry)]
-    if 2 * len(which) <= len(given):  # mostly numbers: a few wrong entries are reported as such
+    which = [index for index, entry in enumerate(data) if isinstance(entry, Mapping) or _is_document(entry)]
+    if 2 * len(which) <= len(data):  # mostly numbers: a few wrong entries are reported as such
         return None
-    first = given[which[0]]
+    first = data[which[0]]
     is_text = isinstance(first, str | bytes | Mapping) and not (
         isinstance(first, Mapping) and "input_ids" in first
     )
     what = f"a list of {len(first):,}" if isinstance(first, Sequence) and not is_text else f"a {_kind(first)}"
     return LengthsError(
         f"lengths are one whole number a document, and documents were given: entry {which[0]:,} is {what} "
-        f"({len(which):,} of {len(given):,} are no numbers); {_FOR_TEXTS if is_text else _FOR_DOCUMENTS}"
+        f"({len(which):,} of {len(data):,} are no numbers); {_FOR_TEXTS if is_text else _FOR_DOCUMENTS}"
     )
 
 
-def _is_many(value: object) -> bool:
+def _is_document(value: object) -> bool:
     """Whether a value is a document: a list, a text, or an array with a dimension."""
     if isinstance(value, str | bytes):
         return not value.strip().isdigit()  # "12" is a wrong length, not a document

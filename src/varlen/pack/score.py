@@ -33,7 +33,8 @@ class Score:
     most_documents: int
     """Pieces in the pack that holds the most."""
     work_imbalance: float
-    """Largest work of a pack over the mean: with one pack a rank, the other ranks wait this long for it."""
+    """Largest work of a pack over the mean: with one pack per rank, the step takes this many times
+    as long as with balanced packs."""
     truncated_tokens: int
     dropped_tokens: int
     length_correlation: float

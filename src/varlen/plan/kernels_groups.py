@@ -43,7 +43,7 @@ def least_work(
 
 
 @compiled
-def _roomiest(
+def _least_loaded(
     item: int,
     level: int,
     num_groups: int,
@@ -97,7 +97,7 @@ def _fits(
                 continue
             group = -1
             for wider in range(level, num_levels):
-                group = _roomiest(
+                group = _least_loaded(
                     item, wider, num_groups, limit_s, token_limit, lengths, work, levels, loads, tokens
                 )
                 if group >= 0:
@@ -234,7 +234,7 @@ def fill(
                 num_groups += 1
                 used += 2**level
             else:
-                found = _roomiest(
+                found = _least_loaded(
                     item,
                     level,
                     num_groups - begin,

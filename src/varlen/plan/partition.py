@@ -1,4 +1,4 @@
-"""`partition`: divides weights into parts whose heaviest is light; and documents into packs of even work."""
+"""`partition`: divide weights into parts so that the heaviest is light, and documents into packs of even work."""
 
 from __future__ import annotations
 

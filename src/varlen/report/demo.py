@@ -260,9 +260,9 @@ def loss_gap(figures: DemoFigures, method: MethodFigures, other: MethodFigures) 
 def _padding(figures: DemoFigures) -> str:
     ours, masked, padded = (figures.method(name) for name in ("flattened", "padded_with_mask", "padded"))
     return (
-        f"Flattened, the random batches train {times(ours.tokens_per_s / masked.tokens_per_s)} the tokens a "
-        f"second that they do padded with a mask, and {times(ours.tokens_per_s / padded.tokens_per_s)} those "
-        "padded without one, which gives the same loss and is the stronger baseline. By CPU time it is "
+        f"Flattened, the random batches train at {times(ours.tokens_per_s / masked.tokens_per_s)} the tokens per "
+        f"second of the same batches padded with a mask, and at {times(ours.tokens_per_s / padded.tokens_per_s)} "
+        "that of batches padded without one, the stronger baseline, which gives the same loss. By CPU time it is "
         f"{times(ours.tokens_per_cpu_s / masked.tokens_per_cpu_s)} and "
         f"{times(ours.tokens_per_cpu_s / padded.tokens_per_cpu_s)}. Padding alone accounts for "
         f"{times(padded.slots_per_token)} here, {times(figures.corpus.padded_ratio)} over all documents: that "

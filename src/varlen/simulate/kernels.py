@@ -1,8 +1,8 @@
 """Kernels of the simulator and the dispatcher; `tests/oracles/simulate.py` defines in plain Python what they return.
 
 Every stream, links included, runs its tasks in a known order, so the start of a task is the longest path to it. The
-engine therefore needs no event queue: a task costs some memory accesses, and no task starts earlier because another
-one takes longer.
+simulator therefore needs no event queue: a task costs some memory accesses, and no task starts earlier because
+another one takes longer.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -333,8 +333,6 @@ def task_bytes(
 
 # The dispatcher.
 
-Float = NDArray[np.float64]
-
 _F, _B, _W = 0, 1, 2
 _NEVER = np.inf
 _ROUNDING = 1 + 1e-9
@@ -342,7 +340,8 @@ _ROUNDING = 1 + 1e-9
 
 @inlined
 def _backward_at(
-    stage: int, stages: int, done: Int32, ends_f: Float, ends_b: Float, clock: Float, send: Float, after: Int32,
+    stage: int, stages: int, done: Int32, ends_f: Float64, ends_b: Float64, clock: Float64, send: Float64,
+    after: Int32,
 ) -> Any:  # fmt: skip
     """Return the start of the earliest backward on a stage, and its chunk, the last of equals."""
     chunks, count = done.shape[1], ends_b.shape[1]
@@ -368,8 +367,8 @@ def _backward_at(
 
 @inlined
 def _forward_at(
-    stage: int, stages: int, done: Int32, ends_f: Float, clock: Float, send: Float, peaks_f: Float,
-    used: Float, allowed: Float,
+    stage: int, stages: int, done: Int32, ends_f: Float64, clock: Float64, send: Float64, peaks_f: Float64,
+    used: Float64, allowed: Float64,
 ) -> Any:  # fmt: skip
     """Return the start of the earliest forward on a stage, and its chunk, the last of equals."""
     chunks, count = ends_f.shape
@@ -406,7 +405,7 @@ def _weight_at(stage: int, stages: int, done: Int32) -> int:
 @inlined
 def _chosen(
     stage: int, stages: int, at_b: float, on_b: int, at_f: float, on_f: int, splits: bool, forward_first: bool,
-    weight: Float, clock: Float, done: Int32, peaks_b: Float, left_b: Float, used: Float, limits: Float,
+    weight: Float64, clock: Float64, done: Int32, peaks_b: Float64, left_b: Float64, used: Float64, limits: Float64,
 ) -> Any:  # fmt: skip
     """Return the next task of a stage: start, kind, chunk."""
     is_backward = at_b < at_f if forward_first else at_b <= at_f
@@ -427,8 +426,8 @@ def _chosen(
 
 @inlined
 def _account(
-    kind: int, stage: int, chunk: int, task: int, peaks_f: Float, left_f: Float, peaks_b: Float, left_b: Float,
-    waiting: Float, used: Float, peaks: Float,
+    kind: int, stage: int, chunk: int, task: int, peaks_f: Float64, left_f: Float64, peaks_b: Float64,
+    left_b: Float64, waiting: Float64, used: Float64, peaks: Float64,
 ) -> None:  # fmt: skip
     """Update the memory of a stage by one task: its peak, and the bytes that it leaves on each rank."""
     for rank in range(peaks_f.shape[0]):
@@ -445,24 +444,24 @@ def _account(
 
 @compiled
 def dispatch(
-    forward: Float,
-    backward: Float,
-    weight: Float,
-    send_forward: Float,
-    send_backward: Float,
+    forward: Float64,
+    backward: Float64,
+    weight: Float64,
+    send_forward: Float64,
+    send_backward: Float64,
     after: Int32,
-    forward_peaks: Float,
-    forward_left: Float,
-    backward_peaks: Float,
-    backward_left: Float,
-    waiting: Float,
-    begins: Float,
-    limits: Float,
-    allowed: Float,
+    forward_peaks: Float64,
+    forward_left: Float64,
+    backward_peaks: Float64,
+    backward_left: Float64,
+    waiting: Float64,
+    begins: Float64,
+    limits: Float64,
+    allowed: Float64,
     splits: bool,
     forward_first: bool,
     codes: NDArray[np.uint8],
-    peaks: Float,
+    peaks: Float64,
     limit_s: float = np.inf,
 ) -> float:
     """Run a pipeline by the rule of `varlen.simulate.dispatch`; returns seconds, or inf if memory doesn't suffice."""

@@ -175,8 +175,8 @@ def check_variables(variables: Mapping[str, Any]) -> None:
     for name in variables:
         if name in _OWN or not str(name).isidentifier():
             raise SettingError(
-                f"a chat template can't be given the variable {name!r}: {', '.join(_OWN)} are its own, and a name "
-                "has letters, digits and _"
+                f"the variable {name!r} can't be passed to a chat template: {', '.join(_OWN)} are reserved, and a "
+                "name has only letters, digits and _"
             )
 
 

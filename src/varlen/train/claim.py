@@ -47,7 +47,7 @@ def claimed(folder: Path) -> Iterator[None]:
         found = file.read(_MOST_BYTES)
         if found and not _WRITTEN.fullmatch(found):
             raise SettingError(
-                f"{folder / _NAME} isn't varlen's, which keeps other runs out by a file of that name; {_OUT}"
+                f"{folder / _NAME} wasn't written by varlen, which uses a file of that name as a lock; {_OUT}"
             )
         file.seek(0)
         file.truncate(0)
@@ -124,4 +124,4 @@ def _check_plans(path: Path) -> None:
     except (OSError, ValueError, TypeError, RecursionError):
         is_ours = False
     if not is_ours:
-        raise SettingError(f"{path} isn't varlen's, which notes there how steps were planned; {_OUT}")
+        raise SettingError(f"{path} wasn't written by varlen, which records the plans of steps there; {_OUT}")

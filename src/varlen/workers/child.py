@@ -184,8 +184,8 @@ def fresh_interpreter(
             )
     except OSError as error:
         raise WorkerDiedError(
-            f"no other process can be started ({error.strerror or error}); what is finished is kept: run the same "
-            "again with fewer processes"
+            f"another process can't be started ({error.strerror or error}); finished work is kept: run the same "
+            "command again with fewer processes"
         ) from error
 
 

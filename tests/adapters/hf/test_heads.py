@@ -355,9 +355,7 @@ def test_modules_put_into_layers_are_looked_at(adapter):
     elif isinstance(adapter, nn.Conv1d):  # of one token each: the shapes aren't its own, but nothing is mixed
         assert hf.model_inputs(batch_of("rows")[1], model)
     else:
-        with pytest.raises(
-            ModelError, match=r"statistics of the whole batch|code of its own \((ByRow|Causal)"
-        ):
+        with pytest.raises(ModelError, match=r"statistics of the whole batch|custom code \((ByRow|Causal)"):
             hf.model_inputs(batch_of("rows")[1], model)
 
 
@@ -380,7 +378,7 @@ def test_unknown_code_is_refused_until_verify_has_found_documents_apart(kind, is
     batch = batch_of("rows")[1]
 
     with pytest.raises(
-        ModelError, match=rf"code of its own \({kind.__name__} in layers.0\).*vl\.verify\(model\)"
+        ModelError, match=rf"custom code \({kind.__name__} in layers.0\).*vl\.verify\(model\)"
     ):
         hf.model_inputs(batch, model)
     report = vl.verify(model, backends=["eager"], layouts=["rows"], calls=False, gradients=False)
@@ -388,7 +386,7 @@ def test_unknown_code_is_refused_until_verify_has_found_documents_apart(kind, is
     if is_apart:
         assert furthest_from_alone(model) < TOLERANCE
         return
-    with pytest.raises(ModelError, match="code of its own"):
+    with pytest.raises(ModelError, match="custom code"):
         hf.model_inputs(batch, model)
 
 
@@ -572,7 +570,7 @@ OF_ONES_OWN = {
 
 @pytest.mark.parametrize("name", OF_ONES_OWN)
 def test_code_that_was_put_on_modules_is_unknown(name):
-    with pytest.raises(ModelError, match=r"code of its own \(.*vl\.verify\(model\)"):
+    with pytest.raises(ModelError, match=r"custom code \(.*vl\.verify\(model\)"):
         hf.model_inputs(batch_of("rows")[1], OF_ONES_OWN[name]())
 
 
@@ -584,7 +582,7 @@ def test_code_that_was_put_on_a_librarys_class_is_unknown(put, monkeypatch):
     family = "mixtral" if put == "_apply_gate" else "llama"
     model = tiny_class(family, f"{family.title()}ForCausalLM", is_decoder=True)
 
-    with pytest.raises(ModelError, match=rf"code of its own \({kind.__name__} in"):
+    with pytest.raises(ModelError, match=rf"custom code \({kind.__name__} in"):
         hf.model_inputs(batch_of("rows")[1], model)
 
 
@@ -596,7 +594,7 @@ def test_a_part_of_a_librarys_class_that_is_replaced_in_a_subclass_is_unknown():
     model = tiny_class("mixtral", "MixtralForCausalLM", is_decoder=True)
     model.model.layers[0].mlp.experts.__class__ = Gated
 
-    with pytest.raises(ModelError, match=r"code of its own \(Gated in"):
+    with pytest.raises(ModelError, match=r"custom code \(Gated in"):
         hf.model_inputs(batch_of("rows")[1], model)
 
 

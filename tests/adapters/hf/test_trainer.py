@@ -327,7 +327,7 @@ def test_a_checkpoint_of_another_trainer_is_refused_unless_the_place_is_said(sto
     del state["stateful_callbacks"]["LoaderPlace"]
     saved.write_text(json.dumps(state))
 
-    with pytest.raises(StateError, match=r"holds no place.*seek\(2\), and pass ignore_data_skip=True"):
+    with pytest.raises(StateError, match=r"holds no loader state.*seek\(2\), and pass ignore_data_skip=True"):
         trainer_for(tmp_path / "on", store).train(str(saved.parent))
     loader = packed_loader(first.args, store)
     loader.seek(2)

@@ -273,7 +273,7 @@ def test_files_that_hold_no_packed_rows_are_refused(tmp_path):
 
     with pytest.raises(SourceError, match=r"a\.idx\.parquet has no column .*loss_mask"):
         dataset(tmp_path / "a.idx.parquet")
-    with pytest.raises(SourceError, match="without a row"):
+    with pytest.raises(SourceError, match="with no row"):
         dataset(tmp_path / "b.idx.parquet")
     with pytest.raises(SourceError):
         dataset(tmp_path / "none.idx.parquet")
@@ -423,7 +423,7 @@ TWO = stored_rows([[4, 2], [3]])
         ),
         (
             replace(TWO, seq_lengths=np.array([3, 1, -1], dtype=np.int32)),
-            "row 1: `seq_lengths` has a document shorter than nothing",
+            "row 1: `seq_lengths` has a negative length",
         ),
     ],
 )

@@ -456,7 +456,7 @@ def test_a_stream_whose_rows_change_their_type_is_refused():
         yield {"input_ids": [1]}
         yield {"input_ids": ["a"]}
 
-    with pytest.raises(DocumentsError, match=r"have no one type.*make the stream with features"):
+    with pytest.raises(DocumentsError, match=r"differ in type.*make the stream with features"):
         list(pack_dataset(IterableDataset.from_generator(rows), 4, map_kwargs={"batch_size": 1}))
 
 

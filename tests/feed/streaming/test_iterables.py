@@ -148,7 +148,7 @@ def test_a_generator_is_read_once_and_more_is_refused_with_the_line_to_write():
         assert found == drained(again)[0]
         loader.load_state_dict(states[3])
         with pytest.raises(
-            SourceError, match=r"can be iterated over once.*PackedLoader\(lambda: rows\(\), ...\)"
+            SourceError, match=r"can be iterated over only once.*PackedLoader\(lambda: rows\(\), ...\)"
         ):
             next(loader)
     with loader_of((row for row in ROWS), epochs=1) as fresh:
@@ -160,7 +160,7 @@ def test_a_generator_is_read_once_and_more_is_refused_with_the_line_to_write():
 
 def test_a_function_that_gives_the_same_iterator_again_is_refused():
     used, inner = iter(ROWS), iter(ROWS)
-    said = r"same iterator again|no row when it is"
+    said = r"same exhausted iterator again|no row when it is"
     for function in (lambda: used, lambda: (row for row in inner)):
         with loader_of(function) as loader, pytest.raises(SourceError, match=said):
             list(loader)

@@ -54,8 +54,8 @@ _ALL_TOKENS = (
 """torch's own modules that mix the tokens of a row without regard to documents."""
 _ONE_A_ROW = "give it one document a row (padded)"
 _TRY = (
-    "call vl.verify(model) once in this program: where it finds documents apart, model_inputs takes the model "
-    f"from then on; else {_ONE_A_ROW}"
+    "call vl.verify(model) once in this program: if it finds the documents isolated, model_inputs accepts the model "
+    f"from then on; otherwise {_ONE_A_ROW}"
 )
 
 _INSPECTED: WeakKeyDictionary[Any, tuple[str | None, str | None]] = WeakKeyDictionary()
@@ -79,7 +79,7 @@ def check_family(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def trying() -> Iterator[None]:
+def accepting_unknown_code() -> Iterator[None]:
     """Accept models with unknown code within the block, in order to try them."""
     token = _TRYING.set(True)
     try:
@@ -88,9 +88,9 @@ def trying() -> Iterator[None]:
         _TRYING.reset(token)
 
 
-def found_apart(model: Any, is_apart: bool) -> None:
+def record_isolation(model: Any, is_isolated: bool) -> None:
     """Record whether a model that was tried keeps documents apart."""
-    (_TRIED.add if is_apart else _TRIED.discard)(unwrap(model))
+    (_TRIED.add if is_isolated else _TRIED.discard)(unwrap(model))
 
 
 def _two_sequences(base: Any) -> str | None:
@@ -144,8 +144,8 @@ def _recurrence(base: Any) -> str | None:
 def _inspected(base: Any, *, has_boundaries: bool) -> tuple[str | None, str | None]:
     """Inspect a model's modules, once per model, as there may be thousands and this runs for every batch."""
     if base not in _INSPECTED:
-        decoder = _mixer(base)
-        reason, unknown = _direction(decoder), None
+        decoder = _decoder_of(base)
+        reason, unknown = _bidirectional_reason(decoder), None
         if not reason:
             reason, unknown = _modules(decoder, has_boundaries=has_boundaries)
         if not reason and decoder is base and getattr(base, "pooler", None) is not None:
@@ -153,15 +153,15 @@ def _inspected(base: Any, *, has_boundaries: bool) -> tuple[str | None, str | No
                 "pools (its pooler gives one vector a row, which the row's documents would share), unless it is made "
                 "with add_pooling_layer=False"
             )
-        for look in (_no_sign_of_causality, partial(head_fault, base)):
-            if not reason and (look is _no_sign_of_causality or decoder is not base):
+        for look in (_unproven_causality, partial(head_fault, base)):
+            if not reason and (look is _unproven_causality or decoder is not base):
                 reason, more = look(decoder)
                 unknown = unknown or more
         _INSPECTED[base] = reason, unknown
     return _INSPECTED[base]
 
 
-def _mixer(base: Any) -> Any:
+def _decoder_of(base: Any) -> Any:
     """Return the decoder; if the model doesn't name one, the only transformers model within it."""
     decoder = text_decoder(base)
     if decoder is not base or is_known(type(base)):
@@ -172,7 +172,7 @@ def _mixer(base: Any) -> Any:
     return text_decoder(within[0]) if len(within) == 1 else decoder
 
 
-def _direction(decoder: Any) -> str | None:
+def _bidirectional_reason(decoder: Any) -> str | None:
     """Return why a decoder attends in both directions, by its modules or by its masks; None if it doesn't."""
     for name, module in decoder.named_modules():
         if name.rpartition(".")[2] not in CROSS_ATTENTION and getattr(module, "is_causal", True) is False:
@@ -188,7 +188,7 @@ def _direction(decoder: Any) -> str | None:
     return None
 
 
-def _no_sign_of_causality(decoder: Any) -> tuple[str | None, str | None]:
+def _unproven_causality(decoder: Any) -> tuple[str | None, str | None]:
     """Return why a decoder may not be causal, judged by its code and transformers' list of causal families."""
     from transformers.models.auto import modeling_auto as auto
 
@@ -220,10 +220,7 @@ def _names_in(kind: Any) -> frozenset[str]:
     """
     codes: list[CodeType] = []
     for each in kind.__mro__:
-        if each.__module__ not in (
-            "transformers.modeling_utils",
-            "builtins",
-        ) and not each.__module__.startswith("torch."):
+        if not each.__module__.startswith(("transformers.modeling_utils", "builtins", "torch.")):
             for attribute in vars(each).values():
                 codes += _codes_of(attribute)
     names: set[str] = set()
@@ -263,7 +260,7 @@ def _modules(decoder: Any, *, has_boundaries: bool) -> tuple[str | None, str | N
                 accepted = f"{name}."
                 continue
             unknown = unknown or (
-                f"runs code of its own ({own} in {name or 'the decoder'}), and which tokens that mixes is unknown"
+                f"runs custom code ({own} in {name or 'the decoder'}), which may mix tokens of different documents"
             )
     return None, unknown
 
@@ -409,9 +406,8 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
     inside = set(map(id, decoder.modules()))
     for name, module in base.named_modules():
         if id(module) not in inside and (put := put_on(module)):
-            return (
-                None,
-                f"runs code of its own ({put} in {name or 'the model'}), and which tokens that mixes is unknown",
+            return None, (
+                f"runs custom code ({put} in {name or 'the model'}), which may mix tokens of different documents"
             )
     own = plain_class(type(base)).__name__
     trusted = own in _names(*_HEADS_OF_TOKENS) and is_known(type(base))
@@ -423,8 +419,8 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
         copied = _copy(base, decoder)
         outputs = _outputs(base, copied)
         by_token = all(map(_is_of_tokens, outputs.values()))
-        joined = (
-            _joined(copied, lambda *given: dict(_output_of(base, copied, *given)), *_DOCUMENTS)
+        coupled = (
+            _coupled_output(copied, lambda *given: dict(_output_of(base, copied, *given)), *_DOCUMENTS)
             if by_token
             else None
         )
@@ -432,9 +428,8 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
         if own in _names(*_POOLING_HEADS) and is_known(type(base)):
             return f"pools ({own}): it gives one answer a row, which the row's documents would share", None
         why = described(error, kind=True, most=120)
-        return (
-            None,
-            f"has a head that couldn't be tried alone ({why}), so it may mix tokens of different documents",
+        return None, (
+            f"has a head that couldn't be run alone ({why}), so it may mix tokens of different documents"
         )
     if not outputs:
         return None, "gives no numbers to compare, so its head may mix tokens of different documents"
@@ -445,13 +440,13 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
                 "the documents of a row share it",
                 None,
             )
-        if name == joined or _reaches(values):
+        if name == coupled or _depends_on_others(values):
             return (
                 f"mixes the tokens of a row in its head ({own}): {name} at one token depends on others",
                 None,
             )
-    if not any(_moves(values) for values in outputs.values()):
-        return None, "has a head that answers the same to any token when it is tried alone"
+    if not any(_depends_on_own_token(values) for values in outputs.values()):
+        return None, "has a head whose output doesn't depend on its token when it is run alone"
     return None, None
 
 
@@ -474,11 +469,12 @@ def acts_on_tokens(module: Any, width: int | None) -> bool:
             continue
         if not all(torch.is_tensor(each) for _, each in tries) or not _is_of_tokens(tries):
             continue
-        if _reaches(tries) or not _moves(tries):
+        if _depends_on_others(tries) or not _depends_on_own_token(tries):
             continue
         hidden = [torch.sin(ids[..., None] * torch.arange(1.0, size + 1)) for ids in _DOCUMENTS]
+        documents = _DOCUMENTS if is_table else hidden
         try:
-            if _joined(copied, partial(_named, copied), *(_DOCUMENTS if is_table else hidden)) is None:
+            if _coupled_output(copied, partial(_named, copied), *documents) is None:
                 return True
         except Exception:  # the module may run any code
             continue
@@ -539,10 +535,10 @@ def _output_of(
 ) -> list[tuple[str, torch.Tensor]]:
     arguments = _taken(base, {"input_ids": ids, "position_ids": positions, "use_cache": False})
     with torch.no_grad():
-        return _numbers(type(base).forward(copied, **arguments))
+        return _float_tensors(type(base).forward(copied, **arguments))
 
 
-def _joined(copied: Any, call: Call, first: torch.Tensor, second: torch.Tensor) -> str | None:
+def _coupled_output(copied: Any, call: Call, first: torch.Tensor, second: torch.Tensor) -> str | None:
     """Return an output in which a document's tokens depend on the other one, the row's width or their index in it.
 
     In training mode, in which modules may be random, only rows of one width are compared, with one seed.
@@ -583,7 +579,7 @@ def _taken(base: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _numbers(output: Any) -> list[tuple[str, torch.Tensor]]:
+def _float_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the floating-point tensors of an output by name, without scalars, which are losses."""
     if hasattr(output, "items"):
         pairs = [(str(name), value) for name, value in output.items()]
@@ -602,7 +598,7 @@ def _is_of_tokens(tries: Tries) -> bool:
     return all(each.ndim >= 2 and tuple(each.shape[:2]) == (1, TOKENS) for _, each in tries)
 
 
-def _reaches(tries: Tries) -> bool:
+def _depends_on_others(tries: Tries) -> bool:
     """Return whether the output at any token depends on another token."""
     before = tries[0][1][0].reshape(TOKENS, -1).float()
     scale = float(before.abs().max().clamp(min=1e-6))
@@ -614,7 +610,7 @@ def _reaches(tries: Tries) -> bool:
     return False
 
 
-def _moves(tries: Tries) -> bool:
+def _depends_on_own_token(tries: Tries) -> bool:
     """Return whether the output at any token depends on that token."""
     return any(not torch.equal(tries[0][1][0, token], each[0, token]) for token, each in tries[1:])
 

@@ -71,9 +71,9 @@ class PackedTraining(_BeforeTrainer):
         check_settings(self)
         check_family(self.model)
         check_head(self)
-        self._asks_ranks = loss_weighting != "token" or loader.has_weights
-        self._weighs = self._asks_ranks or not self.model_accepts_loss_kwargs
-        if self._weighs:
+        self._reduces_weights = loss_weighting != "token" or loader.has_weights
+        self._applies_weights = self._reduces_weights or not self.model_accepts_loss_kwargs
+        if self._applies_weights:
             check_own_loss(self)
             self.loss_is_scaled_for_ga = True
         self.add_callback(LoaderPlace())
@@ -101,7 +101,7 @@ class PackedTraining(_BeforeTrainer):
         steps, an_epoch = self._num_steps(), None
         if steps == 0:
             raise SettingError(
-                "the loader has given all its batches; train_loader.seek(0) starts over, and so does a new one"
+                "the loader has given all its batches; to start over, call train_loader.seek(0) or make a new loader"
             )
         if steps is not None:
             an_epoch = -(-steps // (self.train_loader.settings.epochs or 1))
@@ -135,7 +135,7 @@ class PackedTraining(_BeforeTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[PackedBatch | None], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
-        """Return the batches of a step, and what its losses are divided by: over all of them and all ranks."""
+        """Return the batches of a step, and the divisor of its losses, summed over these batches and all ranks."""
         assert self._batches is not None
         self._batches.begin_step(self.state.global_step)
         drawn = (batch for batch in epoch_iterator if batch is not None)
@@ -151,7 +151,7 @@ class PackedTraining(_BeforeTrainer):
             }
             for batch in batches
         ]
-        if not self._asks_ranks:
+        if not self._reduces_weights:
             return made, torch.tensor(batches[0].step_num_targets, device=device)
         for inputs, batch in zip(made, batches):
             inputs[WEIGHTS] = batch.loss_weights(self.loss_weighting)
@@ -162,7 +162,7 @@ class PackedTraining(_BeforeTrainer):
         """Compute one batch's loss and gradients, after making the arguments that this model wants."""
         batch: PackedBatch = inputs[PACKED]
         wanted = model_inputs(batch, self.model)
-        if self._weighs:
+        if self._applies_weights:
             wanted[WEIGHTS] = inputs.get(WEIGHTS, batch.loss_weights("token"))
             wanted["labels"] = batch.labels
         with noise_of_documents(self, batch):
@@ -284,9 +284,7 @@ class LoaderPlace(TrainerCallback, ExportableState):
         """Set the data set again, as the Trainer may have created this object from a checkpoint."""
         del args, control
         self.batches, self.trainer_state = rest["train_dataloader"].dataset, state
-        state.stateful_callbacks.setdefault(
-            type(self).__name__, {}
-        )  # missing in another Trainer's checkpoint
+        state.stateful_callbacks.setdefault(type(self).__name__, {})  # not in another Trainer's checkpoint
 
     def state(self) -> dict[str, Any]:
         """Return the loader's state in transformers' format of exportable states."""
@@ -311,7 +309,7 @@ def _saved_state(state: Any, folder: str | Path) -> Mapping[str, Any]:
     found = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {}).get("place")
     if found is None:
         raise StateError(
-            f"{folder} holds no place of a loader, since another Trainer saved it; to go on after its "
+            f"{folder} holds no loader state, since another Trainer saved it; to continue after its "
             f"{state.global_step:,} steps call loader.seek({state.global_step}), and pass ignore_data_skip=True"
         )
     return found

@@ -114,7 +114,7 @@ def _faults(rows: PackedRows) -> list[_Fault]:
         long, negative = np.unique(owners[lengths > stored - 1]), np.unique(owners[lengths < 0])
         faults += [
             (long, lambda _: "`seq_lengths` has a document longer than what is stored of it"),
-            (negative, lambda _: "`seq_lengths` has a document shorter than nothing"),
+            (negative, lambda _: "`seq_lengths` has a negative length"),
         ]
     return faults
 
@@ -145,7 +145,7 @@ NEWEST: Dialect = "0.6"
 
 
 def as_dialect(dialect: str) -> Dialect:
-    """Return a dialect by its name, or by the release that speaks it.
+    """Return a dialect by its name, or by a release that uses it.
 
     >>> as_dialect("v0.3.1"), as_dialect("0.5.0"), as_dialect("0.7")
     ('0.4', '0.5', '0.6')
@@ -173,7 +173,7 @@ def near_multiples(size: int, multiple: int) -> str:
 
 
 def is_before_parquet(dialect: str) -> bool:
-    """Return whether a release is 0.3, whose packed files are `.npy` alone; it speaks the dialect of 0.4.
+    """Return whether a release is 0.3, whose packed files are `.npy` alone; its dialect is that of 0.4.
 
     >>> is_before_parquet("0.3.1"), is_before_parquet("0.4")
     (True, False)

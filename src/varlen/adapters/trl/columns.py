@@ -42,10 +42,11 @@ class Rows:
         )
 
 
-def listed(packing: Packing) -> Rows:
-    """Return the packs of a Packing in TRL's order: opened from the longest piece to the shortest, and so filled.
+def in_trl_order(packing: Packing) -> Rows:
+    """Return the packs of a Packing in TRL's order.
 
-    Equal lengths keep input order, as in TRL. What `wrapped` made stands in that order already.
+    Packs are opened, and pieces placed in them, from the longest piece to the shortest. Equal lengths keep input
+    order, as in TRL. What `wrapped` made is in that order already.
     """
     lengths = packing.lengths
     if packing.method == "wrapped" or not packing.num_packs:
@@ -124,7 +125,7 @@ def _lengths(column: pa.Array, name: str, done: int) -> IntArray:
 
 
 def packed(
-    batches: Sequence[pa.RecordBatch], stored_rows: IntArray, rows: Rows, schema: pa.Schema, *, marked: bool
+    batches: list[pa.RecordBatch], stored_rows: IntArray, rows: Rows, schema: pa.Schema, *, with_lengths: bool
 ) -> pa.Table:
     """Return rows of packed documents, every column in its type.
 
@@ -154,11 +155,11 @@ def packed(
             begins[order] = np.cumsum(lengths[order]) - lengths[order]
             values = _gathered(values, begins, lengths)
         columns.append(_lists(row_offsets, values, field.type))
-    if not marked:
+    if not with_lengths:
         return pa.Table.from_arrays(columns, schema=schema)
     seq = pa.array(rows.lengths, seq_type(schema).value_type)
     columns.append(_lists(rows.offsets, seq, seq_type(schema)))
-    return pa.Table.from_arrays(columns, schema=marked_schema(schema))
+    return pa.Table.from_arrays(columns, schema=schema_with_lengths(schema))
 
 
 def seq_type(schema: pa.Schema) -> pa.DataType:
@@ -166,7 +167,7 @@ def seq_type(schema: pa.Schema) -> pa.DataType:
     return pa.list_(pa.int64() if pa.types.is_large_list(schema.field(0).type) else pa.int32())
 
 
-def marked_schema(schema: pa.Schema) -> pa.Schema:
+def schema_with_lengths(schema: pa.Schema) -> pa.Schema:
     """Return a schema with `seq_lengths`, and without the columns' earlier metadata."""
     return pa.schema([*schema, pa.field(SEQ_LENGTHS, seq_type(schema))])
 

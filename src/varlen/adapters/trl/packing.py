@@ -17,10 +17,10 @@ from varlen.adapters.trl.columns import (
     SEQ_LENGTHS,
     Rows,
     Strategy,
+    in_trl_order,
     lengths_of,
-    listed,
-    marked_schema,
     packed,
+    schema_with_lengths,
     warn_of_truncation,
 )
 from varlen.arguments import as_choice, as_count
@@ -132,14 +132,16 @@ def _packed_dataset(dataset: Any, capacity: int, strategy: Strategy, settings: d
     batches, schema, rows = _stored(dataset)
     plan = pack(lengths_of(batches, schema)[rows], capacity, method, overlong)
     warn_of_truncation(plan.ledger, capacity)
-    marked = strategy != "wrapped"
+    with_lengths = strategy != "wrapped"
     features = dict(dataset.features)
-    if marked:
-        features[SEQ_LENGTHS] = Features.from_arrow_schema(marked_schema(schema))[SEQ_LENGTHS]
+    if with_lengths:
+        features[SEQ_LENGTHS] = Features.from_arrow_schema(schema_with_lengths(schema))[SEQ_LENGTHS]
     info = DatasetInfo(description=dataset.info.description, features=None)
     numbers = Dataset.from_dict({"row": np.arange(plan.num_packs)}, info=info, split=dataset.split)
     if plan.num_packs:
-        function = functools.partial(_written, dataset=dataset, rows=listed(plan), marked=marked)
+        function = functools.partial(
+            _written, dataset=dataset, rows=in_trl_order(plan), with_lengths=with_lengths
+        )
         made = numbers.with_format("arrow").map(
             function,
             batched=True,
@@ -154,7 +156,7 @@ def _packed_dataset(dataset: Any, capacity: int, strategy: Strategy, settings: d
         made = Dataset(empty, info=DatasetInfo(description=info.description), split=dataset.split)
     format = dict(dataset.format)
     format.update(format.pop("format_kwargs", {}))
-    if marked:
+    if with_lengths:
         format["columns"] = [*format["columns"], SEQ_LENGTHS]
     return made.with_format(**format)
 
@@ -171,11 +173,12 @@ def _stored(dataset: Any) -> tuple[list[pa.RecordBatch], pa.Schema, IntArray]:
     return table.to_batches(), table.schema.remove_metadata(), rows
 
 
-def _written(numbers: pa.Table, *, dataset: Any, rows: Rows, marked: bool) -> pa.Table:
+def _written(numbers: pa.Table, *, dataset: Any, rows: Rows, with_lengths: bool) -> pa.Table:
     """Return rows of the packed set by number."""
     wanted = numbers["row"].to_numpy()
     batches, schema, stored_rows = _stored(dataset)
-    return packed(batches, stored_rows, rows.part(wanted[0], wanted[-1] + 1), schema, marked=marked)
+    part = rows.part(wanted[0], wanted[-1] + 1)
+    return packed(batches, stored_rows, part, schema, with_lengths=with_lengths)
 
 
 def _where(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> dict[str, Any]:

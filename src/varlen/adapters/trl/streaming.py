@@ -17,10 +17,10 @@ from varlen.adapters.trl.columns import (
     METHODS,
     SEQ_LENGTHS,
     Strategy,
+    in_trl_order,
     lengths_of,
-    listed,
-    marked_schema,
     packed,
+    schema_with_lengths,
     warn_of_truncation,
 )
 from varlen.arguments import as_count
@@ -35,14 +35,13 @@ def packed_stream(
     """Return a stream of packed rows."""
     size = None if window in (None, -1) else as_count(window, "batch_size")
     documents = dataset._ex_iterable
-    if (
-        documents.iter_arrow
-    ):  # `map` brings it into tables of `size` documents, in the types that the stream names
+    # `map` brings it into tables of `size` documents, in the types that the stream names.
+    if documents.iter_arrow:
         documents = dataset.with_format("arrow").map(_as_they_are, batched=True, batch_size=size)._ex_iterable
     rows = _PackedRows(documents, capacity, strategy, size, dataset.features)
     info = dataset.info.copy()
     if info.features is not None and strategy != "wrapped":
-        schema = marked_schema(info.features.arrow_schema)
+        schema = schema_with_lengths(info.features.arrow_schema)
         info.features = Features(
             {**info.features, SEQ_LENGTHS: Features.from_arrow_schema(schema)[SEQ_LENGTHS]}
         )
@@ -63,8 +62,7 @@ def _as_they_are(table: pa.Table) -> pa.Table:
 class _PackedRows(_BaseExamplesIterable):  # type: ignore[misc]
     """Packed rows of documents that come as Arrow tables; sharded and shuffled where those are.
 
-    Its state is the number of rows given: going on from there packs the rows before once more, without handing
-    them out.
+    Its state is the number of rows yielded; resuming packs the earlier rows again without yielding them.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ def _rows_of(
     """Yield a table of packed rows per window, and one of the rest."""
     method, overlong = METHODS[strategy]
     packer = WindowPacker(capacity=capacity, window=window or 2**31 - 1, method=method, overlong=overlong)
-    pending = _Pending(marked=strategy != "wrapped")
+    pending = _Pending(with_lengths=strategy != "wrapped")
     documents._init_state_dict()  # from the first document on, whatever was read before
     for table in _tables_of(documents, window, features):
         lengths = pending.take_in(table)
@@ -165,7 +163,7 @@ def _tables_of(
             yield table.cast(schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise DocumentsError(
-            f"the rows of this stream have no one type ({' '.join(str(error).split())}); make the stream with "
+            f"the rows of this stream differ in type ({' '.join(str(error).split())}); make the stream with "
             "features=..., which name the type of each column"
         ) from None
 
@@ -175,7 +173,7 @@ def _tables_of_rows(
 ) -> Iterator[pa.Table]:
     """Tables of documents that come as Python rows, a window at a time.
 
-    datasets would make a table of every row, and an empty list tells no type.
+    datasets would make a table of every row, and an empty list has no element type.
     """
     rows = (row for _, row in documents)
     while part := list(itertools.islice(rows, window)):
@@ -190,8 +188,8 @@ def _tables_of_rows(
 class _Pending:
     """Documents of which tokens are still to be handed out."""
 
-    def __init__(self, *, marked: bool) -> None:
-        self._marked = marked
+    def __init__(self, *, with_lengths: bool) -> None:
+        self._with_lengths = with_lengths
         self._batches: list[pa.RecordBatch] = []
         self._records: IntArray = np.empty(0, np.int64)
         self._left: IntArray = np.empty(0, np.int64)
@@ -218,12 +216,12 @@ class _Pending:
 
     def hand_out(self, packing: Packing) -> pa.Table:
         """Return packed rows, and drop documents that have been handed out whole."""
-        rows = listed(packing)
+        rows = in_trl_order(packing)
         first = int(self._records[0])
         stored_rows = np.full(self._num_records - first, -1, np.int64)
         stored_rows[self._records - first] = np.arange(self._records.size)
         rows = replace(rows, documents=rows.documents - first)
-        table = packed(self._batches, stored_rows, rows, self._schema, marked=self._marked)
+        table = packed(self._batches, stored_rows, rows, self._schema, with_lengths=self._with_lengths)
         np.subtract.at(self._left, stored_rows[rows.documents], rows.lengths)
         waiting = self._left > 0
         whole = pa.Table.from_batches(self._batches, self._schema).filter(pa.array(waiting))

@@ -50,8 +50,8 @@ def _decoded_bytes(table: Any, wanted: list[str], number: int) -> int:
 
 # The metadata of an Arrow file, parsed without decoding: offset and number of rows of each record batch.
 #
-# pyarrow tells the rows only of a batch that it can decode. For one that it can't, the header of its message says how
-# many there are, in the layout of https://arrow.apache.org/docs/format/Columnar.html.
+# pyarrow reports the number of rows only of batches that it can decode. For others, the number is read from the
+# header of the message, in the layout of https://arrow.apache.org/docs/format/Columnar.html.
 
 MAGIC = b"ARROW1"
 _CONTINUES = b"\xff\xff\xff\xff"

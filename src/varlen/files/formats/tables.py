@@ -204,7 +204,7 @@ def _parquet(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: 
             for batch in row_groups.batches(table, stored, wanted, columns, group):
                 yield batch
                 done += batch.num_rows
-            failed: Exception = SourceError("it holds fewer rows than it says")
+            failed: Exception = SourceError("it holds fewer rows than its metadata states")
         except Exception as error:
             if not is_damage(error):
                 raise
@@ -250,7 +250,7 @@ def _file_batches(table: Any, stored: BinaryIO, start: int, stop: int | None) ->
 
 
 def _stream_batches(table: Any, stored: BinaryIO) -> Iterator[Any]:
-    """Yield the record batches of a stream; one of which only the values are damaged is skipped."""
+    """Yield the record batches of a stream; a batch of which only the values are damaged is reported."""
     for number in itertools.count(1):
         before = stored.tell()
         try:

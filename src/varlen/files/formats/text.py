@@ -23,7 +23,7 @@ def read(file: File, cut: Cut) -> Iterator[Rows]:
         _refuse_rows(file, stream)
         documents = _whole(stream, file.path) if cut == "file" else _parts(stream, file.path, cut)
         unit = "" if cut == "file" else "line"
-        # Only size fills a batch: every document has some.
+        # No document is empty, so a batch reaches its size before its number of rows.
         yield from gather(_rows(documents), names=["text"], path=file.path, unit=unit, most_rows=BATCH_SIZE)
 
 
@@ -39,7 +39,7 @@ def _refuse_rows(file: File, stream: BinaryIO) -> None:
         DOCUMENT_FIELDS
     ):
         raise SourceError(
-            f"{file.path} holds rows as JSON, though its name says text; rename it, or say which is meant: "
+            f"{file.path} holds JSON rows, though its suffix is that of text; rename it, or pass its format: "
             f'--read-as {rows} or --read-as text (format="{rows}", format="text")'
         )
 

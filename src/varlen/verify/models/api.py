@@ -15,7 +15,7 @@ import transformers
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries
-from varlen.adapters.hf.mixing import check_family, found_apart, segment_numbers, trying
+from varlen.adapters.hf.mixing import accepting_unknown_code, check_family, record_isolation, segment_numbers
 from varlen.adapters.hf.model import family
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError, described
@@ -129,7 +129,7 @@ def verify(
         calls=tuple(_call_cells(models, cells, batches, seed)) if calls else (),
         attention=_picture(models["eager"], cells, batches, seed) if "eager" in names else None,
     )
-    found_apart(model, report.ok)
+    record_isolation(model, report.ok)
     return report
 
 
@@ -180,7 +180,7 @@ def _notes(model: Any, batches: dict[Layout, PackedBatch]) -> list[str]:
     ]
     found += [
         f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, dynamic), "
-        "packed or not; the check's are shorter, or see it"
+        "packed or not; this check covers that only if its own documents are longer"
         for limit in sorted({limit for _, limit in batch_wide_rotary(hf.text_config(model))})
     ]
     return found
@@ -203,7 +203,7 @@ def _with_attention(loaded: LoadedModel, backend: str) -> Any:
             return ModelError(first_sentence(cause) if is_clear else f'{name} has no attention "{backend}"')
 
 
-@trying()
+@accepting_unknown_code()
 def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: int) -> Cell:
     """Try one backend and layout with varlen's own arguments."""
     try:
@@ -368,7 +368,7 @@ def _called(model: Any, call: Call, backend: str, batch: PackedBatch, report: Is
     return replace(cell, kind=errors[0].kind, why=errors[0].what, fix=errors[0].fix)
 
 
-@trying()
+@accepting_unknown_code()
 def _picture(
     model: Any, cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
 ) -> AttentionPicture | None:

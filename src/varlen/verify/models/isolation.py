@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from varlen.adapters import hf
-from varlen.adapters.hf.mixing import trying
+from varlen.adapters.hf.mixing import accepting_unknown_code
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.models.backends import computed_in
@@ -118,7 +118,7 @@ class IsolationReport:
         return "\n".join([*lines, f"  {self.reason}"] if self.reason else lines)
 
 
-@trying()
+@accepting_unknown_code()
 def check_isolation(
     model: Any,
     batch: PackedBatch | None = None,

@@ -502,7 +502,7 @@ def test_a_run_that_is_repeated_adds_nothing_unless_it_is_asked_for(tmp_path):
         ({"dataset_max_seqlen": 4097}, "`dataset_max_seqlen` is 4,097, more than `pack_size`, 4,096"),
         ({"min_packed_seqlen": 5000}, "`min_packed_seqlen` is 5,000, more than `pack_size`, 4,096"),
         ({"packing_factor": 99.0}, "`packing_factor` is 99.0, more than `max_samples_per_bin`"),
-        ({"packing_efficiency": 120}, "`packing_efficiency` is 120, more than percent of a pack, 100"),
+        ({"packing_efficiency": 120}, "`packing_efficiency` is 120, more than a full pack in percent, 100"),
         (
             {"dataset_max_seqlen": 10, "max_samples_per_bin": 6},
             "`min_packed_seqlen` is 3,100, more than `max_samples_per_bin` documents of `dataset_max_seqlen`, 60",

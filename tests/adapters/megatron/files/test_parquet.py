@@ -262,7 +262,7 @@ def test_files_of_something_else_are_refused_by_name_and_column(tmp_path):
     with pytest.raises(SourceError, match="row 2 holds null in `input_ids`"):
         PackedParquet(path).rows([0])
     pq.write_table(pa.table({name: pa.array([], type=pa.list_(pa.int64())) for name in NAMES}), path)
-    with pytest.raises(SourceError, match="without a row"):
+    with pytest.raises(SourceError, match="with no row"):
         PackedParquet(path)
     path.write_bytes(b"PAR1 and no more")
     with pytest.raises(SourceError, match="is not a Parquet file, or is damaged"):
@@ -332,7 +332,7 @@ def test_row_groups_without_rows_are_passed_over(tmp_path):
 
 
 def test_settings_that_no_file_can_have_are_refused(tmp_path):
-    with pytest.raises(SettingError, match=r"must end in \.idx\.parquet"):
+    with pytest.raises(SettingError, match=r"must end in \.parquet or \.pq"):
         PackedParquetWriter(tmp_path / "a.npy")
     with pytest.raises(SettingError, match="row_group_tokens must be at least 1, got 0"):
         PackedParquetWriter(tmp_path / "a.parquet", row_group_tokens=0)

@@ -1,4 +1,4 @@
-"""The metadata beside packed files: what constant shapes of batches, and CUDA graphs, are computed from.
+"""The metadata beside packed files, from which the constant batch shapes for CUDA graphs are computed.
 
 `NAME_metadata.jsonl` is one JSON array in the releases, in spite of its name: every run appends an object to it, one
 for each split as a rule, and readers take the largest and smallest of all.
@@ -67,7 +67,7 @@ class PackCounts:
         return self.add(rows.stored_lengths - 1, rows.document_offsets)
 
     def entry(self, pack_size: int) -> Entry:
-        """Return what a run of the releases would say of these packs, in the same order and rounding.
+        """Return the entry that Megatron-Bridge would write for these packs, with the same key order and rounding.
 
         Args:
             pack_size: positions that a pack may hold.
@@ -85,7 +85,7 @@ class PackCounts:
         return self.figures(pack_size)
 
     def figures(self, pack_size: int) -> Entry:
-        """Return the same of any packs, such as those of a document that is longer than a pack.
+        """Return the entry even if a document is longer than a pack.
 
         Args:
             pack_size: positions that a pack may hold.
@@ -101,7 +101,7 @@ class PackCounts:
 
 
 def metadata_entry(lengths: npt.ArrayLike, offsets: npt.ArrayLike, pack_size: int) -> Entry:
-    """Return what a run of Megatron-Bridge says of its packs.
+    """Return the entry that Megatron-Bridge writes for these packs.
 
     Args:
         lengths, offsets: as in `PackCounts.add`.
@@ -254,7 +254,7 @@ def _check(entry: Any, where: str) -> None:
         ("min_packed_seqlen", "`pack_size`", size),
         ("min_packed_seqlen", *together),
         ("packing_factor", "`max_samples_per_bin`", most + 0.005),
-        ("packing_efficiency", "percent of a pack", 100),
+        ("packing_efficiency", "a full pack in percent", 100),
     ]
     for key, words, limit in limits:
         if entry.get(key, 0) > limit:

@@ -85,10 +85,10 @@ class PackedParquet(PackedReader):
         self._bounds = np.cumsum(np.concatenate([[0], *groups]))  # rows before each row group, over all files
         self.num_rows = int(self._bounds[-1])
         if self.num_rows == 0:
-            raise SourceError(f"{_named(self.paths)} without a row; were they written to the end?")
-        self._begin()
+            raise SourceError(f"{_named(self.paths)} with no row; was every file written completely?")
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Hold nothing open and nothing decoded yet."""
         self._process, self._lock = os.getpid(), threading.Lock()
         self._open: OrderedDict[int, Any] = OrderedDict()
@@ -103,7 +103,7 @@ class PackedParquet(PackedReader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the files again; they are opened by the first read."""
         self.__dict__.update(state)
-        self._begin()
+        self._reset()
 
     @property
     def num_row_groups(self) -> int:
@@ -128,11 +128,11 @@ class PackedParquet(PackedReader):
                         batch = next(batches, None)
                     if batch is None:
                         break
-                    yield self._whole(_decoded(batch, path, first))
+                    yield self._with_lengths_of_any(_decoded(batch, path, first))
                     first += batch.num_rows
 
-    def _whole(self, rows: PackedRows) -> PackedRows:
-        """Have rows know their lengths if those of any file do."""
+    def _with_lengths_of_any(self, rows: PackedRows) -> PackedRows:
+        """Add `seq_lengths` to the rows if any file has them."""
         return with_lengths(rows) if any(self._has_lengths) else rows
 
     def _columns(self, number: int) -> list[str]:
@@ -141,7 +141,7 @@ class PackedParquet(PackedReader):
 
     def close(self) -> None:
         """Close the files and forget what was decoded; the next read opens them again."""
-        self._own()
+        self._reset_after_fork()
         with self._lock:
             for file in self._open.values():
                 file.close()
@@ -149,14 +149,14 @@ class PackedParquet(PackedReader):
             self._kept.clear()
             self._held = 0
 
-    def _own(self) -> None:
-        """Begin anew in a process that was forked: a lock or an open file of the one before is not this one's."""
+    def _reset_after_fork(self) -> None:
+        """Reset in a forked process, which can't share its parent's lock and open files."""
         if self._process != os.getpid():
-            self._begin()
+            self._reset()
 
     def _group(self, group: int) -> PackedRows:
         """Return a row group's rows, decoded now or lately."""
-        self._own()
+        self._reset_after_fork()
         with self._lock:
             if group in self._kept:
                 self._kept.move_to_end(group)
@@ -169,7 +169,8 @@ class PackedParquet(PackedReader):
                     group - first_group, columns=self._columns(number), use_threads=False
                 )
                 batch = table.combine_chunks().to_batches()[0]
-            rows = self._whole(_decoded(batch, path, int(self._bounds[group] - self._bounds[first_group])))
+            first = int(self._bounds[group] - self._bounds[first_group])
+            rows = self._with_lengths_of_any(_decoded(batch, path, first))
             self._keep(group, rows)
             return rows
 
@@ -206,7 +207,7 @@ class PackedParquet(PackedReader):
 
 
 def _bytes(rows: PackedRows) -> int:
-    """Return the memory of rows, to within what stands once a row."""
+    """Return the approximate bytes of rows in memory."""
     return rows.input_ids.nbytes + rows.loss_mask.nbytes + 2 * rows.seq_start_id.nbytes + rows.offsets.nbytes
 
 
@@ -303,9 +304,9 @@ class PackedParquetWriter(PackedWriter):
 
     The columns are those that Megatron-Bridge 0.6 writes, of its types: `input_ids` list<int64>, `loss_mask`
     list<int8>, `seq_start_id` list<int64>. Rows that know their `seq_lengths`, the positions of input of each
-    document that aren't padding, have them in a column list<int32>, which the releases' readers leave aside. Row
-    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd; pages have
-    checksums, which our reader verifies.
+    document that aren't padding, have them in a column list<int32>, which the releases' readers ignore. Row groups
+    hold `row_group_tokens` instead of 500 rows, and columns are stored with BYTE_STREAM_SPLIT encoding under zstd;
+    pages have checksums, which our reader verifies.
     """
 
     def __init__(
@@ -328,7 +329,7 @@ class PackedParquetWriter(PackedWriter):
             SettingError: the name ends otherwise, a number is below 1, or the place can't be written.
         """
         if not str(path).lower().endswith(PARQUET):
-            raise SettingError(f"{path} must end in .idx.parquet, which Megatron-Bridge looks for")
+            raise SettingError(f"{path} must end in .parquet or .pq (Megatron-Bridge looks for .idx.parquet)")
         for name, value in (("row_group_tokens", row_group_tokens), ("row_group_rows", row_group_rows)):
             if value is not None and value < 1:
                 raise SettingError(f"{name} must be at least 1, got {value}")

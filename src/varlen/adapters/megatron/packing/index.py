@@ -1,9 +1,9 @@
-"""Packs as an index over a token store: which documents stand in which row, and no token a second time.
+"""Packs as an index over a token store: which documents are in which row; tokens are not stored again.
 
 ::
 
     INDEX/
-      .manifest.json         settings, ledger, and which token store it speaks of
+      .manifest.json         settings, ledger, and which token store it refers to
       4096_metadata.jsonl    what the release's data set reads beside a packed file
       offsets.npy            int64 [rows + 1]: where each row's pieces begin
       documents.npy          uint32 or int64 [pieces]: which document, counted over all shards
@@ -57,9 +57,9 @@ class PackIndex(PackedReader):
         """Take a store and an index of it.
 
         Args:
-            store: of the tokens.
-            arrays: of `arrays_of`, by name.
-            multiple: slots are rounded up to it.
+            store: the token store.
+            arrays: the index's arrays by name, as `arrays_of` returns them.
+            multiple: slots are rounded up to a multiple of this.
             pad_id: token of the padding.
             opened_from: the folders of the index and of the tokens.
         """
@@ -72,7 +72,7 @@ class PackIndex(PackedReader):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._opened_from is None:
-            raise SettingError("this index isn't in a folder, so that no other process can open it")
+            raise SettingError("this index isn't stored in a folder, so no other process can open it")
         return open_index, self._opened_from
 
     @property
@@ -144,7 +144,7 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
         tokens: of the token store, where it isn't where it was when the index was made.
 
     Raises:
-        SourceError: no such index, or the store holds other tokens than it speaks of.
+        SourceError: no such index, or the store holds other tokens than those that it refers to.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -169,10 +169,11 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
 def opened(
     folder: Path, store: TokenStore, fingerprint: str, multiple: int, pad_id: int, crc32: Any = None
 ) -> PackIndex:
-    """Open the arrays in a folder, over the store that they speak of; reads them once, 2 GB in about a second."""
+    """Open the arrays in a folder, over the store that they refer to; reads them once, 2 GB in about a second."""
     if store.fingerprint != fingerprint:
         raise SourceError(
-            f"{folder} is an index of other tokens than those in {store.folder}, made anew or grown; pack it again"
+            f"{folder} was made for other tokens than {store.folder} holds: the store was rewritten or extended "
+            "since, or is another one; pack it again"
         )
     arrays = {}
     for name in ("offsets", "documents", "positions", "starts"):
@@ -193,7 +194,7 @@ def opened(
 
 
 def _wrong_in(arrays: dict[str, Any], num_documents: int) -> str | None:
-    """Say what can't be of arrays that were read; None where all of it can."""
+    """Return why the arrays are inconsistent, or None if they are consistent."""
     if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
         return "its arrays aren't lists of whole numbers"
     offsets, pieces = arrays["offsets"], len(arrays["documents"])

@@ -38,11 +38,12 @@ def create_packed_seq_params_for_bin(
     *,
     split_padding: bool = False,
 ) -> PackedSeqParams:
-    """Return what attention must know about a bin, as Megatron-LM's function of this name.
+    """Return a bin's PackedSeqParams, like Megatron-LM's function of the same name.
 
-    Boundaries have `max_sequences_per_bin + 2` entries, the last ones the same, and the longest segment is always the
-    bin: a CUDA graph fits every bin. An empty bin gets those of `get_default_packed_seq_params`; there it is None,
-    and what is put in its place lacks the padded boundaries that other bins have under context parallelism.
+    Boundaries have `max_sequences_per_bin + 2` entries, filled up with the last one, and `max_seqlen` is always
+    `bin_size`, so that one CUDA graph fits every bin. An empty bin gets those of `get_default_packed_seq_params`;
+    in Megatron-LM it is None, and what is put in its place lacks the padded boundaries that other bins have under
+    context parallelism.
 
     Args:
         packing_info: of all bins, or of a rank's.
@@ -113,7 +114,7 @@ def get_default_packed_seq_params(
 def create_packed_seq_params(
     packing_context: PackingContext, *, split_padding: bool = False
 ) -> list[PackedSeqParams]:
-    """Return what attention must know about each bin of a rank, as Megatron-LM's function of this name.
+    """Return the PackedSeqParams of each bin of a rank, like Megatron-LM's function of the same name.
 
     Args:
         packing_context: of the rank.
@@ -168,8 +169,8 @@ def _params(
         or (multiple == 1 and (slots > lengths).any())
     ):
         raise DocumentsError(
-            f"{name} has sequences of {lengths} tokens at {bounds.tolist()}, which don't lie one behind the other in "
-            f"its {width:,}, rounded up to multiples of {multiple:,}"
+            f"{name} has sequences of {lengths} tokens at {bounds.tolist()}; they must follow one another from 0 "
+            f"within its {width:,} tokens, in slots rounded up to multiples of {multiple:,}"
         )
     room = most + 1 - len(lengths)  # segments that padding may be
     padding = _cut(width - int(bounds[-1]), room if split_padding else 1, multiple)
@@ -210,7 +211,7 @@ def pack_all_trajectories(
 ) -> PackingContext:
     """Pack a rollout and return what one rank trains on, as Megatron-LM's function of this name.
 
-    It packs what is gathered already: Megatron-LM's gathers it too, which takes its process groups.
+    The rollout must be gathered already; Megatron-LM's function also gathers it, through its process groups.
 
     Args:
         trajs: `[sequences, width]`, of all ranks, the same on each.
@@ -228,7 +229,7 @@ def pack_all_trajectories(
         DocumentsError: shapes that differ.
         LengthsError: lengths that aren't whole numbers from 0 to width.
         OverlongDocumentError: a sequence is longer than a bin.
-        SettingError: a rank or an algorithm that there isn't.
+        SettingError: `dp_rank` out of range, or an unknown algorithm.
     """
     if len(global_advantages) != len(trajs):
         raise DocumentsError(
@@ -346,7 +347,7 @@ def distribute_packed_bins(
 
     Raises:
         DocumentsError: shapes that differ.
-        SettingError: a rank or an algorithm that there isn't.
+        SettingError: `dp_rank` out of range, or an unknown algorithm.
     """
     ranks = as_count(dp_size, "dp_size")
     rank = as_count(dp_rank, "dp_rank", least=0, most=ranks - 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Held:
+class Resource:
     """Releases a resource once, explicitly or when garbage collected.
 
     It pickles to None: the process that made the resource outlives those that use it, and releases it.
