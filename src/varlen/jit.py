@@ -121,7 +121,7 @@ class _Kernel:
         _kernels[self.__module__][self.name] = self
 
     def __call__(self, *arguments: Any) -> Any:
-        # Thousands of calls a second take microseconds each, so work for the first call is in `_first`.
+        # Thousands of calls per second take microseconds each, so work for the first call is in `_first`.
         if not self._is_compiled or _in_python.get() or not _is_enabled:
             return self._first(arguments)
         try:
@@ -192,7 +192,7 @@ def _dispatcher(function: types.FunctionType, is_inlined: bool) -> Any:
         if kernel_cache.keep(made, inspect.getfile(function)):
             _forgive(made._cache)
         else:
-            _log.info("no folder can hold compiled kernels; %s is compiled once a process", function.__name__)
+            _log.info("no folder can hold compiled kernels; each process compiles %s", function.__name__)
     return made
 
 

@@ -84,7 +84,7 @@ def test_tokens_and_offsets_in_place_of_lengths():
 @pytest.mark.parametrize("given", ODD, ids=lambda given: type(given).__name__)
 @pytest.mark.parametrize("function", TAKE_LENGTHS)
 def test_anything_else_in_place_of_lengths(function, given):
-    assert "one whole number a document" in said(TAKE_LENGTHS[function], given)
+    assert "one whole number per document" in said(TAKE_LENGTHS[function], given)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ kernel.report()
 def test_a_kernel_runs_where_no_folder_can_be_written(machine):
     report = machine.run(NOWHERE)
 
-    assert report["messages"] == ["no folder can hold compiled kernels; add is compiled once a process"]
+    assert report["messages"] == ["no folder can hold compiled kernels; each process compiles add"]
     assert machine.kept() == []
 
 

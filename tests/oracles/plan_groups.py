@@ -206,8 +206,7 @@ def _fitted(
     groups: list[Group] = []
     for item in sorted(least, key=lambda item: -least[item]):
         choices = (
-            _least_loaded(groups, item, wider, limit_s, token_limit)
-            for wider in range(least[item], num_levels)
+            _least_loaded(groups, item, each, limit_s, token_limit) for each in range(least[item], num_levels)
         )
         chosen = next((group for group in choices if group is not None), None)
         if chosen is None:

@@ -394,13 +394,13 @@ LENGTHS: list[tuple[Any, str]] = [
     (np.array([1 + 2j]), "of document 0 is not a whole number"),
     (np.array(["2020-01-01"], "datetime64[D]"), "of document 0 is not a whole number"),
     ([[1, 2], [3, 4]], r"documents were given: entry 0 is a list of 2 \(2 of 2 are no numbers\)"),
-    (5, r"one whole number a document; a int was given, and it has the shape \(\)"),
-    (np.zeros((0, 3)), r"one whole number a document; a ndarray was given, and it has the shape \(0, 3\)"),
-    ((length for length in [1, 2]), r"one whole number a document; a generator was given"),
+    (5, r"one whole number per document; a int was given, and it has the shape \(\)"),
+    (np.zeros((0, 3)), r"one whole number per document; a ndarray was given, and it has the shape \(0, 3\)"),
+    ((length for length in [1, 2]), r"one whole number per document; a generator was given"),
     ([[1], [2, 3]], "documents were given: entry 0 is a list of 1"),
     (
         torch.ones(2, requires_grad=True),
-        "one whole number a document; a Tensor was given, and numpy can't read it",
+        "one whole number per document; a Tensor was given, and numpy can't read it",
     ),
     (pa.array([1, None]), "length nan of document 1 is not a finite number"),
 ]
@@ -530,7 +530,7 @@ def test_groups_that_do_not_fit_are_refused_with_the_limit_that_they_break():
     "groups", [[0], [0, 1, 2], [0.5, 1.0], [[0], [1]], [[0], [1, 2]], 3, ["a", "b"], [True, False]]
 )
 def test_groups_that_are_not_one_whole_number_a_document_are_refused(groups):
-    with pytest.raises(LengthsError, match=r"groups must be one whole number a document, \[2\]"):
+    with pytest.raises(LengthsError, match=r"groups must be one whole number per document, \[2\]"):
         vl.pack([5, 2], capacity=8, groups=groups)
 
 

@@ -187,7 +187,7 @@ def test_a_tight_fit_is_found_though_dealing_by_work_misses_it():
         ([1.0], 0, {}, SettingError, "number of groups must be a whole number of at least 1"),
         ([1.0], 2.0, {}, SettingError, "got 2.0"),
         ([1.0], 2, {"steps": 0}, SettingError, "steps must be .* got 0"),
-        ([1.0], 2, {"loads": [1.0]}, LengthsError, "1 loads for 2 groups; pass one a group"),
+        ([1.0], 2, {"loads": [1.0]}, LengthsError, "1 loads for 2 groups; pass one per group"),
         ([1.0], 1, {"loads": [-1.0]}, LengthsError, "loads of groups before: weight -1.0"),
         ([1.0], 2, {"token_limit": 5}, SettingError, "pass the length of each document"),
         ([1.0], 2, {"tokens": [1, 2], "token_limit": 5}, LengthsError, "must be 1 whole .* got 2"),

@@ -288,7 +288,7 @@ def test_everything_dropped_leaves_no_packs_and_no_error():
         ),
         ({"batch_documents": 0}, SettingError, "batch_documents must be"),
         ({"seed": -1}, SettingError, "seed must be from 0"),
-        ({"targets": [1]}, DocumentsError, "targets must be one whole number a document"),
+        ({"targets": [1]}, DocumentsError, "targets must be one whole number per document"),
         ({"targets": [1, 9]}, DocumentsError, "document 1 has 3 tokens and 9 of them supervised"),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_document_in_slices_waits_for_its_end():
         (one_f_one_b, (4, -1), r"count=-1; a schedule needs a whole number of at least 0"),
         (interleaved, (4, 2.0, 8), r"virtual=2.0; a schedule needs a whole number"),
         (interleaved, (4, 2, 10), r"10 MicroPacks can't go in rounds of 4 stages; make it 8 or 12"),
-        (sliced, (4, 10, 3), r"10 MicroPacks can't go in rounds of 3 slices a document; make it 9 or 12"),
+        (sliced, (4, 10, 3), r"10 MicroPacks can't go in rounds of 3 slices per document; make it 9 or 12"),
     ],
 )
 def test_an_impossible_schedule_is_refused_with_a_way_out(schedule, arguments, words):

@@ -112,7 +112,7 @@ class PackedDataLoader(BaseDataLoader):
         """Of documents: "bytes", a file or a folder; None for the trainer's own. A token store needs none."""
         global_batch_size: int = -1
         """The same as `training.global_batch_size`, which torchtitan doesn't tell its loader; -1, as there, for one
-        batch of each rank a step. Give it where the number of ranks is to change, or gradients are accumulated."""
+        batch of each rank per step. Give it where the number of ranks is to change, or gradients are accumulated."""
         overlong: Overlong = LoaderSettings.overlong
         shuffle: bool = LoaderSettings.shuffle
         seed: int = LoaderSettings.seed

@@ -1,4 +1,4 @@
-"""The command line: one file a verb, each of which parses, calls and prints.
+"""The command line: one file per verb, each of which parses, calls and prints.
 
     arguments ──► app ──► verb (pack, index, inspect, plan, train, ...) ──► the rooms below ──► tables, JSON
 

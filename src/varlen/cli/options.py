@@ -110,7 +110,7 @@ BinaryAsText = Annotated[
 OnError = Annotated[
     str, documents_option(help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.")
 ]
-Processes = Annotated[int | None, running_option(help="Side by side.  [dim]\\[default: one a processor][/]")]
+Processes = Annotated[int | None, running_option(help="Side by side.  [dim]\\[default: one per CPU][/]")]
 Ray = Annotated[
     bool,
     running_option(
@@ -213,7 +213,7 @@ def as_documents(data: Sequence[str], **settings: Any) -> Source:
 
 
 def as_crew(processes: int | None, ray: bool) -> Crew:
-    """Return who does the work: as many processes as asked for, else one a processor that this one may use."""
+    """Return who does the work: as many processes as asked for, else one per processor that this one may use."""
     from varlen.offline.crew import Crew
     from varlen.workers.processors import processors
 

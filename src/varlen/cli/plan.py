@@ -215,7 +215,7 @@ Lengths = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="LENGTHS_OR_DATA...",
-        help="Lengths: .npz with [bold]lengths[/], .npy, or a .txt of one number a line. Or documents, as other "
+        help="Lengths: .npz with [bold]lengths[/], .npy, or a .txt of one number per line. Or documents, as other "
         "verbs take them: files, folders, quoted globs, URLs, one token store.",
     ),
 ]

@@ -87,7 +87,7 @@ def hardware_of(words: str) -> Hardware:
     return Hardware.named(words)
 
 
-# Lengths that were counted before: an `.npy` or `.npz` file, or a text of one whole number a line.
+# Lengths that were counted before: an `.npy` or `.npz` file, or a text of one whole number per line.
 
 _MOST_DIGITS = 18
 """Of a number that int64 holds."""

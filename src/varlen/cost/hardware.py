@@ -115,7 +115,7 @@ class Link:
         are_numbers = is_number(self.latency_s) and is_number(self.bytes_per_s)
         if not are_numbers or not (0 <= self.latency_s < math.inf and 0 < self.bytes_per_s < math.inf):
             raise SettingError(
-                f"a link of {self.bytes_per_s!r} bytes a second and {self.latency_s!r} s latency; "
+                f"a link of {self.bytes_per_s!r} bytes per second and {self.latency_s!r} s latency; "
                 "bytes_per_s must be a number above 0 and latency_s one of at least 0"
             )
 
@@ -266,7 +266,7 @@ class Machine(NamedTuple):
     """Matrix products: peak TFLOP/s, rows that halve the rate."""
     launch_s: float
     intra: tuple[float, float]
-    """Latency in seconds, bytes a second in one direction."""
+    """Latency in seconds, bytes per second in one direction."""
     inter: tuple[float, float]
     host: tuple[float, float]
 

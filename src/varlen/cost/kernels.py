@@ -244,7 +244,7 @@ def _slice_seconds(
 def slice_seconds(
     start: float, stop: float, num_ranks: float, rows: float, rates: Rates
 ) -> tuple[float, float, float]:
-    """Price one slice of a MicroPack of `rows` rows a GPU: forward, input and weight seconds of an average layer.
+    """Price one slice of a MicroPack of `rows` rows per GPU: forward, input and weight seconds of an average layer.
 
     The head is spread evenly over the model's layers; launches and latencies are left out, so that slices add up.
     """

@@ -394,7 +394,7 @@ def _digest(value: Any, digest: Any) -> None:
 
 
 def boundary_s(model: ModelShape, hardware: Hardware, mesh: Mesh) -> tuple[float, float]:
-    """Return latency and seconds per row of a stage boundary: 2·h / tp bytes a row, either way.
+    """Return latency and seconds per row of a stage boundary: 2·h / tp bytes per row, either way.
 
     This is the slowest boundary: if the mesh is larger than a node, some neighbouring stages are on different nodes.
     """

@@ -34,7 +34,7 @@ class ModelShape:
     Layers that differ are averaged: the planner moves whole layers between stages and treats them alike. Experts are
     divided among tensor-parallel GPUs like every other column, and run at the rate of all rows of a MicroPack; expert
     parallelism over data-parallel ranks, its all-to-all and uneven routing are not modelled. Latents are expanded
-    once a token, not again for each later slice. Multi-token prediction is not counted.
+    once per token, not again for each later slice. Multi-token prediction is not counted.
     """
 
     name: str = ""

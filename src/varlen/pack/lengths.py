@@ -65,9 +65,9 @@ _FOR_TEXTS = (
 
 
 def _lengths_error(lengths: object, why: str) -> LengthsError:
-    """Return the error for input that isn't one number a document."""
+    """Return the error for input that isn't one number per document."""
     return _documents_error(lengths) or LengthsError(
-        f"lengths must be a list or an array of one whole number a document; a {_kind(lengths)} was given, and {why}"
+        f"lengths must be a list or array of one whole number per document; a {_kind(lengths)} was given, and {why}"
     )
 
 
@@ -75,15 +75,15 @@ def _documents_error(data: object) -> LengthsError | None:
     """Return the error for documents passed in place of their lengths, or None if they aren't documents."""
     if isinstance(data, str | bytes | PathLike):
         return LengthsError(
-            f"lengths are one whole number a document, and {str(data)[:60]!r} is a text; {_FOR_TEXTS}"
+            f"lengths are one whole number per document, and {str(data)[:60]!r} is a text; {_FOR_TEXTS}"
         )
     if isinstance(data, Mapping) or hasattr(data, "column_names") or hasattr(data, "columns"):
         return LengthsError(
-            f"lengths are one whole number a document, and a {_kind(data)} of columns was given; {_FOR_DOCUMENTS}"
+            f"lengths are one whole number per document, and a {_kind(data)} of columns was given; {_FOR_DOCUMENTS}"
         )
     if isinstance(data, tuple) and len(data) == 2 and all(map(_is_document, data)) and _are_offsets(*data):
         return LengthsError(
-            "lengths are one whole number a document, and (tokens, offsets) was given; pass np.diff(offsets) here, "
+            "lengths are one whole number per document, and (tokens, offsets) was given; pass np.diff(offsets) here, "
             "and the pair to vl.collate"
         )
     if not isinstance(data, Sequence):
@@ -97,7 +97,7 @@ def _documents_error(data: object) -> LengthsError | None:
     )
     what = f"a list of {len(first):,}" if isinstance(first, Sequence) and not is_text else f"a {_kind(first)}"
     return LengthsError(
-        f"lengths are one whole number a document, and documents were given: entry {which[0]:,} is {what} "
+        f"lengths are one whole number per document, and documents were given: entry {which[0]:,} is {what} "
         f"({len(which):,} of {len(data):,} are no numbers); {_FOR_TEXTS if is_text else _FOR_DOCUMENTS}"
     )
 

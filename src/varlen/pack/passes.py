@@ -295,7 +295,7 @@ def no_packs() -> Packs:
 
 MIN_FILL = 0.995
 """A pack counts as full from this fill on."""
-_MANY = 14  # with at least this many pieces a pack on average, pieces count as short
+_MANY = 14  # with at least this many pieces per pack on average, pieces count as short
 
 _Packed = tuple[Int32Array, int]  # the pack of each piece or -1, and the number of packs
 _Pass = Callable[[Int32Array, int, int], _Packed]  # takes slots, capacity and max_documents

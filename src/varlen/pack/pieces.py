@@ -198,7 +198,7 @@ def slots_of(lengths: Int32Array, multiple: int) -> Int32Array:
 
 def as_groups(groups: npt.ArrayLike, num_documents: int) -> IntArray:
     """Return group numbers as int64 `[num_documents]`, checked."""
-    wanted = f"groups must be one whole number a document, [{num_documents:,}]"
+    wanted = f"groups must be one whole number per document, [{num_documents:,}]"
     try:
         array = np.asarray(groups)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:

@@ -60,7 +60,7 @@ class Score:
         rows = (
             ("packs", f"{self.num_packs:,} (lower bound {self.lower_bound:,})"),
             ("fill", f"{100 * self.fill_ratio:.2f} %"),
-            ("documents a pack", f"{self.mean_documents:.1f} on average, {self.most_documents:,} at most"),
+            ("documents per pack", f"{self.mean_documents:.1f} on average, {self.most_documents:,} at most"),
             ("work, max / mean", f"{self.work_imbalance:.3f}"),
             ("tokens cut, dropped", f"{self.truncated_tokens:,}, {self.dropped_tokens:,}"),
             (
@@ -89,7 +89,7 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
     >>> print(vl.score(vl.pack([5, 2, 6, 3], capacity=8)))  # doctest: +ELLIPSIS
     packs                2 (lower bound 2)
     fill                 100.00 %
-    documents a pack     2.0 on average, 2 at most
+    documents per pack   2.0 on average, 2 at most
     work, max / mean     1.000
     tokens cut, dropped  0, 0
     length correlation   ...

@@ -361,7 +361,7 @@ def _explained(
     if fits == longest:
         return (
             f"no plan of this method fits into the {limit} that a GPU may use ({tried}), though each document would "
-            "alone; use another method, more pp or tp, or fewer documents a step"
+            "alone; use another method, more pp or tp, or fewer documents per step"
         )
     per_row = (
         (memory.held_bytes + memory.gradient_bytes + 3 * memory.near_bytes).reshape(-1, mesh.pp).sum(axis=0)

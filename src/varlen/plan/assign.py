@@ -200,7 +200,7 @@ def group_loads(loads: npt.ArrayLike | None, num_groups: int) -> FloatArray:
     except LengthsError as error:
         raise LengthsError(f"the loads of groups before: {error}") from None
     if values.size != num_groups:
-        raise LengthsError(f"there are {values.size:,} loads for {num_groups:,} groups; pass one a group")
+        raise LengthsError(f"there are {values.size:,} loads for {num_groups:,} groups; pass one per group")
     return values
 
 
@@ -215,7 +215,7 @@ def group_limits(
     sizes = as_weights(tokens)
     if sizes.size != count or (sizes != np.floor(sizes)).any():
         raise LengthsError(
-            f"tokens must be {count:,} whole numbers, one a document; got {sizes.size:,}"
+            f"tokens must be {count:,} whole numbers, one per document; got {sizes.size:,}"
             + ("" if sizes.size != count else ", some of them fractions")
         )
     limits = np.asarray(token_limit)

@@ -45,7 +45,7 @@ def lower_bound(
     least_rows: int = 1,
     most_merged_ranks: int | None = None,
 ) -> Bound:
-    """Return bounds for plans whose MicroPacks hold at least `least_rows` rows a GPU, or a rank's part of the step.
+    """Return bounds for plans whose MicroPacks hold at least `least_rows` rows per GPU, or a rank's part of the step.
 
     Work is counted at the highest rate of any number of rows and without launches, so no plan reaches the bound if
     rates depend on rows. Weight gradients can run at any time, so a pipeline needs no time to drain.

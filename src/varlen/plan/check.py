@@ -30,7 +30,7 @@ def check_plan(
 
     - arrays have the shapes and ranges that `StepPlan` defines;
     - documents are on neighbouring ranks, in aligned powers of two;
-    - every token of every document is in exactly one slice a pass on each rank that shares it, forward slices first
+    - every token of every document is in exactly one slice per pass on each rank that shares it, forward slices first
       to last and backward slices last to first;
     - ranks that share a document cut it alike, in corresponding MicroPacks;
     - ranks run equally many MicroPacks if parameters are sharded;

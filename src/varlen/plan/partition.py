@@ -79,10 +79,10 @@ def as_weights(weights: npt.ArrayLike) -> npt.NDArray[Any]:
     try:
         array = np.asarray(weights)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise LengthsError(f"weights can't be read as one number an item: {error}") from None
+        raise LengthsError(f"weights can't be read as one number per item: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise LengthsError(
-            f"weights must be numbers in one dimension, one an item; got {array.dtype} of shape {array.shape}"
+            f"weights must be numbers in one dimension, one per item; got {array.dtype} of shape {array.shape}"
         )
     wide = array.astype(np.float64)
     wrong = ~(np.isfinite(wide) & (wide >= 0))

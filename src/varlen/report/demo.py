@@ -56,7 +56,7 @@ class MethodFigures:
 
     @property
     def tokens_per_s(self) -> float:
-        """Effective tokens a second: padding doesn't count."""
+        """Effective tokens per second: padding doesn't count."""
         return self.num_tokens / self.wall_s
 
     @property

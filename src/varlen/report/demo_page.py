@@ -59,7 +59,7 @@ def demo_page(figures: DemoFigures) -> str:
 def _opening(figures: DemoFigures) -> str:
     ours, padded, masked = (figures.method(name) for name in ("flattened", "padded", "padded_with_mask"))
     largest = (
-        ("varlen", times(ours.tokens_per_s / padded.tokens_per_s), "tokens a second against padded, no mask"),
+        ("varlen", times(ours.tokens_per_s / padded.tokens_per_s), "tokens per second vs padded, no mask"),
         ("", times(ours.tokens_per_s / masked.tokens_per_s), "against padded with a mask"),
         ("", times(padded.slots_per_token), "positions per token when padded: what padding alone explains"),
         (

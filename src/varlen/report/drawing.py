@@ -368,7 +368,7 @@ NUM_COLOURS = 10
 
 
 def padded_batch(pieces: Sequence[PieceFigures], width: int) -> str:
-    """Draw one document a row, padded to the longest."""
+    """Draw one document per row, padded to the longest."""
     longest = max(piece.num_tokens for piece in pieces)
     pitch = 13
     marks = []
@@ -376,7 +376,7 @@ def padded_batch(pieces: Sequence[PieceFigures], width: int) -> str:
         y, length = index * pitch, width * piece.num_tokens / longest
         marks.append(rect(length, y, width - length, pitch - 2, "padding"))
         marks.append(rect(0, y, length, pitch - 2, colour(index), tip(piece)))
-    return drawing(width, pitch * len(pieces), marks, "a padded batch: one document a row, the rest padding")
+    return drawing(width, pitch * len(pieces), marks, "a padded batch: one document per row, then padding")
 
 
 def flattened_batch(pieces: Sequence[PieceFigures], width: int) -> str:

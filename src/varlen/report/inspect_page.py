@@ -281,7 +281,7 @@ def _work(inspection: Inspection, at: CapacityFigures) -> str:
         drawing.bars(rows, WIDE, label),
         drawing.bars(rows, NARROW, label),
         f"Work of the heaviest pack over the mean at {at.capacity:,}: how long others wait where packs run side "
-        "by side, one a rank. The bars count all work of a layer at width 4,096, the second number attention "
+        "by side, one per rank. The bars count all work of a layer at width 4,096, the second number attention "
         "alone, which grows with the square of a document's length. A document as long as a pack is as heavy "
         "as packs get, and no method can even it out.",
     )

@@ -150,11 +150,11 @@ def _as_capacities(capacities: Sequence[int]) -> tuple[int, ...]:
 
 
 def _as_targets(targets: npt.ArrayLike, lengths: Int32Array) -> IntArray:
-    """Return validated supervised tokens as int64, one number a document, none above its length."""
+    """Return validated supervised tokens as int64, one number per document, none above its length."""
     array = np.asarray(targets)
     if array.shape != lengths.shape or array.dtype.kind not in "iu":
         raise DocumentsError(
-            f"targets must be one whole number a document, [{lengths.size:,}]; got shape {array.shape} and "
+            f"targets must be one whole number per document, [{lengths.size:,}]; got shape {array.shape} and "
             f"dtype {array.dtype}"
         )
     wrong = (array < 0) | (array > lengths)

@@ -553,7 +553,7 @@ class Given:
     parts: IntArray | None
     """int64: documents of each separately tokenized part of the data; None for a single part."""
     bytes_a_token: int = BYTES_A_TOKEN
-    """Approximate bytes a token in the files."""
+    """Approximate bytes per token in the files."""
 
     def streamed(self, capacity: int) -> Int32Array:
         """Return the documents on which streaming is measured: all, or evenly spread ones."""

@@ -91,7 +91,7 @@ def table(
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """Write names and values, one a line."""
+    """Write names and values, one per line."""
     lines = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
     return f'<table class="facts"><tbody>\n{lines}\n</tbody></table>'
 

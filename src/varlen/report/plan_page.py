@@ -361,6 +361,6 @@ def _facts(comparison: PlanComparison) -> list[tuple[str, str]]:
         rows.append(("documents shared by ranks", f"{plan.num_merged:,}"))
         rows.append(("weight gradients apart", "yes" if plan.splits_backward else "no"))
         rows.append(
-            ("tokens a second and GPU", f"{comparison.tokens_per_s(best) / comparison.mesh.num_gpus:,.0f}")
+            ("tokens per second and GPU", f"{comparison.tokens_per_s(best) / comparison.mesh.num_gpus:,.0f}")
         )
     return rows

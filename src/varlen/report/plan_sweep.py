@@ -238,7 +238,7 @@ def sweep_headline(result: PlanSweep) -> str:
         return "No mesh of these GPUs holds this step."
     first = result.best[0]
     rate = first.tokens_per_s / result.num_gpus
-    return f"{mesh_words(first.mesh)} is the fastest: {rate:,.0f} tokens a second and GPU."
+    return f"{mesh_words(first.mesh)} is the fastest: {rate:,.0f} tokens per second and GPU."
 
 
 def _meshes(result: PlanSweep) -> Table:

@@ -53,7 +53,7 @@ def simulate(
         DeadlockError: tasks wait for each other in a cycle, which the message names.
         SettingError: a slowdown of another shape, or arguments that are no plan or no cost model.
 
-    Cost: about a microsecond and some hundred bytes a task.
+    Cost: about a microsecond and some hundred bytes per task.
     """
     if not isinstance(plan, StepPlan) or not isinstance(cost, CostModel):
         raise SettingError(

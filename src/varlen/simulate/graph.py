@@ -428,7 +428,7 @@ SEND_FORWARD: Final = 3
 SEND_BACKWARD: Final = 4
 """Send the gradient of a chunk's input to the stage of the previous chunk."""
 GRADIENT_SYNC: Final = 5
-"""Synchronize the gradients of data-parallel ranks, once a step."""
+"""Synchronize the gradients of data-parallel ranks, once per step."""
 GATHER: Final = 6
 """Gather a chunk's parameters, or scatter its gradients (`sharding="parameters"`)."""
 KIND_NAMES: Final = (

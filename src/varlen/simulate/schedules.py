@@ -44,7 +44,7 @@ def sliced(pp: int, count: int, slices: int) -> Schedule:
     _check(pp=pp, slices=slices)
     _check(0, count=count)
     if count % slices:
-        raise _multiple(count, slices, "slices a document")
+        raise _multiple(count, slices, "slices per document")
     stages = []
     for stage in range(pp):
         ahead = min(count, pp - stage + slices - 2)

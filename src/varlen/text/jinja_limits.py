@@ -399,7 +399,7 @@ def plain_sum(iterable: Iterable[Any], start: Any) -> Any:
 
 # Watchdog for untrusted templates: stops one that computes for long or takes much memory, in any thread.
 #
-# A thread checks several times a second what runs, and raises an exception in a thread that exceeds a limit. In
+# A thread checks several times per second what runs, and raises an exception in a thread that exceeds a limit. In
 # addition, templates report large values (`account`), so that a few of them don't go unnoticed until the next check.
 
 Result = TypeVar("Result")

@@ -269,7 +269,7 @@ def test_evaluation_is_the_trainer_s_own(store, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "settings", "words"),
     [
-        ({"gradient_accumulation_steps": 2}, {"micro_batch_size": 2}, "gives each rank 6 batches a step"),
+        ({"gradient_accumulation_steps": 2}, {"micro_batch_size": 2}, "gives each rank 6 batches per step"),
         ({}, {"dp_rank": 1, "dp_world_size": 2}, "trained on twice or never"),
         (
             {},

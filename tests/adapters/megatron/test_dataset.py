@@ -300,7 +300,7 @@ def test_rows_outside_of_the_data_are_no_rows(ten):
         ({"seq_boundaries": None}, r"seq_boundaries \[None\]"),
         (
             {"seq_lengths": [1, 0]},
-            r"has 1 document, but seq_lengths \[1, 0\]; they must be whole numbers, one a document",
+            r"has 1 document, but seq_lengths \[1, 0\]; they must be whole numbers, one per document",
         ),
         ({"seq_lengths": [1.5]}, r"but seq_lengths \[1.5\]"),
         (

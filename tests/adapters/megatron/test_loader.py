@@ -272,7 +272,7 @@ def test_documents_take_slots_that_context_and_sequence_parallel_ranks_can_share
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro_batch_size": 2}, "micro_batch_size is 2: Megatron takes packed rows one a micro-batch"),
+        ({"micro_batch_size": 2}, "micro_batch_size is 2: Megatron takes packed rows one per micro-batch"),
         ({"layout": "flat", "micro_batch_size": 1}, 'layout="rows"'),
         ({"dialect": "0.2"}, "names no dialect"),
         ({"restart_after": 0}, "restart_after"),

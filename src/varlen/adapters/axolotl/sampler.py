@@ -43,7 +43,7 @@ class MultipackBatchSampler(BatchSampler):
       process; `group_size`, `num_processes`, `safe_mode`, `mp_start_method`, `num_count_samples` and
       `packing_efficiency_estimate` are taken and change nothing.
 
-    A sampler that gives another order at every look, such as torch's RandomSampler, is asked once an epoch, and all
+    A sampler that gives another order at every look, such as torch's RandomSampler, is asked once per epoch, and all
     ranks must ask one in the same state. Every epoch has a packing of its own, so its `len` is that epoch's.
     Documents of length 0 stand in no pack, and are counted.
 

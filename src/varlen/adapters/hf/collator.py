@@ -39,7 +39,7 @@ class DataCollatorWithFlattening:
       decides for all.
     - Tokens with an `attention_mask` of 0 are left out. There padding is trained on.
     - A table's worth of documents is taken as a data set gives it in Arrow's form, without a stop in Python.
-    - Other columns of numbers with one value a token travel along. There they are lost.
+    - Other columns of numbers with one value per token travel along. There they are lost.
     - An empty batch is a DocumentsError with a sentence, an IndexError there.
 
     >>> collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -69,7 +69,7 @@ class DataCollatorWithFlattening:
     shift_labels: bool = False
     """Give `shift_labels` too, where position t holds the target that follows it, as transformers' losses take it."""
     columns: tuple[str, ...] | None = None
-    """Names of other columns to carry along; None for all that hold one number a token in every feature."""
+    """Names of other columns to carry along; None for all that hold one number per token in every feature."""
     column_pads: Mapping[str, Any] = field(default_factory=dict)
     """Values of such columns at padding, 0 where not named."""
 

@@ -336,7 +336,7 @@ def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dt
 
 # What some models scale by the row or the batch, so that a document's result depends on what it is packed with.
 #
-# Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 scales
+# Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once per batch, by its longest document. Llama 4 scales
 # the attention of some layers by the position of a token in its row.
 
 
@@ -352,7 +352,7 @@ def check_scaled(batch: PackedBatch, model: Any) -> None:
         longer = int((lengths > limit).sum())
         if short and longer:
             raise ModelError(
-                f"{name} chooses its rotary frequencies once a batch, by the longest document ({kind}): the batch "
+                f"{name} chooses its rotary frequencies once per batch, by the longest document ({kind}): the batch "
                 f"has {short:,} documents of up to {limit:,} tokens, which alone have those of short ones, and "
                 f"{longer:,} longer ones. Give them batches of their own, or give all documents the "
                 'frequencies of long ones: model.config.rope_parameters["original_max_position_embeddings"] = 1'

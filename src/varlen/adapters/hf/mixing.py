@@ -150,8 +150,8 @@ def _inspected(base: Any, *, has_boundaries: bool) -> tuple[str | None, str | No
             reason, unknown = _modules(decoder, has_boundaries=has_boundaries)
         if not reason and decoder is base and getattr(base, "pooler", None) is not None:
             reason = (
-                "pools (its pooler gives one vector a row, which the row's documents would share), unless it is made "
-                "with add_pooling_layer=False"
+                "pools (its pooler gives one vector per row, which the row's documents would share), unless it is "
+                "made with add_pooling_layer=False"
             )
         for look in (_unproven_causality, partial(head_fault, base)):
             if not reason and (look is _unproven_causality or decoder is not base):
@@ -426,7 +426,7 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
         )
     except Exception as error:  # the head may run any code
         if own in _names(*_POOLING_HEADS) and is_known(type(base)):
-            return f"pools ({own}): it gives one answer a row, which the row's documents would share", None
+            return f"pools ({own}): it gives one answer per row, which the row's documents would share", None
         why = described(error, kind=True, most=120)
         return None, (
             f"has a head that couldn't be run alone ({why}), so it may mix tokens of different documents"

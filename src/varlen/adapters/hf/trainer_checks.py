@@ -70,7 +70,7 @@ def check_settings(trainer: Any) -> None:
     if args.gradient_accumulation_steps != loader.micro_batches:
         raise SettingError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps:,}, but the loader gives each rank "
-            f"{loader.micro_batches:,} batches a step; pass gradient_accumulation_steps={loader.micro_batches}, or "
+            f"{loader.micro_batches:,} batches per step; pass gradient_accumulation_steps={loader.micro_batches}, or "
             "another micro_batch_size to the loader"
         )
     epochs = loader.settings.epochs

@@ -81,7 +81,7 @@ def _lengths(number: int, lengths: Any, documents: int) -> npt.NDArray[np.int32]
     if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
         raise DocumentsError(
             f"row {number:,} of the batch has {many(documents, 'document')}, but seq_lengths {str(lengths)[:80]}; "
-            "they must be whole numbers, one a document"
+            "they must be whole numbers, one per document"
         )
     return found.astype(np.int32, copy=False)
 

@@ -213,7 +213,7 @@ def _check(loader: PackedLoader) -> None:
     settings = loader.settings
     if settings.batch_sizes[1] != 1:
         raise SettingError(
-            f"micro_batch_size is {settings.batch_sizes[1]:,}: Megatron takes packed rows one a micro-batch; pass "
+            f"micro_batch_size is {settings.batch_sizes[1]:,}: Megatron takes packed rows one per micro-batch; pass "
             "micro_batch_size=1, and a larger capacity for more tokens"
         )
     if loader.has_weights:

@@ -49,7 +49,7 @@ def balance_microbatches(
         capacity: tokens a micro-batch can hold: `max_seqlen_per_dp_cp_rank * cp_size`.
         dp_size: data-parallel ranks.
         cp_size: context-parallel ranks; they share their micro-batches.
-        group_multiple: micro-batches a rank come in multiples of this: `microbatch_group_size_per_vp_stage` with a
+        group_multiple: micro-batches per rank come in multiples of this: `microbatch_group_size_per_vp_stage` with a
             virtual pipeline.
         max_samples: most samples of a micro-batch; None for no limit.
         ids: `[samples]` whole numbers, each once; None: 0, 1, ….

@@ -67,7 +67,7 @@ class DataCollatorForLanguageModeling:
     """Must be "pt"."""
     _: KW_ONLY
     columns: tuple[str, ...] | None = ()
-    """Names of other columns to carry along; None for all that hold one number a token in every row."""
+    """Names of other columns to carry along; None for all that hold one number per token in every row."""
     column_pads: Mapping[str, Any] = field(default_factory=dict)
     """Values of such columns at padding, 0 where not named."""
 

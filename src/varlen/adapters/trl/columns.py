@@ -82,7 +82,7 @@ def lengths_of(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> IntArray
                 raise DocumentsError(
                     f"row {done + row:,} has {first[row]:,} values in {batch.schema.names[0]!r} but {lengths[row]:,} "
                     f"in {name!r} ({int((first != lengths).sum()):,} of {first.size:,} rows looked at differ); a row "
-                    "needs one value a token in every column: remove the other columns, or mend them"
+                    "needs one value per token in every column: remove the other columns, or mend them"
                 )
         parts.append(first)
         done += first.size

@@ -150,7 +150,7 @@ COUNTS = (
     12.0,
     *(2.0**step * part for step in range(4, 31) for part in (1, 1.5)),
 )
-"""Numbers of micro-batches a rank to try, as multiples of the pipeline's chunks."""
+"""Numbers of micro-batches per rank to try, as multiples of the pipeline's chunks."""
 LEAST_TOKENS = 1024
 """Least tokens of a micro-batch on average."""
 _MOST_STEPS = 2**29  # documents times micro-batches of all ranks: limits the time to about a second
@@ -193,7 +193,7 @@ def balanced_candidates(
 
 
 def micro_batch_counts(lengths: Int32Array, mesh: Mesh, steps: int = _MOST_STEPS) -> tuple[int, ...]:
-    """Return the numbers of micro-batches a rank to try, at least one, rising.
+    """Return the numbers of micro-batches per rank to try, at least one, rising.
 
     The last is limited by the number of documents, by `LEAST_TOKENS`, and by `steps` of work for many documents.
     """

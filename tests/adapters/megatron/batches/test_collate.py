@@ -321,7 +321,7 @@ def test_values_that_no_batch_can_hold_are_refused(changed, words):
 @pytest.mark.parametrize(
     ("silent", "words"),
     [
-        ([True], r"silent must be 2 booleans, one a row; got bool of the shape \(1,\)"),
+        ([True], r"silent must be 2 booleans, one per row; got bool of the shape \(1,\)"),
         ([0.5, 1], "got float64"),
     ],
 )

@@ -368,7 +368,7 @@ def as_silent(silent: npt.ArrayLike, num_rows: int) -> npt.NDArray[np.bool_]:
     found = np.ascontiguousarray(silent)
     if found.dtype != np.bool_ or found.shape != (num_rows,):
         raise SettingError(
-            f"silent must be {many(num_rows, 'boolean')}, one a row; got {found.dtype} of the shape {found.shape}"
+            f"silent must be {many(num_rows, 'boolean')}, one per row; got {found.dtype} of the shape {found.shape}"
         )
     return found
 

@@ -149,7 +149,7 @@ def build_mcore_thd_sequence_batch_from_rows(
         packed_sequence_length: most tokens of all rows, rounded up.
         pad_to_packed_sequence_length: the last row's padding goes on to exactly `packed_sequence_length`.
         pad_to_max_length: the spelling of 0.6.0: it goes on to exactly `sequence_length`.
-        sequence_tensor_pad_values: other tensors with a value a token, and the value of each at padding.
+        sequence_tensor_pad_values: other tensors with a value per token, and the value of each at padding.
         emit_padding_mask: add `padding_mask`, bool `[1, total]`, True at padding, for routers of experts.
         always_padded: the padded boundaries stand in it where there could be padding, as there.
 

@@ -173,7 +173,7 @@ SWITCH_RULES = (
 
 
 def _one_row(reading: Reading) -> dict[str, object]:
-    """Return micro-batches of one row; with as many tokens a step and in each forward pass, where that can be."""
+    """Return micro-batches of one row; with as many tokens per step and in each forward pass, where that can be."""
     rows, steps, size = reading[MICRO] or 1, reading[GLOBAL], reading.spec("packed_sequence_size")
     if reading.is_packed_here and steps and size > 0 and steps % rows == 0:
         return {MICRO: 1, GLOBAL: steps // rows, f"{reading.specs}.packed_sequence_size": size * rows}

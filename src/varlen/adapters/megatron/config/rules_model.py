@@ -111,7 +111,7 @@ LOSS_RULES = (
         lambda r: _nvidia_checks(r)[0],
         to=False,
     ),
-    # Hierarchical context parallelism: one kind of communication or one a layer, and sizes that multiply to CP.
+    # Hierarchical context parallelism: one kind of communication or one per layer, and sizes that multiply to CP.
     Rule(
         "cp_sizes",
         KINDS,
@@ -119,7 +119,7 @@ LOSS_RULES = (
         lambda r: f"one name that is no list, or one for each of num_layers = {r['model.num_layers']}",
         lambda r: f"the list has {len(r[KINDS])}; Megatron stops with an AssertionError",
         changes=lambda r: {KINDS: r[KINDS][0]} if len(set(r[KINDS])) == 1 else {},
-        fix=lambda r: None if len(set(r[KINDS])) == 1 else "write one name, such as p2p, or one a layer",
+        fix=lambda r: None if len(set(r[KINDS])) == 1 else "write one name, such as p2p, or one per layer",
     ),
     Rule(
         "cp_sizes",

@@ -315,7 +315,7 @@ def write_megatron(
 
     Args:
         prefix: path of both files, with or without a suffix.
-        documents: lists or arrays of tokens, one a document; or pairs of flat tokens and int64 offsets, which hold
+        documents: lists or arrays of tokens, one per document; or pairs of flat tokens and int64 offsets, which hold
             many and are written as they come, so that memory stays bounded.
         dtype: "uint16" for vocabularies of up to 65,536 ids, in half the bytes.
 

@@ -55,7 +55,7 @@ def read_packed_npy(path: str | Path, *, masks: bool = True) -> PackedRows:
         DocumentsError: a row's boundaries, ids or mask are none; says which.
 
     Cost:
-        One pass, and memory for twice the rows: 5 bytes a token each.
+        One pass, and memory for twice the rows: 5 bytes per token each.
     """
     data, start, shape = _opened(path)
     value = Reader(data, start, str(path)).read()

@@ -360,7 +360,7 @@ def from_dicts(rows: Iterable[Mapping[str, Any]], where: Where = "row {:,}".form
 
 
 def from_lists(columns: Mapping[str, Sequence[npt.NDArray[Any]]], where: Where) -> PackedRows:
-    """Return rows whose values are arrays, one a row, by column; `seq_lengths` may have none."""
+    """Return rows whose values are arrays, one per row, by column; `seq_lengths` may have none."""
     flat = {
         name: (np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64), bounds_of(map(len, arrays)))
         for name, arrays in columns.items()

@@ -209,7 +209,7 @@ def _wrong_in(arrays: dict[str, Any], num_documents: int) -> str | None:
 
 
 def arrays_of(packing: Packing) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of an index: about 8 bytes a piece and 8 a row."""
+    """Return the arrays of an index: about 8 bytes per piece and 8 per row."""
     largest = int(packing.document_ids.max(initial=0))
     kind = np.uint32 if largest < 2**32 else np.int64
     arrays = {

@@ -71,7 +71,7 @@ def replay_packs(
         LengthsError: negative or fractional lengths.
         SettingError: a setting out of its range.
 
-    Cost: O(n log n) time; about 60 bytes a document. 10^6 documents take a quarter of a second.
+    Cost: O(n log n) time; about 60 bytes per document. 10^6 documents take a quarter of a second.
 
     >>> replay_packs([3, 5, 2, 4], pack_size=8, seed=0).to_lists()
     [[3, 0], [1, 2]]
