@@ -33,8 +33,7 @@ class Score:
     most_documents: int
     """Pieces in the pack that holds the most."""
     work_imbalance: float
-    """Largest work of a pack over the mean: with one pack per rank, the step takes this many times
-    as long as with balanced packs."""
+    """Largest work of a pack over the mean: with one pack per rank, steps take this many times the balanced time."""
     truncated_tokens: int
     dropped_tokens: int
     length_correlation: float

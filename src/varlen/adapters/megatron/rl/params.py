@@ -42,8 +42,7 @@ def create_packed_seq_params_for_bin(
 
     Boundaries have `max_sequences_per_bin + 2` entries, filled up with the last one, and `max_seqlen` is always
     `bin_size`, so that one CUDA graph fits every bin. An empty bin gets those of `get_default_packed_seq_params`;
-    in Megatron-LM it is None, and what is put in its place lacks the padded boundaries that other bins have under
-    context parallelism.
+    Megatron-LM's is None, and its replacement lacks the padded boundaries of other bins under context parallelism.
 
     Args:
         packing_info: of all bins, or of a rank's.
