@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_no_others(data: list[str] | None, others: dict[str, object]) -> None:
-    """Refuse what planning takes and measuring doesn't."""
+    """Refuse arguments that only planning uses."""
     named = [*(data or ()), *(option for option, given in others.items() if given is not None)]
     if named:
         raise SettingError(
@@ -94,7 +94,7 @@ def _as_json(found: Calibration) -> dict[str, object]:
 
 
 def _print(found: Calibration, save: Path | None) -> None:
-    """Print predicted beside measured seconds, and what the errors are."""
+    """Print predicted and measured seconds, and the errors."""
     from rich.padding import Padding
 
     from varlen.report.page import share

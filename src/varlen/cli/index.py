@@ -55,7 +55,7 @@ def index(
 
 
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
-    """Say what the store doesn't hold, what it does, and what to do with it."""
+    """Print what the store lacks, what it holds, and how to use it."""
     from varlen.files.losses import stored
     from varlen.text.identity import made_by
 

@@ -461,7 +461,7 @@ def test_a_stream_whose_rows_change_their_type_is_refused():
 
 
 def test_documents_are_let_go_once_they_are_handed_out():
-    kept = _Pending(marked=True)
+    kept = _Pending(with_lengths=True)
     lengths = kept.take_in(numbered([5, 2, 6, 3, 0]).data.table)
     kept.note(lengths)
     packer = vl.WindowPacker(capacity=8, window=4, method="best_fit_decreasing", max_age=0)

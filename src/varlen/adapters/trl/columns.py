@@ -1,4 +1,4 @@
-"""Columns of lists in Arrow memory: their lengths without a look at a token, and pieces of them as new rows."""
+"""Columns of lists in Arrow memory: their lengths, without reading tokens, and pieces of them as new rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEQ_LENGTHS = "seq_lengths"  # the column in which TRL keeps the lengths of a ro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Which pieces of which documents stand in which row, in TRL's order."""
+    """Which pieces of which documents are in which row, in TRL's order."""
 
     documents: IntArray
     """int64 `[num_pieces]`."""
@@ -82,7 +82,7 @@ def lengths_of(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> IntArray
                 raise DocumentsError(
                     f"row {done + row:,} has {first[row]:,} values in {batch.schema.names[0]!r} but {lengths[row]:,} "
                     f"in {name!r} ({int((first != lengths).sum()):,} of {first.size:,} rows looked at differ); a row "
-                    "needs one value per token in every column: remove the other columns, or mend them"
+                    "needs one value per token in every column: remove the other columns, or correct them"
                 )
         parts.append(first)
         done += first.size

@@ -28,7 +28,7 @@ def read(file: File, cut: Cut) -> Iterator[Rows]:
 
 
 def _refuse_rows(file: File, stream: BinaryIO) -> None:
-    """Raise if a file with the name of a text holds JSON lines, unless the caller gave the format."""
+    """Raise if a file with a suffix of text holds JSON rows, unless the caller gave the format."""
     if file.is_format_given:
         return
     head = cast(io.BufferedReader, stream).peek(LOOKED_AT_BYTES)[:LOOKED_AT_BYTES]

@@ -28,7 +28,7 @@ _RATIOS = ("packing_factor", "packing_efficiency")
 
 
 class PackCounts:
-    """Counts of packs, added up some at a time, that an entry is made of."""
+    """Running counts of packs, from which an entry is made."""
 
     def __init__(self) -> None:
         self.num_packs = self.num_documents = self.num_tokens = 0
@@ -133,7 +133,7 @@ def read_metadata(path: str | Path, *, pack_size: int | None = None) -> list[Ent
 
     Args:
         path: of one JSON array, as the releases write it; one object, or one on each line, are read too.
-        pack_size: that the entries must be of; None for any one.
+        pack_size: the one that all entries must have; None for any.
 
     Raises:
         SourceError: the file isn't there or isn't JSON, or an entry lacks a key, holds something else, or contradicts
@@ -166,7 +166,7 @@ def read_metadata(path: str | Path, *, pack_size: int | None = None) -> list[Ent
 
 
 def combined_metadata(entries: Sequence[Mapping[str, Any]]) -> Entry:
-    """Return what holds of all runs, as the releases' readers compute it.
+    """Return the extremes over all runs, as the releases' readers compute them.
 
     Args:
         entries: of `read_metadata`.

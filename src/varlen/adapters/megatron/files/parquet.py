@@ -53,7 +53,7 @@ class PackedParquet(PackedReader):
     booleans or numbers, `seq_start_id`, and varlen's `seq_lengths` where it is there. Every file's columns are
     checked here, and every row when it is read.
 
-    It may be used by several threads, is open anew in a process that was forked, and can be pickled.
+    Several threads may use it, a forked process opens it again, and it can be pickled.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PackedParquet(PackedReader):
         self._reset()
 
     def _reset(self) -> None:
-        """Hold nothing open and nothing decoded yet."""
+        """Start without open files and decoded rows."""
         self._process, self._lock = os.getpid(), threading.Lock()
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._kept: OrderedDict[int, PackedRows] = OrderedDict()
@@ -155,7 +155,7 @@ class PackedParquet(PackedReader):
             self._reset()
 
     def _group(self, group: int) -> PackedRows:
-        """Return a row group's rows, decoded now or lately."""
+        """Return a row group's rows, decoded now or earlier."""
         self._reset_after_fork()
         with self._lock:
             if group in self._kept:
@@ -181,7 +181,7 @@ class PackedParquet(PackedReader):
             self._held -= _bytes(self._kept.popitem(last=False)[1])
 
     def _opened(self, number: int) -> Any:
-        """Return an open file; those that were used longest ago are closed."""
+        """Return an open file; the least recently used ones are closed."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -191,7 +191,7 @@ class PackedParquet(PackedReader):
         return file
 
     def _ready(self, number: int) -> Any:
-        """Open a file that is still as it was described."""
+        """Open a file, unless its size has changed."""
         import pyarrow.parquet as pq
 
         path = self.paths[number]
@@ -217,7 +217,7 @@ def _named(paths: list[str]) -> str:
 
 @contextmanager
 def _faults(path: str) -> Iterator[None]:
-    """Turn errors of Arrow and the system on a broken file into a sentence."""
+    """Turn errors of Arrow and the system into a SourceError that names the file."""
     try:
         yield
     except VarlenError:
@@ -233,7 +233,7 @@ def _read_columns(*, masks: bool) -> list[str]:
 
 
 def _described(path: str, *, masks: bool = True) -> tuple[Any, list[str]]:
-    """Return a file's description of itself and the names of its columns, if they are those of packed rows."""
+    """Return a file's metadata and its columns' names, if they are those of packed rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

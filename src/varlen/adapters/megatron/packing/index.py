@@ -41,8 +41,8 @@ _MOST = 1 << 47
 class PackIndex(PackedReader):
     """Packed rows, gathered from a token store when they are asked for.
 
-    The rows are those that `pack_for_megatron` writes to Parquet with the same settings, value for value. It may be
-    pickled where it was opened from a folder; for one thread at a time.
+    The rows are those that `pack_for_megatron` writes to Parquet with the same settings, value for value. It can be
+    pickled if it was opened from a folder, and serves one thread at a time.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PackIndex(PackedReader):
             arrays: the index's arrays by name, as `arrays_of` returns them.
             multiple: slots are rounded up to a multiple of this.
             pad_id: token of the padding.
-            opened_from: the folders of the index and of the tokens.
+            opened_from: the folders of the index and of the token store.
         """
         self._store, self._opened_from = store, opened_from
         self._offsets, self._documents = arrays["offsets"], arrays["documents"]

@@ -88,7 +88,7 @@ def get_default_packed_seq_params(
     *,
     split_padding: bool = False,
 ) -> PackedSeqParams:
-    """Return the same of a row that is one sequence, or an empty bin, as Megatron-LM's function of this name.
+    """Return the PackedSeqParams of one sequence or of an empty bin, like Megatron-LM's function of the same name.
 
     It has the fields that `create_packed_seq_params_for_bin` gives for these settings, of the same shapes.
 
@@ -143,7 +143,7 @@ def _params(
     device: torch.device | str | None,
     split_padding: bool,
 ) -> PackedSeqParams:
-    """Return the boundaries of slots, padding behind them, and as many entries as there always are."""
+    """Return the boundaries of slots and of the padding after them, in a constant number of entries."""
     width, multiple = as_count(bin_size, "bin_size"), as_count(multiple, "seq_length_multiple")
     most = as_count(most, "max_sequences_per_bin")
     if width % multiple:
@@ -208,7 +208,7 @@ def pack_all_trajectories(
     lengths: npt.ArrayLike | None = None,
     split_padding: bool = True,
 ) -> PackingContext:
-    """Pack a rollout and return what one rank trains on, as Megatron-LM's function of this name.
+    """Pack a rollout and return what one rank trains on, like Megatron-LM's function of the same name.
 
     The rollout must be gathered already; Megatron-LM's function also gathers it, through its process groups.
 
@@ -276,7 +276,7 @@ def create_empty_bins(
     *,
     pad_token: int | None = None,
 ) -> EmptyBins:
-    """Return bins of padding with no loss, as Megatron-LM's function of this name.
+    """Return bins of padding with no loss, like Megatron-LM's function of the same name.
 
     Args:
         num_empty_bins: how many.
