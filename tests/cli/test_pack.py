@@ -35,7 +35,7 @@ def test_a_run_says_what_was_packed_and_how_to_read_it(tmp_path, pack):
         f"60 documents, {tokens:,} tokens -> {rows} rows of 1,024, {100 * tokens / (rows * 1024):.2f} % full, "
         f"{tokens - 60:,} tokens to train on"
     )
-    assert "  tokens are bytes (no --tokenizer is given)" in out
+    assert "  tokens are bytes, as no --tokenizer was given" in out
     assert place == "packed: 1 parquet file and .manifest.json. To read the rows:"
     assert how == '  datasets.load_dataset("parquet", data_dir="packed", split="train")'
     assert pack("a.jsonl", "-o", "packed", "--capacity", 1024)[1].startswith(
