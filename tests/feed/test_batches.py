@@ -15,8 +15,8 @@ from tests.support.stores import write_store
 import varlen as vl
 from varlen.documents import blocks
 from varlen.errors import StalledError
-from varlen.feed.agreement import Agreement, job_store, name_of
 from varlen.feed.batches import BatchSettings, deal_step, make_batch
+from varlen.feed.exchange import StoreExchange, job_store, name_of
 from varlen.feed.indexed.stream import PackStream, Position
 from varlen.feed.indexed.windows import Groups, Windows, WindowSettings
 from varlen.pack.score import length_correlation
@@ -141,7 +141,7 @@ def test_only_the_end_of_the_last_epoch_is_masked(tmp_path, layout):
 
 def ranks_of(count, deadline_s=20.0):
     store = torch.distributed.HashStore()
-    return [Agreement(store, "here", rank, count, deadline_s) for rank in range(count)]
+    return [StoreExchange(store, "here", rank, count, deadline_s) for rank in range(count)]
 
 
 def side_by_side(works):
@@ -185,9 +185,9 @@ def test_a_wait_can_be_given_up():
 
 
 def test_old_keys_are_removed_from_the_store(monkeypatch):
-    monkeypatch.setattr("varlen.feed.agreement._KEPT", 3)
+    monkeypatch.setattr("varlen.feed.exchange._KEPT", 3)
     store = torch.distributed.HashStore()
-    rank = Agreement(store, "here", 0, 1, 1.0)
+    rank = StoreExchange(store, "here", 0, 1, 1.0)
     for number in range(10):
         rank.all(f"round {number}", {0: 0})
     assert [number for number in range(10) if store.check([f"here/round {number}/0"])] == [7, 8, 9]

@@ -129,7 +129,7 @@ def test_every_door_says_it_in_a_sentence(door, tmp_path):
 OWN = {
     # What our own processes say to each other, and what was written a line before.
     *("src/varlen/plan/planner_process.py", "src/varlen/plan/serialize.py", "src/varlen/feed/worker/main.py"),
-    *("src/varlen/feed/agreement.py", "src/varlen/feed/worker/process.py", "src/varlen/feed/worker/ring.py"),
+    *("src/varlen/feed/exchange.py", "src/varlen/feed/worker/process.py", "src/varlen/feed/worker/ring.py"),
     *("src/varlen/files/paths.py", "src/varlen/offline/index.py", "src/varlen/train/model.py"),
     *("src/varlen/text/load_tokenizer.py", "src/varlen/files/remote.py"),
     "src/varlen/train/plans.py",  # its handlers stand in a variable

@@ -50,7 +50,7 @@ TORCH = {"torch", "transformers"}
 TORCH_IN_FUNCTIONS = {
     "src/varlen/batch/packed.py",
     "src/varlen/feed/worker/device.py",
-    "src/varlen/feed/agreement.py",
+    "src/varlen/feed/exchange.py",
     "src/varlen/text/load_tokenizer.py",
 }
 SMALL_LINES = 120

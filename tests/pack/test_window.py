@@ -23,8 +23,7 @@ from tests.support.packings import (
 
 import varlen as vl
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
-from varlen.feed.indexed.windows import WindowSettings
-from varlen.feed.indexed.windows import packs_of as window_packs
+from varlen.feed.indexed.windows import WindowSettings, packed_window
 from varlen.pack.window import count_packs
 from varlen.types import Ledger, Method, Overlong
 
@@ -438,7 +437,7 @@ DRAWN_METHODS = [*METHODS, "best_fit"]
 
 def made(lengths, **settings):
     lengths = np.asarray(lengths, np.int64)
-    window = window_packs(
+    window = packed_window(
         np.zeros_like(lengths), np.arange(len(lengths)), lengths, WindowSettings(**settings)
     )
     assert window.ledger.tokens_in == lengths.sum()

@@ -12,8 +12,8 @@ import numpy as np
 
 from varlen.documents.source import Source
 from varlen.errors import WorkerDiedError
-from varlen.feed.agreement import Exchange
 from varlen.feed.batches import BatchSettings
+from varlen.feed.exchange import Exchange
 from varlen.feed.prefetch import AheadSettings
 from varlen.feed.protocol import Made
 from varlen.feed.state import FeedState

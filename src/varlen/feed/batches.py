@@ -1,10 +1,11 @@
-"""Builds a rank's batches from the packs of a step: reads tokens from the store, counts targets over all ranks."""
+"""One rank's batches: what a step holds, its deal to ranks, and the arrays; for all modes."""
 
 from __future__ import annotations
 
 import heapq
 import logging
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,6 @@ from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.documents.source import OnError
 from varlen.errors import InputError, ModelError, OverlongDocumentError, SourceError
-from varlen.feed.indexed.windows import StorePacks
 from varlen.files.losses import Losses, nothing_left
 from varlen.pack.api import DEFAULT_WORK
 from varlen.pack.pieces import POLICIES, ways_out
@@ -55,6 +55,60 @@ class BatchSettings:
         return self.global_batch_size // (self.dp_world_size * self.micro_batch_size)
 
 
+_OF_PIECES = ("shards", "documents", "starts", "stops")
+"""Arrays of `StorePacks` with a value per piece."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StorePacks:
+    """Packs end to end: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
+
+    shards: IntArray
+    """int64 `[pieces]`: the shard of each piece's document."""
+    documents: IntArray
+    """int64 `[pieces]`: the document's number within its shard."""
+    starts: IntArray
+    stops: IntArray
+    """int64 `[pieces]`: the piece is its document's tokens [start, stop)."""
+    offsets: IntArray
+    """int64 `[packs + 1]`."""
+
+    @property
+    def num_packs(self) -> int:
+        """Number of packs."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """int64 `[pieces]`: tokens of each."""
+        return self.stops - self.starts
+
+    @property
+    def checksum(self) -> int:
+        """A checksum of the pieces and their packs."""
+        checksum = 0
+        for name in (*_OF_PIECES, "offsets"):
+            checksum = zlib.crc32(getattr(self, name).astype("<i8").tobytes(), checksum)
+        return checksum
+
+    def slice(self, start: int, stop: int) -> StorePacks:
+        """Return the packs [start, stop)."""
+        pieces = slice(int(self.offsets[start]), int(self.offsets[stop]))
+        offsets = self.offsets[start : stop + 1] - self.offsets[start]
+        return StorePacks(**{name: getattr(self, name)[pieces] for name in _OF_PIECES}, offsets=offsets)
+
+
+def concatenated(parts: Sequence[StorePacks]) -> StorePacks:
+    """Concatenate packs; returns zero packs for no parts."""
+    none = np.zeros(0, dtype=np.int64)
+    pieces = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
+    offsets = [part.offsets[1:] + before for part, before in zip(parts, pieces)]
+    return StorePacks(
+        **{name: np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in _OF_PIECES},
+        offsets=np.concatenate([[0], *offsets]).astype(np.int64),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
     """The packs of one optimizer update, and their assignment to ranks."""
@@ -70,7 +124,7 @@ class Step:
     @property
     def lengths(self) -> Int32Array:
         """int32 `[pieces]`: tokens of each piece, pack after pack; the input of the step's plan."""
-        return (self.packs.stops - self.packs.starts).astype(np.int32)
+        return self.packs.lengths.astype(np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -92,9 +146,9 @@ class Contents:
     """int64 `[packs]`: numbers that run through the whole training."""
 
 
-def check_labels(passes: int, last_pass: int) -> None:
-    """Refuse data without targets in a whole epoch; `last_pass`: epochs completed at the last step with a target."""
-    if passes > last_pass + 1:
+def check_labels(epochs: int, last_epoch: int) -> None:
+    """Refuse data without targets in a whole epoch; `last_epoch`: epochs done at the last step with a target."""
+    if epochs > last_epoch + 1:
         raise SourceError(
             "the data holds nothing to train on: in a whole epoch no token has a label. A document of one token has "
             "none, nor has what a loss mask or `supervise` leaves out"
@@ -119,7 +173,7 @@ def deal_step(store: ReadableTokens, packs: StorePacks, number: int, settings: B
         SourceError: the store is damaged.
     """
     work = np.zeros(settings.global_batch_size)
-    work[: packs.num_packs] = work_of(packs.stops - packs.starts, packs.offsets, settings.work)
+    work[: packs.num_packs] = work_of(packs.lengths, packs.offsets, settings.work)
     return Step(
         number=number,
         packs=packs,
@@ -129,7 +183,7 @@ def deal_step(store: ReadableTokens, packs: StorePacks, number: int, settings: B
 
 
 def make_batch(
-    store: Pieces,
+    source: PieceSource,
     step: Step,
     rank: int,
     micro_batch: int,
@@ -154,28 +208,28 @@ def make_batch(
         counts = np.bincount(owners, minlength=len(numbers))
         pieces, numbers, counts = pieces[mine[pieces]], numbers[counts > 0], counts[counts > 0]
         offsets = np.concatenate([[0], np.cumsum(counts)])
-    lengths = packs.stops[pieces] - packs.starts[pieces]
-    tokens, mask = store.gather(packs.shards[pieces], packs.documents[pieces], packs.starts[pieces], lengths)
+    lengths = packs.lengths[pieces]
+    tokens, mask = source.gather(packs.shards[pieces], packs.documents[pieces], packs.starts[pieces], lengths)
     return fill_batch(
         Contents(
             tokens=tokens,
             mask=mask,
             lengths=lengths,
             offsets=offsets,
-            document_ids=numbers_of(store, packs.shards[pieces], packs.documents[pieces]),
+            document_ids=numbers_of(source, packs.shards[pieces], packs.documents[pieces]),
             document_starts=packs.starts[pieces],
             pack_ids=step.number * settings.global_batch_size + numbers,
         ),
         step.num_targets,
         settings,
         out,
-        partial(where_of, store),
+        partial(where_of, source),
     )
 
 
-def numbers_of(store: Pieces, shards: IntArray, documents: IntArray) -> IntArray:
+def numbers_of(source: PieceSource, shards: IntArray, documents: IntArray) -> IntArray:
     """Return documents' numbers within the whole store, from their shards and numbers within the shards."""
-    before = np.concatenate([[0], np.cumsum(store.documents)])
+    before = np.concatenate([[0], np.cumsum(source.documents)])
     numbers: IntArray = before[shards] + documents
     return numbers
 
@@ -328,7 +382,7 @@ _MOST_NAMED = 1000
 """Skipped documents that the log names; further ones are only counted, as a missing file may have held millions."""
 
 
-class Pieces(Protocol):
+class PieceSource(Protocol):
     """The part of `ReadableTokens` from which a batch is read."""
 
     @property
@@ -418,16 +472,16 @@ class ReadPieces:
         return tokens, mask
 
 
-def _describe(store: Pieces, shard: int, document: int) -> str:
+def _describe(source: PieceSource, shard: int, document: int) -> str:
     """Describe a document for messages, by its shard and its number within the shard."""
-    return f"document {document:,} of {store.where(shard)}"
+    return f"document {document:,} of {source.where(shard)}"
 
 
-def where_of(store: Pieces, document_id: int) -> str:
+def where_of(source: PieceSource, document_id: int) -> str:
     """Describe a document for messages, by its number within the whole store."""
-    before = np.concatenate([[0], np.cumsum(store.documents)])
+    before = np.concatenate([[0], np.cumsum(source.documents)])
     shard = int(np.searchsorted(before, document_id, side="right")) - 1
-    return _describe(store, shard, document_id - int(before[shard]))
+    return _describe(source, shard, document_id - int(before[shard]))
 
 
 # Ids that a model doesn't know are found when they are read, as token files don't record the vocabulary's size.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -52,7 +51,7 @@ class OfOneProcess:
                 "without the worker that makes the batches; make a loader in the process that reads it"
             )
 
-    def _in_process(self, close: Callable[[], None]) -> Callable[[], None]:
+    def _unless_forked(self, close: Callable[[], None]) -> Callable[[], None]:
         """Return what ends the worker, and does nothing in a fork: the worker is the other process's."""
         process = self._process
         return lambda: close() if os.getpid() == process else None
@@ -69,13 +68,10 @@ class OfOneProcess:
         return True
 
     def __reduce__(self) -> str:
-        """Refuse to be copied: there is one place, and one worker."""
+        """Refuse to be copied: there is one position, and one worker."""
         raise SettingError(
             "a loader can't be copied or handed to another process; make another one, and load this one's state_dict"
         )
-
-
-_log = logging.getLogger(__name__)
 
 
 class PackedLoader(OfOneProcess):
@@ -115,14 +111,16 @@ class PackedLoader(OfOneProcess):
         self._plans = self._opened.plans
         self.plan_wait_s = 0.0
         """Of the seconds that the last batch was waited for, those for its plan; 0 without plans."""
-        self._state = self._opened.feed.begun(FeedState())
+        self._state = self._opened.feed.with_position(FeedState())
         self._is_running = self._is_over = self._is_closed = False
-        self._meter = Meter(None if self._opened.warned else partial(warn_overlong_read, settings=settings))
+        self._meter = LoaderMeter(
+            None if self._opened.overlong_settled else partial(warn_overlong_read, settings=settings)
+        )
         self._noted = self._meter.noted
         self._remembers = self._opened.remembers
-        self._worker = start_worker(self._opened, settings)
+        self._worker = make_worker(self._opened, settings)
         self._take, self._deadline_s = self._worker.take, settings.deadline_s
-        self._end = weakref.finalize(self, self._in_process(self._worker.closer()))
+        self._end = weakref.finalize(self, self._unless_forked(self._worker.closer()))
 
     @cached_property
     def _lookup(self) -> IndexedLookup | StreamingLookup:
@@ -177,7 +175,7 @@ class PackedLoader(OfOneProcess):
     def __next__(self) -> PackedBatch:
         if not self._is_running or self._is_fork:
             self.start_prefetch()
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         try:
             made, ready = (Ended(), 0) if self._is_over else self._take(self._deadline_s)
         except BaseException:
@@ -187,7 +185,7 @@ class PackedLoader(OfOneProcess):
             self._is_over, self._is_running = True, False
             self._meter.end(made)
             raise StopIteration
-        took = time.perf_counter() - begun
+        took = time.perf_counter() - start_s
         self._noted.append((made.counts, took, ready, made.skipped, made.ledger, made.losses))
         if len(self._noted) >= MOST_NOTED:
             self._meter.add_up()
@@ -195,7 +193,7 @@ class PackedLoader(OfOneProcess):
         if self._remembers:
             self._lookup.remember(made.state)
         if self._plans is not None:
-            plan, self.plan_wait_s = self._plans.take(made.state.step - 1, begun)
+            plan, self.plan_wait_s = self._plans.take(made.state.step - 1, start_s)
             return made.batch.replace(plan=plan)
         return made.batch
 
@@ -218,7 +216,9 @@ class PackedLoader(OfOneProcess):
         Raises:
             StateError: of other data or settings, which are named; nothing has changed then.
         """
-        found = self._opened.feed.begun(from_json(state, self._opened.mode, self._opened.belongs_to, FREE))
+        found = self._opened.feed.with_position(
+            from_json(state, self._opened.mode, self._opened.belongs_to, FREE)
+        )
         self._go_to(found, state.get(PLANS, {}))
 
     def _go_to(self, state: FeedState, plans: Mapping[str, Any] | None = None) -> None:
@@ -243,7 +243,7 @@ class PackedLoader(OfOneProcess):
         rounds, is reached by preparing what comes before it.
         """
         found = self._lookup.state_at(as_count(step, "step", 0, MOST), self._state)
-        self._go_to(self._opened.feed.begun(found))
+        self._go_to(self._opened.feed.with_position(found))
 
     def __len__(self) -> int:
         """Count the batches of all epochs that this rank takes, those that were taken included.
@@ -386,7 +386,7 @@ Note = tuple[BatchCounts | None, float, int, int, Ledger | None, Losses | None]
 the pieces skipped, what became of tokens and what was lost, as `Made` has them."""
 
 
-class Meter:
+class LoaderMeter:
     """Adds up, cheaply: it runs in the trainer's process at every batch.
 
     After a step of the trainer nothing of this is in the processor's caches, where a dozen additions take as long as
@@ -449,8 +449,8 @@ _SHARE = 1.25
 """Of a step's positions over its ranks, for which a slot has room; a larger share of a plan goes with its message."""
 
 
-def start_worker(opened: Opened, settings: LoaderSettings) -> Worker:
-    """Return the worker that settings ask for, started."""
+def make_worker(opened: Opened, settings: LoaderSettings) -> Worker:
+    """Return the worker of these settings; it makes no batch before `Worker.start`."""
     multiple = settings.pad_to_multiple_of if settings.batch_layout == "flat" else 1
     positions = settings.batch_sizes[1] * settings.capacity
     if settings.plan is not None and settings.ranks[1] > 1:
@@ -459,9 +459,9 @@ def start_worker(opened: Opened, settings: LoaderSettings) -> Worker:
     worker: Worker
     if settings.worker == "process":
         size = slot_bytes(positions, has_weights=opened.has_weights)
-        worker = ProcessWorker(opened.spec, settings.ring_slots, size, opened.exchanges)
+        worker = ProcessWorker(opened.spec, settings.ring_slots, size, opened.open_exchange)
     else:
-        worker = ThreadWorker(opened.spec, settings.ring_slots, opened.exchanges, opened.held)
+        worker = ThreadWorker(opened.spec, settings.ring_slots, opened.open_exchange, opened.held)
     if settings.device is None:
         return worker
     try:

@@ -20,7 +20,7 @@ from varlen.feed.streaming.rounds import beginning_of
 from varlen.types import Int32Array, IntArray
 
 _KEPT = 16
-"""Rounds of streaming whose places are remembered, so that their steps can be found."""
+"""Rounds of streaming whose positions are remembered, so that their steps can be found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class IndexedLookup:
         if not is_there:
             return None
         packs = self._feed.packs(self._feed.state(step, position))[0]
-        return (packs.stops - packs.starts).astype(np.int32)
+        return packs.lengths.astype(np.int32)
 
     def where(self, document_id: int, state: FeedState) -> str:
         """Say where a document lies, by its number in batches of this state."""
@@ -129,7 +129,7 @@ class StreamingLookup:
         return FeedState(step=step, at=self._rounds[max(known)] if known else beginning_of(state.at))
 
     def remember(self, state: FeedState) -> None:
-        """Record the place of the round of a state."""
+        """Record the position of the round of a state."""
         beginning = beginning_of(state.at)
         if beginning != self._beginning:  # a run with other epochs has other rounds
             self._rounds.clear()

@@ -16,14 +16,14 @@ from varlen.counts import many
 from varlen.documents.memory import spooled
 from varlen.documents.source import Mixture, Reading, Source, open_source
 from varlen.errors import SettingError, SourceError, VarlenError
-from varlen.feed.agreement import Agreement, Exchanges, job_store, name_of
 from varlen.feed.batches import BatchSettings, check_first_ids
+from varlen.feed.exchange import OpenNumbered, StoreExchange, job_store, name_of
 from varlen.feed.indexed.stream import IndexedFeed
 from varlen.feed.indexed.windows import PARTS_A_GROUP, WindowSettings
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
 from varlen.feed.mixture.stream import MixSettings
 from varlen.feed.prefetch import AheadSettings
-from varlen.feed.settings import LoaderSettings, check_vocabulary
+from varlen.feed.settings import LoaderSettings
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, reopen_tokens
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
@@ -63,12 +63,12 @@ class Opened:
     belongs_to: dict[str, Any]
     has_weights: bool
     """Whether labels may have weights: rows are read, or were, with `row_weights`."""
-    exchanges: Exchanges | None = None
+    open_exchange: OpenNumbered | None = None
     """How ranks exchange values; None where they don't."""
     plans: Plans | None = None
     """Plans of the loader's steps; None without."""
-    warned: bool = False
-    """Whether the number of documents longer than a pack was reported already."""
+    overlong_settled: bool = False
+    """Whether batches needn't be watched for documents longer than a pack."""
     held: tuple[TokenDocuments, ...] = ()
     """Documents that are open, which a thread beside the trainer may read too."""
 
@@ -116,18 +116,18 @@ def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
         refuse_reading(tokens, data, settings)
         return open_indexed(tokens, data, settings)
     source = _open_documents(data, tokenizer, settings)
-    made = source.encoding.tokenizer
-    check_vocabulary(made.vocab_size if tokenizer is not None else None, made.name, settings)
+    check_vocabulary(source.made_by(), settings)  # before indexing, which may take hours
     if settings.mode != "indexed" and settings.scope != "all":
         source.check_eos()
         return open_streaming(source, settings)
+    folder, tokens = _indexed(source, settings)
+    return open_indexed(tokens, folder, settings)
+
+
+def _indexed(source: Source, settings: LoaderSettings) -> tuple[Path, TokenDocuments]:
+    """Tokenize documents into the cache; returns the store's folder, and the store."""
     folder = indexed_in_cache(source, settings.cache, settings.patience_s)
-    found = open_tokens(folder, check_tokens=settings.on_error == "raise")  # whole by now
-    if found is None:
-        raise SettingError(
-            f"{folder} was removed while it was opened; leave the cache alone, or pass another"
-        )
-    return open_indexed(found, folder, settings)
+    return folder, reopen_tokens(folder, settings.patience_s, settings.on_error)
 
 
 def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
@@ -145,15 +145,12 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         tokens = tokens_of(data, settings)
         if tokens is None:
             source = source_of(data, tokenizer, settings)
-            check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
             marks[name] = source.made_by()
-            data = indexed_in_cache(source, settings.cache, settings.patience_s)
-            tokens = reopen_tokens(data, settings.patience_s, settings.on_error, **of_folders(settings))
+            check_vocabulary(marks[name], settings)  # before indexing, which may take hours
+            data, tokens = _indexed(source, settings)
         else:
-            check_tokens(tokens, settings)
             marks[name] = made_by(tokens)
-        if applied(settings.method, settings.overlong) == "error":
-            _check_lengths(tokens, settings.capacity, name)
+        _check_documents(tokens, name, settings)
         gives_labels = gives_labels or has_label(tokens, settings)
         has_weights = has_weights or weighs(tokens)
         sources.append(data)
@@ -181,7 +178,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         "until": mixture.until,
         TOKENIZER: one_tokenizer(marks, tokenizer),
     }
-    plans, exchanges = _plans(job_store(), belongs_to, settings, None)
+    plans, open_exchange = _plans(job_store(), belongs_to, settings, None)
     return Opened(
         mode="indexed",
         spec=spec,
@@ -189,7 +186,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         held=_shared(held),
         belongs_to=belongs_to,
         has_weights=has_weights,
-        exchanges=exchanges,
+        open_exchange=open_exchange,
         plans=plans,
     )
 
@@ -238,10 +235,8 @@ def batch_settings(settings: LoaderSettings) -> BatchSettings:
 
 def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> Opened:
     """Return the feed of documents that are tokens already."""
-    check_tokens(tokens, settings)
-    if applied(settings.method, settings.overlong) == "error":
-        _check_lengths(tokens, settings.capacity, str(data))
-    warned = warn_overlong(tokens, str(data), settings)
+    _check_documents(tokens, str(data), settings)
+    overlong_settled = warn_overlong(tokens, str(data), settings)
     is_all = settings.scope == "all"
     if is_all:
         tokens.wait_for(tokens.num_parts)
@@ -253,11 +248,11 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         TOKENIZER: None if mark is None else mark.to_json(),
     }
     rank, world = settings.ranks
-    store = job_store() if world > 1 or settings.plan is not None else None
-    exchanges = _exchanges(store, belongs_to, settings) if world > 1 else None
+    job = job_store() if world > 1 or settings.plan is not None else None
+    open_exchange = _open_exchange(job, belongs_to, settings) if world > 1 else None
     first_parts = tokens.num_parts
-    if exchanges is not None and isinstance(tokens, TokenStore):
-        first_parts = int(min(exchanges(0).all("parts", {rank: first_parts}).values()))
+    if open_exchange is not None and isinstance(tokens, TokenStore):
+        first_parts = int(min(open_exchange(0).all("parts", {rank: first_parts}).values()))
     spec = IndexedSpec(
         data=data,
         parts_a_group=max(first_parts, 1) if is_all else PARTS_A_GROUP,
@@ -271,9 +266,9 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         on_error=settings.on_error,
         **of_folders(settings),
         planned_ahead=_planned_ahead(settings),
-        only_plans=exchanges is None,
+        only_plans=open_exchange is None,
     )
-    plans, exchanges = _plans(store, belongs_to, settings, exchanges)
+    plans, open_exchange = _plans(job, belongs_to, settings, open_exchange)
     return Opened(
         mode="indexed",
         spec=spec,
@@ -281,9 +276,9 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         held=_shared([tokens]),
         belongs_to=belongs_to,
         has_weights=weighs(tokens),
-        exchanges=exchanges,
+        open_exchange=open_exchange,
         plans=plans,
-        warned=warned,
+        overlong_settled=overlong_settled,
     )
 
 
@@ -292,9 +287,11 @@ def _shared(held: Sequence[TokenDocuments]) -> tuple[TokenDocuments, ...]:
     return () if any(isinstance(tokens, PartialStore) for tokens in held) else tuple(held)
 
 
-def _check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:
-    """Refuse documents longer than a pack before training, as far as they are there."""
-    check_fit(lengths_in_order(tokens), capacity, lambda number: f"document {number:,} of {data}")
+def _check_documents(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> None:
+    """Refuse ids that the model doesn't know, and documents that are to fit and don't, as far as they are there."""
+    check_known_ids(tokens, settings)
+    if applied(settings.method, settings.overlong) == "error":
+        check_fit(lengths_in_order(tokens), settings.capacity, lambda n: f"document {n:,} of {data}")
 
 
 def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
@@ -366,21 +363,21 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         spec.settings.lanes,
         f"{feed.block_bytes / 1e3:,.0f}",
     )
-    store = job_store() if world > 1 else None
-    if world > 1 and store is None:
+    job = job_store() if world > 1 else None
+    if world > 1 and job is None:
         _log.warning(
             "there is no process group, so this one of %s ranks reads the lanes of all of them, to know how many "
             "labels a step has; call torch.distributed.init_process_group before the loader is made",
             f"{world:,}",
         )
-    exchanges = _exchanges(store, belongs_to, settings)
+    open_exchange = _open_exchange(job, belongs_to, settings)
     return Opened(
         mode="streaming",
         spec=spec,
         feed=feed,
         belongs_to=belongs_to,
         has_weights=source.encoding.row_weights,
-        exchanges=exchanges,
+        open_exchange=open_exchange,
     )
 
 
@@ -395,11 +392,11 @@ def _planned_ahead(settings: LoaderSettings) -> int | None:
 
 
 def _plans(
-    store: Any, belongs_to: dict[str, Any], settings: LoaderSettings, exchanges: Exchanges | None
-) -> tuple[Plans | None, Exchanges | None]:
-    """Return the plans of a loader, and exchanges through which workers request them too."""
+    job: Any, belongs_to: dict[str, Any], settings: LoaderSettings, open_exchange: OpenNumbered | None
+) -> tuple[Plans | None, OpenNumbered | None]:
+    """Return the plans of a loader, and what opens an exchange through which workers request them too."""
     if settings.plan is None:
-        return None, exchanges
+        return None, open_exchange
     from varlen.feed.plans import Plans
 
     rank, world = settings.ranks
@@ -407,20 +404,20 @@ def _plans(
         settings.plan,
         rank=rank,
         num_ranks=world,
-        store=store,
+        job=job,
         name=name_of(belongs_to, "plans "),
         patience_s=settings.patience_s,
     )
-    return plans, plans.exchanges(exchanges)
+    return plans, plans.opening(open_exchange)
 
 
-def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings) -> Exchanges | None:
-    """Return the exchanges of ranks through the job's store; None without a store."""
-    if store is None:
+def _open_exchange(job: Any, belongs_to: dict[str, Any], settings: LoaderSettings) -> OpenNumbered | None:
+    """Return what opens an exchange of ranks through the job's store; None without a store."""
+    if job is None:
         return None
     rank, world = settings.ranks
     name = name_of(belongs_to)
-    return lambda run: Agreement(store, f"{name}/{run}", rank, world, settings.patience_s)
+    return lambda run: StoreExchange(job, f"{name}/{run}", rank, world, settings.patience_s)
 
 
 # The data that a loader is given: rows in memory become files, and paths become absolute.
@@ -605,14 +602,21 @@ def has_label(tokens: TokenDocuments, settings: LoaderSettings) -> bool:
     return False
 
 
-def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
-    """Refuse tokens that the model doesn't know: by the store's vocabulary size, or else by its first documents."""
-    if isinstance(tokens, TokenStore):
-        made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
-        if made_by.get("vocab_size") is not None:
-            check_vocabulary(made_by["vocab_size"], made_by.get("name", "of the store"), settings)
-            return
-    if settings.vocab_size is None:
+def check_vocabulary(mark: TokenizerMark | None, settings: LoaderSettings) -> None:
+    """Refuse tokens of a tokenizer that gives more ids than the model knows."""
+    known = settings.vocab_size
+    if known is not None and mark is not None and mark.vocab_size is not None and mark.vocab_size > known:
+        raise SettingError(
+            f"the tokenizer {mark.name} has {mark.vocab_size:,} tokens, but the model knows {known:,}; take the "
+            "model's own tokenizer, or resize the model's embeddings"
+        )
+
+
+def check_known_ids(tokens: TokenDocuments, settings: LoaderSettings) -> None:
+    """Refuse tokens that the model doesn't know: by their tokenizer's vocabulary, or else by the first documents."""
+    mark = made_by(tokens)
+    check_vocabulary(mark, settings)
+    if settings.vocab_size is None or (mark is not None and mark.vocab_size is not None):
         return
     try:
         check_first_ids(tokens, settings.vocab_size)
@@ -622,7 +626,7 @@ def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
 
 
 def warn_overlong(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool:
-    """Log how many documents, of how many tokens, exceed the capacity; returns False if that wasn't counted."""
+    """Log how many documents, of how many tokens, are overlong; returns whether batches needn't be watched too."""
     counts = tokens.documents
     if settings.ranks[0] or settings.method == "wrapped" or settings.overlong == "error":
         return True

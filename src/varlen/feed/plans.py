@@ -7,7 +7,7 @@
       those of the next      other ranks                           ◄──
       the plan          ◄──  held until the batch of the step is taken
 
-Plans travel through the exchange of the feed's run (`agreement`), never through the trainer's process group.
+Plans travel through the exchange of the feed's run (`exchange.py`), never through the trainer's process group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from varlen import errors
 from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError, reading_state
-from varlen.feed.agreement import PLAN, Exchange, Exchanges, Solo
+from varlen.feed.exchange import PLAN, Exchange, OpenNumbered, Solo
 from varlen.parsed import parse_json
 from varlen.plan.planner import Planner
 from varlen.plan.serialize import plan_fingerprint, plan_from_bytes, plan_to_bytes
@@ -34,12 +34,16 @@ from varlen.types import Int32Array
 _log = logging.getLogger(__name__)
 
 
-class Heard:
-    """Given as plans on ranks that can't plan: another rank decides."""
+class PlansOfAnotherRank:
+    """Given as plans on ranks that can't plan: another rank does."""
 
 
 GivenPlans = (
-    Mapping[int, StepPlan] | Sequence[StepPlan] | Callable[[int, Int32Array], StepPlan] | Planner | Heard
+    Mapping[int, StepPlan]
+    | Sequence[StepPlan]
+    | Callable[[int, Int32Array], StepPlan]
+    | Planner
+    | PlansOfAnotherRank
 )
 """By step, from the step and its lengths, or by a planner that was made without lengths."""
 _GIVEN = "given"
@@ -58,7 +62,7 @@ def check_plans(given: Any) -> None:
             "plan=vl.Planner(cost=..., mesh=...)"
         )
     if isinstance(given, str | bytes) or not (
-        isinstance(given, Planner | Mapping | Sequence | Heard) or callable(given)
+        isinstance(given, Planner | Mapping | Sequence | PlansOfAnotherRank) or callable(given)
     ):
         raise SettingError(
             f"plan={type(given).__name__}; it takes plans by step, a function of the step and its lengths, or a "
@@ -75,16 +79,16 @@ class Plans:
     """Decides plans, or receives them from the rank that does, and holds each until its step is taken."""
 
     def __init__(
-        self, given: GivenPlans, *, rank: int, num_ranks: int, store: Any, name: str, patience_s: float
+        self, given: GivenPlans, *, rank: int, num_ranks: int, job: Any, name: str, patience_s: float
     ) -> None:
-        if store is None and num_ranks > 1 and isinstance(given, Planner):
+        if job is None and num_ranks > 1 and isinstance(given, Planner):
             raise SettingError(
                 f"a planner decides the steps of {num_ranks:,} ranks on one of them, and there is no process group "
                 "to tell the others; call torch.distributed.init_process_group before the loader is made, or pass a "
                 "function that gives the same plans on every rank"
             )
         self._given, self._rank, self._num_ranks = given, rank, num_ranks
-        self._store, self._name, self._patience_s = store, name, patience_s
+        self._job, self._name, self._patience_s = job, name, patience_s
         self._belongs_to = given.belongs_to if isinstance(given, Planner) else f"{_GIVEN}, dp={num_ranks}"
         self._lock = threading.Lock()
         self._run = 0
@@ -96,7 +100,7 @@ class Plans:
         self._replayed: dict[int, list[str]] = {}
         self._is_first: bool | None = None
 
-    def exchanges(self, inner: Exchanges | None) -> Exchanges:
+    def opening(self, inner: OpenNumbered | None) -> OpenNumbered:
         """Return what opens the exchange of a run, in which workers request plans too."""
         return lambda run: _PlanExchange(self, run, self._run, Solo() if inner is None else inner(run))
 
@@ -143,25 +147,24 @@ class Plans:
                 self._replayed = choices
             self._choices = {}
             replayed = {str(number): choice for number, choice in self._replayed.items()}
-        if state and not is_ours and not isinstance(self._given, Heard):
+        if state and not is_ours and not isinstance(self._given, PlansOfAnotherRank):
             _log.info("the state is of steps that were planned otherwise; those read ahead are planned anew")
         if isinstance(self._given, Planner):
             self._given.load_state_dict({"version": 1, "belongs_to": self._belongs_to, "choices": replayed})
 
-    def decided(
+    def plan_of(
         self, of: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
     ) -> StepPlan:
         """Return the plan of a step, which never changes afterwards."""
         with self._lock:
             plan = self._held.get(step)
         if plan is None or not np.array_equal(plan.lengths, lengths):
-            begun = time.perf_counter()
-            plan = self._found(of, step, lengths, soon)
-            choice = self._choice(step, lengths, plan)
+            start_s = time.perf_counter()
+            plan, choice = self._own_or_received(of, step, lengths, soon)
             with self._lock:
                 if of.since == self._run:
                     self._held[step], self._choices[step] = plan, choice
-                    self._times[step] = begun, time.perf_counter()
+                    self._times[step] = start_s, time.perf_counter()
                 while len(self._choices) > KEPT:
                     del self._choices[min(self._choices)]
         return plan
@@ -171,48 +174,51 @@ class Plans:
         if isinstance(self._given, Planner):
             self._given.close()
 
-    def _found(
+    def _own_or_received(
         self, of: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
-    ) -> StepPlan:
-        if self._store is None:
-            return self._decide(step, lengths, soon)
+    ) -> tuple[StepPlan, list[str]]:
+        """Return a plan and its choice; an error of the rank that plans is raised on all ranks at once."""
+        if self._job is None:
+            plan = self._made(step, lengths, soon)
+            return plan, self._checked_choice(step, lengths, plan)
         key = f"{self._name}/{of.run}/{PLAN}/{step}"
-        if self._decides():
+        if self._is_planning_rank():
             try:
-                plan = self._decide(step, lengths, soon)
-            except VarlenError as error:
-                self._store.set(key, _FAULT + json.dumps([type(error).__name__, str(error)]).encode())
+                plan = self._made(step, lengths, soon)
+                choice = self._checked_choice(step, lengths, plan)
+                content = _PLAN + plan_to_bytes(plan)
+            except Exception as error:
+                self._job.set(key, _FAULT + json.dumps(_named(error)).encode())
                 raise
-            self._store.set(key, _PLAN + plan_to_bytes(plan))
-            self._store.delete_key(f"{self._name}/{of.run}/{PLAN}/{step - KEPT}")
-            return plan
+            self._job.set(key, content)
+            self._job.delete_key(f"{self._name}/{of.run}/{PLAN}/{step - KEPT}")
+            return plan, choice
         end = time.monotonic() + self._patience_s
-        while not self._store.check([key]):
+        while not self._job.check([key]):
             if time.monotonic() > end or of.closed.is_set():
                 raise StalledError(
                     f"data-parallel rank {self._rank} has waited {self._patience_s:,.0f} s for the plan of step "
                     f"{step:,}; the rank that plans is gone, or its loader has other settings"
                 )
             time.sleep(_PAUSE_S)
-        content = self._store.get(key)
+        content = self._job.get(key)
         if content[:1] == _FAULT:
             kind, message = parse_json(content[1:])
             raise getattr(errors, kind, PlanError)(message)
-        return plan_from_bytes(content[1:])
+        plan = plan_from_bytes(content[1:])
+        return plan, self._checked_choice(step, lengths, plan)
 
-    def _decides(self) -> bool:
-        """Whether this process decides: the first to ask, of those with data-parallel rank 0."""
+    def _is_planning_rank(self) -> bool:
+        """Whether this process plans: the first to ask, of those with data-parallel rank 0."""
         if self._is_first is None:
             mine = f"{time.time_ns()} {id(self)}"
-            can = self._rank == 0 and not isinstance(self._given, Heard)
-            self._is_first = (
-                can and self._store.compare_set(f"{self._name}/decides", "", mine) == mine.encode()
-            )
+            can = self._rank == 0 and not isinstance(self._given, PlansOfAnotherRank)
+            self._is_first = can and self._job.compare_set(f"{self._name}/decides", "", mine) == mine.encode()
         return self._is_first
 
-    def _decide(self, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]) -> StepPlan:
+    def _made(self, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]) -> StepPlan:
         given = self._given
-        if isinstance(given, Heard):
+        if isinstance(given, PlansOfAnotherRank):
             raise SettingError(
                 "this rank can't plan, and there is no process group that brings plans of others"
             )
@@ -220,19 +226,14 @@ class Plans:
             given.supply({step: lengths, **soon})
             return given.take(step)
         if not isinstance(given, Mapping | Sequence):
-            try:
-                return given(step, lengths)
-            except VarlenError:
-                raise
-            except Exception as error:
-                raise PlanError(f"planning failed with {error!r}") from error
+            return given(step, lengths)
         if (isinstance(given, Mapping) and step in given) or (
             isinstance(given, Sequence) and step < len(given)
         ):
             return given[step]
         raise PlanError(f"there is no plan of step {step:,} among the {len(given):,} that were given; add it")
 
-    def _choice(self, step: int, lengths: Int32Array, plan: object) -> list[str]:
+    def _checked_choice(self, step: int, lengths: Int32Array, plan: object) -> list[str]:
         """Return the choice of a plan; refuse one of other documents or ranks, or another than the step had."""
         if not isinstance(plan, StepPlan):
             raise PlanError(
@@ -274,6 +275,13 @@ def _choices_in(state: Mapping[str, Any]) -> dict[int, list[str]]:
     return found
 
 
+def _named(error: Exception) -> tuple[str, str]:
+    """Return the class and the message by which other processes raise an error."""
+    if isinstance(error, VarlenError):
+        return type(error).__name__, str(error)
+    return PlanError.__name__, f"planning failed with {error!r}"
+
+
 class _PlanExchange:
     """The exchange of one run, with plans."""
 
@@ -289,10 +297,9 @@ class _PlanExchange:
         ((rank, (step, lengths, soon)),) = mine.items()
         later = {int(number): np.array(some, np.int32) for number, some in soon.items()}
         try:
-            plan = self._plans.decided(self, step, np.array(lengths, np.int32), later)
+            plan = self._plans.plan_of(self, step, np.array(lengths, np.int32), later)
         except Exception as error:
-            kind = type(error).__name__ if isinstance(error, VarlenError) else PlanError.__name__
-            message = str(error) if isinstance(error, VarlenError) else f"planning failed with {error!r}"
+            kind, message = _named(error)
             return {rank: {"error": kind, "message": message}}
         return {rank: {"plan": base64.b64encode(plan_to_bytes(plan)).decode("ascii")}}
 

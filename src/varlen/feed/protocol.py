@@ -83,8 +83,8 @@ class Ended:
 class Feed(Protocol):
     """Makes the batches of one rank."""
 
-    def begun(self, state: FeedState) -> FeedState:
-        """Return a state with an explicit place, also for the empty state with which training begins."""
+    def with_position(self, state: FeedState) -> FeedState:
+        """Return a checked state with its position, also for the empty state with which training begins."""
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
         """Yield the batches that follow a state, to the end of the last epoch; the bytes are the same each time.

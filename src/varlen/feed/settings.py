@@ -1,4 +1,4 @@
-"""What a loader is asked for: each option declared once, and checked before anything is read."""
+"""The settings of a loader: each option is declared once, and checked before anything is read."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class LoaderSettings(Reading):
         "of known lengths: the plans of steps, as a list or mapping by step, a function of the step and its "
         "lengths (int32), or a `vl.Planner` made without lengths. A batch then holds the documents of which this "
         "rank computes slices by the plan of its step (`batch.plan`), flat, one batch a step, for "
-        "`SliceEngine.step`. One rank decides a plan before any rank reads the step, and tells the others "
-        "through the job's store; `global_batch_size` needn't divide among ranks.",
+        "`SliceEngine.step`. One rank makes each plan before any rank reads the step, and the others "
+        "receive it through the job's store; `global_batch_size` needn't divide among ranks.",
     )
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class LoaderSettings(Reading):
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for others: less than the trainer does for its batch, so that it hears who is missing."""
+        """Seconds to wait for other ranks: less than `deadline_s`, so the error that names a missing one comes first."""
         return 0.9 * self.deadline_s
 
     @property
@@ -218,16 +218,6 @@ class LoaderArguments(LoaderSettings):
 
 FREE = frozenset({"dp_world_size", "micro_batch_size"})
 """What may change where a step begins."""
-
-
-def check_vocabulary(vocab_size: int | None, name: str, settings: LoaderSettings) -> None:
-    """Refuse tokens that the model doesn't know."""
-    known = settings.vocab_size
-    if known is not None and vocab_size is not None and vocab_size > known:
-        raise SettingError(
-            f"the tokenizer {name} has {vocab_size:,} tokens, but the model knows {known:,}; take the model's own "
-            "tokenizer, or resize the model's embeddings"
-        )
 
 
 def _check_model(settings: LoaderSettings) -> None:

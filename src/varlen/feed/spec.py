@@ -12,9 +12,9 @@ from varlen.documents import memory
 from varlen.documents.order import hashed
 from varlen.documents.source import OnError, Source
 from varlen.errors import SourceError
-from varlen.feed.agreement import Exchanges
 from varlen.feed.batches import BatchSettings
-from varlen.feed.indexed.stream import IndexedFeed, PackStream, StepPlans
+from varlen.feed.exchange import OpenExchange
+from varlen.feed.indexed.stream import IndexedFeed, PackStream, PlanRequests
 from varlen.feed.indexed.windows import PARTS_A_GROUP, Groups, Windows, WindowSettings, enough_for
 from varlen.feed.mixture.stream import MixedStream, MixSettings
 from varlen.feed.protocol import Feed
@@ -30,25 +30,17 @@ from varlen.store.tokens import TokenDocuments
 class Spec(Protocol):
     """Builds a feed, in this process or another one."""
 
-    def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> Feed:
+    def open(self, open_exchange: OpenExchange | None = None, held: Sequence[TokenDocuments] = ()) -> Feed:
         """Build the feed from documents that are open already; if `held` is empty, opens them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IndexedSpec:
-    """A feed of documents that are tokens already."""
+class _TokensSpec:
+    """What is the same for one set of documents that are tokens already, and for a mixture of them."""
 
-    data: Data
-    """As `open_tokens` takes it."""
-    parts_a_group: int
-    """Minimum number of the store's parts whose documents are shuffled together."""
     windows: WindowSettings
     batches: BatchSettings
-    epochs: int | None
     rank: int
-    num_ranks: int
-    first_parts: int
-    """Number of parts of the store in the first epoch; the same on all ranks."""
     patience_s: float = PATIENCE_S
     """How long to wait for the next part of a store that is being written."""
     on_error: OnError = "raise"
@@ -58,54 +50,60 @@ class IndexedSpec:
     """As `open_tokens` takes them."""
     planned_ahead: int | None = None
     """How far ahead steps are planned; None: no plans."""
-    only_plans: bool = False
-    """Whether exchanges carry only plans, as the ranks can't reach each other."""
 
-    def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> IndexedFeed:
+    def reopened(self, data: Data) -> TokenDocuments:
+        """Open documents, which `open_tokens` takes."""
+        return reopen_tokens(data, self.patience_s, self.on_error, split=self.split, format=self.format)
+
+    def requests(self, open_exchange: OpenExchange | None) -> PlanRequests | None:
+        """Return how the feed requests plans; None if it has no plans, or is only used for lookups."""
+        if open_exchange is None or self.planned_ahead is None:
+            return None
+        return PlanRequests(open_exchange=open_exchange, ahead=self.planned_ahead)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedSpec(_TokensSpec):
+    """A feed of documents that are tokens already."""
+
+    data: Data
+    parts_a_group: int
+    """Minimum number of the store's parts whose documents are shuffled together."""
+    epochs: int | None
+    num_ranks: int
+    first_parts: int
+    """Number of parts of the store in the first epoch; the same on all ranks."""
+    only_plans: bool = False
+    """Whether the exchange carries only plans, as the ranks can't reach each other."""
+
+    def open(
+        self, open_exchange: OpenExchange | None = None, held: Sequence[TokenDocuments] = ()
+    ) -> IndexedFeed:
         """Build the feed."""
-        if held:
-            (tokens,) = held
-        else:
-            tokens = reopen_tokens(
-                self.data, self.patience_s, self.on_error, split=self.split, format=self.format
-            )
-        plans = step_plans(exchanges, self.planned_ahead)
-        exchanges = None if self.only_plans else exchanges
-        can_agree = exchanges is not None or self.num_ranks == 1
+        (tokens,) = held or [self.reopened(self.data)]
+        plans = self.requests(open_exchange)
+        open_exchange = None if self.only_plans else open_exchange
+        can_agree = open_exchange is not None or self.num_ranks == 1
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
         if can_agree and isinstance(tokens, TokenStore):
-            parts = _PartsNow(tokens, self.first_parts, self.rank, exchanges)
+            parts = _PartsNow(tokens, self.first_parts, self.rank, open_exchange)
         windows = grouped(tokens, self.windows, self.parts_a_group)
         stream = PackStream(windows, self.epochs, parts)
         return IndexedFeed(stream, self.batches, self.rank, self.on_error, lambda: _losses_of(tokens), plans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MixtureSpec:
+class MixtureSpec(_TokensSpec):
     """A feed of a mixture of several sources of documents that are tokens already."""
 
     sources: tuple[Data, ...]
-    """Each as `open_tokens` takes it."""
-    windows: WindowSettings
     mix: MixSettings
-    batches: BatchSettings
-    rank: int
-    patience_s: float = PATIENCE_S
-    """How long to wait for the next part of a store that is being written."""
-    on_error: OnError = "raise"
-    """What becomes of documents whose tokens can't be read."""
-    split: str | None = None
-    format: Format | None = None
-    """As `open_tokens` takes them."""
-    planned_ahead: int | None = None
-    """How far ahead steps are planned; None: no plans."""
 
-    def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> IndexedFeed:
-        """Build the feed; exchanges carry only plans, as all ranks know all lengths."""
-        sets = held or [
-            reopen_tokens(data, self.patience_s, self.on_error, split=self.split, format=self.format)
-            for data in self.sources
-        ]
+    def open(
+        self, open_exchange: OpenExchange | None = None, held: Sequence[TokenDocuments] = ()
+    ) -> IndexedFeed:
+        """Build the feed; its exchange carries only plans, as all ranks know all lengths."""
+        sets = held or list(map(self.reopened, self.sources))
         streams: list[PackStream] = []
         for number, (tokens, data) in enumerate(zip(sets, self.sources)):
             tokens.wait_for(tokens.num_parts)
@@ -117,13 +115,8 @@ class MixtureSpec:
         joined = JoinedTokens(sets)
         stream = MixedStream(joined, streams, self.windows, self.mix)
         losses = lambda: total(map(_losses_of, sets))  # noqa: E731
-        plans = step_plans(exchanges, self.planned_ahead)
+        plans = self.requests(open_exchange)
         return IndexedFeed(stream, self.batches, self.rank, self.on_error, losses, plans)
-
-
-def step_plans(exchanges: Exchanges | None, ahead: int | None) -> StepPlans | None:
-    """Return how a feed requests plans; None if it has no plans, or is only used for lookups."""
-    return None if exchanges is None or ahead is None else StepPlans(exchanges=exchanges, ahead=ahead)
 
 
 def _losses_of(tokens: TokenDocuments) -> Losses:
@@ -151,16 +144,16 @@ def grouped(tokens: TokenDocuments, settings: WindowSettings, parts: int = PARTS
 class _PartsNow:
     """Returns a store's number of parts at the beginning of an epoch: the minimum over the ranks."""
 
-    def __init__(self, store: TokenStore, first: int, rank: int, exchanges: Exchanges | None) -> None:
-        self._store, self._first, self._rank, self._exchanges = store, first, rank, exchanges
+    def __init__(self, store: TokenStore, first: int, rank: int, open_exchange: OpenExchange | None) -> None:
+        self._store, self._first, self._rank, self._open_exchange = store, first, rank, open_exchange
 
     def __call__(self, epoch: int) -> int:
         if epoch == 0:
             return self._first
         self._store.reread()
-        if self._exchanges is None:
+        if self._open_exchange is None:
             return self._store.num_parts
-        counts = self._exchanges(0).all(f"parts of epoch {epoch}", {self._rank: self._store.num_parts})
+        counts = self._open_exchange().all(f"parts of epoch {epoch}", {self._rank: self._store.num_parts})
         return int(min(counts.values()))
 
 
@@ -195,7 +188,9 @@ class StreamingSpec:
     batches: BatchSettings
     rank: int
 
-    def open(self, exchanges: Exchanges | None = None, held: Sequence[TokenDocuments] = ()) -> StreamingFeed:
+    def open(
+        self, open_exchange: OpenExchange | None = None, held: Sequence[TokenDocuments] = ()
+    ) -> StreamingFeed:
         """Build the feed."""
         assert not held, "streaming reads no tokens"
-        return StreamingFeed(self.source, self.settings, self.batches, self.rank, exchanges)
+        return StreamingFeed(self.source, self.settings, self.batches, self.rank, open_exchange)

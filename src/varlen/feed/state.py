@@ -1,4 +1,4 @@
-"""The state of a loader: its place, as a few numbers that are equal on every rank, and the data and settings."""
+"""The state of a loader: its position, as a few numbers that are equal on every rank, and the data and settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLANS = "plans"
 EPOCHS = "epochs"
 """Key in `belongs_to` of streaming: a loader with more epochs may resume from the state."""
 ENDS = "ends"
-"""Key in a place of streaming: the numbers of epochs after which a run ended before it resumed with more."""
+"""Key in a position of streaming: the numbers of epochs after which a run ended before it resumed with more."""
 _log = logging.getLogger(__name__)
 MOST = 2**63 - 1
 Mode = Literal["indexed", "streaming"]
@@ -70,10 +70,10 @@ def from_json(
 
 
 def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a place from which a loader with at least as many epochs resumes.
+    """Return a position from which a loader with at least as many epochs resumes.
 
     At the end of its data a run packs all documents that wait, which it wouldn't do if more followed. The resumed run
-    must pack that stretch in the same way, so the place names the epoch at which the earlier run ended.
+    must pack that stretch in the same way, so the position names the epoch at which the earlier run ended.
     """
     if EPOCHS not in was or EPOCHS not in now or was[EPOCHS] == now[EPOCHS]:
         return at

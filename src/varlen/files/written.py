@@ -18,6 +18,7 @@ from varlen.regular import MOST_JSON_BYTES, open_regular, require_regular
 
 PARTIAL, WORK = ".partial", ".work"  # suffix of an unfinished result, and its folder of temporary files
 LOCK, PLAN = "lock", "plan.json"  # in the work folder: held during a run; the number of parts
+STATE = "state.json"  # in the work folder: the run's fingerprint, and the marker of an unfinished output
 MANIFEST, MANIFEST_OF_ROWS = "manifest.json", ".manifest.json"  # written last: of stores, of packed sets
 MANIFESTS = (MANIFEST_OF_ROWS, MANIFEST)
 # Skipped records, one per line: of a shard of a token store, and beside packed rows.

@@ -59,18 +59,19 @@ def source_marks(source: Source) -> dict[str, Any]:
     Also includes what is left out of its folders, which isn't part of the identity.
     """
     with ThreadPoolExecutor(max_workers=4) as pool:
-        marks = list(pool.map(fingerprint, source.files))
+        fingerprints = list(pool.map(fingerprint, source.files))
     files = [
-        {"name": file.name, "size": file.size, "fingerprint": mark} for file, mark in zip(source.files, marks)
+        {"name": file.name, "size": file.size, "fingerprint": of_file}
+        for file, of_file in zip(source.files, fingerprints)
     ]
-    encoding, mark = source.encoding, source.made_by()
-    unread = {"left_out": [asdict(group) for group in source.left_out], "taken": list(source.taken)}
+    encoding, tokenizer_mark = source.encoding, source.made_by()
+    left_out = {"left_out": [asdict(group) for group in source.left_out], "taken": list(source.taken)}
     return {
-        **({name: json.loads(json.dumps(value)) for name, value in unread.items() if value}),
+        **({name: json.loads(json.dumps(value)) for name, value in left_out.items() if value}),
         "files": files,
         "reading": source.fingerprint,
         "on_error": source.on_error,
-        "tokenizer": {} if mark is None else mark.to_json(),
+        "tokenizer": {} if tokenizer_mark is None else tokenizer_mark.to_json(),
         "chat_template": encoding.template.fingerprint,
         "append_eos": encoding.append_eos,
         "supervise": encoding.supervise,
@@ -96,13 +97,13 @@ def index_source(
     check_overlap(source.files, folder)
     with (crew or Crew()).started() as team:
         if marks is None:
-            marks = look_at(source, folder, team, on_progress)
+            marks = marks_at_start(source, folder, team, on_progress)
         before = (read_manifest(folder) or {}).get("fingerprint")
         store = build_store(source, folder, marks, team=team, on_progress=on_progress, overwrite=overwrite)
     return store, store.fingerprint == before
 
 
-def look_at(source: Source, output: Path, team: Team, on_progress: OnProgress) -> dict[str, Any]:
+def marks_at_start(source: Source, output: Path, team: Team, on_progress: OnProgress) -> dict[str, Any]:
     """Return what identifies a source, starting processes meanwhile if there will be work for them."""
     on_progress(0, 1, "looking at the files")
     if not output.exists() and sum(file.size for file in source.files) > PART_BYTES:
@@ -141,24 +142,26 @@ def _built(
     existing = seen = read_manifest(folder)
     source, marks = in_stored_order(source, marks, existing)
     grown = stages_before(existing, marks)
-    print_ = fingerprint_of_marks(marks, grown)
-    if existing is not None and existing.get("fingerprint") == print_:
+    store_fingerprint = fingerstore_fingerprintof_marks(marks, grown)
+    if existing is not None and existing.get("fingerprint") == store_fingerprint:
         remove_work(folder)
         return open_store(folder)
     if overwrite or existing is None or not grown or len(marks["files"]) == len(existing["source"]["files"]):
         if not overwrite:
             check_tokenizer(folder, existing, marks)
-        existing, grown, print_ = None, [], fingerprint_of_marks(marks)
+        existing, grown, store_fingerprint = None, [], fingerstore_fingerprintof_marks(marks)
         check_output(folder, seen, overwrite=overwrite)
-    with working_folder(folder, print_, seen) as partial:
+    with working_folder(folder, store_fingerprint, seen) as partial:
         if partial is None:
             return None
         if existing is not None:
             take_back(partial, folder, existing)
         first = grown[-1]["parts"] if grown else 0
         source = replace(source, files=source.files[grown[-1]["files"] :]) if grown else source
-        plan = _Plan(partial, print_, first, {name: marks[name] for name in PLAN_MARKS if name in marks})
-        listed, num_parts = _index_parts(source, plan, team, on_progress)
+        note = _PartsNote(
+            partial, store_fingerprint, first, {name: marks[name] for name in PLAN_MARKS if name in marks}
+        )
+        listed, num_parts = _index_parts(source, note, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
             message = _nothing(source, listed, partial)
             remove_unfinished(partial)  # nothing to resume
@@ -168,7 +171,7 @@ def _built(
             "varlen": __version__,
             "kind": "tokens",
             "format": format_of(all_shards),
-            "fingerprint": print_,
+            "fingerprint": store_fingerprint,
             "source": marks,
             "num_parts": num_parts,
             "num_documents": sum(shard["num_documents"] for shard in all_shards),
@@ -195,7 +198,7 @@ def check_tokenizer(folder: Path, existing: dict[str, Any] | None, marks: dict[s
         )
 
 
-class _Plan(NamedTuple):
+class _PartsNote(NamedTuple):
     """Metadata of a store, available before its parts are."""
 
     partial: Path  # the folder that shards are written to
@@ -205,12 +208,12 @@ class _Plan(NamedTuple):
 
 
 def _index_parts(
-    source: Source, plan: _Plan, team: Team, on_progress: OnProgress
+    source: Source, note: _PartsNote, team: Team, on_progress: OnProgress
 ) -> tuple[list[dict[str, Any]], int]:
     """Tokenize all parts of a source; return their shards, and the store's total number of parts."""
     parts = source.parts(PART_BYTES)
-    partial, first = plan.partial, plan.first
-    write_plan(partial, plan.fingerprint, first + len(parts), plan.source)
+    partial, first = note.partial, note.first
+    write_plan(partial, note.fingerprint, first + len(parts), note.source)
     watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
     is_one = len(parts) == 1
     reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
@@ -293,7 +296,7 @@ def _closed(writer: ShardWriter, part: int, shard: int) -> dict[str, Any]:
 # names, positions and bytes, so readers can continue, and see the rest when they reopen the store.
 
 
-def fingerprint_of_marks(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
+def fingerstore_fingerprintof_marks(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
     """Return what changes with the tokens of a store and their order."""
     stages = [list(grown)] if grown else []
     return digest(json.dumps([STORE_FORMAT, __version__, deciding(marks), *stages], sort_keys=True))
@@ -354,7 +357,7 @@ def stages_before(manifest: dict[str, Any] | None, marks: dict[str, Any]) -> lis
     grown = list(manifest.get("grown", ()))
     if count == len(marks["files"]):
         return grown
-    was = fingerprint_of_marks({**marks, "files": marks["files"][:count]}, grown)
+    was = fingerstore_fingerprintof_marks({**marks, "files": marks["files"][:count]}, grown)
     if manifest.get("fingerprint") != was or "num_parts" not in manifest:
         return []
     stage = {
@@ -413,7 +416,7 @@ def indexed_in_cache(source: Source, cache: str | Path | None, patience_s: float
         Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
     )
     marks = source_marks(source)
-    folder = base / "stores" / fingerprint_of_marks(marks)[:32]
+    folder = base / "stores" / fingerstore_fingerprintof_marks(marks)[:32]
     crew, is_logged = Crew(processes=_processes(source)), False
     since, seen = time.monotonic(), _written(folder)
     while True:

@@ -8,7 +8,7 @@
         lock                   held while a run works
         state.json             the run's fingerprint
         plan.json              the final number of parts of a token store, for concurrent readers
-        part-00000.json ...    notes of finished tasks, which a later run reuses
+        part-00000.json ...    notes of finished tasks, which a later run reuses; of a token store 00000.json ...
 
 A file is flushed to disk before it gets its name, and a note is written after the file that it describes, so notes
 are valid even after a power failure.
@@ -50,6 +50,7 @@ from varlen.files.written import (
     PLAN,
     SKIPPED,
     SKIPPED_OF_ROWS,
+    STATE,
     WORK,
     read_manifest,
     sealed,
@@ -228,7 +229,6 @@ def output_faults(folder: Path) -> Iterator[None]:
 
 # Recognize varlen's own files in an output folder, finished or not.
 
-STATE = "state.json"  # in the work folder: the run's fingerprint, and the marker of an unfinished output
 _BESIDE = {*MANIFESTS, SKIPPED, SKIPPED_OF_ROWS, WORK, TABLES}
 _SHARD = re.compile(r"(\d{5,})-\d{4,}")
 _IN_THE_MAKING = r"\..+\.[0-9a-f]{12}\.part"

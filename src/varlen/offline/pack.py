@@ -31,7 +31,14 @@ from varlen.files.written import (
     sealed,
 )
 from varlen.offline.crew import Crew, Team
-from varlen.offline.index import OnProgress, build_store, check_tokenizer, deciding, look_at, quiet
+from varlen.offline.index import (
+    OnProgress,
+    build_store,
+    check_tokenizer,
+    deciding,
+    marks_at_start,
+    quiet,
+)
 from varlen.offline.outputs import (
     check_output,
     check_overlap,
@@ -108,7 +115,7 @@ def make_set(
             store = open_store(source)
             marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest.get("source", {})}
         else:
-            marks = look_at(source, output, team, on_progress)
+            marks = marks_at_start(source, output, team, on_progress)
         wanted = digest(json.dumps([__version__, deciding(marks), settings], sort_keys=True))
         while True:
             manifest = read_manifest(output)

@@ -21,7 +21,7 @@ from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
-from varlen.feed.plans import KEPT, GivenPlans, Heard, choice_of
+from varlen.feed.plans import KEPT, GivenPlans, PlansOfAnotherRank, choice_of
 from varlen.feed.state import PLANS
 from varlen.files.ours import atomic_file, disk_faults
 from varlen.plan.one_gpu import one_gpu_plan
@@ -139,7 +139,7 @@ def plans_of(
     words += f', recompute "{plan.recompute}", offload "{plan.offload}"'
     words += ", no shared documents" if mesh.dp > 1 and not plan.merges else ""
     if cost is None:
-        return RunPlans(Heard(), words)
+        return RunPlans(PlansOfAnotherRank(), words)
     search = Search(merges=plan.merges, least_rows=plan.least_rows)
     # The quick plan needs no close search, unless it must equal the plan of the same method.
     quick = search if plan.quick == method else replace(search, closely=False)

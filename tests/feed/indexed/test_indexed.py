@@ -201,7 +201,7 @@ def test_a_place_that_was_changed_to_none_of_the_store_is_refused_before_trainin
     numbers |= {name: value for name, value in changed.items() if name in numbers}
     state = FeedState(**numbers, at=changed.get("at", at))
     with pytest.raises(StateError, match="it was changed"):
-        feed.begun(state)
+        feed.with_position(state)
     if "pack" in changed or "group" in changed:  # where the store wasn't there yet
         with pytest.raises(StateError, match="it was changed"):
             next(feed.batches(state, new_arrays))
@@ -217,10 +217,10 @@ def test_a_place_behind_a_window_a_group_or_the_last_epoch_is_one(store):
         {"group": 2, "pack": 0},
     ):
         state = FeedState(step=5, at={**good, **change})
-        assert feed.begun(state) == state
+        assert feed.with_position(state) == state
         assert bool(list(feed.batches(state, new_arrays))) == (change.get("group", 0) == 0)
     for state in rest(feed, FeedState())[1]:
-        assert feed.begun(state).at == (state.at or feed.begun(FeedState()).at)
+        assert feed.with_position(state).at == (state.at or feed.with_position(FeedState()).at)
 
 
 @pytest.fixture
@@ -258,9 +258,9 @@ def test_a_store_in_the_making_gives_the_bytes_of_the_finished_one_however_it_is
     saved = json.loads(json.dumps(dict(taken[-1].state.at)))
     early = growing_feed(open_tokens(folder))
     unknown = FeedState(step=9, at={**saved, "group": 3, "window": 99})
-    assert early.begun(unknown) == unknown  # it isn't waited for what can't be known yet
+    assert early.with_position(unknown) == unknown  # it isn't waited for what can't be known yet
     with pytest.raises(StateError, match="it was changed"):
-        early.begun(FeedState(step=9, at={**saved, "group": 0, "window": 99}))
+        early.with_position(FeedState(step=9, at={**saved, "group": 0, "window": 99}))
     going_on = threading.Thread(target=index_source, args=(open_source(data), folder))
     going_on.start()
     taken += made

@@ -31,7 +31,7 @@ from varlen.documents import blocks
 from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
 from varlen.feed.state import FeedState, from_json, to_json
-from varlen.feed.streaming.intake import Unread
+from varlen.feed.streaming.intake import PostponedReads
 from varlen.feed.streaming.lane import document_ids
 
 
@@ -142,14 +142,14 @@ def test_the_first_batch_of_a_state_reads_no_more_of_what_waited_than_its_step_h
     feed = feed_of(open_source(path, encode, eos=0), lanes=2, size=2, micro=2, window_packs=4)
     whole = run(feed)
     taken = 3 + next(n for n, one in enumerate(whole) if one.state.at.get("round") == 4)
-    state, bring = whole[taken - 1].state, Unread.bring
+    state, bring = whole[taken - 1].state, PostponedReads.bring
 
     def noted(self, packs, left):
         read.clear()
         bring(self, packs, left)
         reads.append(len(set(read)))
 
-    monkeypatch.setattr(Unread, "bring", noted)
+    monkeypatch.setattr(PostponedReads, "bring", noted)
     again = run(feed, state)
 
     assert [content(one) for one in again] == [content(one) for one in whole[taken:]]

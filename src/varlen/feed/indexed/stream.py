@@ -13,20 +13,22 @@ from varlen import errors
 from varlen.arguments import as_count
 from varlen.documents.source import OnError
 from varlen.errors import SettingError, StateError, reading_state
-from varlen.feed.agreement import PLAN, Exchange, Exchanges
 from varlen.feed.batches import (
     BatchSettings,
     ReadPieces,
     Step,
+    StorePacks,
     Unreadable,
     check_labels,
+    concatenated,
     deal_step,
     make_batch,
     no_batch,
     numbers_of,
     where_of,
 )
-from varlen.feed.indexed.windows import StorePacks, Windows, end_to_end
+from varlen.feed.exchange import PLAN, Exchange, OpenExchange
+from varlen.feed.indexed.windows import Windows
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import MOST, FeedState, check_micro_batch
 from varlen.files.losses import Losses
@@ -71,7 +73,7 @@ class Stream(Protocol):
     def check(self, position: Any) -> None:
         """Refuse an invalid position, as far as the store exists already; `take` refuses the others."""
 
-    def passes(self, position: Any) -> int:
+    def epochs_done(self, position: Any) -> int:
         """Return the number of epochs completed at a position; of a mixture, those that every source completed."""
 
     def tokens(self, position: Any) -> ReadableTokens:
@@ -136,7 +138,7 @@ class PackStream:
             taken += stop - here.pack
             is_over = stop == packs.num_packs
             position = replace(here, window=here.window + is_over, pack=0 if is_over else stop)
-        return end_to_end(parts), position, ledger
+        return concatenated(parts), position, ledger
 
     def check(self, position: Position) -> None:
         """Refuse an invalid position, as far as the store exists already; `take` refuses the others.
@@ -160,7 +162,7 @@ class PackStream:
         if position.window == count:
             refuse("pack", position.pack, 0)
 
-    def passes(self, position: Position) -> int:
+    def epochs_done(self, position: Position) -> int:
         """Return the number of epochs completed."""
         return position.epoch
 
@@ -176,9 +178,9 @@ class PackStream:
 
     def position(self, at: Mapping[str, Any]) -> Position:
         """Return the position from the values that `at` returned; from an empty mapping, the beginning."""
-        return self.begun(_as_position(at, self.windows.store))
+        return self.with_parts(_as_position(at, self.windows.store))
 
-    def begun(self, position: Position) -> Position:
+    def with_parts(self, position: Position) -> Position:
         """Return a position whose `grown` is set: to the store's parts if it was empty."""
         if position.grown:
             return position
@@ -186,7 +188,7 @@ class PackStream:
 
     def at_window(self, position: Position) -> Position | None:
         """Return the position, moved to the next window if it is at the end of a group or epoch; None at the end."""
-        position = self.begun(position)
+        position = self.with_parts(position)
         if self.epochs is None or position.epoch < self.epochs:
             self._refuse_none(position)
         while self.epochs is None or position.epoch < self.epochs:
@@ -263,10 +265,10 @@ window, its number of documents. Each can be smaller at the end of the data, whi
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepPlans:
+class PlanRequests:
     """How a feed requests the plans of its steps."""
 
-    exchanges: Exchanges
+    open_exchange: OpenExchange
     ahead: int
     """Number of steps after the requested one whose lengths are sent with a request."""
 
@@ -318,7 +320,7 @@ class IndexedFeed:
         rank: int,
         on_error: OnError = "raise",
         losses: Callable[[], Losses] = Losses,
-        plans: StepPlans | None = None,
+        plans: PlanRequests | None = None,
     ) -> None:
         """Take the packs of all epochs, the settings of one rank's batches, and the source of its plans, if any."""
         self.stream, self._settings, self._rank, self.losses = stream, settings, rank, losses
@@ -353,7 +355,7 @@ class IndexedFeed:
         number, position, ledger = state.step, self.position(state), _NOTHING
         count = self._packs_begun(state)
         has_begun = number > 0 or state.micro_batch > 0
-        last_pass = self.stream.passes(position)
+        last_epoch = self.stream.epochs_done(position)
         while True:
             before = FeedState(step=number, at=self.stream.at(position))
             packs, position, entered = self.stream.take(position, count)
@@ -368,15 +370,15 @@ class IndexedFeed:
             number += 1
             if step.num_targets:
                 yield step, before, FeedState(step=number, at=self.stream.at(position)), ledger
-                ledger, last_pass, has_begun = _NOTHING, self.stream.passes(position), True
-            check_labels(self.stream.passes(position), last_pass)
+                ledger, last_epoch, has_begun = _NOTHING, self.stream.epochs_done(position), True
+            check_labels(self.stream.epochs_done(position), last_epoch)
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
         """Yield the batches that follow a state, then the counts that no batch carries."""
         first = state.micro_batch
         pieces = ReadPieces(self.stream.tokens(self.position(state)), self._unreadable)
         if self._plans is not None:
-            yield from self._shares(state, pieces, buffers, self._plans)
+            yield from self._planned_batches(state, pieces, buffers, self._plans)
             return
         ledger: Ledger | None
         for item in self.steps(state):
@@ -386,24 +388,24 @@ class IndexedFeed:
                 return
             step, before, after, entered = item
             ledger = None if first else entered  # a state within a step comes after its ledger
-            begun = before
+            within = before
             if self._settings.micro_batches > 1:
-                packs = {_PACKS: step.packs.num_packs, _PRINT: step.packs.print}
-                begun = replace(before, at={**before.at, **packs})
+                packs = {_PACKS: step.packs.num_packs, _PRINT: step.packs.checksum}
+                within = replace(before, at={**before.at, **packs})
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
                 skipped = pieces.skipped
                 batch = make_batch(pieces, step, self._rank, number, self._settings, buffers())
-                now = after if is_last else replace(begun, micro_batch=number + 1)
+                now = after if is_last else replace(within, micro_batch=number + 1)
                 yield Made(batch=batch, state=now, ledger=ledger, skipped=pieces.skipped - skipped)
                 ledger = None
             first = 0
 
-    def _shares(
-        self, state: FeedState, pieces: ReadPieces, buffers: Buffers, plans: StepPlans
+    def _planned_batches(
+        self, state: FeedState, pieces: ReadPieces, buffers: Buffers, plans: PlanRequests
     ) -> Iterator[Made | Ended]:
         """Yield one batch per step: the pieces that the step's plan assigns to this rank."""
-        exchange = plans.exchanges(0)
+        exchange = plans.open_exchange()
         for item, following in _with_next(self.steps(state), plans.ahead):
             if isinstance(item, Ledger):
                 if item != _NOTHING:
@@ -418,7 +420,7 @@ class IndexedFeed:
             batch = make_batch(pieces, step, 0, 0, self._settings, out, mine)
             yield Made(batch=batch, state=after, ledger=entered, skipped=pieces.skipped - skipped)
 
-    def begun(self, state: FeedState) -> FeedState:
+    def with_position(self, state: FeedState) -> FeedState:
         """Return a checked state with its position, also for the beginning of training."""
         if state.micro_batch:
             check_micro_batch(state, self._settings.micro_batches)
@@ -455,7 +457,7 @@ class IndexedFeed:
     def _check_step(self, state: FeedState, position: Any) -> None:
         """Refuse a state within a step if the step has other packs here than when it was saved."""
         count = self._packs_begun(state)
-        if _PRINT in state.at and self.stream.take(position, count)[0].print != state.at[_PRINT]:
+        if _PRINT in state.at and self.stream.take(position, count)[0].checksum != state.at[_PRINT]:
             raise StateError(
                 f"the state is within step {state.step:,}, which holds other packs here: with other epochs the data "
                 "ends elsewhere. Pass the epochs of the state, load one from where a step begins, or start over"

@@ -114,7 +114,7 @@ class WindowTable:
 
     def _walk(self, position: Position, count: int) -> tuple[Position, bool]:
         """Return the position `count` packs after another one, and whether a pack begins there."""
-        end = self._stream.begun(position)
+        end = self._stream.with_parts(position)
         was_empty = False
         while (here := self._next(end)) is not None:
             table = self.epoch(here.epoch, here.num_parts)

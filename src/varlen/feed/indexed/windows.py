@@ -14,8 +14,6 @@ window. The number of windows of a group is determined when the group is reached
 from __future__ import annotations
 
 import threading
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,6 +21,7 @@ import numpy as np
 
 from varlen.arguments import LARGEST
 from varlen.documents.order import DocumentOrder, hashed
+from varlen.feed.batches import StorePacks
 from varlen.pack.pieces import POLICIES
 from varlen.pack.window import WindowPacker
 from varlen.store.tokens import TokenDocuments
@@ -98,10 +97,12 @@ class Windows:
         Cost: reading the window's lengths, sorting hashes of its documents and packing them.
         """
         shards, documents = self.documents(epoch, group, number, num_parts)
-        return packs_of(shards, documents, self.store.lengths(shards, documents), self.settings)
+        return packed_window(shards, documents, self.store.lengths(shards, documents), self.settings)
 
 
-def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings: WindowSettings) -> Window:
+def packed_window(
+    shards: IntArray, documents: IntArray, lengths: IntArray, settings: WindowSettings
+) -> Window:
     """Pack the documents of one window; documents that don't fill a pack aren't carried over to another window.
 
     Args:
@@ -285,59 +286,3 @@ class Groups:
             )
             self._sums = sums
         return sums
-
-
-# Packs of a store's documents as flat arrays, from which steps and batches are built.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StorePacks:
-    """Packs end to end: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
-
-    shards: IntArray
-    """int64 `[pieces]`: the shard of each piece's document."""
-    documents: IntArray
-    """int64 `[pieces]`: the document's number within its shard."""
-    starts: IntArray
-    stops: IntArray
-    """int64 `[pieces]`: the piece is its document's tokens [start, stop)."""
-    offsets: IntArray
-    """int64 `[packs + 1]`."""
-
-    @property
-    def num_packs(self) -> int:
-        """Number of packs."""
-        return len(self.offsets) - 1
-
-    @property
-    def print(self) -> int:
-        """A checksum of the pieces and their packs."""
-        checksum = 0
-        for array in (self.shards, self.documents, self.starts, self.stops, self.offsets):
-            checksum = zlib.crc32(array.astype("<i8").tobytes(), checksum)
-        return checksum
-
-    def slice(self, start: int, stop: int) -> StorePacks:
-        """Return the packs [start, stop)."""
-        pieces = slice(int(self.offsets[start]), int(self.offsets[stop]))
-        return StorePacks(
-            shards=self.shards[pieces],
-            documents=self.documents[pieces],
-            starts=self.starts[pieces],
-            stops=self.stops[pieces],
-            offsets=self.offsets[start : stop + 1] - self.offsets[start],
-        )
-
-
-def end_to_end(parts: Sequence[StorePacks]) -> StorePacks:
-    """Concatenate packs; returns zero packs for no parts."""
-    none = np.zeros(0, dtype=np.int64)
-    pieces = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
-    offsets = [part.offsets[1:] + before for part, before in zip(parts, pieces)]
-    return StorePacks(
-        shards=np.concatenate([none, *(part.shards for part in parts)]),
-        documents=np.concatenate([none, *(part.documents for part in parts)]),
-        starts=np.concatenate([none, *(part.starts for part in parts)]),
-        stops=np.concatenate([none, *(part.stops for part in parts)]),
-        offsets=np.concatenate([[0], *offsets]).astype(np.int64),
-    )

@@ -24,8 +24,9 @@ from varlen.documents.order import hashed
 from varlen.documents.source import Unit, Until
 from varlen.errors import SettingError, StateError, reading_state
 from varlen.feed import kernels
+from varlen.feed.batches import StorePacks, concatenated
 from varlen.feed.indexed.stream import Grown, PackStream, Position, refuse
-from varlen.feed.indexed.windows import StorePacks, Window, WindowSettings, end_to_end, packs_of
+from varlen.feed.indexed.windows import Window, WindowSettings, packed_window
 from varlen.feed.state import MOST
 from varlen.store.open import JoinedTokens
 from varlen.types import FloatArray, IntArray, Ledger
@@ -96,7 +97,7 @@ class MixedStream:
         """Return the position of the first pack."""
         return MixedPosition(sources=tuple(SourcePosition(position=Position(grown=one)) for one in grown))
 
-    def passes(self, position: MixedPosition) -> int:
+    def epochs_done(self, position: MixedPosition) -> int:
         """Return the number of epochs that every source has completed."""
         return min(source.position.epoch for source in position.sources)
 
@@ -124,7 +125,7 @@ class MixedStream:
                 position = replace(position, pack=stop)
                 break
             position = MixedPosition(sources=mixed.after, window=position.window + 1)
-        return end_to_end(parts), position, ledger
+        return concatenated(parts), position, ledger
 
     def look(self, position: MixedPosition) -> tuple[IntArray, MixedPosition | None]:
         """Return the lengths of a window's documents, and the position of the next window; None after the last."""
@@ -158,7 +159,7 @@ class MixedStream:
     def position(self, at: Mapping[str, Any]) -> MixedPosition:
         """Return the position from the values that `at` returned; from an empty mapping, the beginning."""
         if not at:
-            return self.begin([stream.begun(Position()).grown for stream in self.sources])
+            return self.begin([stream.with_parts(Position()).grown for stream in self.sources])
         with reading_state("a loader"):
             window, pack = (as_count(at[name], name, 0, MOST) for name in ("window", "pack"))
             sources = tuple(
@@ -180,7 +181,7 @@ class MixedStream:
     def _make(self, sources: tuple[SourcePosition, ...]) -> _Mixed:
         """Mix and pack the documents of a window."""
         shards, documents, lengths, after, repeated, is_last = self._mixed(sources)
-        window = packs_of(shards, documents, lengths, self.settings)
+        window = packed_window(shards, documents, lengths, self.settings)
         window = replace(window, ledger=replace(window.ledger, repeated=repeated))
         return _Mixed(window=window, after=after, is_last=is_last)
 

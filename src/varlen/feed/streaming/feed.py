@@ -17,8 +17,8 @@ from varlen.documents.block_reader import BlockReader, Chunk
 from varlen.documents.blocks import cut_blocks, read_by_all
 from varlen.documents.source import Source
 from varlen.errors import SettingError, StateError
-from varlen.feed.agreement import Exchanges, Solo
 from varlen.feed.batches import BatchSettings, Contents, check_labels, deal, fill_batch, no_batch, work_of
+from varlen.feed.exchange import OpenExchange, Solo
 from varlen.feed.prefetch import AheadSettings, Prefetcher
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import FeedState, check_micro_batch
@@ -76,7 +76,7 @@ class StreamingFeed:
         settings: StreamingSettings,
         batch: BatchSettings,
         rank: int,
-        exchanges: Exchanges | None = None,
+        open_exchange: OpenExchange | None = None,
         *,
         logs_skipped: bool = True,
     ) -> None:
@@ -86,9 +86,8 @@ class StreamingFeed:
         self._blocks = cut_blocks(source, settings.lanes)
         self._own = range(rank, settings.lanes, batch.dp_world_size)
         self._rounds = round_settings(settings, batch, self._blocks.block_bytes)
-        self._is_solo = exchanges is None or batch.dp_world_size == 1
-        self._exchanges: Exchanges = Solo if self._is_solo or exchanges is None else exchanges
-        self._runs = 0
+        self._is_solo = open_exchange is None or batch.dp_world_size == 1
+        self._open_exchange = Solo if self._is_solo or open_exchange is None else open_exchange
         self._logged: set[Chunk] | None = set() if logs_skipped else None
 
     @property
@@ -120,7 +119,7 @@ class StreamingFeed:
         chunk = chunk_of(document_id, is_single=len(self._blocks) == 1)
         return f"record {record:,} of {self._blocks.where(chunk.block, chunk.number, self._source.files)}"
 
-    def begun(self, state: FeedState) -> FeedState:
+    def with_position(self, state: FeedState) -> FeedState:
         """Return a checked state with its position, also for the beginning of training.
 
         States of version 0.1.0 have no position before the first batch.
@@ -140,25 +139,24 @@ class StreamingFeed:
 
         A step without targets trains nothing: every rank leaves it out, though it has a number.
         """
-        state = self.begun(state)
-        exchange = self._exchanges(self._runs)
-        self._runs += 1
+        state = self.with_position(state)
+        exchange = self._open_exchange()
         reader = BlockReader(self._source, self._blocks)
         intake = Intake(self._source, reader, self._settings.threads)
         sequence = ChunkSequence(self._blocks, reader, self._settings.seed, self._settings.epochs)
         lanes = range(self._settings.lanes) if self._is_solo else self._own
         rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._logged)
         ahead = Prefetcher(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
-        last_pass, silent_rounds, begun = _passes(state.at), 0, _begun(state.at)
+        last_epoch, silent_rounds, epochs = _whole_epochs(state.at), 0, _epochs_begun(state.at)
         ledger, losses, has_begun = _NOTHING, NO_LOSSES, state.step > 0 or state.micro_batch > 0
         try:
             for part in ahead:
-                begun = _begun(part.after)
+                epochs = _epochs_begun(part.after)
                 if any(part.targets):
-                    last_pass, silent_rounds, has_begun = _passes(part.after), 0, True
+                    last_epoch, silent_rounds, has_begun = _whole_epochs(part.after), 0, True
                 silent_rounds += 1
                 if silent_rounds > self._settings.max_age + 1:  # no document can have waited longer
-                    check_labels(_passes(part.after), last_pass)
+                    check_labels(_whole_epochs(part.after), last_epoch)
                 if (state.step, state.micro_batch) <= (part.step, 0) and part.step == part.bounds[0]:
                     new_ledger, new_losses = part.accounts
                     ledger, losses = ledger.and_then(new_ledger), losses + new_losses
@@ -170,7 +168,7 @@ class StreamingFeed:
                         ledger, losses = _NOTHING, NO_LOSSES
                     yield made
             if not has_begun:
-                raise no_batch(ledger, losses, self._batch.capacity, begun)
+                raise no_batch(ledger, losses, self._batch.capacity, epochs)
             if ledger != _NOTHING or losses:
                 yield Ended(ledger=ledger, losses=losses)
         finally:
@@ -181,7 +179,7 @@ class StreamingFeed:
         """Yield the batches of a round that follow a state."""
         micro_batches = self._batch.micro_batches
         works = {
-            lane: work_of(packs.stops - packs.starts, packs.offsets, self._batch.work)
+            lane: work_of(packs.lengths, packs.offsets, self._batch.work)
             for lane, packs in part.packs.items()
         }
         for number in range(max(part.step, state.step), part.step + part.num_steps):
@@ -224,7 +222,7 @@ class StreamingFeed:
         return Contents(
             tokens=np.concatenate([pack.tokens for pack in packs]),
             mask=masks,
-            lengths=np.concatenate([pack.stops - pack.starts for pack in packs]),
+            lengths=np.concatenate([pack.lengths for pack in packs]),
             offsets=np.cumsum([0, *(len(pack.ids) for pack in packs)]),
             document_ids=np.concatenate([pack.ids for pack in packs]),
             document_starts=np.concatenate([pack.starts for pack in packs]),
@@ -252,14 +250,14 @@ def round_settings(settings: StreamingSettings, batch: BatchSettings, block_byte
     )
 
 
-def _passes(at: Mapping[str, Any]) -> int:
+def _whole_epochs(at: Mapping[str, Any]) -> int:
     """Return the number of epochs that are completely claimed where a round begins."""
     return int(at["claimed"]["epoch"]) if "claimed" in at else 0
 
 
-def _begun(at: Mapping[str, Any]) -> int:
+def _epochs_begun(at: Mapping[str, Any]) -> int:
     """Return the number of epochs that are at least partly claimed where a round begins."""
-    return _passes(at) + bool("claimed" in at and (at["claimed"]["index"] or at["claimed"]["chunk"]))
+    return _whole_epochs(at) + bool("claimed" in at and (at["claimed"]["index"] or at["claimed"]["chunk"]))
 
 
 def _check(settings: StreamingSettings, batch: BatchSettings) -> None:

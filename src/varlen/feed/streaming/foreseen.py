@@ -15,27 +15,27 @@ from varlen.arguments import LARGEST
 from varlen.documents.block_reader import Chunk
 from varlen.documents.blocks import Blocks, block_bytes_for
 from varlen.errors import SourceError
-from varlen.feed.agreement import Solo
+from varlen.feed.exchange import Solo
 from varlen.feed.indexed.stream import PackStream, Position
 from varlen.feed.indexed.windows import PARTS_A_GROUP
 from varlen.feed.opening import batch_settings, streaming_settings, usual_window, window_settings
 from varlen.feed.settings import LoaderSettings
 from varlen.feed.spec import grouped
 from varlen.feed.streaming.feed import round_settings
-from varlen.feed.streaming.intake import ChunkSequence, Claim, ReadChunk, unread
+from varlen.feed.streaming.intake import ChunkSequence, Claim, ReadChunk, blank_arrival
 from varlen.feed.streaming.lane import RECORD_BITS, Arrival, LaneRecord, chunk_of, document_ids
 from varlen.feed.streaming.rounds import Rounds
 from varlen.files.losses import NO_LOSSES
 from varlen.store.blank import BlankTokens
 from varlen.types import Int32Array, IntArray
 
-Pieces = tuple[IntArray, IntArray]
+PackedLengths = tuple[IntArray, IntArray]
 """int64 `[pieces]`: the length of each; and `[packs + 1]`: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
 BYTES_A_TOKEN = 4
 """Approximate bytes of text per token."""
 
 
-def indexed_packs(lengths: Int32Array, shards: IntArray | None, settings: LoaderSettings) -> Pieces:
+def indexed_packs(lengths: Int32Array, shards: IntArray | None, settings: LoaderSettings) -> PackedLengths:
     """Return the packs of an epoch of a token store.
 
     Args:
@@ -45,12 +45,12 @@ def indexed_packs(lengths: Int32Array, shards: IntArray | None, settings: Loader
     tokens = BlankTokens(lengths, shards)
     windows = grouped(tokens, window_settings(settings, usual_window(settings)), PARTS_A_GROUP)
     packs = PackStream(windows, 1).take(Position(), LARGEST)[0]
-    return packs.stops - packs.starts, packs.offsets
+    return packs.lengths, packs.offsets
 
 
 def streamed_packs(
     lengths: Int32Array, settings: LoaderSettings, bytes_a_token: int = BYTES_A_TOKEN
-) -> Pieces:
+) -> PackedLengths:
     """Return the packs of an epoch in streaming mode, without the masked packs at its end.
 
     Args:
@@ -70,14 +70,14 @@ def streamed_packs(
     sizes: list[IntArray] = [np.zeros(0, np.int64)]
     for one in rounds.run({}, 0):
         for packs in one.packs.values():
-            pieces.append(packs.stops - packs.starts)
+            pieces.append(packs.lengths)
             sizes.append(np.diff(packs.offsets))
     counts = np.concatenate(sizes)
     return np.concatenate(pieces), np.concatenate([[0], np.cumsum(counts[counts > 0])]).astype(np.int64)
 
 
 class _Chunks:
-    """Blocks of documents of known lengths; implements `Chunks` and `Reading` without files."""
+    """Blocks of documents of known lengths; implements `Chunks` and `ChunkReader` without files."""
 
     def __init__(self, lengths: Int32Array, bytes_a_token: int, lanes: int) -> None:
         ends = np.cumsum(lengths, dtype=np.int64) * bytes_a_token
@@ -157,7 +157,7 @@ class _Chunks:
 
     def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
         """Return the waiting documents with blank tokens."""
-        return {lane: unread(record) for lane, record in records.items()}
+        return {lane: blank_arrival(record) for lane, record in records.items()}
 
     def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
         """Return the chunks of documents."""

@@ -55,7 +55,7 @@ class ReadChunk:
     """The losses whose cause is a disk or server, not the file: another epoch may be able to read these records."""
 
 
-class Reading(Protocol):
+class ChunkReader(Protocol):
     """The methods of `Intake` that `Rounds` uses."""
 
     def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[ReadChunk | Exception]:
@@ -77,7 +77,7 @@ class Intake:
     def __init__(self, source: Source, reader: BlockReader, threads: int) -> None:
         self._source, self._reader, self._threads = source, reader, threads
         self._is_single = reader.num_blocks == 1
-        self._begun: dict[Chunk, Future[ReadChunk | Exception]] = {}
+        self._early: dict[Chunk, Future[ReadChunk | Exception]] = {}
         """Chunks being read that aren't claimed yet."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="varlen-read") if threads > 1 else None
 
@@ -90,18 +90,18 @@ class Intake:
     def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[ReadChunk | Exception]:
         """Return the documents of each claim, or its error; begins to read the chunks `soon`."""
         # A chunk may be claimed twice, in two epochs of little data.
-        begun = {chunk: self._begun.pop(chunk, None) for chunk in dict.fromkeys(c.chunk for c in claims)}
-        others = [claim for claim in claims if begun[claim.chunk] is None]
+        early = {chunk: self._early.pop(chunk, None) for chunk in dict.fromkeys(c.chunk for c in claims)}
+        others = [claim for claim in claims if early[claim.chunk] is None]
         raws = self._rows([claim.chunk for claim in others])
         waits = self._begin(lambda of: self._bring(*of), list(zip(others, raws)))
         if self._pool is not None:
             for chunk in soon:
-                if chunk not in self._begun:
-                    self._begun[chunk] = self._pool.submit(self._read_early, chunk)
+                if chunk not in self._early:
+                    self._early[chunk] = self._pool.submit(self._read_early, chunk)
         fresh = iter(waits())
         results: list[ReadChunk | Exception] = []
         for claim in claims:
-            future = begun[claim.chunk]
+            future = early[claim.chunk]
             result = next(fresh) if future is None else future.result()
             results.append(result if isinstance(result, Exception) else replace(result, claim=claim))
         return results
@@ -258,7 +258,7 @@ class Claimed:
     """Number of chunks claimed of the next block, if that can't be cut in advance."""
 
 
-Print = tuple[int, int, str, bool]
+RowsHash = tuple[int, int, str, bool]
 """A block, a chunk of it, the hash of all rows to the chunk's end, and whether the block's rows end there."""
 
 
@@ -349,9 +349,9 @@ class ChunkSequence:
         live = [block for block in range(len(self._blocks)) if self._reader.is_live(block)]
         return self._reader.name_of(live[0]) if live else "the data"
 
-    def prints(self, at: Claimed) -> list[Print]:
+    def prints(self, at: Claimed) -> list[RowsHash]:
         """Return hashes of iterables' rows: up to a position, and up to the ends that are known."""
-        prints: list[Print] = []
+        prints: list[RowsHash] = []
         if at.chunk and not self.is_over(at):
             block = int(self._order(self._seed, at.epoch)[at.index])
             if self._reader.is_live(block):
@@ -359,7 +359,7 @@ class ChunkSequence:
                 prints.append((block, last, self._reader.print_of(Chunk(block=block, number=last)), False))
         return prints + [(block, *end, True) for block, end in sorted(self._reader.ends.items())]
 
-    def check(self, prints: Sequence[Print]) -> None:
+    def check(self, prints: Sequence[RowsHash]) -> None:
         """Read iterables' rows again up to a state's position, and refuse rows with other hashes."""
         for block, last, saved, is_end in sorted(prints):
             is_known = block < len(self._blocks) and self._reader.is_live(block)
@@ -407,8 +407,8 @@ def deal_claims(held: Sequence[int], targets: Sequence[int], brings: float, most
 # Documents that were waiting when a state was saved: lengths are known, so the round is packed before they are read.
 
 
-def unread(record: LaneRecord) -> Arrival:
-    """Return the documents of a record with zeros for tokens, which `Unread` replaces."""
+def blank_arrival(record: LaneRecord) -> Arrival:
+    """Return the documents of a record with zeros for tokens, which `PostponedReads` replaces."""
     offsets = np.concatenate([[0], np.cumsum(record.lengths)]).astype(np.int64)
     return Arrival(
         ids=record.ids,
@@ -430,19 +430,19 @@ class _Pieces:
     tokens: Int32Array
 
 
-class Unread:
+class PostponedReads:
     """Documents that were packed before they were read."""
 
-    def __init__(self, intake: Reading, records: Mapping[int, LaneRecord]) -> None:
+    def __init__(self, intake: ChunkReader, records: Mapping[int, LaneRecord]) -> None:
         self._intake = intake
         self._waited = {lane: record.ids for lane, record in records.items()}
 
     def bring(self, packs: Mapping[int, LanePacks], left: Mapping[int, Arrival]) -> None:
-        """Read the unread documents of packs, and of those left for the next round; replaces their zeros."""
+        """Read the documents of packs, and those left for the next round; replaces their zeros."""
         wanted: dict[int, _Pieces] = {}
         for lane, some in packs.items():
             wanted[2 * lane] = _Pieces(
-                ids=some.ids, starts=some.starts, lengths=some.stops - some.starts, tokens=some.tokens
+                ids=some.ids, starts=some.starts, lengths=some.lengths, tokens=some.tokens
             )
         for lane, rest in left.items():
             wanted[2 * lane + 1] = _Pieces(
@@ -454,8 +454,8 @@ class Unread:
             {key: _record(pieces, known[key]) for key, pieces in wanted.items() if known[key].any()}
         )
         for key, arrival in arrivals.items():
-            is_unread = np.repeat(known[key], wanted[key].lengths)
-            wanted[key].tokens[is_unread] = arrival.tokens
+            is_blank = np.repeat(known[key], wanted[key].lengths)
+            wanted[key].tokens[is_blank] = arrival.tokens
 
 
 def _record(pieces: _Pieces, which: npt.NDArray[np.bool_]) -> LaneRecord:

@@ -164,6 +164,11 @@ class LanePacks:
     mask: Mask | None
 
     @property
+    def lengths(self) -> IntArray:
+        """int64 `[pieces]`: tokens of each."""
+        return self.stops - self.starts
+
+    @property
     def num_packs(self) -> int:
         """Number of packs."""
         return len(self.offsets) - 1
@@ -191,7 +196,7 @@ class LanePacks:
     @property
     def targets(self) -> IntArray:
         """int64 `[packs]`: labels of each pack: all supervised tokens except the first token of each piece."""
-        lengths = self.stops - self.starts
+        lengths = self.lengths
         ends = np.cumsum(lengths)
         if self.mask is None:
             each = np.maximum(lengths - 1, 0)

@@ -21,20 +21,20 @@ from varlen import errors
 from varlen.arguments import as_count
 from varlen.documents.block_reader import Chunk
 from varlen.errors import SourceError, StateError, reading_state
-from varlen.feed.agreement import Exchange
+from varlen.feed.exchange import Exchange
 from varlen.feed.state import ENDS, MOST
 from varlen.feed.streaming.intake import (
+    ChunkReader,
     ChunkSequence,
     Claim,
     Claimed,
-    Print,
+    PostponedReads,
     ReadChunk,
-    Reading,
-    Unread,
+    RowsHash,
     as_claimed,
+    blank_arrival,
     by_lane,
     deal_claims,
-    unread,
 )
 from varlen.feed.streaming.lane import (
     Arrival,
@@ -149,7 +149,7 @@ class Rounds:
     def __init__(
         self,
         sequence: ChunkSequence,
-        intake: Reading,
+        intake: ChunkReader,
         exchange: Exchange,
         settings: RoundSettings,
         mine: Sequence[int],
@@ -177,22 +177,24 @@ class Rounds:
             missing, state = None, next_
             counts = {lane: one.counts for lane, one in lanes.items()}
 
-    def _restored(self, state: RoundState) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
+    def _restored(
+        self, state: RoundState
+    ) -> tuple[dict[int, Arrival], dict[int, Counts], PostponedReads | None]:
         """Return each lane's waiting documents and counts; and what is to be read later, if anything."""
         records = {lane: from_record(state.records[lane], self._settings.lane.seed) for lane in self._mine}
         counts = {lane: record.counts for lane, record in records.items()}
         waiting = {lane: record for lane, record in records.items() if len(record.ids)}
-        carried = {lane: unread(record) for lane, record in records.items()}
+        carried = {lane: blank_arrival(record) for lane, record in records.items()}
         if not waiting:
             return carried, counts, None
         if self._intake.can_wait(waiting.values()):
-            return carried, counts, Unread(self._intake, records)
+            return carried, counts, PostponedReads(self._intake, records)
         return {**carried, **self._intake.waiting(waiting)}, counts, None
 
     def _wanted(
-        self, whole: Round, left: Mapping[int, Arrival], missing: Unread | None, step: int
+        self, whole: Round, left: Mapping[int, Arrival], missing: PostponedReads | None, step: int
     ) -> Iterator[Round]:
-        """Yield a round; if documents are unread, its first wanted step separately, as soon as it is read."""
+        """Yield a round; if documents are to be read, its first wanted step separately, as soon as they are."""
         if missing is None:
             yield whole
             return
@@ -297,7 +299,7 @@ class Rounds:
         for fault in chunk.faults:
             _log.warning("skipped: %s", fault)
 
-    def _needed(self, prints: Sequence[Print], records: Sequence[Mapping[str, Any]]) -> list[Print]:
+    def _needed(self, prints: Sequence[RowsHash], records: Sequence[Mapping[str, Any]]) -> list[RowsHash]:
         """Return the hashes that a state needs: up to its position, and up to ends before which documents wait."""
         needed = [one for one in prints if not one[3]]
         ends = [one for one in prints if one[3]]
@@ -389,7 +391,7 @@ class RoundState:
     claimed: Claimed = field(default_factory=Claimed)
     records: Sequence[Mapping[str, Any]] = ()
     """Records of all lanes."""
-    prints: Sequence[Print] = ()
+    prints: Sequence[RowsHash] = ()
     """Hashes of iterables' rows, to recognize them when they are read again."""
     ends: Sequence[int] = ()
     """Ascending numbers of epochs after which all waiting documents are packed although more epochs follow: a run
@@ -432,7 +434,7 @@ def round_state_of(at: Mapping[str, Any], lanes: int) -> RoundState:
     return RoundState(number=number, step=step, claimed=claimed, records=records, prints=prints, ends=ends)
 
 
-def _as_print(block: Any, chunk: Any, digest: Any, is_end: Any) -> Print:
+def _as_print(block: Any, chunk: Any, digest: Any, is_end: Any) -> RowsHash:
     return as_count(block, "block", 0, MOST), as_count(chunk, "chunk", 0, MOST), str(digest), bool(is_end)
 
 

@@ -19,7 +19,7 @@ from varlen.errors import StalledError, described
 from varlen.feed.protocol import Ended, Feed
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
-from varlen.feed.worker.ring import Ring, Slot, ended_message
+from varlen.feed.worker.ring import Kind, Ring, Slot, ended_message
 from varlen.pack.api import pack
 from varlen.workers.child import receive, send
 
@@ -66,7 +66,7 @@ class _Relay:
 
     def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
         """Return the values of all ranks."""
-        self._outbox.send(b"ask_" + json.dumps([self._run, key, list(mine.items())]).encode())
+        self._outbox.send(Kind.ASK + json.dumps([self._run, key, list(mine.items())]).encode())
         while not self._is_closed and self._inbox.runs.empty():
             reply = self._inbox.replies.get()
             if reply is None or reply[:2] != (self._run, key):  # a reply to an earlier run
@@ -87,7 +87,7 @@ def main() -> None:
     sys.setswitchinterval(_SWITCH_S)
     outbox = _Outbox(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
-    file, slots, size, has_exchanges = map(int, sys.argv[1:5])
+    file, slots, size, has_exchange = map(int, sys.argv[1:5])
     ring, inbox = Ring(slots, size, file), _Inbox()
     pipe = os.fdopen(os.dup(0), "rb")  # a copy, as sys.stdin can't be closed at exit while a thread reads it
     threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
@@ -103,16 +103,16 @@ def main() -> None:
         try:
             if feed is None:
                 spec: Spec = pickle.loads(pickled)
-                feed = spec.open((lambda _: _Relay(inbox, outbox, inbox.run)) if has_exchanges else None)
+                feed = spec.open((lambda: _Relay(inbox, outbox, inbox.run)) if has_exchange else None)
                 gc.freeze()
             end = _run(feed, run, state, ring, inbox, outbox)
-            outbox.send(b"last" + run.to_bytes(8, "little") + ended_message(end))
+            outbox.send(Kind.LAST + run.to_bytes(8, "little") + ended_message(end))
         except _SupersededError:
             continue
         except BrokenPipeError:
             return
         except BaseException as error:  # the trainer raises it
-            outbox.send(b"fail" + _pickled(run, error))
+            outbox.send(Kind.FAILED + _pickled(run, error))
 
 
 def _load_kernels() -> None:
@@ -150,9 +150,9 @@ def _run(feed: Feed, run: int, state: FeedState, ring: Ring, inbox: _Inbox, outb
             after = made.state
             if after.at is not at:
                 at = after.at
-                outbox.send(b"at__" + json.dumps(dict(after.at)).encode())
+                outbox.send(Kind.AT + json.dumps(dict(after.at)).encode())
             numbers = b"".join(n.to_bytes(8, "little") for n in (run, number, after.step, after.micro_batch))
-            outbox.send(b"made" + numbers + slot.message(made))
+            outbox.send(Kind.MADE + numbers + slot.message(made))
     finally:
         close = getattr(batches, "close", None)
         if close is not None:
@@ -181,13 +181,13 @@ def _listen(pipe: IO[bytes], inbox: _Inbox) -> None:
         while True:
             message = receive(pipe)
             kind, content = message[:4], message[4:]
-            if kind == b"spec":
+            if kind == Kind.SPEC:
                 inbox.spec.put(content)
-            elif kind == b"from":
+            elif kind == Kind.BEGIN:
                 run, step, micro_batch, at = json.loads(content)
                 inbox.runs.put((run, FeedState(step=step, micro_batch=micro_batch, at=at)))
                 inbox.replies.put(None)  # the other ranks start a new run too, and don't reply to the old one
-            elif kind == b"repl":
+            elif kind == Kind.REPLY:
                 run, key, values, error_message = json.loads(content)
                 inbox.replies.put((run, key, values, error_message))
     except (EOFError, OSError):

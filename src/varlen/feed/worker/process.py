@@ -26,11 +26,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 from varlen.errors import SettingError, StalledError, WorkerDiedError
-from varlen.feed.agreement import Exchange, Exchanges
+from varlen.feed.exchange import Exchange, OpenNumbered
 from varlen.feed.protocol import Ended, Made
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
-from varlen.feed.worker.ring import Bytes, Ring, read_ended, read_made
+from varlen.feed.worker.ring import Bytes, Kind, Ring, read_ended, read_made
 from varlen.workers.child import CANNOT_BE_SENT, MOST_DEATHS, Child, await_end, start_thread, supervise
 
 _log = logging.getLogger(__name__)
@@ -40,15 +40,15 @@ _Entry = tuple[Made | Ended | BaseException, int, bytes]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Shared:
+class _ThreadState:
     """State shared by the threads; holds no reference to the `ProcessWorker`, so that it can be collected."""
 
     spec: bytes
     """The pickled `Spec`."""
     ring: Ring
-    exchanges: Exchanges | None
-    """How ranks exchange values; None where the feed needs no exchange."""
-    agreement: Exchange | None = None
+    open_exchange: OpenNumbered | None
+    """None where the feed needs no exchange."""
+    exchange: Exchange | None = None
     """The exchange of the last run that used one."""
     batches: SimpleQueue[_Entry] = field(default_factory=SimpleQueue)
     """Batches of the current run, for `take`."""
@@ -77,15 +77,17 @@ class _Shared:
 class ProcessWorker:
     """Builds batches in a fresh interpreter."""
 
-    def __init__(self, spec: Spec, slots: int, slot_bytes: int, exchanges: Exchanges | None = None) -> None:
+    def __init__(
+        self, spec: Spec, slots: int, slot_bytes: int, open_exchange: OpenNumbered | None = None
+    ) -> None:
         try:
             pickled = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SettingError(CANNOT_BE_SENT.format(error=error)) from error
-        self._shared = _Shared(spec=pickled, ring=Ring(slots, slot_bytes), exchanges=exchanges)
+        self._shared = _ThreadState(spec=pickled, ring=Ring(slots, slot_bytes), open_exchange=open_exchange)
         self._copies, self._most_lent = 0, slots - 1
         self._writer, self._reader = _start(_write, self._shared), _start(_read, self._shared)
-        self._exchanger = None if exchanges is None else _start(_exchange, self._shared)
+        self._exchanger = None if open_exchange is None else _start(_exchange, self._shared)
 
     @property
     def ready(self) -> int:
@@ -120,10 +122,8 @@ class ProcessWorker:
         with shared.lock:
             shared.run += 1
             shared.reached, shared.batches, shared.is_over = state, SimpleQueue(), False
-            if (
-                shared.agreement is not None
-            ):  # the other ranks start a new run too, and don't reply to the old one
-                shared.agreement.close()
+            if shared.exchange is not None:  # other ranks start a new run too, and don't reply to the old one
+                shared.exchange.close()
             shared.orders.put(("begin", None))
             had_reader, shared.has_reader = shared.has_reader, True
         if not had_reader:  # it ended since workers died repeatedly, and the trainer tries again
@@ -178,11 +178,11 @@ class ProcessWorker:
         return lambda: _close(shared)
 
 
-def _start(what: Callable[[_Shared], None], shared: _Shared) -> threading.Thread:
+def _start(what: Callable[[_ThreadState], None], shared: _ThreadState) -> threading.Thread:
     return start_thread(partial(what, shared), f"varlen {what.__name__.strip('_')}")
 
 
-def _freed(shared: _Shared, slot: int) -> Callable[[object], None]:
+def _freed(shared: _ThreadState, slot: int) -> Callable[[object], None]:
     """Return the callback that frees a slot; the garbage collector may call it at any point, so it takes no lock."""
     held, lent, ring, process = shared.held, shared.lent, shared.ring, os.getpid()
 
@@ -196,19 +196,19 @@ def _freed(shared: _Shared, slot: int) -> Callable[[object], None]:
     return free
 
 
-def _close(shared: _Shared) -> None:
+def _close(shared: _ThreadState) -> None:
     """End the worker and the threads that wait for it."""
     with shared.lock:
         shared.closing = True
         if shared.process is not None:
             shared.process.kill()
-        if shared.agreement is not None:
-            shared.agreement.close()
+        if shared.exchange is not None:
+            shared.exchange.close()
     shared.requests.put(None)
     shared.orders.put(("stop", None))
 
 
-def _stalled(shared: _Shared, seconds: float) -> str:
+def _stalled(shared: _ThreadState, seconds: float) -> str:
     process = shared.process
     worker = f"the loader's worker (process {process.pid})" if process is not None else "the loader's worker"
     alive = " and is still alive" if process is not None and process.is_alive else ""
@@ -218,7 +218,7 @@ def _stalled(shared: _Shared, seconds: float) -> str:
     )
 
 
-def _write(shared: _Shared) -> None:
+def _write(shared: _ThreadState) -> None:
     """Send runs and replies to the worker; only this thread writes to it."""
     sent_run = 0
     process: Child | None = None
@@ -235,11 +235,11 @@ def _write(shared: _Shared) -> None:
             run, messages = _begin(shared)
             sent_run, messages = run, messages if run != sent_run else []
         elif kind == "reply" and content[0] is process:
-            messages = [b"repl" + content[1]]
+            messages = [Kind.REPLY + content[1]]
         elif kind == "process":
             process, is_gone = content, False
             sent_run, messages = _begin(shared)
-            messages = [b"spec" + shared.spec, *messages]
+            messages = [Kind.SPEC + shared.spec, *messages]
         try:
             for message in messages:
                 if process is not None and not is_gone:
@@ -248,15 +248,15 @@ def _write(shared: _Shared) -> None:
             is_gone = True
 
 
-def _begin(shared: _Shared) -> tuple[int, list[bytes]]:
+def _begin(shared: _ThreadState) -> tuple[int, list[bytes]]:
     """Return the run's number, and the message that starts it in a worker; no message before the first run."""
     with shared.lock:
         run, state = shared.run, shared.reached
     content = json.dumps([run, state.step, state.micro_batch, dict(state.at)])
-    return run, [b"from" + content.encode()] if run else []
+    return run, [Kind.BEGIN + content.encode()] if run else []
 
 
-def _read(shared: _Shared) -> None:
+def _read(shared: _ThreadState) -> None:
     """Start workers, and receive their messages."""
     try:
         last = supervise(partial(_start_worker, shared), partial(_listen, shared), partial(_died, shared))
@@ -269,7 +269,7 @@ def _read(shared: _Shared) -> None:
             shared.is_over, shared.has_reader = True, False
 
 
-def _end(shared: _Shared, run: int, end: Ended | BaseException) -> None:
+def _end(shared: _ThreadState, run: int, end: Ended | BaseException) -> None:
     """Enqueue the end or the error of a run, if it is the current run."""
     with shared.lock:
         if run == shared.run:
@@ -277,9 +277,9 @@ def _end(shared: _Shared, run: int, end: Ended | BaseException) -> None:
             shared.is_over = True
 
 
-def _start_worker(shared: _Shared) -> Child | None:
+def _start_worker(shared: _ThreadState) -> Child | None:
     ring = shared.ring
-    numbers = (ring.file, ring.slots, ring.slot_bytes, shared.exchanges is not None)
+    numbers = (ring.file, ring.slots, ring.slot_bytes, shared.open_exchange is not None)
     arguments = [str(int(number)) for number in numbers]
     with shared.lock:  # so that no worker starts after `_close`
         if shared.closing:
@@ -291,7 +291,7 @@ def _start_worker(shared: _Shared) -> Child | None:
     return shared.process
 
 
-def _died(shared: _Shared, _: Child) -> None:
+def _died(shared: _ThreadState, _: Child) -> None:
     if not shared.closing:
         shared.deaths += 1
         shared.ring.free_but(shared.held)
@@ -304,9 +304,9 @@ def _death(last: Child) -> str:
     )
 
 
-def _exchange(shared: _Shared) -> None:
+def _exchange(shared: _ThreadState) -> None:
     """Exchange values with the other ranks on behalf of the worker."""
-    exchanges, last = cast(Exchanges, shared.exchanges), -1
+    open_exchange, last = cast(OpenNumbered, shared.open_exchange), -1
     while (request := shared.requests.get()) is not None:
         process, content = request
         run, key, mine = json.loads(content)
@@ -317,15 +317,15 @@ def _exchange(shared: _Shared) -> None:
                 if run != shared.run or shared.closing:  # it might never return, and block the next run
                     continue
                 if run != last:
-                    last, shared.agreement = run, exchanges(run)
-            agreement = cast(Exchange, shared.agreement)
-            values = list(agreement.all(key, {int(lane): value for lane, value in mine}).items())
+                    last, shared.exchange = run, open_exchange(run)
+            exchange = cast(Exchange, shared.exchange)
+            values = list(exchange.all(key, {int(lane): value for lane, value in mine}).items())
         except Exception as error:  # also an error of the store, whose server may have died
             error_message = str(error)
         shared.orders.put(("reply", (process, json.dumps([run, key, values, error_message]).encode())))
 
 
-def _listen(shared: _Shared, process: Child) -> bool:
+def _listen(shared: _ThreadState, process: Child) -> bool:
     """Handle a worker's messages until it ends; returns whether it sent a batch, an end or an error."""
     at: dict[str, Any] = {}
     has_result = False
@@ -333,23 +333,23 @@ def _listen(shared: _Shared, process: Child) -> bool:
         while True:
             message = process.receive()
             kind, content = message[:4], message[4:]
-            if kind == b"at__":
+            if kind == Kind.AT:
                 at = json.loads(content)
                 continue
-            if kind == b"ask_":
+            if kind == Kind.ASK:
                 shared.requests.put((process, content))
                 continue
             has_result = True
-            if kind == b"fail":
+            if kind == Kind.FAILED:
                 _end(shared, *pickle.loads(content))
-            elif kind == b"last":
+            elif kind == Kind.LAST:
                 _end(shared, int.from_bytes(content[:8], "little"), read_ended(content[8:]))
-            elif kind == b"made":
+            elif kind == Kind.MADE:
                 _received(shared, content, at)
     return has_result
 
 
-def _received(shared: _Shared, content: bytes, at: dict[str, Any]) -> None:
+def _received(shared: _ThreadState, content: bytes, at: dict[str, Any]) -> None:
     """Enqueue a batch."""
     run, slot, step, micro_batch = (int.from_bytes(content[8 * n : 8 * n + 8], "little") for n in range(4))
     state = FeedState(step=step, micro_batch=micro_batch, at=at)

@@ -120,6 +120,28 @@ def _whole_pages(size: int) -> int:
     return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+# Messages between the trainer's process and the worker; each begins with its kind.
+#
+# ::
+#
+#     kind     to       content
+#     SPEC     worker   the spec of the feed, pickled; first of all
+#     BEGIN    worker   JSON: run, step, micro-batch and position of the state to begin after
+#     REPLY    worker   JSON: run, key, and the values of all ranks or an error message
+#     ASK      trainer  JSON: run, key, and the values of this rank
+#     AT       trainer  JSON: the position of the states that follow, whenever it changes
+#     MADE     trainer  run, slot, step and micro-batch, 8 bytes each; then the message of the batch
+#     LAST     trainer  run, 8 bytes; then the message of the end
+#     FAILED   trainer  run and error, pickled
+
+
+class Kind:
+    """Kinds of messages."""
+
+    SPEC, BEGIN, REPLY = b"spec", b"from", b"repl"
+    ASK, AT, MADE, LAST, FAILED = b"ask_", b"at__", b"made", b"last", b"fail"
+
+
 # A batch between two processes: arrays in a slot of shared memory, numbers in a message of a few hundred bytes.
 #
 # ::

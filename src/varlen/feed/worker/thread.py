@@ -9,7 +9,7 @@ from dataclasses import replace
 from queue import Empty, Full, Queue
 
 from varlen.errors import StalledError
-from varlen.feed.agreement import Exchange, Exchanges
+from varlen.feed.exchange import Exchange, OpenExchange, OpenNumbered
 from varlen.feed.protocol import Ended, Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
@@ -22,14 +22,14 @@ _LOOK_S = 0.1
 _PATIENCE_S = 5.0
 """How long to wait for a thread to end: a blocked read of its storage can't be interrupted."""
 
-_End = tuple[Made | Ended | None, BaseException | None]
+_Entry = tuple[Made | Ended | None, BaseException | None]
 
 
 class _Runs:
     """The runs of one feed, of which the last is active; opens exchanges, and closes them when their run ends."""
 
-    def __init__(self, exchanges: Exchanges | None, number: int = 0) -> None:
-        self._exchanges, self.number = exchanges, number
+    def __init__(self, open_exchange: OpenNumbered | None, number: int = 0) -> None:
+        self._open_exchange, self.number = open_exchange, number
         self._stop = threading.Event()
         self._opened: list[Exchange] = []
         self._lock = threading.Lock()
@@ -48,14 +48,14 @@ class _Runs:
                 exchange.close()
             self._opened.clear()
 
-    def opening(self) -> Exchanges | None:
+    def opening(self) -> OpenExchange | None:
         """Return the function that opens a run's exchange; None without exchanges."""
-        return None if self._exchanges is None else self._open
+        return None if self._open_exchange is None else self._open
 
-    def _open(self, _: int) -> Exchange:
-        assert self._exchanges is not None
+    def _open(self) -> Exchange:
+        assert self._open_exchange is not None
         with self._lock:
-            exchange = self._exchanges(self.number)
+            exchange = self._open_exchange(self.number)
             self._opened.append(exchange)
             if self._stop.is_set():  # the run was ended meanwhile
                 exchange.close()
@@ -65,18 +65,21 @@ class _Runs:
 class ThreadWorker:
     """Builds up to `ahead` batches in advance."""
 
+    restarts = copies = 0
+    """A thread isn't replaced, and no batch shares memory with another."""
+
     def __init__(
         self,
         spec: Spec,
         ahead: int,
-        exchanges: Exchanges | None = None,
+        open_exchange: OpenNumbered | None = None,
         held: Sequence[TokenDocuments] = (),
     ) -> None:
         self._held = held
-        self._spec, self._ahead, self._exchanges = spec, ahead, exchanges
+        self._spec, self._ahead, self._open_exchange = spec, ahead, open_exchange
         self._feed: Feed | None = None
-        self._queue: Queue[_End] = Queue(ahead)
-        self._current = [_Runs(exchanges)]
+        self._queue: Queue[_Entry] = Queue(ahead)
+        self._current = [_Runs(open_exchange)]
         """The runs of the feed, in a list that `closer` shares."""
         self._thread: threading.Thread | None = None
 
@@ -85,16 +88,6 @@ class ThreadWorker:
         """Batches that can be taken now."""
         with self._queue.mutex:  # errors and the end don't count
             return sum(isinstance(made, Made) for made, _ in self._queue.queue)
-
-    @property
-    def restarts(self) -> int:
-        """Always 0: a thread isn't replaced."""
-        return 0
-
-    @property
-    def copies(self) -> int:
-        """Always 0: no batch shares memory with another."""
-        return 0
 
     def start(self, state: FeedState) -> None:
         """Begin after a state; batches made before are dropped."""
@@ -110,12 +103,12 @@ class ThreadWorker:
 
     def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
         """Return the next batch, or the end, and the number of batches that were ready at the call."""
-        ready, begun = self.ready, time.monotonic()
+        ready, start_s = self.ready, time.monotonic()
         while self._thread is not None:
             try:
                 made, error = self._queue.get(timeout=min(_LOOK_S * 10, deadline_s))
             except Empty:
-                if time.monotonic() - begun >= deadline_s:
+                if time.monotonic() - start_s >= deadline_s:
                     raise StalledError(
                         f"the loader's thread has made no batch for {deadline_s:,.0f} s"
                     ) from None
@@ -145,11 +138,11 @@ class ThreadWorker:
             await_end(self._thread, _PATIENCE_S)
             if self._thread.is_alive():
                 self._feed, self._held = None, ()  # which that thread may be reading
-                self._current[0] = _Runs(self._exchanges, runs.number)
+                self._current[0] = _Runs(self._open_exchange, runs.number)
         self._thread = None
 
 
-def _run(feed: Feed, state: FeedState, queue: Queue[_End], stop: threading.Event) -> None:
+def _run(feed: Feed, state: FeedState, queue: Queue[_Entry], stop: threading.Event) -> None:
     """Fill a queue with the batches that follow a state, until the run ends."""
 
     def put(made: Made | Ended | None, error: BaseException | None) -> bool:

@@ -21,10 +21,40 @@ from varlen.counts import many
 from varlen.errors import StalledError
 from varlen.feed.state import TOKENIZER
 
-_FIRST_S, _MOST_S = 0.001, 0.05
-"""Shortest and longest pause between two checks of the store."""
+
+class Exchange(Protocol):
+    """Exchanges values by lane or rank, in one run of a feed."""
+
+    def all(self, key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return the values of all lanes; waits until every rank has given its own."""
+
+    def close(self) -> None:
+        """Let a thread that waits in `all` fail; called from another thread, which closes the feed."""
+
+
+OpenExchange = Callable[[], Exchange]
+"""Opens the exchange of the run that a feed begins."""
+OpenNumbered = Callable[[int], Exchange]
+"""Opens the exchange of a run by its number, of which every rank begins as many; 0 while the loader is made."""
 PLAN = "plan"
 """A key that isn't exchanged among ranks: it sends the lengths of a step, and returns the plan."""
+
+
+class Solo:
+    """The exchange of a single process, which has all lanes."""
+
+    def all(self, _key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return what was given."""
+        return mine
+
+    def close(self) -> None:
+        """Do nothing: no thread waits."""
+
+
+# Exchanges through the job's store.
+
+_FIRST_S, _MOST_S = 0.001, 0.05
+"""Shortest and longest pause between two checks of the store."""
 _KEPT = 512
 """Keys that each rank keeps in the store; ranks are never further apart."""
 _SHORT_S = 30.0
@@ -50,34 +80,34 @@ def name_of(belongs_to: Mapping[str, Any], prefix: str = "") -> str:
     return f"varlen/{key}/{next(_numbers.setdefault(key, itertools.count()))}"
 
 
-class Agreement:
-    """Exchanges values among ranks."""
+class StoreExchange:
+    """Exchanges values among ranks through the job's store."""
 
-    def __init__(self, store: Any, name: str, rank: int, ranks: int, deadline_s: float) -> None:
-        self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
+    def __init__(self, job: Any, name: str, rank: int, ranks: int, deadline_s: float) -> None:
+        self._job, self._name, self._rank, self._ranks = job, name, rank, ranks
         self._deadline_s = deadline_s
         self._published: deque[str] = deque()
         self._closed = threading.Event()
-        store.set_timeout(timedelta(seconds=_SHORT_S))
+        job.set_timeout(timedelta(seconds=_SHORT_S))
 
     def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
         """Return the values of all ranks; waits until every rank has given its own."""
         # The first value stays, also for a restarted rank and for peers that share a data-parallel rank.
-        stored = self._store.compare_set(self._key(key, self._rank), "", json.dumps(list(mine.items())))
+        stored = self._job.compare_set(self._key(key, self._rank), "", json.dumps(list(mine.items())))
         self._forget(key)
         found: dict[int, Any] = {int(lane): value for lane, value in json.loads(stored)}
-        begun, pause = time.monotonic(), _FIRST_S
+        start_s, pause = time.monotonic(), _FIRST_S
         missing = [rank for rank in range(self._ranks) if rank != self._rank]
         while missing:
-            there = [rank for rank in missing if self._store.check([self._key(key, rank)])]
+            there = [rank for rank in missing if self._job.check([self._key(key, rank)])]
             for rank in there:
                 found.update(
-                    (int(lane), value) for lane, value in json.loads(self._store.get(self._key(key, rank)))
+                    (int(lane), value) for lane, value in json.loads(self._job.get(self._key(key, rank)))
                 )
             missing = [rank for rank in missing if rank not in there]
             if not missing:
                 break
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - start_s
             if waited >= self._deadline_s or self._closed.is_set():
                 raise StalledError(self._stall_message(missing, key, waited))
             time.sleep(pause)
@@ -96,7 +126,7 @@ class Agreement:
         if key not in self._published:
             self._published.append(key)
         if len(self._published) > _KEPT:
-            self._store.delete_key(self._key(self._published.popleft(), self._rank))
+            self._job.delete_key(self._key(self._published.popleft(), self._rank))
 
     def _stall_message(self, missing: list[int], key: str, waited: float) -> str:
         shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
@@ -105,34 +135,3 @@ class Agreement:
             f"{self._ranks:,} ({shown}) at {key}; either they are gone, or their loaders have other settings or were "
             "made in another order"
         )
-
-
-# The protocol of exchanges in one run of a feed, such as of lane counts, by which all ranks know the next round.
-
-
-class Exchange(Protocol):
-    """Exchanges values by lane or rank, in one run of a feed."""
-
-    def all(self, key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return the values of all lanes; waits until every rank has given its own."""
-
-    def close(self) -> None:
-        """Let a thread that waits in `all` fail; called from another thread, which closes the feed."""
-
-
-Exchanges = Callable[[int], Exchange]
-"""Opens the exchange of a run: the first has number 0, and every rank begins as many runs."""
-
-
-class Solo:
-    """The exchange of a single process, which has all lanes."""
-
-    def __init__(self, _run: int = 0) -> None:
-        """Open the exchange of a run, as `Exchanges` do."""
-
-    def all(self, _key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return what was given."""
-        return mine
-
-    def close(self) -> None:
-        """Do nothing: no thread waits."""
