@@ -24,15 +24,7 @@ from varlen.cost.fit import (
     mape,
     median_of_repeats,
 )
-from varlen.cost.hardware import (
-    MACHINES,
-    Hardware,
-    Link,
-    RateCurve,
-    RateTable,
-    load_hardware,
-    save_hardware,
-)
+from varlen.cost.hardware import MACHINES, Hardware, Link, RateCurve, RateTable, load_hardware, save_hardware
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER
 from varlen.cost.shape import ModelShape, pairs_of

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.support.random_plans import random_plan
 
 import varlen as vl
 from varlen.documents.source import open_source
 from varlen.errors import PlanError, SettingError, StateError
+from varlen.feed.exchange import PLAN
 from varlen.feed.indexed.stream import _with_next
+from varlen.feed.plans import Plans
 from varlen.offline.index import index_source
 from varlen.step_plan import StepPlan
 from varlen.store.store import TokenStore
@@ -186,6 +189,16 @@ def test_what_cannot_be_planned_is_refused(store, settings, plan, kind, words, w
         next(loader)
     if isinstance(plan, vl.Planner):
         plan.close()
+
+
+@pytest.mark.parametrize("given", [lambda step, lengths: 5, lambda step, lengths: 1 // 0])
+def test_ranks_that_wait_for_a_plan_get_its_fault(given):
+    job = torch.distributed.HashStore()
+    plans = [Plans(given, rank=rank, num_ranks=2, job=job, name="a", patience_s=0.1) for rank in (0, 1)]
+    first, second = (one.opening(None)(0).all(PLAN, {0: (0, [1], {})})[0] for one in plans)
+
+    assert first == second
+    assert first["error"] == "PlanError"
 
 
 def test_streams_have_no_plans(texts):

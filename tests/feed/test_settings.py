@@ -236,7 +236,10 @@ def test_an_id_beyond_the_model_among_the_first_is_refused_when_the_loader_is_ma
     with pytest.raises(ModelError, match=said):
         loader_of(data, model=MODEL)
     with pytest.raises(ModelError, match=said):
-        vl.PackedLoader(Mixture({"a": data}, {"a": 1}), capacity=32, global_batch_size=4, model=MODEL)
+        loader_of(Mixture({"a": data}, {"a": 1}), model=MODEL)
+    rows = tmp_path / "rows.jsonl"  # of ids, which the built-in tokenizer didn't make
+    rows.write_text(json.dumps({"input_ids": [1, 63]}))
+    loader_of(Mixture({"a": rows}, {"a": 1}), model=MODEL, cache=tmp_path).close()
     loader_of(data, model=SimpleNamespace(vocab_size=66)).close()
     loader_of(data, model=SimpleNamespace()).close()
 

@@ -191,8 +191,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize(
-    ("saved", "offload"),
-    mostly([("stage", "kv")], product(("layers", "stage"), ("none", "kv"))),
+    ("saved", "offload"), mostly([("stage", "kv")], product(("layers", "stage"), ("none", "kv")))
 )
 def test_peaks_of_long_documents_are_what_the_cost_model_says(saved, offload):
     model, length = tiny("llama", torch.bfloat16, **WIDE), 2048

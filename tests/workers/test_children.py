@@ -129,12 +129,7 @@ WAYS = {
     "isolated": (["-I"], {}),
     "no environment": (["-E", "-s"], {}),
 }
-OFTEN = [
-    ("loader", "script"),
-    ("crew", "script"),
-    ("planner", "script"),
-    ("loader", "isolated"),
-]
+OFTEN = [("loader", "script"), ("crew", "script"), ("planner", "script"), ("loader", "isolated")]
 
 
 @pytest.mark.parametrize(("door", "way"), mostly(OFTEN, [(door, way) for door in DOORS for way in WAYS]))

@@ -491,10 +491,7 @@ _DOCUMENTS, _TOKENS = 1 << 12, 10_000_000
 
 
 def check_ids(
-    tokens: npt.NDArray[np.integer[Any]],
-    lengths: IntArray,
-    vocab_size: int,
-    where: Callable[[int], str],
+    tokens: npt.NDArray[np.integer[Any]], lengths: IntArray, vocab_size: int, where: Callable[[int], str]
 ) -> None:
     """Refuse ids that a model doesn't know.
 

@@ -116,8 +116,8 @@ def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
         refuse_reading(tokens, data, settings)
         return open_indexed(tokens, data, settings)
     source = _open_documents(data, tokenizer, settings)
-    check_vocabulary(source.made_by(), settings)  # before indexing, which may take hours
     if settings.mode != "indexed" and settings.scope != "all":
+        check_vocabulary(source.made_by(), settings)
         source.check_eos()
         return open_streaming(source, settings)
     folder, tokens = _indexed(source, settings)
@@ -126,6 +126,7 @@ def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
 
 def _indexed(source: Source, settings: LoaderSettings) -> tuple[Path, TokenDocuments]:
     """Tokenize documents into the cache; returns the store's folder, and the store."""
+    check_vocabulary(source.made_by(), settings)  # before indexing, which may take hours
     folder = indexed_in_cache(source, settings.cache, settings.patience_s)
     return folder, reopen_tokens(folder, settings.patience_s, settings.on_error)
 
@@ -144,12 +145,8 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
     for name, data in mixture.sources.items():
         tokens = tokens_of(data, settings)
         if tokens is None:
-            source = source_of(data, tokenizer, settings)
-            marks[name] = source.made_by()
-            check_vocabulary(marks[name], settings)  # before indexing, which may take hours
-            data, tokens = _indexed(source, settings)
-        else:
-            marks[name] = made_by(tokens)
+            data, tokens = _indexed(source_of(data, tokenizer, settings), settings)
+        marks[name] = made_by(tokens)
         _check_documents(tokens, name, settings)
         gives_labels = gives_labels or has_label(tokens, settings)
         has_weights = has_weights or weighs(tokens)
@@ -340,10 +337,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     # Readers compare with these where a file seems to have been replaced since it was listed.
     source = replace(source, files=tuple(replace(f, known=p) for f, p in zip(source.files, prints)))
     spec = StreamingSpec(
-        source=source,
-        settings=streaming_settings(settings),
-        batches=batch_settings(settings),
-        rank=rank,
+        source=source, settings=streaming_settings(settings), batches=batch_settings(settings), rank=rank
     )
     feed = spec.open()
     mark = source.made_by()

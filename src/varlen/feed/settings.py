@@ -178,7 +178,7 @@ class LoaderSettings(Reading):
 
     @property
     def patience_s(self) -> float:
-        """Seconds to wait for other ranks: less than `deadline_s`, so the error that names a missing one comes first."""
+        """Seconds to wait for other ranks: less than `deadline_s`, so that the error that names one comes first."""
         return 0.9 * self.deadline_s
 
     @property

@@ -30,7 +30,7 @@ import numpy as np
 from varlen import __version__
 from varlen.errors import SettingError, SourceError
 from varlen.feed.indexed.stream import Grown, PackStream, Position
-from varlen.feed.indexed.windows import PACKS_A_GROUP, WINDOWS_A_GROUP, WindowSettings
+from varlen.feed.indexed.windows import PACKS_A_GROUP, WINDOWS_A_GROUP
 from varlen.files.ours import atomic_file, is_there
 from varlen.pack.window import count_packs
 from varlen.regular import open_regular
@@ -194,7 +194,7 @@ class WindowTable:
     def _packs(self, epoch: int, group: int, window: int, num_parts: int) -> int:
         windows = self._stream.windows
         lengths = windows.store.lengths(*windows.documents(epoch, group, window, num_parts))
-        return count_window(lengths, windows.settings)
+        return count_packs(lengths, **windows.settings.packing)
 
 
 def _result(future: Future[IntArray], count: Callable[[IntArray], IntArray], run: IntArray) -> IntArray:
@@ -203,22 +203,6 @@ def _result(future: Future[IntArray], count: Callable[[IntArray], IntArray], run
         return future.result()
     except SourceError:
         return count(run)
-
-
-def count_window(lengths: IntArray, settings: WindowSettings) -> int:
-    """Return the number of packs of a window.
-
-    Args:
-        lengths: int64 `[documents]`.
-    """
-    return count_packs(
-        lengths,
-        capacity=settings.capacity,
-        method=settings.method,
-        overlong=settings.overlong,
-        max_documents=settings.max_documents,
-        document_multiple_of=settings.document_multiple_of,
-    )
 
 
 # Table files: beside the data, or else in the user's cache folder.

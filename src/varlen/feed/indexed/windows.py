@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,12 @@ class WindowSettings:
     document_multiple_of: int = 1
     seed: int | None = 0
     """Seed of the shuffle; None: documents in the order of the store."""
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What packs and counts the documents of a window, as arguments."""
+        names = ("capacity", "method", "overlong", "max_documents", "document_multiple_of")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,14 +117,8 @@ def packed_window(
         documents: int64 `[documents]`: numbers within the shards.
         lengths: int64 `[documents]`.
     """
-    packer = WindowPacker(
-        capacity=settings.capacity,
-        window=LARGEST,  # nothing is packed before `flush`, which then packs all documents together
-        method=settings.method,
-        overlong=settings.overlong,
-        max_documents=settings.max_documents,
-        document_multiple_of=settings.document_multiple_of,
-    )
+    # Nothing is packed before `flush`, which then packs all documents together.
+    packer = WindowPacker(window=LARGEST, **settings.packing)
     packer.add(lengths)
     packing = packer.flush()
     packs = StorePacks(
@@ -233,9 +234,7 @@ class Groups:
             end = self._end(begins, num_parts, is_waiting=is_waiting)
             if end is None:
                 return None
-            if (
-                end > num_parts
-            ):  # the rest is this epoch's last group; in a longer epoch the group may be larger
+            if end > num_parts:  # the rest is this epoch's last group, which may be larger in a longer epoch
                 return (begins, num_parts) if group + 1 == known else (num_parts, num_parts)
             with self._finding:
                 if len(self._ends) == known:

@@ -81,11 +81,7 @@ class MixedStream:
     """The packs of a mixture."""
 
     def __init__(
-        self,
-        tokens: JoinedTokens,
-        sources: Sequence[PackStream],
-        settings: WindowSettings,
-        mix: MixSettings,
+        self, tokens: JoinedTokens, sources: Sequence[PackStream], settings: WindowSettings, mix: MixSettings
     ) -> None:
         self.sources, self.settings, self.mix = tuple(sources), settings, mix
         self.epochs = None if mix.until == "endless" else mix.epochs

@@ -23,8 +23,9 @@ import numpy as np
 
 from varlen.errors import SettingError
 from varlen.feed.indexed.stream import Grown, Position
-from varlen.feed.indexed.table import CachedTable, count_window
+from varlen.feed.indexed.table import CachedTable
 from varlen.feed.mixture.stream import MixedPosition, MixedStream, SourcePosition, refuse_barren
+from varlen.pack.window import count_packs
 from varlen.types import IntArray
 
 _MOST_NOTED = 1 << 10
@@ -34,7 +35,7 @@ _SOURCE_WIDTH = 5
 
 
 class _Rows:
-    """A sorted row of integers per known window: the packs before it, its number, and the sources' places.
+    """A sorted row of integers per known window: the packs before it, its number, and the sources' positions.
 
     The rows are one flat array, as in the file: objects would take ten times the memory.
     """
@@ -167,7 +168,7 @@ class MixedTable:
         try:
             while True:
                 lengths, after = self._stream.look(position)
-                count = count_window(lengths, self._stream.settings)
+                count = count_packs(lengths, **self._stream.settings.packing)
                 if after is None:
                     self._set_end(packs + count, known)
                 else:
