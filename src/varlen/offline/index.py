@@ -142,14 +142,14 @@ def _built(
     existing = seen = read_manifest(folder)
     source, marks = in_stored_order(source, marks, existing)
     grown = stages_before(existing, marks)
-    store_fingerprint = fingerstore_fingerprintof_marks(marks, grown)
+    store_fingerprint = fingerprint_of_marks(marks, grown)
     if existing is not None and existing.get("fingerprint") == store_fingerprint:
         remove_work(folder)
         return open_store(folder)
     if overwrite or existing is None or not grown or len(marks["files"]) == len(existing["source"]["files"]):
         if not overwrite:
             check_tokenizer(folder, existing, marks)
-        existing, grown, store_fingerprint = None, [], fingerstore_fingerprintof_marks(marks)
+        existing, grown, store_fingerprint = None, [], fingerprint_of_marks(marks)
         check_output(folder, seen, overwrite=overwrite)
     with working_folder(folder, store_fingerprint, seen) as partial:
         if partial is None:
@@ -296,7 +296,7 @@ def _closed(writer: ShardWriter, part: int, shard: int) -> dict[str, Any]:
 # names, positions and bytes, so readers can continue, and see the rest when they reopen the store.
 
 
-def fingerstore_fingerprintof_marks(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
+def fingerprint_of_marks(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
     """Return what changes with the tokens of a store and their order."""
     stages = [list(grown)] if grown else []
     return digest(json.dumps([STORE_FORMAT, __version__, deciding(marks), *stages], sort_keys=True))
@@ -357,7 +357,7 @@ def stages_before(manifest: dict[str, Any] | None, marks: dict[str, Any]) -> lis
     grown = list(manifest.get("grown", ()))
     if count == len(marks["files"]):
         return grown
-    was = fingerstore_fingerprintof_marks({**marks, "files": marks["files"][:count]}, grown)
+    was = fingerprint_of_marks({**marks, "files": marks["files"][:count]}, grown)
     if manifest.get("fingerprint") != was or "num_parts" not in manifest:
         return []
     stage = {
@@ -416,7 +416,7 @@ def indexed_in_cache(source: Source, cache: str | Path | None, patience_s: float
         Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
     )
     marks = source_marks(source)
-    folder = base / "stores" / fingerstore_fingerprintof_marks(marks)[:32]
+    folder = base / "stores" / fingerprint_of_marks(marks)[:32]
     crew, is_logged = Crew(processes=_processes(source)), False
     since, seen = time.monotonic(), _written(folder)
     while True:

@@ -31,14 +31,7 @@ from varlen.files.written import (
     sealed,
 )
 from varlen.offline.crew import Crew, Team
-from varlen.offline.index import (
-    OnProgress,
-    build_store,
-    check_tokenizer,
-    deciding,
-    marks_at_start,
-    quiet,
-)
+from varlen.offline.index import OnProgress, build_store, check_tokenizer, deciding, marks_at_start, quiet
 from varlen.offline.outputs import (
     check_output,
     check_overlap,

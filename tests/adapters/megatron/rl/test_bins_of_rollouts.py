@@ -346,8 +346,7 @@ def test_what_does_not_fit_together_is_refused(arguments, error, words):
 @pytest.mark.parametrize("compatible", [True, False])
 def test_a_trajectory_longer_than_a_bin_is_named(compatible):
     with pytest.raises(
-        OverlongDocumentError,
-        match=r"trajectory 0 has 5 tokens but bin_size is 4 \(1 of 2 trajectories",
+        OverlongDocumentError, match=r"trajectory 0 has 5 tokens but bin_size is 4 \(1 of 2 trajectories"
     ):
         SequencePacker(4, PAD, compatible=compatible).pack_sequences(TRAJS)
 
