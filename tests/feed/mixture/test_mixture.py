@@ -17,10 +17,10 @@ from tests.support.stores import content, drained, random_store
 import varlen as vl
 from varlen.errors import InputError, SettingError, StateError
 from varlen.feed import kernels
-from varlen.feed.indexed import table as table_module
 from varlen.feed.indexed.stream import PackStream, Position
 from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
 from varlen.feed.mixture import stream as mixture_stream
+from varlen.feed.mixture import table as table_module
 from varlen.feed.mixture.stream import MixedStream, MixSettings
 from varlen.feed.mixture.table import MixedTable
 from varlen.store.open import JoinedTokens
