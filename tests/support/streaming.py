@@ -75,7 +75,7 @@ def feed_of(
         document_multiple_of=multiple,
     )
     settings = StreamingSettings(lanes=lanes, **named)
-    return StreamingFeed(source, settings, batch, rank, None if exchange is None else lambda _: exchange)
+    return StreamingFeed(source, settings, batch, rank, None if exchange is None else lambda: exchange)
 
 
 def new_arrays() -> None:
