@@ -31,13 +31,7 @@ Layout = Literal["rows", "flat"]
 IGNORE_INDEX = -100
 
 _TOKENS = ("input_ids", "labels", "position_ids", "shift_labels")
-_SEGMENTS = (
-    "document_ids",
-    "document_starts",
-    "document_lengths",
-    "document_targets",
-    "document_groups",
-)
+_SEGMENTS = ("document_ids", "document_starts", "document_lengths", "document_targets", "document_groups")
 _NUMBERS = ("segment_ids", "cu_seqlens", "cu_seqlens_padded", "pack_ids", "pack_offsets", *_SEGMENTS)
 TARGET_WEIGHTS = "target_weights"
 """The name of the column with the weight of each target in the loss."""

@@ -14,14 +14,7 @@ from operator import itemgetter
 from typing import Any, BinaryIO, Literal, cast
 
 from varlen.errors import SourceError, VarlenError, described
-from varlen.files.retry import (
-    Retry,
-    as_os_error,
-    is_nothing_there,
-    missing_package,
-    response_of,
-    retried,
-)
+from varlen.files.retry import Retry, as_os_error, is_nothing_there, missing_package, response_of, retried
 from varlen.files.seen import Seen, changed_file_error, forget_change
 
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "blob_id", "xet_hash")

@@ -131,12 +131,7 @@ def build_store(
 
 
 def _built(
-    source: Source,
-    folder: Path,
-    marks: dict[str, Any],
-    team: Team,
-    on_progress: OnProgress,
-    overwrite: bool,
+    source: Source, folder: Path, marks: dict[str, Any], team: Team, on_progress: OnProgress, overwrite: bool
 ) -> TokenStore | None:
     """Return the store; None if another run changed it before this one had its lock."""
     existing = seen = read_manifest(folder)
