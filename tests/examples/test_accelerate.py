@@ -43,6 +43,7 @@ def runs(tmp_path_factory):
     return folder, begun, before, as_ranks(PROGRAM, folder / "two"), python(PROGRAM, folder / "one")
 
 
+@pytest.mark.soak
 def test_every_document_is_trained_once_over_two_ranks_before_and_after_going_on(runs):
     folder, begun, before, ended, _ = runs
 
@@ -50,6 +51,7 @@ def test_every_document_is_trained_once_over_two_ranks_before_and_after_going_on
     assert "goes on after step 4 of 7" in ended
 
 
+@pytest.mark.soak
 def test_one_process_goes_on_with_the_steps_of_two(runs):
     folder, _, before, of_two, of_one = runs
     first, second = seen_in(folder / "one")
@@ -60,6 +62,7 @@ def test_one_process_goes_on_with_the_steps_of_two(runs):
     assert second == before[1]
 
 
+@pytest.mark.soak
 def test_the_gradients_of_a_step_over_two_ranks_are_those_of_its_documents_one_by_one(runs, example):
     folder, begun, before, _, _ = runs
     loader = example.make_loader(folder / "two", Alone())

@@ -41,6 +41,7 @@ def test_longer_documents_run_in_slices_alone(example, capsys, monkeypatch):
 LIBRARIES = "torch,transformers.models.llama.modeling_llama,varlen.runtime.engine,varlen.simulate.api"
 
 
+@pytest.mark.soak
 def test_four_processes_train_and_say_what_their_tasks_took():
     printed = as_ranks(EXAMPLES / "pipeline.py", "3", ranks=4, libraries=LIBRARIES)
 

@@ -471,6 +471,7 @@ def test_a_cluster_writes_the_same_bytes_and_goes_on_like_processes(tmp_path, mo
     assert len(contents(tmp_path / "out")) > 3
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_cluster_loses_what_one_process_does(tmp_path, monkeypatch, cluster):
     small_parts(monkeypatch)
@@ -488,6 +489,7 @@ def test_a_cluster_loses_what_one_process_does(tmp_path, monkeypatch, cluster):
     assert contents(tmp_path / "out" / "over") == contents(tmp_path / "out" / "alone")
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_results_come_once_and_errors_come_across_a_cluster(cluster):
     crew = Crew(ray=True)
@@ -537,6 +539,7 @@ def test_a_cluster_that_is_not_there_is_bad_input(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+@pytest.mark.soak
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_packed_folder_is_a_parquet_data_set_of_ray(tmp_path, cluster):

@@ -142,8 +142,9 @@ def rewound(output: Path, step: int, copy: Path) -> Path:
     return copy
 
 
-# In a child: whoever began the fork server, as the demo does, may have had it blocked.
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+signal.pthread_sigmask(
+    signal.SIG_UNBLOCK, {signal.SIGINT}
+)  # in a child of the demo's fork server, it is blocked
 CONTEXT = get_context("forkserver")
 # Every process is forked from one that has imported all this, and starts at once.
 CONTEXT.set_forkserver_preload(
