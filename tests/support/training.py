@@ -142,9 +142,7 @@ def rewound(output: Path, step: int, copy: Path) -> Path:
     return copy
 
 
-signal.pthread_sigmask(
-    signal.SIG_UNBLOCK, {signal.SIGINT}
-)  # in a child of the demo's fork server, it is blocked
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked where the demo began the fork server
 CONTEXT = get_context("forkserver")
 # Every process is forked from one that has imported all this, and starts at once.
 CONTEXT.set_forkserver_preload(
