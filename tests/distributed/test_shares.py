@@ -69,11 +69,12 @@ def four(stores: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return run_job(tmp_path_factory.mktemp("four"), 4, stores)
 
 
+@pytest.mark.soak
 def test_shares_of_stages_train_what_one_process_trains(four):
     test_shares_train_what_one_process_trains(four)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_one_rank_plans_and_all_run_its_plans_whatever_happens(world, request):
     found = request.getfixturevalue({2: "two", 4: "four"}[world])
 
@@ -86,7 +87,7 @@ def test_one_rank_plans_and_all_run_its_plans_whatever_happens(world, request):
     assert {"4", "5"} <= set(found[0]["ahead"])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_plan_of_other_ranks_is_refused_by_all_at_once(world, request):
     for rank in request.getfixturevalue({2: "two", 4: "four"}[world]):
         kind, said, seconds = rank["wrong"]

@@ -68,6 +68,7 @@ def test_the_oracle_itself_is_right_on_what_can_be_listed():
         assert least_possible(work, num_groups) == min(heaviest(work, way, num_groups) for way in ways)
 
 
+@pytest.mark.soak
 def test_on_a_thousand_small_steps_the_heaviest_group_is_within_a_hundredth_of_the_proven_optimum():
     random = np.random.default_rng(7)
     ratios = []
