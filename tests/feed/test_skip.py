@@ -275,8 +275,8 @@ def test_offsets_cut_while_they_are_mapped_are_an_error_and_kill_no_worker(store
     shutil.copytree(store, bad)
     with loader_of(bad, worker="process", ring_slots=2, on_error=on_error, window=999) as loader:
         next(loader)
-        while f"{bad}/2/offsets.npy" not in Path(f"/proc/{loader._worker.pid}/maps").read_text():
-            time.sleep(0.01)
+        maps, mapped = Path(f"/proc/{loader._worker.pid}/maps"), f"{bad}/2/offsets.npy"
+        assert any(mapped in maps.read_text() or time.sleep(0.01) for _ in range(3000))
         os.truncate(bad / "2" / "offsets.npy", 0)
         with pytest.raises(SourceError, match=r"offsets\.npy was cut short while it was in use"):
             drain(loader)

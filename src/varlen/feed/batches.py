@@ -208,7 +208,7 @@ def make_batch(
         counts = np.bincount(owners, minlength=len(numbers))
         pieces, numbers, counts = pieces[mine[pieces]], numbers[counts > 0], counts[counts > 0]
         offsets = np.concatenate([[0], np.cumsum(counts)])
-    lengths = packs.lengths[pieces]
+    lengths = packs.stops[pieces] - packs.starts[pieces]  # of this batch, and not of the whole step
     tokens, mask = source.gather(packs.shards[pieces], packs.documents[pieces], packs.starts[pieces], lengths)
     return fill_batch(
         Contents(

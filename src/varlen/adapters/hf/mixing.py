@@ -220,7 +220,8 @@ def _names_in(kind: Any) -> frozenset[str]:
     """
     codes: list[CodeType] = []
     for each in kind.__mro__:
-        if not each.__module__.startswith(("transformers.modeling_utils", "builtins", "torch.")):
+        module = each.__module__
+        if module not in ("transformers.modeling_utils", "builtins") and not module.startswith("torch."):
             for attribute in vars(each).values():
                 codes += _codes_of(attribute)
     names: set[str] = set()
