@@ -17,7 +17,7 @@ from varlen.offline.index import index_source
 from varlen.offline.pack import PackSettings, pack_source
 from varlen.store.store import open_store
 
-TURNS = st.lists(st.integers(0, 60), max_size=8)
+TURNS = st.lists(st.integers(0, 60), max_size=8) | st.tuples(*map(st.integers, (0, 20, 0), (0, 50, 99)))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def made(home, names, run, turns):
 
 
 @pytest.mark.parametrize("is_grown", [False, True])
-@examples(40)
+@examples(120)
 @given(turns=TURNS)
 def test_of_two_runs_that_index_one_store_one_makes_it(home, is_grown, turns):
     def run(source):
@@ -60,7 +60,7 @@ def test_of_two_runs_that_index_one_store_one_makes_it(home, is_grown, turns):
     assert set(stores) == {open_store(home / "out").fingerprint}
 
 
-@examples(40)
+@examples(120)
 @given(turns=TURNS)
 def test_of_two_runs_that_pack_one_set_one_makes_it(home, turns):
     def run(source):
