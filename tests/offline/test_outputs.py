@@ -11,6 +11,7 @@ from tests.support.rarely import examples
 
 from varlen.documents.source import open_source
 from varlen.errors import SettingError
+from varlen.files.ours import mark_of_folder
 from varlen.offline import outputs
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
@@ -58,6 +59,17 @@ def test_of_two_runs_that_index_one_store_one_makes_it(home, is_grown, turns):
     stores = made(home, ("ab", "ab") if is_grown else ("a", "a"), run, turns)
 
     assert set(stores) == {open_store(home / "out").fingerprint}
+
+
+@pytest.mark.parametrize("num_calls", range(12))
+def test_a_folder_that_is_marked_and_filled_during_the_look_counts_as_marked(tmp_path, num_calls):
+    def fill():
+        (tmp_path / "marker").write_text('{"varlen": 1}')
+        (tmp_path / "filled").write_text("text")
+
+    found = interleaved(lambda: mark_of_folder(tmp_path, "marker", bool), fill, [num_calls, 99])
+
+    assert found == [True, None]
 
 
 @examples(120)

@@ -91,6 +91,17 @@ def packed_slices(
     return lengths, steps, heads, draw(st.sampled_from([None, 1, 5, 30]))
 
 
+def assert_attends_as_uncut(documents, gradients, steps, window, cap, sinks, tolerance):
+    found, by_sinks = in_slices(documents, gradients, steps, window, cap, sinks)
+
+    wanted = [reference(x, g, window, cap, sinks) for x, g in zip(documents, gradients)]
+    for parts, (uncut_parts, _) in zip(found, wanted):
+        for ours, uncut in zip(parts, uncut_parts):
+            torch.testing.assert_close(ours, uncut, rtol=0, atol=tolerance)
+    if by_sinks is not None:
+        torch.testing.assert_close(by_sinks, sum(x for _, x in wanted), rtol=0, atol=1e-11)
+
+
 @given(
     packed_slices(),
     st.integers(0, 99),
@@ -105,14 +116,7 @@ def test_slices_attend_as_the_uncut_document(case, seed, cap, has_sinks, dims):
     gradients = [document(length, heads, seed + 50 + d, dims[1:] * 2)[0] for d, length in enumerate(lengths)]
     sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64) if has_sinks else None
 
-    found, by_sinks = in_slices(given, gradients, steps, window, cap, sinks)
-
-    wanted = [reference(one, gradient, window, cap, sinks) for one, gradient in zip(given, gradients)]
-    for parts, (uncut, _) in zip(found, wanted):
-        for ours, known in zip(parts, uncut):
-            torch.testing.assert_close(ours, known, rtol=0, atol=1e-12)
-    if by_sinks is not None:
-        torch.testing.assert_close(by_sinks, sum(x for _, x in wanted), rtol=0, atol=1e-11)
+    assert_attends_as_uncut(given, gradients, steps, window, cap, sinks, 1e-12)
 
 
 @pytest.mark.parametrize("cap", [None, 1.5])
@@ -186,14 +190,7 @@ def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(name, case, seed
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "chosen", lambda *_: KERNELS[name]())
-        found, by_sinks = in_slices(documents, gradients, steps, window, cap, sinks)
-
-    wanted = [reference(x, g, window, cap, sinks) for x, g in zip(documents, gradients)]
-    for parts, (uncut_parts, _) in zip(found, wanted):
-        for ours, uncut in zip(parts, uncut_parts):
-            torch.testing.assert_close(ours, uncut, rtol=0, atol=1e-11)
-    if by_sinks is not None:
-        torch.testing.assert_close(by_sinks, sum(x for _, x in wanted), rtol=0, atol=1e-11)
+        assert_attends_as_uncut(documents, gradients, steps, window, cap, sinks, 1e-11)
 
 
 def test_short_documents_are_one_call_and_slices_with_earlier_tokens_one_each():

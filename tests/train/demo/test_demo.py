@@ -475,15 +475,8 @@ def test_sleeping_takes_time_on_the_wall_and_working_takes_cpu():
     assert (slept + worked).wall_s == slept.wall_s + worked.wall_s
 
 
-EXPERIMENT = DemoSettings(
-    steps=2,
-    batch_documents=4,
-    max_length=96,
-    num_seeds=2,
-    validation_documents=3,
-    threads=1,
-    model=ModelSettings(vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24),
-)
+MODEL = ModelSettings(vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24)
+EXPERIMENT = replace(SETTINGS, batch_documents=4, max_length=96, num_seeds=2, model=MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -123,10 +123,7 @@ EVIL = {
     "builtins.eval": (pickle.dumps(Evil(eval, "1"), protocol=4), "names builtins.eval at byte"),
     "builtins.list": (b"\x80\x02c__builtin__\nlist\n)R.", "names __builtin__.list at byte"),
     "numpy.load": (b"\x80\x02cnumpy\nload\n)R.", "names numpy.load at byte"),
-    "getattr by a dotted name": (
-        b"\x80\x04\x8c\x05numpy\x8c\x0cndarray.fill\x93.",
-        "names numpy.ndarray.fill",
-    ),
+    "a dotted name": (b"\x80\x04\x8c\x05numpy\x8c\x0cndarray.fill\x93.", "names numpy.ndarray.fill"),
     "INST": (b"\x80\x02(X\x04\x00\x00\x00trueios\nsystem\n.", "holds the pickle opcode INST at byte"),
     "BUILD of a dictionary": (b"\x80\x02}}b.", "holds the pickle opcode BUILD at byte"),
     "REDUCE of a string": (b"\x80\x02X\x07\x00\x00\x00ndarray)R.", "holds the pickle opcode REDUCE at byte"),
