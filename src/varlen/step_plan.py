@@ -167,6 +167,12 @@ class StepPlan:
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
 
+    def __repr__(self) -> str:
+        return (
+            f"StepPlan({self.method}, {self.num_documents:,} documents of {self.num_tokens:,} tokens on {self.mesh}, "
+            f"{self.forward.num_micropacks:,} MicroPacks, recompute={self.recompute!r}, offload={self.offload!r})"
+        )
+
     def __reduce__(self) -> tuple[partial[StepPlan], tuple[()]]:
         """Pickle through the constructor, so that arrays stay read-only."""
         return partial(StepPlan, **{field.name: getattr(self, field.name) for field in fields(self)}), ()

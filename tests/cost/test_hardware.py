@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,19 @@ def test_unknown_hardware_is_answered_with_the_nearest():
 def test_every_list_of_hardware_names_all_of_it():
     page = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
     lists = {
-        "docstring": str(Hardware.named.__doc__),
-        "help": HardwareName.__metadata__[0].help,
-        "page": page.partition("The rates of a name (")[2].partition(")")[0],
+        "docstring of Hardware.named": str(Hardware.named.__doc__),
+        "help of --hardware in cli/plan.py": HardwareName.__metadata__[0].help,
+        "docs/planning.md": page.partition("The rates of a name (")[2].partition(")")[0],
     }
 
-    for where, text in lists.items():
-        assert [name for name in MACHINES if name not in text] == [], where
+    missing = {where: MACHINES.keys() - re.findall(r"\w+", text) for where, text in lists.items()}
+    assert not any(missing.values()), missing
+
+
+def test_a_name_that_contains_another_stands_before_it():
+    names = list(MACHINES)
+
+    assert [one for at, one in enumerate(names) for later in names[at + 1 :] if one in later] == []
 
 
 def test_a_table_with_holes_is_refused_by_its_cells():

@@ -28,6 +28,11 @@ def store(tmp_path_factory):
     return random_store(tmp_path_factory.mktemp("feed"))
 
 
+def test_an_unknown_argument_names_the_nearest_one(texts):
+    with pytest.raises(TypeError, match=r"'batch_size'; the nearest is global_batch_size$"):
+        vl.PackedLoader(texts, capacity=4, batch_size=2)
+
+
 BAD = [
     ({"capacity": 0}, "capacity"),
     ({"shuffle": "false"}, "shuffle must be True or False, got 'false'"),

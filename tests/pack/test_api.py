@@ -474,7 +474,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"method": "best"}, "method must be one of next_fit, .*, balanced.*; got 'best'"),
     ({"method": None}, "method must be one of next_fit, .*, balanced.*; got None"),
     ({"method": ["next_fit"]}, "method must be one of"),
-    ({"overlong": "cut"}, "overlong must be one of error, split, truncate, drop; got 'cut'"),
+    ({"overlong": "cut"}, f"overlong must be one of {', '.join(get_args(Overlong))}; got 'cut'"),
     ({"seed": -1}, r"seed must be from 0 to 2\^64 - 1, got -1"),
     ({"seed": 2**64}, r"seed must be from 0 to 2\^64 - 1"),
     ({"seed": True}, r"seed must be from 0 to 2\^64 - 1, got True"),

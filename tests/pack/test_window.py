@@ -17,6 +17,7 @@ from tests.support.packings import (
     arrays_of,
     check_complete,
     check_limits,
+    kept_of,
     packs_of,
     random_lengths,
 )
@@ -67,14 +68,6 @@ def run(packer: vl.WindowPacker, lengths: list[int], sizes: list[int]) -> list[l
     return packs + packs_of(packer.flush())
 
 
-def kept(lengths: list[int], chosen: dict[str, Any]) -> list[int]:
-    if chosen["overlong"] == "truncate":
-        return [min(length, chosen["capacity"]) for length in lengths]
-    if chosen["overlong"] == "drop":
-        return [length if length <= chosen["capacity"] else 0 for length in lengths]
-    return lengths
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("overlong", POLICIES)
 @settings(max_examples=settings.default.max_examples // 5)
@@ -86,7 +79,7 @@ def test_every_token_goes_out_once_whatever_the_settings(method, overlong, data)
     pieces: dict[int, int] = defaultdict(int)
     for document, _, _ in (piece for pack in packs for piece in pack):
         pieces[document] += 1
-    part = kept(lengths, chosen)
+    part = kept_of(lengths, chosen["capacity"], overlong)
 
     check_complete(packs, part)
     check_limits(packs, chosen["capacity"], chosen["document_multiple_of"], chosen["max_documents"])
@@ -189,7 +182,9 @@ def test_no_document_waits_longer_than_max_age_windows(stream):
     lengths, chosen = stream
     packer = vl.WindowPacker(**chosen)
     windows, came = 0, {}
-    for record, (length, part) in enumerate(zip(lengths, kept(lengths, chosen))):
+    for record, (length, part) in enumerate(
+        zip(lengths, kept_of(lengths, chosen["capacity"], chosen["overlong"]))
+    ):
         came[record] = windows
         expected = packer.state_dict()["fresh"] + (part > 0)
         packer.add([length])

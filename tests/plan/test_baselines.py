@@ -232,7 +232,7 @@ def test_sharing_adds_up_as_its_reference_does():
 def test_filling_by_need_equals_its_reference(drawn, target):
     lengths, work, dp, limit = drawn
     least = (lengths % work.shape[1]).astype(np.int32)
-    order = np.lexsort((-work[:, 0], -least)).astype(np.int32)
+    order = np.lexsort((-work[np.arange(lengths.size), least], -least)).astype(np.int32)
     found = []
     for room in (kernels_groups, reference_groups):
         batch_of, group_of = (np.full(lengths.size, -1, np.int32) for _ in range(2))

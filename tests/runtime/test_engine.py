@@ -220,9 +220,17 @@ def test_a_step_where_gradients_are_off_is_refused(off, seat):
 @pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
 def test_what_is_no_packed_batch_and_no_plan_is_refused(seat):
     model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
+    plan = one_gpu_plan(batch.document_lengths, 16)
+    offsets = plan.forward.slice_offsets + np.int32([*[0] * plan.forward.num_micropacks, 1])
     calls: list[tuple[Any, Any, str]] = [
         ({"input_ids": torch.zeros(1, 4)}, None, "a batch of type dict; engine.step takes a PackedBatch"),
         (batch, "plan.npz", "plan=str; engine.step takes a StepPlan"),
+        (batch, replace(plan, forward=replace(plan.forward, slice_offsets=offsets)), "forward.slice_offsets"),
+        (
+            replace(batch, plan=replace(plan, mesh=vl.Mesh(dp=2))),
+            plan,
+            "one rank, and engine.step got another plan",
+        ),
     ]
 
     for no_batch, plan, words in calls:

@@ -52,7 +52,6 @@ def check(model: Any, lengths: list[int], plan: Any) -> None:
     run = run_step(model, tokens, plan)
 
     assert run.loss == pytest.approx(loss, rel=1e-12)
-    assert run.num_targets == sum(length - 1 for length in lengths)
     assert_equal(take_gradients(model), wanted)
 
 
@@ -115,7 +114,6 @@ def test_labels_say_what_is_learned_and_an_empty_micropack_runs():
 
     run = run_step(model, tokens, one_gpu_plan([6], [[(0, 0, 4)], [], [(0, 4, 6)]]), labels=labels)
 
-    assert run.num_targets == 1
     assert run.loss == pytest.approx(wanted.item(), rel=1e-12)
 
 
@@ -181,7 +179,7 @@ def test_tracked_bytes_follow_storages_and_not_views():
         (one_gpu_plan([8], [[(0, 0, 8)]], mesh=Mesh(cp=2)), "cp=2"),
         (
             one_gpu_plan([8], [[(0, 0, 8)]], [[(0, 3, 8)], [(0, 0, 3)]]),
-            r"3 MicroPacks stand in one pass alone",
+            r"in a MicroPack that stands in one pass alone \(3 do\)",
         ),
     ],
 )
@@ -193,25 +191,9 @@ def test_a_plan_that_one_process_cannot_run_is_refused(plan, words):
 @pytest.mark.parametrize(
     ("forward", "is_backward_too", "tasks", "words"),
     [
-        (
-            [[(0, 4, 8)], [(0, 0, 4)]],
-            False,
-            None,
-            "forward slice 4-8 of document 0, of 8 tokens, is out of turn",
-        ),
-        ([[(0, 0, 4)], [(0, 4, 8)]], True, None, "backward slice 0-4 .* is out of turn"),
-        (
-            [[(0, 0, 4), (0, 4, 8)]],
-            True,
-            None,
-            r"backward slice 4-8 of document 0 is out of turn: it stands behind 0-4 in a MicroPack \(1 slice is so",
-        ),
-        (
-            [[(0, 4, 8), (0, 0, 4)]],
-            True,
-            None,
-            "forward slice 0-4 .* is out of turn: .* slices first to last",
-        ),
+        ([[(0, 4, 8)], [(0, 0, 4)]], False, None, "forward slice 0, tokens 4 to 8 of document 0"),
+        ([[(0, 0, 4)], [(0, 4, 8)]], True, None, "backward slice 0, tokens 0 to 4 of document 0"),
+        ([[(0, 0, 4), (0, 4, 8)]], True, None, "backward slice 0, tokens 0 to 4 of document 0"),
         ([[(0, 0, 4)], [(0, 4, 8)]], False, [0, 1, 0, 1], "backward slice 4-8 .* is out of turn"),
     ],
 )
@@ -311,7 +293,7 @@ def test_stages_that_wait_for_each_other_are_told():
     wrong = replace(
         plan,
         tasks=np.array([*order, FORWARD, FORWARD, BACKWARD, BACKWARD], np.uint8),
-        task_offsets=np.array([0, 4, 8]),
+        task_offsets=np.array([0, 4, 8], np.int32),
     )
 
     with pytest.raises(

@@ -1,6 +1,6 @@
 """Files of every format with something wrong in them, read in a process of their own: a crash must not end the tests.
 
-Run as a script: `mutants.py FIRST COUNT FOLDER` reads so many files, each made from its number alone, and prints a
+`python -m tests.soak.mutants FIRST COUNT FOLDER` reads so many files, each made from its number alone, and prints a
 JSON object of counts; the number and the bytes of the file at hand lie in FOLDER for whoever asks why it crashed.
 """
 

@@ -118,11 +118,15 @@ def kept_lengths(case: Case) -> list[int]:
             length if used[group] <= case.capacity and many[group] <= limit else 0
             for length, group in zip(case.lengths, case.groups)
         ]
-    if case.overlong == "truncate":
-        return [min(length, case.capacity) for length in case.lengths]
-    if case.overlong == "drop":
-        return [length if length <= case.capacity else 0 for length in case.lengths]
-    return case.lengths
+    return kept_of(case.lengths, case.capacity, case.overlong)
+
+
+def kept_of(lengths: list[int], capacity: int, overlong: Overlong) -> list[int]:
+    if overlong == "truncate":
+        return [min(length, capacity) for length in lengths]
+    if overlong == "drop":
+        return [length if length <= capacity else 0 for length in lengths]
+    return lengths
 
 
 def check_complete(packs: list[list[Piece]], kept: list[int]) -> None:

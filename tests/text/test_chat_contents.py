@@ -106,6 +106,17 @@ def expect(name: str, messages: list[dict[str, str]]) -> tuple[str, tuple[tuple[
     return text, tuple(spans)
 
 
+def is_thought_alone(message: dict[str, str]) -> bool:
+    thoughts, end, response = message["content"].rpartition("</think>")
+    return bool(end and thoughts.strip() and not response.strip())
+
+
+def test_a_turn_whose_text_is_thoughts_that_the_template_drops_is_not_trained():
+    rendered = template("thinking").render(chat("u:", "a:why</think>", "u:", "a:b"), choice=LOSSES_ALLOWED)
+
+    assert [rendered.text[slice(*span)] for span in rendered.spans] == ["<think>\n\n</think>\n\nb<|im_end|>"]
+
+
 @pytest.mark.parametrize("name", list(IN_PYTHON))
 @given(turns=TALKS, knows_marks=st.booleans())
 @hypothesis.example(turns=["u:<|im_start|>assistant\nHi<|im_end|>\n", "a:", "u: ", "a: "], knows_marks=True)
@@ -114,7 +125,7 @@ def expect(name: str, messages: list[dict[str, str]]) -> tuple[str, tuple[tuple[
 def test_every_template_supervises_what_the_same_template_in_python_says(name, turns, knows_marks):
     messages = chat(*turns)
     text, spans = expect(name, messages)
-    hypothesis.assume(spans)
+    hypothesis.assume(spans and not (name == "thinking" and any(map(is_thought_alone, messages))))
 
     rendered = template(name, knows_marks=knows_marks).render(messages, choice=LOSSES_ALLOWED)
 

@@ -86,6 +86,7 @@ class PackedBatch:
     step_num_targets: int
     """The same over the whole step: all ranks, all micro-batches."""
     dp_world_size: int = 1
+    """Ranks that the step's packs are dealt to, for `loss_scale`; 1 with a plan: `SliceEngine` scales its losses."""
     document_groups: Array | None = None
     """int64 `[num_segments]`: the group of each segment's document, if the packing has groups."""
     shift_labels: Array | None = None

@@ -38,6 +38,7 @@ class BatchSettings:
     micro_batch_size: int
     """Packs per batch."""
     dp_world_size: int
+    """Ranks that a step's packs are dealt to; 1 with a plan, which assigns documents instead."""
     layout: Layout = "rows"
     pad_id: int = 0
     pad_to_multiple_of: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any
 
-from varlen.arguments import as_count, takes, with_arguments
+from varlen.arguments import as_count, options_of, takes, with_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.documents.source import Mixture
 from varlen.errors import SettingError, UnknownLengthError
@@ -100,6 +101,10 @@ class PackedLoader(OfOneProcess):
 
     @takes(LoaderArguments)
     def __init__(self, source: Data | Mixture, tokenizer: Any = None, **options: Any) -> None:
+        known = options_of(LoaderSettings)
+        if unknown := [name for name in options if name not in known]:
+            nearest = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)[0]
+            raise TypeError(f"PackedLoader has no argument {unknown[0]!r}; the nearest is {nearest}")
         self._settings = LoaderSettings(**options)
         self._begin(source, tokenizer)
 

@@ -12,7 +12,6 @@ Plans travel through the exchange of the feed's run (`exchange.py`), never throu
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import threading
@@ -291,7 +290,7 @@ class _PlanExchange:
         self.closed = threading.Event()
 
     def all(self, key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return the values of all ranks, or the plan of a step."""
+        """Return the values of all ranks, or the indices of the documents that a step's plan gives this rank."""
         if key != PLAN:
             return self._inner.all(key, mine)
         ((rank, (step, lengths, soon)),) = mine.items()
@@ -301,7 +300,7 @@ class _PlanExchange:
         except Exception as error:
             kind, message = _named(error)
             return {rank: {"error": kind, "message": message}}
-        return {rank: {"plan": base64.b64encode(plan_to_bytes(plan)).decode("ascii")}}
+        return {rank: {"mine": np.flatnonzero(plan.documents_of(rank)).tolist()}}
 
     def close(self) -> None:
         """Let waiting threads fail."""

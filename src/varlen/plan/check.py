@@ -289,14 +289,13 @@ def _contents(packs: MicroPacks) -> set[tuple[int, tuple[tuple[int, int, int], .
 
 
 def check_tasks(plan: StepPlan) -> None:
-    """Require that each stage has the tasks that it needs, and that they don't deadlock.
+    """Require that tasks don't deadlock, in a plan that `check_contents` accepts.
 
     Runs all stages, one task at a time, until all are done or none can continue. A forward task waits for the
     previous chunk of layers; a backward task for the next chunk, at the last one for all forward slices of its
     documents; weight gradients for their backward task. MicroPacks that share a merged document start together on its
     ranks; if parameters are sharded, so do the n-th ones of all ranks.
     """
-    check_counts(plan)
     mesh = plan.mesh
     waits = _waits(plan)
     num_seats, stages = mesh.dp * mesh.pp, mesh.pp

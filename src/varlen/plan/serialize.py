@@ -19,6 +19,7 @@ import operator
 import struct
 import zlib
 from dataclasses import fields
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Protocol, get_args
@@ -62,6 +63,7 @@ class Store(Protocol):
         """Wait for a value and return it."""
 
 
+@lru_cache(maxsize=4)  # the planner, the loader and the engine ask for it in the same step
 def plan_fingerprint(plan: StepPlan) -> str:
     """Return SHA-256 over settings (except `answered_by`) and arrays, in hexadecimal; the same on every machine."""
     return _digest(plan).hex()

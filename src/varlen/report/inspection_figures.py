@@ -460,6 +460,17 @@ def _measure_policy(sample: Sample, capacity: int, policy: Policy, loss: _Loss) 
     )
 
 
+def _lost_by(overlong: Overlong, loss: _Loss) -> tuple[int, int | None]:
+    """Return the tokens and supervised tokens that a policy loses; None where it isn't known."""
+    lost: dict[Overlong, tuple[int, int | None]] = {
+        "error": (0, 0),
+        "split": (0, 0),
+        "truncate": (loss.truncated, None if loss.truncated else 0),
+        "drop": (loss.dropped, loss.dropped_targets),
+    }
+    return lost[overlong]
+
+
 def _figures(
     *,
     name: str,
@@ -479,8 +490,7 @@ def _figures(
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     packs, tokens = sizes.size, int(lengths.sum(dtype=np.int64))
     wide = lengths.astype(np.float64)
-    lost = {"truncate": loss.truncated, "drop": loss.dropped}.get(overlong, 0)
-    targets = {"truncate": None if loss.truncated else 0, "drop": loss.dropped_targets}.get(overlong, 0)
+    lost, targets = _lost_by(overlong, loss)
     cut = sum(packing.split_documents for packing in packings) / documents if documents else 0.0
     share = loss.documents / sample.lengths.size
     return PackFigures(

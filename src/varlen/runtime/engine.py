@@ -20,7 +20,7 @@ from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.clock import BytesMeter
-from varlen.runtime.decoder import DecoderParts, check_model
+from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
 from varlen.runtime.mesh.fsdp import Gathered, is_sharded
 from varlen.runtime.mesh.rank import MeshRank
@@ -181,7 +181,7 @@ class SliceEngine:
         peaks = [int(task_run.peak_bytes.max(initial=0)) for task_run in run.task_runs]
         return StepStats(
             loss=run.loss,
-            num_targets=run.num_targets,
+            num_targets=int((data.labels != IGNORED).sum()),
             plan=used,
             places=run.task_runs,
             document_losses=_mean_losses(inputs, run.token_losses),
@@ -259,15 +259,21 @@ class SliceEngine:
             raise PlanError(
                 f"plan={type(plan).__name__}; engine.step takes a StepPlan, as vl.plan_step makes it"
             )
+        check_contents(plan)
         check_runnable(plan, allows_shared=self._mesh_rank is not None)
+        if batch.plan is not None and plan is not batch.plan and batch.plan.mesh.dp > 1:
+            raise PlanError(
+                "the batch holds the documents that batch.plan gives one rank, and engine.step got another plan; "
+                "leave the plan out"
+            )
         if plan is batch.plan and plan.mesh.dp != mesh.dp:
             raise PlanError(
                 f"the batch holds the documents of one of dp={plan.mesh.dp:,} ranks, and the engine's mesh has dp="
                 f"{mesh.dp:,}; make the engine with the mesh of the plan"
             )
-        check_contents(plan)
         return step_inputs(
             batch,
+            lengths,
             plan,
             dp_rank,
             next(self.model.parameters()).device,
@@ -279,6 +285,7 @@ class SliceEngine:
 def _mean_losses(inputs: StepInputs, token_losses: torch.Tensor | None) -> FloatArray | None:
     if token_losses is None:
         return None
+    # One process counts all documents, whichever rank the plan gives them; `own` holds those of rank 0.
     return means(
         replace(inputs, own=np.ones_like(inputs.own)).losses_by_document(token_losses, is_counted=True)
     )

@@ -99,6 +99,7 @@ def means(sums_and_counts: torch.Tensor) -> FloatArray:
 
 def step_inputs(
     batch: PackedBatch,
+    lengths: Int32Array,
     plan: StepPlan,
     dp_rank: int,
     device: torch.device,
@@ -106,8 +107,11 @@ def step_inputs(
     *,
     vocabulary: int,
 ) -> StepInputs:
-    """Return a batch's documents end to end, with the target of each token and its weight."""
-    lengths = lengths_of(batch)
+    """Return a batch's documents end to end, with the target of each token and its weight.
+
+    Args:
+        lengths: int32 `[num_segments]`: of the batch.
+    """
     is_share = plan is batch.plan and plan.mesh.dp > 1
     here = plan.documents_of(dp_rank) if is_share else np.ones(len(plan.lengths), bool)
     check_lengths(plan, lengths, here if is_share else None, dp_rank)

@@ -19,12 +19,13 @@ from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape, stages_of
 from varlen.counts import many
 from varlen.errors import DeadlockError, DocumentsError, PlanError
+from varlen.plan.check import check_contents
 from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import IGNORED, DecoderParts
 from varlen.runtime.mesh.shared_documents import SharedDocument
-from varlen.runtime.stage_run import StageRunner, TaskRun, keys_of
-from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
+from varlen.runtime.stage_run import StageRunner, TaskRun
+from varlen.step_plan import Mesh, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,7 +33,6 @@ class StepRun:
     """What this process ran of a step; its gradients are in the model."""
 
     loss: float  # this process's part of the step's loss
-    num_targets: int
     task_runs: Sequence[TaskRun]  # `[dp * pp]`: the tasks of each stage of each rank
     token_losses: torch.Tensor | None = None
     """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
@@ -75,6 +75,7 @@ def run_step(
         labels: int64 `[num_tokens]`: the token after each, -100 where there is none to learn; None: the next token
             of the document.
     """
+    check_contents(plan)
     check_runnable(plan)
     return run_stages(
         model, DecoderParts.of(model), step_data(plan, input_ids, labels), plan, meter=meter, saved=saved
@@ -109,7 +110,6 @@ def run_stages(
     losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
     return StepRun(
         loss=float(torch.stack(losses).sum()),
-        num_targets=int((data.labels != IGNORED).sum()),
         task_runs=[runner.task_run() for runner in runners],
         token_losses=_added([of_rank[-1] for of_rank in chunks]) if keeps_losses else None,
     )
@@ -268,34 +268,4 @@ def check_runnable(plan: StepPlan, *, allows_shared: bool = False) -> None:
             f"a plan of {plan.num_merged:,} documents that ranks share; one process alone runs documents that none "
             "share: plan with Search(merges=False), or make the engine with mesh and rank in a job of "
             f"{plan.mesh.num_gpus:,} processes"
-        )
-    _check_within(plan.forward, FORWARD)
-    _check_within(plan.backward, BACKWARD)
-    if plan.recompute != "full" or plan.recompute_share < 1:
-        for rank in range(plan.mesh.dp):
-            apart = set(keys_of(plan.backward, rank)) ^ set(keys_of(plan.forward, rank))
-            if apart:
-                raise PlanError(
-                    f"{len(apart)} MicroPacks stand in one pass alone, such as {min(apart)}; passes may be cut apart "
-                    'only with recompute="full" of all layers'
-                )
-
-
-def _check_within(packs: MicroPacks, kind: int) -> None:
-    """Refuse a MicroPack in which slices of a document stand against the order of the pass."""
-    of_slice, documents, starts = packs.micropack_of_slice, packs.document_ids, packs.starts
-    order = np.lexsort((documents, of_slice))  # stable, so that the plan's own order is left
-    one, other = order[:-1], order[1:]
-    steps = (starts[other] - starts[one]) * (1 if kind == FORWARD else -1)
-    wrong = np.flatnonzero(
-        (of_slice[one] == of_slice[other]) & (documents[one] == documents[other]) & (steps < 0)
-    )
-    if wrong.size:
-        a, b = int(one[wrong[0]]), int(other[wrong[0]])
-        name, way = ("forward", "first to last") if kind == FORWARD else ("backward", "last to first")
-        found = many(wrong.size, "slice is", "slices are")
-        raise PlanError(
-            f"{name} slice {starts[b]:,}-{packs.stops[b]:,} of document {documents[b]} is out of turn: it stands "
-            f"behind {starts[a]:,}-{packs.stops[a]:,} in a MicroPack ({found} so), and the {name} pass runs a "
-            f"document's slices {way}"
         )

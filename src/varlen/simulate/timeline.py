@@ -69,6 +69,10 @@ class Timeline:
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
 
+    def __repr__(self) -> str:
+        peak = self.peaks_bytes.max(initial=0.0) / 1e9
+        return f"Timeline({self.makespan_s:.4g} s, {self.num_tasks:,} tasks, peak {peak:.1f} GB)"
+
     def __reduce__(self) -> tuple[partial[Timeline], tuple[()]]:
         """Pickle through the constructor, so that arrays are read-only in another process too."""
         return partial(Timeline, **{field.name: getattr(self, field.name) for field in fields(self)}), ()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from varlen import errors
 from varlen.arguments import as_count
@@ -32,7 +34,6 @@ from varlen.feed.indexed.windows import Windows
 from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import MOST, FeedState, check_micro_batch
 from varlen.files.losses import Losses
-from varlen.step_plan import StepPlan
 from varlen.store.token_files import FileTokens
 from varlen.store.tokens import ReadableTokens, TokenDocuments
 from varlen.types import Int32Array, IntArray, Ledger
@@ -273,17 +274,17 @@ class PlanRequests:
     """Number of steps after the requested one whose lengths are sent with a request."""
 
 
-def _planned(
+def _pieces_of_rank(
     exchange: Exchange, rank: int, step: int, lengths: Int32Array, next_lengths: Mapping[int, Int32Array]
-) -> StepPlan:
-    """Return the plan of a step that is about to be read."""
-    from varlen.plan.serialize import plan_from_bytes  # imported here, as feeds without plans don't need it
-
+) -> npt.NDArray[np.bool_]:
+    """Return the pieces that the plan of a step gives a rank, bool `[num_pieces]`."""
     request = [step, lengths.tolist(), {number: some.tolist() for number, some in next_lengths.items()}]
     reply = exchange.all(PLAN, {rank: request})[rank]
     if "error" in reply:
         raise getattr(errors, reply["error"], errors.PlanError)(reply["message"])
-    return plan_from_bytes(base64.b64decode(reply["plan"]))
+    mine = np.zeros(len(lengths), bool)
+    mine[reply["mine"]] = True
+    return mine
 
 
 _Item = TypeVar("_Item")
@@ -415,8 +416,7 @@ class IndexedFeed:
             skipped, out = pieces.skipped, buffers()
             next_steps = [one[0] for one in following if not isinstance(one, Ledger)]
             next_lengths = {one.number: one.lengths for one in next_steps}
-            plan = _planned(exchange, self._rank, step.number, step.lengths, next_lengths)
-            mine = plan.documents_of(self._rank)
+            mine = _pieces_of_rank(exchange, self._rank, step.number, step.lengths, next_lengths)
             batch = make_batch(pieces, step, 0, 0, self._settings, out, mine)
             yield Made(batch=batch, state=after, ledger=entered, skipped=pieces.skipped - skipped)
 

@@ -1,4 +1,8 @@
-"""Every format by name: a file's columns, where it may be cut, and its rows."""
+"""Every format by name: a file's columns, where it may be cut, and its rows.
+
+A reader is a file beside this one: `column_names(file)` returns names, and `read(file, wanted)` yields `Rows` of some
+megabytes. A row that can't be read is a `Fault`; where the rest of a file can't be read, it raises a `SourceError`.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from varlen.plan.check import check_tasks
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import BytesMeter, Clock
-from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
+from varlen.runtime.decoder import DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
@@ -251,7 +251,6 @@ class MeshRank:
         losses = [loss.double() for chunk in chunks for loss in chunk.losses]
         return StepRun(
             loss=float(torch.stack(losses).sum()) if losses else 0.0,
-            num_targets=int((data.labels != IGNORED).sum()),
             task_runs=[runner.task_run()],
             token_losses=_token_losses(chunks, data) if settings["keeps_losses"] else None,
         )
