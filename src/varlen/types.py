@@ -186,7 +186,7 @@ class Packing:
         return [ids[a:b] for a, b in zip(bounds[:-1], bounds[1:])]
 
     def __repr__(self) -> str:
-        """Say how many documents stand in how many packs, and how full those are."""
+        """Return one line: numbers of documents and packs, fill, padding, and tokens that were lost."""
         padding = self.num_packs * self.capacity - self.num_tokens
         lost = self.ledger.truncated + self.ledger.dropped
         tail = f", {lost:,} tokens cut or dropped" if lost else ""

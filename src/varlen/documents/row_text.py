@@ -145,7 +145,7 @@ _with_arrays = json.JSONEncoder(allow_nan=False, default=_plain).encode
 
 
 def _why(name: str, value: Any, error: Exception) -> str:
-    """Say which value of a column JSON can't represent."""
+    """Return which value of a column JSON can't represent, with its path and the way out."""
     if isinstance(error, RecursionError) or "Circular" in str(error):
         return f"nests too deeply in `{name}`, or holds itself"
     path, culprit = _culprit(name, value)

@@ -277,7 +277,7 @@ def open_remote(
 
 
 def changed(path: str, size: int, now: str) -> str:
-    """Say that a file's size isn't the listed one."""
+    """Return the error message for a file whose size isn't the listed one."""
     return (
         f"{path} has changed since the files were listed: it had {size:,} bytes then, now {now}; "
         "let it be written to the end, and begin again"
@@ -285,7 +285,7 @@ def changed(path: str, size: int, now: str) -> str:
 
 
 def replaced_words(path: str, why: str) -> str:
-    """Say that a file of the listed size was replaced."""
+    """Return the error message for a file that was replaced by one of the same size."""
     return (
         f"{path} was replaced or rewritten since the files were listed: {why}; put back what was there and go on "
         "from a saved state, or begin again"

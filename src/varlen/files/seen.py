@@ -102,7 +102,7 @@ _shown: dict[tuple[str, Seen], Seen] = {}  # last status with the same content, 
 
 
 def difference(path: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:
-    """Say how a file differs from the listed one; None where it has the same content.
+    """Return how a file differs from the listed one; None if its content is the same.
 
     Cost: if the status differs and a fingerprint is known, reads the file once, or 4 MB of a large one.
     """

@@ -222,7 +222,7 @@ def _index_parts(
 
 
 def _nothing(source: Source, shards: list[dict[str, Any]], folder: Path) -> str:
-    """Say that there is nothing to train on, and why."""
+    """Return the error message for data without a token: its files, and what was lost."""
     documents = sum(shard["num_documents"] for shard in shards)
     paths = [file.path for file in source.files]
     return nothing_read(paths, documents, total(map(stored, shards)), _first_skipped(folder, shards))

@@ -311,7 +311,7 @@ def _refusal(
     tuned: bool,
     search: Search,
 ) -> str:
-    """Say why no plan fits, and what would."""
+    """Return why no plan fits into memory, and what would."""
     tried = list(repairs(cost, mesh)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
@@ -342,7 +342,7 @@ def _explained(
     *,
     is_limited: bool,
 ) -> str:
-    """Say why no plan fits, and which lengths or mesh would; makes some twenty plans of one document."""
+    """Return why no plan fits, and which lengths or mesh would; makes about 20 plans of one document."""
     memory = costs[-1].memory(mesh)
     room, limit = memory.limit_bytes - memory.state_bytes, f"{memory.limit_bytes / 1e9:,.1f} GB"
     worst = int(room.argmin())
@@ -378,7 +378,7 @@ def _explained(
 
 
 def _more(cost: CostModel, mesh: Mesh) -> str:
-    """Say which meshes hold the states: the least pp x tp, and the least dp if all of them are sharded."""
+    """Return meshes that hold the states: the least pp x tp, and the least dp with all of them sharded."""
     divisions = []
     for tp in range(1, _MOST_TP + 1):
         for pp in range(1, cost.model.layers + 1):

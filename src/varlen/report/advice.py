@@ -169,7 +169,7 @@ def _why_capacity(
     distribution: DistributionFigures,
     door: str,
 ) -> str:
-    """Say why this capacity was chosen, and not the next smaller one."""
+    """Return why this capacity was chosen, and not the next smaller one."""
     cut = _cut(chosen, distribution)
     if not _is_enough(chosen):
         return (
@@ -243,7 +243,7 @@ def _of_lengths(chosen: CapacityFigures, method: Method) -> str:
 
 
 def _why_policy(chosen: CapacityFigures) -> list[str]:
-    """Say what splitting saves, if anything is longer than the capacity."""
+    """Return a sentence on what splitting saves; none if no document is longer than the capacity."""
     if not chosen.overlong_documents:
         return []
     return [

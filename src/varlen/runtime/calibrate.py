@@ -437,7 +437,7 @@ class Choice:
         return MARGIN * max(by_work, min(self.seconds[one] for one in kin))
 
     def fits(self, known: Iterable[Case], held: Iterable[Case]) -> bool:
-        """Say whether shapes can be added, and all run a few times, before the deadline."""
+        """Return whether shapes can be added, and all run `num_again` times, before the deadline."""
         more = {case: self.predicted(case) for case in {*known, *held} - set(self.seconds)}
         tried = sum(taken * (1 if taken >= SHORT_S else 2) for taken in more.values())
         rounds = self.num_again * (self.once_s + sum(more.values()))

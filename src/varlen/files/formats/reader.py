@@ -55,7 +55,7 @@ def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
 
 
 def _rows_otherwise(file: File) -> str | None:
-    """Say that the file holds rows of another format; None if it doesn't seem to."""
+    """Return the error message if the file holds rows of another format; else None."""
     try:
         return None if file.live is not None else other_content(file, DOCUMENT_FIELDS)
     except SourceError:

@@ -86,7 +86,7 @@ class Worker:
         return value
 
     def _epitaph(self) -> str:
-        """Say how the process ended, and what usually helps."""
+        """Return how the process ended and, if it was killed, what usually helps."""
         code = self._process.exitcode
         if code == -signal.SIGKILL:
             return (
