@@ -62,7 +62,7 @@ class BlockWork:
     """The prices and memory counts of a block's MicroPacks, which are the same for every chunk of layers."""
 
     ahead: FloatArray
-    """float64 `[ranks, forward MicroPacks, 7]`: as `stage_costs.priced`."""
+    """float64 `[ranks, forward MicroPacks, 7]`: what `simulate.graph.priced` returns."""
     back: FloatArray
     """float64 `[ranks, backward MicroPacks, 7]`: in the order in which they run."""
     send_forward: FloatArray

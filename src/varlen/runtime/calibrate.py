@@ -431,10 +431,10 @@ class Choice:
 
     def predicted(self, case: Case) -> float:
         """Return the seconds that a run of a shape may take, by the largest of its kind that has run."""
-        kin = [one for one in self.seconds if one.kind == case.kind]
-        largest = max(kin, key=lambda one: one.work)
+        same_kind = [case_ for case_ in self.seconds if case_.kind == case.kind]
+        largest = max(same_kind, key=lambda case_: case_.work)
         by_work = self.seconds[largest] * case.work / largest.work
-        return MARGIN * max(by_work, min(self.seconds[one] for one in kin))
+        return MARGIN * max(by_work, min(self.seconds[case_] for case_ in same_kind))
 
     def fits(self, known: Iterable[Case], held: Iterable[Case]) -> bool:
         """Return whether shapes can be added, and all run `num_again` times, before the deadline."""
@@ -534,7 +534,7 @@ def layer_levels() -> list[Level]:
 # Probes: one kernel's worth of work each, forward and backward, timed side by side in rounds.
 #
 # Whatever else runs on a machine slows a probe down for a while and never speeds it up. Probes therefore take turns,
-# and `Timings.seconds` is the lower quartile over the rounds.
+# and `quiet` returns the lower quartile over the rounds.
 
 QUIET = 0.25  # quantile of a probe's rounds that is reported
 ProbeKind = Literal["attention", "layer"]

@@ -146,7 +146,7 @@ class PackStream:
         Cost: that of its window, unless the window is huge.
         """
         windows, parts = self.windows, position.num_parts
-        if not windows.is_there(position.group, parts):
+        if not windows.is_known(position.group, parts):
             return
         self._refuse_none(position)
         if position.pack and windows.settings.window <= _MOST_CHECKED:
