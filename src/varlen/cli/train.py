@@ -18,7 +18,7 @@ from varlen.errors import SettingError
 
 if TYPE_CHECKING:
     from varlen.train.metrics import StepMetrics
-    from varlen.train.trainer import RunOverview, Totals, TrainSummary, Watcher
+    from varlen.train.trainer import RunDisplay, RunOverview, Totals, TrainSummary
 
 
 def train(
@@ -84,8 +84,8 @@ def train(
     require_training("train")
     from varlen.train.trainer import train as run
 
-    with watching(settings.log.every) as watcher:
-        summary = run(settings, watcher, allow_changed=allow_changed)
+    with run_display(settings.log.every) as display:
+        summary = run(settings, display, allow_changed=allow_changed)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
@@ -134,7 +134,7 @@ def _print_summary(summary: TrainSummary) -> None:
 def _plan_words(totals: Totals) -> str:
     """Return the share of time spent waiting for plans, and the number of quick plans."""
     share = 100 * totals.plan_wait_s / totals.seconds if totals.seconds else 0.0
-    quick = f"; {totals.quick_plans:,} of {totals.steps:,} weren't there in time, and steps had a quick one"
+    quick = f"; {totals.quick_plans:,} of {totals.steps:,} weren't ready, and quick plans were used instead"
     return (
         f"{share:.2f} % of the time waiting for plans, after the first one ({totals.first_plan_s:.1f} s)"
         f"{quick if totals.quick_plans else ''}"
@@ -152,8 +152,8 @@ def _to_go_on(summary: TrainSummary) -> str:
 
 
 @contextmanager
-def watching(every: int) -> Iterator[Watcher]:
-    """Give what shows a run, until it ends."""
+def run_display(every: int) -> Iterator[RunDisplay]:
+    """Yield what displays a run: a live bar on a terminal, or a line every few steps elsewhere."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield Lines(console, every)

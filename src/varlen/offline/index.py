@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from varlen import __version__
 from varlen.counts import many
-from varlen.documents.block_reader import Watch
+from varlen.documents.block_reader import ReadProgress
 from varlen.documents.source import Part, Source
 from varlen.errors import SettingError, SourceError, StalledError
 from varlen.files.fingerprints import fingerprint
@@ -209,15 +209,15 @@ def _index_parts(
     parts = source.parts(PART_BYTES)
     partial, first = note.partial, note.first
     write_plan(partial, note.fingerprint, first + len(parts), note.source)
-    watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
+    read_progress = ReadProgress([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
     is_one = len(parts) == 1
-    reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
+    reading = source.watched(read_progress.read) if team.is_here(is_one=is_one) else source
     shards: dict[int, list[dict[str, Any]]] = {}
     for number, shards_of_part in team.run(
         index_part, (reading, partial), enumerate(parts, first), is_one=is_one
     ):
         shards[number] = shards_of_part
-        watch.finish(number - first)
+        read_progress.finish(number - first)
     return [shard for number in sorted(shards) for shard in shards[number]], first + len(parts)
 
 

@@ -1,4 +1,4 @@
-"""`calibrate`: what this machine's own kernels take for a model's slices, as the `Hardware` that planners look up.
+"""`calibrate`: measures this machine's kernels on a model's slices, as `Hardware` for planners.
 
 Attention is measured over query rows and key lengths, layers without their attention over rows, both passes apart,
 on the functions that run steps. Some shapes are held out: they show how well the tables predict what wasn't measured.
@@ -103,7 +103,12 @@ def calibrate(
     """Measure this machine's kernels at a model's widths.
 
     Args:
-        dtype: of weights and activations; bfloat16 on CUDA, float32 on CPU.
+        device: None: CUDA where there is a GPU, else the CPU.
+        dtype: of weights and activations; None: bfloat16 on CUDA, float32 on the CPU.
+        budget_s: seconds that the calibration may take.
+        progress: called with the share of the budget that is used.
+        on_least: called with the least seconds of a calibration, if `budget_s` is less.
+        machine: runs and times the shapes; None: this machine.
     """
     if not 0 < budget_s < float("inf"):
         raise SettingError(f"budget_s={budget_s!r}; it must be above 0 seconds")
@@ -509,7 +514,7 @@ def attention_levels() -> list[Level]:
 
 
 def cells_of(keys: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return rows and keys of a whole grid: the last rows of a document, whole ones, several whole ones."""
+    """Return rows and keys of a grid: the last rows of a document, a whole document, or several."""
     most = keys[-1] / 2
     last = [(r, k) for r, k in product(QUERY_ROWS, keys) if r <= min(k, most)]
     return last + [(count * k, k) for count, k in product(DOCUMENTS, keys[::2]) if count * k <= most]
@@ -555,7 +560,7 @@ class Probe:
 
 
 def quiet(rounds: npt.NDArray[np.float64]) -> FloatArray:
-    """Return the lower quartile over the first axis, a time that was taken: what the work takes undisturbed."""
+    """Return each probe's lower quartile over the rounds, one of its measured times, to exclude noise."""
     return np.quantile(rounds, QUIET, axis=0, method="lower")
 
 
@@ -635,8 +640,9 @@ def attention_probe(
 def parts_of(model: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderParts:
     """Return one layer of a model's widths with random weights, its attention taken out.
 
-    A Llama layer stands for every family: experts by the inner width that a token passes, latent attention by heads
-    of its width. Gradients are there already, so that backward passes add to them as they do in a step.
+    A Llama layer stands for every family. The width of its feed-forward part is that of a token's active experts, and
+    latent attention has as many heads of the same width. Gradients exist already, so that backward passes add to them
+    as they do in a step.
     """
     config = LlamaConfig(
         hidden_size=model.hidden,

@@ -8,7 +8,6 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,7 @@ from varlen import __version__
 from varlen.files.ours import atomic_file
 from varlen.simulate.graph import GATHER, GRADIENT_SYNC, KIND_NAMES
 from varlen.step_plan import BACKWARD, FORWARD, KINDS, StepPlan
-from varlen.types import FloatArray, Int32Array, IntArray
+from varlen.types import FloatArray, Int32Array, IntArray, rebuilt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,9 +68,7 @@ class Timeline:
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
 
-    def __reduce__(self) -> tuple[partial[Timeline], tuple[()]]:
-        """Pickle through the constructor, so that arrays are read-only in another process too."""
-        return partial(Timeline, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+    __reduce__ = rebuilt  # arrays are read-only in another process too
 
     @property
     def num_tasks(self) -> int:

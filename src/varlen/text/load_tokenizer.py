@@ -497,12 +497,12 @@ def wrap_backend(
 
 def put_before(made: FastTokenizer, ids: Sequence[int]) -> FastTokenizer:
     """Return the tokenizer with other prefix ids."""
-    print_ = backend_fingerprint(
+    fingerprint = backend_fingerprint(
         json.loads(made.backend.to_str()),
         prefix_ids=ids,
         splits_specials=bool(made.backend.encode_special_tokens),
     )
-    return replace(made, specials=replace(made.specials, prefix_ids=tuple(ids)), fingerprint=print_)
+    return replace(made, specials=replace(made.specials, prefix_ids=tuple(ids)), fingerprint=fingerprint)
 
 
 def _prefix_of(backend: tokenizers.Tokenizer) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from varlen.errors import MissingExtraError, SettingError, SourceError
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.text.assistant_spans import Located, by_frames, by_prefixes, fill, fill_masked
-from varlen.text.messages import Chat, apart_thoughts, joined, well_formed
+from varlen.text.messages import Chat, joined, split_thoughts, well_formed
 from varlen.text.skeleton import (
     Kind,
     Render,
@@ -136,7 +136,7 @@ class Rendering:
         messages, source = self._messages, self._template.source
         located, skeleton = self._filled(messages, text)
         if located is None and any("</think>" in (message.get("content") or "") for message in messages):
-            apart = apart_thoughts(messages)
+            apart = split_thoughts(messages)
             if self.render(apart, False) == text:  # the template treats both alike
                 self._messages = messages = apart
                 self._is_plain = False
