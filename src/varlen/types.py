@@ -70,7 +70,7 @@ class Ledger:
 
     @property
     def balance(self) -> int:
-        """Tokens unaccounted for; 0 in every ledger that varlen hands out."""
+        """Tokens unaccounted for; 0 in every ledger that varlen returns."""
         return self.tokens_in - self.packed - self.truncated - self.dropped
 
     def check(self) -> Ledger:

@@ -190,7 +190,7 @@ def test_of_a_large_file_a_new_time_is_refused_and_a_new_inode_is_held_against_s
     monkeypatch.setattr(fingerprints.known_fingerprints, "__kwdefaults__", {"whole_bytes": 0})
     path = tmp_path / "data.txt"
     path.write_bytes(b"".join(b"%07d" % number + b"a" * 1016 + b"\n" for number in range(6000)))  # 6 MB
-    for way, said in ((touched, "so large a file only samples"), (other_permissions, None), (linked, None)):
+    for way, said in ((touched, "samples of so large a file"), (other_permissions, None), (linked, None)):
         with loader_of(path, text_cut="line", epochs=3, capacity=32768) as loader:
             next(loader)
             way(path)

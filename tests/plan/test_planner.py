@@ -296,7 +296,7 @@ def test_closed_or_forgotten_it_leaves_no_process_behind():
             "'tests.support.planner_jobs:absent' can't be found",
         ),
         ({"function": "no_such_module:plan"}, "write it as 'module:function'"),
-        ({"gate": object()}, r"a builtins.object can't be handed to the process that plans"),
+        ({"gate": object()}, r"a builtins.object can't be sent to the process that plans"),
     ],
 )
 def test_what_can_t_plan_is_refused_in_a_sentence(settings, words):

@@ -75,7 +75,7 @@ def first_rows(rows: Iterator[Any]) -> tuple[list[Any], tuple[tuple[str, ...], .
 
 
 def used_columns(names: Iterable[tuple[str, ...]], named: Mapping[str, str], where: str) -> frozenset[str]:
-    """Return the columns that documents are made of, by the first rows; all possible ones where these don't tell."""
+    """Return the columns that documents are made of, by the first rows; all possible ones if these don't decide."""
     used: set[str] = set()
     for keys in names:
         with suppress(SourceError):  # reading reports it, or other rows differ from this one

@@ -292,8 +292,8 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
     for folder in sorted({file.folder for file in files if file.folder is not None}):
         if cut := split_documents(folder):
             raise SourceError(
-                f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
-                "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
+                f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be distinguished "
+                "from documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
             )
 
 

@@ -329,7 +329,7 @@ class _Ranges:
         return {**asked, "headers": {**getattr(self._fs, "kwargs", {}).get("headers", {}), "If-Match": etag}}
 
     def check(self, details: Any) -> None:
-        """Raise if the file isn't the one that was listed, as far as the reported properties tell."""
+        """Raise if the file isn't the one that was listed, as far as the reported properties show."""
         name = replaced(self.seen, report_of(details)) if isinstance(details, Mapping) else None
         if name is not None:
             raise changed_file_error(
@@ -448,7 +448,7 @@ class _Remote(io.RawIOBase):
         if 0 <= size <= start:
             return b""
         stop = start + count if size < 0 else min(start + count, size)
-        # Requesting one byte more than there should be tells, without another request, whether the file has grown.
+        # Requesting one byte more than there should be shows, without another request, whether the file has grown.
         more = int(stop == size)
 
         def fetch() -> bytes:

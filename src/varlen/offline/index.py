@@ -314,7 +314,7 @@ PLAN_MARKS = ("tokenizer", ROW_WEIGHTS)  # marks of a source that are written to
 
 
 def write_plan(partial: Path, fingerprint: str, num_parts: int, marks: Mapping[str, Any]) -> None:
-    """Write the plan of a token store, for those who read it while it is written."""
+    """Write the plan of a token store, for processes that read it while it is written."""
     with output_faults(partial):
         write_json(
             partial / WORK / PLAN, sealed({"fingerprint": fingerprint, "num_parts": num_parts, **marks})

@@ -126,7 +126,7 @@ def check_same(where: str, made_by: TokenizerMark | None, meant: TokenizerMark, 
         else f"names {made_by.words} as its tokenizer"
     )
     _log.warning(
-        "%s %s, and whether %s gives the same ids can't be told; it is taken as it is",
+        "%s %s, and whether %s gives the same ids isn't known; it is taken as it is",
         where,
         origin,
         meant.words,

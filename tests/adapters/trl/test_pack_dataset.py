@@ -467,7 +467,7 @@ def test_documents_are_let_go_once_they_are_handed_out():
     packer = vl.WindowPacker(capacity=8, window=4, method="best_fit_decreasing", max_age=0)
 
     first = packer.add([5, 2, 6, 3])
-    kept.hand_out(first)
+    kept.packed_rows(first)
 
     assert first.num_pieces == 4
     assert sum(batch.num_rows for batch in kept._batches) == 0

@@ -216,7 +216,7 @@ def refuse(name: str, number: int, most: int) -> None:
     """Refuse a number of a position that is too large."""
     if number > max(most, 0):
         raise StateError(
-            f"the state begins at {name} {number:,}, and there are none behind {max(most, 0):,}; it was changed. "
+            f"the state begins at {name} {number:,}, and there are none beyond {max(most, 0):,}; it was changed. "
             "Load it as it was saved, or an earlier one"
         )
 
