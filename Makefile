@@ -1,4 +1,4 @@
-# The doors of the project. Each target that needs the environment makes it first, once; `make help` lists them.
+# The entry points of the project. Each target that needs the environment makes it first, once; `make help` lists them.
 #   VENV=FOLDER     where the environment lives (.venv; the user's cache folder where the clone is read-only)
 #   PYTHON=python3.12   the Python that it is made with, 3.11 or later (found if not said)
 #   WORKERS=2       test processes side by side

@@ -22,8 +22,8 @@ from varlen.plan.search import Search
 from varlen.runtime.calibrate import quiet
 from varlen.runtime.clock import Clock
 from varlen.runtime.mesh.channels import Channels
-from varlen.runtime.mesh.failures import Lookout, Notes
-from varlen.runtime.mesh.process_groups import open_groups, seat_of
+from varlen.runtime.mesh.failures import Notes, WaitReporter
+from varlen.runtime.mesh.process_groups import coordinate_of, open_groups
 from varlen.runtime.stage_run import StageRunner, keys_of
 from varlen.simulate.graph import Durations, durations
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, SliceKey
@@ -80,23 +80,27 @@ def waited(
     rank: int, found: list[Step], cost: vl.CostModel, scales: list[float], rounds: int
 ) -> dict[str, Any]:
     mesh = found[0].plan.mesh
-    seat = seat_of(mesh, rank)
+    coordinate = coordinate_of(mesh, rank)
     store = dist.distributed_c10d._get_default_store()
-    groups = open_groups(seat, dist.PrefixStore("waits", store), torch.device("cpu"), 300.0, lambda _: None)
-    notes = Notes(store=store, rank=rank, world_size=1, name_of=seat.name_of)  # of a job that nobody watches
-    lookout = Lookout(notes)
+    groups = open_groups(
+        coordinate, dist.PrefixStore("waits", store), torch.device("cpu"), 300.0, lambda _: None
+    )
+    notes = Notes(
+        store=store, rank=rank, world_size=1, name_of=coordinate.name_of
+    )  # of a job that nobody watches
+    wait_reporter = WaitReporter(notes)
     like = torch.empty(HIDDEN, dtype=torch.bfloat16)
     spans: list[list[tuple[float, float]]] = [[] for _ in found]
     for number in range(rounds + 1):
         for index, (step, scale) in enumerate(zip(found, scales)):
             seconds = durations(step.plan, cost)
             chunks: Any = [
-                chunk_of(step.plan, seat.dp_rank, chunk, seconds, scale, HIDDEN)
-                for chunk in range(seat.stage, mesh.num_chunks, mesh.pp)
+                chunk_of(step.plan, coordinate.dp_rank, chunk, seconds, scale, HIDDEN)
+                for chunk in range(coordinate.stage, mesh.num_chunks, mesh.pp)
             ]
-            channels = Channels(groups, step.plan, like, lookout)
+            channels = Channels(groups, step.plan, like, wait_reporter)
             place = StageRunner(
-                step.plan, seat.dp_rank, seat.stage, chunks, channels, clock=Clock(like.device)
+                step.plan, coordinate.dp_rank, coordinate.stage, chunks, channels, clock=Clock(like.device)
             )
             dist.barrier()
             begun = time.perf_counter()

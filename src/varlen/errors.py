@@ -78,6 +78,9 @@ class StateError(InputError):
 class PlanError(InputError):
     """No plan holds this step on this mesh, or a plan breaks a rule; the message says which, and what would fit."""
 
+    axes: frozenset[str] = frozenset()
+    """Axes of the mesh that the message proposes to enlarge: of "cp", "tp" and "pp"."""
+
 
 class ModelError(InputError):
     """A model can't take this batch: too few positions, too small a vocabulary, an unknown family."""

@@ -109,14 +109,14 @@ def _check_node(node: Any, known: dict[int, int], depth: int) -> int:
     before = known.get(id(node))
     if before is not None:
         if before < 0:
-            raise UnreadableError("an alias within what it stands for", line)
+            raise UnreadableError("an alias inside the value that it refers to", line)
         return before
     if depth > _DEEPEST:
         raise UnreadableError(_DEEP, line)
     known[id(node)] = -1
     if isinstance(node.value, str):
         if node.tag.rpartition(":")[2] in ("int", "float") and len(node.value) > _LONGEST_NUMBER:
-            raise UnreadableError(f"a number of {len(node.value):,} digits", line)
+            raise UnreadableError(_too_long(node.value), line)
         count = 1
     else:
         parts = [child for part in node.value for child in (part if isinstance(part, tuple) else (part,))]
@@ -131,8 +131,12 @@ def _check_node(node: Any, known: dict[int, int], depth: int) -> int:
 
 def _integer(digits: str) -> int:
     if len(digits) > _LONGEST_NUMBER:
-        raise UnreadableError(f"a number of {len(digits):,} digits")
+        raise UnreadableError(_too_long(digits))
     return int(digits)
+
+
+def _too_long(digits: str) -> str:
+    return f"a number of {len(digits):,} digits; at most {_LONGEST_NUMBER:,} are read"
 
 
 def _values(table: dict[str, Any]) -> list[Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SettingError
-from varlen.types import Int32Array
+from varlen.types import Int32Array, rebuilt
 
 Sharding = Literal["none", "optimizer", "parameters"]
 PlanMethod = Literal["packed", "balanced", "sliced", "micropack", "dynamic_cp"]
@@ -98,9 +97,7 @@ class MicroPacks:
         for field in fields(self):
             getattr(self, field.name).flags.writeable = False
 
-    def __reduce__(self) -> tuple[partial[MicroPacks], tuple[()]]:
-        """Pickle through the constructor, so that arrays stay read-only."""
-        return partial(MicroPacks, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+    __reduce__ = rebuilt  # arrays are read-only in another process too
 
     @property
     def num_micropacks(self) -> int:
@@ -173,9 +170,7 @@ class StepPlan:
             f"{self.forward.num_micropacks:,} MicroPacks, recompute={self.recompute!r}, offload={self.offload!r})"
         )
 
-    def __reduce__(self) -> tuple[partial[StepPlan], tuple[()]]:
-        """Pickle through the constructor, so that arrays stay read-only."""
-        return partial(StepPlan, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+    __reduce__ = rebuilt  # arrays are read-only in another process too
 
     @property
     def num_documents(self) -> int:

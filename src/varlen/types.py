@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,12 @@ Method = Literal[
     "next_fit", "first_fit", "first_fit_decreasing", "best_fit", "best_fit_decreasing", "wrapped", "balanced"
 ]
 Overlong = Literal["error", "split", "truncate", "drop"]
+
+
+def rebuilt(value: Any) -> tuple[partial[Any], tuple[()]]:
+    """Return what `__reduce__` returns, so that unpickling calls the constructor and freezes arrays."""
+    kind: Callable[..., Any] = type(value)
+    return partial(kind, **{field.name: getattr(value, field.name) for field in fields(value)}), ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +70,7 @@ class Ledger:
 
     @property
     def balance(self) -> int:
-        """Tokens unaccounted for; 0 in every ledger that varlen hands out."""
+        """Tokens unaccounted for; 0 in every ledger that varlen returns."""
         return self.tokens_in - self.packed - self.truncated - self.dropped
 
     def check(self) -> Ledger:
@@ -120,9 +127,7 @@ class Packing:
             if array is not None:
                 array.flags.writeable = False
 
-    def __reduce__(self) -> tuple[partial[Packing], tuple[()]]:
-        """Pickle through the constructor, so that arrays stay read-only."""
-        return partial(Packing, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+    __reduce__ = rebuilt  # arrays are read-only in another process too
 
     @property
     def num_packs(self) -> int:
@@ -186,7 +191,7 @@ class Packing:
         return [ids[a:b] for a, b in zip(bounds[:-1], bounds[1:])]
 
     def __repr__(self) -> str:
-        """Say how many documents stand in how many packs, and how full those are."""
+        """Return one line: numbers of documents and packs, fill, padding, and tokens that were lost."""
         padding = self.num_packs * self.capacity - self.num_tokens
         lost = self.ledger.truncated + self.ledger.dropped
         tail = f", {lost:,} tokens cut or dropped" if lost else ""

@@ -1,4 +1,4 @@
-"""What can't be read costs itself alone, is counted in its unit, and every door says the same of it."""
+"""What can't be read costs itself alone, is counted in its unit, and every entry point says the same of it."""
 
 import gzip
 import json

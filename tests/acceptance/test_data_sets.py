@@ -1,4 +1,4 @@
-"""Data sets and splits as people have them go through every door, which says what it reads and what it doesn't."""
+"""Data sets and splits as people have them pass every entry point, which says what it reads and what it doesn't."""
 
 import json
 import logging

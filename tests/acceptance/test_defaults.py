@@ -45,10 +45,10 @@ READ_DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("door", READ_DOCUMENTS)
-def test_what_reads_documents_packs_best_fit_and_splits(door):
-    assert READ_DOCUMENTS[door]["method"] == "best_fit"
-    assert READ_DOCUMENTS[door]["overlong"] == "split"
+@pytest.mark.parametrize("entry_point", READ_DOCUMENTS)
+def test_what_reads_documents_packs_best_fit_and_splits(entry_point):
+    assert READ_DOCUMENTS[entry_point]["method"] == "best_fit"
+    assert READ_DOCUMENTS[entry_point]["overlong"] == "split"
 
 
 def test_what_train_leaves_out_is_the_loaders():

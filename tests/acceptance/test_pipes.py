@@ -36,7 +36,7 @@ def _weights(path: Path) -> Any:
     raise mark._future.exception() or AssertionError("it was read")
 
 
-DOORS: dict[str, Callable[[Path], Any]] = {
+OPENERS: dict[str, Callable[[Path], Any]] = {
     "configuration": read_config,
     "chat template": _template,
     "template of a folder": _template_of_a_folder,
@@ -62,14 +62,14 @@ def _soon() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_fifo_is_a_sentence(door, tmp_path):
+@pytest.mark.parametrize("opener", OPENERS)
+def test_a_fifo_is_a_sentence(opener, tmp_path):
     path = tmp_path / "named"
     os.mkfifo(path)
 
     with pytest.raises((VarlenError, OSError), match=r"FIFO|pipe") as said:
-        DOORS[door](path)
-    assert isinstance(said.value, VarlenError) or door == "weights", "the thread keeps what it was raised"
+        OPENERS[opener](path)
+    assert isinstance(said.value, VarlenError) or opener == "weights", "the thread keeps what it was raised"
 
 
 def test_what_a_folder_says_by_the_way_is_read_from_files_alone(tmp_path):

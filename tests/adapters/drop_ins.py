@@ -158,7 +158,7 @@ PAGES = {
 }
 """The page that says what differs, of each room of adapters."""
 _RANKS = "Rank, ranks and padding are arguments; there they are looked up in Megatron's global state."
-_HANDED_ON = "What transformers hands on by `*args` and `**kwargs` is `return_tensors`, by its name here."
+_PASSED_ON = "What transformers passes by `*args` and `**kwargs` is `return_tensors`, by its name here."
 _PACKER = "A packer is given, which holds the size of a bin and its most sequences."
 DEVIATIONS: dict[str, dict[str, str]] = {
     "varlen.adapters.megatron.rl.distribute_packed_bins": dict.fromkeys(
@@ -176,8 +176,8 @@ DEVIATIONS: dict[str, dict[str, str]] = {
         "has no method run": "`run`, which moves samples between ranks, stays Megatron's: inherit from both."
     },
     "varlen.adapters.hf.DataCollatorWithFlattening": {
-        "takes no *args": _HANDED_ON,
-        "takes no **kwargs": _HANDED_ON,
+        "takes no *args": _PASSED_ON,
+        "takes no **kwargs": _PASSED_ON,
     },
 }
 """What differs by intent, as the tests find it, and why, in the words of the framework's page."""
@@ -230,7 +230,7 @@ def _read(root: Path, pair: Pair) -> dict[str, Any]:
         attributes |= _set_on_self(tree)
     is_dataclass = any("dataclass" in ast.unparse(d) for d in first.decorator_list)
     told = [_parameters(node)[1:] for node in inits]
-    while len(told) > 1 and all(kind.startswith("VAR_") for _, kind, _ in told[0]):  # handed on to the base
+    while len(told) > 1 and all(kind.startswith("VAR_") for _, kind, _ in told[0]):  # passed on to the base
         told.pop(0)
     parameters = _fields(first) if is_dataclass else told[0] if told else None
     return {

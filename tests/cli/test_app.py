@@ -208,10 +208,10 @@ def lines_of(written):
 def test_step_and_time_left_are_whole_at_every_width(monkeypatch, width):
     written = on_terminal(monkeypatch, train, width)
 
-    with train.watching(10) as watcher:
-        watcher.begin(PLAN)
-        watcher.step(METRICS)
-        watcher.note(
+    with train.run_display(10) as display:
+        display.begin(PLAN)
+        display.step(METRICS)
+        display.note(
             "saving the checkpoint of step 98,765 to run/checkpoints/step-00098765 takes a while on this disk"
         )
 

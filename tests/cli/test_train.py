@@ -25,7 +25,7 @@ from tests.support.training import (
     write_toml,
 )
 
-from varlen.cli.train import Lines, Live, live_parts, watching
+from varlen.cli.train import Lines, Live, live_parts, run_display
 from varlen.train.metrics import StepMetrics
 from varlen.train.trainer import RunOverview
 
@@ -229,8 +229,8 @@ def test_a_terminal_has_a_bar_with_loss_speed_and_waiting():
 
 
 def test_only_a_terminal_gets_the_bar():
-    with watching(5) as watcher:
-        assert isinstance(watcher, Lines)
+    with run_display(5) as display:
+        assert isinstance(display, Lines)
 
 
 def test_two_calls_end_as_one_does(run_train, store, tmp_path):

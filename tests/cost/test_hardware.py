@@ -161,8 +161,8 @@ def test_a_table_with_holes_is_refused_by_its_cells():
 @pytest.mark.parametrize(
     ("rows", "keys", "shape", "words"),
     [
-        ([2, 1], [1, 2], (2, 2), "query_rows of a rate table must rise from above 0"),
-        ([1, 2], [0, 2], (2, 2), "key_lengths of a rate table must rise from above 0"),
+        ([2, 1], [1, 2], (2, 2), "query_rows of a rate table must be above 0 and strictly increasing"),
+        ([1, 2], [0, 2], (2, 2), "key_lengths of a rate table must be above 0 and strictly increasing"),
         ([1, 2], [1, 2], (2, 3), r"2 rows and 2 key lengths has tflops of shape \(2, 3\)"),
         ([[1, 2]], [1, 2], (2, 2), r"must have 1 dimensions; got shape \(1, 2\)"),
     ],
@@ -289,9 +289,9 @@ def broken(path: Path, changes: dict[str, Any]) -> Path:
         ({"inter": NULL}, "inter is null; it must be an object of latency_s, bytes_per_s"),
         ({"host": {"latency_s": 1, "bytes_per_s": 5, "mtu": 9}}, "host holds .*'mtu'"),
         ({"launch_s": NULL}, "hardware launch_s=None; it must be a number of at least 0"),
-        ({"source": NULL}, "hardware source=None; it must be words"),
+        ({"source": NULL}, "hardware source=None; it must be a string"),
         ({"gpus_per_node": 7.5}, "hardware gpus_per_node=7.5; it must be a whole number"),
-        ({"gemm": {"rows": [[1], [1, 2]], "tflops": [1]}}, "ragged or holds words"),
+        ({"gemm": {"rows": [[1], [1, 2]], "tflops": [1]}}, "rows of different lengths, or entries"),
         ({"intra": {"latency_s": "a", "bytes_per_s": 5}}, "bytes_per_s must be a number above 0"),
         ({"memory_bytes": "much"}, "hardware memory_bytes='much'; it must be a number above 0"),
     ],

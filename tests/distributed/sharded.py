@@ -16,16 +16,16 @@ import varlen as vl
 from varlen.errors import ModelError, SettingError
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.fsdp import Shards
-from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import Elsewhere, cut_to_stage
 
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
     """How many of a stage's sharded layers are whole before a unit of its first layer, during it, and after it."""
-    seat = seat_of(mesh, stage * mesh.dp)
+    coordinate = coordinate_of(mesh, stage * mesh.dp)
     layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
     first = next(n for n, layer in enumerate(model.model.layers) if layer is layers[0])
-    replicas: Any = type("Replicas", (), {"size": seat.mesh.dp, "device": torch.device("cpu")})()
+    replicas: Any = type("Replicas", (), {"size": coordinate.mesh.dp, "device": torch.device("cpu")})()
     before = model.config._attn_implementation
     shards = Shards(model, DecoderParts.of(model), replicas, gathered)
     model.set_attn_implementation(before)

@@ -21,7 +21,7 @@ from tests.support.sliced import take_gradients, tiny
 import varlen as vl
 from varlen.plan.check import check_plan as check_whole
 from varlen.plan.serialize import plan_fingerprint
-from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.step import check_order
 from varlen.step_plan import StepPlan
 
@@ -63,10 +63,10 @@ def meshes(world: int) -> list[vl.Mesh]:
 
 def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str, worker: Any) -> dict[str, float]:
     """Run steps of the shares that loaders give, and of whole batches in this process alone; say how they differ."""
-    seat = seat_of(mesh, rank)
+    coordinate = coordinate_of(mesh, rank)
     plans = partial(plan_by_dice, mesh)
     far = dict.fromkeys(("loss", "gradients", "documents", "targets"), 0.0)
-    mine = {"dp_rank": seat.dp_rank, "dp_world_size": mesh.dp, "worker": worker}
+    mine = {"dp_rank": coordinate.dp_rank, "dp_world_size": mesh.dp, "worker": worker}
     alone = {"dp_rank": 0, "dp_world_size": 1, "layout": "flat", "worker": "thread"}
     merged = 0
     with (
@@ -93,9 +93,9 @@ def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str, worker: Any) -
 
 
 def ours(store: str, mesh: vl.Mesh, rank: int, plan: Any, **settings: Any) -> vl.PackedLoader:
-    seat = seat_of(mesh, rank)
+    dp_rank = coordinate_of(mesh, rank).dp_rank
     return vl.PackedLoader(
-        store, **SETTINGS, dp_rank=seat.dp_rank, dp_world_size=mesh.dp, plan=plan, deadline_s=60, **settings
+        store, **SETTINGS, dp_rank=dp_rank, dp_world_size=mesh.dp, plan=plan, deadline_s=60, **settings
     )
 
 

@@ -341,7 +341,7 @@ def test_megatron_tokens_that_were_cut_are_masked(tmp_path, when, worker):
         assert_masked(*taken(skipping(tmp_path / "bad" / "data", worker=worker)), whole, is_bad)
         with (
             loader_of(bad) as loader,
-            pytest.raises(SourceError, match="sequences end behind the 3,001 bytes"),
+            pytest.raises(SourceError, match="sequences end beyond the 3,001 bytes"),
         ):
             drain(loader)
         return
@@ -366,7 +366,7 @@ def test_an_index_that_contradicts_itself_is_an_error_and_one_cut_while_mapped_t
         content = bytearray(idx.read_bytes())
         content[34 + 4 * number + 3] = 0x7F  # a sequence of two billion tokens
         idx.write_bytes(content)
-        with skipping(idx) as loader, pytest.raises(SourceError, match=r"sequences end behind"):
+        with skipping(idx) as loader, pytest.raises(SourceError, match=r"sequences end beyond"):
             next(loader)
 
     write_pair(tmp_path / "data", [[row] for row in rows_of()])

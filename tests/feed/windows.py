@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from varlen.feed.indexed.windows import Enough, Groups, Windows
+from varlen.feed.indexed.windows import GroupMinimum, Groups, Windows
 
 
 class Store:
@@ -34,7 +34,7 @@ class Store:
 
 def windows_of(shards, ends, settings):
     parts = np.searchsorted(ends, np.arange(len(shards)), side="right")
-    return Windows(Store(shards, parts), Groups(Store(shards, parts), Enough(parts=1)), settings)
+    return Windows(Store(shards, parts), Groups(Store(shards, parts), GroupMinimum(parts=1)), settings)
 
 
 def pieces_of(packs):

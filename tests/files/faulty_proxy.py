@@ -52,7 +52,7 @@ class FaultyProxy:
             do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True

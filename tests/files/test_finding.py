@@ -296,6 +296,8 @@ def test_of_several_splits_train_is_taken_and_without_it_one_must_be_named(tmp_p
     (several / "train").rename(several / "elsewhere")
     with pytest.raises(SourceError, match="names the split train, which isn't there"):
         find_files(several)
+    with pytest.raises(SourceError, match="lists no splits, so the data set is empty; save it again"):
+        find_files(save_splits(tmp_path))
 
 
 def test_a_url_gives_names_sizes_and_no_local_path(tmp_path):

@@ -170,7 +170,7 @@ def test_configurations_without_a_default_are_not_mixed(tmp_path):
     ("configs", "said"),
     [
         ("- [\n", "lists configurations that can't be read"),
-        ("- &a {config_name: x, b: *a}\n", "can't be read .an alias within"),
+        ("- &a {config_name: x, b: *a}\n", "can't be read .an alias inside"),
         ("- data_files: x\n", "in a form that isn't"),
         ("- config_name: x\n  data_files: [[a]]\n", "`data_files` that aren't paths"),
         ("- config_name: x\n  data_files: 5\n", "`data_files` that aren't paths"),

@@ -1,4 +1,4 @@
-"""Texts of strangers in JSON, TOML and YAML: each is read in time, or refused in a sentence, at every door."""
+"""Texts of strangers in JSON, TOML and YAML: each is read in time, or refused in a sentence, at every entry point."""
 
 import ast
 import datetime
@@ -99,7 +99,7 @@ def test_what_is_usual_is_read():
     )
 
 
-DOORS: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+ENTRY_POINTS: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "varlen train": (lambda path: read_config(path), TOML, "c.toml"),
     "varlen verify --megatron": (lambda path: read(str(path)), YAML, "c.yaml"),
     "hardware": (lambda path: load_hardware(path), JSON, "h.json"),
@@ -109,12 +109,12 @@ DOORS: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
 LOADER: dict[str, Any] = {"capacity": 64, "global_batch_size": 1, "worker": "thread"}
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_door_says_it_in_a_sentence(door, tmp_path):
-    open_it, texts, file = DOORS[door]
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_every_entry_point_says_it_in_a_sentence(entry_point, tmp_path):
+    open_it, texts, file = ENTRY_POINTS[entry_point]
     (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
     for name, text in texts.items():
-        if door == "card":
+        if entry_point == "card":
             text = f"---\nconfigs:\n- config_name: x\n  data_files: y\n  more:\n    {text}\n---\n"
             if "\n" in texts[name].strip() or len(text) > 10**6:
                 continue

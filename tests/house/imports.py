@@ -65,7 +65,7 @@ BY_THEMSELVES = (
     "*/adapters/*",
     "*/__init__.py",
 )
-"""Files that stay small: kernels, format readers, verbs, entry points of processes, adapters, doors of rooms;
+"""Files that stay small: kernels, format readers, verbs, entry points of processes, adapters, `__init__.py` of rooms;
 what a process imports that must load no torch; what a fork server imports."""
 READING_ROOMS = ("files", "text", "documents", "store")
 READERS = {"pyarrow", "fsspec", "tokenizers", "jinja2", "yaml"}
@@ -179,7 +179,7 @@ def small_files_join_their_importer(root: Path) -> list[str]:
 
 
 def _stands_by_itself(path: str) -> bool:
-    """Whether a file is one by its kind: a kernel, a format, a verb, a process, an adapter or a door."""
+    """Whether a file is one by its kind: a kernel, a format, a verb, a process, an adapter or an `__init__.py`."""
     return any(fnmatch(path, pattern) for pattern in BY_THEMSELVES)
 
 

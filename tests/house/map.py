@@ -62,11 +62,11 @@ def rooms_name_what_they_have(root: Path) -> list[str]:
     """What a room's docstring names is there: files, what `file.name` says that a file holds, words in backticks."""
     rooms = {room for some in FLOORS for room in some}
     found = []
-    for door in sorted((root / "src/varlen").glob("*/__init__.py")):
-        texts = {path.stem: "" for path in door.parent.rglob("*")}
-        for path in door.parent.rglob("*.py"):
+    for init in sorted((root / "src/varlen").glob("*/__init__.py")):
+        texts = {path.stem: "" for path in init.parent.rglob("*")}
+        for path in init.parent.rglob("*.py"):
             texts[path.stem] += path.read_text(encoding="utf-8")
-        opening = ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or ""
+        opening = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
         dotted = re.findall(r"\b(\w+)\.(\w+)", opening)
         gone = [f"{file}.py" for file, name in dotted if name == "py" and file not in texts]
         gone += [
@@ -80,7 +80,7 @@ def rooms_name_what_they_have(root: Path) -> list[str]:
             if word not in {*texts, *rooms}
             and not re.search(rf"^(def|class|from .* import .*) ?\b{word}\b", "\n".join(texts.values()), re.M)
         ]
-        found += [f"{door.relative_to(root).as_posix()}: names {name}, which isn't there" for name in gone]
+        found += [f"{init.relative_to(root).as_posix()}: names {name}, which isn't there" for name in gone]
     return found
 
 

@@ -133,13 +133,13 @@ def add_behind(gate, task):
 
 def test_functions_that_other_processes_cannot_find_are_refused_in_a_sentence(tmp_path, data, monkeypatch):
     with pytest.raises(
-        SettingError, match=r"can't be handed to other processes .*put it into a module, or use one"
+        SettingError, match=r"can't be sent to other processes .*put it into a module, or use one"
     ):
         pack(open_source(data, lambda text: [1]), tmp_path / "out", processes=2)
     monkeypatch.setattr(sys.modules["__main__"], "of_this_session", ord_of_each, raising=False)
     monkeypatch.setattr(ord_of_each, "__module__", "__main__")
     monkeypatch.setattr(ord_of_each, "__qualname__", "of_this_session")
-    with pytest.raises(SettingError, match=r"can't be handed to other processes \(Can't get attribute"):
+    with pytest.raises(SettingError, match=r"can't be sent to other processes \(Can't get attribute"):
         pack(open_source(data, ord_of_each), tmp_path / "out", processes=2)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

@@ -113,7 +113,7 @@ def composed(
 def to_cut(
     documents: Int32, work: Float, bounds: Int64, shared: Int64, own: Float, budget: float, least_rows: int
 ) -> Any:
-    """Say which documents of each rank are cut, shared, or both, and how much each of their slices may cost."""
+    """Find the documents of each rank that are cut, shared, or both, and the budget of their slices."""
     chained, rows = [], []
     for rank, (first, last) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist())):
         mine, most, held = range(first, last), own[rank], int(shared[rank])

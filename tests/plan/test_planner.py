@@ -211,7 +211,7 @@ def test_a_step_whose_data_changed_is_refused():
     with planner_of([[6, 6], *STEPS[1:]]) as again:
         again.load_state_dict(state)
         with pytest.raises(
-            StateError, match=r"step 0 was run by another plan before .* the data or varlen has changed"
+            StateError, match=r"step 0 was run with another plan than .* the data or varlen has changed"
         ):
             again.take(0)
 
@@ -220,10 +220,10 @@ def test_a_step_whose_data_changed_is_refused():
     ("change", "words"),
     [
         ({"version": 2}, "no state of a planner of version 1"),
-        ({"belongs_to": "other"}, "another cost, mesh, method or quick answer"),
+        ({"belongs_to": "other"}, "another cost, mesh, method or quick settings"),
         ({"choices": [1]}, "no state of a planner: AttributeError"),
         ({"choices": {"one": ["quick", "x"]}}, "no state of a planner: ValueError"),
-        ({"choices": {"1": ["slow", "x"]}}, r"step 1 was answered 'slow' \(1 steps are so\)"),
+        ({"choices": {"1": ["slow", "x"]}}, r"step 1 was planned 'slow' \(1 step with neither"),
     ],
 )
 def test_another_planner_s_state_is_refused(change, words):
@@ -296,7 +296,7 @@ def test_closed_or_forgotten_it_leaves_no_process_behind():
             "'tests.support.planner_jobs:absent' can't be found",
         ),
         ({"function": "no_such_module:plan"}, "write it as 'module:function'"),
-        ({"gate": object()}, r"a builtins.object can't be handed to the process that plans"),
+        ({"gate": object()}, r"a builtins.object can't be sent to the process that plans"),
     ],
 )
 def test_what_can_t_plan_is_refused_in_a_sentence(settings, words):

@@ -363,7 +363,7 @@ def rows(at, **changes):
 
 
 LEVEL = {"packs": 100, "fill": 0.99, "work_imbalance": 1.2, "length_correlation": 0.0}
-EQUAL = {door + name: LEVEL for door in DEFAULTS for name in CANDIDATES}
+EQUAL = {entry + name: LEVEL for entry in DEFAULTS for name in CANDIDATES}
 
 
 def test_a_capacity_that_cuts_many_documents_by_little_is_not_chosen():
@@ -383,7 +383,7 @@ def test_a_capacity_whose_packs_stay_empty_is_not_chosen_for_its_smallness():
     assert "packs are 96.00 % full; at 1,000 they would be 60.00 %" in found.advice.why
 
 
-@pytest.mark.parametrize("door", DEFAULTS)
+@pytest.mark.parametrize("entry", DEFAULTS)
 @pytest.mark.parametrize(
     ("changed", "is_taken"),
     [
@@ -397,12 +397,12 @@ def test_a_capacity_whose_packs_stay_empty_is_not_chosen_for_its_smallness():
         ({"packs": 90, "length_correlation": -0.6}, False),
     ],
 )
-def test_another_method_is_advised_if_it_is_better_in_one_way_and_worse_in_none(door, changed, is_taken):
+def test_another_method_is_advised_if_it_is_better_in_one_way_and_worse_in_none(entry, changed, is_taken):
     at = inspect_lengths(SHORT, capacities=[8_192]).at(8_192)
 
-    changes = EQUAL | {door + "balanced": LEVEL | changed}
+    changes = EQUAL | {entry + "balanced": LEVEL | changed}
 
-    assert choose_method(rows(at, **changes), door) == ("balanced" if is_taken else DEFAULTS[door])
+    assert choose_method(rows(at, **changes), entry) == ("balanced" if is_taken else DEFAULTS[entry])
 
 
 def test_a_method_that_keeps_lengths_mixed_is_advised_over_one_that_sorts_and_takes_as_many_packs():
@@ -443,9 +443,9 @@ def test_advice_costs_nothing_against_the_default(name, arguments, request):
         lengths, capacities=[1_024] if name in DISTRIBUTIONS else None, arguments=arguments
     )
 
-    at, door = found.at(found.advice.capacity), "pack_" if arguments else ""
-    default = at.packing(door + DEFAULTS[door])
-    assert found.advised.name == door + found.advice.method
+    at, entry = found.at(found.advice.capacity), "pack_" if arguments else ""
+    default = at.packing(entry + DEFAULTS[entry])
+    assert found.advised.name == entry + found.advice.method
     assert found.advised.packs <= default.packs
     assert abs(found.advised.length_correlation) <= abs(default.length_correlation) + 0.1
     assert (

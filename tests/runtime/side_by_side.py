@@ -61,7 +61,7 @@ class ThreadPeers:
         return given
 
 
-class QueueWires:
+class QueueTransport:
     """Between the stages of one rank, each a thread; keeps the rows of every message."""
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class QueueWires:
         with self._made:
             return self._queues[message]
 
-    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+    def send(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
         self.rows[kind, micropack, chunk] = rows.shape[1]
         self._of(kind, micropack, chunk).put(rows)
 
-    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+    def receive(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
         return self._of(kind, micropack, chunk).get(timeout=PATIENCE_S)
 
 
@@ -88,7 +88,7 @@ class Sides:
     loss: float = 0.0
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     token_losses: torch.Tensor | None = None
-    wires: list[QueueWires] = field(default_factory=list)
+    transports: list[QueueTransport] = field(default_factory=list)
     shared: dict[int, dict[int, SharedDocument]] = field(default_factory=dict)
     """By rank."""
 
@@ -102,7 +102,7 @@ def run_side_by_side(
     """Run a plan, all stages of all ranks at the same time, each thread within a mode of torch."""
     mesh = plan.mesh
     sides = Sides(
-        wires=[QueueWires() for _ in range(mesh.dp)], token_losses=torch.zeros(len(tokens)).double()
+        transports=[QueueTransport() for _ in range(mesh.dp)], token_losses=torch.zeros(len(tokens)).double()
     )
     tables = {
         (stage, *group): Table(group[1])
@@ -123,7 +123,7 @@ def run_side_by_side(
         }
         shared = shared_documents(plan, rank, groups, tokens.device)
         with mode():
-            losses, of_tokens, _ = run_place(mine, tokens, plan, rank, stage, sides.wires[rank], shared)
+            losses, of_tokens, _ = run_place(mine, tokens, plan, rank, stage, sides.transports[rank], shared)
         with guard:
             sides.shared[rank] = shared
             sides.loss += losses
@@ -145,7 +145,7 @@ def run_place(
     plan: StepPlan,
     rank: int,
     stage: int,
-    wires: Any,
+    transport: Any,
     shared: dict[int, SharedDocument],
     meter: BytesMeter | None = None,
 ) -> tuple[float, torch.Tensor | None, TaskRun]:
@@ -153,7 +153,7 @@ def run_place(
     parts, data = DecoderParts.of(model), step_data(plan, tokens, None)
     chunks = chunk_steps(parts, layers_of(model, plan.mesh), data, plan, keeps_losses=True, shared=shared)
     mine = chunks[stage :: plan.mesh.pp]
-    place = StageRunner(plan, rank, stage, mine, wires, clock=Clock(tokens.device), meter=meter)
+    place = StageRunner(plan, rank, stage, mine, transport, clock=Clock(tokens.device), meter=meter)
     while place.next_task:
         place.run_next()
     losses = [loss for chunk in mine for loss in chunk.losses]

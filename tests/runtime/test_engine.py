@@ -209,16 +209,16 @@ def test_settings_that_make_no_sense_are_refused():
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
-def test_a_step_where_gradients_are_off_is_refused(off, seat):
-    engine, batch = vl.SliceEngine(tiny("llama"), 16, **seat), batch_of(documents_of([20, 9]))
+@pytest.mark.parametrize("place", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_a_step_where_gradients_are_off_is_refused(off, place):
+    engine, batch = vl.SliceEngine(tiny("llama"), 16, **place), batch_of(documents_of([20, 9]))
 
     with off(), pytest.raises(SettingError, match=r"gradients, and they are off \(torch\.no_grad"):
         engine.step(batch)
 
 
-@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
-def test_what_is_no_packed_batch_and_no_plan_is_refused(seat):
+@pytest.mark.parametrize("place", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_what_is_no_packed_batch_and_no_plan_is_refused(place):
     model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
     plan = one_gpu_plan(batch.document_lengths, 16)
     offsets = plan.forward.slice_offsets + np.int32([*[0] * plan.forward.num_micropacks, 1])
@@ -235,7 +235,7 @@ def test_what_is_no_packed_batch_and_no_plan_is_refused(seat):
 
     for no_batch, plan, words in calls:
         with pytest.raises(VarlenError, match=words):
-            vl.SliceEngine(model, 16, **seat).step(no_batch, plan)
+            vl.SliceEngine(model, 16, **place).step(no_batch, plan)
 
 
 def test_what_has_no_config_is_no_model():

@@ -186,7 +186,7 @@ def test_few_logits_are_there_at_once_whatever_becomes_of_them(name, rows):
 def test_other_families_are_refused_by_name_and_told_why(name):
     model = SimpleNamespace(config=SimpleNamespace(model_type=name))
     reason = {
-        True: "hand a state on from token to token",
+        True: "carry a state from token to token",
         False: "so no function of transformers' registry can take its place",
     }[name in RECURRENT]
     reason = (
@@ -201,9 +201,7 @@ def test_other_families_are_refused_by_name_and_told_why(name):
 
 def test_a_recurrent_model_is_refused_before_anything_of_it_changes():
     model = tiny("mamba", state_size=4)
-    with pytest.raises(
-        ModelError, match="slices don't run mamba models: some of their layers hand a state on"
-    ):
+    with pytest.raises(ModelError, match="slices don't run mamba models: some of their layers carry a state"):
         run_step(model, tokens_of([8]), one_gpu_plan([8], [[(0, 0, 8)]]))
     assert model.config._attn_implementation != "varlen_slices"
 

@@ -622,13 +622,13 @@ def measured(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
                     if 0 <= takes - step < mesh.num_chunks
                     and stage in ((takes - step) % mesh.pp, takes % mesh.pp)
                 }
-            seat = SimpleNamespace(mesh=mesh, stage=stage, dp_rank=rank)
-            here: Any = SimpleNamespace(seat=seat, channels=ends)
-            lookout: Any = SimpleNamespace(waiting=nullcontext)
+            coordinate = SimpleNamespace(mesh=mesh, stage=stage, dp_rank=rank)
+            here: Any = SimpleNamespace(coordinate=coordinate, channels=ends)
+            wait_reporter: Any = SimpleNamespace(waiting=nullcontext)
             like = torch.empty(mine.config.hidden_size, dtype=mine.dtype)
-            wires = Channels(here, plan, like, lookout, shared)
-            clock = Clock(tokens.device)
-            place = StageRunner(plan, rank, stage, chunks[stage :: mesh.pp], wires, clock=clock, meter=meter)
+            transport = Channels(here, plan, like, wait_reporter, shared)
+            clock, its_chunks = Clock(tokens.device), chunks[stage :: mesh.pp]
+            place = StageRunner(plan, rank, stage, its_chunks, transport, clock=clock, meter=meter)
             while place.next_task:
                 place.run_next()
             TOLD[rank, stage] = (place.task_run(), before)

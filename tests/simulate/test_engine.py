@@ -334,9 +334,9 @@ def test_arrows_lead_from_each_chunk_to_the_next(tmp_path):
 
     events = events_of(timeline, tmp_path / "trace.json")
 
-    givers, takers = ([event for event in events if event["ph"] == phase] for phase in "sf")
-    assert len(givers) == 2 * 3 * 2
-    for giver, taker in zip(givers, takers):
-        assert giver["id"] == taker["id"]
-        assert taker["ts"] > giver["ts"]
-        assert taker["tid"] == 1 - giver["tid"]
+    producers, consumers = ([event for event in events if event["ph"] == phase] for phase in "sf")
+    assert len(producers) == 2 * 3 * 2
+    for producer, consumer in zip(producers, consumers):
+        assert producer["id"] == consumer["id"]
+        assert consumer["ts"] > producer["ts"]
+        assert consumer["tid"] == 1 - producer["tid"]

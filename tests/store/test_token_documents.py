@@ -271,7 +271,7 @@ def test_what_is_no_pair_of_whole_numbers_is_refused_by_name(tmp_path):
         (b"TNTIDX\x00\x00" + whole[8:], r"data\.idx is not an index of Megatron's: .*TNTIDX"),
         (whole[:17] + b"\x07" + whole[18:], r"data\.idx says that its numbers are float32"),
         (whole[:17] + b"\x09" + whole[18:], "of the unknown kind 9"),
-        (whole[:9] + b"\x02" + whole[10:], "is of version 2; version 1 is read"),
+        (whole[:9] + b"\x02" + whole[10:], "has version 2, and only 1 is read; make it"),
         (whole[:-8] + struct.pack("<q", 2), r"must rise from sequence 0 to 3, but go from 0 to 2"),
         (whole[:20], r"data\.idx is cut off: it has 20 bytes"),
     ]:
@@ -281,7 +281,7 @@ def test_what_is_no_pair_of_whole_numbers_is_refused_by_name(tmp_path):
     (tmp_path / "data.idx").write_bytes(whole)
     (tmp_path / "data.bin").write_bytes(b"\x01\x00\x02\x00")
     store = open_tokens(tmp_path / "data")
-    with pytest.raises(SourceError, match=r"sequences end behind the 4 bytes of data\.bin"):
+    with pytest.raises(SourceError, match=r"sequences end beyond the 4 bytes of data\.bin"):
         store.lengths(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
     (tmp_path / "data.bin").unlink()
     with pytest.raises(SourceError, match=r"half of a pair: .*data\.bin isn't there"):
@@ -293,7 +293,7 @@ def test_what_is_no_pair_of_whole_numbers_is_refused_by_name(tmp_path):
     [
         ((0, 2), "a document's sequences don't stand end to end"),
         ((2, 2), "a document's sequences don't stand end to end"),
-        ((0, 2**63 - 2), r"sequences end behind the 8 bytes of data\.bin"),
+        ((0, 2**63 - 2), r"sequences end beyond the 8 bytes of data\.bin"),
         ((0, 3), "lengths or places of sequences are out of range"),
         ((-2, 0), "lengths or places of sequences are out of range"),
     ],

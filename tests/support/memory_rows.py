@@ -1,4 +1,4 @@
-"""Rows in memory for tests, in every form that a door takes, and the same rows in a file."""
+"""Rows in memory for tests, in every form that an entry point takes, and the same rows in a file."""
 
 import json
 

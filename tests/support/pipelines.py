@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import varlen as vl
 from varlen.errors import SettingError, VarlenError
 from varlen.plan.check import check_contents, check_plan
-from varlen.runtime.mesh.process_groups import open_groups, seat_of
+from varlen.runtime.mesh.process_groups import coordinate_of, open_groups
 from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.step import check_order, layers_of
 from varlen.step_plan import StepPlan
@@ -231,12 +231,12 @@ def run_evaluating(rank: int, world: int) -> dict[str, Any]:
 
 def run_neighbours(rank: int, world: int) -> dict[str, Any]:
     """Groups of neighbouring ranks of a stage, which are made when they are first wanted."""
-    seat = seat_of(vl.Mesh(dp=4, pp=world // 4), rank)
+    coordinate = coordinate_of(vl.Mesh(dp=4, pp=world // 4), rank)
     groups = open_groups(
-        seat, PrefixStore("neighbours", _get_default_store()), torch.device("cpu"), 60, lambda _: None
+        coordinate, PrefixStore("neighbours", _get_default_store()), torch.device("cpu"), 60, lambda _: None
     )
     found = [groups.peers(first, count).gathered(torch.tensor(rank)).tolist() for first, count in ((0, 4),)]
-    first = seat.dp_rank // 2 * 2
+    first = coordinate.dp_rank // 2 * 2
     found.append(groups.peers(first, 2).gathered(torch.tensor(rank)).tolist())
     assert groups.peers(first, 2) is groups.peers(first, 2)
     groups.close()

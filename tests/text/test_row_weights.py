@@ -115,7 +115,7 @@ def test_any_weight_that_float32_holds_is_kept(weights, data):
 def test_a_weight_has_many_spellings(key, value):
     row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: value}]
 
-    assert as_chat(row, weighs=True).weights == {1: 0.5}
+    assert as_chat(row, keeps_weights=True).weights == {1: 0.5}
 
 
 BAD = [-1, -0.5, float("nan"), float("inf"), 1e39, 1e-50, 10**400, "half", "1_0", "nan", [1], {"a": 1}]
@@ -128,7 +128,7 @@ def test_what_can_be_no_weight_is_refused(value):
     with pytest.raises(
         SourceError, match=r"message 2 has the weight .*a weight is a number from 0 that float32"
     ):
-        as_chat(row, weighs=True)
+        as_chat(row, keeps_weights=True)
     with pytest.raises(SourceError, match=r"message 2 has the weight .*only 0 and 1") as told:
         as_chat(row)
     assert "row_weights" not in str(told.value)

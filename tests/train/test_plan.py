@@ -368,7 +368,7 @@ def test_what_settings_say_of_recomputation_and_offloading_is_kept():
     assert kept_by(BIG, "auto", "kv") == ("none", "kv")
     assert kept_by(least, "full", "auto") == ("full", "kv")
     for recompute, offload in (("auto", "none"), ("selective", "auto"), ("full", "none")):
-        words = f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
+        words = f'plan.recompute = "{recompute}" and plan.offload = "{offload}" limit what fits'
         with pytest.raises(PlanError, match=words):
             kept_by(least, recompute, offload)
     with pytest.raises(PlanError, match=r"would fit, or a mesh of cp=2; a run has neither cp nor tp: "):

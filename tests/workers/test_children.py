@@ -49,7 +49,7 @@ if __name__ == "__main__":
     process.join()
     print("sum", 160 + process.exitcode)
 """
-DOORS = {"loader": LOADER, "crew": CREW, "planner": PLANNER, "demo": DEMO}
+KINDS = {"loader": LOADER, "crew": CREW, "planner": PLANNER, "demo": DEMO}
 AS_A_NOTEBOOK = """
 import sys
 sys.path.remove("")
@@ -132,21 +132,21 @@ WAYS = {
 OFTEN = [("loader", "script"), ("crew", "script"), ("planner", "script"), ("loader", "isolated")]
 
 
-@pytest.mark.parametrize(("door", "way"), mostly(OFTEN, [(door, way) for door in DOORS for way in WAYS]))
-def test_a_script_beside_which_nothing_is_planted_runs_nothing_of_the_current_folder(here, door, way):
+@pytest.mark.parametrize(("kind", "way"), mostly(OFTEN, [(kind, way) for kind in KINDS for way in WAYS]))
+def test_a_script_beside_which_nothing_is_planted_runs_nothing_of_the_current_folder(here, kind, way):
     here.plant()
     flags, variables = WAYS[way]
 
-    said = here.run(*flags, here.script(DOORS[door].format(tokenizer="'bytes'")), **variables)
+    said = here.run(*flags, here.script(KINDS[kind].format(tokenizer="'bytes'")), **variables)
 
     assert "sum 160" in said
 
 
-@pytest.mark.parametrize("door", mostly(["planner"], DOORS))
-def test_a_notebook_which_takes_in_its_folder_late_has_children_that_do_so_too(here, door):
+@pytest.mark.parametrize("kind", mostly(["planner"], KINDS))
+def test_a_notebook_which_takes_in_its_folder_late_has_children_that_do_so_too(here, kind):
     here.plant()
 
-    said = here.run("-c", AS_A_NOTEBOOK + DOORS[door].format(tokenizer="'bytes'"))
+    said = here.run("-c", AS_A_NOTEBOOK + KINDS[kind].format(tokenizer="'bytes'"))
 
     assert "sum 160" in said
 

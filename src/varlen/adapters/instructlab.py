@@ -46,9 +46,9 @@ class PaddingFreeCollator:
     """
 
     return_counts: bool = True
-    """Give `num_loss_counted_tokens`, `num_samples`, `batch_num_loss_counted_tokens` and `total_length`."""
+    """Return `num_loss_counted_tokens`, `num_samples`, `batch_num_loss_counted_tokens` and `total_length`."""
     return_flash_attn_kwargs: bool = False
-    """Give `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`."""
+    """Return `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`."""
     return_tensors: Literal["pt", "np"] = "pt"
     """"pt" for torch tensors, "np" for numpy arrays."""
 

@@ -139,7 +139,7 @@ class MultipackDistributedBatchSampler(Sampler[IntArray]):
         return [indices[begin:end] for begin, end in zip(begins, ends)]
 
     def __iter__(self) -> Iterator[IntArray]:
-        """Give this rank's batches, int64 `[documents]` each."""
+        """Return an iterator over this rank's batches, int64 `[documents]` each."""
         return iter(self.generate_batches())
 
     def __len__(self) -> int:

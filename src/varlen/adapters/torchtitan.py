@@ -111,8 +111,8 @@ class PackedDataLoader(BaseDataLoader):
         text_tokenizer: str | None = None
         """Of documents: "bytes", a file or a folder; None for the trainer's own. A token store needs none."""
         global_batch_size: int = -1
-        """The same as `training.global_batch_size`, which torchtitan doesn't tell its loader; -1, as there, for one
-        batch of each rank per step. Give it where the number of ranks is to change, or gradients are accumulated."""
+        """The same as `training.global_batch_size`, which torchtitan doesn't pass on; -1, as there, for one batch of
+        each rank per step. Give it where the number of ranks is to change, or gradients are accumulated."""
         overlong: Overlong = LoaderSettings.overlong
         shuffle: bool = LoaderSettings.shuffle
         seed: int = LoaderSettings.seed
@@ -337,7 +337,7 @@ def _as_tokenizer(trainers: Any) -> Any:
     backend = getattr(trainers, "tokenizer", trainers)
     if not hasattr(backend, "encode_batch_fast"):
         raise SettingError(
-            f"the trainer's tokenizer, {type(trainers).__name__}, isn't one that varlen can hand to its worker; set "
+            f"the trainer's tokenizer, {type(trainers).__name__}, isn't one that varlen can send to its worker; set "
             'dataloader.text_tokenizer to its file or folder, or to "bytes"'
         )
     made = load_tokenizer(backend, eos=getattr(trainers, "eos_id", None))

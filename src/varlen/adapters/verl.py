@@ -79,7 +79,7 @@ def karmarkar_karp(seqlen_list: npt.ArrayLike, k_partitions: int, equal_size: bo
 
 @raises_too(AssertionError)
 def greedy_partition(seqlen_list: npt.ArrayLike, k_partitions: int, equal_size: bool) -> Partitions:
-    """Give each sample, in order, to the part with the least weight.
+    """Assign each sample, in order, to the part with the least weight.
 
     Args:
         seqlen_list: `[num_samples]`: what each weighs.

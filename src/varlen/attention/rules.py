@@ -59,8 +59,8 @@ def rules_of_call(
     )
     if sliding_window is None and kinds and index is not None and kinds[index] == "sliding_attention":
         raise ModelError(
-            f"layer {index} slides a window, but {layer} doesn't tell the "
-            f'"{name}" attention how wide; {otherwise}'
+            f"layer {index} slides a window, but {layer} doesn't pass its width to the "
+            f'"{name}" attention; {otherwise}'
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return LayerRules(scale, sliding_window, softcap or None, dropout)

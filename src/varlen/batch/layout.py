@@ -175,7 +175,7 @@ def refuse_mismatch(
 
 
 def _what_is_wrong(packing: Packing, pack_ids: IntArray, bad: int) -> str:
-    """Say why a pack can't be laid out: it doesn't exist, its pieces are invalid, or it is over the capacity."""
+    """Return why a pack can't be laid out: no such pack, invalid pieces, or more tokens than the capacity."""
     pack = int(pack_ids[bad])
     outside = (pack_ids < 0) | (pack_ids >= packing.num_packs)
     if outside[bad]:

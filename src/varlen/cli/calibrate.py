@@ -126,7 +126,7 @@ def _joined(words: str) -> str:
 
 
 def _reach(found: Calibration) -> str:
-    """Say how far rates were measured."""
+    """Return the largest rows and keys that were measured, and what holds beyond them."""
     attention, gemm = found.hardware.attention[0], found.hardware.gemm
     return (
         f"Measured up to {attention.query_rows[-1]:,.0f} rows and {attention.key_lengths[-1]:,.0f} keys of "

@@ -1,4 +1,4 @@
-"""Options that several verbs take: which documents are read, how they become tokens, and who does the work."""
+"""Options that several verbs take: which documents are read, how they become tokens, and on which processes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def read_options(
 
 
 def reads_documents(verb: Callable[..., None], but: Sequence[str] = ()) -> Callable[..., None]:
-    """Give a verb the options of `read_options`, but for some; it takes them as `reading`, at their place."""
+    """Add the options of `read_options`, but for some, to a verb; it takes them as `reading`, at their place."""
     shared = {name: one for name, one in signature(read_options).parameters.items() if name not in but}
 
     @wraps(verb)
@@ -173,7 +173,7 @@ counts_documents = partial(reads_documents, but=("supervise",))
 """For verbs that train on nothing."""
 
 
-# What verbs share: turning arguments into a source of documents, and into those who do the work.
+# What verbs share: turning arguments into a source of documents, and into the processes that do the work.
 
 
 def as_source(
@@ -213,7 +213,7 @@ def as_documents(data: Sequence[str], **settings: Any) -> Source:
 
 
 def as_crew(processes: int | None, ray: bool) -> Crew:
-    """Return who does the work: as many processes as asked for, else one per processor that this one may use."""
+    """Return the processes that do the work: as many as asked for, else one per processor that this one may use."""
     from varlen.offline.crew import Crew
     from varlen.workers.processors import processors
 

@@ -167,7 +167,7 @@ def _packer(**settings: Any) -> Callable[..., PackedSet]:
 
 
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, are_bytes: bool) -> None:
-    """Say what can't be read, what was packed, what became of every token, and how to read it."""
+    """Print what couldn't be read, what was packed, the ledger, and how to read the output."""
     from varlen.files.losses import stored
     from varlen.files.written import MANIFEST_OF_ROWS, manifest_name, skipped_path
 
@@ -322,7 +322,7 @@ def megatron_packer(
 
 
 def print_reading(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Say what lies there, and how Megatron-Bridge reads it."""
+    """Print the files of the output, and how to read them: `open_index`, or settings of Megatron-Bridge."""
     from varlen.files.written import manifest_name
 
     settings = manifest["settings"]

@@ -261,7 +261,7 @@ def _print(table: RenderableType, last: str) -> None:
 
 
 def _ways_on(found: PlanComparison, outputs: dict[str, Path | None]) -> str:
-    """Say what was written, or what could be."""
+    """Return the sentences below the table: which files were written, or which options to try next."""
     if found.best is None:
         report = outputs["output"]
         written = "" if report is None else f"{report} says so too; nothing else was written.\n"

@@ -93,7 +93,7 @@ def clock(seconds: float | None) -> str:
 
 @contextmanager
 def progress() -> Iterator[OnProgress]:
-    """Give a function to call with the work done, all work, and what is going on."""
+    """Yield a function to call with the work done, all work, and what is going on."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield _log_lines(console)

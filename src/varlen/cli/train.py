@@ -18,7 +18,7 @@ from varlen.errors import SettingError
 
 if TYPE_CHECKING:
     from varlen.train.metrics import StepMetrics
-    from varlen.train.trainer import RunOverview, Totals, TrainSummary, Watcher
+    from varlen.train.trainer import RunDisplay, RunOverview, Totals, TrainSummary
 
 
 def train(
@@ -84,8 +84,8 @@ def train(
     require_training("train")
     from varlen.train.trainer import train as run
 
-    with watching(settings.log.every) as watcher:
-        summary = run(settings, watcher, allow_changed=allow_changed)
+    with run_display(settings.log.every) as display:
+        summary = run(settings, display, allow_changed=allow_changed)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
@@ -103,7 +103,7 @@ def check_asked(config: Path | None, init: Path | None, changes: list[str]) -> N
 
 
 def _print_summary(summary: TrainSummary) -> None:
-    """Say what was trained, how fast, and where it is."""
+    """Print steps, tokens, speed and waiting time of a finished run, and where its results are."""
     totals, overview = summary.totals, summary.overview
     if totals.steps == 0:
         print(f"{summary.checkpoint} was finished already, {summary.steps:,} steps; {_to_go_on(summary)}")
@@ -132,9 +132,9 @@ def _print_summary(summary: TrainSummary) -> None:
 
 
 def _plan_words(totals: Totals) -> str:
-    """Say what plans cost."""
+    """Return the share of time spent waiting for plans, and the number of quick plans."""
     share = 100 * totals.plan_wait_s / totals.seconds if totals.seconds else 0.0
-    quick = f"; {totals.quick_plans:,} of {totals.steps:,} weren't there in time, and steps had a quick one"
+    quick = f"; {totals.quick_plans:,} of {totals.steps:,} weren't ready, and quick plans were used instead"
     return (
         f"{share:.2f} % of the time waiting for plans, after the first one ({totals.first_plan_s:.1f} s)"
         f"{quick if totals.quick_plans else ''}"
@@ -142,7 +142,7 @@ def _plan_words(totals: Totals) -> str:
 
 
 def _to_go_on(summary: TrainSummary) -> str:
-    """Say which setting ends the run here."""
+    """Return which setting to raise so that the run continues."""
     steps = summary.overview.steps
     is_short = steps is None or summary.steps < steps
     return f"raise run.{'epochs' if is_short else 'steps'} to go on"
@@ -152,8 +152,8 @@ def _to_go_on(summary: TrainSummary) -> str:
 
 
 @contextmanager
-def watching(every: int) -> Iterator[Watcher]:
-    """Give what shows a run, until it ends."""
+def run_display(every: int) -> Iterator[RunDisplay]:
+    """Yield what displays a run: a live bar on a terminal, or a line every few steps elsewhere."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield Lines(console, every)
@@ -163,7 +163,7 @@ def watching(every: int) -> Iterator[Watcher]:
 
 
 def overview_words(run: RunOverview) -> str:
-    """Say what is about to be trained."""
+    """Return a line on the run: model, precision, processes, attention or plans, and steps."""
     processes = "1 process" if run.world_size == 1 else f"{run.world_size:,} processes ({run.parallel})"
     steps = "to the end of the data" if run.steps is None else f"{run.steps:,} steps"
     since = f", going on after step {run.resumed_from:,}" if run.resumed_from else ""
@@ -175,7 +175,7 @@ def overview_words(run: RunOverview) -> str:
 
 
 def step_words(metrics: StepMetrics) -> str:
-    """Say how a step went."""
+    """Return a step's loss, tokens per second, fill, and share of time spent waiting for data."""
     waiting = 100 * metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
     return (
         f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {100 * metrics.fill:.1f} % full  "
@@ -191,12 +191,12 @@ class Lines:
         self._console, self._every, self._steps = console, every, 0
 
     def begin(self, overview: RunOverview) -> None:
-        """Say what is about to be trained."""
+        """Print the overview of the run."""
         self._console.print(overview_words(overview), markup=False, soft_wrap=True)
         self._steps, self._last = overview.resumed_from, overview.steps
 
     def step(self, metrics: StepMetrics) -> None:
-        """Say how a step went, if it is time."""
+        """Print the metrics of the first and last step, and of every n-th."""
         is_first, self._steps = metrics.step == self._steps + 1, -2
         if is_first or metrics.step % self._every == 0 or metrics.step == self._last:
             self._console.print(f"step {metrics.step:,}  {step_words(metrics)}", markup=False, soft_wrap=True)
@@ -238,7 +238,7 @@ class Live:
         self._task: TaskID = bar.add_task("building the model", total=None)
 
     def begin(self, overview: RunOverview) -> None:
-        """Say what is about to be trained, and draw the bar."""
+        """Print the overview of the run, and set the bar to its first step."""
         self._console.print(overview_words(overview), markup=False)
         self._bar.update(
             self._task, total=overview.steps, completed=overview.resumed_from, description="first batch"

@@ -73,7 +73,7 @@ def verify(
         str | None,
         megatron_option(
             metavar="RELEASE",
-            help="0.4, 0.5, 0.6, or a release such as 0.5.1.  [dim]\\[default: told by the names in it][/]",
+            help="0.4, 0.5, 0.6, or a release such as 0.5.1.  [dim]\\[default: inferred from its names][/]",
         ),
     ] = None,
     world_size: Annotated[
@@ -85,14 +85,15 @@ def verify(
     """Show whether a model keeps packed documents apart, or what would go wrong with a configuration of Megatron.
 
     Changes one document of a packed batch at a time, and requires that no other document's logits move by one bit,
-    and that logits, loss and gradients are those of each document alone. The same without boundaries must be seen,
-    so that a blind check can't pass. Nothing is downloaded, and no code of a checkpoint is run. The exit code is 0
-    where documents are isolated, and 1 where they leak, are coupled, or nothing could be run.
+    and that logits, loss and gradients are those of each document alone. As a control, the same change without
+    boundaries must be detected; a check that misses it doesn't pass. Nothing is downloaded, and no code of a
+    checkpoint is run. The exit code is 0 where documents are isolated, and 1 where they leak, are coupled, or nothing
+    could be run.
 
     [bold]Example:[/]  varlen verify qwen3 -o report.html
 
-    With --megatron a configuration is read, and nothing run: every setting that packed training would stop at or be
-    silently wrong with is told, with the value that works. The exit code is 0 where there is no error, else 2.
+    With --megatron, a configuration is read and nothing is run. Every setting that would stop packed training or make
+    it wrong silently is listed, with the value that works. The exit code is 0 without errors, else 2.
 
     [bold]Example:[/]  varlen verify --megatron run_config.yaml --world-size 64
     """
@@ -146,7 +147,7 @@ def _refuse(names: list[str], why: str) -> None:
 
 
 def _named(model: str | None) -> str:
-    """Return the model that was named."""
+    """Return the model's name; raise if none was given."""
     if model is None:
         raise SettingError("name a MODEL, such as llama, or a configuration with --megatron CONFIG")
     return model
@@ -191,8 +192,6 @@ WIDEST = 118
 
 def check_megatron(config: str, *, dialect: str | None, world_size: int | None, as_json: bool) -> bool:
     """Check a configuration and print the report; returns whether there is no error."""
-    from pathlib import Path
-
     from varlen.adapters.megatron.config.check import check_config
 
     report = check_config(Path(config), dialect=dialect, world_size=world_size)

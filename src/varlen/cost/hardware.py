@@ -8,7 +8,6 @@ import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from varlen.errors import SettingError
 from varlen.regular import read_regular
-from varlen.types import FloatArray
+from varlen.types import FloatArray, rebuilt
 
 _NAMED_HOLES = 4  # most holes that an error lists
 
@@ -39,9 +38,11 @@ def _frozen(owner: object, name: str, dimensions: int) -> FloatArray:
 
 
 def _check_rising(name: str, grid: FloatArray) -> None:
-    """Refuse a grid that doesn't rise from above 0."""
+    """Refuse a grid that isn't above 0 and strictly increasing."""
     if not grid.size or not np.isfinite(grid).all() or grid[0] <= 0 or (np.diff(grid) <= 0).any():
-        raise SettingError(f"{name} of a rate table must rise from above 0; got {grid.tolist()}")
+        raise SettingError(
+            f"{name} of a rate table must be above 0 and strictly increasing; got {grid.tolist()}"
+        )
 
 
 def _check_whole(cells: FloatArray, named: list[str]) -> None:
@@ -73,13 +74,12 @@ class RateTable:
         _check_rising("key_lengths", keys)
         if cells.shape != (rows.size, keys.size):
             raise SettingError(
-                f"a rate table of {rows.size} rows and {keys.size} key lengths has tflops of shape {cells.shape}"
+                f"a rate table of {rows.size} rows and {keys.size} key lengths has tflops of shape {cells.shape}; it "
+                f"must be ({rows.size}, {keys.size})"
             )
         _check_whole(cells, [f"{row:g} rows x {key:g} keys" for row in rows for key in keys])
 
-    def __reduce__(self) -> tuple[partial[RateTable], tuple[()]]:
-        """Pickle through the constructor, so that arrays are read-only in another process too."""
-        return partial(RateTable, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+    __reduce__ = rebuilt  # arrays are read-only in another process too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,12 +95,12 @@ class RateCurve:
         rows, cells = _frozen(self, "rows", 1), _frozen(self, "tflops", 1)
         _check_rising("rows", rows)
         if cells.shape != rows.shape:
-            raise SettingError(f"a rate curve of {rows.size} rows has tflops of shape {cells.shape}")
+            raise SettingError(
+                f"a rate curve of {rows.size} rows has tflops of shape {cells.shape}; it must be ({rows.size},)"
+            )
         _check_whole(cells, [f"{row:g} rows" for row in rows])
 
-    def __reduce__(self) -> tuple[partial[RateCurve], tuple[()]]:
-        """Pickle through the constructor, so that arrays are read-only in another process too."""
-        return partial(RateCurve, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+    __reduce__ = rebuilt  # arrays are read-only in another process too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ class Hardware:
     def __post_init__(self) -> None:
         for name in ("name", "source"):
             if not isinstance(getattr(self, name), str):
-                raise SettingError(f"hardware {name}={getattr(self, name)!r}; it must be words")
+                raise SettingError(f"hardware {name}={getattr(self, name)!r}; it must be a string")
         for name in ("memory_bytes", "memory_bytes_per_s", "gpus_per_node", "peak_tflops", "measured_heads"):
             value = getattr(self, name)
             if not is_number(value) or not 0 < value < math.inf:
@@ -444,7 +444,9 @@ def _floats(values: Any) -> FloatArray:
     try:
         return np.array(values, np.float64)
     except (ValueError, TypeError, OverflowError) as error:  # rows of different lengths, objects
-        raise SettingError(f"a rate table is ragged or holds words: {error}") from None
+        raise SettingError(
+            f"a rate table has rows of different lengths, or entries that are no numbers: {error}"
+        ) from None
 
 
 def _arrays(rates: RateTable | RateCurve) -> dict[str, Any]:

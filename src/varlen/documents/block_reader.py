@@ -23,7 +23,7 @@ from varlen.files.formats.lost import rest_of
 from varlen.files.formats.reader import columns_of, rows_in
 from varlen.files.losses import total
 from varlen.files.opening import compression_of
-from varlen.files.rows import PRINT, Column, Rows, faulty
+from varlen.files.rows import ROW_HASHES, Column, Rows, faulty
 from varlen.files.seen import check_unchanged
 from varlen.text.loss_masks import end_to_end
 from varlen.types import IntArray
@@ -126,7 +126,7 @@ class BlockReader:
         self._columns: dict[int, Columns | None] = {}
         self._tables: OrderedDict[tuple[int, int], TableCursor] = OrderedDict()
         self._streams: dict[int, StreamCursor] = {}
-        # Of blocks with served rows: the last chunk of the last complete pass, and its hash.
+        # By block with served rows: the last chunk of the last complete pass, and its hash.
         self.ends: dict[int, tuple[int, str]] = {}
 
     @property
@@ -148,7 +148,7 @@ class BlockReader:
         if stream.has(chunk.number):
             return True
         if self.is_live(chunk.block) and chunk.number:
-            self.ends[chunk.block] = (chunk.number - 1, stream.print_of(chunk.number - 1))
+            self.ends[chunk.block] = (chunk.number - 1, stream.row_hash_of(chunk.number - 1))
         return False
 
     def _stream(self, block: int) -> StreamCursor:
@@ -174,10 +174,10 @@ class BlockReader:
         stream = self._streams.get(block)
         return None if stream is None else stream.error
 
-    def print_of(self, chunk: Chunk) -> str:
+    def row_hash_of(self, chunk: Chunk) -> str:
         """Return the hash of all rows up to the end of a chunk; "" where there is no such chunk."""
         stream = self._streams.get(chunk.block) or self._stream(chunk.block)
-        return stream.print_of(chunk.number)
+        return stream.row_hash_of(chunk.number)
 
     def stretch_of(self, chunk: Chunk) -> tuple[int, int]:
         """Return a key of chunks that one thread must read in order."""
@@ -275,8 +275,8 @@ class TableCursor:
     def part(self, number: int, of: int) -> list[Rows]:
         """Return one of `of` parts with about the same number of rows.
 
-        A fault of rows belongs to the part in which the rows begin; a fault of bytes to the part in which it is
-        found, the first where rows can't be counted.
+        Faults that cover rows belong to the part in which these begin, others to the part that meets them. If rows
+        can't be counted, the first part has everything.
         """
         if self._total is None:
             try:
@@ -337,7 +337,7 @@ class StreamCursor:
     ) -> None:
         self._rows, self._chunk_bytes = rows, chunk_bytes
         self._num_bytes = 0
-        self._prints = array("Q")  # hash of all rows to the end of each chunk; 0 where rows have none
+        self._row_hashes = array("Q")  # hash of all rows to the end of each chunk; 0 where rows have none
         self._chunks: dict[int, Rows] = {}  # chunks read and not yet released, by number
         self._before: dict[int, Rows] = {} if before is None else {**before._before, **before._chunks}
         self._found = self._asked = 0
@@ -372,19 +372,19 @@ class StreamCursor:
         """Whether a chunk was read and released."""
         return number < self._found and number not in self._chunks
 
-    def print_of(self, number: int) -> str:
+    def row_hash_of(self, number: int) -> str:
         """Return the hash of all rows to the end of a chunk, reading on to it; "" where there is none."""
         self._read_to(number, number + 1)
-        return f"{self._prints[number]:016x}" if number < self._found and self._prints[number] else ""
+        return f"{self._row_hashes[number]:016x}" if number < self._found and self._row_hashes[number] else ""
 
     def _add(self, chunk: Rows, wanted: int) -> None:
         if self._found >= wanted:
             self._chunks[self._found] = chunk
         if not len(chunk) and any(fault.number == 0 for fault in chunk.faults):
             self.error = chunk.faults[-1].raised()
-        prints = chunk.columns.get(PRINT)
-        before = self._prints[-1] if self._found else 0
-        self._prints.append(int(prints[-1], 16) if prints else before)
+        row_hashes = chunk.columns.get(ROW_HASHES)
+        before = self._row_hashes[-1] if self._found else 0
+        self._row_hashes.append(int(row_hashes[-1], 16) if row_hashes else before)
         self._found += 1
 
     def forget(self) -> None:
@@ -404,7 +404,7 @@ def _chunk_bounds(rows: Rows, chunk_bytes: int) -> tuple[list[int], int]:
     """Return where to cut rows into chunks of about as many bytes, and the total bytes."""
     sizes = np.zeros(len(rows), dtype=np.int64)
     for name, column in rows.columns.items():
-        if name != PRINT:
+        if name != ROW_HASHES:
             sizes += _row_sizes(column)
     chunk = (np.cumsum(sizes) - sizes) // chunk_bytes
     inner = np.flatnonzero(np.diff(chunk)) + 1
@@ -431,7 +431,7 @@ def _value_size(value: object) -> int:
 # Progress: the parts that are done, and the bytes read of the current one.
 
 
-class Watch:
+class ReadProgress:
     """Reports progress as parts are done and as bytes are read."""
 
     def __init__(self, sizes: Sequence[int], on_progress: Callable[[int, int, str], None]) -> None:
@@ -444,8 +444,8 @@ class Watch:
     def read(self, path: str, start: int, stop: int) -> None:
         """Record that bytes [start, stop) of a file were read for the first unfinished part.
 
-        A file is opened several times, to detect its format; its bytes count once. Of tables, whose end is read
-        first, nothing counts until a part is done.
+        A file is opened several times, to detect its format; its bytes count once. Bytes of tables count only when a
+        part is done, since a table's end is read first.
         """
         reached = self._reached.get(path, 0)
         if stop <= reached:

@@ -27,7 +27,7 @@ def steps_of(
     variables = values.get("chat_template_kwargs", nothing)
 
     def chat(messages: Any, system: Any, row_tools: Any, row_variables: Any) -> Rendered:
-        asked = _with_system(as_chat(messages, weighs=choice.row_weights), system)
+        asked = _with_system(as_chat(messages, keeps_weights=choice.row_weights), system)
         return template.render(asked, row_tools, variables=_variables(row_variables), choice=choice)
 
     if columns.kind == "messages":
@@ -89,8 +89,8 @@ def _as_chats(prompt: Any, completion: Any, *, weighs: bool) -> tuple[Any, Any]:
         prompt, completion = read
     kinds = (list, dict)
     if isinstance(prompt, kinds) and isinstance(completion, kinds) and completion:
-        earlier = as_chat(prompt, weighs=weighs) if prompt else Chat(messages=[])
-        return earlier, as_chat(completion, weighs=weighs)
+        earlier = as_chat(prompt, keeps_weights=weighs) if prompt else Chat(messages=[])
+        return earlier, as_chat(completion, keeps_weights=weighs)
     return prompt, completion
 
 
@@ -112,7 +112,7 @@ def _with_system(chat: Any, system: Any) -> Any:
         raise SourceError(
             "`system` says one thing and the first message, of the system too, another; keep one"
         )
-    off, weights = chat.behind(1)
+    off, weights = chat.shifted(1)
     return Chat(messages=[{"role": "system", "content": system}, *messages], off=off, weights=weights)
 
 

@@ -317,7 +317,7 @@ def _half_character(text: str) -> bool:
 
 
 def _not_text(name: str, value: Any) -> str:
-    """Say why a value is no text."""
+    """Return why a value isn't valid text: a lone surrogate, bytes, or another kind of value."""
     if isinstance(value, str):
         return f"holds half a character in `{name}` (a lone surrogate)"
     if isinstance(value, bytes):

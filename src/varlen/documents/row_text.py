@@ -75,7 +75,7 @@ def first_rows(rows: Iterator[Any]) -> tuple[list[Any], tuple[tuple[str, ...], .
 
 
 def used_columns(names: Iterable[tuple[str, ...]], named: Mapping[str, str], where: str) -> frozenset[str]:
-    """Return the columns that documents are made of, by the first rows; all possible ones where these don't tell."""
+    """Return the columns that documents are made of, by the first rows; all possible ones if these don't decide."""
     used: set[str] = set()
     for keys in names:
         with suppress(SourceError):  # reading reports it, or other rows differ from this one
@@ -145,7 +145,7 @@ _with_arrays = json.JSONEncoder(allow_nan=False, default=_plain).encode
 
 
 def _why(name: str, value: Any, error: Exception) -> str:
-    """Say which value of a column JSON can't represent."""
+    """Return which value of a column JSON can't represent, with its path and the way out."""
     if isinstance(error, RecursionError) or "Circular" in str(error):
         return f"nests too deeply in `{name}`, or holds itself"
     path, culprit = _culprit(name, value)

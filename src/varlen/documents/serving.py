@@ -82,7 +82,7 @@ class _Passes:
     begun: int = 0
     has_rows: bool = False
     last: Any = None  # the iterator of the previous pass
-    waiting: Iterator[Any] | None = None  # the first pass, until somebody reads it
+    waiting: Iterator[Any] | None = None  # the first pass, until it is read
     is_over: bool = False
 
     def peeked(self) -> tuple[tuple[str, ...], ...]:

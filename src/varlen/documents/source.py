@@ -100,7 +100,7 @@ class Source:
         return replace(self, files=tuple(replace(file, on_read=on_read) for file in self.files))
 
     def unread(self) -> str | None:
-        """Say which split is read, what is left out of folders, and how to read it; None where nothing is."""
+        """Return a note on the split that is read and the files that aren't; None if all are read."""
         return unread(self.left_out, self.taken)
 
     def counts_bytes(self) -> bool:
@@ -222,7 +222,7 @@ def open_source(
     cache: str | Path | None = None,
     **options: Any,
 ) -> Source:
-    """Say what documents are read from where, and how they become tokens (`Reading`); only names are read yet."""
+    """Find the documents' files, and how they become tokens (`Reading`); reads only names so far."""
     reading = Reading(**options)
     named = dict(reading.columns or {})
     check_named(named)
@@ -292,8 +292,8 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
     for folder in sorted({file.folder for file in files if file.folder is not None}):
         if cut := split_documents(folder):
             raise SourceError(
-                f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
-                "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
+                f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be distinguished "
+                "from documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
             )
 
 

@@ -116,8 +116,8 @@ def spool(write: Callable[[Sink], None], name: str, cache: str | Path | None) ->
                 raise
             free = shutil.disk_usage(making).free
             raise SettingError(
-                f"rows that are given in memory are written to {making.parent} for those who read them, and the disk "
-                f"is full ({free / 1e6:,.0f} MB free); make room, or name a folder on another disk (cache=)"
+                f"rows that are given in memory are written to {making.parent} for the processes that read them, and "
+                f"the disk is full ({free / 1e6:,.0f} MB free); make room, or name a folder on another disk (cache=)"
             ) from error
         folder, lock = _published(making, lock, name, sink)
     except BaseException:
@@ -156,8 +156,8 @@ def _begun(cache: str | Path | None) -> tuple[Path, IO[bytes]]:
             _log.info("rows that are given in memory are written to %s, since %s", base, faults[0])
         return making, lock
     raise SettingError(
-        f"rows that are given in memory can't be written to a file for those who read them ({'; '.join(faults)}); "
-        "name a folder that can be written (cache=)"
+        "rows that are given in memory can't be written to a file for the processes that read them "
+        f"({'; '.join(faults)}); name a folder that can be written (cache=)"
     )
 
 

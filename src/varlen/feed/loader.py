@@ -289,7 +289,7 @@ class PackedLoader(OfOneProcess):
         return self._lookup.lengths(as_count(step, "step", 0, MOST), self._state)
 
     def where(self, document_id: int) -> str:
-        """Say where a document lies.
+        """Return where a document lies in the data, for messages.
 
         Args:
             document_id: of `batch.document_ids`, or of `documents`.

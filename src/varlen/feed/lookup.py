@@ -102,7 +102,7 @@ class IndexedLookup:
         return packs.lengths.astype(np.int32)
 
     def where(self, document_id: int, state: FeedState) -> str:
-        """Say where a document lies, by its number in batches of this state."""
+        """Return where a document lies, given its number in batches of this state."""
         return self._feed.where(document_id, state)
 
 
@@ -172,5 +172,5 @@ class StreamingLookup:
         )
 
     def where(self, document_id: int, _state: FeedState) -> str:
-        """Say where a document lies."""
+        """Return where a document lies, given its number; the state isn't needed."""
         return self._feed.where(document_id)

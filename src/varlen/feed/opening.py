@@ -27,7 +27,7 @@ from varlen.feed.settings import LoaderSettings
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, reopen_tokens
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
-from varlen.files.fingerprints import fingerprint_of, known_prints
+from varlen.files.fingerprints import fingerprint_of, known_fingerprints
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.offline.index import indexed_in_cache
@@ -333,7 +333,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
             'and name the store, or pass mode="indexed"'
         )
     check_passes(source, settings)
-    prints = known_prints(source.files)
+    prints = known_fingerprints(source.files)
     # Readers compare with these where a file seems to have been replaced since it was listed.
     source = replace(source, files=tuple(replace(f, known=p) for f, p in zip(source.files, prints)))
     spec = StreamingSpec(

@@ -19,7 +19,7 @@ Buffers = Callable[[], Out | None]
 
 
 def new_arrays() -> None:
-    """Give no buffers, so that a batch gets new arrays."""
+    """Return no buffers, so that a batch gets new arrays."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from varlen.errors import SourceError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.exchange import OpenExchange
 from varlen.feed.indexed.stream import IndexedFeed, PackStream, PlanRequests
-from varlen.feed.indexed.windows import PARTS_A_GROUP, Groups, Windows, WindowSettings, enough_for
+from varlen.feed.indexed.windows import PARTS_A_GROUP, Groups, Windows, WindowSettings, minimum_for
 from varlen.feed.mixture.stream import MixedStream, MixSettings
 from varlen.feed.protocol import Feed
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
@@ -137,8 +137,8 @@ def release(spec: Spec) -> None:
 
 def grouped(tokens: TokenDocuments, settings: WindowSettings, parts: int = PARTS_A_GROUP) -> Windows:
     """Return the windows of documents, in groups of at least `parts` parts that hold enough for whole windows."""
-    enough = enough_for(settings.window, settings.capacity, settings.overlong, parts)
-    return Windows(tokens, Groups(tokens, enough), settings)
+    minimum = minimum_for(settings.window, settings.capacity, settings.overlong, parts)
+    return Windows(tokens, Groups(tokens, minimum), settings)
 
 
 class _PartsNow:

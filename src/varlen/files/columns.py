@@ -47,7 +47,7 @@ _ALSO_CALLED = {
     "context": ("input",),
     "output": ("response", "answer", "completion"),
 }
-# Column names that only documents have, so that they tell a row from any other object.
+# Column names that only documents have, so that they distinguish a row from any other object.
 DOCUMENT_FIELDS = frozenset(
     spelling
     for kind in _NEEDED

@@ -46,7 +46,7 @@ def quick_fingerprint(file: File) -> str:
         return sampled_digest(stored, file.size)
 
 
-def known_prints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> list[str]:
+def known_fingerprints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> list[str]:
     """Return the fingerprint of each file.
 
     Local files are read whole if they have at most `whole_bytes` in total, otherwise sampled as `quick_fingerprint`

@@ -148,6 +148,8 @@ def _saved(folder: Folder, split: str | None) -> Chosen | None:
 def _of_splits(folder: Folder, splits: Sequence[object], split: str | None) -> Chosen:
     """Choose a split of a saved data set with several."""
     names = [str(name) for name in splits]
+    if not names:
+        raise SourceError(f"{folder.where(_DICT)} lists no splits, so the data set is empty; save it again")
     if split == ALL:
         wanted = names
     elif split is not None:
@@ -161,9 +163,8 @@ def _of_splits(folder: Folder, splits: Sequence[object], split: str | None) -> C
     else:
         wanted = names[:1] if len(names) == 1 else ["train"]
         if wanted[0] not in names:
-            named = ", ".join(names) or "none"
             raise SourceError(
-                f"{folder.path} holds several splits ({named}); name one, such as --split {(names or ['NAME'])[0]}"
+                f"{folder.path} holds several splits ({', '.join(names)}); name one, such as --split {names[0]}"
             )
     chosen = Chosen(entries=[], taken=tuple(wanted) if len(wanted) < len(names) else ())
     for name in wanted:
@@ -221,7 +222,7 @@ def _by_card(
     """Choose files as the data set's card lists them; None where it lists none."""
     if split == ALL:
         return None
-    more = folder.find(MORE)
+    more = folder.find(CARD_YAML)
     configs = configs_of(folder.read(more), more.path, names, is_yaml=True) if more is not None else []
     if not configs and card is not None:
         configs = configs_of(content, card.path, names)
@@ -263,8 +264,8 @@ def _without_caches(folder: Folder, entries: Sequence[Listed]) -> tuple[list[Lis
         refuse_indices(folder.read(state), state.path)
     within = {*cached, *saved}
     caches = [e for e in entries if _parent(e.name) in within and _CACHED.fullmatch(_last(e.name))]
-    gone = {entry.path for entry in caches}
-    return [entry for entry in entries if entry.path not in gone], caches
+    cache_paths = {entry.path for entry in caches}
+    return [entry for entry in entries if entry.path not in cache_paths], caches
 
 
 def _by_cache(folder: Folder, names: Sequence[str], split: str | None) -> Choice | None:
@@ -289,7 +290,7 @@ def _of_data(
     """Return the files that hold documents, in order, and the formats of those whose names don't say them."""
     entries = [entry for entry in entries if _last(entry.name) not in _OF_DATA_SETS]
     if format_ is not None:
-        named = [entry for entry in entries if not _is_about(entry)]
+        named = [entry for entry in entries if not _is_documentation(entry)]
         return [e for e in named if not _ABOUT_PACKS.fullmatch(_last(e.name))] or list(entries), {}
     rows = [entry for entry in entries if _is_rows(entry.name)]
     rows = [e for e in rows if not _ABOUT_PACKS.fullmatch(_last(e.name))] or rows
@@ -297,7 +298,9 @@ def _of_data(
     formats = _looked_into(folder, [e for e in entries if _is_piece(e)])
     texts = [e for e in entries if kind_of(e.name)[0] == "text" and suffix_of(e.name) in TEXT_SUFFIXES]
     if rows or formats:
-        texts = [e for e in texts if not _is_about(e) and not (is_hub and suffix_of(e.name) != ".txt")]
+        texts = [
+            e for e in texts if not _is_documentation(e) and not (is_hub and suffix_of(e.name) != ".txt")
+        ]
     elif is_hub:
         texts = [e for e in texts if e.name != CARD]
     if not rows and not texts and not formats:
@@ -317,8 +320,8 @@ def _no_data(folder: Folder, entries: Sequence[Listed], caches: Sequence[Listed]
     others = [entry for entry in entries if _last(entry.name) not in _OF_DATA_SETS] or caches
     holds = f"; it holds {many(len(others), 'other file')}, such as {others[0].name}" if others else ""
     return (
-        f"{folder.path} is a folder without any {known} file, plain or as .gz or .zst, or of rows by another name"
-        f"{holds}; name other text files by a glob, such as '{folder.where('**/*.tex')}'"
+        f"{folder.path} is a folder without any {known} file, plain or as .gz or .zst, and no other file in it has "
+        f"rows{holds}; name other text files by a glob, such as '{folder.where('**/*.tex')}'"
     )
 
 
@@ -326,13 +329,14 @@ def _is_rows(name: str) -> bool:
     return kind_of(name)[0] != "text"
 
 
-def _is_about(entry: Listed) -> bool:
+def _is_documentation(entry: Listed) -> bool:
+    """Whether a file describes the data beside it, by its name."""
     return _last(entry.name).lower().startswith(_ABOUT_DATA)
 
 
 def _is_piece(entry: Listed) -> bool:
     """Whether a name is that of a part of a file: without a suffix, or with a number for one."""
-    is_named = not _is_about(entry) and not _last(entry.name).startswith("_")
+    is_named = not _is_documentation(entry) and not _last(entry.name).startswith("_")
     return is_named and not _is_rows(entry.name) and _PIECE.fullmatch(suffix_of(entry.name)) is not None
 
 
@@ -346,7 +350,7 @@ def _parent(name: str) -> str:
 
 # The card of a data set on the Hugging Face hub (README.md, or .huggingface.yaml), as far as it lists files.
 
-CARD, MORE = "README.md", ".huggingface.yaml"
+CARD, CARD_YAML = "README.md", ".huggingface.yaml"
 MOST_BYTES = 16 << 20
 # Keys of which every card has some.
 _KEYS = (

@@ -128,7 +128,7 @@ def stored(record: Mapping[str, Any]) -> Losses:
 
 
 def nothing_read(paths: Sequence[str], documents: int, losses: Losses, example: str | None) -> str:
-    """Say that files hold nothing to train on, what was lost, and one example of an unreadable record."""
+    """Return the error message for files without a token: what was lost, and an unreadable record."""
     more = f" and {many(len(paths) - 1, 'more file')}" if len(paths) > 1 else ""
     why = many(documents, "empty document") if documents else "no document"
     such_as = [f"the first: {example}"] if example else []

@@ -256,7 +256,7 @@ _READABLE: dict[str, Format] = {
 
 
 def other_content(file: File, fields: Collection[str]) -> str | None:
-    """Say what a file holds if its name or the caller says otherwise; None where the first bytes don't tell."""
+    """Return the error message if a file's first bytes contradict its name or format; else None."""
     with _unpacked(file, None) as stream:
         head = stream.read(LOOKED_AT_BYTES)
     kind = mark_of(head[:MARK_BYTES])
@@ -269,7 +269,7 @@ def other_content(file: File, fields: Collection[str]) -> str | None:
 
 
 def _holds(file: File, kind: str) -> str:
-    """Say what a file holds, what was expected, and what to do about it."""
+    """Return the error message: what a file holds, what was expected, and the way out."""
     should = f"though --read-as (format=) says {FORMAT_NAMES[file.format]}" if file.is_format_given else ""
     if not should:
         named = file.format != "text" or is_text_name(file.name)

@@ -186,7 +186,7 @@ class LeftOut:
 
 
 def unread(left_out: Sequence[LeftOut], taken: Sequence[str]) -> str | None:
-    """Say which split is read, what is left out of folders, and how to read it; None where nothing is."""
+    """Return a note on the split that is read and the files that aren't; None if all are read."""
     if not left_out:
         return None
     shown = [

@@ -277,7 +277,7 @@ def open_remote(
 
 
 def changed(path: str, size: int, now: str) -> str:
-    """Say that a file's size isn't the listed one."""
+    """Return the error message for a file whose size isn't the listed one."""
     return (
         f"{path} has changed since the files were listed: it had {size:,} bytes then, now {now}; "
         "let it be written to the end, and begin again"
@@ -285,7 +285,7 @@ def changed(path: str, size: int, now: str) -> str:
 
 
 def replaced_words(path: str, why: str) -> str:
-    """Say that a file of the listed size was replaced."""
+    """Return the error message for a file that was replaced by one of the same size."""
     return (
         f"{path} was replaced or rewritten since the files were listed: {why}; put back what was there and go on "
         "from a saved state, or begin again"
@@ -329,7 +329,7 @@ class _Ranges:
         return {**asked, "headers": {**getattr(self._fs, "kwargs", {}).get("headers", {}), "If-Match": etag}}
 
     def check(self, details: Any) -> None:
-        """Raise if the file isn't the one that was listed, as far as the reported properties tell."""
+        """Raise if the file isn't the one that was listed, as far as the reported properties show."""
         name = replaced(self.seen, report_of(details)) if isinstance(details, Mapping) else None
         if name is not None:
             raise changed_file_error(
@@ -448,7 +448,7 @@ class _Remote(io.RawIOBase):
         if 0 <= size <= start:
             return b""
         stop = start + count if size < 0 else min(start + count, size)
-        # Requesting one byte more than there should be tells, without another request, whether the file has grown.
+        # Requesting one byte more than there should be shows, without another request, whether the file has grown.
         more = int(stop == size)
 
         def fetch() -> bytes:

@@ -13,7 +13,7 @@ from varlen.files.token_tables import flat_values
 
 Column = Any  # values of one column, one per row: a list of Python values or an Arrow array
 
-PRINT = "\0print"  # Column name that no row can have: in served rows, the hash of all rows up to each
+ROW_HASHES = "\0row_hash"  # Column name that no row can have: in served rows, the hash of all rows up to each
 MOST_LISTED = 12  # column names that a sentence lists
 # Advice for bytes in Parquet and Arrow where text is expected.
 READ_AS_TEXT = "where they are UTF-8, read them so: --binary-as-text (binary_as_text=True)"

@@ -72,9 +72,9 @@ def sampled_digest(stored: BinaryIO, size: int) -> str:
     return f"size:{size} sampled:{digest.hexdigest()}"
 
 
-def is_of_all(print_: str, size: int) -> bool:
+def is_of_all(fingerprint: str, size: int) -> bool:
     """Whether a fingerprint covers all bytes of a file."""
-    return print_.startswith(WHOLE_MARK) or size <= PIECES * PIECE_BYTES
+    return fingerprint.startswith(WHOLE_MARK) or size <= PIECES * PIECE_BYTES
 
 
 _replaced: dict[tuple[str, object], str] = {}  # errors raised for replaced files, by path and listed status
@@ -101,8 +101,8 @@ _lock = threading.Lock()
 _shown: dict[tuple[str, Seen], Seen] = {}  # last status with the same content, by path and listed status
 
 
-def difference(path: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:
-    """Say how a file differs from the listed one; None where it has the same content.
+def difference(path: str, was: Seen, now: Seen, fingerprint: str | None, opened: int) -> str | None:
+    """Return how a file differs from the listed one; None if its content is the same.
 
     Cost: if the status differs and a fingerprint is known, reads the file once, or 4 MB of a large one.
     """
@@ -112,14 +112,14 @@ def difference(path: str, was: Seen, now: Seen, print_: str | None, opened: int)
         if _shown.get((path, was)) == now:
             return None
         is_retimed = now.modified_ns != was.modified_ns
-        if print_ is None:
+        if fingerprint is None:
             reason = (
-                "its time of change is another, and its content wasn't compared before"
+                "its modification time has changed, and no fingerprint of its content is known"
                 if is_retimed
                 else None
             )
         else:
-            reason = _differs(opened, now, print_, is_retimed=is_retimed)
+            reason = _differs(opened, now, fingerprint, is_retimed=is_retimed)
         if reason is None:
             _shown[path, was] = now
         return reason
@@ -148,17 +148,15 @@ class _Again(io.RawIOBase):
         return len(content)
 
 
-def _differs(opened: int, now: Seen, print_: str, *, is_retimed: bool) -> str | None:
+def _differs(opened: int, now: Seen, fingerprint: str, *, is_retimed: bool) -> str | None:
     """Compare a file's content with a fingerprint."""
     with io.BufferedReader(_Again(opened), BLOCK_BYTES) as file:
-        current = whole_digest(file) if print_.startswith(WHOLE_MARK) else sampled_digest(file, now.size)
+        current = whole_digest(file) if fingerprint.startswith(WHOLE_MARK) else sampled_digest(file, now.size)
     after = os.fstat(opened)
     if (after.st_size, after.st_mtime_ns) != (now.size, now.modified_ns):
         return "it is being written"
-    if current != print_:
-        return "its content is another"
-    if is_retimed and not is_of_all(print_, now.size):
-        return (
-            "its time of change is another, and of so large a file only samples are known, which are the same"
-        )
+    if current != fingerprint:
+        return "its content has changed"
+    if is_retimed and not is_of_all(fingerprint, now.size):
+        return "its modification time has changed, and only samples of so large a file are known, which are the same"
     return None

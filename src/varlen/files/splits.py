@@ -144,7 +144,7 @@ def among(groups: Groups, names: Sequence[str], wanted: str | None, folder: str,
 
 
 def no_such_split(wanted: str, groups: Mapping[str, Sequence[str]], folder: str) -> str:
-    """Say that a split doesn't exist, and which do."""
+    """Return the error message for a split that doesn't exist, with the names of those that do."""
     if not groups:
         return (
             f"{folder} names no splits, so there is no split {wanted} to take; leave --split (split=) out, or name "

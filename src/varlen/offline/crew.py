@@ -90,7 +90,7 @@ class Team:
 def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]) -> Iterator[Result]:
     """Yield the results of all tasks as they complete, in any order."""
     ray = _connected()
-    handed = ray.put((Path.cwd(), function, shared))
+    common = ray.put((Path.cwd(), function, shared))
     remote = ray.remote(_task)
     most = 2 * max(int(ray.cluster_resources().get("CPU", 1)), 1)
     waiting = iter(tasks)
@@ -98,7 +98,7 @@ def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterabl
     try:
         while True:
             while len(running) < most and (task := next(waiting, None)) is not None:
-                running.append(remote.remote(handed, task))
+                running.append(remote.remote(common, task))
             if not running:
                 return
             done, running = ray.wait(running, num_returns=1)
@@ -136,9 +136,9 @@ def _connected() -> Any:
     return ray
 
 
-def _task(handed: Any, task: Any) -> tuple[bool, Any]:
+def _task(common: Any, task: Any) -> tuple[bool, Any]:
     """Run a task on a cluster's machine, with one processor."""
-    folder, function, shared = handed
+    folder, function, shared = common
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         os.chdir(folder)  # paths are relative to it

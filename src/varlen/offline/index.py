@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from varlen import __version__
 from varlen.counts import many
-from varlen.documents.block_reader import Watch
+from varlen.documents.block_reader import ReadProgress
 from varlen.documents.source import Part, Source
 from varlen.errors import SettingError, SourceError, StalledError
 from varlen.files.fingerprints import fingerprint
@@ -209,20 +209,20 @@ def _index_parts(
     parts = source.parts(PART_BYTES)
     partial, first = note.partial, note.first
     write_plan(partial, note.fingerprint, first + len(parts), note.source)
-    watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
+    read_progress = ReadProgress([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
     is_one = len(parts) == 1
-    reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
+    reading = source.watched(read_progress.read) if team.is_here(is_one=is_one) else source
     shards: dict[int, list[dict[str, Any]]] = {}
     for number, shards_of_part in team.run(
         index_part, (reading, partial), enumerate(parts, first), is_one=is_one
     ):
         shards[number] = shards_of_part
-        watch.finish(number - first)
+        read_progress.finish(number - first)
     return [shard for number in sorted(shards) for shard in shards[number]], first + len(parts)
 
 
 def _nothing(source: Source, shards: list[dict[str, Any]], folder: Path) -> str:
-    """Say that there is nothing to train on, and why."""
+    """Return the error message for data without a token: its files, and what was lost."""
     documents = sum(shard["num_documents"] for shard in shards)
     paths = [file.path for file in source.files]
     return nothing_read(paths, documents, total(map(stored, shards)), _first_skipped(folder, shards))
@@ -314,7 +314,7 @@ PLAN_MARKS = ("tokenizer", ROW_WEIGHTS)  # marks of a source that are written to
 
 
 def write_plan(partial: Path, fingerprint: str, num_parts: int, marks: Mapping[str, Any]) -> None:
-    """Write the plan of a token store, for those who read it while it is written."""
+    """Write the plan of a token store, for processes that read it while it is written."""
     with output_faults(partial):
         write_json(
             partial / WORK / PLAN, sealed({"fingerprint": fingerprint, "num_parts": num_parts, **marks})

@@ -212,7 +212,9 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
             (partial / other).unlink(missing_ok=True)
         write_json(partial / name, sealed(manifest))
         if folder.exists():
-            check_replaced(folder, read_manifest(folder) or {})  # somebody may have written there meanwhile
+            check_replaced(
+                folder, read_manifest(folder) or {}
+            )  # another program may have written there meanwhile
             folder.replace(replaced_path(partial))
         partial.replace(folder)
         sync(folder.absolute().parent)
@@ -253,7 +255,7 @@ def is_made(path: Path) -> bool:
 
 
 def check_unfinished(partial: Path) -> None:
-    """Raise if the folder for an unfinished output belongs to somebody else."""
+    """Raise if the folder for an unfinished output wasn't written by varlen."""
     way_out = "move it away, or name another output"
     if not is_folder(partial, "the result is made in", way_out):
         return

@@ -270,7 +270,7 @@ def _plan_equal_lengths(
 
 @compiled
 def _deal_equal_lengths(slots: Int32, capacity: int, runs: Int32, now: Int32, pack_of: Int32) -> None:
-    """Give every item, in input order, the next pack among the runs of its length.
+    """Assign every item, in input order, to the next pack among the runs of its length.
 
     Row `capacity - length` of `now` is the position in the runs of that length: current pack, items left in it, packs
     left in its run, next run.

@@ -76,7 +76,7 @@ def applied(method: Method, overlong: Overlong) -> Overlong:
 
 
 def ways_out(policies: Sequence[str] = _OTHERS, limit: str = "capacity", *, is_command: bool = False) -> str:
-    """Say which policies take documents that are too long, in Python or on the command line."""
+    """Return the ways out for documents that are too long: other policies, or a larger limit."""
     if is_command:
         return f"pass --overlong {in_words(policies, quote='')}, or a larger --{limit}"
     return f"pass overlong={in_words(policies)}, or raise {limit}"

@@ -160,13 +160,13 @@ class WindowPacker:
             parts = parts.and_then(ready)
             self._fresh = len(later)
             self._waiting = carried.and_then(later)
-        return self._hand_out(parts, losses, checked)
+        return self._returned(parts, losses, checked)
 
     def flush(self) -> Packing:
         """Pack all waiting pieces and return the packs; the packer is empty then, and can be used further."""
         parts = self._passes.all_of(self._waiting)
         self._waiting, self._fresh = nothing(), 0
-        return self._hand_out(parts, {}, np.empty(0, np.int32))
+        return self._returned(parts, {}, np.empty(0, np.int32))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to continue from here, as numbers and lists for JSON."""
@@ -238,7 +238,7 @@ class WindowPacker:
         return max(self._window, carried + (self._window + 1) // 2)
 
     def _pack_window(self, pieces: Waiting) -> tuple[Packs, Waiting]:
-        """Pack one window; returns the packs to hand out and the pieces to carry over."""
+        """Pack one window; returns the finished packs and the pieces to carry over."""
         ready, last = self._passes.run(pieces)
         if not self._passes.keeps_order:
             out = self._must_go(last)
@@ -255,7 +255,7 @@ class WindowPacker:
         must[order] = old[order] | (left > self._window // 2)
         return must
 
-    def _hand_out(self, packs: Packs, losses: dict[str, int], lengths: Int32Array) -> Packing:
+    def _returned(self, packs: Packs, losses: dict[str, int], lengths: Int32Array) -> Packing:
         """Return the packs of this call as a Packing, and add them to the ledger."""
         pieces = packs.pieces
         packed = int(pieces.lengths.sum(dtype=np.int64))

@@ -23,7 +23,7 @@ from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts
 from varlen.plan.bound import lower_bound
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.micropack import FAR_OVER, SearchResult, micropack, thorough
-from varlen.plan.score import as_run, best_plan, score
+from varlen.plan.score import as_scheduled, best_plan, score
 from varlen.plan.search import Candidate, Search
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
 from varlen.types import FloatArray, Int32Array
@@ -107,7 +107,7 @@ def plan_step(
     limit = _capacity(checked, capacity)
     memory = cost.memory(mesh)
     if (memory.state_bytes >= memory.limit_bytes).any():
-        raise PlanError(_refusal(checked, cost, mesh, method, limit, tuned, search))
+        raise _refusal(checked, cost, mesh, method, limit, tuned, search)
     best: _Planned | None = None
     best_cost, least_s = cost, math.inf
     for tried in repairs(cost, mesh) if search.repairs else [cost]:
@@ -127,7 +127,7 @@ def plan_step(
     if best is None:
         best = _whole(checked, tried, mesh, method, limit, search)
         if best is None:
-            raise PlanError(_refusal(checked, cost, mesh, method, limit, tuned, search))
+            raise _refusal(checked, cost, mesh, method, limit, tuned, search)
         return replace(best.plan, method=method)
     bound_s = lower_bound(checked, best_cost, mesh, least_rows=search.least_rows).seconds
     if best.result and search.closely and least_s > FAR_OVER * bound_s:
@@ -218,7 +218,7 @@ def _planned(
                 return _faster(best, grouped, cost)
         return best
     if method == "packed" and not tuned:
-        plan = as_run(packed(lengths, mesh, capacity), lengths, cost, mesh, method)
+        plan = as_scheduled(packed(lengths, mesh, capacity), lengths, cost, mesh, method)
         return _Planned(plan, False) if score(plan, cost) < math.inf else None
     if method == "dynamic_cp":
         return _dynamic_cp(lengths, cost, mesh, capacity, method)
@@ -310,8 +310,8 @@ def _refusal(
     capacity: int,
     tuned: bool,
     search: Search,
-) -> str:
-    """Say why no plan fits, and what would."""
+) -> PlanError:
+    """Return the error that says why no plan fits into memory, and what would."""
     tried = list(repairs(cost, mesh)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
@@ -341,15 +341,20 @@ def _explained(
     most_ranks: int,
     *,
     is_limited: bool,
-) -> str:
-    """Say why no plan fits, and which lengths or mesh would; makes some twenty plans of one document."""
+) -> PlanError:
+    """Return the error that says why no plan fits, and which lengths or mesh would.
+
+    Cost: about 20 plans of one document.
+    """
     memory = costs[-1].memory(mesh)
     room, limit = memory.limit_bytes - memory.state_bytes, f"{memory.limit_bytes / 1e9:,.1f} GB"
     worst = int(room.argmin())
     if room[worst] <= 0:
-        return (
+        ways, axes = _more(costs[-1], mesh)
+        return _proposing(
+            axes,
             f"parameters, gradients and optimizer states take {memory.state_bytes[worst] / 1e9:,.1f} GB on stage "
-            f"{worst} of {mesh.pp}, and a GPU may use {limit}; {_more(costs[-1], mesh)}"
+            f"{worst} of {mesh.pp}, and a GPU may use {limit}; {ways}",
         )
     longest = int(lengths.max())
     most = costs[-1]
@@ -359,9 +364,10 @@ def _explained(
     tried += ", and no more of them may be tried" if is_limited else ""
     fits = _longest(longest, mesh, holds)
     if fits == longest:
-        return (
+        return _proposing(
+            {"pp", "tp"},
             f"no plan of this method fits into the {limit} that a GPU may use ({tried}), though each document would "
-            "alone; use another method, more pp or tp, or fewer documents per step"
+            "alone; use another method, more pp or tp, or fewer documents per step",
         )
     per_row = (
         (memory.held_bytes + memory.gradient_bytes + 3 * memory.near_bytes).reshape(-1, mesh.pp).sum(axis=0)
@@ -369,16 +375,27 @@ def _explained(
     tight, ranks = int((room / per_row).argmin()), most_ranks * mesh.cp
     wider = _wider(longest, mesh, holds)
     too_long = many(int((lengths > fits).sum()), "document is too long", "documents are too long")
-    return (
+    return _proposing(
+        {"cp"} if wider else set(),
         f"document {int(lengths.argmax()):,} has {longest:,} tokens, too many for the {many(ranks, 'rank')} that may "
         f"share it ({too_long}): beside its states a GPU of stage {tight} of {mesh.pp} may use "
         f"{room[tight] / 1e9:,.1f} GB ({tried}); alone, documents of up to {fits:,} tokens would fit"
-        + (f", or a mesh of cp={wider}" if wider else "")
+        + (f", or a mesh of cp={wider}" if wider else ""),
     )
 
 
-def _more(cost: CostModel, mesh: Mesh) -> str:
-    """Say which meshes hold the states: the least pp x tp, and the least dp if all of them are sharded."""
+def _proposing(axes: set[str], message: str) -> PlanError:
+    """Return the error of a message that proposes to enlarge axes of the mesh."""
+    error = PlanError(message)
+    error.axes = frozenset(axes)
+    return error
+
+
+def _more(cost: CostModel, mesh: Mesh) -> tuple[str, set[str]]:
+    """Return meshes that hold the states: the least pp x tp, and the least dp with all of them sharded.
+
+    Also returns which of pp and tp they enlarge.
+    """
     divisions = []
     for tp in range(1, _MOST_TP + 1):
         for pp in range(1, cost.model.layers + 1):
@@ -399,7 +416,8 @@ def _more(cost: CostModel, mesh: Mesh) -> str:
                 f"sharding='parameters'{beside} (now {mesh.sharding!r}{f', dp={mesh.dp}' if beside else ''})"
             )
             break
-    return ", or ".join(ways) or "no mesh of this model does: use a GPU with more memory"
+    words = ", or ".join(ways) or "no mesh of this model does: use a GPU with more memory"
+    return words, {"pp", "tp"} if divisions else set()
 
 
 def _holds_states(cost: CostModel, mesh: Mesh) -> bool:

@@ -298,8 +298,8 @@ def check_tasks(plan: StepPlan) -> None:
     """
     mesh = plan.mesh
     waits = _waits(plan)
-    num_seats, stages = mesh.dp * mesh.pp, mesh.pp
-    ranks, stage = np.divmod(np.arange(num_seats), stages)
+    num_stage_ids, stages = mesh.dp * mesh.pp, mesh.pp
+    ranks, stage = np.divmod(np.arange(num_stage_ids), stages)
     # How many MicroPacks of each rank have passed each chunk: forward, backward, weight gradients.
     done = np.zeros((KINDS, mesh.dp, mesh.num_chunks), np.int64)
     turn, ends = plan.task_offsets[:-1].astype(np.int64), plan.task_offsets[1:]
@@ -315,8 +315,8 @@ def check_tasks(plan: StepPlan) -> None:
             raise PlanError(
                 f"the order of tasks waits in a circle: stage {stage[first]} of rank {ranks[first]} waits to run the "
                 f"{_KIND_NAMES[kind]} task of its MicroPack {number:,} in chunk {chunk} for what can't come before "
-                f"it ({active.size:,} of {num_seats:,} stages wait, {int((ends - turn).sum()):,} tasks are left); "
-                "order the tasks as a schedule that runs"
+                f"it ({active.size:,} of {num_stage_ids:,} stages wait, {int((ends - turn).sum()):,} tasks are left)"
+                "; order the tasks as a schedule that runs"
             )
         gone = np.flatnonzero(is_ready)
         done[kinds[gone], ranks[active[gone]], chunks[gone]] += 1
@@ -327,8 +327,8 @@ def check_counts(plan: StepPlan) -> None:
     """Require that each stage runs each MicroPack of its rank once in each of its chunks."""
     mesh = plan.mesh
     codes = KINDS * mesh.virtual_stages
-    seats = np.repeat(np.arange(mesh.dp * mesh.pp), np.diff(plan.task_offsets))
-    counts = np.bincount(seats * codes + plan.tasks, minlength=mesh.dp * mesh.pp * codes)
+    stage_ids = np.repeat(np.arange(mesh.dp * mesh.pp), np.diff(plan.task_offsets))  # rank * pp + stage
+    counts = np.bincount(stage_ids * codes + plan.tasks, minlength=mesh.dp * mesh.pp * codes)
     counts = counts.reshape(mesh.dp, mesh.pp, mesh.virtual_stages, KINDS)
     wanted = np.zeros((mesh.dp, 1, 1, KINDS), np.int64)
     wanted[:, 0, 0, FORWARD] = plan.forward.counts

@@ -177,8 +177,8 @@ def compose(
 ) -> BlockComposition:
     """Compose the MicroPacks of a block's ranks (SlimPack's Slim, Mix and Pack; Liu et al. 2025, arXiv 2509.26246).
 
-    - Slim: a document over 1.15 budgets is cut into slices of equal cost, each in a MicroPack of its own; shared
-      documents that aren't cut are packed into as few MicroPacks as budgets allow.
+    - Slim: a document whose work is over 1.15 times the mean MicroPack's is cut into slices of equal cost, each in a
+      MicroPack of its own; shared documents that aren't cut are packed into as few MicroPacks as budgets allow.
     - Mix and Pack: the others go, by falling work, to the MicroPack with the least work (Graham 1969, "Bounds on
       Multiprocessing Timing Anomalies"), beside slices or in MicroPacks of their own.
 

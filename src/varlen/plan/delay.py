@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from varlen.arguments import as_count
 from varlen.errors import LengthsError, SettingError, StateError, reading_state
 from varlen.pack.lengths import as_lengths
-from varlen.types import Int32Array, IntArray
+from varlen.types import Int32Array, IntArray, rebuilt
 
 VERSION: Final = 1
 
@@ -43,9 +42,7 @@ class Waiting:
         for each in fields(self):
             getattr(self, each.name).flags.writeable = False
 
-    def __reduce__(self) -> tuple[partial[Waiting], tuple[()]]:
-        """Pickle through the constructor, so that arrays are read-only in another process too."""
-        return partial(Waiting, **{each.name: getattr(self, each.name) for each in fields(self)}), ()
+    __reduce__ = rebuilt  # arrays are read-only in another process too
 
     def state_dict(self) -> dict[str, Any]:
         """Return the documents for a JSON checkpoint, to be stored with the state of the data."""

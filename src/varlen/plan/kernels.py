@@ -172,7 +172,7 @@ def karmarkar_karp(weights: Weights, num_parts: int, is_equal: bool, part_of: In
 
 @compiled
 def greedy(order: Int32, weights: Weights, num_parts: int, is_equal: bool, part_of: Int32) -> None:
-    """Give each item, in order, to the lightest part; for equal sizes, to the lightest of the smallest parts."""
+    """Assign each item, in order, to the lightest part; for equal sizes, to the lightest of the smallest parts."""
     zero = weights[0] - weights[0]
     loads = [(np.int64(0), zero, np.int64(part)) for part in range(num_parts)]
     more = np.int64(1) if is_equal else np.int64(0)
@@ -231,7 +231,7 @@ def _exchange(weights: Weights, following: Int32, heavy: int, light: int, gap: A
 
 
 @compiled
-def _hand_over(item: int, source: int, target: int, firsts: Int32, following: Int32, rank: Int32) -> None:
+def _move_item(item: int, source: int, target: int, firsts: Int32, following: Int32, rank: Int32) -> None:
     """Move an item from the list of one part to that of another, both sorted by rank."""
     if firsts[source] == item:
         firsts[source] = following[item]
@@ -282,12 +282,12 @@ def improve(
             steps -= cost
             given, taken = _exchange(weights, following, firsts[heavy], firsts[light], gap, is_equal)
             chosen += 1
-        _hand_over(given, heavy, light, firsts, following, rank)
+        _move_item(given, heavy, light, firsts, following, rank)
         loads[heavy] -= weights[given]
         loads[light] += weights[given]
         part_of[given] = light
         if taken >= 0:
-            _hand_over(taken, light, heavy, firsts, following, rank)
+            _move_item(taken, light, heavy, firsts, following, rank)
             loads[light] -= weights[taken]
             loads[heavy] += weights[taken]
             part_of[taken] = heavy

@@ -20,7 +20,7 @@ Float64 = NDArray[np.float64]
 
 @compiled
 def deal(order: Int32, work: Float64, tokens: Int64, limits: Int64, loads: Float64, group_of: Int32) -> int:
-    """Give each document, in order, to the least loaded group with room for its tokens; returns how many are left."""
+    """Assign each document, in order, to the least loaded group with room for it; returns how many are left."""
     now, room, left_over = loads.copy(), limits.copy(), 0
     for turn in range(order.size):
         item = order[turn]
@@ -100,7 +100,7 @@ def _exchange(
 
 
 @compiled
-def _hand_over(item: int, source: int, target: int, ends: Int32, links: Int32, rank: Int32) -> None:
+def _move_item(item: int, source: int, target: int, ends: Int32, links: Int32, rank: Int32) -> None:
     """Move a document from the list of one group to that of another, both sorted by rank."""
     after, before = links[item, 0], links[item, 1]
     if before >= 0:
@@ -174,7 +174,7 @@ def lighten(
             item, source, target = (given, heavy, light) if turn == 0 else (taken, light, heavy)
             if item < 0:
                 continue
-            _hand_over(item, source, target, ends, links, rank)
+            _move_item(item, source, target, ends, links, rank)
             group_of[item] = target
             now[source] -= work[item]
             now[target] += work[item]

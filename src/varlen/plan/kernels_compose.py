@@ -28,10 +28,12 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float = NDArray[np.float64]
 
+_CUT_ABOVE = 1.15  # a document with more work than this times the mean MicroPack's is cut
+
 
 @compiled
 def fill_lightest(work: Float, loads: Float) -> Int64:
-    """Give each document, in the order given, to the MicroPack with the least load; `loads` is changed."""
+    """Assign each document, in the order given, to the MicroPack with the least load; `loads` is changed."""
     chosen = np.empty(work.size, np.int64)
     # A heap by load, then by number; a sorted array is one.
     heap = np.argsort(loads, kind="mergesort")
@@ -146,12 +148,12 @@ def _lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, b
     leader = _follow(slices_of[:shared], num_ranks, work, budget)
     leads, seconds = np.empty(of.size, np.int64), np.empty(of.size)
     used = 0
-    for one in range(of.size):
-        document = of[one]
+    for index in range(of.size):
+        document = of[index]
         if document >= shared or leader[document] < 0:
-            if one == 0 or of[one - 1] != document:
+            if index == 0 or of[index - 1] != document:
                 lead_of[document] = used
-            leads[used], seconds[used] = one, work[document] / slices_of[document]
+            leads[used], seconds[used] = index, work[document] / slices_of[document]
             used += 1
     followers, leading = np.empty(shared, np.int64), np.empty(shared, np.int64)
     beside = 0
@@ -277,15 +279,18 @@ def to_cut(
     """
     chained = shared.copy()
     for rank in range(shared.size):
-        for one in range(bounds[rank] + shared[rank], bounds[rank + 1]):
-            chained[rank] += work[one] > 1.15 * own[rank] and documents[0, one] >= 2 * least_rows
+        for document in range(bounds[rank] + shared[rank], bounds[rank + 1]):
+            chained[rank] += (
+                work[document] > _CUT_ABOVE * own[rank] and documents[0, document] >= 2 * least_rows
+            )
     total, at = chained.sum(), 0
     lengths, num_ranks = np.empty(total, np.int32), np.empty(total, np.int32)
     seconds, budgets = np.empty(total), np.empty(total)
     for rank in range(shared.size):
         for index in range(chained[rank]):
-            one = bounds[rank] + index
-            lengths[at], num_ranks[at], seconds[at] = documents[0, one], documents[1, one], work[one]
+            document = bounds[rank] + index
+            lengths[at], num_ranks[at] = documents[0, document], documents[1, document]
+            seconds[at] = work[document]
             budgets[at] = budget if index < shared[rank] else own[rank]
             at += 1
     return chained, lengths, num_ranks, seconds, budgets
@@ -351,24 +356,24 @@ def task_seconds(
     forward, backward = np.empty((chunks, ahead.shape[1])), np.empty((chunks, back.shape[1]))
     weight = np.zeros((chunks, back.shape[1]))
     for chunk in range(chunks):
-        many, head = layers[chunk], has_head[chunk]
+        num_layers, head = layers[chunk], has_head[chunk]
         forward[chunk], backward[chunk] = gather[0, chunk], gather[1, chunk]
         if splits:
             weight[chunk] = gather[2, chunk]
         for rank in range(ranks):
             for pack in range(ahead.shape[1]):
-                taken = many * ahead[rank, pack, FORWARD_LAYER]
+                taken = num_layers * ahead[rank, pack, FORWARD_LAYER]
                 if not head_at_once:
                     taken = taken + head * ahead[rank, pack, FORWARD_HEAD]
                 forward[chunk, pack] = max(taken, forward[chunk, pack])
             for pack in range(back.shape[1]):
-                one = back[rank, pack]
-                inputs = many * one[INPUT_LAYER] + head * one[INPUT_HEAD]
-                weights = many * one[WEIGHT_LAYER]
+                prices = back[rank, pack]
+                inputs = num_layers * prices[INPUT_LAYER] + head * prices[INPUT_HEAD]
+                weights = num_layers * prices[WEIGHT_LAYER]
                 if head_at_once:
-                    inputs = inputs + head * (one[FORWARD_HEAD] + one[WEIGHT_HEAD])
+                    inputs = inputs + head * (prices[FORWARD_HEAD] + prices[WEIGHT_HEAD])
                 else:
-                    weights = weights + head * one[WEIGHT_HEAD]
+                    weights = weights + head * prices[WEIGHT_HEAD]
                 if splits:
                     weight[chunk, pack] = max(weights, weight[chunk, pack])
                 else:

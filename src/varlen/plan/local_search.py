@@ -62,7 +62,7 @@ class BlockWork:
     """The prices and memory counts of a block's MicroPacks, which are the same for every chunk of layers."""
 
     ahead: FloatArray
-    """float64 `[ranks, forward MicroPacks, 7]`: as `stage_costs.priced`."""
+    """float64 `[ranks, forward MicroPacks, 7]`: what `simulate.graph.priced` returns."""
     back: FloatArray
     """float64 `[ranks, backward MicroPacks, 7]`: in the order in which they run."""
     send_forward: FloatArray
@@ -221,7 +221,7 @@ class BlockSearch:
         return any(documents.num_shared for documents in self.documents)
 
 
-class Look(enum.IntEnum):
+class Effort(enum.IntEnum):
     """The number of settings to try on a block."""
 
     QUICK = 4
@@ -325,7 +325,7 @@ def _limits(documents: list[RankDocuments], costs: StageCosts, search: Search) -
 
 
 def improve(
-    step: StepSearch, search: Search, incumbent_s: float, look: Look, start: Setting | None = None
+    step: StepSearch, search: Search, incumbent_s: float, effort: Effort, start: Setting | None = None
 ) -> None:
     """Try settings on the slowest block until it has none left: others can't make the step faster.
 
@@ -333,15 +333,15 @@ def improve(
     """
     while True:
         block = max(step.blocks, key=lambda block: block.makespan_s)
-        setting = _next(block, start, search, look)
+        setting = _next(block, start, search, effort)
         if setting is None or (not block.tried and block.estimate_s * _ESTIMATE_SLACK > incumbent_s):
-            if block.makespan_s >= incumbent_s or look is Look.QUICK:
+            if block.makespan_s >= incumbent_s or effort is Effort.QUICK:
                 return
             start = block.setting
             untried = next((block for block in step.blocks if not block.tried), None)
             if untried is None:
                 return
-            block, setting = untried, _next(untried, start, search, look)
+            block, setting = untried, _next(untried, start, search, effort)
         assert setting is not None
         _try(block, setting, step, search)
 
@@ -419,7 +419,7 @@ def _composed(
     return composition, work_of(composition, composition, costs)
 
 
-def _next(block: BlockSearch, start: Setting | None, search: Search, look: Look) -> Setting | None:
+def _next(block: BlockSearch, start: Setting | None, search: Search, effort: Effort) -> Setting | None:
     """Return the next setting to try, among the best one's neighbours; None if all have been tried."""
     if not block.tried:
         begin = start or first_setting(search)
@@ -433,10 +433,10 @@ def _next(block: BlockSearch, start: Setting | None, search: Search, look: Look)
     middle = best._replace(size=(best.size + block.too_coarse) // 2)
     if 0 <= block.too_coarse < middle.size and middle not in block.tried:
         return middle
-    if len(block.tried) >= look:
+    if len(block.tried) >= effort:
         return None
     around = neighbours(best, block.finest, search, shares=block.shares, is_full=block.is_full)
-    if look is Look.THOROUGH:
+    if effort is Effort.THOROUGH:
         around = itertools.chain(far_settings(block.finest, search, shares=block.shares), around)
     return next((setting for setting in around if setting not in block.tried), None)
 

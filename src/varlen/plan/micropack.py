@@ -19,7 +19,7 @@ from varlen.plan.assign import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.compose import ROW_MULTIPLE, TYPICAL_ROWS, Composition, RankDocuments, seconds_of
 from varlen.plan.local_search import (
     Composed,
-    Look,
+    Effort,
     StepSearch,
     blocks,
     improve,
@@ -136,7 +136,7 @@ def _closely(
         # A backward in one task can only be faster if memory is full.
         step = _plain(best, plain, search)
         if step.makespan_s < _CLOSE_GAIN * best.makespan_s:
-            best = _better(step, best, search, Look.CLOSE)
+            best = _better(step, best, search, Effort.CLOSE)
     return best
 
 
@@ -144,7 +144,7 @@ def thorough(result: SearchResult) -> SearchResult:
     """Continue a search thoroughly for the best groupings."""
     best: StepSearch | None = None
     for step in sorted(result.close, key=lambda step: step.makespan_s)[:_THOROUGH_GROUPINGS]:
-        best = _better(step, best, result.search, Look.THOROUGH)
+        best = _better(step, best, result.search, Effort.THOROUGH)
     if best and _can_compose_backward(result.cost, result.search):
         best = _with_own_backward(best, result.search)
     return replace(result, best=best) if best and best.makespan_s < result.best.makespan_s else result
@@ -156,7 +156,7 @@ def _plain(best: StepSearch, costs: StageCosts, search: Search) -> StepSearch:
     fresh = blocks(documents, best.groups, costs, search)
     step = StepSearch(best.groups, costs, fresh, best.spares_memory, best.composed)
     slowest = max(best.blocks, key=lambda block: block.makespan_s)
-    improve(step, search, math.inf, Look.BRIEF, slowest.setting)
+    improve(step, search, math.inf, Effort.BRIEF, slowest.setting)
     return step
 
 
@@ -188,7 +188,7 @@ def _quick(
     ]
     incumbent_s = best.makespan_s if best else math.inf
     for step in steps:
-        improve(step, search, incumbent_s, Look.QUICK)
+        improve(step, search, incumbent_s, Effort.QUICK)
         incumbent_s = min(incumbent_s, step.makespan_s)
     return steps
 
@@ -205,17 +205,17 @@ def _best_of(
     for step in sorted(steps, key=lambda step: step.makespan_s):
         if step.makespan_s > _CLOSE_GAIN * min(incumbent_s, best.makespan_s if best else math.inf):
             break
-        best = _better(step, best, search, Look.CLOSE if search.closely else Look.BRIEF)
+        best = _better(step, best, search, Effort.CLOSE if search.closely else Effort.BRIEF)
         close += [step] if step.is_complete else []
         if len(close) == most or (best and not search.closely):
             break
     return best
 
 
-def _better(step: StepSearch, best: StepSearch | None, search: Search, look: Look) -> StepSearch | None:
+def _better(step: StepSearch, best: StepSearch | None, search: Search, effort: Effort) -> StepSearch | None:
     """Search a grouping, and return the faster of the two."""
     incumbent_s = best.makespan_s if best and best is not step else math.inf
-    improve(step, search, incumbent_s, look)
+    improve(step, search, incumbent_s, effort)
     return step if step.is_complete and step.makespan_s < incumbent_s else best
 
 

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
+from varlen.counts import many
 from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError, reading_state
 from varlen.pack.lengths import as_lengths
 from varlen.plan.planner_process import PlannerProcess, Result
@@ -198,16 +199,17 @@ class Planner:
             raise StateError(f"this is no state of a planner of version {VERSION}: {str(state)[:80]}")
         if state.get("belongs_to") != self._belongs_to:
             raise StateError(
-                "the state was saved by a planner with another cost, mesh, method or quick answer; make the planner "
-                "with those, or begin without its state: steps are planned anew then"
+                "the state was saved by a planner with another cost, mesh, method or quick settings; make the "
+                "planner with those, or begin without its state: steps are planned anew then"
             )
         with reading_state("a planner"):
             choices = state["choices"].items()
             replayed = {int(step): (str(how), str(digest)) for step, (how, digest) in choices}
         if wrong := [step for step, (how, _) in replayed.items() if how not in ("planned", "quick")]:
             raise StateError(
-                f"the state says that step {wrong[0]:,} was answered {replayed[wrong[0]][0]!r} ({len(wrong):,} steps "
-                "are so); it was changed. Load it as it was saved"
+                f"the state says that step {wrong[0]:,} was planned {replayed[wrong[0]][0]!r} "
+                f'({many(len(wrong), "step")} with neither "planned" nor "quick"); it was changed. Load it as it was '
+                "saved"
             )
         self._replayed, self._choices = replayed, {}
 
@@ -311,7 +313,7 @@ class Planner:
         """Require that a replayed step has the plan that it had."""
         if step in self._replayed and self._replayed[step][1] != fingerprint:
             raise StateError(
-                f"step {step:,} was run by another plan before than the one that its lengths lead to now; the data "
+                f"step {step:,} was run with another plan than the one that its lengths give now; the data "
                 "or varlen has changed since the state was saved. Go on from a checkpoint without this state"
             )
 

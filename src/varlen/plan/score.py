@@ -37,23 +37,23 @@ def best_plan(
     them must run one order, so only the fixed schedule is tried. Candidates whose work takes longer than the
     best plan are skipped.
     """
-    best, least_s, in_vain = None, math.inf, 0
+    best, least_s, without_gain = None, math.inf, 0
     for number, count in enumerate(counts):
-        if number >= _LEAST_COUNTS and in_vain >= _PATIENCE:
+        if number >= _LEAST_COUNTS and without_gain >= _PATIENCE:
             break
-        in_vain += best is not None
+        without_gain += best is not None
         for candidate in candidates_of(count):
             faster = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
             if faster:
                 best, least_s = faster
-                in_vain = 0
+                without_gain = 0
     if best is None or best.num_merged or mesh.sharding == "parameters":
         return best
     plain = _scheduled(best)
     return plain if score(plain, cost) < score(best, cost) else best
 
 
-def as_run(
+def as_scheduled(
     candidate: Candidate, lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod
 ) -> StepPlan:
     """Return a candidate as a plan with the fixed schedule, whether it fits or not."""

@@ -355,7 +355,7 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
     raise SettingError(
-        f"a {kind.__module__}.{kind.__qualname__} can't be handed to the process that plans; settings are numbers, "
+        f"a {kind.__module__}.{kind.__qualname__} can't be sent to the process that plans; settings are numbers, "
         "words, arrays and dataclasses of varlen"
     )
 

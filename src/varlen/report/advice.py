@@ -58,15 +58,15 @@ def advise(
 ) -> AdviceFigures:
     """Choose a capacity, a method and a policy, and say why."""
     chosen = choose_capacity(capacities)
-    door = WITH_PACK if arguments else WITH_LENGTHS
-    method, of_lengths = choose_method(chosen, door), choose_method(chosen, WITH_LENGTHS)
+    entry_point = WITH_PACK if arguments else WITH_LENGTHS
+    method, of_lengths = choose_method(chosen, entry_point), choose_method(chosen, WITH_LENGTHS)
     overlong: Overlong = "split" if chosen.overlong_documents else "error"
-    packed = chosen.packing(door + method)
+    packed = chosen.packing(entry_point + method)
     random, buckets = (next(way for way in padding if way.name == name) for name in ("random", "buckets"))
     policy = f', overlong="{overlong}"' if overlong != "error" else ""
     why = [
-        _why_capacity(capacities, chosen, distribution, door),
-        _why_method(chosen, door, method),
+        _why_capacity(capacities, chosen, distribution, entry_point),
+        _why_method(chosen, entry_point, method),
         *_why_policy(chosen),
         *([_of_lengths(chosen, of_lengths)] if arguments else []),
         f"Padded, random batches compute {times(random.slots_per_token * packed.fill)} the positions of these packs, "
@@ -122,15 +122,15 @@ def _costs_nothing(smaller: CapacityFigures, default: CapacityFigures) -> bool:
     return smaller.overlong_documents <= default.overlong_documents and slots[0] <= slots[1]
 
 
-def choose_method(capacity: CapacityFigures, door: str) -> Method:
+def choose_method(capacity: CapacityFigures, entry_point: str) -> Method:
     """Return the default method, or one that is clearly better in one way and worse in none."""
-    default = capacity.packing(door + DEFAULTS[door])
-    better = [name for name in CANDIDATES if _is_better(capacity.packing(door + name), default)]
+    default = capacity.packing(entry_point + DEFAULTS[entry_point])
+    better = [name for name in CANDIDATES if _is_better(capacity.packing(entry_point + name), default)]
     if not better:
-        return DEFAULTS[door]
+        return DEFAULTS[entry_point]
 
     def rank(name: Method) -> tuple[int, float]:
-        packing = capacity.packing(door + name)
+        packing = capacity.packing(entry_point + name)
         return round(abs(packing.length_correlation) / ALIKE), waiting(packing)
 
     return min(better, key=rank)
@@ -167,9 +167,9 @@ def _why_capacity(
     capacities: tuple[CapacityFigures, ...],
     chosen: CapacityFigures,
     distribution: DistributionFigures,
-    door: str,
+    entry_point: str,
 ) -> str:
-    """Say why this capacity was chosen, and not the next smaller one."""
+    """Return why this capacity was chosen, and not the next smaller one."""
     cut = _cut(chosen, distribution)
     if not _is_enough(chosen):
         return (
@@ -186,7 +186,7 @@ def _why_capacity(
             f"{share(below.overlong_share)} of the documents, with {share(below.truncation_share)} of the tokens "
             "beyond the cut."
         )
-    here, there = (at.packing(door + DEFAULTS[door]) for at in (chosen, below))
+    here, there = (at.packing(entry_point + DEFAULTS[entry_point]) for at in (chosen, below))
     also = f", and {share(below.overlong_share)} cut" if below.overlong_documents else ""
     return (
         f"At {chosen.capacity:,}, {cut}, and packs are {fill(here.fill)} full; at {below.capacity:,} they would be "
@@ -201,11 +201,14 @@ def _cut(chosen: CapacityFigures, distribution: DistributionFigures) -> str:
     return f"{longer} longer ({share(chosen.overlong_share)})"
 
 
-def _why_method(chosen: CapacityFigures, door: str, method: Method) -> str:
+def _why_method(chosen: CapacityFigures, entry_point: str, method: Method) -> str:
     """Compare the method with the default, or the default with an alternative."""
-    packed, default = chosen.packing(door + method), chosen.packing(door + DEFAULTS[door])
+    packed, default = (
+        chosen.packing(entry_point + method),
+        chosen.packing(entry_point + DEFAULTS[entry_point]),
+    )
     if packed is default:
-        return _why_default(chosen, door)
+        return _why_default(chosen, entry_point)
     return (
         f"{method} is worse in nothing here than {default.method}, the default: {many(packed.packs, 'pack')} against "
         f"{default.packs:,}, likeness of lengths within packs {packed.length_correlation:+.2f} against "
@@ -214,17 +217,17 @@ def _why_method(chosen: CapacityFigures, door: str, method: Method) -> str:
     )
 
 
-def _why_default(chosen: CapacityFigures, door: str) -> str:
+def _why_default(chosen: CapacityFigures, entry_point: str) -> str:
     """Describe the default method of an entry point."""
-    packed = chosen.packing(door + DEFAULTS[door])
-    if door == WITH_PACK:
-        sorted_ = chosen.packing(door + "best_fit_decreasing")
+    packed = chosen.packing(entry_point + DEFAULTS[entry_point])
+    if entry_point == WITH_PACK:
+        sorted_ = chosen.packing(entry_point + "best_fit_decreasing")
         return (
             f"best_fit, the default, takes documents in random order, so that packs stay a random sample of them "
             f"(likeness of lengths within packs {packed.length_correlation:+.2f}; sorted, with best_fit_decreasing, "
             f"{sorted_.length_correlation:+.2f} and {many(sorted_.packs, 'pack')} against {packed.packs:,})."
         )
-    other, shuffled = chosen.packing(door + "best_fit"), _usual(chosen)
+    other, shuffled = chosen.packing(entry_point + "best_fit"), _usual(chosen)
     return (
         f"best_fit_decreasing, the default, takes {many(packed.packs, 'pack')}, of documents alike in length "
         f"(likeness {packed.length_correlation:+.2f}); best_fit takes {other.packs:,}, in the order of the lengths "
@@ -243,7 +246,7 @@ def _of_lengths(chosen: CapacityFigures, method: Method) -> str:
 
 
 def _why_policy(chosen: CapacityFigures) -> list[str]:
-    """Say what splitting saves, if anything is longer than the capacity."""
+    """Return a sentence on what splitting saves; none if no document is longer than the capacity."""
     if not chosen.overlong_documents:
         return []
     return [

@@ -349,9 +349,9 @@ def _inflation(figures: DemoFigures) -> str:
         f"({times(padded.slots_per_token)}) and what attention adds there. Three things differ here. "
         "PyTorch's masked attention: with the mask, the same padded batches take "
         f"{times(masked.cpu_s / padded.cpu_s)} the CPU time. Page faults: "
-        f"{percent(padded.system_s / padded.cpu_s)} of the padded run's CPU time is the kernel handing out "
-        f"memory ({percent(ours.system_s / ours.cpu_s)} when flattened); by user time alone, flattened is "
-        f"{times(padded.user_s / ours.user_s)} as fast as padded without a mask. And in so small a model "
+        f"{percent(padded.system_s / padded.cpu_s)} of the padded run's CPU time is the kernel's "
+        f"allocation of memory ({percent(ours.system_s / ours.cpu_s)} when flattened); by user time alone, flattened "
+        f"is {times(padded.user_s / ours.user_s)} as fast as padded without a mask. And in so small a model "
         "attention, which grows with the square of a row, is more of the work than in a large one."
     )
 

@@ -170,7 +170,7 @@ def _losses(figures: DemoFigures) -> str:
 
 
 def _origin(figures: DemoFigures, method: MethodFigures) -> str:
-    """Say for which seeds a method was trained, and where other seeds' losses come from."""
+    """Return for which seeds a method was trained, and whose losses stand for its other seeds."""
     if method.same_loss_as is not None and None in method.validation_losses:
         twin = figures.method(method.same_loss_as)
         return f"seed {figures.seeds[0]}; further seeds: {twin.title}, same batches"

@@ -53,7 +53,7 @@ FEWEST_PACKS = 8
 LONGEST_EXCERPT = 160
 """Most characters of a text that the picture shows."""
 DRAWN_DOCUMENTS = 8
-"""The pack whose number of documents is nearest to this is drawn."""
+"""Number of documents of the pack that is drawn, as nearly as fill and excerpts allow."""
 
 Excerpts = Mapping[int, str] | Iterable[tuple[int, str]]
 OnProgress = Callable[[int, int, str], None]
@@ -216,14 +216,15 @@ def _printable(text: str) -> str:
 
 
 def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) -> PackPicture:
-    """Choose the pack whose number of documents is nearest to `DRAWN_DOCUMENTS`, with excerpts of texts."""
-    by_door = by_pack if advice.packing.startswith(WITH_PACK) else by_lengths
-    packing = by_door(sample.given, advice.capacity, advice.method)
+    """Choose the best pack to draw: about `DRAWN_DOCUMENTS` documents, full, and with excerpts of most."""
+    measure = by_pack if advice.packing.startswith(WITH_PACK) else by_lengths
+    packing = measure(sample.given, advice.capacity, advice.method)
     numbers = packing.document_ids
     assert numbers is not None
     documents_in = np.diff(packing.offsets)
     longest = np.maximum.reduceat(packing.lengths, packing.offsets[:-1]) / advice.capacity
-    # Padded, the documents of a pack take `documents · longest²` squares of the pack's; more than one is no picture.
+    # Padded, each document is drawn as a square of the longest one's width: `documents · longest²` times the
+    # pack's square. A pack is penalized for what exceeds 1.
     off = np.abs(np.log2(documents_in / DRAWN_DOCUMENTS)) + np.log2(np.maximum(documents_in * longest**2, 1))
     off += np.where(documents_in == 1, 10.0, 8.0 * (1 - _sums(packing.lengths, packing) / advice.capacity))
     if excerpts:
@@ -258,17 +259,19 @@ def measure_padding(
     """
     order = np.random.default_rng(seed).permutation(lengths.size)
     rising = np.sort(lengths)
-    found = list(_three(lengths[order], rising, batch_documents, None))
+    found = list(_paddings(lengths[order], rising, batch_documents, None))
     if cut_at is not None and rising[-1] > cut_at:
         most = np.int32(cut_at)
-        found += _three(np.minimum(lengths[order], most), np.minimum(rising, most), batch_documents, cut_at)
+        found += _paddings(
+            np.minimum(lengths[order], most), np.minimum(rising, most), batch_documents, cut_at
+        )
     return tuple(found)
 
 
-def _three(
+def _paddings(
     mixed: Int32Array, rising: Int32Array, batch_documents: int, cut_at: int | None
 ) -> tuple[PaddingFigures, ...]:
-    """Pad documents in random order, and sorted by length."""
+    """Pad random batches, batches sorted by length, and every document to the longest."""
     tokens, longest = int(rising.sum(dtype=np.int64)), int(rising[-1])
     end, tail = ("", "") if cut_at is None else ("_cut", f", cut at {cut_at:,}")
     ways = (
@@ -336,15 +339,15 @@ def reading(inspection: Inspection) -> str:
         else ""
     )
     return (
-        f"{measured}varlen pack and the loader are measured in their own random order, by their own windows; the "
-        f"loader with steps of {STEP_PACKS} packs, streaming on at most {MOST_STREAMED:,} documents or about "
-        f"{MOST_STREAMED_PACKS:,} packs (≈: what all documents would take at that fill), files cut as if tokens had "
-        "equal sizes, and masked packs at the end not counted; vl.pack in the order of the data. Ours split what is "
-        "longer than a pack. Work: that of the heaviest pack over the mean, so how long the others wait for it; "
-        "attention: the same for attention alone, which grows with the square of a document's length. Likeness: of "
-        "the lengths within a pack, 0 where packs are random samples, 1 where each holds documents of one length, as "
-        "sorting makes them. Rows of peers are computed with varlen's packer, which does what the row says; their "
-        "own code was not run."
+        f"{measured}varlen pack and the loader are measured in their own random order and windows. The loader's "
+        f"steps have {STEP_PACKS} packs; streaming is measured on at most {MOST_STREAMED:,} documents or about "
+        f"{MOST_STREAMED_PACKS:,} packs (≈ marks the estimate for all documents at that fill), with files cut as if "
+        "all tokens had the same size; masked packs at the end aren't counted. vl.pack takes documents in the order "
+        "of the data. Rows of varlen split documents that are longer than a pack. Work is that of the heaviest pack "
+        "over the mean: how much longer the others wait for it. Attention is the same for attention alone, which "
+        "grows with the square of a document's length. Likeness is the correlation of lengths within packs: 0 where "
+        "packs are random, 1 where each holds documents of one length, as after sorting. Rows of peers are computed "
+        "with varlen's packer, set to do what the row says; their own code was not run."
     )
 
 
@@ -407,7 +410,9 @@ def _fill(inspection: Inspection) -> Table:
     table = _plain(*(f"{at.capacity:,}" for at in inspection.capacities))
     for row in inspection.capacities[0].packings:
         found = [at.packing(row.name) for at in inspection.capacities]
-        table.add_row(row.title, *(full(packing) for packing in found), style=_style(row, inspection))
+        table.add_row(
+            row.title, *(full(packing) for packing in found), style=_style_of(row, inspection.advice.packing)
+        )
     return table
 
 
@@ -417,7 +422,7 @@ def full(packing: PackFigures) -> str:
 
 
 def packs_of(row: PackFigures, at: CapacityFigures) -> str:
-    """Write how many packs there are: of a loader that was measured on fewer documents, as many as all would take.
+    """Write the number of packs; of a loader measured on fewer documents, the estimate for all, with ≈.
 
     Peers' windows are a sample of their own, and stay as they were counted.
     """
@@ -425,10 +430,6 @@ def packs_of(row: PackFigures, at: CapacityFigures) -> str:
     if row.kind != "loader" or row.documents >= usual.documents or not row.fill:
         return f"{row.packs:,}"
     return f"≈{round(usual.tokens / (row.fill * at.capacity)):,}"
-
-
-def _style(row: PackFigures, inspection: Inspection) -> str:
-    return _style_of(row, inspection.advice.packing)
 
 
 def _style_of(row: PackFigures, advised: str) -> str:

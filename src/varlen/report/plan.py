@@ -347,13 +347,13 @@ def headline(comparison: PlanComparison) -> str:
 
 
 def _beside(best: MethodFigures, other: MethodFigures) -> str:
-    """Say how much faster one method is than another."""
+    """Return how many times as fast as another method the best one is."""
     faster = other.step_s / best.step_s
     return f"{times(faster)} as fast as {other.title}" if faster >= 1.02 else f"no faster than {other.title}"
 
 
 def setting(comparison: PlanComparison) -> str:
-    """Say which job was planned."""
+    """Return a line on the planned job: model, GPUs, mesh, step, documents and tokens."""
     gpus = many(comparison.mesh.num_gpus, "GPU")
     return (
         f"{comparison.model} on {gpus} of {comparison.hardware} ({mesh_words(comparison.mesh)}): "
@@ -363,7 +363,7 @@ def setting(comparison: PlanComparison) -> str:
 
 
 def truncation(comparison: PlanComparison) -> str:
-    """Say what truncation lost, or ""."""
+    """Return how many documents were truncated and the share of tokens lost; "" if none were."""
     if not comparison.truncated_documents:
         return ""
     verb = "was" if comparison.truncated_documents == 1 else "were"
@@ -374,7 +374,7 @@ def truncation(comparison: PlanComparison) -> str:
 
 
 def stretched(model: ModelShape, longest: int) -> str:
-    """Say that documents exceed the positions of the model's published checkpoint, or "".
+    """Return a caveat if documents exceed the positions of the model's published checkpoint; else "".
 
     Named shapes don't limit positions, since long-context training first extends those of a checkpoint; users should
     know that this step needs it. A model with a limit has refused longer documents.

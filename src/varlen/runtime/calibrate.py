@@ -1,4 +1,4 @@
-"""`calibrate`: what this machine's own kernels take for a model's slices, as the `Hardware` that planners look up.
+"""`calibrate`: measures this machine's kernels on a model's slices, as `Hardware` for planners.
 
 Attention is measured over query rows and key lengths, layers without their attention over rows, both passes apart,
 on the functions that run steps. Some shapes are held out: they show how well the tables predict what wasn't measured.
@@ -103,7 +103,12 @@ def calibrate(
     """Measure this machine's kernels at a model's widths.
 
     Args:
-        dtype: of weights and activations; bfloat16 on CUDA, float32 on CPU.
+        device: None: CUDA where there is a GPU, else the CPU.
+        dtype: of weights and activations; None: bfloat16 on CUDA, float32 on the CPU.
+        budget_s: seconds that the calibration may take.
+        progress: called with the share of the budget that is used.
+        on_least: called with the least seconds of a calibration, if `budget_s` is less.
+        machine: runs and times the shapes; None: this machine.
     """
     if not 0 < budget_s < float("inf"):
         raise SettingError(f"budget_s={budget_s!r}; it must be above 0 seconds")
@@ -431,13 +436,13 @@ class Choice:
 
     def predicted(self, case: Case) -> float:
         """Return the seconds that a run of a shape may take, by the largest of its kind that has run."""
-        kin = [one for one in self.seconds if one.kind == case.kind]
-        largest = max(kin, key=lambda one: one.work)
+        same_kind = [case_ for case_ in self.seconds if case_.kind == case.kind]
+        largest = max(same_kind, key=lambda case_: case_.work)
         by_work = self.seconds[largest] * case.work / largest.work
-        return MARGIN * max(by_work, min(self.seconds[one] for one in kin))
+        return MARGIN * max(by_work, min(self.seconds[case_] for case_ in same_kind))
 
     def fits(self, known: Iterable[Case], held: Iterable[Case]) -> bool:
-        """Say whether shapes can be added, and all run a few times, before the deadline."""
+        """Return whether shapes can be added, and all run `num_again` times, before the deadline."""
         more = {case: self.predicted(case) for case in {*known, *held} - set(self.seconds)}
         tried = sum(taken * (1 if taken >= SHORT_S else 2) for taken in more.values())
         rounds = self.num_again * (self.once_s + sum(more.values()))
@@ -509,7 +514,7 @@ def attention_levels() -> list[Level]:
 
 
 def cells_of(keys: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return rows and keys of a whole grid: the last rows of a document, whole ones, several whole ones."""
+    """Return rows and keys of a grid: the last rows of a document, a whole document, or several."""
     most = keys[-1] / 2
     last = [(r, k) for r, k in product(QUERY_ROWS, keys) if r <= min(k, most)]
     return last + [(count * k, k) for count, k in product(DOCUMENTS, keys[::2]) if count * k <= most]
@@ -534,7 +539,7 @@ def layer_levels() -> list[Level]:
 # Probes: one kernel's worth of work each, forward and backward, timed side by side in rounds.
 #
 # Whatever else runs on a machine slows a probe down for a while and never speeds it up. Probes therefore take turns,
-# and `Timings.seconds` is the lower quartile over the rounds.
+# and `quiet` returns the lower quartile over the rounds.
 
 QUIET = 0.25  # quantile of a probe's rounds that is reported
 ProbeKind = Literal["attention", "layer"]
@@ -555,7 +560,7 @@ class Probe:
 
 
 def quiet(rounds: npt.NDArray[np.float64]) -> FloatArray:
-    """Return the lower quartile over the first axis, a time that was taken: what the work takes undisturbed."""
+    """Return each probe's lower quartile over the rounds, one of its measured times, to exclude noise."""
     return np.quantile(rounds, QUIET, axis=0, method="lower")
 
 
@@ -635,8 +640,9 @@ def attention_probe(
 def parts_of(model: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderParts:
     """Return one layer of a model's widths with random weights, its attention taken out.
 
-    A Llama layer stands for every family: experts by the inner width that a token passes, latent attention by heads
-    of its width. Gradients are there already, so that backward passes add to them as they do in a step.
+    A Llama layer stands for every family. The width of its feed-forward part is that of a token's active experts, and
+    latent attention has as many heads of the same width. Gradients exist already, so that backward passes add to them
+    as they do in a step.
     """
     config = LlamaConfig(
         hidden_size=model.hidden,

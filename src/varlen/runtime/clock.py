@@ -22,7 +22,7 @@ _IN_HOST_MEMORY: ContextVar[bool] = ContextVar("_IN_HOST_MEMORY", default=False)
 
 @contextlib.contextmanager
 def in_host_memory() -> Iterator[None]:
-    """Say that what is allocated meanwhile stands in host memory, also where the device is the CPU itself."""
+    """Count allocations within this context as host memory, even where the device is the CPU itself."""
     before = _IN_HOST_MEMORY.set(True)
     try:
         yield

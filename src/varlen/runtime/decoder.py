@@ -333,13 +333,13 @@ def family_of(model: Any) -> tuple[str, Sliced]:
     family = FAMILIES.get(name, UNKNOWN)
     if family.is_recurrent:
         raise ModelError(
-            f"slices don't run {name} models: some of their layers hand a state on from token to token, and a slice "
+            f"slices don't run {name} models: some of their layers carry a state from token to token, and a slice "
             'keeps keys and values alone; train them unsliced, or cut their documents with overlong="split"'
         )
     if family.has_own_attention:
         raise ModelError(
-            f"slices don't run {name} models: their attention computes its own scores, or their layers don't hand it "
-            "what they are told, so no function of transformers' registry can take its place; train them unsliced"
+            f"slices don't run {name} models: their attention computes its own scores, or their layers don't pass "
+            "their arguments to it, so no function of transformers' registry can take its place; train them unsliced"
         )
     raise ModelError(
         f"slices don't run {name} models, which aren't known to mix tokens in their attention alone; they run "

@@ -221,7 +221,7 @@ class SliceEngine:
         """Run this process's part of a step; a fault here ends the step on all ranks."""
         prepared: StepInputs | VarlenError
         try:
-            prepared = self._prepared(batch, plan, mesh_rank.seat.mesh, mesh_rank.seat.dp_rank)
+            prepared = self._prepared(batch, plan, mesh_rank.coordinate.mesh, mesh_rank.coordinate.dp_rank)
         except VarlenError as error:
             prepared = error
         before = _attention(self.model)

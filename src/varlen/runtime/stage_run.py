@@ -19,18 +19,18 @@ from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, MicroPacks, Slice
 from varlen.types import FloatArray, Int32Array
 
 
-class Wires(Protocol):
-    """How what chunks of layers give reaches the next ones. Messages are named by pass, MicroPack and receiver."""
+class Transport(Protocol):
+    """Sends a chunk of layers' output to the next chunk. Messages are keyed by pass, MicroPack and receiver."""
 
-    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+    def send(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
         """Send the rows of a MicroPack, without waiting for the receiver.
 
         Args:
             rows: `[1, rows, hidden]`: what layers made, or its gradient.
         """
 
-    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
-        """Return the rows of a MicroPack, `[1, rows, hidden]`, once they are there."""
+    def receive(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+        """Return the rows of a MicroPack, `[1, rows, hidden]`, once they have arrived."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class StageRunner:
         rank: int,
         stage: int,
         chunks: Sequence[ChunkStep],
-        wires: Wires,
+        transport: Transport,
         *,
         clock: Clock,
         meter: BytesMeter | None = None,
@@ -74,7 +74,7 @@ class StageRunner:
         self._codes: list[int] = plan.tasks[first:last].tolist()
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
-        self._chunks, self._wires, self._clock, self._meter = chunks, wires, clock, meter
+        self._chunks, self._transport, self._clock, self._meter = chunks, transport, clock, meter
         self._rank, self._unit, self._is_single_gpu = rank, unit, plan.mesh.num_gpus == 1
         self._live_at_first = meter.live if meter is not None else 0
         self._done = np.zeros(KINDS * len(chunks), np.int32)
@@ -149,15 +149,15 @@ class StageRunner:
             step.weight(key)
             return
         needed = self.needs()
-        given = None if needed is None else self._wires.take(*needed)
+        given = None if needed is None else self._transport.receive(*needed)
         if kind == FORWARD:
             rows = step.forward(key, given)
             if chunk < self._last:
-                self._wires.give(kind, micropack, chunk + 1, rows)
+                self._transport.send(kind, micropack, chunk + 1, rows)
         else:
             gradient = step.backward(key, given)
             if gradient is not None:
-                self._wires.give(kind, micropack, chunk - 1, gradient)
+                self._transport.send(kind, micropack, chunk - 1, gradient)
 
     def task_run(self) -> TaskRun:
         """Return what the tasks took; on CUDA, waits for the last."""

@@ -38,18 +38,18 @@ class StepRun:
     """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
 
 
-class LocalWires:
-    """Between the stages of one process: what was given lies here until it is taken."""
+class LocalTransport:
+    """Between the stages of one process: keeps what was sent until it is received."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
-        """Keep rows, as `Wires.give`."""
+    def send(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+        """Keep rows, as `Transport.send`."""
         self._waiting[kind, micropack, chunk] = rows
 
-    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
-        """Return rows, as `Wires.take`."""
+    def receive(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+        """Return rows, as `Transport.receive`."""
         return self._waiting.pop((kind, micropack, chunk))
 
     def has(self, message: tuple[int, int, int] | None) -> bool:
@@ -97,16 +97,22 @@ def run_stages(
     layers = layers_of(model, mesh)
     settings: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
     chunks = [chunk_steps(parts, layers, data, plan, **settings) for _ in range(mesh.dp)]
-    wires = [LocalWires() for _ in range(mesh.dp)]
+    transports = [LocalTransport() for _ in range(mesh.dp)]
     runners = [
         StageRunner(
-            plan, rank, stage, chunks[rank][stage :: mesh.pp], wires[rank], clock=Clock(device), meter=meter
+            plan,
+            rank,
+            stage,
+            chunks[rank][stage :: mesh.pp],
+            transports[rank],
+            clock=Clock(device),
+            meter=meter,
         )
         for rank in range(mesh.dp)
         for stage in range(mesh.pp)
     ]
     with whole_or_none(model.parameters()):
-        take_turns(runners, [wires[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
+        take_turns(runners, [transports[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
     losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
     return StepRun(
         loss=float(torch.stack(losses).sum()),
@@ -139,11 +145,11 @@ def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         raise
 
 
-def take_turns(runners: Sequence[StageRunner], wires: Sequence[LocalWires]) -> None:
+def take_turns(runners: Sequence[StageRunner], transports: Sequence[LocalTransport]) -> None:
     """Run the tasks of stages, each as far as messages let it, until all are done."""
     while any(runner.next_task for runner in runners):
         has_run = False
-        for runner, local in zip(runners, wires):
+        for runner, local in zip(runners, transports):
             while runner.next_task and local.has(runner.needs()):
                 runner.run_next()
                 has_run = True
@@ -179,12 +185,12 @@ def check_order(plan: StepPlan, rank: int) -> None:
 
     Cost: some 5 microseconds a task.
     """
-    pp, wires = plan.mesh.pp, LocalWires()
+    pp, transport = plan.mesh.pp, LocalTransport()
     chunks = [_Unrun()] * plan.mesh.virtual_stages
     runners = [
-        StageRunner(plan, rank, stage, chunks, wires, clock=Clock(_NOTHING.device)) for stage in range(pp)
+        StageRunner(plan, rank, stage, chunks, transport, clock=Clock(_NOTHING.device)) for stage in range(pp)
     ]
-    take_turns(runners, [wires] * pp)
+    take_turns(runners, [transport] * pp)
 
 
 def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | None) -> StepData:

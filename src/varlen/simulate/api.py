@@ -107,8 +107,8 @@ def run_plan(
     return Timeline(
         plan=plan,
         kinds=graph.kinds,
-        ranks=graph.seats // mesh.pp,
-        stages=graph.seats % mesh.pp,
+        ranks=graph.stage_ids // mesh.pp,
+        stages=graph.stage_ids % mesh.pp,
         chunks=graph.chunks,
         micropacks=graph.micropacks,
         backward_of=graph.backward_of,
@@ -124,25 +124,25 @@ def run_plan(
     )
 
 
-def _factors(slowdown: npt.ArrayLike | None, num_seats: int) -> FloatArray:
+def _factors(slowdown: npt.ArrayLike | None, num_stage_ids: int) -> FloatArray:
     """Return validated slowdowns, float64 `[dp * pp]`."""
     if slowdown is None:
-        return np.ones(num_seats)
+        return np.ones(num_stage_ids)
     try:
         factors = np.asarray(slowdown, np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
         raise SettingError(f"slowdown is no array of numbers: {error}; give dp * pp factors") from None
     wrong = ~(np.isfinite(factors) & (factors >= 0))
-    if len(factors) != num_seats:
+    if len(factors) != num_stage_ids:
         raise SettingError(
-            f"slowdown has {len(factors):,} factors; the mesh has {num_seats:,} stages of data-parallel ranks, "
+            f"slowdown has {len(factors):,} factors; the mesh has {num_stage_ids:,} stages of data-parallel ranks, "
             "dp * pp, and needs a factor for each"
         )
     if wrong.any():
         first = int(wrong.argmax())
         raise SettingError(
             f"slowdown {factors[first]} of stage {first} is negative or not finite ({int(wrong.sum()):,} of "
-            f"{num_seats:,} are); 1 is as fast as the cost model says, 2 takes twice as long"
+            f"{num_stage_ids:,} are); 1 is as fast as the cost model says, 2 takes twice as long"
         )
     return factors
 
@@ -286,9 +286,10 @@ def explain(plan: StepPlan, graph: Graph, stops: FloatArray) -> str:
         task = path[-1]
         waited, together = _waited_for(task, graph, missing, stream_of, firsts)
         first = int(firsts[stream_of[waited]])
-        words = f"{_seat_of(plan, graph, task)} waits in {_task(plan, graph, task)} for {_task(plan, graph, waited)}"
-        if graph.seats[waited] != graph.seats[task]:
-            words += f" on {_seat_of(plan, graph, waited)}"
+        here, there = _task(plan, graph, task), _task(plan, graph, waited)
+        words = f"{_stage_words(plan, graph, task)} waits in {here} for {there}"
+        if graph.stage_ids[waited] != graph.stage_ids[task]:
+            words += f" on {_stage_words(plan, graph, waited)}"
         words += ", which is to start together with it" if together else ""
         if first != waited:
             words += f"{' and' if together else ', which'} comes there after {_task(plan, graph, first)}"
@@ -319,9 +320,9 @@ def _waited_for(
     raise AssertionError("a task that waits for nothing has run")
 
 
-def _seat_of(plan: StepPlan, graph: Graph, task: int) -> str:
-    seat = int(graph.seats[task])
-    return f"stage {seat % plan.mesh.pp} of rank {seat // plan.mesh.pp}"
+def _stage_words(plan: StepPlan, graph: Graph, task: int) -> str:
+    stage_id = int(graph.stage_ids[task])
+    return f"stage {stage_id % plan.mesh.pp} of rank {stage_id // plan.mesh.pp}"
 
 
 def _task(plan: StepPlan, graph: Graph, task: int) -> str:
@@ -329,6 +330,6 @@ def _task(plan: StepPlan, graph: Graph, task: int) -> str:
     if kind == GRADIENT_SYNC:
         return KIND_NAMES[kind]
     micropacks = plan.backward if graph.backward_of[task] else plan.forward
-    number = graph.micropacks[task] - micropacks.rank_offsets[graph.seats[task] // plan.mesh.pp]
+    number = graph.micropacks[task] - micropacks.rank_offsets[graph.stage_ids[task] // plan.mesh.pp]
     chunk = f" (chunk {graph.chunks[task]})" if plan.mesh.virtual_stages > 1 else ""
     return f"{KIND_NAMES[kind]} of MicroPack {number}{chunk}"

@@ -46,7 +46,7 @@ class Graph:
     """Upper bound of group numbers."""
     kinds: npt.NDArray[np.uint8]
     """uint8 `[num_tasks]`."""
-    seats: Int32Array
+    stage_ids: Int32Array
     """int32 `[num_tasks]`: `rank * pp + stage`."""
     chunks: Int32Array
     """int32 `[num_tasks]`; -1 for the gradient sync."""
@@ -61,10 +61,10 @@ class _Draft:
 
     def __init__(self, computes: Computes) -> None:
         count = len(computes.kinds)
-        self.tasks = np.stack((computes.seats, computes.chunks, computes.micropacks, computes.kinds))
-        """int64 `[4, tasks so far]`: seat, chunk, MicroPack, and the kind of the compute task."""
+        self.tasks = np.stack((computes.stage_ids, computes.chunks, computes.micropacks, computes.kinds))
+        """int64 `[4, tasks so far]`: stage id, chunk, MicroPack, and the kind of the compute task."""
         self.kinds = computes.kinds
-        self.streams = computes.seats
+        self.streams = computes.stage_ids
         """int64 `[tasks so far]`: the stream of each."""
         self.turns = 4 * np.arange(count) + 4
         """int64 `[tasks so far]`: position in the stream, rising."""
@@ -97,15 +97,15 @@ def build_graph(
     `slowdown` has a factor for the seconds of each stage, `[dp * pp]`. It takes about a microsecond a task.
     """
     mesh = plan.mesh
-    num_seats = mesh.dp * mesh.pp
+    num_stage_ids = mesh.dp * mesh.pp
     computes = computes_of(plan)
     draft = _Draft(computes)
-    send_of = _add_sends(draft, computes, mesh.pp, mesh.num_chunks, num_seats, overlap, contention)
+    send_of = _add_sends(draft, computes, mesh.pp, mesh.num_chunks, num_stage_ids, overlap, contention)
     _tie_computes(draft, computes, plan, send_of)
     if durations.gather.any():
-        _add_gathers(draft, computes, num_seats, overlap)
+        _add_gathers(draft, computes, num_stage_ids, overlap)
     if durations.sync.any():
-        _add_syncs(draft, computes, num_seats, overlap)
+        _add_syncs(draft, computes, num_stage_ids, overlap)
     return _sorted(draft, plan, durations, slowdown, overlap)
 
 
@@ -114,7 +114,7 @@ def _add_sends(
     computes: Computes,
     pp: int,
     num_chunks: int,
-    num_seats: int,
+    num_stage_ids: int,
     overlap: bool,
     contention: bool,
 ) -> IntArray:
@@ -124,11 +124,11 @@ def _add_sends(
     senders = np.flatnonzero(onward | back)
     is_back = back[senders]
     if not overlap:
-        streams = computes.seats[senders]
+        streams = computes.stage_ids[senders]
     elif contention:  # each of two stages has only one link
-        streams = num_seats + 2 * computes.seats[senders] + (is_back if pp > 2 else 0)
+        streams = num_stage_ids + 2 * computes.stage_ids[senders] + (is_back if pp > 2 else 0)
     else:
-        streams = 5 * num_seats + np.arange(len(senders))
+        streams = 5 * num_stage_ids + np.arange(len(senders))
     kinds = np.where(is_back, SEND_BACKWARD, SEND_FORWARD)
     sends = draft.add(kinds, draft.tasks[:, senders], streams, 4 * senders + 5)
     draft.afters[sends] = senders
@@ -152,22 +152,22 @@ def _tie_computes(draft: _Draft, computes: Computes, plan: StepPlan, send_of: In
         draft.afters[weights] = backwards
 
 
-def _add_gathers(draft: _Draft, computes: Computes, num_seats: int, overlap: bool) -> None:
+def _add_gathers(draft: _Draft, computes: Computes, num_stage_ids: int, overlap: bool) -> None:
     """Add the gather of parameters or scatter of gradients of each task, parallel to it or before it."""
-    takers = np.arange(len(computes.kinds))
-    streams = 3 * num_seats + computes.seats if overlap else computes.seats
-    gathers = draft.add(GATHER, draft.tasks[:, takers], streams, 4 * takers + 3)
-    draft.afters[gathers] = draft.afters[takers]  # gathering begins when the task's input is available
+    consumers = np.arange(len(computes.kinds))
+    streams = 3 * num_stage_ids + computes.stage_ids if overlap else computes.stage_ids
+    gathers = draft.add(GATHER, draft.tasks[:, consumers], streams, 4 * consumers + 3)
+    draft.afters[gathers] = draft.afters[consumers]  # gathering begins when the task's input is available
 
 
-def _add_syncs(draft: _Draft, computes: Computes, num_seats: int, overlap: bool) -> None:
+def _add_syncs(draft: _Draft, computes: Computes, num_stage_ids: int, overlap: bool) -> None:
     """Add the gradient sync of each stage after its last task."""
-    seats, nothing = np.arange(num_seats), np.full(num_seats, -1)
-    tasks = np.stack((seats, nothing, nothing, np.zeros(num_seats, np.int64)))
-    streams = 4 * num_seats + seats if overlap else seats
+    stage_ids, nothing = np.arange(num_stage_ids), np.full(num_stage_ids, -1)
+    tasks = np.stack((stage_ids, nothing, nothing, np.zeros(num_stage_ids, np.int64)))
+    streams = 4 * num_stage_ids + stage_ids if overlap else stage_ids
     syncs = draft.add(GRADIENT_SYNC, tasks, streams, 4 * len(computes.kinds) + 4)
-    ends = np.searchsorted(computes.seats, seats, "right")
-    some = ends > np.searchsorted(computes.seats, seats)
+    ends = np.searchsorted(computes.stage_ids, stage_ids, "right")
+    some = ends > np.searchsorted(computes.stage_ids, stage_ids)
     draft.afters[syncs[some]] = ends[some] - 1
 
 
@@ -175,17 +175,17 @@ def _sorted(
     draft: _Draft, plan: StepPlan, durations: Durations, slowdown: FloatArray, overlap: bool
 ) -> Graph:
     """Sort tasks by stream and position, and add durations and groups."""
-    num_seats = plan.mesh.dp * plan.mesh.pp
+    num_stage_ids = plan.mesh.dp * plan.mesh.pp
     order = np.argsort(draft.streams * (draft.turns.max(initial=0) + 1) + draft.turns, kind="stable")
     number_of = np.full(len(order) + 1, -1, np.int32)  # the last entry maps -1 (none) to -1
     number_of[order] = np.arange(len(order))
     kinds, streams, tasks = draft.kinds[order], draft.streams[order], draft.tasks[:, order]
-    compute_offsets = np.searchsorted(streams, np.arange(num_seats))
-    others = int(np.searchsorted(streams, num_seats))
+    compute_offsets = np.searchsorted(streams, np.arange(num_stage_ids))
+    others = int(np.searchsorted(streams, num_stage_ids))
     begins = np.flatnonzero(np.diff(streams[others:], prepend=-1)) + others
     lengths, lags = _seconds(kinds, tasks, plan, durations, slowdown)
     groups, num_groups = _groups(kinds, tasks, plan, overlap)
-    seats, chunks, micropacks, passes = tasks.astype(np.int32)
+    stage_ids, chunks, micropacks, passes = tasks.astype(np.int32)
     return Graph(
         stream_offsets=np.concatenate((compute_offsets, begins, [len(order)])).astype(np.int32),
         afters=number_of[draft.afters[order], np.newaxis],
@@ -194,7 +194,7 @@ def _sorted(
         groups=groups,
         num_groups=num_groups,
         kinds=kinds.astype(np.uint8),
-        seats=seats,
+        stage_ids=stage_ids,
         chunks=chunks,
         micropacks=micropacks,
         backward_of=passes != FORWARD,
@@ -205,7 +205,7 @@ def _seconds(
     kinds: IntArray, tasks: IntArray, plan: StepPlan, durations: Durations, slowdown: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Return the duration and the lag of each task."""
-    seats, chunks, micropacks, passes = tasks
+    stage_ids, chunks, micropacks, passes = tasks
     lengths, lags = np.zeros(len(kinds)), np.zeros(len(kinds))
     for kind, table in (
         (FORWARD, durations.forward),
@@ -213,7 +213,7 @@ def _seconds(
         (WEIGHT, durations.weight),
     ):
         some = kinds == kind
-        lengths[some] = table[chunks[some], micropacks[some]] * slowdown[seats[some]]
+        lengths[some] = table[chunks[some], micropacks[some]] * slowdown[stage_ids[some]]
     for kind, seconds, rows in (
         (SEND_FORWARD, durations.send_forward, durations.forward_rows),
         (SEND_BACKWARD, durations.send_backward, durations.backward_rows),
@@ -225,14 +225,14 @@ def _seconds(
     gathers = gathers_s(durations.gather, splits=plan.splits_backward)
     lengths[some] = gathers[passes[some], chunks[some]]
     some = kinds == GRADIENT_SYNC
-    lengths[some] = durations.sync[seats[some] % plan.mesh.pp]
+    lengths[some] = durations.sync[stage_ids[some] % plan.mesh.pp]
     return lengths, lags
 
 
 def _groups(kinds: IntArray, tasks: IntArray, plan: StepPlan, overlap: bool) -> tuple[Int32Array, int]:
     """Return the group of each task, and the upper bound of group numbers."""
     mesh = plan.mesh
-    seats, chunks, micropacks, passes = tasks
+    stage_ids, chunks, micropacks, passes = tasks
     steps = lock_steps(plan)
     groups, count = np.full(len(kinds), -1, np.int64), mesh.num_chunks * steps.num_groups
     # Weight gradients wait for other ranks only if they are scattered.
@@ -245,7 +245,7 @@ def _groups(kinds: IntArray, tasks: IntArray, plan: StepPlan, overlap: bool) -> 
         slots = kind + KINDS * ((kinds[some] == GATHER) & (not overlap))
         groups[some] = np.where(step >= 0, slots * count + chunks[some] * steps.num_groups + step, -1)
     some = kinds == GRADIENT_SYNC
-    groups[some] = 2 * KINDS * count + seats[some] % mesh.pp
+    groups[some] = 2 * KINDS * count + stage_ids[some] % mesh.pp
     return groups.astype(np.int32), 2 * KINDS * count + mesh.pp
 
 
@@ -253,7 +253,7 @@ class Computes(NamedTuple):
     """The decoded tasks of `plan.tasks`; int64 `[num_tasks]` each."""
 
     kinds: IntArray
-    seats: IntArray
+    stage_ids: IntArray
     """`rank * pp + stage`."""
     chunks: IntArray
     micropacks: IntArray
@@ -270,12 +270,12 @@ class Computes(NamedTuple):
 def computes_of(plan: StepPlan) -> Computes:
     """Decode the tasks of a plan."""
     mesh = plan.mesh
-    num_seats, num_codes = mesh.dp * mesh.pp, KINDS * mesh.virtual_stages
-    seats = np.repeat(np.arange(num_seats), np.diff(plan.task_offsets))
-    if len(plan.task_offsets) != num_seats + 1 or len(seats) != len(plan.tasks):
+    num_stage_ids, num_codes = mesh.dp * mesh.pp, KINDS * mesh.virtual_stages
+    stage_ids = np.repeat(np.arange(num_stage_ids), np.diff(plan.task_offsets))
+    if len(plan.task_offsets) != num_stage_ids + 1 or len(stage_ids) != len(plan.tasks):
         raise PlanError(
-            f"the plan's task offsets hold {len(plan.task_offsets) - 1:,} stages and {len(seats):,} tasks; the mesh "
-            f"has {mesh.dp} x {mesh.pp} stages, the plan {len(plan.tasks):,} tasks"
+            f"the plan's task offsets hold {len(plan.task_offsets) - 1:,} stages and {len(stage_ids):,} tasks; the "
+            f"mesh has {mesh.dp} x {mesh.pp} stages, the plan {len(plan.tasks):,} tasks"
         )
     codes = plan.tasks.astype(np.int64)
     if codes.max(initial=0) >= num_codes:
@@ -283,19 +283,19 @@ def computes_of(plan: StepPlan) -> Computes:
             f"task code {codes.max()} stands for no task: {mesh.virtual_stages} chunks a stage have the codes 0 to "
             f"{num_codes - 1}, 3 * chunk on the stage + kind"
         )
-    slots = seats * num_codes + codes
-    counts = np.bincount(slots, minlength=num_seats * num_codes)
-    _check_counts(plan, counts.reshape(num_seats, num_codes))
+    slots = stage_ids * num_codes + codes
+    counts = np.bincount(slots, minlength=num_stage_ids * num_codes)
+    _check_counts(plan, counts.reshape(num_stage_ids, num_codes))
     # With a small dtype, this is a radix sort.
-    order = np.argsort(slots.astype(np.min_scalar_type(num_seats * num_codes)), kind="stable")
+    order = np.argsort(slots.astype(np.min_scalar_type(num_stage_ids * num_codes)), kind="stable")
     turns = np.empty(len(codes), np.int64)
     turns[order] = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
-    kinds, ranks = codes % KINDS, seats // mesh.pp
+    kinds, ranks = codes % KINDS, stage_ids // mesh.pp
     firsts = np.stack((plan.forward.rank_offsets[:-1], plan.backward.rank_offsets[:-1]))
     return Computes(
         kinds=kinds,
-        seats=seats,
-        chunks=codes // KINDS * mesh.pp + seats % mesh.pp,
+        stage_ids=stage_ids,
+        chunks=codes // KINDS * mesh.pp + stage_ids % mesh.pp,
         micropacks=firsts[np.minimum(kinds, BACKWARD), ranks] + turns,
     )
 
@@ -309,10 +309,10 @@ def _check_counts(plan: StepPlan, counts: IntArray) -> None:
     wanted[:, WEIGHT] = plan.backward.counts * plan.splits_backward
     wrong = counts != np.tile(np.repeat(wanted, mesh.pp, axis=0), mesh.virtual_stages)
     if wrong.any():
-        seat, code = (int(index) for index in np.unravel_index(wrong.argmax(), wrong.shape))
-        kind, rank, stage = code % KINDS, seat // mesh.pp, seat % mesh.pp
+        stage_id, code = (int(index) for index in np.unravel_index(wrong.argmax(), wrong.shape))
+        kind, rank, stage = code % KINDS, stage_id // mesh.pp, stage_id % mesh.pp
         raise PlanError(
-            f"stage {stage} of rank {rank} runs {counts[seat, code]:,} tasks of {KIND_NAMES[kind]} in its chunk "
+            f"stage {stage} of rank {rank} runs {counts[stage_id, code]:,} tasks of {KIND_NAMES[kind]} in its chunk "
             f"{code // KINDS}, and its rank has {wanted[rank, kind]:,} such MicroPacks "
             f"({int(wrong.any(1).sum()):,} of {len(wrong):,} stages are so); each runs once in each chunk"
         )

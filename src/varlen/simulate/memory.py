@@ -133,8 +133,8 @@ def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, 
     states include the weight gradients.
     """
     mesh = plan.mesh
-    num_seats = mesh.dp * mesh.pp
-    offsets = graph.stream_offsets[: num_seats + 1]
+    num_stage_ids = mesh.dp * mesh.pp
+    offsets = graph.stream_offsets[: num_stage_ids + 1]
     count = int(offsets[-1])
     kinds, chunks, micropacks = graph.kinds[:count], graph.chunks[:count], graph.micropacks[:count]
     taken = plan_bytes(plan, memory)
@@ -148,8 +148,8 @@ def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, 
         where = chunks[some], micropacks[some]
         at_start[some] = peaks[where]
         at_stop[some] = left[where] - peaks[where]
-    points = 2 * count + num_seats
+    points = 2 * count + num_stage_ids
     times, sizes = np.empty(points), np.empty(points)
     begins = np.tile(memory.state_bytes, mesh.dp) + taken.begins.ravel()
     kernels.memory_curves(offsets, at_start, at_stop, starts[:count], stops[:count], begins, times, sizes)
-    return Curves(2 * offsets.astype(np.int64) + np.arange(num_seats + 1), times, sizes)
+    return Curves(2 * offsets.astype(np.int64) + np.arange(num_stage_ids + 1), times, sizes)

@@ -8,7 +8,6 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,7 @@ from varlen import __version__
 from varlen.files.ours import atomic_file
 from varlen.simulate.graph import GATHER, GRADIENT_SYNC, KIND_NAMES
 from varlen.step_plan import BACKWARD, FORWARD, KINDS, StepPlan
-from varlen.types import FloatArray, Int32Array, IntArray
+from varlen.types import FloatArray, Int32Array, IntArray, rebuilt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,9 +72,7 @@ class Timeline:
         peak = self.peaks_bytes.max(initial=0.0) / 1e9
         return f"Timeline({self.makespan_s:.4g} s, {self.num_tasks:,} tasks, peak {peak:.1f} GB)"
 
-    def __reduce__(self) -> tuple[partial[Timeline], tuple[()]]:
-        """Pickle through the constructor, so that arrays are read-only in another process too."""
-        return partial(Timeline, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+    __reduce__ = rebuilt  # arrays are read-only in another process too
 
     @property
     def num_tasks(self) -> int:
@@ -92,8 +89,8 @@ class Timeline:
         """float64 `[dp, pp]`: seconds in which each stage computes; the rest is `exposed_s` and bubbles."""
         dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
         computes = self.kinds < KINDS
-        seats = self.ranks[computes].astype(np.int64) * pp + self.stages[computes]
-        busy = np.bincount(seats, self.work_s[computes], dp * pp).astype(np.float64)
+        stage_ids = self.ranks[computes].astype(np.int64) * pp + self.stages[computes]  # rank * pp + stage
+        busy = np.bincount(stage_ids, self.work_s[computes], dp * pp).astype(np.float64)
         return busy.reshape(dp, pp)
 
     @property
@@ -107,16 +104,16 @@ class Timeline:
         if not collects.any():
             return np.zeros((dp, pp))
         some = np.flatnonzero(collects | (self.kinds < KINDS))
-        seats = self.ranks[some].astype(np.int64) * pp + self.stages[some]
+        stage_ids = self.ranks[some].astype(np.int64) * pp + self.stages[some]
         # The union of computation and collectives, less computation. Stages are shifted behind each other in time, so
         # that one running maximum of ends serves all of them.
-        shift_s = seats * self.makespan_s
+        shift_s = stage_ids * self.makespan_s
         begins, ends = shift_s + self.starts_s[some], shift_s + self.starts_s[some] + self.work_s[some]
-        order = np.lexsort((begins, seats))
+        order = np.lexsort((begins, stage_ids))
         begins, ends = begins[order], ends[order]
         covered_until = np.concatenate(([0.0], np.maximum.accumulate(ends)[:-1]))
         more_s = np.maximum(ends - np.maximum(begins, covered_until), 0.0)
-        covered = np.bincount(seats[order], more_s, dp * pp).reshape(dp, pp)
+        covered = np.bincount(stage_ids[order], more_s, dp * pp).reshape(dp, pp)
         return np.maximum(covered - self.busy_s, 0.0)
 
     @property
@@ -281,8 +278,8 @@ def _arrows(timeline: Timeline) -> Iterator[_Event]:
         tasks = np.flatnonzero(timeline.kinds == kind)
         task_of[timeline.chunks[tasks], timeline.micropacks[tasks]] = tasks
         path = task_of if kind == FORWARD else task_of[::-1]
-        for giver, taker in zip(path[:-1].ravel().tolist(), path[1:].ravel().tolist()):
-            for phase, task in (("s", giver), ("f", taker)):
+        for producer, consumer in zip(path[:-1].ravel().tolist(), path[1:].ravel().tolist()):
+            for phase, task in (("s", producer), ("f", consumer)):
                 arrow = {"ph": phase, "id": number, "name": "output", "cat": KIND_NAMES[kind]}
                 point = {"pid": ranks[task], "tid": stages[task], "ts": middles[task]}
                 yield {**arrow, **point, "bp": "e"}
@@ -292,9 +289,9 @@ def _arrows(timeline: Timeline) -> Iterator[_Event]:
 def _memory(timeline: Timeline) -> Iterator[_Event]:
     """Yield the memory counters of stages."""
     pp = timeline.plan.mesh.pp
-    for seat, (first, last) in enumerate(itertools.pairwise(timeline.memory_offsets.tolist())):
+    for stage_id, (first, last) in enumerate(itertools.pairwise(timeline.memory_offsets.tolist())):
         times = (timeline.memory_times_s[first:last] * _MICROSECONDS).tolist()
         sizes = (timeline.memory_bytes[first:last] / 1e9).tolist()
-        counter = {"ph": "C", "pid": seat // pp, "name": f"memory of stage {seat % pp}"}
+        counter = {"ph": "C", "pid": stage_id // pp, "name": f"memory of stage {stage_id % pp}"}
         for time, size in zip(times, sizes):
             yield {**counter, "ts": time, "args": {"GB": size}}

@@ -67,7 +67,7 @@ class MegatronFile:
                 f"{self._idx} is damaged: its documents must rise from sequence 0 to {sequences:,}, but go from "
                 f"{int(self._sequences[0]):,} to {int(self._sequences[-1]):,}"
             )
-        # Of the index only, so that ranks plan the same even if one has truncated tokens.
+        # From the index alone, so that ranks agree even if the .bin of one is cut off.
         ends = self._begins[-1:].astype(np.int64) // self.dtype.itemsize + self._lengths[-1:]
         self.num_tokens = int(np.clip(ends, 0, _MOST_TOKENS).max(initial=0))
         self._file = -1
@@ -84,7 +84,9 @@ class MegatronFile:
         version, kind = int.from_bytes(head[9:17], "little"), head[17]
         sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
         if version != 1:
-            raise SourceError(f"{self._idx} is of version {version:,}; version 1 is read")
+            raise SourceError(
+                f"{self._idx} has version {version:,}, and only 1 is read; make it again with Megatron's tools"
+            )
         if kind not in _KINDS:
             what = _FRACTIONS.get(kind, f"of the unknown kind {kind}")
             raise SourceError(f"{self._idx} says that its numbers are {what}; ids are whole numbers")
@@ -116,7 +118,7 @@ class MegatronFile:
         is_behind = (begins > self._size) | (ends > self._size)  # a sum of arbitrary numbers may overflow
         if is_behind.any() and (self._check_tokens or not self._is_cut(begins, ends, sizes)):
             raise self._damaged(
-                f"sequences end behind the {self._size:,} bytes of {self._bin.name}", first, stop
+                f"sequences end beyond the {self._size:,} bytes of {self._bin.name}", first, stop
             )
         running = np.concatenate([[0], np.cumsum(sizes)])
         bounds -= a
@@ -131,7 +133,7 @@ class MegatronFile:
         return starts, lengths
 
     def _is_cut(self, begins: IntArray, ends: IntArray, sizes: IntArray) -> bool:
-        """Whether tokens are missing from a consistent index.
+        """Whether the index is consistent, so that the .bin file must have been cut off.
 
         An index is consistent if sequences are contiguous and none is longer than the file.
         """

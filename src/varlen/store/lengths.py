@@ -12,7 +12,7 @@ from tokenize import TokenError
 
 import numpy as np
 
-from varlen.documents.block_reader import Watch
+from varlen.documents.block_reader import ReadProgress
 from varlen.documents.documents import Documents, targets_of
 from varlen.documents.source import Source
 from varlen.errors import SourceError
@@ -55,8 +55,8 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
     has_mask = False
     parts, count = source.parts(), 0
     documents_in = np.zeros(len(parts), np.int64)
-    watch = Watch([source.part_bytes(part) for part in parts], on_progress)
-    watched = source.watched(watch.read)
+    read_progress = ReadProgress([source.part_bytes(part) for part in parts], on_progress)
+    watched = source.watched(read_progress.read)
     for number, part in enumerate(parts):
         for documents in watched.read(part):
             if count < excerpts_wanted:
@@ -68,7 +68,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
             has_mask |= documents.loss_mask is not None
             skipped += map(str, documents.faults)
             losses += documents.losses
-        watch.finish(number)
+        read_progress.finish(number)
     if not any(some.any() for some in lengths):
         paths = [file.path for file in source.files]
         raise SourceError(nothing_read(paths, count, losses, next(iter(skipped), None)))

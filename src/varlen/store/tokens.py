@@ -47,7 +47,7 @@ class ReadableTokens(Protocol):
 
 
 def lengths_in_order(tokens: ReadableTokens, at_once: int = 1 << 20) -> Iterator[IntArray]:
-    """Yield the lengths of all documents that are there, so many at a time at most."""
+    """Yield the lengths of all existing documents, at most `at_once` of them at a time."""
     for shard, documents in enumerate(tokens.documents.tolist()):
         for start in range(0, documents, at_once):
             numbers = np.arange(start, min(start + at_once, documents))
@@ -79,7 +79,7 @@ class TokenDocuments(ReadableTokens, Protocol):
 
     @property
     def tables(self) -> Path | None:
-        """Folder for tables computed from the lengths; None: not among the data."""
+        """Folder for tables computed from the lengths; None: they aren't stored beside the data."""
 
     def fingerprint_at(self, num_parts: int) -> str | None:
         """Return the fingerprint of the first parts alone; None where they never were a store."""

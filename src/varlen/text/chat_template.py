@@ -79,7 +79,7 @@ class ChatTemplate:
         choice: Choice = ALL,
     ) -> Rendered:
         """Render a conversation and locate the assistant's text in it."""
-        chat = as_chat(messages, weighs=choice.row_weights)
+        chat = as_chat(messages, keeps_weights=choice.row_weights)
         return self.render_from(chat, tools, 0, variables or {}, choice)
 
     def render_from(
@@ -200,9 +200,9 @@ def prompt_and_completion(
             raise SourceError(
                 "the completion is an empty list, so there is nothing to train on; leave out the row"
             )
-        earlier = as_chat(prompt, weighs=choice.row_weights) if prompt else Chat(messages=[])
-        later, first = as_chat(completion, weighs=choice.row_weights), len(earlier.messages)
-        off, weights = later.behind(first)
+        earlier = as_chat(prompt, keeps_weights=choice.row_weights) if prompt else Chat(messages=[])
+        later, first = as_chat(completion, keeps_weights=choice.row_weights), len(earlier.messages)
+        off, weights = later.shifted(first)
         chat = Chat(
             messages=earlier.messages + later.messages,
             off=earlier.off | off,

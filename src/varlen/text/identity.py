@@ -92,13 +92,13 @@ def mark_in(record: object) -> TokenizerMark | None:
     """Return the mark stored in a manifest or a state; None where it names no tokenizer."""
     if not isinstance(record, Mapping) or not record:
         return None
-    print_, size, eos = (record.get(key) for key in ("fingerprint", "vocab_size", "eos_id"))
-    if print_ is None and record.get("name") == "bytes":
-        print_ = f"{_BYTES}1"
-    is_known = isinstance(print_, str) and print_.startswith((_IDS, _FUNCTION, _BYTES))
+    fingerprint, size, eos = (record.get(key) for key in ("fingerprint", "vocab_size", "eos_id"))
+    if fingerprint is None and record.get("name") == "bytes":
+        fingerprint = f"{_BYTES}1"
+    is_known = isinstance(fingerprint, str) and fingerprint.startswith((_IDS, _FUNCTION, _BYTES))
     return TokenizerMark(
         name=str(record.get("name", "of another name")),
-        fingerprint=str(print_).partition(" ")[0] if is_known else None,  # 0.1.0 wrote "bytes:1 eos 7"
+        fingerprint=str(fingerprint).partition(" ")[0] if is_known else None,  # 0.1.0 wrote "bytes:1 eos 7"
         vocab_size=size if isinstance(size, int) else None,
         eos_id=eos if isinstance(eos, int) else None,
     )
@@ -126,7 +126,7 @@ def check_same(where: str, made_by: TokenizerMark | None, meant: TokenizerMark, 
         else f"names {made_by.words} as its tokenizer"
     )
     _log.warning(
-        "%s %s, and whether %s gives the same ids can't be told; it is taken as it is",
+        "%s %s, and whether %s gives the same ids isn't known; it is taken as it is",
         where,
         origin,
         meant.words,

@@ -263,7 +263,7 @@ def _from_folder(folder: Path, name: str) -> Tokenizer:
 
 
 def _unread(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Say which file or key of a folder isn't supported here; None where all are."""
+    """Return which file or key of a folder isn't supported here; None if all are."""
     if not (folder / _BACKEND).is_file():
         return f"holds no {_BACKEND}"
     for other in _OTHER_FORMS:
@@ -290,7 +290,7 @@ def _unread(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _changing(
     backend: Any, config: Mapping[str, Any], special_map: Mapping[str, Any], added: Mapping[str, Any]
 ) -> str | None:
-    """Say what would change the ids of tokenizer.json; None where nothing does."""
+    """Return which setting would change the ids of tokenizer.json; None if none does."""
     if backend.padding is not None:
         return f"has padding in {_BACKEND}, whose token may be another one"
     tokens = {
@@ -497,12 +497,12 @@ def wrap_backend(
 
 def put_before(made: FastTokenizer, ids: Sequence[int]) -> FastTokenizer:
     """Return the tokenizer with other prefix ids."""
-    print_ = backend_fingerprint(
+    fingerprint = backend_fingerprint(
         json.loads(made.backend.to_str()),
         prefix_ids=ids,
         splits_specials=bool(made.backend.encode_special_tokens),
     )
-    return replace(made, specials=replace(made.specials, prefix_ids=tuple(ids)), fingerprint=print_)
+    return replace(made, specials=replace(made.specials, prefix_ids=tuple(ids)), fingerprint=fingerprint)
 
 
 def _prefix_of(backend: tokenizers.Tokenizer) -> tuple[int, ...]:

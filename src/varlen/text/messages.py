@@ -28,7 +28,7 @@ from typing import Any, cast
 import numpy as np
 
 from varlen.errors import SourceError
-from varlen.files.rows import READ_AS_TEXT, found_kind
+from varlen.files.rows import READ_AS_TEXT, NotJson
 from varlen.text.loss_masks import ALLOWED, OPTION
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -50,7 +50,7 @@ _ROLE_OF = {role: role for role in ROLES} | {
     "tool_response": "tool",
     "ipython": "tool",
 }
-_SPOKEN_CALLS = ("function_call", "tool_call")  # roles of ShareGPT whose content is the JSON text of calls
+_ROLES_OF_CALLS = ("function_call", "tool_call")  # roles of ShareGPT whose content is the JSON text of calls
 
 _NEITHER = "a chat must be a list of messages or the JSON text of one; this text is neither"
 _CALLS = ("tool_calls", "function_call")
@@ -72,7 +72,7 @@ def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def apart_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def split_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Move `<think>...</think>` from contents to `reasoning_content`."""
     return [_apart(message) for message in messages]
 
@@ -89,10 +89,11 @@ def _apart(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "reasoning_content": thoughts, "content": response}
 
 
-def as_chat(value: object, *, weighs: bool = False) -> Chat:
+def as_chat(value: object, *, keeps_weights: bool = False) -> Chat:
     """Normalize a row's messages, and return which of them aren't trained on.
 
-    Messages of a common role and text only are passed on without a copy.
+    Messages of a common role and text only are passed on without a copy. `keeps_weights`: accept weights other than 0
+    and 1; else they raise.
     """
     if isinstance(value, Chat):
         return value
@@ -102,7 +103,7 @@ def as_chat(value: object, *, weighs: bool = False) -> Chat:
     weights = {
         index: weight
         for index, message in enumerate(messages)
-        if (weight := weight_of(message, index + 1, weighs=weighs)) != 1
+        if (weight := weight_of(message, index + 1, keeps_weights=keeps_weights)) != 1
     }
     off = frozenset(index for index, weight in weights.items() if weight == 0)
     return Chat(messages=messages, off=off, weights={i: w for i, w in weights.items() if w != 0})
@@ -132,7 +133,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
         return value
     messages: list[dict[str, Any]] = []
     for number, message in enumerate(value, start=1):
-        made, is_call = _of_texts(message) or _as_message(message, number)
+        made, is_call = _plain_message(message) or _as_message(message, number)
         if is_call and messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             # ShareGPT's message and the call after it are one turn.
             check_one_turn(messages[-1], made, number)
@@ -201,7 +202,7 @@ def _rows(columns: dict[Any, Any]) -> object:
     return [dict(zip(lists, entries)) for entries in zip(*lists.values())]
 
 
-def _of_texts(message: object) -> tuple[dict[str, Any], bool] | None:
+def _plain_message(message: object) -> tuple[dict[str, Any], bool] | None:
     """Fast path of `_as_message` for messages of role and text only; None for any other."""
     if type(message) is not dict or len(message) != 2:
         return None
@@ -221,7 +222,7 @@ def _of_texts(message: object) -> tuple[dict[str, Any], bool] | None:
 
 
 def _as_message(message: object, number: int) -> tuple[dict[str, Any], bool]:
-    """Normalize one message; return it, and whether it is ShareGPT's with calls only."""
+    """Normalize one message; return it, and whether it is a ShareGPT message that holds only calls."""
     if not isinstance(message, dict):
         raise SourceError(
             f"message {number} must be an object with role and content, found {_kind_in_words(message)}"
@@ -238,8 +239,12 @@ def _as_message(message: object, number: int) -> tuple[dict[str, Any], bool]:
         if key == "content" or (value is not None and key not in ("role", "from")):
             result[key] = value
     calls = None
-    if given_role in _SPOKEN_CALLS and isinstance(result.get("content"), str) and "tool_calls" not in result:
-        calls = spoken_calls(result["content"], number)
+    if (
+        given_role in _ROLES_OF_CALLS
+        and isinstance(result.get("content"), str)
+        and "tool_calls" not in result
+    ):
+        calls = calls_in_text(result["content"], number)
         if calls:
             result["tool_calls"], result["content"] = calls, None
     if isinstance(result.get("content"), list):
@@ -366,6 +371,8 @@ def _part_text(part: object, number: int) -> str:
 
 def _kind_in_words(value: object) -> str:
     """Name a value's kind as a sentence has it, with its article."""
+    if isinstance(value, NotJson):
+        return value.why
     kinds = {
         dict: "an object",
         list: "a list",
@@ -389,7 +396,7 @@ _DETAILS = ("training_detail", "train_detail", "reasoning_training_detail", "tra
 _ALL = frozenset((*FLAGS, _MASKED, *_DETAILS))
 
 
-def weight_of(message: dict[str, Any], number: int, *, weighs: bool) -> float:
+def weight_of(message: dict[str, Any], number: int, *, keeps_weights: bool) -> float:
     """Remove the flags of a message; return the weight of its labels: 0 where it isn't trained on, 1 by default."""
     if _ALL.isdisjoint(message):
         return 1.0
@@ -408,7 +415,7 @@ def weight_of(message: dict[str, Any], number: int, *, weighs: bool) -> float:
         if flag in (0, 1):
             is_on = is_on and bool(flag) != (key == _MASKED)
             continue
-        weights[key] = _weight(key, flag, value, number, weighs=weighs)
+        weights[key] = _weight(key, flag, value, number, keeps_weights=keeps_weights)
     if len(set(weights.values())) > 1:
         listed = " and ".join(f"the {key} {weight:g}" for key, weight in weights.items())
         raise SourceError(f"message {number} has {listed}, and one weight is meant; keep one of them")
@@ -438,16 +445,16 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _weight(key: str, flag: Any, value: Any, number: int, *, weighs: bool) -> float:
+def _weight(key: str, flag: Any, value: Any, number: int, *, keeps_weights: bool) -> float:
     """Validate a weight other than 0 and 1."""
     weight = math.nan
     if isinstance(flag, Number):
         with suppress(OverflowError):
             weight = float(cast(Any, flag))
     is_one = key not in _SWITCHES and is_weight(weight)
-    if is_one and weighs:
+    if is_one and keeps_weights:
         return weight
-    if key in _SWITCHES or not weighs:
+    if key in _SWITCHES or not keeps_weights:
         out = (
             f"{OPTION}, make it one of them, or leave the message's row out"
             if is_one
@@ -480,7 +487,7 @@ class Chat:
     is_plain: bool = False  # all messages consist of role and text only
     weights: Mapping[int, float] = field(default_factory=dict)  # by index, where neither 0 nor 1
 
-    def behind(self, number: int) -> tuple[frozenset[int], dict[int, float]]:
+    def shifted(self, number: int) -> tuple[frozenset[int], dict[int, float]]:
         """Return `off` and `weights` shifted by a number of preceding messages."""
         return (
             frozenset(index + number for index in self.off),
@@ -517,12 +524,12 @@ def as_calls(value: object, number: int) -> list[dict[str, Any]]:
         value = [value]
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
         raise SourceError(
-            f"the tool_calls of message {number} must be a list of objects, found {found_kind(value)}"
+            f"the tool_calls of message {number} must be a list of objects, found {_kind_in_words(value)}"
         )
     return [_call(call, number) for call in value]
 
 
-def spoken_calls(content: str, number: int) -> list[dict[str, Any]] | None:
+def calls_in_text(content: str, number: int) -> list[dict[str, Any]] | None:
     """Return the calls in the text of a ShareGPT `function_call`: JSON of a call, or of a list."""
     try:
         value = json.loads(content)
@@ -540,7 +547,7 @@ def as_tools(value: object) -> list[Any] | None:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
-        raise SourceError(f"`tools` must be a list, found {found_kind(value)}")
+        raise SourceError(f"`tools` must be a list, found {_kind_in_words(value)}")
     return [_tool(tool, number) for number, tool in enumerate(value, start=1)] or None
 
 
@@ -587,7 +594,7 @@ def _arguments(given: object, number: int) -> Arguments | str:
     if not isinstance(given, str):
         raise SourceError(
             f"the arguments of a tool call of message {number} must be an object or its JSON text, "
-            f"found {found_kind(given)}"
+            f"found {_kind_in_words(given)}"
         )
     try:
         value = json.loads(given)
@@ -602,7 +609,7 @@ def _tool(tool: object, number: int) -> dict[str, Any]:
         tool = from_json(tool, f"tool {number}")
     if not isinstance(tool, dict):
         raise SourceError(
-            f"the tools of a chat must be JSON schemas; tool {number} is none of these: {found_kind(tool)}"
+            f"the tools of a chat must be JSON schemas; tool {number} is none of these: {_kind_in_words(tool)}"
         )
     if isinstance(tool.get("function"), str):
         tool = {**tool, "function": from_json(tool["function"], f"the function of tool {number}")}

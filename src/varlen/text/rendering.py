@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from varlen.errors import MissingExtraError, SettingError, SourceError
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.text.assistant_spans import Located, by_frames, by_prefixes, fill, fill_masked
-from varlen.text.messages import Chat, apart_thoughts, joined, well_formed
+from varlen.text.messages import Chat, joined, split_thoughts, well_formed
 from varlen.text.skeleton import (
     Kind,
     Render,
@@ -68,9 +68,9 @@ class Rendering:
             or all(len(message) == 2 and type(message.get("content")) is str for message in self._messages)
         )
         if tools:
-            from varlen.text.wants import hand_tools
+            from varlen.text.wants import tools_in_form
 
-            self._tools = hand_tools(tools, template.wants(variables))
+            self._tools = tools_in_form(tools, template.wants(variables))
         self._foreign = template.source
         if not self._is_plain or variables:
             given = (spelled(tools, "the tools of a chat") if tools else "", spelled(variables, "variables"))
@@ -79,9 +79,9 @@ class Rendering:
     def render(self, some: list[dict[str, Any]], prompts: bool) -> str:
         """Render normalized messages in the form that the template takes."""
         if not self._is_plain or some is not self._messages:
-            from varlen.text.wants import hand
+            from varlen.text.wants import in_form
 
-            some = hand(some, self._template.wants(self._variables))
+            some = in_form(some, self._template.wants(self._variables))
         return self._program.run(some, self._tools, prompts=prompts, variables=self._variables)
 
     def rendered(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
@@ -136,7 +136,7 @@ class Rendering:
         messages, source = self._messages, self._template.source
         located, skeleton = self._filled(messages, text)
         if located is None and any("</think>" in (message.get("content") or "") for message in messages):
-            apart = apart_thoughts(messages)
+            apart = split_thoughts(messages)
             if self.render(apart, False) == text:  # the template treats both alike
                 self._messages = messages = apart
                 self._is_plain = False
@@ -261,16 +261,16 @@ class Rendering:
 
     def _marked(self) -> tuple[str, str, str, str]:
         """Render the chat with a mark before and after each generation block."""
-        handed, program = self._messages, self._program
+        converted, program = self._messages, self._program
         if not self._is_plain:
-            from varlen.text.wants import hand
+            from varlen.text.wants import in_form
 
-            handed = hand(handed, self._template.wants(self._variables))
+            converted = in_form(converted, self._template.wants(self._variables))
         messages = self._messages
         content = "".join(m["content"] for m in messages) if self._is_plain else spelled(messages, "a chat")
         start = free_character(content + self._foreign)
         stop = free_character(content + self._foreign + start)
-        marked = program.run(handed, self._tools, marks=start + stop, variables=self._variables)
+        marked = program.run(converted, self._tools, marks=start + stop, variables=self._variables)
         text = marked.replace(start, "").replace(stop, "")
         if not program.has_bare_generation and text != self.render(messages, False):
             raise SourceError(

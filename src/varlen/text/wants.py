@@ -78,19 +78,19 @@ def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
     )
 
 
-def hand(messages: Sequence[dict[str, Any]], wants: Wants) -> list[dict[str, Any]]:
+def in_form(messages: Sequence[dict[str, Any]], wants: Wants) -> list[dict[str, Any]]:
     """Convert normalized messages to the template's form."""
-    return [_handed(message, number, wants) for number, message in enumerate(messages, start=1)]
+    return [_converted(message, number, wants) for number, message in enumerate(messages, start=1)]
 
 
-def hand_tools(tools: list[Any] | None, wants: Wants) -> list[Any] | None:
+def tools_in_form(tools: list[Any] | None, wants: Wants) -> list[Any] | None:
     """Convert tools to the template's form."""
     if not tools or wants.tools != "bare":
         return tools
     return [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
 
 
-def _handed(message: dict[str, Any], number: int, wants: Wants) -> dict[str, Any]:
+def _converted(message: dict[str, Any], number: int, wants: Wants) -> dict[str, Any]:
     content = message.get("content")
     if len(message) == 2 and type(content) is str:
         return message

@@ -5,7 +5,6 @@ The process that plans ahead imports this file, which therefore loads no torch: 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
@@ -44,11 +43,11 @@ def affordable(
         more = []
         if recompute not in ("auto", "full") or offload == "none":
             more.append(
-                f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
+                f'plan.recompute = "{recompute}" and plan.offload = "{offload}" limit what fits; set both to "auto"'
             )
         if mesh.dp > 1 and not search.merges:
             more.append("plan.merges = true would let ranks share documents")
-        if re.search(r"\b[ct]p\b", str(error)):
+        if error.axes & {"cp", "tp"}:
             more.append('a run has neither cp nor tp: what divides it is plan.pp and run.parallel = "fsdp"')
         if not more:
             raise

@@ -459,7 +459,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise StateError(
-            f"{folder} can't be listed ({error.strerror or error}), so nobody knows whether it holds checkpoints"
+            f"{folder} can't be listed ({error.strerror or error}), so it isn't known whether it holds checkpoints"
         ) from None
     return sorted(names, key=_step_of)
 

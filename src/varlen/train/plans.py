@@ -30,7 +30,7 @@ from varlen.plan.search import Search
 from varlen.regular import read_regular
 from varlen.runtime.calibrate import calibrate
 from varlen.runtime.engine import SLICE_TOKENS, SliceEngine
-from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import cut_to_stage
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
@@ -241,7 +241,7 @@ def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine
     is_sharded = run.parallel == "fsdp" and (mesh.dp > 1 or run.precision == "bf16")
     if mesh.num_gpus == 1 and not is_sharded:
         return SliceEngine(model.to(ranks.device))
-    cut_to_stage(model, mesh, seat_of(mesh, ranks.rank).stage)
+    cut_to_stage(model, mesh, coordinate_of(mesh, ranks.rank).stage)
     if is_sharded:
         replicas = init_device_mesh(ranks.device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
         sharded(model, run, ranks.device, replicas)

@@ -473,7 +473,7 @@ def _in_words(options: Sequence[Any]) -> str:
 
 
 def _meant(options: Sequence[Any], value: Any) -> str:
-    """Say which choice is nearest to a text that is none of them; "" where none is near."""
+    """Return a hint at the choice nearest to a text that is none of them; "" if none is near."""
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
     near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f'; the nearest is "{near[0]}"' if near else ""

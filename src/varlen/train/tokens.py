@@ -83,7 +83,7 @@ def _of_tokens(
     except VarlenError as error:
         if data.tokenizer is not None:
             raise
-        words: tuple[str, ...] = (f"whether the data is of the model's own tokenizer can't be told: {error}",)
+        words: tuple[str, ...] = (f"whether the data is of the model's own tokenizer isn't known: {error}",)
         return RunTokenizer(tokens=tokens, vocab_size=size, words=words)
     out = f"index the documents again with --tokenizer {origin}"
     if data.tokenizer is None:

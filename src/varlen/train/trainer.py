@@ -47,7 +47,7 @@ from varlen.train.step import Gradients, PackGradients, StepDone, Stepper, learn
 from varlen.train.tokens import RunTokenizer, as_data, run_tokenizer, write_tokenizer
 
 
-def train(settings: TrainSettings, watcher: Watcher, *, allow_changed: bool = False) -> TrainSummary:
+def train(settings: TrainSettings, display: RunDisplay, *, allow_changed: bool = False) -> TrainSummary:
     """Train a model, from the beginning or from the newest checkpoint.
 
     Every process of `torchrun` calls it.
@@ -55,7 +55,7 @@ def train(settings: TrainSettings, watcher: Watcher, *, allow_changed: bool = Fa
     with Interrupt() as interrupt, joined(settings.run) as ranks, ExitStack() as stack:
         if ranks.is_first:
             stack.enter_context(claimed(settings.run.folder))
-        run = _Run(settings, ranks, watcher, stack, interrupt, allow_changed)
+        run = _Run(settings, ranks, display, stack, interrupt, allow_changed)
         return run.train()
 
 
@@ -76,12 +76,12 @@ class _Run:
         self,
         settings: TrainSettings,
         ranks: Ranks,
-        watcher: Watcher,
+        display: RunDisplay,
         stack: ExitStack,
         interrupt: Interrupt,
         allow_changed: bool,
     ) -> None:
-        self._settings, self._ranks, self._watcher, self._stack = settings, ranks, watcher, stack
+        self._settings, self._ranks, self._display, self._stack = settings, ranks, display, stack
         self._folder = settings.run.folder
         self._checkpoints = self._folder / CHECKPOINTS
         self._interrupt, self._totals, self._total_tokens = interrupt, Totals(), 0
@@ -344,7 +344,7 @@ class _Run:
 
     def _notify(self, what: Literal["begin", "step", "note"], about: Any) -> None:
         if self._ranks.is_first:
-            getattr(self._watcher, what)(about)
+            getattr(self._display, what)(about)
 
     def _summary(self, exposed: Exposed | None) -> TrainSummary:
         return TrainSummary(
@@ -505,8 +505,8 @@ class TrainSummary:
         return values
 
 
-class Watcher(Protocol):
-    """Shows a run; only the first rank calls it."""
+class RunDisplay(Protocol):
+    """Displays a run; only the first rank calls it."""
 
     def begin(self, overview: RunOverview) -> None:
         """Show what is about to be trained."""

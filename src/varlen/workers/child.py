@@ -46,7 +46,7 @@ import_module(module).main()
 
 
 CANNOT_BE_SENT = (
-    "a tokenizer that is a function of this session can't be handed to other processes ({error}); put it into a "
+    "a tokenizer that is a function of this session can't be sent to other processes ({error}); put it into a "
     "module, or use one process (processes=1)"
 )
 MOST_DEATHS = 3  # consecutive deaths without a message after which a child isn't restarted

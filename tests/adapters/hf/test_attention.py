@@ -143,7 +143,7 @@ def test_boundaries_that_leave_tokens_out_are_refused():
     [
         ({"is_causal": False}, "attends in both directions"),
         ({"position_bias": torch.zeros(1)}, "passes position_bias"),
-        ({"sliding": True}, "layer 0 slides a window, but Layer doesn't tell"),
+        ({"sliding": True}, "layer 0 slides a window, but Layer doesn't pass its width"),
     ],
     ids=["bidirectional", "bias", "window untold"],
 )

@@ -16,7 +16,7 @@ from varlen.documents.source import Mixture, open_source
 from varlen.errors import SourceError, StalledError, StateError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.indexed.stream import IndexedFeed, PackStream
-from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
+from varlen.feed.indexed.windows import GroupMinimum, Groups, Windows, WindowSettings
 from varlen.feed.loader import PackedLoader
 from varlen.feed.protocol import new_arrays
 from varlen.feed.state import FeedState, from_json, to_json
@@ -45,7 +45,7 @@ def store(tmp_path_factory):
 def feed_of(store, ranks=1, rank=0, micro_batch_size=4, epochs=2):
     windows = Windows(
         store,
-        Groups(store, Enough(parts=2)),
+        Groups(store, GroupMinimum(parts=2)),
         WindowSettings(capacity=32, window=50, overlong="split", seed=3),
     )
     settings = BatchSettings(
@@ -231,7 +231,8 @@ def data(tmp_path, monkeypatch):
 
 
 def growing_feed(store, epochs=2):
-    windows = Windows(store, Groups(store, Enough(parts=2)), WindowSettings(capacity=256, window=20, seed=3))
+    groups = Groups(store, GroupMinimum(parts=2))
+    windows = Windows(store, groups, WindowSettings(capacity=256, window=20, seed=3))
     settings = BatchSettings(capacity=256, global_batch_size=4, micro_batch_size=2, dp_world_size=1)
     return IndexedFeed(PackStream(windows, epochs), settings, 0)
 

@@ -23,7 +23,7 @@ from varlen.feed.batches import deal
 from varlen.feed.indexed import table as table_module
 from varlen.feed.indexed.stream import PackStream, Position
 from varlen.feed.indexed.table import WindowTable
-from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings, enough_for
+from varlen.feed.indexed.windows import GroupMinimum, Groups, Windows, WindowSettings, minimum_for
 from varlen.feed.spec import grouped
 from varlen.offline import index as index_module
 from varlen.offline.index import index_source
@@ -301,7 +301,7 @@ def test_many_small_files_give_packs_as_full_as_one_large_one(tmp_path, kind):
 
 PARTS = st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=12)
 ENOUGH = st.builds(
-    Enough,
+    GroupMinimum,
     parts=st.integers(1, 4),
     documents=st.integers(1, 12),
     tokens=st.integers(1, 60),
@@ -309,7 +309,7 @@ ENOUGH = st.builds(
 )
 
 
-def ends_of(lengths: list[list[int]], num_parts: int, enough: Enough) -> list[tuple[int, int]]:
+def ends_of(lengths: list[list[int]], num_parts: int, enough: GroupMinimum) -> list[tuple[int, int]]:
     """The groups of the first parts, by the sentence that says where they end."""
     found, first = [], 0
     for part in range(num_parts):
@@ -370,7 +370,7 @@ def test_a_group_waits_for_no_more_than_enough_packs_where_documents_are_long():
     store = Store([[10_000] * 2] * 2000)
     ends = {}
     for overlong in ("split", "truncate"):
-        groups = Groups(store, enough_for(1 << 16, 1000, overlong))
+        groups = Groups(store, minimum_for(1 << 16, 1000, overlong))
         ends[overlong] = groups.shards(0, 2000)
     assert ends == {"split": (0, 52), "truncate": (0, 512)}
 

@@ -18,7 +18,7 @@ import varlen as vl
 from varlen.errors import InputError, SettingError, StateError
 from varlen.feed import kernels
 from varlen.feed.indexed.stream import PackStream, Position
-from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
+from varlen.feed.indexed.windows import GroupMinimum, Groups, Windows, WindowSettings
 from varlen.feed.mixture import stream as mixture_stream
 from varlen.feed.mixture import table as table_module
 from varlen.feed.mixture.stream import MixedStream, MixSettings
@@ -296,7 +296,7 @@ def mixture_of(sources, weights, until="all", unit="tokens", epochs=1, window=20
         PackStream(
             Windows(
                 store,
-                Groups(store, Enough(parts=parts_a_group)),
+                Groups(store, GroupMinimum(parts=parts_a_group)),
                 replace(settings, seed=None if seed is None else seed + number),
             ),
             epochs if until == "first" else None,
@@ -390,7 +390,7 @@ def test_a_mixture_takes_what_it_would_take_window_by_window(
 def test_many_epochs_at_once_are_in_the_order_that_each_has(seed, epoch, group, epochs):
     store = Store([[1] * 6, [2] * 3] * 4)
     windows = Windows(
-        store, Groups(store, Enough(parts=2)), WindowSettings(capacity=30, window=20, seed=seed)
+        store, Groups(store, GroupMinimum(parts=2)), WindowSettings(capacity=30, window=20, seed=seed)
     )
     orders = mixture_stream.epoch_orders(seed, Position(epoch=epoch, group=group), epochs, 9)
     for number, order in enumerate(orders.tolist()):

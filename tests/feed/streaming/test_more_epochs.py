@@ -48,7 +48,7 @@ def no_step_left_out(monkeypatch):
     monkeypatch.setattr(LanePacks, "targets", property(lambda packs: labels(packs) + 1))
 
 
-def handed(state, before, after):
+def taken_over(state, before, after):
     """A state of a loader of so many epochs, as one of other epochs takes it."""
     saved = json.loads(json.dumps(to_json(state, "streaming", {"epochs": before})))
     return from_json(saved, "streaming", {"epochs": after}, frozenset())
@@ -66,7 +66,7 @@ def check_goes_on(make, before, after, later, every=1):
     """
     once, first = tokens(run(make(1))), run(make(before))
     end = first[-1].state
-    more = run(make(after), handed(end, before, after))
+    more = run(make(after), taken_over(end, before, after))
     whole = first + more
 
     assert tokens(first) == times(before, once)
@@ -76,23 +76,23 @@ def check_goes_on(make, before, after, later, every=1):
     expected = [content(one) for one in whole]
     for taken, state in enumerate([FeedState(), *(one.state for one in first)]):
         if taken % every in (0, 1) or taken > len(first) - every:
-            rest = run(make(after), handed(state, before, after))
+            rest = run(make(after), taken_over(state, before, after))
             assert [content(one) for one in rest] == expected[taken:], taken
             if taken < len(first):
                 place = rest[len(first) - 1 - taken].state
-                assert place == handed(end, before, after)
+                assert place == taken_over(end, before, after)
             assert rest[-1].state == whole[-1].state
     for taken, one in enumerate(more[: 2 * every], start=len(first) + 1):
         assert [content(again) for again in run(make(after), one.state)] == expected[taken:]
-    third = run(make(later), handed(whole[-1].state, after, later))
+    third = run(make(later), taken_over(whole[-1].state, after, later))
     assert tokens(whole + third) == times(later, once)
     for one, taken in ((first[len(first) // 2], len(first) // 2 + 1), (more[len(more) // 2], -1)):
         if taken > 0:  # from the first run, by way of the second, whose end isn't reached, to the third
-            state = handed(handed(one.state, before, after), after, later)
+            state = taken_over(taken_over(one.state, before, after), after, later)
             assert tokens(first[:taken] + run(make(later), state)) == times(later, once)
         else:
             at = len(first) + len(more) // 2 + 1
-            rest = run(make(later), handed(one.state, after, later))
+            rest = run(make(later), taken_over(one.state, after, later))
             assert [content(again) for again in rest] == [*expected[at:], *map(content, third)]
 
 
@@ -170,14 +170,14 @@ def test_other_world_sizes_go_on_for_more_epochs(tmp_path, meets):
     named = {"lanes": 6, "size": 6}
     first = run(feed_of(source, epochs=1, **named))
     end = first[-1].state
-    more = run(feed_of(source, epochs=3, **named), handed(end, 1, 3))
+    more = run(feed_of(source, epochs=3, **named), taken_over(end, 1, 3))
 
     def packs(made):
         return sorted(row for one in made for row in rows(one))
 
     begun = [one.state for one in first if one.state.micro_batch == 0]
     for state in (begun[0], begun[len(begun) // 2], begun[-3], begun[-2], end, more[5].state):
-        state = handed(state, 1, 3) if "ends" not in state.at else state
+        state = taken_over(state, 1, 3) if "ends" not in state.at else state
         assert state.micro_batch == 0
         expected = [row for row in packs(first + more) if row[0] // 6 >= state.step]
         for ranks in (2, 3):
@@ -194,7 +194,7 @@ def test_a_run_goes_on_without_end(tmp_path):
     first = run(feed_of(source, lanes=2, size=2, epochs=2))
     for taken in (1, len(first) // 2, len(first) - 1, len(first)):
         endless = feed_of(source, lanes=2, size=2, epochs=None)
-        batches = endless.batches(handed(first[taken - 1].state, 2, None), new_arrays)
+        batches = endless.batches(taken_over(first[taken - 1].state, 2, None), new_arrays)
         rest = list(islice(batches, 6 * len(first)))
         batches.close()
         upto = next(n for n, one in enumerate(rest) if one.state.step > first[-1].state.step)

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from tests.runtime.side_by_side import QueueWires, run_place
+from tests.runtime.side_by_side import QueueTransport, run_place
 from tests.support.random_plans import random_plan
 from tests.support.sliced import take_gradients, tiny, tokens_of, uncut
 from torch.distributed import PrefixStore
@@ -66,7 +66,7 @@ def main():
         lengths = [length for length in plan.lengths.tolist() if length]
         tokens = tokens_of(lengths)
         shared = shared_documents(plan, rank, peers_of(plan, rank, group_of), tokens.device)
-        mine, *_ = run_place(model, tokens, plan, rank, 0, QueueWires(), shared)
+        mine, *_ = run_place(model, tokens, plan, rank, 0, QueueTransport(), shared)
         loss, gradients = torch.tensor(mine, dtype=torch.float64), take_gradients(model)
         dist.all_reduce(loss)
         for name, parameter in model.named_parameters():

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.runtime.side_by_side import (
     Holders,
-    QueueWires,
+    QueueTransport,
     Table,
     ThreadPeers,
     in_threads,
@@ -155,9 +155,9 @@ def test_shared_documents_go_through_pipelines(seed, pp, virtual):
 
     sides = check(tiny("llama", num_hidden_layers=6), plan)
 
-    for rank, wires in enumerate(sides.wires):
+    for rank, transport in enumerate(sides.transports):
         packs = keys_of(plan.forward, rank), keys_of(plan.backward, rank)
-        for (kind, micropack, _), rows in wires.rows.items():
+        for (kind, micropack, _), rows in transport.rows.items():
             assert rows == num_rows(packs[kind][micropack], sides.shared[rank])
 
 
@@ -253,7 +253,7 @@ def live_bytes(plan: StepPlan) -> list[list[int]]:
             parameter.grad = torch.zeros_like(parameter)
         shared = shared_documents(plan, rank, {(0, 2): ThreadPeers(table, rank)}, tokens.device)
         with bytes_meter(tokens.device) as meter:
-            *_, told = run_place(mine, tokens, plan, rank, 0, QueueWires(), shared, meter)
+            *_, told = run_place(mine, tokens, plan, rank, 0, QueueTransport(), shared, meter)
         found[rank] += told.live_bytes.tolist()
 
     in_threads(run, 2, [table])

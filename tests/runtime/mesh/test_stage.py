@@ -1,4 +1,4 @@
-"""The pieces of a process of a mesh, each by itself: its seat, its stage, its sums, and what others are told."""
+"""The pieces of a process of a mesh, each by itself: its coordinate, stage and sums, and its messages."""
 
 import math
 import threading
@@ -21,9 +21,9 @@ import varlen as vl
 from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
 from varlen.runtime.chunk import StepData
 from varlen.runtime.mesh.consistency import batch_fingerprint
-from varlen.runtime.mesh.failures import Lookout, Notes, PeerLostError, naming_the_missing, wait_until
+from varlen.runtime.mesh.failures import Notes, PeerLostError, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.gradients import buckets, clip
-from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.step import check_order
 from varlen.step_plan import BACKWARD, FORWARD
@@ -49,20 +49,20 @@ def test_batches_that_differ_in_anything_have_other_fingerprints(what):
 
 @given(st.integers(1, 5), st.integers(1, 5))
 def test_ranks_are_numbered_as_the_mesh_says(dp, pp):
-    seats = [seat_of(vl.Mesh(dp=dp, pp=pp), rank) for rank in range(dp * pp)]
+    coordinates = [coordinate_of(vl.Mesh(dp=dp, pp=pp), rank) for rank in range(dp * pp)]
 
-    assert [(seat.stage, seat.dp_rank) for seat in seats] == [(s, r) for s in range(pp) for r in range(dp)]
-    for seat in seats:
-        assert seat.at(seat.stage) == seat.rank
-        assert {seats[seat.at(stage)].dp_rank for stage in range(pp)} == {seat.dp_rank}
+    assert [(at.stage, at.dp_rank) for at in coordinates] == [(s, r) for s in range(pp) for r in range(dp)]
+    for coordinate in coordinates:
+        assert coordinate.at(coordinate.stage) == coordinate.rank
+        assert {coordinates[coordinate.at(stage)].dp_rank for stage in range(pp)} == {coordinate.dp_rank}
 
 
 def test_seats_that_a_mesh_lacks_are_refused():
     for rank in (-1, 4, True, None, 1.0):
         with pytest.raises(SettingError, match=r"rank=.*has the ranks 0 to 3"):
-            seat_of(vl.Mesh(dp=2, pp=2), rank)  # type: ignore[arg-type]
+            coordinate_of(vl.Mesh(dp=2, pp=2), rank)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="tp=2 and cp=1"):
-        seat_of(vl.Mesh(tp=2), 0)
+        coordinate_of(vl.Mesh(tp=2), 0)
 
 
 @pytest.mark.parametrize("mesh", [vl.Mesh(pp=3), vl.Mesh(pp=2, virtual_stages=2)])
@@ -206,12 +206,12 @@ def test_a_chain_of_those_who_lost_each_other_is_followed_to_its_end():
 
 def test_a_chain_of_those_who_wait_for_each_other_is_followed_to_its_end():
     store = HashStore()
-    lookouts = [Lookout(notes_of(store, rank), every_s=0.01) for rank in (1, 2)]
+    reporters = [WaitReporter(notes_of(store, rank), every_s=0.01) for rank in (1, 2)]
 
-    with lookouts[0].waiting(2), lookouts[1].waiting(3):
+    with reporters[0].waiting(2), reporters[1].waiting(3):
         said = said_by(notes_of(store, 0), PeerLostError(1, "timed out"))
-    for lookout in lookouts:
-        lookout.close()
+    for wait_reporter in reporters:
+        wait_reporter.close()
 
     assert said == f"WorkerDiedError: rank 3 is gone (killed, stuck, or out of memory), {GONE}"
 
@@ -256,11 +256,11 @@ def test_one_that_failed_by_itself_is_named_with_its_error():
 def test_of_a_group_those_who_say_nothing_are_named():
     store = HashStore()
     notes_of(store, 1).leave("waits")
-    lookout = Lookout(notes_of(store, 3), every_s=0.01)
+    wait_reporter = WaitReporter(notes_of(store, 3), every_s=0.01)
 
-    with lookout.waiting():
+    with wait_reporter.waiting():
         said = said_by(notes_of(store, 0), RuntimeError("gloo: Connection closed by peer"))
-    lookout.close()
+    wait_reporter.close()
 
     assert said.startswith("WorkerDiedError: rank 2 is gone"), said
 
@@ -275,14 +275,14 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 def test_who_waits_for_long_says_so_until_it_has_what_it_waits_for():
     store = HashStore()
     notes = notes_of(store, 0)
-    lookout = Lookout(notes, every_s=0.01)
+    wait_reporter = WaitReporter(notes, every_s=0.01)
 
-    with lookout.waiting(3):
+    with wait_reporter.waiting(3):
         assert within(5, lambda: notes.awaited_by(0, {0: ""}) == 3)
-        with lookout.waiting():
+        with wait_reporter.waiting():
             assert within(5, lambda: notes.awaited_by(0, {0: ""}) == -1)
     assert within(5, lambda: notes.awaited_by(0, {0: ""}) is None)
-    lookout.close()
+    wait_reporter.close()
 
 
 def test_a_device_that_waits_for_one_that_ended_is_given_up():

@@ -199,7 +199,7 @@ class MultipackBatchSampler(BatchSampler):
         return len(steps.packs) * (self.num_replicas if self.rank is None else 1)
 
     def __iter__(self) -> Iterator[list[list[int]]]:  # type: ignore[override]
-        """Give the batches of this epoch; each is made when its turn comes."""
+        """Yield the batches of this epoch; each is made when its turn comes."""
         steps = self.steps
         taken = steps.packs if self.rank is None else steps.packs[:, self.rank : self.rank + 1]
         for start in range(0, len(taken), _STEPS_AT_ONCE):

@@ -121,7 +121,7 @@ def _checked_boundaries(
         raise ModelError(
             f'the "{NAME}" attention was called without boundaries (cu_seq_lens_q), so documents would '
             "attend to each other; pass model_inputs(batch, model); to generate text, for padded batches, and "
-            "where the model doesn't hand its arguments on to its layers, choose "
+            "where the model doesn't pass its arguments to its layers, choose "
             'model.set_attn_implementation("sdpa")'
         )
     rows, _, width, _ = query.shape

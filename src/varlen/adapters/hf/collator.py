@@ -38,9 +38,9 @@ class DataCollatorWithFlattening:
     - Where `labels` are in some features only, or not as long as the ids, it raises. There the first feature
       decides for all.
     - Tokens with an `attention_mask` of 0 are left out. There padding is trained on.
-    - A table's worth of documents is taken as a data set gives it in Arrow's form, without a stop in Python.
-    - Other columns of numbers with one value per token travel along. There they are lost.
-    - An empty batch is a DocumentsError with a sentence, an IndexError there.
+    - A batch that a data set gives as an Arrow table is read without converting it to Python objects.
+    - Other columns of numbers with one value per token are kept. There they are lost.
+    - An empty batch raises a DocumentsError that says what to do. There it raises an IndexError.
 
     >>> collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     >>> batch = collate([{"input_ids": [11, 12, 13]}, {"input_ids": [21, 22]}])
@@ -52,13 +52,13 @@ class DataCollatorWithFlattening:
     """"pt" for torch tensors, "np" for numpy arrays."""
     _: KW_ONLY
     return_position_ids: bool = True
-    """Give `position_ids`, which restart in every document."""
+    """Return `position_ids`, which restart in every document."""
     separator_id: int = -100
     """The first label of every document, which the token before it may not predict."""
     return_flash_attn_kwargs: bool = False
-    """Give `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`."""
+    """Return `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`."""
     return_seq_idx: bool = False
-    """Give `seq_idx`, the number of each token's document in the row."""
+    """Return `seq_idx`, the number of each token's document in the row."""
     position_ids_start: int = 0
     """The first position of every document; models like RoBERTa want `padding_idx + 1`."""
     pad_to_multiple_of: int | None = None
@@ -67,7 +67,7 @@ class DataCollatorWithFlattening:
     pad_token_id: int = 0
     """Token id at padding."""
     shift_labels: bool = False
-    """Give `shift_labels` too, where position t holds the target that follows it, as transformers' losses take it."""
+    """Return `shift_labels` too, where position t holds the next token's label, as transformers' losses take it."""
     columns: tuple[str, ...] | None = None
     """Names of other columns to carry along; None for all that hold one number per token in every feature."""
     column_pads: Mapping[str, Any] = field(default_factory=dict)

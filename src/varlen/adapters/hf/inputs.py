@@ -151,7 +151,7 @@ def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
     if layer and (kind == attention.NAME or len(batch.input_ids) > 1):
         flat = "" if kind == attention.NAME else ', or collate with layout="flat"'
         raise ModelError(
-            f"{name} doesn't hand boundaries on to attention ({layer} drops its keyword arguments); use "
+            f"{name} doesn't pass boundaries to attention ({layer} drops its keyword arguments); use "
             f'model.set_attn_implementation("sdpa"){flat}'
         )
 
@@ -172,7 +172,7 @@ def _of_vision(batch: PackedBatch, model: Any, media: Media | None) -> dict[str,
     vision = getattr(getattr(base.config, "vision_config", None), "_attn_implementation", None) or "eager"
     if len(inputs) > 1 and vision not in MASK_FORMS and _takes_boundaries(implementation(model)):
         raise ModelError(
-            f'the vision part of {type(base).__name__} is set to "{vision}" as well, and would be told the text\'s '
+            f'the vision part of {type(base).__name__} is set to "{vision}" as well, and would receive the text\'s '
             f'boundaries; use model.set_attn_implementation({{"text_config": "{implementation(model)}", '
             '"vision_config": "sdpa"})'
         )
@@ -385,7 +385,7 @@ def _check_temperatures(batch: PackedBatch, config: Any, name: str) -> None:
     if wrong.any():
         raise ModelError(
             f"{name} scales attention by a token's place in its row (attn_temperature_tuning, by steps of {step:,}), "
-            f"and {int(wrong.sum()):,} tokens of this batch stand behind other documents, beyond the first step; "
+            f"and {int(wrong.sum()):,} tokens of this batch come after other documents, beyond the first step; "
             f"collate rows of fewer than {step:,} tokens, one document a row, or set "
             "config.attn_temperature_tuning=False before the model is made"
         )

@@ -22,7 +22,7 @@ BEFORE_DATASET = 3  # positional arguments of a Trainer before `train_dataset`
 
 
 def checked_loader(loader: object, trainer: str) -> PackedLoader:
-    """Return what a Trainer is to train on."""
+    """Return the loader; raise if there is none, or it is no PackedLoader."""
     if loader is None:
         raise SettingError(
             f"{trainer} trains on train_loader, and none was given; make one of the same data: "
@@ -176,7 +176,7 @@ _SHARES = "varlen_neftune_shares"
 
 @contextlib.contextmanager
 def noise_of_documents(trainer: Any, batch: PackedBatch) -> Iterator[None]:
-    """Have a Trainer's NEFTune go by the documents of a batch, while the model is called with it."""
+    """Within this context, scale a Trainer's NEFTune noise by the lengths of the batch's documents."""
     embedding = _noisy(trainer)
     if embedding is None:
         yield

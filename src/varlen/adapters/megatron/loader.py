@@ -1,6 +1,6 @@
 """A PackedLoader as Megatron's external data loader: a batch of its dialect a micro-batch, its place in checkpoints.
 
-Read in Megatron-Bridge 0.3.1 to 0.6.0 and Megatron-LM (core 0.20): `dataloader_type="external"` hands the iterator
+Read in Megatron-Bridge 0.3.1 to 0.6.0 and Megatron-LM (core 0.20): `dataloader_type="external"` passes the iterator
 through as it is; `maybe_save_dataloader_state` calls its `save_state` and writes what that returns.
 """
 
@@ -392,7 +392,7 @@ def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | 
 
 
 def _check_length(loader: MegatronLoader, num_samples: Sequence[int] | None, global_batch_size: int) -> None:
-    """Refuse training for longer than there is data, before hours of it, where anybody knows."""
+    """Refuse training for longer than there is data, before hours of it, where its length is known."""
     if num_samples is None:
         return
     try:

@@ -60,7 +60,7 @@ class DataCollatorForLanguageModeling:
     padding_free: bool = False
     """Lay the rows end to end in one, with positions and boundaries and without an attention mask."""
     return_position_ids: bool = False
-    """Give positions beside padded rows too; end to end they are always given."""
+    """Return positions beside padded rows too; rows end to end always have them."""
     pad_to_multiple_of: int | None = None
     """Round the width of the row up to this multiple."""
     return_tensors: Literal["pt"] = "pt"

@@ -114,8 +114,8 @@ def _packed_set(dataset: Any, capacity: int, strategy: Strategy, settings: dict[
     unknown = [name for name in settings if name not in known]
     if unknown:
         raise SettingError(
-            f"map_kwargs[{unknown[0]!r}] says nothing about packing a {type(dataset).__name__} ({len(unknown):,} of "
-            f"{len(settings):,} settings don't); it may hold {', '.join(known)}"
+            f"map_kwargs has {unknown[0]!r}, which packing a {type(dataset).__name__} doesn't use ({len(unknown):,} "
+            f"of {len(settings):,} settings); pass only {', '.join(known)}"
         )
     if isinstance(dataset, Dataset):
         return _packed_dataset(dataset, capacity, strategy, settings)
@@ -188,8 +188,8 @@ def _where(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, 
 
     from varlen import __version__
 
-    name = METHODS[strategy]
-    made_of = (getattr(dataset, "_fingerprint", None), "pack_dataset", capacity, name, __version__)
+    mark = getattr(dataset, "_fingerprint", None)
+    made_of = (mark, "pack_dataset", capacity, METHODS[strategy], __version__)
     chosen = {"desc": "Packing", "new_fingerprint": Hasher.hash(made_of), **settings}
     if dataset.cache_files and datasets.is_caching_enabled() and not chosen.get("keep_in_memory"):
         folder = os.path.dirname(dataset.cache_files[0]["filename"])  # noqa: PTH120

@@ -141,10 +141,10 @@ def _rows_of(
         ready = packer.add(lengths)
         pending.note(held)
         if ready.num_packs:
-            yield pending.hand_out(ready)
+            yield pending.packed_rows(ready)
     last = packer.flush()
     if last.num_packs:
-        yield pending.hand_out(last)
+        yield pending.packed_rows(last)
     warn_of_truncation(packer.ledger, capacity)
 
 
@@ -186,7 +186,7 @@ def _tables_of_rows(
 
 
 class _Pending:
-    """Documents of which tokens are still to be handed out."""
+    """Documents of which tokens are still to be returned."""
 
     def __init__(self, *, with_lengths: bool) -> None:
         self._with_lengths = with_lengths
@@ -208,14 +208,14 @@ class _Pending:
         return lengths
 
     def note(self, held: IntArray) -> None:
-        """Note how many tokens of the documents taken in last will be handed out."""
+        """Note how many tokens of the last documents taken in will be returned."""
         records = np.arange(self._num_records, self._num_records + held.size)
         self._records = np.concatenate([self._records, records])
         self._left = np.concatenate([self._left, held])
         self._num_records += held.size
 
-    def hand_out(self, packing: Packing) -> pa.Table:
-        """Return packed rows, and drop documents that have been handed out whole."""
+    def packed_rows(self, packing: Packing) -> pa.Table:
+        """Return packed rows, and drop documents that have been returned whole."""
         rows = in_trl_order(packing)
         first = int(self._records[0])
         stored_rows = np.full(self._num_records - first, -1, np.int64)

@@ -147,7 +147,7 @@ class PackStream:
         Cost: that of its window, unless the window is huge.
         """
         windows, parts = self.windows, position.num_parts
-        if not windows.is_there(position.group, parts):
+        if not windows.is_known(position.group, parts):
             return
         self._refuse_none(position)
         if position.pack and windows.settings.window <= _MOST_CHECKED:
@@ -217,7 +217,7 @@ def refuse(name: str, number: int, most: int) -> None:
     """Refuse a number of a position that is too large."""
     if number > max(most, 0):
         raise StateError(
-            f"the state begins at {name} {number:,}, and there are none behind {max(most, 0):,}; it was changed. "
+            f"the state begins at {name} {number:,}, and there are none beyond {max(most, 0):,}; it was changed. "
             "Load it as it was saved, or an earlier one"
         )
 
@@ -260,7 +260,7 @@ def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
 # One rank's batches from a token store or mixture, from any state.
 
 _NOTHING = Ledger(tokens_in=0, packed=0)
-_PACKS, _PRINT, _DOCUMENTS = "packs", "print", "documents"
+_PACKS, _CHECKSUM, _DOCUMENTS = "packs", "print", "documents"
 """Keys of a state beside its position: within a step, its number of packs and their checksum; within a mixture's
 window, its number of documents. Each can be smaller at the end of the data, which depends on the epochs."""
 
@@ -391,7 +391,7 @@ class IndexedFeed:
             ledger = None if first else entered  # a state within a step comes after its ledger
             within = before
             if self._settings.micro_batches > 1:
-                packs = {_PACKS: step.packs.num_packs, _PRINT: step.packs.checksum}
+                packs = {_PACKS: step.packs.num_packs, _CHECKSUM: step.packs.checksum}
                 within = replace(before, at={**before.at, **packs})
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
@@ -435,7 +435,7 @@ class IndexedFeed:
         at = self.stream.at(position)
         if state.micro_batch:
             self._check_step(state, position)
-            at |= {name: state.at[name] for name in (_PACKS, _PRINT) if name in state.at}
+            at |= {name: state.at[name] for name in (_PACKS, _CHECKSUM) if name in state.at}
         if state.at and state.at.get(_DOCUMENTS, at.get(_DOCUMENTS)) != at.get(_DOCUMENTS):
             raise StateError(
                 f"the state stands in a window of {state.at[_DOCUMENTS]} documents, which has {at.get(_DOCUMENTS)} "
@@ -457,7 +457,7 @@ class IndexedFeed:
     def _check_step(self, state: FeedState, position: Any) -> None:
         """Refuse a state within a step if the step has other packs here than when it was saved."""
         count = self._packs_begun(state)
-        if _PRINT in state.at and self.stream.take(position, count)[0].checksum != state.at[_PRINT]:
+        if _CHECKSUM in state.at and self.stream.take(position, count)[0].checksum != state.at[_CHECKSUM]:
             raise StateError(
                 f"the state is within step {state.step:,}, which holds other packs here: with other epochs the data "
                 "ends elsewhere. Pass the epochs of the state, load one from where a step begins, or start over"

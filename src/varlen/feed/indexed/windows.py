@@ -48,7 +48,7 @@ class WindowSettings:
 
     @property
     def packing(self) -> dict[str, Any]:
-        """What packs and counts the documents of a window, as arguments."""
+        """Arguments of the `WindowPacker` that packs and counts a window's documents."""
         names = ("capacity", "method", "overlong", "max_documents", "document_multiple_of")
         return {name: getattr(self, name) for name in names}
 
@@ -76,9 +76,9 @@ class Windows:
         """Return the number of groups of an epoch of `num_parts` parts; some may have no windows."""
         return self._groups.num_groups(num_parts)
 
-    def is_there(self, group: int, num_parts: int) -> bool:
-        """Return whether a group of an epoch of `num_parts` parts is known to be sealed, without waiting for it."""
-        return self._groups.is_there(group, num_parts)
+    def is_known(self, group: int, num_parts: int) -> bool:
+        """Return whether the end of a group is known without waiting, in an epoch of `num_parts` parts."""
+        return self._groups.is_known(group, num_parts)
 
     def num_windows(self, group: int, num_parts: int) -> int:
         """Return a group's number of windows, in an epoch of `num_parts` parts; waits until the group is sealed."""
@@ -131,7 +131,7 @@ def packed_window(
     return Window(packs=packs, ledger=packer.ledger.check())
 
 
-# Groups of shards, within which documents are shuffled; each has a minimum number of parts, documents and tokens.
+# Groups of shards, within which documents are shuffled; each has a minimum of parts, and of documents or tokens.
 #
 # ::
 #
@@ -145,12 +145,12 @@ def packed_window(
 
 PARTS_A_GROUP = 16
 WINDOWS_A_GROUP, PACKS_A_GROUP = 4, 1024
-"""A group also needs so many windows' documents, and so many packs' tokens: then its packs that aren't full are a
-small share, and training needn't wait for more data than that before it begins."""
+"""A group also needs the documents of so many windows or the tokens of so many packs, whichever comes first. Then
+packs that aren't full are a small share, and training needn't wait for more data to begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Enough:
+class GroupMinimum:
     """The minimum size of a group; the last group of an epoch may be smaller."""
 
     parts: int = PARTS_A_GROUP
@@ -161,9 +161,9 @@ class Enough:
     """Tokens of a document that count at most; None: all of its tokens."""
 
 
-def enough_for(window: int, capacity: int, overlong: Overlong, parts: int = PARTS_A_GROUP) -> Enough:
+def minimum_for(window: int, capacity: int, overlong: Overlong, parts: int = PARTS_A_GROUP) -> GroupMinimum:
     """Return the minimum size of a group at which nearly all of its packs are full."""
-    return Enough(
+    return GroupMinimum(
         parts=parts,
         documents=WINDOWS_A_GROUP * window,
         tokens=PACKS_A_GROUP * capacity,
@@ -186,9 +186,9 @@ class _Sums:
 class Groups:
     """The bounds of the groups of a store's shards."""
 
-    def __init__(self, store: TokenDocuments, enough: Enough | None = None) -> None:
+    def __init__(self, store: TokenDocuments, minimum: GroupMinimum | None = None) -> None:
         """Take the store and the minimum size of a group; None: `PARTS_A_GROUP` parts."""
-        self._store, self._enough = store, enough or Enough()
+        self._store, self._minimum = store, minimum or GroupMinimum()
         self._ends = [0]
         """The first part of each group whose beginning no later part can change."""
         self._finding = threading.Lock()
@@ -198,7 +198,7 @@ class Groups:
     @property
     def parts_a_group(self) -> int:
         """Minimum number of the store's parts whose documents are shuffled together."""
-        return self._enough.parts
+        return self._minimum.parts
 
     def num_groups(self, num_parts: int) -> int:
         """Return the number of groups of the first `num_parts` parts that hold documents; waits for these parts."""
@@ -209,7 +209,7 @@ class Groups:
                 return group
             group += 1
 
-    def is_there(self, group: int, num_parts: int) -> bool:
+    def is_known(self, group: int, num_parts: int) -> bool:
         """Return whether it is known, without waiting, that a group is sealed or doesn't exist."""
         return self._parts(group, num_parts, is_waiting=False) is not None
 
@@ -242,7 +242,7 @@ class Groups:
 
     def _end(self, begins: int, num_parts: int, *, is_waiting: bool) -> int | None:
         """Return the end of the group that begins at a part; more than `num_parts` if the group isn't complete."""
-        wanted = min(begins + self._enough.parts, num_parts)
+        wanted = min(begins + self._minimum.parts, num_parts)
         while True:
             if is_waiting and wanted > self._there:
                 self._store.wait_for(wanted)
@@ -254,12 +254,12 @@ class Groups:
             shard = min(
                 int(np.searchsorted(before, before[first] + least)) - 1
                 for before, least in (
-                    (sums.documents, self._enough.documents),
-                    (sums.tokens, self._enough.tokens),
+                    (sums.documents, self._minimum.documents),
+                    (sums.tokens, self._minimum.tokens),
                 )
             )
             if shard < len(sums.parts):
-                end = max(begins + self._enough.parts, int(sums.parts[shard]) + 1)
+                end = max(begins + self._minimum.parts, int(sums.parts[shard]) + 1)
                 if end <= there:
                     return end
             if there >= num_parts:
@@ -275,8 +275,8 @@ class Groups:
         if sums is None or any(now is not then for now, then in zip(sources, sums.sources)):
             count = min(map(len, sources))  # the store may have grown between reading one array and the next
             documents, tokens, parts = (array[:count] for array in sources)
-            if self._enough.longest is not None:
-                tokens = np.minimum(tokens, self._enough.longest * documents)
+            if self._minimum.longest is not None:
+                tokens = np.minimum(tokens, self._minimum.longest * documents)
             sums = _Sums(
                 sources=sources,
                 parts=parts,

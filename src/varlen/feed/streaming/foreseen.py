@@ -119,7 +119,7 @@ class _Chunks:
         """Return None: every block can be read."""
         return None
 
-    def print_of(self, chunk: Chunk) -> str:  # noqa: ARG002 - none has rows that come while they are read
+    def row_hash_of(self, chunk: Chunk) -> str:  # noqa: ARG002 - none has rows that come while they are read
         """Return no hash, as only those of iterables are used."""
         return ""
 

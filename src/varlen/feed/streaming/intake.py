@@ -294,7 +294,7 @@ class Chunks(Protocol):
     def error_of(self, block: int) -> SourceError | None:
         """Return the error that stopped the reading of a block that can't be cut."""
 
-    def print_of(self, chunk: Chunk) -> str:
+    def row_hash_of(self, chunk: Chunk) -> str:
         """Return the hash of all rows to the end of a chunk."""
 
 
@@ -349,21 +349,23 @@ class ChunkSequence:
         live = [block for block in range(len(self._blocks)) if self._reader.is_live(block)]
         return self._reader.name_of(live[0]) if live else "the data"
 
-    def prints(self, at: Claimed) -> list[RowsHash]:
+    def row_hashes(self, at: Claimed) -> list[RowsHash]:
         """Return hashes of iterables' rows: up to a position, and up to the ends that are known."""
-        prints: list[RowsHash] = []
+        row_hashes: list[RowsHash] = []
         if at.chunk and not self.is_over(at):
             block = int(self._order(self._seed, at.epoch)[at.index])
             if self._reader.is_live(block):
                 last = at.chunk - 1
-                prints.append((block, last, self._reader.print_of(Chunk(block=block, number=last)), False))
-        return prints + [(block, *end, True) for block, end in sorted(self._reader.ends.items())]
+                row_hashes.append(
+                    (block, last, self._reader.row_hash_of(Chunk(block=block, number=last)), False)
+                )
+        return row_hashes + [(block, *end, True) for block, end in sorted(self._reader.ends.items())]
 
-    def check(self, prints: Sequence[RowsHash]) -> None:
+    def check(self, row_hashes: Sequence[RowsHash]) -> None:
         """Read iterables' rows again up to a state's position, and refuse rows with other hashes."""
-        for block, last, saved, is_end in sorted(prints):
+        for block, last, saved, is_end in sorted(row_hashes):
             is_known = block < len(self._blocks) and self._reader.is_live(block)
-            if not is_known or self._reader.print_of(Chunk(block=block, number=last)) != saved:
+            if not is_known or self._reader.row_hash_of(Chunk(block=block, number=last)) != saved:
                 if is_known and (error := self._reader.error_of(block)) is not None:
                     raise error
                 name = self._reader.name_of(block) if is_known else "the data"

@@ -163,7 +163,7 @@ class Rounds:
         """Yield the rounds from a state to the end of the input; the first one may come in parts, from `step` on."""
         state = round_state_of(at, self._settings.lanes)
         carried, counts, missing = self._restored(state)
-        self._sequence.check(state.prints)
+        self._sequence.check(state.row_hashes)
         while True:
             lanes = {lane: Lane(self._settings.lane, carried[lane], counts[lane]) for lane in self._mine}
             claimed, has_ended = self._fill(state, lanes)
@@ -299,10 +299,10 @@ class Rounds:
         for fault in chunk.faults:
             _log.warning("skipped: %s", fault)
 
-    def _needed(self, prints: Sequence[RowsHash], records: Sequence[Mapping[str, Any]]) -> list[RowsHash]:
+    def _needed(self, row_hashes: Sequence[RowsHash], records: Sequence[Mapping[str, Any]]) -> list[RowsHash]:
         """Return the hashes that a state needs: up to its position, and up to ends before which documents wait."""
-        needed = [one for one in prints if not one[3]]
-        ends = [one for one in prints if one[3]]
+        needed = [one for one in row_hashes if not one[3]]
+        ends = [one for one in row_hashes if one[3]]
         if ends:
             ids = [from_record(record, self._settings.lane.seed).ids for record in records]
             read = {block: chunk for block, chunk, _, _ in needed}
@@ -338,18 +338,18 @@ class Rounds:
         }
         # The waiting documents were read in this epoch, or in the previous one if this one has just begun.
         epochs = [claimed.epoch, max(claimed.epoch - 1, 0)]
-        prints = self._sequence.prints(claimed)
+        row_hashes = self._sequence.row_hashes(claimed)
         mine = {
             number: {
                 "record": to_record(carried, lanes[number].counts, settings.lane.seed, epochs),
                 "targets": packs.targets.tolist(),
-                **({"prints": [list(one) for one in prints]} if prints else {}),
+                **({"prints": [list(one) for one in row_hashes]} if row_hashes else {}),
             }
             for number, (packs, carried) in made.items()
         }
         values = self._agree(f"{state.number}/packed", mine)
         for lane in values.values():
-            if [tuple(one) for one in lane.get("prints", ())] != prints:
+            if [tuple(one) for one in lane.get("prints", ())] != row_hashes:
                 raise SourceError(
                     f"{self._sequence.live_name} gives one rank other rows than another; each iterates over all rows "
                     "and takes its share, so they must be the same in the same order: seed the iterable alike"
@@ -365,7 +365,7 @@ class Rounds:
             step=state.step + steps,
             claimed=claimed,
             records=records,
-            prints=self._needed(prints, records),
+            row_hashes=self._needed(row_hashes, records),
         )
         result = Round(
             step=state.step,
@@ -391,7 +391,7 @@ class RoundState:
     claimed: Claimed = field(default_factory=Claimed)
     records: Sequence[Mapping[str, Any]] = ()
     """Records of all lanes."""
-    prints: Sequence[RowsHash] = ()
+    row_hashes: Sequence[RowsHash] = ()
     """Hashes of iterables' rows, to recognize them when they are read again."""
     ends: Sequence[int] = ()
     """Ascending numbers of epochs after which all waiting documents are packed although more epochs follow: a run
@@ -409,7 +409,7 @@ class RoundState:
             "step": self.step,
             "claimed": asdict(self.claimed),
             "lanes": list(self.records),
-            **({"prints": [list(one) for one in self.prints]} if self.prints else {}),
+            **({"prints": [list(one) for one in self.row_hashes]} if self.row_hashes else {}),
             **({ENDS: list(self.ends)} if self.ends else {}),
         }
 
@@ -428,13 +428,15 @@ def round_state_of(at: Mapping[str, Any], lanes: int) -> RoundState:
     with reading_state("a loader"):
         number, step = (as_count(at[name], name, 0, MOST) for name in ("round", "step"))
         claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
-        prints = [_as_print(*one) for one in at.get("prints", ())]
+        row_hashes = [_as_row_hash(*one) for one in at.get("prints", ())]
     if len(records) != lanes:
         raise StateError(f"the state has {len(records):,} lanes, this loader {lanes:,}")
-    return RoundState(number=number, step=step, claimed=claimed, records=records, prints=prints, ends=ends)
+    return RoundState(
+        number=number, step=step, claimed=claimed, records=records, row_hashes=row_hashes, ends=ends
+    )
 
 
-def _as_print(block: Any, chunk: Any, digest: Any, is_end: Any) -> RowsHash:
+def _as_row_hash(block: Any, chunk: Any, digest: Any, is_end: Any) -> RowsHash:
     return as_count(block, "block", 0, MOST), as_count(chunk, "chunk", 0, MOST), str(digest), bool(is_end)
 
 

@@ -98,7 +98,7 @@ class _Values:
                 return
             self._drop()
         if in_array:
-            why = "is the last, without the ] of its array behind it: the file is truncated"
+            why = "is the last, and the ] of its array is missing: the file is truncated"
             yield Lost.of(why, Losses(cut_files=1))
 
     def _behind_array(self) -> Lost:

@@ -14,12 +14,12 @@ from varlen.files.columns import Fields
 from varlen.files.opening import HEAD_BYTES, compression_of, faults, open_plain, open_stored
 from varlen.files.paths import File
 from varlen.files.remote import BUFFER_BYTES
-from varlen.files.rows import PRINT, Found, Rows, gather, json_kind, listed, location
+from varlen.files.rows import ROW_HASHES, Found, Rows, gather, json_kind, listed, location
 
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
 _LAST_LINE_BYTES = 64 << 10  # read past a stretch of a file, for the line that ends after it
 _MOST_TRIED = 1000  # lines searched for a first row
-_PRINT_BYTES = 8
+_ROW_HASH_BYTES = 8
 _LIVE_BYTES = 64 << 10  # Batch size of served rows: a slow row mustn't wait for many others
 MOST_RECORD_BYTES = 256 << 20  # a longer line is a mistake (a file without line ends)
 
@@ -108,14 +108,14 @@ def _read_live(stream: BinaryIO, file: File, fields: Fields) -> Iterator[Rows]:
 
     def lines() -> Iterator[bytes]:
         for line in _lines(stream, file.path):
-            last[0] = blake2b(last[0] + line, digest_size=_PRINT_BYTES).digest()
+            last[0] = blake2b(last[0] + line, digest_size=_ROW_HASH_BYTES).digest()
             yield line
 
     rows = (
         (number, size, [*values, last[0].hex()] if isinstance(values, list) else values)
         for number, size, values in _rows(lines(), fields, 0, None, is_ours=True)
     )
-    names = (*fields.names, PRINT)
+    names = (*fields.names, ROW_HASHES)
     return gather(rows, names=names, path=file.path, unit=_unit(file), size=_LIVE_BYTES)
 
 

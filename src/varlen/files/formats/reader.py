@@ -59,7 +59,7 @@ def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
 
 
 def _rows_otherwise(file: File) -> str | None:
-    """Say that the file holds rows of another format; None if it doesn't seem to."""
+    """Return the error message if the file holds rows of another format; else None."""
     try:
         return None if file.live is not None else other_content(file, DOCUMENT_FIELDS)
     except SourceError:
@@ -70,7 +70,9 @@ def _columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
     if file.format in ("jsonl", "json"):
         for most in _LOOKED_AT:
             rows = _row_names(file, most)
-            columns = _of_most(rows, named, file.path, is_last=most == _LOOKED_AT[-1] or len(rows) < most)
+            columns = _columns_of_most_rows(
+                rows, named, file.path, is_last=most == _LOOKED_AT[-1] or len(rows) < most
+            )
             if not rows or (columns is not None and (most > _LOOKED_AT[0] or len(set(rows)) == 1)):
                 return columns
     names = column_names(file)
@@ -81,7 +83,7 @@ def _columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
     return columns
 
 
-def _of_most(
+def _columns_of_most_rows(
     rows: Sequence[tuple[str, ...]], named: Mapping[str, str], path: str, *, is_last: bool
 ) -> Columns | None:
     """Return the columns of most rows, the first on a tie; None where none can be used."""
@@ -89,7 +91,7 @@ def _of_most(
     first: tuple[str, ...] = ()
     for names, count in Counter(rows).items():  # in order of first occurrence
         try:
-            columns = _of_names(names, tuple(sorted(named.items())))
+            columns = _columns_of_names(names, tuple(sorted(named.items())))
         except SourceError:
             first = first or names
             continue
@@ -102,7 +104,7 @@ def _of_most(
 
 
 @lru_cache(maxsize=1 << 10)
-def _of_names(names: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Columns:
+def _columns_of_names(names: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Columns:
     """Return the columns of a row with these keys; cached, as thousands of files mostly have the same."""
     return find_columns(names, dict(named), "", are_fields=True)
 
@@ -187,7 +189,7 @@ def column_names(file: File) -> list[str]:
 
 def _column_names(file: File) -> list[str]:
     if file.format in ("jsonl", "json"):
-        rows = _names_of_rows(file, _LOOKED_AT[1])
+        rows = _read_row_names(file, _LOOKED_AT[1])
         return list(max(rows, key=rows.count)) if rows else []
     if file.format == "text":
         return ["text"]
@@ -207,15 +209,15 @@ def _row_names(file: File, most: int) -> tuple[tuple[str, ...], ...]:
     if file.live is not None:
         return file.live.names
     if file.mark is None:
-        return _names_of_rows(file, most)
+        return _read_row_names(file, most)
     return _row_names_by_mark(replace(file, on_read=None), most)
 
 
-def _names_of_rows(file: File, most: int) -> tuple[tuple[str, ...], ...]:
+def _read_row_names(file: File, most: int) -> tuple[tuple[str, ...], ...]:
     return tuple((jsonl if file.format == "jsonl" else json).row_names(file, most))
 
 
-_row_names_by_mark = lru_cache(maxsize=1 << 14)(_names_of_rows)
+_row_names_by_mark = lru_cache(maxsize=1 << 14)(_read_row_names)
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:

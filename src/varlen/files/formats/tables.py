@@ -311,7 +311,7 @@ def table_faults(file: File) -> Iterator[None]:
 
 
 def _other_content(file: File) -> str | None:
-    """Say that the file is of another kind; None where it may be a damaged table."""
+    """Return the error message if the file is of another kind; None if it may be a damaged table."""
     try:
         return other_content(file, DOCUMENT_FIELDS) if file.size else None
     except SourceError:

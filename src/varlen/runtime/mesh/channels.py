@@ -1,8 +1,8 @@
 """`Channels`: messages between the chunks of layers of different processes, one channel per pair and direction.
 
-A channel's messages follow the MicroPacks of their pass at both ends; both know from the plan which of them have no
-rows and send no message. So messages need no names, an order of tasks deadlocks only if the plan itself does, and
-each channel receives its next message while its receiver computes.
+A channel carries its pass's MicroPacks in plan order, and those without rows send nothing: the plan determines both
+ends. So messages need no names, an order of tasks deadlocks only if the plan does, and each channel receives its next
+message while its receiver computes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from varlen.runtime.mesh.failures import Lookout, PeerLostError
+from varlen.runtime.mesh.failures import PeerLostError, WaitReporter
 from varlen.runtime.mesh.process_groups import Group, Groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, num_rows
 from varlen.runtime.stage_run import keys_of
@@ -23,13 +23,15 @@ from varlen.step_plan import BACKWARD, FORWARD, StepPlan
 class Channel:
     """One direction between two processes during one step."""
 
-    def __init__(self, group: Group, like: torch.Tensor, rows: Sequence[int], lookout: Lookout) -> None:
+    def __init__(
+        self, group: Group, like: torch.Tensor, rows: Sequence[int], wait_reporter: WaitReporter
+    ) -> None:
         """Take the connection, and the rows of the pass.
 
         Args:
             like: `[hidden]`: of the dtype and on the device of what is sent.
         """
-        self._group, self._like, self._lookout = group, like, lookout
+        self._group, self._like, self._wait_reporter = group, like, wait_reporter
         self._other = 1 - group.index
         self._rows = rows
         self._coming = deque((n, count) for n, count in enumerate(rows) if count)
@@ -43,8 +45,8 @@ class Channel:
             rows = self._like.new_empty(1, self._coming[0][1], len(self._like))
             self._received = (rows, self._guarded(self._group.receive, rows, self._other))
 
-    def take(self, micropack: int) -> torch.Tensor:
-        """Return the rows of a MicroPack once they are there, `[1, rows, hidden]`, and begin to receive the next."""
+    def receive(self, micropack: int) -> torch.Tensor:
+        """Return the rows of a MicroPack, `[1, rows, hidden]`, once they have arrived; begin to receive the next."""
         if not self._rows[micropack]:
             return self._like.new_empty(1, 0, len(self._like))
         assert self._received is not None
@@ -55,7 +57,7 @@ class Channel:
         self.expect()
         return rows
 
-    def give(self, micropack: int, rows: torch.Tensor) -> None:
+    def send(self, micropack: int, rows: torch.Tensor) -> None:
         """Begin to send the rows of the next MicroPack.
 
         Args:
@@ -70,7 +72,7 @@ class Channel:
         self._sent.append((rows, self._guarded(self._group.send, rows, self._other)))
 
     def finish(self) -> None:
-        """Wait until all that was sent has been taken."""
+        """Wait until all that was sent has been received."""
         while self._sent:
             self._guarded(self._sent[0][1].wait)
             self._sent.popleft()
@@ -83,50 +85,51 @@ class Channel:
     def _guarded(self, work: Any, *arguments: Any) -> Any:
         """Call something of the connection; a failure names the other rank."""
         try:
-            with self._lookout.waiting(self._group.ranks[self._other]):
+            with self._wait_reporter.waiting(self._group.ranks[self._other]):
                 return work(*arguments)
         except RuntimeError as error:
             raise PeerLostError(self._group.ranks[self._other], str(error)) from None
 
 
 class Channels:
-    """The channels of one process during one step; see `Wires`."""
+    """The channels of one process during one step; see `Transport`."""
 
     def __init__(
         self,
         groups: Groups,
         plan: StepPlan,
         like: torch.Tensor,
-        lookout: Lookout,
+        wait_reporter: WaitReporter,
         shared: Mapping[int, SharedDocument] | None = None,
     ) -> None:
         """Begin to receive the first message of each channel that brings some.
 
         Args:
-            like: `[hidden]`: of the dtype and on the device of what layers give each other.
+            like: `[hidden]`: of the dtype and on the device of what layers send to each other.
         """
-        seat, pp = groups.seat, groups.seat.mesh.pp
+        coordinate, pp = groups.coordinate, groups.coordinate.mesh.pp
         rows = {
-            kind: [num_rows(key, shared or {}) for key in keys_of(packs, seat.dp_rank)]
+            kind: [num_rows(key, shared or {}) for key in keys_of(packs, coordinate.dp_rank)]
             for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward))
         }
         self._of = {
-            name: Channel(group, like, rows[name[0]], lookout) for name, group in groups.channels.items()
+            name: Channel(group, like, rows[name[0]], wait_reporter)
+            for name, group in groups.channels.items()
         }
-        for (_, takes), channel in self._of.items():
-            if takes % pp == seat.stage:
+        for (_, receiver), channel in self._of.items():
+            if receiver % pp == coordinate.stage:
                 channel.expect()
 
-    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
-        """Send rows, as `Wires.give`."""
-        self._of[kind, chunk].give(micropack, rows)
+    def send(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+        """Send rows, as `Transport.send`."""
+        self._of[kind, chunk].send(micropack, rows)
 
-    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
-        """Return rows, as `Wires.take`."""
-        return self._of[kind, chunk].take(micropack)
+    def receive(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+        """Return rows, as `Transport.receive`."""
+        return self._of[kind, chunk].receive(micropack)
 
     def finish(self) -> None:
-        """Wait until all that was sent has been taken."""
+        """Wait until all that was sent has been received."""
         for channel in self._of.values():
             channel.finish()
 

@@ -94,14 +94,14 @@ class Notes:
         return None
 
 
-class Lookout:
-    """Notes in the job's store which rank this process waits for, if it waits for longer than a moment."""
+class WaitReporter:
+    """Reports to the job's store which rank this process waits for, if for more than a moment."""
 
     def __init__(self, notes: Notes, *, every_s: float = 0.25) -> None:
         self._notes, self._every_s = notes, every_s
         self._wait: tuple[int, object] | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="varlen lookout", daemon=True)
+        self._thread = threading.Thread(target=self._report, name="varlen wait reporter", daemon=True)
         if notes.world_size > 1:
             self._thread.start()
 
@@ -118,7 +118,7 @@ class Lookout:
         """Stop the thread."""
         self._closed.set()
 
-    def _look(self) -> None:
+    def _report(self) -> None:
         seen: tuple[int, object] | None = None
         beat = noted = 0
         while not self._closed.wait(self._every_s):
@@ -155,7 +155,7 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
                 f"ended, so that the cause can't be read here; read the last message of {notes.name_of(0)}, or start "
                 f"the processes by torchrun, which keeps the store itself; {way_out}"
             ) from error
-        raise WorkerDiedError(_epitaph(notes, silent, failed, way_out)) from error
+        raise WorkerDiedError(_death_message(notes, silent, failed, way_out)) from error
 
 
 def _error_note(error: BaseException) -> str:
@@ -231,7 +231,9 @@ def wait_until(is_done: Callable[[], bool], notes: Notes, timeout_s: float) -> N
         time.sleep(0.0005)
 
 
-def _epitaph(notes: Notes, silent: Sequence[int], failed: Sequence[tuple[int, str]], way_out: str) -> str:
+def _death_message(
+    notes: Notes, silent: Sequence[int], failed: Sequence[tuple[int, str]], way_out: str
+) -> str:
     gone = [f"{notes.name_of(rank)} failed ({note})" for rank, note in failed]
     gone += [f"{notes.name_of(rank)} is gone (killed, stuck, or out of memory)" for rank in silent]
     return (

@@ -21,7 +21,7 @@ from varlen.step_plan import BACKWARD, FORWARD, Mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class MeshCoordinate:
     """The stage and data-parallel rank of one process in a mesh."""
 
     mesh: Mesh
@@ -47,8 +47,8 @@ class Seat:
         return f"stage {stage} of pipeline {dp_rank} (rank {rank})"
 
 
-def seat_of(mesh: Mesh, rank: int) -> Seat:
-    """Return the seat of a global rank."""
+def coordinate_of(mesh: Mesh, rank: int) -> MeshCoordinate:
+    """Return the coordinate of a global rank; raise if the engine can't run this mesh or rank."""
     if mesh.tp > 1 or mesh.cp > 1:
         raise SettingError(
             f"mesh with tp={mesh.tp} and cp={mesh.cp}; the engine runs whole layers on whole documents, so both must "
@@ -58,7 +58,7 @@ def seat_of(mesh: Mesh, rank: int) -> Seat:
         raise SettingError(
             f"rank={rank!r}; a mesh of dp={mesh.dp} and pp={mesh.pp} has the ranks 0 to {mesh.num_gpus - 1}"
         )
-    return Seat(mesh=mesh, rank=rank)
+    return MeshCoordinate(mesh=mesh, rank=rank)
 
 
 class Group:
@@ -148,7 +148,7 @@ def _backend(store: Any, group: Group, timeout_s: float) -> Any:
 class Groups:
     """The groups of one process of a mesh."""
 
-    seat: Seat
+    coordinate: MeshCoordinate
     store: Any
     device: torch.device
     timeout_s: float
@@ -167,7 +167,7 @@ class Groups:
         All members must create new groups in the same order, or they deadlock.
         """
         if (first, count) not in self.shared:
-            base = self.seat.stage * self.seat.mesh.dp
+            base = self.coordinate.stage * self.coordinate.mesh.dp
             ranks = range(base + first, base + first + count)
             self.shared[first, count] = self._open(f"shared {ranks[0]}-{ranks[-1]}", ranks)
         return self.shared[first, count]
@@ -179,43 +179,47 @@ class Groups:
             group.close()
 
     def _open(self, name: str, ranks: Sequence[int]) -> Group:
-        return Group(self.store, name, ranks, self.seat.rank, self.device, self.timeout_s, self.settle)
+        return Group(self.store, name, ranks, self.coordinate.rank, self.device, self.timeout_s, self.settle)
 
 
 def open_groups(
-    seat: Seat, store: Any, device: torch.device, timeout_s: float, settle: Callable[[torch.device], None]
+    coordinate: MeshCoordinate,
+    store: Any,
+    device: torch.device,
+    timeout_s: float,
+    settle: Callable[[torch.device], None],
 ) -> Groups:
     """Create the groups of one process; all processes of the mesh call it together.
 
     All processes create groups in one global order, and send a message through each, so that they don't deadlock:
     NCCL connects two processes at their first message, and first messages in the order of tasks could deadlock.
     """
-    mesh, rank = seat.mesh, seat.rank
+    mesh, rank = coordinate.mesh, coordinate.rank
     given = (rank, device, timeout_s, settle)
-    stage = range(seat.stage * mesh.dp, (seat.stage + 1) * mesh.dp)
-    ends = (seat.at(0), seat.at(mesh.pp - 1))
+    stage = range(coordinate.stage * mesh.dp, (coordinate.stage + 1) * mesh.dp)
+    ends = (coordinate.at(0), coordinate.at(mesh.pp - 1))
     has_ends = mesh.pp > 1 and rank in ends
     groups = Groups(
-        seat=seat,
+        coordinate=coordinate,
         store=store,
         device=device,
         timeout_s=timeout_s,
         settle=settle,
         world=Group(store, "world", range(mesh.num_gpus), *given),
-        replicas=Group(store, f"replicas {seat.stage}", stage, *given),
-        ends=Group(store, f"ends {seat.dp_rank}", ends, *given) if has_ends else None,
+        replicas=Group(store, f"replicas {coordinate.stage}", stage, *given),
+        ends=Group(store, f"ends {coordinate.dp_rank}", ends, *given) if has_ends else None,
     )
     for chunk in range(1, mesh.num_chunks):
-        pair = (seat.at((chunk - 1) % mesh.pp), seat.at(chunk % mesh.pp))
+        pair = (coordinate.at((chunk - 1) % mesh.pp), coordinate.at(chunk % mesh.pp))
         if rank in pair:
-            for kind, takes in ((FORWARD, chunk), (BACKWARD, chunk - 1)):
-                name = f"channel {kind} {takes} {seat.dp_rank}"
-                groups.channels[kind, takes] = Group(store, name, sorted(pair), *given)
+            for kind, receiver in ((FORWARD, chunk), (BACKWARD, chunk - 1)):
+                name = f"channel {kind} {receiver} {coordinate.dp_rank}"
+                groups.channels[kind, receiver] = Group(store, name, sorted(pair), *given)
     first = torch.zeros(1, device=device)
     for group in (groups.replicas, groups.ends, groups.world):
         if group is not None:
             group.sum(first)
-    for (_, takes), group in groups.channels.items():
-        is_receiver = takes % mesh.pp == seat.stage
+    for (_, receiver), group in groups.channels.items():
+        is_receiver = receiver % mesh.pp == coordinate.stage
         (group.receive if is_receiver else group.send)(first, 1 - group.index).wait()
     return groups

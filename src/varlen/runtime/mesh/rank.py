@@ -27,9 +27,9 @@ from varlen.runtime.inputs import StepInputs
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.consistency import agree, batch_fingerprint, fingerprint_of
-from varlen.runtime.mesh.failures import GRACE_S, Lookout, Notes, naming_the_missing, wait_until
+from varlen.runtime.mesh.failures import GRACE_S, Notes, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.fsdp import Gathered, Shards, is_sharded, waiting_at_most
-from varlen.runtime.mesh.process_groups import Groups, Seat, open_groups, seat_of
+from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, open_groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
 from varlen.runtime.split import cut_to_stage, stage_dtype
 from varlen.runtime.stage_run import StageRunner
@@ -73,18 +73,18 @@ class MeshRank:
         kernels: Kernels = "auto",
     ) -> None:
         """Cut the model to this process's stage, and meet the others."""
-        self.seat = seat_of(mesh, rank)
-        store = _engine_store(self.seat)
+        self.coordinate = coordinate_of(mesh, rank)
+        store = _engine_store(self.coordinate)
         grace_s = min(GRACE_S, deadline_s / 4)
         self._timeout_s = deadline_s - grace_s
         self._notes = Notes(
             store=PrefixStore("notes", store),
             rank=rank,
             world_size=mesh.num_gpus,
-            name_of=self.seat.name_of,
+            name_of=self.coordinate.name_of,
             grace_s=grace_s,
         )
-        self._lookout = Lookout(self._notes, every_s=grace_s / 8)
+        self._wait_reporter = WaitReporter(self._notes, every_s=grace_s / 8)
         self._gathered: Gathered = gathered
         self._kernels: Kernels = kernels
         self._dtype: torch.dtype | None = None
@@ -93,14 +93,20 @@ class MeshRank:
         with self._ending():
             try:
                 check_model(model, kernels)
-                cut = cut_to_stage(model, mesh, self.seat.stage)
+                cut = cut_to_stage(model, mesh, self.coordinate.stage)
                 fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
             except VarlenError as error:
                 fault = error
             device = next(model.parameters()).device
-            with self._lookout.waiting():
-                self._groups = open_groups(self.seat, store, device, self._timeout_s, self._settle)
-                agree(self._groups.world, "model", {"model": fingerprint}, fault, name_of=self.seat.name_of)
+            with self._wait_reporter.waiting():
+                self._groups = open_groups(self.coordinate, store, device, self._timeout_s, self._settle)
+                agree(
+                    self._groups.world,
+                    "model",
+                    {"model": fingerprint},
+                    fault,
+                    name_of=self.coordinate.name_of,
+                )
 
     def run(
         self,
@@ -126,16 +132,16 @@ class MeshRank:
                 )
                 facts = dict(zip(_FACTS, found))
                 # Stages of one data-parallel rank have the same share.
-                distinct = {"batch": self.seat.mesh.dp} if prepared.is_share else {}
-            with self._lookout.waiting():
-                agree(groups.world, "step", facts, fault, name_of=self.seat.name_of, distinct=distinct)
+                distinct = {"batch": self.coordinate.mesh.dp} if prepared.is_share else {}
+            with self._wait_reporter.waiting():
+                agree(groups.world, "step", facts, fault, name_of=self.coordinate.name_of, distinct=distinct)
             assert isinstance(prepared, StepInputs)
-            with self._lookout.waiting():
+            with self._wait_reporter.waiting():
                 data = prepared.weighed(groups.replicas.sum)
             with waiting_at_most(self._timeout_s, model):
                 settings = {"keeps_losses": keeps_losses, "saved": saved}
                 run = self._run(model, groups, data, prepared.plan, meter, settings)
-            with self._lookout.waiting():
+            with self._wait_reporter.waiting():
                 return run, self._total(groups, run, prepared)
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> float:
@@ -143,19 +149,19 @@ class MeshRank:
         with self._ending():
             groups, parameters = self._open(), _trained(model)
             counted = dict(parameters)
-            if self._is_tied and self.seat.stage == self.seat.mesh.pp - 1:
+            if self._is_tied and self.coordinate.stage == self.coordinate.mesh.pp - 1:
                 head = model.get_output_embeddings().weight
                 counted = {name: p for name, p in parameters.items() if p is not head}
-            square = gradients.squares(counted, counts_whole=self.seat.dp_rank == 0)
+            square = gradients.squares(counted, counts_whole=self.coordinate.dp_rank == 0)
             squares = torch.tensor([square], dtype=torch.float64, device=groups.device)
-            with self._lookout.waiting():
+            with self._wait_reporter.waiting():
                 norm = math.sqrt(float(groups.world.on_host(groups.world.gathered(squares)).sum()))
             gradients.clip(parameters, norm, max_norm)
             return norm
 
     def close(self) -> None:
         """Leave all groups, so that ranks that wait for this one fail at once."""
-        self._lookout.close()
+        self._wait_reporter.close()
         groups, self._groups = self._groups, None
         if groups is not None:
             groups.close()
@@ -177,7 +183,7 @@ class MeshRank:
 
     def _fault_of(self, model: Any, plan: StepPlan) -> VarlenError | None:
         """Return why a plan can't run here; None if it can."""
-        mine, its = self.seat.mesh, plan.mesh
+        mine, its = self.coordinate.mesh, plan.mesh
         shapes = [(m.dp, m.pp, m.virtual_stages) for m in (mine, its)]
         if shapes[0] != shapes[1]:
             return PlanError(
@@ -193,7 +199,7 @@ class MeshRank:
             if plan.num_merged or its.sharding == "parameters":
                 check_tasks(plan)  # shared documents and sharding also make ranks wait for each other
             else:
-                check_order(plan, self.seat.dp_rank)
+                check_order(plan, self.coordinate.dp_rank)
         except VarlenError as error:
             return error
         return None
@@ -208,8 +214,12 @@ class MeshRank:
         settings: dict[str, Any],
     ) -> StepRun:
         """Run the tasks, and reduce gradients."""
-        parts, mesh, stage = DecoderParts.of(model, self._kernels), self.seat.mesh, self.seat.stage
-        waiting = self._lookout.waiting
+        parts, mesh, stage = (
+            DecoderParts.of(model, self._kernels),
+            self.coordinate.mesh,
+            self.coordinate.stage,
+        )
+        waiting = self._wait_reporter.waiting
         shards = Shards(model, parts, groups.replicas, self._gathered, waiting) if is_sharded(model) else None
         parts = parts if shards is None else shards.parts
         layers = layers_of(model, mesh)
@@ -223,11 +233,11 @@ class MeshRank:
                     dtype=self._hidden_dtype(parts, layers[stage], shards),
                     device=groups.device,
                 )
-                channels = Channels(groups, plan, like, self._lookout, shared)
+                channels = Channels(groups, plan, like, self._wait_reporter, shared)
                 unit = {} if shards is None else {"unit": shards.unit}
                 runner = StageRunner(
                     plan,
-                    self.seat.dp_rank,
+                    self.coordinate.dp_rank,
                     stage,
                     chunks,
                     channels,
@@ -244,7 +254,7 @@ class MeshRank:
                     if shards is not None:
                         shards.forget()
                     raise
-            with self._lookout.waiting():
+            with self._wait_reporter.waiting():
                 self._settle(groups.device)
                 self._reduce(model, groups, parameters, shards)
                 self._settle(groups.device)
@@ -264,9 +274,9 @@ class MeshRank:
 
     def _shared(self, groups: Groups, plan: StepPlan) -> dict[int, SharedDocument]:
         """Return the documents of a plan that this process shares with others of its stage."""
-        rank = self.seat.dp_rank
-        with self._lookout.waiting():
-            peers = peers_of(plan, rank, groups.peers, self._lookout.waiting)
+        rank = self.coordinate.dp_rank
+        with self._wait_reporter.waiting():
+            peers = peers_of(plan, rank, groups.peers, self._wait_reporter.waiting)
         return shared_documents(plan, rank, peers, groups.device)
 
     def _hidden_dtype(self, parts: DecoderParts, layers: range, shards: Shards | None) -> torch.dtype:
@@ -285,17 +295,19 @@ class MeshRank:
             parameters = {name: p for name, p in parameters.items() if name not in shards.parameters}
         gradients.sum_replicas(parameters, groups.replicas)
         if self._is_tied and groups.ends is not None:
-            end = model.get_input_embeddings() if self.seat.stage == 0 else model.get_output_embeddings()
+            end = (
+                model.get_input_embeddings() if self.coordinate.stage == 0 else model.get_output_embeddings()
+            )
             gradients.sum_tied(end.weight, groups.ends)
 
     def _total(self, groups: Groups, run: StepRun, inputs: StepInputs) -> Totals:
         peak = int(run.task_runs[0].peak_bytes.max(initial=0))
-        targets = inputs.num_targets if self.seat.stage == 0 else 0
+        targets = inputs.num_targets if self.coordinate.stage == 0 else 0
         mine = torch.tensor([run.loss, peak, targets], dtype=torch.float64, device=groups.device)
         every = groups.world.on_host(groups.world.gathered(mine))
         losses = None
         if run.token_losses is not None:
-            losses = inputs.losses_by_document(run.token_losses, is_counted=self.seat.stage == 0)
+            losses = inputs.losses_by_document(run.token_losses, is_counted=self.coordinate.stage == 0)
             groups.world.sum(losses)
         return Totals(
             loss=float(every[:, 0].sum()),
@@ -316,9 +328,9 @@ def _trained(model: Any) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _engine_store(seat: Seat) -> Any:
+def _engine_store(coordinate: MeshCoordinate) -> Any:
     """Return the job's store, under a prefix for the new engine."""
-    mesh, number = seat.mesh, next(_ENGINES)
+    mesh, number = coordinate.mesh, next(_ENGINES)
     if mesh.num_gpus == 1:
         return HashStore()
     if not dist.is_initialized():
@@ -326,11 +338,11 @@ def _engine_store(seat: Seat) -> Any:
             f"a mesh of {mesh.num_gpus:,} GPUs needs as many processes, and torch.distributed has none here; start "
             f"them by torchrun --nproc-per-node, and call torch.distributed.init_process_group"
         )
-    if dist.get_world_size() != mesh.num_gpus or dist.get_rank() != seat.rank:
+    if dist.get_world_size() != mesh.num_gpus or dist.get_rank() != coordinate.rank:
         raise SettingError(
             f"this is process {dist.get_rank()} of {dist.get_world_size():,}, and the engine was given rank "
-            f"{seat.rank} of dp={mesh.dp} x pp={mesh.pp} = {mesh.num_gpus:,}; start as many processes as the mesh "
-            "has GPUs, and give each its own rank"
+            f"{coordinate.rank} of dp={mesh.dp} x pp={mesh.pp} = {mesh.num_gpus:,}; start as many processes as the "
+            "mesh has GPUs, and give each its own rank"
         )
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -320,7 +320,7 @@ def _pieces(corpus: Corpus, outcome: Outcome, order: Order, pack: int) -> tuple[
 
 
 def _machine() -> tuple[tuple[str, str], ...]:
-    """Say what the figures were measured on."""
+    """Return the processor, system and library versions that the figures were measured with."""
     return (
         ("processor", f"{_processor()}, {os.cpu_count()} cores"),
         ("system", platform.platform(terse=True)),

@@ -53,7 +53,7 @@ class Seconds:
     user_s: float = 0.0
     """In the program's own code."""
     system_s: float = 0.0
-    """In the kernel, above all handing out fresh memory (page faults)."""
+    """In the kernel, above all allocating memory (page faults)."""
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(

@@ -1,4 +1,4 @@
-"""What the demo's experiment trains, on how much, and for how long: one frozen noun, checked at the door."""
+"""`DemoSettings`: what the demo's experiment trains, on how much, and for how long; validated when made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from varlen.types import IntArray
 from varlen.workers.processors import processors
 
 RUN_TOKENS = 45_000
-"""Tokens after which a run takes no further step, but for its second, unless told to: what keeps the demo
+"""Tokens after which a run takes no further step, but for its second, unless steps are given: this keeps the demo
 under three minutes."""
 
 MAX_SEED = 2**32 - 1

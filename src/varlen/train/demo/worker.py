@@ -78,15 +78,15 @@ class Worker:
             outcome, value = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(timeout=5)
-            raise VarlenError(self._epitaph()) from None
+            raise VarlenError(self._death_message()) from None
         if outcome == "refused":
             raise InputError(f"the run {self._name!r} can't be done: {value}")
         if outcome == "failed":
             raise VarlenError(f"the run {self._name!r} failed:\n{value}")
         return value
 
-    def _epitaph(self) -> str:
-        """Say how the process ended, and what usually helps."""
+    def _death_message(self) -> str:
+        """Return how the process ended and, if it was killed, what usually helps."""
         code = self._process.exitcode
         if code == -signal.SIGKILL:
             return (

@@ -304,10 +304,10 @@ def _refusal(model: Any) -> str:
 
 
 def _explained(cells: list[CallCell], refusal: str) -> list[CallCell]:
-    """Say why calls leak whatever their arguments.
+    """Replace the reason and fix of calls that leak whatever their arguments are.
 
-    No argument helps a model that is refused. And where positions alone leak, they are why every call leaks: without
-    a cache or a mask it would leak as well.
+    No argument helps a model that is refused. If positions alone leak, they are the reason for every call: without a
+    cache or a mask it would leak as well.
     """
     plain = cells[0]
     if refusal:

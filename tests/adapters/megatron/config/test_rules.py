@@ -338,7 +338,7 @@ def test_packed_files_that_are_not_there_stop(tmp_path):
     )
 
     assert found.outcome == "stops"
-    assert "there is nothing at this path; neither is the folder" in found.what
+    assert "there is nothing at this path, and its folder" in found.what
     assert check_config(packed(specs__packed_train_data_path="msc://bucket/a.idx.parquet")).ok
     assert check_config(packed(specs__packed_train_data_path="a.parquet"), files=False).ok
 

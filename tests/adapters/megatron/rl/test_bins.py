@@ -426,9 +426,9 @@ INFO = PackingInfo([[1, 0]], {0: [0, 3, 5]}, [2, 3], [0, 0])
         ),
         (
             lambda: unpack_sequences(torch.ones(1, 4), INFO),
-            "sequence 0 ends at 5, behind its bin of 4 values",
+            "sequence 0 ends at 5, beyond its bin of 4 values",
         ),
-        (lambda: unpack_logprobs(torch.ones(1, 3), INFO), "sequence 0 ends at 4, behind its bin of 3 values"),
+        (lambda: unpack_logprobs(torch.ones(1, 3), INFO), "sequence 0 ends at 4, beyond its bin of 3 values"),
         (
             lambda: pack_values(torch.ones(2, 2), INFO, 8),
             r"values must be .*2 and at least 3; got shape \(2, 2\)",

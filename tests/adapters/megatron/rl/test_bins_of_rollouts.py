@@ -33,7 +33,7 @@ def rollout(*sequences: Sequence[int], pad: int = PAD) -> torch.Tensor:
 
 
 def masks_of(lengths: Sequence[int], width: int) -> torch.Tensor:
-    """Say that the policy wrote everything but the first token."""
+    """Return masks in which the policy generated every token but the first."""
     places = torch.arange(width)
     return (places < torch.tensor(lengths)[:, None]) & (places > 0)
 

@@ -218,7 +218,7 @@ def stage_batch(
     if physical_boundaries(batch) is None and (mask is None or mask.dim() < 4):
         raise DocumentsError(
             "the batch has neither boundaries nor an attention mask: in this stage its documents would attend to "
-            "each other; hand every stage the whole batch and let stage_batch take what it needs"
+            "each other; pass the whole batch to every stage, and let stage_batch take what it needs"
         )
     needed = dict.fromkeys(_FIRST, is_first or has_mtp) | dict.fromkeys(_LAST, is_last or has_mtp)
     missing = [name for name, needs in needed.items() if needs and batch.get(name) is None]

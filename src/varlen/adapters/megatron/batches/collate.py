@@ -19,7 +19,7 @@ from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray
 
-_NOBODY: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+_NONE_SILENT: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 _METADATA = ("max_samples_per_bin", "dataset_max_seqlen", "min_packed_seqlen")
 
 
@@ -35,7 +35,7 @@ class RowCollator:
       end of a document for padding too.
     - An EOS is trained where the mask says so; the releases set the mask to 0 wherever the input is EOS.
     - A loss mask of fractions stays one (float32); the releases cut them to 0.
-    - Padding behind the last document stands in segments of at most 128, and counts as real tokens only where there
+    - Padding after the last document stands in segments of at most 128, and counts as real tokens only where there
       are no padded boundaries. The releases make it one sequence, however long, that attention works through.
     - Padded boundaries are given only where they differ (or with `pad_cu_seqlens`, whose keys must not change):
       kernels that take them are slower, and some can't.
@@ -57,9 +57,9 @@ class RowCollator:
     pad_seq_to_mult: int = 1
     """What documents were rounded up to when they were packed; widths are multiples of it too."""
     return_cu_seqlen: bool = True
-    """Give boundaries; else an attention mask, quadratic in the width."""
+    """Return boundaries; else an attention mask, quadratic in the width."""
     pad_cu_seqlens: bool = False
-    """Give every batch as many boundaries and one `max_seqlen`, for CUDA graphs."""
+    """Return equally many boundaries in every batch, and one `max_seqlen`, for CUDA graphs."""
     pack_metadata: Sequence[Mapping[str, Any]] | None = None
     """Entries of the metadata file, which `pad_cu_seqlens` needs."""
     answer_only_loss: bool = True
@@ -67,14 +67,14 @@ class RowCollator:
     eos_in_loss: bool | None = None
     """Train where the input is EOS; None: not if `compatible`."""
     always_padded: bool | None = None
-    """Give padded boundaries whenever `pad_seq_to_mult` is above 1; None: if `compatible`."""
+    """Return padded boundaries whenever `pad_seq_to_mult` is above 1; None: if `compatible`."""
     padding_mask: bool = False
     """Add `padding_mask`, True at padding, which routers of experts leave out; later than 0.6.0 Megatron-Bridge has
     it in every batch. In `"0.6"` `pad_between_seqs` stands beside it."""
     pad_id: int | None = None
-    """Token and label behind the last document; None: `eos_id`."""
+    """Token and label after the last document; None: `eos_id`."""
     compatible: bool = False
-    """Give the release's values, where they are wrong too."""
+    """Return the release's values, where they are wrong too."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dialect", as_dialect(self.dialect))
@@ -143,7 +143,7 @@ class RowCollator:
         kernels.fill_rows(
             *stored[:5],
             lengths,
-            _NOBODY if silent is None else as_silent(silent, rows.num_rows),
+            _NONE_SILENT if silent is None else as_silent(silent, rows.num_rows),
             int(self.answer_only_loss),
             int(eos_in_loss),
             self.eos_id,

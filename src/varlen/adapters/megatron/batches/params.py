@@ -98,7 +98,7 @@ def get_packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams:
     Args:
         batch: with `cu_seqlens_q` (`"0.6"`), or `cu_seqlens` and, where documents are padded, `cu_seqlens_unpadded`
             (`"0.4"`, `"0.5"`); both with or without a first dimension of 1. `total_tokens`, `cp_group`,
-            `local_cp_size`, `cp_partition_mode`, `pad_between_seqs` and `tokens_per_sample` are handed on.
+            `local_cp_size`, `cp_partition_mode`, `pad_between_seqs` and `tokens_per_sample` are passed on.
 
     Raises:
         DocumentsError: no boundaries, those of several rows, or a `max_seqlen` of several values.
@@ -127,11 +127,11 @@ def get_packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams:
             f"{', '.join(sorted(map(str, batch))) or 'no keys'}"
         )
     declared = batch.get("pad_between_seqs")
-    handed = ("total_tokens", "cp_group", "local_cp_size", "tokens_per_sample")
+    passed_on = ("total_tokens", "cp_group", "local_cp_size", "tokens_per_sample")
     return PackedSeqParams(
         qkv_format="thd",
         **given,
-        **{name: batch.get(name) for name in handed},
+        **{name: batch.get(name) for name in passed_on},
         cp_partition_mode=batch.get("cp_partition_mode") or "zigzag",
         pad_between_seqs=given["cu_seqlens_q_padded"] is not None if declared is None else bool(declared),
     )

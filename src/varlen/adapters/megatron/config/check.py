@@ -79,7 +79,7 @@ def _mended(reading: Reading, rules: Rules) -> dict[str, Any]:
         if first is None:
             break
         for name, value in first.changes.items():
-            changes.pop(name, None)  # later changes come last, as they may be of what an earlier one made
+            changes.pop(name, None)  # reinsert at the end: an earlier change may have made the table it is in
             changes[name] = value
         reading = reading.changed(first.changes)
     return changes
@@ -97,7 +97,7 @@ NEEDED = ("pack_size", "dataset_max_seqlen", "max_samples_per_bin", "min_packed_
 
 
 def packed_rows_are_there(reading: Reading) -> Iterator[ConfigFinding]:
-    """Named files of packed rows exist, and end as the release expects; addresses of object stores are believed."""
+    """Packed files that are named exist, with a suffix that the release expects; URLs aren't checked."""
     is_first = reading.release is not None and reading.is_before(0, 4)
     for name in PACKED:
         setting = f"{reading.specs}.{name}"
@@ -110,7 +110,7 @@ def packed_rows_are_there(reading: Reading) -> Iterator[ConfigFinding]:
             elif not is_first:
                 limit = "Parquet from release 0.4 on"
                 what = ".npy files are pickles, read whole into memory on every rank, and deprecated"
-                fix = "write it anew as Parquet with varlen's reader of packed rows"
+                fix = f"convert it: varlen.adapters.megatron.convert({path!r}, 'NAME.idx.parquet')"
                 yield found(reading, "npy_file", setting, limit, what, "advice", fix=fix)
         elif is_first:
             yield _missing(reading, setting, "a .npy file before release 0.4", "an AssertionError")
@@ -154,7 +154,7 @@ def _wrong_metadata(reading: Reading, setting: str) -> Iterator[tuple[str, str, 
         return
     missing = ", ".join(name for name in NEEDED if any(name not in entry for entry in entries))
     if missing:
-        what = f"an entry is without {missing}, of which boundaries of one number are made"
+        what = f"an entry lacks {missing}, from which a fixed number of boundaries is computed"
         yield f"entries with {', '.join(NEEDED)}", what, is_static
     size = reading.spec("packed_sequence_size")
     others = {entry["pack_size"] for entry in entries if isinstance(entry.get("pack_size"), int)} - {size}
@@ -165,7 +165,7 @@ def _wrong_metadata(reading: Reading, setting: str) -> Iterator[tuple[str, str, 
 
 def _missing(reading: Reading, setting: str, limit: str, how: str = "a FileNotFoundError") -> ConfigFinding:
     path = Path(reading[setting])
-    where = "" if path.parent.is_dir() else f"; neither is the folder {path.parent}"
+    where = "" if path.parent.is_dir() else f", and its folder {path.parent} doesn't exist either"
     seen = "this is something else" if path.exists() else f"there is nothing at this path{where}"
     fix = "pack the data with `varlen pack --format megatron`, or leave the path out to have it packed at the start"
     what = f"{seen}; Megatron-Bridge stops with {how}"

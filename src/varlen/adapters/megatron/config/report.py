@@ -54,7 +54,7 @@ class ConfigFinding:
     """Values that mend this one finding, by setting; empty where no setting alone does."""
 
     def __str__(self) -> str:
-        """Say it in four lines."""
+        """Return four lines: level, kind and effect; what was seen; what must hold; the fix."""
         how = "" if self.outcome == "advice" else f" ({self.outcome})"
         return (
             f"{self.level} {self.kind}{how}: {self.what}\n"
@@ -117,7 +117,7 @@ class ConfigReport:
         return len(self.findings)
 
     def __str__(self) -> str:
-        """Say how many findings there are, then each in four lines, then what mends them together."""
+        """Return the headline, four lines for each finding, and the overrides that together fix the errors."""
         parts = [self.head, *map(str, self.findings)]
         if self.changes:
             parts += ["all errors that settings can mend are gone with:", *("  " + o for o in self.overrides)]

@@ -250,7 +250,7 @@ BATCH_RULES = (
         EVAL_MICRO,
         lambda r: r.is_offline and (r[EVAL_MICRO] or 1) > 1 and r["dataset.do_validation"],
         "1 with packed rows",
-        "evaluation hands boundaries of several rows to attention, which takes one row's; its first step stops",
+        "evaluation passes boundaries of several rows to attention, which takes one row's; its first step stops",
         to=1,
     ),
     processes_divide,
@@ -283,7 +283,7 @@ def packs_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
 
 
 def documents_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
-    """Context parallelism cuts every document of a pack, so each is padded to a multiple; nobody computes it."""
+    """Context parallelism cuts every document of a pack, so each is padded to a multiple, which must be set."""
     setting = f"{reading.specs}.pad_seq_to_mult"
     given, multiple = reading[setting], reading.alignment
     if not reading.is_offline or given < 1 or given % multiple == 0:

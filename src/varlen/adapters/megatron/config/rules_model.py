@@ -271,7 +271,7 @@ GRAPH_RULES = (
         _parts,
         _holds_router,
         "attn only, with packed rows and experts",
-        "a router inside a graph isn't told of padding; Megatron-Bridge stops with a ValueError at the first step",
+        "a router inside a graph gets no mask of padding; Megatron-Bridge stops with a ValueError at the first step",
         changes=lambda r: {_parts(r): ("attn",), **({SCOPE: None} if r.has(MODULES) else {})},
     ),
     # Rows packed within a micro-batch are as long as their documents, so no graph fits the next.
@@ -338,7 +338,7 @@ def _overlap(setting: str) -> Rule:
         setting,
         lambda r: r.is_energon and r[setting],
         "false with Energon's packing",
-        "its schedule doesn't hand on images and boundaries; Megatron-Bridge turns it off and warns",
+        "its schedule doesn't pass on images and boundaries; Megatron-Bridge turns it off and warns",
         "advice",
         to=False,
     )
@@ -550,14 +550,14 @@ RELEASE_RULES = (
         lambda r: "silently wrong" if _is_certain(r) else "advice",
         fix='use release 0.5.0 or later (then say so with dialect="0.5"), or two stages and more tensor parallelism',
     ),
-    # The -1 that ends a row's boundaries is handed to the kernel that cuts rows among ranks.
+    # The -1 that ends a row's boundaries is passed to the kernel that cuts rows among ranks.
     Rule(
         "boundary_terminators",
         "model.context_parallel_size",
         lambda r: r.is_offline and r.cp > 1 and r.is_before(0, 5, 1),
         "1 with packed rows, or release 0.5.1 and later",
         lambda r: (
-            f"{_perhaps(r, '0.5.1')}the -1 behind a row's boundaries counts as one of them when the row is cut among "
+            f"{_perhaps(r, '0.5.1')}the -1 after a row's boundaries counts as one of them when the row is cut among "
             "ranks; with rows from Parquet this failed (pull request 4489)"
         ),
         "advice",
@@ -609,7 +609,7 @@ RELEASE_RULES = (
         lambda r: _pads_documents(r) and (r.is_before(0, 6) or r.release in ((0, 6, 0), None)),
         "1, or documents without end tokens within them, up to release 0.6.0",
         "padding is recognised by its token id, the end-of-document one: a real one at a document's end counts as "
-        "padding, and one within it (chats of several turns) removes the target behind it",
+        "padding, and one within it (chats of several turns) removes the target after it",
         "advice",
         fix="feed the rows with varlen, which stores lengths and infers none",
     ),

@@ -280,13 +280,14 @@ class Reader:
     def _refused(self, at: int, code: int) -> SourceError:
         return SourceError(
             f"{self.path} holds the pickle opcode {_opcode(code)} at byte {at:,}, which packed rows don't "
-            "have; it was not run: take the file only from who packed it, or pack the data again as Parquet"
+            "have; it was not run: use the file only from a source that you trust, or pack the data again as Parquet"
         )
 
     def _refused_name(self, at: int, what: str) -> SourceError:
         return SourceError(
             f"{self.path} names {what} at byte {at:,} of its pickle, which packed rows don't have; it was "
-            "not looked up or called: take the file only from who packed it, or pack the data again as Parquet"
+            "not looked up or called: use the file only from a source that you trust, or pack the data again as "
+            "Parquet"
         )
 
     def _cut(self) -> SourceError:

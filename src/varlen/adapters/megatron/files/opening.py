@@ -84,7 +84,9 @@ def create_packed(path: str | Path) -> PackedWriter:
         return PackedParquetWriter(path)
     if prefix_of(path).suffix.lower() == ".sft":
         return PackedIndexedWriter(path)
-    raise SettingError(f"{path} must end in .idx.parquet or .sft; other kinds of packed files aren't written")
+    raise SettingError(
+        f"{path} must end in .parquet, .pq or .sft; other kinds of packed files aren't written"
+    )
 
 
 def convert(spec: Spec, output: str | Path, *, wait_s: float = 0.0) -> PackCounts:

@@ -54,7 +54,7 @@ class PackedReader(ABC):
         """Yield all rows in order, about a million tokens or one row at a time."""
 
     def close(self) -> None:  # noqa: B027  (most readers hold nothing open)
-        """Give the files back; they are opened again by the next read."""
+        """Close the files; the next read opens them again."""
 
     def __len__(self) -> int:
         return self.num_rows

@@ -135,7 +135,7 @@ def stored_lengths(
         lengths: `[documents]` tokens of each.
         longest: the release's `max_seq_length`.
         multiple: its `pad_seq_to_mult`.
-        dialect: or a release.
+        dialect: "0.4", "0.5" or "0.6"; or a release, such as "0.5.1".
 
     Returns:
         int64 `[documents]`.
@@ -192,7 +192,8 @@ def calculate_avg_seqlen(
         drop_remainder: leave out the rows after the last whole batch.
 
     Returns:
-        Of a row: documents, positions; of a document: its positions squared; of a row: the sum of these squares.
+        Four means: documents of a row, positions of a row, squared positions of a document, and the sum of squared
+        positions of a row.
 
     Raises:
         DocumentsError: no whole batch is there, or no document.

@@ -66,7 +66,7 @@ def load_packed_data_by_index(
     Args:
         bin_idx: a bin of this rank.
         packing_context: of this rank.
-        logprobs_is_correction: hand out the log-probs of inference, which importance sampling takes.
+        logprobs_is_correction: return the log-probs of inference, which importance sampling takes.
 
     Returns:
         Rows are `[1, bin_size]`, log-probs and loss mask `[1, bin_size - 1]`; None where there are none yet. For an
@@ -191,7 +191,7 @@ def pack_inference_logprobs(
     Args:
         inference_logprobs: of every sequence one for each generated token, in order; None where there are none, and
             fewer where the engine didn't score the last ones, which Megatron adds. Padding among as many as were
-            generated isn't told from log-probs: give tensors without it.
+            generated can't be distinguished from log-probs: give tensors without it.
         packing_info: of all bins, or of a rank's; sequences of other ranks are left out.
         generation_masks: `[sequences, width]`, 1 at generated tokens.
         bin_size: tokens of a bin.
@@ -273,7 +273,7 @@ def unpack_sequences(packed: Tensor, packing_info: PackingInfo) -> Mapping[int, 
         By number `[length, ...]`, views of `packed`, for the sequences of these bins: with a rank's, its own.
 
     Raises:
-        DocumentsError: another number of bins, or a sequence that ends behind one.
+        DocumentsError: another number of bins, or a sequence that ends beyond one.
 
     >>> info = PackingInfo([[1, 0]], {0: [0, 3, 5]}, [2, 3], [0, 0])
     >>> {number: row.tolist() for number, row in unpack_sequences(torch.tensor([[7, 8, 9, 5, 6, 0]]), info).items()}
@@ -295,7 +295,7 @@ def unpack_logprobs(packed: Tensor, packing_info: PackingInfo) -> Mapping[int, T
         By number `[length - 1]`, views of `packed`, for the sequences of these bins.
 
     Raises:
-        DocumentsError: another number of bins, or a sequence that ends behind one.
+        DocumentsError: another number of bins, or a sequence that ends beyond one.
     """
     return _unpacked(packed, packing_info, 1)
 
@@ -312,7 +312,7 @@ def _unpacked(packed: Tensor, packing_info: PackingInfo, fewer: int) -> dict[int
     if stops.max(initial=0) > packed.shape[1]:
         worst = int(np.argmax(stops))
         raise DocumentsError(
-            f"sequence {int(numbers[worst]):,} ends at {int(stops[worst]):,}, behind its bin of {packed.shape[1]:,} "
+            f"sequence {int(numbers[worst]):,} ends at {int(stops[worst]):,}, beyond its bin of {packed.shape[1]:,} "
             "values"
         )
     spans = sorted(zip(numbers.tolist(), bins.tolist(), starts.tolist(), stops.tolist()))
