@@ -9,6 +9,7 @@ from typing import Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import in_words
 from varlen.errors import SettingError
 from varlen.types import Int32Array
 
@@ -59,7 +60,7 @@ class Mesh:
                 f"a plan is of {MOST_GPUS:,} at most"
             )
         if self.sharding not in get_args(Sharding):
-            raise SettingError(f"mesh sharding={self.sharding!r}; there are {', '.join(get_args(Sharding))}")
+            raise SettingError(f"mesh sharding={self.sharding!r}; it must be {in_words(get_args(Sharding))}")
         if self.virtual_stages > 1 and self.pp == 1:
             raise SettingError(f"virtual_stages={self.virtual_stages} needs pp of at least 2; pp is 1")
 

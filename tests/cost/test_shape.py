@@ -619,5 +619,5 @@ def test_eager_layers_leave_their_norms_in_float32_and_the_gate_twice():
 
 
 def test_unknown_kernels_are_refused():
-    with pytest.raises(SettingError, match="cost kernels='slow'; there are fused, eager"):
+    with pytest.raises(SettingError, match='cost kernels=\'slow\'; it must be "fused" or "eager"'):
         COST.replace(kernels="slow")

@@ -394,9 +394,8 @@ def selectively(layers: Iterable[nn.Module], is_on: bool = True) -> Iterator[Non
     if not is_on:
         yield
         return
-    products: dict[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # of the linear layer that runs, by its storage
+    # The products of the linear layer that runs, by its storage.
+    products: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note(_: nn.Module, given: tuple[Any, ...]) -> None:
         product = given[0] if given else None

@@ -1,4 +1,4 @@
-"""Files of the user's with token documents and random access, read like a token store.
+"""The user's own token files with random access, read like a token store.
 
 Nothing is copied: a file gives the positions of its documents, 65,536 at a time, and pieces are read from there.
 Every 65,536 documents of a file are a shard and a part, so that work and memory for an order, a window or a restart
@@ -103,7 +103,7 @@ class FileTokens:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the tokens and their order: a hash of names, sizes and samples of each file."""
+        """Changes with the tokens and their order: a hash of each file's name, number of documents and `mark`."""
         return digest(json.dumps([[file.name, file.num_documents, file.mark()] for file in self._files]))
 
     def fingerprint_at(self, num_parts: int) -> str | None:
