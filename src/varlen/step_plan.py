@@ -89,7 +89,7 @@ class MicroPacks:
     slice_offsets: Int32Array
     """int32 `[num_micropacks + 1]`. A MicroPack may be empty: it keeps counts equal where parameters are sharded."""
     document_ids: Int32Array
-    """int32 `[num_slices]`: index among the lengths given."""
+    """int32 `[num_slices]`: index in `StepPlan.lengths`; not the corpus id of `PackedBatch.document_ids`."""
     starts: Int32Array
     """int32 `[num_slices]`."""
     stops: Int32Array
@@ -186,7 +186,7 @@ class StepPlan:
         """Return which documents a data-parallel rank computes slices of, bool `[num_documents]`.
 
         Args:
-            rank: from 0; it has these documents whole.
+            rank: data-parallel rank, from 0. Its batch holds all tokens of these documents.
         """
         mine: npt.NDArray[np.bool_] = (self.first_ranks <= rank) & (rank < self.first_ranks + self.num_ranks)
         return mine & (self.first_ranks >= 0)

@@ -65,8 +65,9 @@ def _check_label(label: Any) -> None:
         return
     if label is False or label == 0 or (isinstance(label, str) and label.strip().lower() in ("false", "0")):
         raise SourceError(
-            f"its `label` is {label!r}: a negative example, as in KTO data, which would be trained as a positive one; "
-            'leave such rows out (--on-error skip, on_error="skip"), or drop the column if it means something else'
+            f"its `label` is {label!r}: a negative example, as in KTO data, which would be trained as a positive "
+            'one; leave such rows out (--on-error skip, on_error="skip"), or drop the column if it means something '
+            "else"
         )
 
 

@@ -53,7 +53,7 @@ from varlen.files.written import (
     STATE,
     WORK,
     read_manifest,
-    sealed,
+    with_checksum,
 )
 from varlen.regular import read_regular
 from varlen.store.shard import SHARD_FILES
@@ -210,7 +210,7 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
             left.unlink()
         for other in MANIFESTS:  # left by a run of version 0.1.0 that ended at this point
             (partial / other).unlink(missing_ok=True)
-        write_json(partial / name, sealed(manifest))
+        write_json(partial / name, with_checksum(manifest))
         if folder.exists():
             check_replaced(folder, read_manifest(folder) or {})  # somebody may have written there meanwhile
             folder.replace(replaced_path(partial))

@@ -198,7 +198,9 @@ def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
     ]
     if planned:
         drawn = [
-            drawn_ranks(row.timeline, most_tasks // len(planned)) for row in planned if row.timeline is not None
+            drawn_ranks(row.timeline, most_tasks // len(planned))
+            for row in planned
+            if row.timeline is not None
         ]
         parts.append(section("Timelines", _timelines(planned, drawn)))
     parts.append(section("What was planned", facts(_facts(comparison))))
@@ -208,7 +210,7 @@ def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
 
 
 def _style() -> str:
-    return f"<style>\n{files('varlen.report').joinpath('plan_page.css').read_base64(encoding='utf-8')}</style>"
+    return f"<style>\n{files('varlen.report').joinpath('plan_page.css').read_text(encoding='utf-8')}</style>"
 
 
 def _opening(comparison: PlanComparison) -> str:
@@ -325,7 +327,7 @@ def _script(comparison: PlanComparison, planned: Sequence[MethodFigures], drawn:
     content = json.dumps({"plans": plans}, separators=(",", ":"))
     room = files("varlen.report")
     code = "".join(
-        room.joinpath(name).read_base64(encoding="utf-8")
+        room.joinpath(name).read_text(encoding="utf-8")
         for name in ("plan_paint.js", "plan_draw.js", "plan_look.js")
     )
     return (

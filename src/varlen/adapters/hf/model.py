@@ -154,8 +154,8 @@ def vocabulary_size(model: Any) -> int:
     size = getattr(_embeddings(model, "get_input_embeddings"), "num_embeddings", None)
     if size is None and getattr(config, "vocab_size", None) is None:
         raise ModelError(
-            f"{type(unwrap(model)).__name__} doesn't say how many tokens it embeds: its config has no vocab_size, and "
-            "get_input_embeddings() returns no embedding; set config.vocab_size"
+            f"{type(unwrap(model)).__name__} doesn't say how many tokens it embeds: its config has no vocab_size, "
+            "and get_input_embeddings() returns no embedding; set config.vocab_size"
         )
     return int(config.vocab_size if size is None else size)
 

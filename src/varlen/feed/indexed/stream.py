@@ -416,6 +416,7 @@ class IndexedFeed:
             next_steps = [one[0] for one in following if not isinstance(one, Ledger)]
             next_lengths = {one.number: one.lengths for one in next_steps}
             plan = _planned(exchange, self._rank, step.number, step.lengths, next_lengths)
+            # What a plan calls documents are the step's pieces, pack after pack.
             mine = plan.documents_of(self._rank)
             batch = make_batch(pieces, step, 0, 0, self._settings, out, mine)
             yield Made(batch=batch, state=after, ledger=entered, skipped=pieces.skipped - skipped)

@@ -202,8 +202,8 @@ class Intake:
                 if (error := self._reader.error_of(chunk.block)) is not None:
                     raise error
                 raise StateError(
-                    f"the state has waiting documents of block {chunk.block:,}, chunk {chunk.number:,}, which this data "
-                    "doesn't have; give the loader the data of the state, or start over"
+                    f"the state has waiting documents of block {chunk.block:,}, chunk {chunk.number:,}, which this "
+                    "data doesn't have; give the loader the data of the state, or start over"
                 )
         return wanted
 

@@ -203,8 +203,8 @@ class Shards:
         one, other = (getattr(end, "weight", None) for end in (self._parts.embedding, self._parts.head))
         if self._ties and one is not None and other is not None and one is not other:
             raise ModelError(
-                "embedding and head share a weight, and fully_shard was called on one of them, which unties them; call "
-                "it on whole layers and on the model, so that both stay tied"
+                "embedding and head share a weight, and fully_shard was called on one of them, which unties them; "
+                "call it on whole layers and on the model, so that both stay tied"
             )
         others = [n for n, p in self._sharded.items() if p.device_mesh.size() != self._replicas.size]
         if others:

@@ -88,8 +88,8 @@ def _set(model: Any, backend: str, configs: list[Any], stack: ExitStack) -> tupl
         base = hf.unwrap(model)
         if not getattr(base, "_supports_flash_attn", False):
             raise ModelError(
-                f"{type(base).__name__} doesn't support FlashAttention (_supports_flash_attn); leave {backend} out of "
-                "backends"
+                f"{type(base).__name__} doesn't support FlashAttention (_supports_flash_attn); leave {backend} out "
+                "of backends"
             )
         stack.enter_context(flash_attention())
         for config in configs:
