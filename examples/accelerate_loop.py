@@ -58,9 +58,8 @@ def train(folder, stop_after):
 
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
-    loader = make_loader(
-        folder, accelerator
-    )  # not for `prepare`: each rank's loader gives this rank's batches
+    # The loader doesn't go through `prepare`: each rank's loader gives this rank's batches.
+    loader = make_loader(folder, accelerator)
     accelerator.register_for_checkpointing(loader)
     accelerator.gradient_accumulation_steps = loader.micro_batches
     if (folder / "checkpoint").exists():

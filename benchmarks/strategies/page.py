@@ -113,9 +113,8 @@ def _sets(result: dict[str, Any]) -> str:
 
 def _comparison(result: dict[str, Any], set_name: str) -> str:
     """Return the losses of one set: the base's as they are, all others as differences from it."""
-    found = [
-        family for family in FAMILIES if runs_of(result, set_name, family, BASE)
-    ]  # those that were trained
+    # Those that were trained.
+    found = [family for family in FAMILIES if runs_of(result, set_name, family, BASE)]
     head = ["strategy", "steps", "tokens a step"]
     head += [f"{FAMILIES[family]}, equal {what}" for family in found for what in ("steps", "tokens")]
     rows = []

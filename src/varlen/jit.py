@@ -121,7 +121,7 @@ class _Kernel:
         _kernels[self.__module__][self.name] = self
 
     def __call__(self, *arguments: Any) -> Any:
-        # Thousands of calls per second take microseconds each, so work for the first call is in `_first`.
+        # Called thousands of times a second, where microseconds count: the first call's work is in `_first`.
         if not self._is_compiled or _in_python.get() or not _is_enabled:
             return self._first(arguments)
         try:
@@ -223,7 +223,7 @@ def inlined(function: _Function) -> _Function:
 
 
 def _forgive(cache: Any) -> None:
-    """Make a numba cache miss where it would raise."""
+    """Make a numba cache report a miss instead of raising."""
     load, save = cache.load_overload, cache.save_overload
 
     def load_or_miss(*arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import in_words
 from varlen.errors import SettingError
 from varlen.types import Int32Array, rebuilt
 
@@ -58,7 +59,7 @@ class Mesh:
                 f"a plan is of {MOST_GPUS:,} at most"
             )
         if self.sharding not in get_args(Sharding):
-            raise SettingError(f"mesh sharding={self.sharding!r}; there are {', '.join(get_args(Sharding))}")
+            raise SettingError(f"mesh sharding={self.sharding!r}; it must be {in_words(get_args(Sharding))}")
         if self.virtual_stages > 1 and self.pp == 1:
             raise SettingError(f"virtual_stages={self.virtual_stages} needs pp of at least 2; pp is 1")
 
@@ -87,7 +88,7 @@ class MicroPacks:
     slice_offsets: Int32Array
     """int32 `[num_micropacks + 1]`. A MicroPack may be empty: it keeps counts equal where parameters are sharded."""
     document_ids: Int32Array
-    """int32 `[num_slices]`: index among the lengths given."""
+    """int32 `[num_slices]`: index in `StepPlan.lengths`; not the corpus id of `PackedBatch.document_ids`."""
     starts: Int32Array
     """int32 `[num_slices]`."""
     stops: Int32Array
@@ -186,7 +187,7 @@ class StepPlan:
         """Return which documents a data-parallel rank computes slices of, bool `[num_documents]`.
 
         Args:
-            rank: from 0; it has these documents whole.
+            rank: data-parallel rank, from 0. Its batch holds all tokens of these documents.
         """
         mine: npt.NDArray[np.bool_] = (self.first_ranks <= rank) & (rank < self.first_ranks + self.num_ranks)
         return mine & (self.first_ranks >= 0)

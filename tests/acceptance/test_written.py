@@ -26,7 +26,7 @@ from varlen.cost.hardware import load_hardware, save_hardware
 from varlen.cost.model import Hardware
 from varlen.documents.source import open_source
 from varlen.errors import SourceError, VarlenError
-from varlen.files.written import LOCK, PARTIAL, WORK, sealed
+from varlen.files.written import LOCK, PARTIAL, WORK, with_checksum
 from varlen.offline import index, outputs
 from varlen.offline.index import index_source
 from varlen.offline.outputs import check_unfinished
@@ -135,7 +135,7 @@ def make_partial(texts: Path, folder: Path) -> None:
     (partial / "manifest.json").unlink()
     (partial / WORK).mkdir()
     plan = {name: manifest[name] for name in ("fingerprint", "num_parts")}
-    (partial / WORK / "plan.json").write_text(json.dumps(sealed({**plan, "tokenizer": {}})))
+    (partial / WORK / "plan.json").write_text(json.dumps(with_checksum({**plan, "tokenizer": {}})))
     for number in range(manifest["num_parts"]):
         mine = [one for one in manifest["shards"] if one["name"].startswith(f"{number:05d}-")]
         (partial / WORK / f"{number:05d}.json").write_text(json.dumps(mine))
@@ -218,7 +218,7 @@ def damaged(made: dict[str, tuple[Path, Any]], name: str, number: int, folder: P
         assert "\n" not in said, (name, number, how, said)
         return
     # As version 0.1.0 wrote it: nothing tells another number of parts.
-    is_old = path.name == "plan.json" and how.endswith(("seal none", "seal anew"))
+    is_old = path.name == "plan.json" and how.endswith(("checksum none", "checksum anew"))
     is_noted = path.name in NOTED or how.endswith(": grow") or is_old or found is None
     if kind.is_told and not is_noted:
         assert found == expected, (name, number, how)
@@ -238,12 +238,12 @@ def test_thousands_of_damaged_files_of_ours_give_what_was_written_or_a_sentence(
         damaged(made, name, number, tmp_path)
 
 
-def edited(folder: Path, seal: bool, change: Callable[[dict[str, Any]], None]) -> None:
+def edited(folder: Path, checksum: bool, change: Callable[[dict[str, Any]], None]) -> None:
     path = folder / "manifest.json"
     told = json.loads(path.read_text())
     change(told)
     told.pop("checksum")
-    path.write_text(json.dumps(sealed(told) if seal else told))
+    path.write_text(json.dumps(with_checksum(told) if checksum else told))
 
 
 def fewer(told: dict[str, Any]) -> None:
@@ -290,12 +290,12 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("seal", [True, False])
+@pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_manifest_that_lies_is_one_sentence_wherever_it_is_read(made, lie, seal, tmp_path):
+def test_a_manifest_that_lies_is_one_sentence_wherever_it_is_read(made, lie, checksum, tmp_path):
     copy = tmp_path / "store"
     shutil.copytree(made["store"][0], copy)
-    edited(copy, seal, LIES[lie])
+    edited(copy, checksum, LIES[lie])
     with pytest.raises(SourceError, match=str(copy)):
         read_store(copy)
     with pytest.raises(SourceError, match=str(copy)):
@@ -459,7 +459,7 @@ def damage(path: Path, random: Random, others: list[Path]) -> str:
 
 
 def _edit(path: Path, random: Random) -> str:
-    """Change, or take out, one value of a JSON file, at any depth; seals are made anew, left or taken out."""
+    """Change, or take out, one value of a JSON file, at any depth; checksums are made anew, left or taken out."""
     told = json.loads(path.read_bytes())
     at, names = told, []
     while isinstance(at, dict | list) and at:
@@ -473,9 +473,9 @@ def _edit(path: Path, random: Random) -> str:
                 at[name] = random.choice(VALUES)
             break
         at = at[name]
-    seal = random.choice(["kept", "anew", "none"])
-    if isinstance(told, dict) and "checksum" in told and seal != "kept":
+    checksum = random.choice(["kept", "anew", "none"])
+    if isinstance(told, dict) and "checksum" in told and checksum != "kept":
         told.pop("checksum")
-        told = sealed(told) if seal == "anew" else told
+        told = with_checksum(told) if checksum == "anew" else told
     path.write_text(json.dumps(told))
-    return f"{'.'.join(names)}, seal {seal}"
+    return f"{'.'.join(names)}, checksum {checksum}"

@@ -164,9 +164,8 @@ def test_ranks_are_lightnings(texts):
 
 
 def test_processes_that_lightning_does_not_know_of_are_refused(texts, monkeypatch):
-    monkeypatch.setenv(
-        "WORLD_SIZE", "2"
-    )  # as torchrun sets it; on CPUs Lightning takes one device unless told
+    # As torchrun sets it; on CPUs Lightning takes one device unless told.
+    monkeypatch.setenv("WORLD_SIZE", "2")
 
     with pytest.raises(SettingError, match=r"one of 2 processes \(WORLD_SIZE\), and Lightning knows of 1"):
         taken_by(data_of(texts))

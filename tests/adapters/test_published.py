@@ -127,9 +127,8 @@ def test_micro_batches_of_verl_s_ranks_stay_within_the_limit_and_are_as_many_on_
     of_ranks = [np.random.default_rng(rank).integers(50, 91, 20 + 5 * rank).tolist() for rank in range(2)]
     fewest = 4
 
-    agreed = max(
-        fewest, *(vl.pack(lengths, limit, "best_fit").num_packs for lengths in of_ranks)
-    )  # an all-reduce there
+    # An all-reduce there.
+    agreed = max(fewest, *(vl.pack(lengths, limit, "best_fit").num_packs for lengths in of_ranks))
     for lengths in of_ranks:
         (packs,) = taken(lengths, limit, 1, batch_size=agreed)
 
@@ -309,10 +308,11 @@ def test_a_document_cut_at_a_row_s_end_goes_on_at_position_0_and_lacks_one_targe
 
     ours = examples([list(range(10))], 5, method="wrapped")
 
+    # The token behind the cut is in the next row, and none predicts it.
     assert ours == [
         theirs[0][:4],
         theirs[1],
-    ]  # the token behind the cut is in the next row, and none predicts it
+    ]
 
 
 def test_a_document_that_is_too_long_takes_nothing_with_it_that_waits():

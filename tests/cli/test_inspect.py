@@ -92,9 +92,8 @@ def test_one_json_object_is_printed_and_a_report_written_where_it_is_named(texts
     tree = json.loads(run.stdout)
     assert [at["capacity"] for at in tree["capacities"]] == [1024, 4096]
     assert tree["distribution"]["documents"] == 300
-    assert tree["distribution"]["tokens"] == sum(
-        len(text) + 1 for text in TEXTS
-    )  # a byte a token, and the EOS
+    # A byte a token, and the EOS.
+    assert tree["distribution"]["tokens"] == sum(len(text) + 1 for text in TEXTS)
     assert (tree["name"], tree["batch_documents"], tree["seed"]) == ("texts", 16, 3)
     assert tree["skipped"] == []
     page = (texts.parent / "out.html").read_text(encoding="utf-8")

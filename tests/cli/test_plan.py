@@ -175,7 +175,7 @@ def test_a_configuration_of_transformers_is_a_model(plan, tmp_path):
         (("lengths.npz", "--method", "micropak"), "no method is called 'micropak'; did you mean micropack?"),
         (("lengths.npz", "--recompute", "some"), "--recompute must be one of auto, none, selective, full; got"),
         (("lengths.npz", "--rates", "best"), "--rates must be one of calibrated, flops; got 'best'"),
-        (("lengths.npz", "--sharding", "all"), "mesh sharding='all'; there are none, optimizer, parameters"),
+        (("lengths.npz", "--sharding", "all"), "mesh sharding='all'; it must be \"none\", \"optimizer\""),
         (("lengths.npz", "--capacity", "4kb"), "--capacity must be a whole number of tokens"),
         (("lengths.npz", "--capacity", "4k", "--capacity", "8k"), "which only --sweep compares"),
         (("lengths.npz", "--step", "9"), "--step 9 isn't there: 50 documents, 512 a step, make 1 step"),

@@ -581,9 +581,9 @@ def test_gpus_of_several_nodes_synchronize_over_the_network():
         ({"recompute": "full", "recompute_share": "half"}, "recompute_share='half' .* must be a number"),
         ({"recompute": "full", "recompute_share": True}, "recompute_share=True .* must be a number"),
         ({"recompute": "full", "recompute_share": 0}, "recompute_share=0 with .* must be a number above 0"),
-        ({"recompute": "some"}, "cost recompute='some'; there are none, selective, full"),
-        ({"offload": "all"}, "cost offload='all'; there are none, kv"),
-        ({"mode": "guess"}, "cost mode='guess'; there are calibrated, flops"),
+        ({"recompute": "some"}, 'cost recompute=\'some\'; it must be "none", "selective"'),
+        ({"offload": "all"}, 'cost offload=\'all\'; it must be "none" or "kv"'),
+        ({"mode": "guess"}, 'cost mode=\'guess\'; it must be "calibrated" or "flops"'),
         ({"tp_overlap": 1.5}, "tp_overlap=1.5; it must be from 0 to 1"),
         ({"exchange_overlap": -0.5}, "exchange_overlap=-0.5; it must be from 0 to 1"),
         ({"memory_fraction": 0}, "memory_fraction=0; it must be above 0 and at most 1"),
@@ -619,5 +619,5 @@ def test_eager_layers_leave_their_norms_in_float32_and_the_gate_twice():
 
 
 def test_unknown_kernels_are_refused():
-    with pytest.raises(SettingError, match="cost kernels='slow'; there are fused, eager"):
+    with pytest.raises(SettingError, match='cost kernels=\'slow\'; it must be "fused" or "eager"'):
         COST.replace(kernels="slow")

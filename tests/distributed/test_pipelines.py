@@ -125,7 +125,7 @@ def test_a_weight_of_both_ends_that_shards_took_from_one_is_refused(two):
 
     assert len(said) == 1
     assert said.pop().startswith(
-        "embedding and head share their weight, and fully_shard was called on one of them"
+        "embedding and head share a weight, and fully_shard was called on one of them"
     )
 
 

@@ -102,12 +102,13 @@ def test_each_form_gives_the_text_and_the_spans_of_the_templates_own(form, sourc
 
     spelled = json.loads(said(rendered)[0].partition("<call>")[2].partition("</call>")[0].removeprefix("w "))
     assert spelled.get("arguments", spelled) == ARGUMENTS
+    # Their own texts.
     if source is WITH_OBJECTS or form not in (
         "openai",
         "mistral",
         "escaped",
         "old openai",
-    ):  # their own texts
+    ):
         assert rendered.text == expected.text
         assert rendered.spans == expected.spans
     assert said(rendered)[1] == "Seven.<|im_end|>"
@@ -372,7 +373,7 @@ def test_an_undesired_completion_is_not_trained_as_if_it_were_desired():
         {"prompt": "Q", "completion": "unlabelled"},
     ]
 
-    with pytest.raises(SourceError, match=r"row 2 .*`label` is False.* undesired .*--on-error skip"):
+    with pytest.raises(SourceError, match=r"row 2 .*`label` is False: a negative example.*--on-error skip"):
         texts(rows)
     assert [trained for _, trained in texts(rows, on_error="skip")] == ["good", "unlabelled"]
 

@@ -254,7 +254,7 @@ def test_a_system_column_may_repeat_the_first_message_but_not_contradict_it(tmp_
     same = documents(write(tmp_path / "a.jsonl", [{"messages": chat, "system": "x"}]))
 
     assert same == documents(write(tmp_path / "b.jsonl", [{"messages": chat}]))
-    with pytest.raises(SourceError, match="`system` says one thing and the first message"):
+    with pytest.raises(SourceError, match="`system` and the chat's own system message differ"):
         documents(write(tmp_path / "c.jsonl", [{"messages": chat, "system": "z"}]))
     with pytest.raises(SourceError, match="`system` must be a string, found number"):
         documents(write(tmp_path / "d.jsonl", [{"messages": chat[1:], "system": 5}]))

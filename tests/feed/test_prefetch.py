@@ -223,9 +223,8 @@ def test_a_stall_shorter_than_what_is_read_ahead_does_not_reach_the_trainer(text
 
 
 def test_a_longer_one_is_told_but_for_what_was_ready(texts, monkeypatch):
-    monkeypatch.setattr(
-        rounds, "_SOON_BYTES", 0
-    )  # or all of these few bytes are read before they are claimed
+    # Otherwise all of these few bytes are read before they are claimed.
+    monkeypatch.setattr(rounds, "_SOON_BYTES", 0)
     stats, awake = waited(texts, read_ahead_s=0.01)
 
     assert 0.5 * STALL_S < stats.waited_s <= awake

@@ -126,9 +126,8 @@ def write(folder, kind, table):
     path = folder / kind
     if kind.endswith("parquet"):
         version = "2.0" if kind == "v2.parquet" else "1.0"
-        rows = (
-            1000 if "view" in str(storage_of(table.schema.field(0).type)) else 2
-        )  # slices of views can't be written
+        # Slices of views can't be written.
+        rows = 1000 if "view" in str(storage_of(table.schema.field(0).type)) else 2
         pq.write_table(
             table, path, row_group_size=rows, store_schema=kind != "plain.parquet", data_page_version=version
         )

@@ -187,7 +187,7 @@ def test_a_file_that_is_touched_and_holds_the_same_is_read_on(tmp_path, kind, wa
 
 def test_of_a_large_file_a_new_time_is_refused_and_a_new_inode_is_held_against_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(fingerprints.known_fingerprints, "__kwdefaults__", {"whole_bytes": 0})
+    monkeypatch.setattr(fingerprints.file_fingerprints, "__kwdefaults__", {"whole_bytes": 0})
     path = tmp_path / "data.txt"
     path.write_bytes(b"".join(b"%07d" % number + b"a" * 1016 + b"\n" for number in range(6000)))  # 6 MB
     for way, said in ((touched, "samples of so large a file"), (other_permissions, None), (linked, None)):
@@ -394,7 +394,7 @@ def test_a_file_rewritten_in_place_with_its_old_time_is_told_while_it_is_open(tm
     path = tmp_path / f"data.{kind}"
     path.write_bytes(content(kind, "a", tmp_path))
     found = find_files(path)
-    [file] = [replace(file, known=fingerprints.known_fingerprints([file])[0]) for file in found]
+    [file] = [replace(file, known=fingerprints.file_fingerprints([file])[0]) for file in found]
     said = path.stat()
     with open_stored(file, 64) as stored:
         before = stored.read(10)
@@ -409,7 +409,7 @@ def test_a_file_rewritten_in_place_with_its_old_time_is_told_while_it_is_open(tm
 def test_an_open_file_whose_name_or_rights_change_is_read_on(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content("jsonl", "a", tmp_path))
-    [file] = [replace(file, known=fingerprints.known_fingerprints([file])[0]) for file in find_files(path)]
+    [file] = [replace(file, known=fingerprints.file_fingerprints([file])[0]) for file in find_files(path)]
     changes = [lambda: path.chmod(0o600), lambda: os.link(path, tmp_path / "other"), path.unlink]
     changes.insert(2, lambda: by_rename(path, content("jsonl", "a", tmp_path)))
     for change in changes:

@@ -11,7 +11,7 @@ from tests.support.rarely import examples
 
 from varlen.documents.source import open_source
 from varlen.errors import SettingError
-from varlen.files.ours import mark_of_folder
+from varlen.files.ours import may_be_used
 from varlen.offline import outputs
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
@@ -67,7 +67,7 @@ def test_a_folder_that_is_marked_and_filled_during_the_look_counts_as_marked(tmp
         (tmp_path / "marker").write_text('{"varlen": 1}')
         (tmp_path / "filled").write_text("text")
 
-    found = interleaved(lambda: mark_of_folder(tmp_path, "marker", bool), fill, [num_calls, 99])
+    found = interleaved(lambda: may_be_used(tmp_path, "marker", bool), fill, [num_calls, 99])
 
     assert found == [True, None]
 

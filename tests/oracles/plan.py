@@ -118,9 +118,8 @@ def improve(
             found = _exchange(values, parts[heavy], parts[light], gap, is_equal)
             if found is not None:
                 break
-        assert (
-            found is not None
-        )  # the last part in `by_load` is the heaviest itself, to which there is no gap
+        # The last part in `by_load` is the heaviest itself, to which there is no gap.
+        assert found is not None
         given, taken = found
         for item, source, target in ((given, heavy, light), (taken, light, heavy)):
             if item >= 0:

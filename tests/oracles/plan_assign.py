@@ -91,9 +91,8 @@ def lighten(
             found = _exchange(values, sizes, members[heavy], members[light], gap, rooms, near)
             if found is not None:
                 break
-        assert (
-            found is not None
-        )  # the last of `by_load` is the heaviest group itself, to which there is no gap
+        # The last of `by_load` is the heaviest group itself, to which there is no gap.
+        assert found is not None
         for item, source, target in ((found[0], heavy, light), (found[1], light, heavy)):
             if item >= 0:
                 group_of[item] = target

@@ -389,9 +389,8 @@ def test_fill_equals_its_reference_for_many_items(shape, capacity, from_first):
 
 
 @given(fillings())
-@example(
-    (int32([0]), int32([31, 1]), 63, 31, 1, False)
-)  # alone it fills a pack, and with another there are too many
+# Alone it fills a pack, and with another there are too many.
+@example((int32([0]), int32([31, 1]), 63, 31, 1, False))
 def test_packs_hold_enough_and_not_too_much_and_what_is_left_fills_no_pack_alone(filling):
     order, slots, capacity, least, most, _ = filling
     num_packs, packs = run(reference_fill, filling)

@@ -106,9 +106,8 @@ def test_a_single_entry_changed_is_found_unless_the_plan_still_keeps_every_rule(
 
     if keeps_every_rule(broken):
         check_plan(broken)
-        assert array[index] == was or name.endswith(
-            "slice_offsets"
-        )  # a slice in the MicroPack beside: as good
+        # A slice in the MicroPack beside is as good.
+        assert array[index] == was or name.endswith("slice_offsets")
     else:
         with pytest.raises(PlanError):
             check_plan(broken)

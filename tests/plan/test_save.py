@@ -99,9 +99,8 @@ def test_damaged_bytes_are_refused_in_a_sentence(seed, dice):
     if bytes(content) == whole:
         return
 
-    if plain(content) == plain(
-        whole
-    ):  # one of the few bits behind the last code of a zlib stream, which say nothing
+    # One of the few bits behind the last code of a zlib stream, which say nothing.
+    if plain(content) == plain(whole):
         assert same(random_plan(seed), plan_from_bytes(bytes(content)))
         return
     with pytest.raises(PlanError, match=r"no plan of varlen|this varlen reads format"):

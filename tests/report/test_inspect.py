@@ -36,9 +36,8 @@ def test_padding_is_what_counting_batch_by_batch_gives(lengths, batch, capacity)
     assert ways["buckets"].slots == padded_by_hand(full, batch)
     assert ways["maximum"].slots == max(full) * len(full)
     assert ways["random"].slots <= ways["maximum"].slots
-    if (
-        len(full) % batch == 0
-    ):  # else the batch that is not full may stand where it saves more than sorting does
+    # Otherwise the batch that is not full may stand where it saves more than sorting does.
+    if len(full) % batch == 0:
         assert ways["buckets"].slots <= ways["random"].slots
     assert ways["random"].slots_per_token == ways["random"].slots / sum(full)
     assert ways["random"].padding_share == 1 - sum(full) / ways["random"].slots

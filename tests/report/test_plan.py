@@ -33,7 +33,7 @@ from varlen.report.plan import (
     step_documents,
     truncation,
 )
-from varlen.report.plan_page import lanes, plan_page
+from varlen.report.plan_page import drawn_ranks, plan_page
 from varlen.report.plan_sweep import BOUND, NO_PLAN, STATES, meshes, sweep, sweep_table
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh
@@ -481,7 +481,7 @@ def test_a_plan_that_is_too_large_is_cut_down_to_its_slowest_ranks_and_says_so(m
     found = comparison(dp=4, methods=("packed",))
     timeline = found.best.timeline
 
-    part = lanes(timeline, most)
+    part = drawn_ranks(timeline, most)
 
     computes = timeline.kinds < 3
     ends = np.array([timeline.stops_s[computes & (timeline.ranks == rank)].max() for rank in range(4)])
@@ -497,7 +497,7 @@ def test_a_plan_that_is_too_large_is_cut_down_to_its_slowest_ranks_and_says_so(m
 def test_what_is_left_of_a_plan_that_is_cut_down_keeps_its_own_slices():
     found = comparison(dp=4, methods=("micropack",))
     plan = found.best.plan
-    part = lanes(found.best.timeline, 1)
+    part = drawn_ranks(found.best.timeline, 1)
     rank = int(part.ranks[0])
 
     drawn = decoded(part.to_json())
@@ -522,7 +522,7 @@ def test_micropacks_are_numbered_within_their_own_pass():
     first = int(backward.rank_offsets[1])
     moved = replace(backward, rank_offsets=np.array([0, first - 1, backward.num_micropacks], np.int32))
     changed = replace(timeline, plan=replace(timeline.plan, backward=moved))
-    last = lanes(changed, 1)
+    last = drawn_ranks(changed, 1)
     assert last.ranks.tolist() in ([0], [1])
     rank = int(last.ranks[0])
 

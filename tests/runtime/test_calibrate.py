@@ -232,9 +232,8 @@ def test_no_calibration_is_over_its_budget_by_more_than_the_least(pair, row, cal
 
 def test_a_budget_that_holds_more_than_the_least_is_used_and_kept():
     for budget_s in (20.0, 60.0, 200.0):
-        on = Pretended(
-            row_s=0.02
-        )  # 210 rows of the smallest set take 4 s, as a layer of 4,096 columns does on a core
+        # 210 rows of the smallest set take 4 s, as a layer of 4,096 columns does on a core.
+        on = Pretended(row_s=0.02)
 
         _, taken = on.calibrated(budget_s)
 

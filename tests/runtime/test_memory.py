@@ -259,10 +259,10 @@ class FullCard(TrackedBytes):
         super().__init__()
         self.limit = limit
 
-    def _add(self, size: int, is_far: bool) -> None:
-        if not is_far and size > 0 and self.live + size > self.limit:
+    def _add(self, size: int, is_on_host: bool) -> None:
+        if not is_on_host and size > 0 and self.live + size > self.limit:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
-        super()._add(size, is_far)
+        super()._add(size, is_on_host)
 
 
 def refuses_more_rows_than(model: Any, most: int) -> None:

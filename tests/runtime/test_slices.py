@@ -363,9 +363,8 @@ def test_what_waits_is_kept_until_its_task_and_no_longer():
     hidden, inner, heads, key_heads = 32, 40, 32, 16
     inputs = 2 * hidden + heads + inner  # of q, k and v together; of gate and up together; of o; of down
     gradients = heads + 2 * key_heads + hidden + 2 * inner + hidden
-    assert kept[1] == pytest.approx(
-        2 * 200 * 4 * (inputs + gradients) + 200 * (8 + 8), abs=4000
-    )  # labels and weights
+    # `8 + 8`: labels and weights.
+    assert kept[1] == pytest.approx(2 * 200 * 4 * (inputs + gradients) + 200 * (8 + 8), abs=4000)
     assert kept[2] < 4000
 
 

@@ -340,8 +340,7 @@ def test_a_gather_is_exposed_only_by_what_computing_does_not_hide():
     hidden = run_plan(plan, seconds, memory_of(plan))
     exposed = run_plan(plan, seconds, memory_of(plan), overlap=False)
 
-    assert hidden.exposed_s.tolist() == [
-        [3.0]
-    ]  # 1 of 2 in the forward, 2 of 4 in the backward that scatters too
+    # 1 of 2 in the forward, 2 of 4 in the backward that scatters too.
+    assert hidden.exposed_s.tolist() == [[3.0]]
     assert exposed.exposed_s.tolist() == [[12.0]]
     assert hidden.bubble_ratio == exposed.bubble_ratio == 0.0

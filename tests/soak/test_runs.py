@@ -203,9 +203,8 @@ def test_a_planner_killed_at_random_moments_answers_every_step_and_leaves_nothin
     with vl.Planner(lambda step: [1 + step % 99, 5], function=function, ahead=ahead) as planner:
         for step in range(STEPS):
             assert planner.take(step).lengths.tolist() == [1 + step % 99, 5]
-            if (
-                struck
-            ):  # what was asked after a kill is answered by another process, which may be killed in turn
+            # What was asked after a kill is answered by another process, which may be killed in turn.
+            if struck:
                 until(lambda known=step + ahead: known in planner._line.answers)
             time.sleep(dice.random() * 0.002)
             struck = step in kills

@@ -18,6 +18,7 @@ from tests.support.stores import KINDS, joined, write_arrow, write_pair, write_s
 import varlen as vl
 from varlen.documents.source import open_source
 from varlen.errors import SourceError, StateError
+from varlen.files.seen import PIECE_BYTES
 from varlen.offline.index import index_source
 from varlen.store import token_files
 from varlen.store.bin_idx import MegatronFile
@@ -362,14 +363,14 @@ def pair(tmp_path) -> Path:
 
 def between_samples(size: int) -> int:
     """Return a document whose length and whose next one's place no sample holds."""
-    starts = (size - token_files._SAMPLE_BYTES) * np.arange(64) // 63
+    starts = (size - PIECE_BYTES) * np.arange(64) // 63
     numbers = np.arange(NUM - 2)
     held = np.zeros(len(numbers), dtype=bool)
     for places in (34 + 4 * numbers, 34 + 4 * NUM + 8 * (numbers + 1)):
         for more in (0, 7):
             at = places + more
             sample = np.searchsorted(starts, at, side="right") - 1
-            held |= at < starts[sample] + token_files._SAMPLE_BYTES
+            held |= at < starts[sample] + PIECE_BYTES
     return int(np.flatnonzero(~held)[0])
 
 
@@ -421,9 +422,12 @@ def test_a_state_of_an_earlier_version_goes_on_with_a_sentence(pair, monkeypatch
     assert "the state is of an earlier version" in caplog.text
 
 
-def test_marks_of_small_indices_are_what_they_were(tmp_path):
+def test_marks_are_what_they_were(tmp_path):
     write_pair(tmp_path / "small", [[[1, 2]], [[3]]])
+    (tmp_path / "large").write_bytes(np.arange(3 << 20, dtype="<i4").tobytes())
     assert token_files.whole_mark(tmp_path / "small.idx") == token_files.sampled_mark(tmp_path / "small.idx")
+    sampled = "sampled:d040e4a7fa49791b02b52ee7ebd0a778e60aff6ad19cb5e718c8ebc81d610a93"
+    assert token_files.sampled_mark(tmp_path / "large") == sampled
 
 
 @pytest.mark.parametrize("keep_times", [False, True])

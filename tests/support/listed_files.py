@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from varlen.files.finding import Naming, find
-from varlen.files.fingerprints import WHOLE_BYTES, fingerprint_of, known_fingerprints
+from varlen.files.fingerprints import WHOLE_BYTES, file_fingerprints, joint_fingerprint
 from varlen.files.paths import Data, File
 from varlen.files.retry import Retry
 
@@ -26,4 +26,4 @@ def find_files(data: Data, leave_out: Sequence[Path] = (), retry: Retry | None =
 
 
 def fingerprint_files(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> str:
-    return fingerprint_of(files, known_fingerprints(files, whole_bytes=whole_bytes))
+    return joint_fingerprint(files, file_fingerprints(files, whole_bytes=whole_bytes))

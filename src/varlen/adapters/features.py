@@ -19,10 +19,11 @@ themselves, as a data set gives them that is asked for several rows at once: an 
 _EMPTY = "a batch of no documents can't be collated; leave empty batches out of the sampler"
 _NUMBERS = ("int", "uint", "float", "double", "halffloat", "bool")  # prefixes of Arrow's types of numbers
 WEIGHTS = "loss_weights"
+# Names of columns that collators fill themselves.
 TAKEN = (
     *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-)  # names of columns that collators fill themselves
+)
 _WARNED: list[str] = []
 _log = logging.getLogger(__name__)
 Columns: TypeAlias = Mapping[str, Any]  # a list with an entry per document, or an Arrow list array

@@ -114,9 +114,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         lengths = batch.document_lengths.astype(np.int64)
         padding = self.max_seq_len - int(lengths.sum())
         first, last = self._packing.offsets[number], self._packing.offsets[number + 1]
-        begins = self._packing.starts[first:last].astype(
-            np.int64
-        )  # of a document that was cut, positions run on
+        # The positions of a document that was cut run on.
+        begins = self._packing.starts[first:last].astype(np.int64)
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths - begins, lengths)
         positions = within % self.max_seq_len
         beyond = np.minimum(positions[-1] + 1 + np.arange(padding), self.max_seq_len - 1)

@@ -14,6 +14,7 @@ from typing import ClassVar, get_args
 
 import torch
 
+from varlen.arguments import in_words
 from varlen.attention import rectangles
 from varlen.attention.kernels import (
     MAKERS,
@@ -37,7 +38,7 @@ from varlen.errors import ModelError, SettingError, described
 def check_kernels(name: str) -> None:
     """Refuse a name that isn't among `Kernels`."""
     if name not in get_args(Kernels):
-        raise SettingError(f"kernels={name!r}; there are {', '.join(get_args(Kernels))}")
+        raise SettingError(f"kernels={name!r}; it must be {in_words(get_args(Kernels))}")
 
 
 def chosen(

@@ -145,9 +145,10 @@ def collate(
     fields["shift_labels"] = _shifted(fields["labels"]) if shift_labels else None
     fields["plan"] = None
     batch = PackedBatch.of(fields)
+    # Otherwise every segment has a target.
     if report and (
         shortest == 1 or labels is not None or loss_mask is not None or target_weights is not None
-    ):  # else every segment has a target
+    ):
         _report_without_targets(batch)
     return batch
 

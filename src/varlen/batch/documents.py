@@ -144,9 +144,8 @@ def _flat(values: Any, offsets: Any, *, name: str) -> Ragged:
             f"{name} as (values, offsets) need one-dimensional values and whole-number offsets; got values of "
             f"shape {array.shape} and offsets {bounds.dtype} of shape {bounds.shape}"
         )
-    narrow = (
-        bounds.dtype == np.int32
-    )  # Arrow's offsets: not converted, since there may be a whole data set of them
+    # Arrow's offsets aren't converted, since they may be those of a whole data set.
+    narrow = bounds.dtype == np.int32
     return Ragged(_native(array), np.ascontiguousarray(bounds, dtype=np.int32 if narrow else np.int64))
 
 

@@ -276,9 +276,8 @@ def holds_ones_only(documents: Any) -> bool:
 
 def _from_flat(documents: Any, name: str) -> Joined:
     """Join an Arrow list array, or values with offsets."""
-    if (
-        hasattr(documents, "num_chunks") and documents.num_chunks != 1
-    ):  # rows taken one by one are chunks each
+    # Rows that were taken one by one are a chunk each.
+    if hasattr(documents, "num_chunks") and documents.num_chunks != 1:
         documents = documents.combine_chunks()
     flat = as_flat(documents, name)
     if flat is None:

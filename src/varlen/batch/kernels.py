@@ -7,8 +7,7 @@
   positions in one segment of padding.
 - `token_offsets` int32 or int64 `[documents + 1]`: where each document's values begin, of `num_values` in all.
 - `capacity`, `whole`: pieces may end anywhere (0), end their document or are as long as the capacity (1), or end
-their
-  document (2).
+  their document (2).
 - `sources` int64 `[segments]`: index of each segment's first token; `lengths` int32 `[segments]`; `begins` int64
   `[segments]`, rising: first position of each segment in the flattened batch.
 """

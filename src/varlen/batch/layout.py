@@ -67,9 +67,9 @@ def lay_out(
     width = packing.capacity if layout == "rows" else 0
     _check_width(width, pad_to_multiple_of)
     each = padding_segment(multiple)
-    plan = (packing.document_ids, packing.starts, packing.stops, packing.offsets, pack_ids, width)
+    packed = (packing.document_ids, packing.starts, packing.stops, packing.offsets, pack_ids, width)
     count, entries, positions, longest, shortest, bad = kernels.measure(
-        *plan, multiple, math.lcm(multiple, pad_to_multiple_of), each, packing.num_documents
+        *packed, multiple, math.lcm(multiple, pad_to_multiple_of), each, packing.num_documents
     )
     if bad >= 0:
         raise SettingError(_what_is_wrong(packing, pack_ids, bad))
@@ -85,7 +85,7 @@ def lay_out(
     narrow = np.empty((3, count), np.int32)
     boundaries = np.empty((2 if multiple > 1 else 1, entries), np.int32)
     num_targets, wrong, first = kernels.lay_segments(
-        *plan,
+        *packed,
         positions,
         multiple,
         each,
@@ -143,7 +143,7 @@ def _documents_of(packing: Packing, pack_ids: IntArray) -> IntArray:
 
 
 def exactness(packing: Packing) -> int:
-    """Return where a packing's pieces may end, as `kernels.locate` takes it: `whole`.
+    """Return how exactly pieces must end, as `whole` of the kernels: 0 anywhere, 1 at a cut or end, 2 at the end.
 
     A piece of a split document ends the document or is as long as a pack. A truncated one may end anywhere, since a
     Packing can also be made by hand.

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import in_words
 from varlen.cost import memory as memories
 from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
 from varlen.cost.memory import (
@@ -94,7 +95,7 @@ class CostModel:
         ):
             if getattr(self, name) not in get_args(allowed):
                 raise SettingError(
-                    f"cost {name}={getattr(self, name)!r}; there are {', '.join(get_args(allowed))}"
+                    f"cost {name}={getattr(self, name)!r}; it must be {in_words(get_args(allowed))}"
                 )
         if not 0 < self.memory_fraction <= 1:
             raise SettingError(f"memory_fraction={self.memory_fraction!r}; it must be above 0 and at most 1")

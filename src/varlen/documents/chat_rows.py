@@ -14,14 +14,14 @@ from varlen.text.messages import Chat, as_chat, as_messages, from_json
 from varlen.text.rendering import Choice, Rendered
 
 
-def steps_of(
+def renderers_of(
     columns: Columns,
     values: Mapping[str, Sequence[Any]],
     num_rows: int,
     template: ChatTemplate,
     choice: Choice,
 ) -> list[Callable[[], Rendered]]:
-    """Return a function per row that renders it, or raises."""
+    """Return a function for each row, which renders the row or raises."""
     nothing = [None] * num_rows
     tools, systems = values.get("tools", nothing), values.get("system", nothing)
     variables = values.get("chat_template_kwargs", nothing)
@@ -65,9 +65,9 @@ def _check_label(label: Any) -> None:
         return
     if label is False or label == 0 or (isinstance(label, str) and label.strip().lower() in ("false", "0")):
         raise SourceError(
-            f"its `label` is {label!r}, so the completion is an undesired one, as rows for KTO have it, and would be "
-            'trained as if it were desired; leave such rows out (--on-error skip, on_error="skip"), or take the '
-            "column away where it means something else"
+            f"its `label` is {label!r}: a negative example, as in KTO data, which would be trained as a positive "
+            'one; leave such rows out (--on-error skip, on_error="skip"), or drop the column if it means something '
+            "else"
         )
 
 
@@ -109,9 +109,7 @@ def _with_system(chat: Any, system: Any) -> Any:
     if messages and messages[0]["role"] in ("system", "developer"):
         if messages[0].get("content") == system:
             return chat
-        raise SourceError(
-            "`system` says one thing and the first message, of the system too, another; keep one"
-        )
+        raise SourceError("`system` and the chat's own system message differ; keep one")
     off, weights = chat.shifted(1)
     return Chat(messages=[{"role": "system", "content": system}, *messages], off=off, weights=weights)
 

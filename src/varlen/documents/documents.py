@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from varlen.documents.chat_rows import steps_of
+from varlen.documents.chat_rows import renderers_of
 from varlen.documents.pretokenized import ready_documents
 from varlen.errors import SettingError, SourceError
 from varlen.files.columns import Columns
@@ -117,15 +117,15 @@ def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
         allow_unwritten=encoding.allow_unwritten,
         row_weights=encoding.row_weights,
     )
-    steps = steps_of(columns, values, len(rows), encoding.template, choice)
+    renderers = renderers_of(columns, values, len(rows), encoding.template, choice)
     for role, column in values.items():
         for index in (index for index, cell in enumerate(column) if type(cell) is NotJson):
-            steps[index] = partial(refuse, f"`{columns.names[role]}` holds {column[index].why}")
+            renderers[index] = partial(refuse, f"`{columns.names[role]}` holds {column[index].why}")
     # A template's rendering has its own beginning; a plain-text prompt has none.
     is_plain = [
-        columns.kind == "prompt" and isinstance(prompt, str) for prompt in values.get("prompt", steps)
+        columns.kind == "prompt" and isinstance(prompt, str) for prompt in values.get("prompt", renderers)
     ]
-    return _chats(rows, steps, encoding, is_plain)
+    return _chats(rows, renderers, encoding, is_plain)
 
 
 def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
@@ -149,15 +149,15 @@ def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
 
 
 def _chats(
-    rows: Rows, steps: Sequence[Callable[[], Rendered]], encoding: Encoding, is_plain: Sequence[bool]
+    rows: Rows, renderers: Sequence[Callable[[], Rendered]], encoding: Encoding, is_plain: Sequence[bool]
 ) -> Documents:
     """Render rows, encode them, and mark what is supervised."""
     wrong: dict[int, str] = {}
     rendered: list[Rendered] = []
     begins: list[bool] = []
-    for index, step in enumerate(steps):
+    for index, render in enumerate(renderers):
         try:
-            rendering = _ending(step())
+            rendering = _ending(render())
             if not rendering.text.isascii() and _half_character(rendering.text):
                 wrong[index] = "holds half a character (a lone surrogate)"
             else:
@@ -185,7 +185,7 @@ def _chats(
         loss_mask=None if whole else mask,
         faults=rows.blame(wrong),
         losses=losses,
-        rows=_rows_but(wrong, len(steps)),
+        rows=_rows_but(wrong, len(renderers)),
     )
 
 

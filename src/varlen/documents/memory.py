@@ -1,4 +1,4 @@
-"""Store rows in memory as files, so that readers, workers and fingerprints treat them like any other file.
+"""Write rows that are in memory to files, so that readers, workers and fingerprints treat them like any other.
 
 ::
 

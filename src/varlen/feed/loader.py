@@ -115,7 +115,7 @@ class PackedLoader(OfOneProcess):
         self._opened = open_data(source, tokenizer, settings)
         self._plans = self._opened.plans
         self.plan_wait_s = 0.0
-        """Of the seconds that the last batch was waited for, those for its plan; 0 without plans."""
+        """Seconds of the last wait for a batch that were spent on its plan; 0 without plans."""
         self._state = self._opened.feed.with_position(FeedState())
         self._is_running = self._is_over = self._is_closed = False
         self._meter = LoaderMeter(
@@ -451,7 +451,7 @@ class LoaderMeter:
 
 
 _SHARE = 1.25
-"""Of a step's positions over its ranks, for which a slot has room; a larger share of a plan goes with its message."""
+"""A slot has room for this many times a rank's even part of a step; larger batches go in their message."""
 
 
 def make_worker(opened: Opened, settings: LoaderSettings) -> Worker:

@@ -27,7 +27,7 @@ from varlen.feed.settings import LoaderSettings
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, reopen_tokens
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
-from varlen.files.fingerprints import fingerprint_of, known_fingerprints
+from varlen.files.fingerprints import file_fingerprints, joint_fingerprint
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.offline.index import indexed_in_cache
@@ -333,7 +333,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
             'and name the store, or pass mode="indexed"'
         )
     check_passes(source, settings)
-    prints = known_fingerprints(source.files)
+    prints = file_fingerprints(source.files)
     # Readers compare with these where a file seems to have been replaced since it was listed.
     source = replace(source, files=tuple(replace(f, known=p) for f, p in zip(source.files, prints)))
     spec = StreamingSpec(
@@ -343,7 +343,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     mark = source.made_by()
     belongs_to = {
         TOKENIZER: None if mark is None else mark.to_json(),
-        "data": digest(source.fingerprint + fingerprint_of(source.files, prints))[:32],
+        "data": digest(source.fingerprint + joint_fingerprint(source.files, prints))[:32],
         "on_error": source.on_error,
         "lanes": spec.settings.lanes,
         "epochs": settings.epochs,
@@ -379,7 +379,8 @@ def _planned_ahead(settings: LoaderSettings) -> int | None:
     """Return how far ahead steps are planned; None where they have no plans."""
     if settings.plan is None:
         return None
-    from varlen.feed.plans import ahead_of, check_plans  # loaders without plans don't wait for what plans
+    # Not imported without plans: the planner is slow to import.
+    from varlen.feed.plans import ahead_of, check_plans
 
     check_plans(settings.plan)
     return ahead_of(settings.plan)

@@ -90,34 +90,34 @@ class Plans:
         self._job, self._name, self._patience_s = job, name, patience_s
         self._belongs_to = given.belongs_to if isinstance(given, Planner) else f"{_GIVEN}, dp={num_ranks}"
         self._lock = threading.Lock()
-        self._run = 0
-        """Number of calls of `go_on`; requests of earlier runs have no effect."""
+        self._restarts = 0
+        """Number of calls of `go_on`; requests from before the last one have no effect."""
         self._held: dict[int, StepPlan] = {}
         self._times: dict[int, tuple[float, float]] = {}
         """When a plan was requested, and when it was ready, by `time.perf_counter`."""
         self._choices: dict[int, list[str]] = {}
         self._replayed: dict[int, list[str]] = {}
-        self._is_first: bool | None = None
+        self._is_planner: bool | None = None
 
     def opening(self, inner: OpenNumbered | None) -> OpenNumbered:
         """Return what opens the exchange of a run, in which workers request plans too."""
-        return lambda run: _PlanExchange(self, run, self._run, Solo() if inner is None else inner(run))
+        return lambda run: _PlanExchange(self, run, self._restarts, Solo() if inner is None else inner(run))
 
-    def take(self, step: int, since: float) -> tuple[StepPlan, float]:
+    def take(self, step: int, requested_s: float) -> tuple[StepPlan, float]:
         """Return the plan of a step whose batch is taken, and the seconds that the batch waited for it.
 
         Forgets the plan and those before.
 
         Args:
             step: that was taken.
-            since: when the batch was requested, by `time.perf_counter`.
+            requested_s: when the batch was requested, by `time.perf_counter`.
         """
         with self._lock:
             plan = self._held.pop(step)
             asked, came = self._times.pop(step)
             for number in [number for number in self._held if number < step]:
                 del self._held[number], self._times[number]
-        return plan, max(came - max(asked, since), 0.0)
+        return plan, max(came - max(asked, requested_s), 0.0)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return, for JSON, how the steps from `step` on were decided, as far as they were read."""
@@ -127,7 +127,7 @@ class Plans:
         return {"belongs_to": self._belongs_to, "choices": choices}
 
     def go_on(self, state: Mapping[str, Any] | None = None) -> None:
-        """Begin a run; repeated steps get the plans that they had, by a state or, without one, by what is known here.
+        """Begin a run. Steps that are read again get the same plans: those of `state`, or if None those made here.
 
         Raises:
             StateError: this is no such state; nothing has changed.
@@ -137,7 +137,7 @@ class Plans:
         is_ours = bool(state) and state is not None and state.get("belongs_to") == self._belongs_to
         choices = _choices_in(state) if is_ours and state is not None else {}
         with self._lock:
-            self._run += 1
+            self._restarts += 1
             self._held.clear()
             self._times.clear()
             if state is None:
@@ -152,16 +152,16 @@ class Plans:
             self._given.load_state_dict({"version": 1, "belongs_to": self._belongs_to, "choices": replayed})
 
     def plan_of(
-        self, of: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
+        self, exchange: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
     ) -> StepPlan:
         """Return the plan of a step, which never changes afterwards."""
         with self._lock:
             plan = self._held.get(step)
         if plan is None or not np.array_equal(plan.lengths, lengths):
             start_s = time.perf_counter()
-            plan, choice = self._own_or_received(of, step, lengths, soon)
+            plan, choice = self._own_or_received(exchange, step, lengths, soon)
             with self._lock:
-                if of.since == self._run:
+                if exchange.restarts == self._restarts:
                     self._held[step], self._choices[step] = plan, choice
                     self._times[step] = start_s, time.perf_counter()
                 while len(self._choices) > KEPT:
@@ -174,13 +174,13 @@ class Plans:
             self._given.close()
 
     def _own_or_received(
-        self, of: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
+        self, exchange: _PlanExchange, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]
     ) -> tuple[StepPlan, list[str]]:
         """Return a plan and its choice; an error of the rank that plans is raised on all ranks at once."""
         if self._job is None:
             plan = self._made(step, lengths, soon)
             return plan, self._checked_choice(step, lengths, plan)
-        key = f"{self._name}/{of.run}/{PLAN}/{step}"
+        key = f"{self._name}/{exchange.run}/{PLAN}/{step}"
         if self._is_planning_rank():
             try:
                 plan = self._made(step, lengths, soon)
@@ -190,14 +190,15 @@ class Plans:
                 self._job.set(key, _FAULT + json.dumps(_named(error)).encode())
                 raise
             self._job.set(key, content)
-            self._job.delete_key(f"{self._name}/{of.run}/{PLAN}/{step - KEPT}")
+            self._job.delete_key(f"{self._name}/{exchange.run}/{PLAN}/{step - KEPT}")
             return plan, choice
         end = time.monotonic() + self._patience_s
         while not self._job.check([key]):
-            if time.monotonic() > end or of.closed.is_set():
+            if time.monotonic() > end or exchange.closed.is_set():
                 raise StalledError(
                     f"data-parallel rank {self._rank} has waited {self._patience_s:,.0f} s for the plan of step "
-                    f"{step:,}; the rank that plans is gone, or its loader has other settings"
+                    f"{step:,}; the rank that plans is gone, or its loader has other settings; look at the log of "
+                    "data-parallel rank 0, or pass a larger deadline_s"
                 )
             time.sleep(_PAUSE_S)
         content = self._job.get(key)
@@ -209,11 +210,13 @@ class Plans:
 
     def _is_planning_rank(self) -> bool:
         """Whether this process plans: the first to ask, of those with data-parallel rank 0."""
-        if self._is_first is None:
+        if self._is_planner is None:
             mine = f"{time.time_ns()} {id(self)}"
             can = self._rank == 0 and not isinstance(self._given, PlansOfAnotherRank)
-            self._is_first = can and self._job.compare_set(f"{self._name}/decides", "", mine) == mine.encode()
-        return self._is_first
+            self._is_planner = (
+                can and self._job.compare_set(f"{self._name}/decides", "", mine) == mine.encode()
+            )
+        return self._is_planner
 
     def _made(self, step: int, lengths: Int32Array, soon: Mapping[int, Int32Array]) -> StepPlan:
         given = self._given
@@ -284,9 +287,9 @@ def _named(error: Exception) -> tuple[str, str]:
 class _PlanExchange:
     """The exchange of one run, with plans."""
 
-    def __init__(self, plans: Plans, run: int, since: int, inner: Exchange) -> None:
+    def __init__(self, plans: Plans, run: int, restarts: int, inner: Exchange) -> None:
         self._plans, self._inner = plans, inner
-        self.run, self.since = run, since
+        self.run, self.restarts = run, restarts
         self.closed = threading.Event()
 
     def all(self, key: str, mine: Mapping[int, Any]) -> Mapping[int, Any]:

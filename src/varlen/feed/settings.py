@@ -18,7 +18,7 @@ from varlen.types import Method, Overlong
 if TYPE_CHECKING:
     from varlen.feed.plans import GivenPlans
 else:
-    GivenPlans = Any  # loaders without plans don't wait for what plans
+    GivenPlans = Any  # not imported without plans: the planner is slow to import
 
 Scope = Literal["minibatch", "window", "all"]
 WorkerKind = Literal["process", "thread"]
@@ -102,11 +102,10 @@ class LoaderSettings(Reading):
     )
     plan: GivenPlans | None = option(
         None,
-        "of known lengths: the plans of steps, as a list or mapping by step, a function of the step and its "
-        "lengths (int32), or a `vl.Planner` made without lengths. A batch then holds the documents of which this "
-        "rank computes slices by the plan of its step (`batch.plan`), flat, one batch a step, for "
-        "`SliceEngine.step`. One rank makes each plan before any rank reads the step, and the others "
-        "receive it through the job's store; `global_batch_size` needn't divide among ranks.",
+        "plans of the steps, which need known lengths: a list or mapping by step, a function of the step and its "
+        "lengths (int32), or a `vl.Planner` made without lengths. Each step is then one flat batch for "
+        "`SliceEngine.step`: the documents of which `batch.plan` gives this rank slices. One rank plans each step "
+        "and sends the plan through the job's store; `global_batch_size` needn't be a multiple of the ranks.",
     )
 
     def __post_init__(self) -> None:
@@ -158,7 +157,7 @@ class LoaderSettings(Reading):
 
     @property
     def batch_sizes(self) -> tuple[int, int]:
-        """Packs of a step, and packs of a batch; with a plan, those that a batch has a part of."""
+        """Packs of a step, and packs of a batch; with a plan both are the whole step, of which a batch has a part."""
         return as_batch_sizes(self.global_batch_size, self.micro_batch_size, self.dealt_ranks)
 
     @property

@@ -205,9 +205,8 @@ def _matching(path: Path, data: str | Path, unread: Sequence[Path]) -> list[List
         raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
     folders = {p.parent for p in files} - {fixed}
     results = sorted(folder for folder in folders if what_varlen_wrote(folder) is not None)
-    if results and any(
-        p.parent not in results for p in files
-    ):  # otherwise the results are what the user means
+    # If all files are in results, the results are what the user means.
+    if results and any(p.parent not in results for p in files):
         raise SourceError(_result_in_data(results, str(data)))
     return [_listed(p, fixed) for p in files]
 

@@ -46,7 +46,7 @@ def quick_fingerprint(file: File) -> str:
         return sampled_digest(stored, file.size)
 
 
-def known_fingerprints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> list[str]:
+def file_fingerprints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> list[str]:
     """Return the fingerprint of each file.
 
     Local files are read whole if they have at most `whole_bytes` in total, otherwise sampled as `quick_fingerprint`
@@ -59,7 +59,7 @@ def known_fingerprints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES)
         return list(threads.map(_whole if is_small else quick_fingerprint, files))
 
 
-def fingerprint_of(files: Sequence[File], prints: Sequence[str]) -> str:
+def joint_fingerprint(files: Sequence[File], prints: Sequence[str]) -> str:
     """Return a string that changes whenever the names, the order, the sizes or the contents of files do.
 
     Neither folders nor modification times matter: the same data has the same fingerprint anywhere.

@@ -55,10 +55,10 @@ def is_folder(path: Path, purpose: str, way_out: str) -> bool:
     return True
 
 
-def mark_of_folder(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], object]) -> bool:
-    """Whether a folder carries a marker, or holds nothing that anybody could miss.
+def may_be_used(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], object]) -> bool:
+    """Whether a folder carries a marker, or holds only folders, empty files and an unfinished marker.
 
-    Another process may mark, fill and rename the folder meanwhile.
+    Repeated if another process replaces the folder meanwhile.
     """
     path = folder / name
     while True:

@@ -367,9 +367,8 @@ class _Requests(_Ranges):
 
     def fetch(self, start: int, stop: int) -> bytes:
         content = bytes(self._fs.cat_file(self._path, start=start, end=stop))
-        if self.seen is not None and self._url.startswith(
-            "memory://"
-        ):  # memory:// has no conditional requests
+        # memory:// has no conditional requests.
+        if self.seen is not None and self._url.startswith("memory://"):
             info = self._fs.info(self._path)
             if info["size"] == self.size:
                 self.check(info)

@@ -63,13 +63,18 @@ def whole_digest(stored: BinaryIO) -> str:
 def sampled_digest(stored: BinaryIO, size: int) -> str:
     """Return the size and the SHA-256 of 64 pieces of a stream, or of all of one of up to 4 MB."""
     digest = hashlib.sha256()
+    hash_samples(digest, stored, size)
+    return f"size:{size} sampled:{digest.hexdigest()}"
+
+
+def hash_samples(digest: Any, stored: BinaryIO, size: int) -> None:
+    """Update a hash with 64 pieces of a stream spread from its beginning to its end, or all of one of up to 4 MB."""
     if size <= PIECES * PIECE_BYTES:
         digest.update(stored.read())
     else:
         for index in range(PIECES):
             stored.seek((size - PIECE_BYTES) * index // (PIECES - 1))
             digest.update(stored.read(PIECE_BYTES))
-    return f"size:{size} sampled:{digest.hexdigest()}"
 
 
 def is_of_all(fingerprint: str, size: int) -> bool:

@@ -24,7 +24,7 @@ MANIFESTS = (MANIFEST_OF_ROWS, MANIFEST)
 # Skipped records, one per line: of a shard of a token store, and beside packed rows.
 SKIPPED, SKIPPED_OF_ROWS = "skipped.log", ".skipped.log"
 _HEAD_BYTES = 64
-_SEAL = "checksum"  # of the rest of a manifest; version 0.1.0 wrote none
+_CHECKSUM = "checksum"  # of the rest of a manifest; version 0.1.0 wrote none
 # Keys that every manifest of packed rows has.
 _OF_ROWS = ("settings", "source", "num_packs", "ledger", "packs_without_target", "parts")
 _KINDS = {
@@ -62,7 +62,7 @@ def _located(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(manifest, dict) and "varlen" in manifest:
-            if not is_sealed(manifest):
+            if not matches_checksum(manifest):
                 raise SourceError(
                     f"{folder / name} doesn't match its checksum; copy it again, or make the result again"
                 )
@@ -99,18 +99,18 @@ def check_parts(folder: Path, manifest: Mapping[str, Any]) -> None:
             )
 
 
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest with its checksum."""
-    return {**manifest, _SEAL: _seal_of(manifest)}
+    return {**manifest, _CHECKSUM: _checksum_of(manifest)}
 
 
-def is_sealed(manifest: Mapping[str, Any]) -> bool:
+def matches_checksum(manifest: Mapping[str, Any]) -> bool:
     """Whether a manifest matches its checksum; True without one, as in version 0.1.0."""
-    return _SEAL not in manifest or manifest[_SEAL] == _seal_of(manifest)
+    return _CHECKSUM not in manifest or manifest[_CHECKSUM] == _checksum_of(manifest)
 
 
-def _seal_of(manifest: Mapping[str, Any]) -> str:
-    plain = {name: value for name, value in manifest.items() if name != _SEAL}
+def _checksum_of(manifest: Mapping[str, Any]) -> str:
+    plain = {name: value for name, value in manifest.items() if name != _CHECKSUM}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 

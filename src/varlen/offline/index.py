@@ -24,7 +24,7 @@ from varlen.errors import SettingError, SourceError, StalledError
 from varlen.files.fingerprints import fingerprint
 from varlen.files.losses import nothing_read, stored, total
 from varlen.files.ours import entries_below, sync, write_json
-from varlen.files.written import LOCK, MANIFEST, PARTIAL, PLAN, SKIPPED, WORK, read_manifest, sealed
+from varlen.files.written import LOCK, MANIFEST, PARTIAL, PLAN, SKIPPED, WORK, read_manifest, with_checksum
 from varlen.offline.crew import Crew, Team
 from varlen.offline.outputs import (
     check_output,
@@ -317,7 +317,8 @@ def write_plan(partial: Path, fingerprint: str, num_parts: int, marks: Mapping[s
     """Write the plan of a token store, for processes that read it while it is written."""
     with output_faults(partial):
         write_json(
-            partial / WORK / PLAN, sealed({"fingerprint": fingerprint, "num_parts": num_parts, **marks})
+            partial / WORK / PLAN,
+            with_checksum({"fingerprint": fingerprint, "num_parts": num_parts, **marks}),
         )
 
 
@@ -391,7 +392,7 @@ def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str
         for name in names:
             (partial / name).replace(folder / name)
         sync(folder)
-        write_json(folder / MANIFEST, sealed(manifest))
+        write_json(folder / MANIFEST, with_checksum(manifest))
         sync(folder)
         remove_unfinished(partial)
 

@@ -34,7 +34,7 @@ from varlen.files.ours import (
     check_names,
     disk_faults,
     is_folder,
-    mark_of_folder,
+    may_be_used,
     open_own,
     refuse_link,
     remove_entry,
@@ -53,7 +53,7 @@ from varlen.files.written import (
     STATE,
     WORK,
     read_manifest,
-    sealed,
+    with_checksum,
 )
 from varlen.regular import read_regular
 from varlen.store.shard import SHARD_FILES
@@ -210,7 +210,7 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
             left.unlink()
         for other in MANIFESTS:  # left by a run of version 0.1.0 that ended at this point
             (partial / other).unlink(missing_ok=True)
-        write_json(partial / name, sealed(manifest))
+        write_json(partial / name, with_checksum(manifest))
         if folder.exists():
             check_replaced(
                 folder, read_manifest(folder) or {}
@@ -260,9 +260,7 @@ def check_unfinished(partial: Path) -> None:
     if not is_folder(partial, "the result is made in", way_out):
         return
     refuse_link(partial / WORK, way_out)
-    if not mark_of_folder(
-        partial, f"{WORK}/{STATE}", lambda marker: isinstance(marker.get("fingerprint"), str)
-    ):
+    if not may_be_used(partial, f"{WORK}/{STATE}", lambda marker: isinstance(marker.get("fingerprint"), str)):
         raise SettingError(
             f"{partial} isn't varlen's: it has the name in which the result is made, and no mark of an unfinished "
             f"one ({WORK}/{STATE}); {way_out}"
@@ -295,7 +293,7 @@ def remove_unfinished(partial: Path) -> None:
 def remove_work(folder: Path) -> None:
     """Remove the work folder, if it has our marker."""
     work = folder / WORK
-    if not work.is_symlink() and mark_of_folder(work, STATE, lambda marker: "fingerprint" in marker):
+    if not work.is_symlink() and may_be_used(work, STATE, lambda marker: "fingerprint" in marker):
         remove_marked(work, STATE, LOCK)  # another run may lock a new file as soon as this one is gone
 
 

@@ -28,7 +28,7 @@ from varlen.files.written import (
     WORK,
     check_parts,
     read_manifest,
-    sealed,
+    with_checksum,
 )
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import OnProgress, build_store, check_tokenizer, deciding, marks_at_start, quiet
@@ -135,7 +135,7 @@ def make_set(
                 with output_faults(output):
                     (partial / SKIPPED).unlink(missing_ok=True)  # left by a run of version 0.1.0
                     _gather_skipped(store, partial / SKIPPED_OF_ROWS)
-                manifest = sealed(manifest)
+                manifest = with_checksum(manifest)
                 finish(partial, output, manifest, MANIFEST_OF_ROWS)
             return PackedSet(folder=output, manifest=manifest, was_there=False)
 

@@ -265,9 +265,8 @@ def _martello_toth(values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
     tokens = np.concatenate([[0], np.cumsum(counts * values)])
     half = int(np.searchsorted(values, capacity // 2, side="right"))  # values[:half] <= capacity / 2
     thresholds = np.concatenate([[0], values[:half]])
-    big = np.maximum(
-        np.searchsorted(values, capacity - thresholds, side="right"), half
-    )  # longer than capacity - t
+    # Longer than capacity - t.
+    big = np.maximum(np.searchsorted(values, capacity - thresholds, side="right"), half)
     small = np.searchsorted(values, thresholds, side="left")
     medium_packs = documents[big] - documents[half]
     space = medium_packs * capacity - (tokens[big] - tokens[half])

@@ -148,9 +148,8 @@ def _dealt(
         order = _by_work(steps, sizes, work, balance_over * ranks * each)
     slots = order.reshape(whole, each, ranks)
     if not in_order:
-        slots[:, 1::2] = slots[
-            :, 1::2, ::-1
-        ]  # the rank with the most work of one slot gets the least of the next
+        # The rank with the most work of one slot gets the least of the next.
+        slots[:, 1::2] = slots[:, 1::2, ::-1]
         if balance_over > 1:
             slots = _shuffled_within(slots, balance_over, seed)
         packs = slots.transpose(0, 2, 1)

@@ -11,6 +11,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import in_words
 from varlen.cost.memory import layers_again
 from varlen.cost.model import CostModel
 from varlen.cost.shape import check_positions
@@ -102,8 +103,8 @@ def plan_step(
         raise SettingError(f"search is a {type(search).__name__}; it must be a vl.Search")
     if method not in get_args(PlanMethod):
         near = get_close_matches(str(method), get_args(PlanMethod), n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        raise SettingError(f"method={method!r}; {meant}there are {', '.join(get_args(PlanMethod))}")
+        must = f"did you mean {near[0]!r}? It must" if near else "it must"
+        raise SettingError(f"method={method!r}; {must} be {in_words(get_args(PlanMethod))}")
     limit = _capacity(checked, capacity)
     memory = cost.memory(mesh)
     if (memory.state_bytes >= memory.limit_bytes).any():
@@ -175,9 +176,8 @@ def repairs(cost: CostModel, mesh: Mesh) -> Iterator[CostModel]:
     layers = cost.stages(mesh).layers
     if cost.recompute == "none":
         yield replace(cost, recompute="selective")
-    distinct = {
-        tuple(layers_again(layers, share)): share for share in SHARES
-    }  # shares may round to the same layers
+    # Several shares may round to the same layers.
+    distinct = {tuple(layers_again(layers, share)): share for share in SHARES}
     for share in distinct.values():
         if cost.recompute != "full" or cost.recompute_share < share:
             yield replace(cost, recompute="full", recompute_share=share)

@@ -27,6 +27,7 @@ from typing import Any, Final, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
+from varlen.arguments import in_words
 from varlen.errors import PlanError, SettingError, SourceError, StalledError, described
 from varlen.files.ours import atomic_file, disk_faults
 from varlen.regular import read_regular
@@ -126,7 +127,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
     allowed = {"method": PlanMethod, "recompute": Recompute, "offload": Offload}
     for name, values in allowed.items():
         if settings[name] not in get_args(values):
-            raise PlanError(f"{name} {settings[name]!r}; there are {', '.join(get_args(values))}")
+            raise PlanError(f"{name} {settings[name]!r}; it must be {in_words(get_args(values))}")
     share = settings["recompute_share"]
     if not isinstance(share, float) or not 0 < share <= 1 or (share < 1 and settings["recompute"] != "full"):
         raise PlanError(

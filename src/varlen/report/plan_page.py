@@ -40,7 +40,7 @@ MOST_TASKS = 150_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Lanes:
+class DrawnRanks:
     """The drawn part of a timeline: all stages of some ranks."""
 
     timeline: Timeline
@@ -82,20 +82,20 @@ class Lanes:
             "makespan": float(timeline.makespan_s),
             "busy": (timeline.busy_s / timeline.makespan_s)[self.ranks].ravel().round(4).tolist(),
             "peaks": timeline.peaks_bytes[self.ranks].ravel().astype(float).tolist(),
-            "rowOffsets": _text(self.row_offsets, "<i4"),
-            "kinds": _text(timeline.kinds[self.tasks], "<u1"),
-            "chunks": _text(timeline.chunks[self.tasks].clip(0, 255), "<u1"),
-            "micropacks": _text(np.where(of_backward, numbers[1], numbers[0]), "<i4"),
-            "ofBackward": _text(of_backward, "<u1"),
-            "starts": _text(timeline.starts_s[self.tasks], "<f4"),
-            "stops": _text(timeline.stops_s[self.tasks], "<f4"),
-            "works": _text(timeline.work_s[self.tasks], "<f4"),
+            "rowOffsets": _base64(self.row_offsets, "<i4"),
+            "kinds": _base64(timeline.kinds[self.tasks], "<u1"),
+            "chunks": _base64(timeline.chunks[self.tasks].clip(0, 255), "<u1"),
+            "micropacks": _base64(np.where(of_backward, numbers[1], numbers[0]), "<i4"),
+            "ofBackward": _base64(of_backward, "<u1"),
+            "starts": _base64(timeline.starts_s[self.tasks], "<f4"),
+            "stops": _base64(timeline.stops_s[self.tasks], "<f4"),
+            "works": _base64(timeline.work_s[self.tasks], "<f4"),
             "limit": float(timeline.memory_limit_bytes),
-            "memoryOffsets": _text(memory_offsets, "<i4"),
-            "memoryTimes": _text(timeline.memory_times_s[points], "<f4"),
-            "memoryBytes": _text(timeline.memory_bytes[points], "<f4"),
-            "lengths": _text(plan.lengths, "<i4"),
-            "sharers": _text(plan.num_ranks, "<i4"),
+            "memoryOffsets": _base64(memory_offsets, "<i4"),
+            "memoryTimes": _base64(timeline.memory_times_s[points], "<f4"),
+            "memoryBytes": _base64(timeline.memory_bytes[points], "<f4"),
+            "lengths": _base64(plan.lengths, "<i4"),
+            "sharers": _base64(plan.num_ranks, "<i4"),
             "passes": [shown.to_json() for shown in passes],
         }
 
@@ -128,15 +128,15 @@ class _Shown:
         packs = self.packs
         slices, offsets = _ranges(packs.slice_offsets[self.pack_ids], packs.slice_offsets[self.pack_ids + 1])
         return {
-            "rankOffsets": _text(self.rank_offsets, "<i4"),
-            "offsets": _text(offsets, "<i4"),
-            "documents": _text(packs.document_ids[slices], "<i4"),
-            "starts": _text(packs.starts[slices], "<i4"),
-            "stops": _text(packs.stops[slices], "<i4"),
+            "rankOffsets": _base64(self.rank_offsets, "<i4"),
+            "offsets": _base64(offsets, "<i4"),
+            "documents": _base64(packs.document_ids[slices], "<i4"),
+            "starts": _base64(packs.starts[slices], "<i4"),
+            "stops": _base64(packs.stops[slices], "<i4"),
         }
 
 
-def lanes(timeline: Timeline, most_tasks: int = MOST_TASKS) -> Lanes:
+def drawn_ranks(timeline: Timeline, most_tasks: int = MOST_TASKS) -> DrawnRanks:
     """Choose the ranks of a timeline to draw: all, or as many of the slowest as have at most `most_tasks` tasks."""
     dp, pp = timeline.plan.mesh.dp, timeline.plan.mesh.pp
     tasks_of = np.bincount(timeline.ranks, minlength=dp)
@@ -154,7 +154,7 @@ def lanes(timeline: Timeline, most_tasks: int = MOST_TASKS) -> Lanes:
     tasks = shown[np.lexsort((timeline.starts_s[shown], row_of[shown]))]
     counts = np.bincount(row_of[shown], minlength=len(ranks) * pp)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    return Lanes(timeline=timeline, ranks=ranks, tasks=tasks.astype(np.int64), row_offsets=offsets)
+    return DrawnRanks(timeline=timeline, ranks=ranks, tasks=tasks.astype(np.int64), row_offsets=offsets)
 
 
 def _ranges(starts: npt.NDArray[Any], stops: npt.NDArray[Any]) -> tuple[IntArray, Int32Array]:
@@ -167,14 +167,14 @@ def _ranges(starts: npt.NDArray[Any], stops: npt.NDArray[Any]) -> tuple[IntArray
     return numbers, offsets.astype(np.int32)
 
 
-def _text(values: npt.NDArray[Any], dtype: str) -> str:
+def _base64(values: npt.NDArray[Any], dtype: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values).astype(dtype).tobytes()).decode("ascii")
 
 
 _KEYS = (
     ("forward", "forward"),
     ("backward", "backward"),
-    ("weight", "weight gradients, where they are apart"),
+    ("weight", "weight gradients, if separate"),
     ("send", "sends"),
     ("gather", "parameters gathered, gradients scattered"),
     ("sync", "gradient sync"),
@@ -198,7 +198,9 @@ def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
     ]
     if planned:
         drawn = [
-            lanes(row.timeline, most_tasks // len(planned)) for row in planned if row.timeline is not None
+            drawn_ranks(row.timeline, most_tasks // len(planned))
+            for row in planned
+            if row.timeline is not None
         ]
         parts.append(section("Timelines", _timelines(planned, drawn)))
     parts.append(section("What was planned", facts(_facts(comparison))))
@@ -274,7 +276,7 @@ def _methods(comparison: PlanComparison) -> str:
     )
 
 
-def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[Lanes]) -> str:
+def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[DrawnRanks]) -> str:
     """Return the buttons, the key, and the element in which the script draws."""
     choices = "".join(
         f'<label><input type="checkbox" data-plan="{escape(row.name)}"/>{escape(row.title)}</label>'
@@ -287,9 +289,9 @@ def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[Lanes]) -> str:
     return (
         '<div class="bleed">'
         f'<div class="looks"><span class="buttons">{buttons}</span>'
-        f'<label><input type="checkbox" id="by-document"/>a colour a document</label>{choices}</div>'
+        f'<label><input type="checkbox" id="by-document"/>colour by document</label>{choices}</div>'
         f'<div class="keys">{keys}</div><div id="timelines"></div></div><div id="timeline-tip" hidden></div>'
-        "<noscript><p>The timelines are drawn by a script of this page, which this window doesn't run.</p></noscript>"
+        "<noscript><p>The timelines need JavaScript; open this page in a browser that runs it.</p></noscript>"
         + caption_of(
             "A row is one stage of one data-parallel rank; all timelines have one time axis. Drag to move, "
             "hold Ctrl and turn the wheel or pinch to zoom, double-click to zoom in; arrows, + and − do the same. "
@@ -300,14 +302,15 @@ def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[Lanes]) -> str:
     )
 
 
-def _kinds(drawn: Sequence[Lanes]) -> set[str]:
+def _kinds(drawn: Sequence[DrawnRanks]) -> set[str]:
     """Return the keys that the drawn timelines need."""
-    names = ("forward", "backward", "weight", "send", "send", "sync", "gather", "gather")
+    # By the timeline's kind of task, in the order of `simulate.graph.KIND_NAMES`.
+    names = ("forward", "backward", "weight", "send", "send", "sync", "gather")
     present = {int(kind) for part in drawn for kind in set(part.timeline.kinds.tolist())}
     return {names[kind] for kind in present} | {"idle"}
 
 
-def _script(comparison: PlanComparison, planned: Sequence[MethodFigures], drawn: Sequence[Lanes]) -> str:
+def _script(comparison: PlanComparison, planned: Sequence[MethodFigures], drawn: Sequence[DrawnRanks]) -> str:
     """Return the data and the script that draws it."""
     other = baseline(comparison)
     plans = [
@@ -320,9 +323,8 @@ def _script(comparison: PlanComparison, planned: Sequence[MethodFigures], drawn:
         }
         for row, part in zip(planned, drawn)
     ]
-    content = json.dumps(
-        {"plans": plans}, separators=(",", ":")
-    )  # numbers and titles of ours: no user's text
+    # Numbers, and titles of the library: none of the user's text.
+    content = json.dumps({"plans": plans}, separators=(",", ":"))
     room = files("varlen.report")
     code = "".join(
         room.joinpath(name).read_text(encoding="utf-8")

@@ -37,10 +37,11 @@ MORE_CHUNKS = (2, 3)
 """Chunks of layers per stage, besides one, to try on the fastest meshes (interleaved stages)."""
 WIDEST_CP = 16
 """Wider context parallelism gains almost nothing over DP-Merge, and exchanges more."""
-STATES, NO_PLAN, BOUND, DIVIDED = (
+STATES, NO_PLAN, BOUND, SLOWER, INDIVISIBLE = (
     "parameters and optimizer states alone are over the memory of a GPU",
     "no plan keeps within the memory of a GPU",
-    "even the lower bound is slower than the ten fastest",
+    "even the lower bound is slower than those kept",
+    "slower than those kept",
     "the model can't be divided so",
 )
 
@@ -120,7 +121,7 @@ def sweep(
         try:
             states = float(cost.memory(mesh).state_bytes.max())
         except SettingError:
-            left_out[DIVIDED] += len(steps)
+            left_out[INDIVISIBLE] += len(steps)
             continue
         if states > cost.limit_bytes:
             left_out[STATES] += len(steps)
@@ -141,10 +142,10 @@ def sweep(
             continue
         best.append(SweptMesh(mesh=mesh, documents=documents, figures=row, bound_s=bound))
         best.sort(key=lambda swept: -swept.tokens_per_s)
-        left_out["slower than the ten fastest"] += len(best) > most
+        left_out[SLOWER] += len(best) > most
         del best[most:]
     on_progress(len(waiting), len(waiting), "planning with more chunks a stage")
-    best = [_of_most_chunks(swept, method, cost, repairs) for swept in best]
+    best = [_with_best_chunks(swept, method, cost, repairs) for swept in best]
     best.sort(key=lambda swept: -swept.tokens_per_s)
     on_progress(len(waiting), len(waiting), "planned")
     return PlanSweep(
@@ -161,8 +162,8 @@ def sweep(
     )
 
 
-def _of_most_chunks(swept: SweptMesh, method: str, cost: CostModel, repairs: bool) -> SweptMesh:
-    """Return a mesh with the fastest number of chunks of layers per stage."""
+def _with_best_chunks(swept: SweptMesh, method: str, cost: CostModel, repairs: bool) -> SweptMesh:
+    """Return the mesh with 1, 2 or 3 chunks of layers a stage, whichever is fastest."""
     best = swept
     for chunks in MORE_CHUNKS if swept.mesh.pp > 1 else ():
         mesh = replace(swept.mesh, virtual_stages=chunks)

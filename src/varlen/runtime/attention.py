@@ -23,7 +23,7 @@ from varlen.attention.rules import LayerRules, rules_of_call
 from varlen.errors import ModelError
 from varlen.runtime.casting import lowered, uncast
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache
-from varlen.runtime.mesh.shared_documents import Share, Span
+from varlen.runtime.mesh.shared_documents import OwnRows, Span
 
 NAME = "varlen_slices"
 
@@ -128,7 +128,7 @@ class Call(NamedTuple):
             yield group
 
     def _is_apart(self, piece: CachedSlice) -> bool:
-        return piece.start > 0 or piece.share is not None
+        return piece.start > 0 or piece.own_rows is not None
 
     def forward(self, query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice]) -> Partial:
         """Attend from the rows of a group.
@@ -168,7 +168,7 @@ class _SliceAttention(torch.autograd.Function):
         parts, row = [], 0
         for group in call.groups():
             first, pairs = row, []
-            if group[0].share is not None:
+            if group[0].own_rows is not None:
                 rows = slice(row, row + group[0].rows)
                 given = (query[:, :, rows], key[:, :, rows], value[:, :, rows], group[0])
                 parts.append(_forward_shared(*given, call))
@@ -202,7 +202,7 @@ class _SliceAttention(torch.autograd.Function):
             rows = slice(stop - sum(piece.rows for piece in group), stop)
             given = (gradient[:, :, rows], query[:, :, rows], (out[:, :, rows], lse[:, :, rows]))
             stop = rows.start
-            if group[0].share is not None:
+            if group[0].own_rows is not None:
                 parts.append(_backward_shared(*given, group[0], ctx.none, call))
                 continue
             parts.append(call.backward(*given, group))
@@ -314,9 +314,9 @@ def _forward_shared(
     Cost: the work of attention on the rows given; the keys and values of all tokens seen are gathered, and once more
     put in their order.
     """
-    share = _share_of(piece)
-    if share.rows:
-        piece.cache.write(call.layer, share.first, key, value)
+    own_rows = _own_rows(piece)
+    if own_rows.count:
+        piece.cache.write(call.layer, own_rows.first, key, value)
     gathered = _gathered(piece, call, _none_of(key, value))
     parts = [
         call.forward(query[:, :, rows], gathered.cache.read(call.layer, own.stop), [own])
@@ -357,7 +357,7 @@ def _backward_shared(
         for total, of_rows in zip(totals, by_pair):
             total[:, :, own.start : own.stop].add_(of_rows)
     by_query = joined(by_queries[::-1]) if by_queries else torch.empty_like(query)
-    mine = _scattered(joint, _share_of(piece), span, none)
+    mine = _scattered(joint, _own_rows(piece), span, none)
     return by_query, *_taken(mine, piece, call.layer, span, none)
 
 
@@ -367,56 +367,56 @@ def _none_of(key: torch.Tensor, value: torch.Tensor) -> Pair:
     return next(none), next(none)
 
 
-def _share_of(piece: CachedSlice) -> Share:
-    assert piece.share is not None
-    return piece.share
+def _own_rows(piece: CachedSlice) -> OwnRows:
+    assert piece.own_rows is not None
+    return piece.own_rows
 
 
 def _gathered(piece: CachedSlice, call: Call, none: Pair) -> _Gathered:
     """Gather the keys and values of a span's tokens, in token order."""
-    share = _share_of(piece)
-    span = share.span(call.rules.window)
+    own_rows = _own_rows(piece)
+    span = own_rows.span(call.rules.window)
     mine = none[0].new_empty(span.width, *_shape(none))
-    if share.last:
-        for into, stored in zip(_parted(mine, none), piece.cache.read(call.layer, share.last)):
-            into[:, :, : share.last - span.first] = stored[:, :, span.first :]
-    everyone = share.document.peers.all_gather(mine).flatten(0, 1)
+    if own_rows.last:
+        for into, stored in zip(_parted(mine, none), piece.cache.read(call.layer, own_rows.last)):
+            into[:, :, : own_rows.last - span.first] = stored[:, :, span.first :]
+    everyone = own_rows.document.peers.all_gather(mine).flatten(0, 1)
     cache = _GatheredCache(span.stop - span.start)
     # Keys and values of a token stay side by side: both are put in order at once, many times faster than each alone.
-    cache.pairs[call.layer] = _parted(everyone.index_select(0, share.order(span)), none)
+    cache.pairs[call.layer] = _parted(everyone.index_select(0, own_rows.order(span)), none)
     slices, row = [], 0
-    for start, stop in share.ranges:
+    for start, stop in own_rows.ranges:
         own = CachedSlice(cache=cache, start=start - span.start, stop=stop - span.start)
         slices.append((own, slice(row, row + own.rows)))
         row += own.rows
     return _Gathered(cache, slices, span)
 
 
-def _scattered(totals: torch.Tensor, share: Share, span: Span, none: Pair) -> Pair:
+def _scattered(totals: torch.Tensor, own_rows: OwnRows, span: Span, none: Pair) -> Pair:
     """Sum gradients over ranks, `[tokens, heads, widths]`, and return those of this rank's rows of the span."""
-    size, order = share.document.peers.size, share.order(span)
+    size, order = own_rows.document.peers.size, own_rows.order(span)
     padded = totals.new_zeros(size * span.width, *_shape(none))
     padded.index_copy_(0, order, totals)
-    summed = share.document.peers.reduce_scatter(padded.view(size, span.width, *_shape(none)))
-    return _parted(summed[: share.last - span.first], none)
+    summed = own_rows.document.peers.reduce_scatter(padded.view(size, span.width, *_shape(none)))
+    return _parted(summed[: own_rows.last - span.first], none)
 
 
 def _taken(
     mine: Pair, piece: CachedSlice, layer: int, span: Span, none: Pair
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add gradients of earlier rows to the cache; return those of the slice's rows, and release these."""
-    share, cache = _share_of(piece), piece.cache
-    if not share.last:
+    own_rows, cache = _own_rows(piece), piece.cache
+    if not own_rows.last:
         return none  # and the cache of this layer, which holds no row yet or none anymore, is left alone
-    before = share.first - span.first
-    earlier = cache.earlier_gradients(layer, share.first)
+    before = own_rows.first - span.first
+    earlier = cache.earlier_gradients(layer, own_rows.first)
     for total, part in zip(earlier or (), mine):
         total[:, :, span.first :].add_(part[:, :, :before])
-    own = cache.own_gradients(layer, share.first, share.last)
+    own = cache.own_gradients(layer, own_rows.first, own_rows.last)
     parts = [x[:, :, before:] for x in mine]
     if own is not None:
         parts = [part + later for part, later in zip(parts, own)]
-    cache.release(layer, share.first)
+    cache.release(layer, own_rows.first)
     return parts[0].to(none[0].dtype), parts[1].to(none[1].dtype)
 
 

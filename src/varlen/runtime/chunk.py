@@ -25,7 +25,7 @@ from varlen.errors import PlanError
 from varlen.runtime.casting import add_product, lowered, uncast, ungraphed
 from varlen.runtime.decoder import DecoderParts, Positions
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, RowStack, Visit
-from varlen.runtime.mesh.shared_documents import SharedDocument, rows_of, tokens_of, with_idle_row
+from varlen.runtime.mesh.shared_documents import SharedDocument, own_tokens, rows_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, Offload, SliceKey
 
 Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
@@ -111,7 +111,7 @@ class ChunkStep:
         """
         slices = self._slices(key, FORWARD)
         if hidden is None:
-            hidden = self._parts.embed(self._data.rows(tokens_of(key, self._shared), self._data.input_ids))
+            hidden = self._parts.embed(self._data.rows(own_tokens(key, self._shared), self._data.input_ids))
         positions = self._parts.positions(slices, hidden)
         with self._near(key, FORWARD):
             for layers in self._runs:
@@ -158,7 +158,7 @@ class ChunkStep:
         if not self.has_embedding:
             return gradient
         self._parts.embed_backward(
-            self._data.rows(tokens_of(key, self._shared), self._data.input_ids), gradient
+            self._data.rows(own_tokens(key, self._shared), self._data.input_ids), gradient
         )
         return None
 
@@ -178,7 +178,7 @@ class ChunkStep:
 
     def _head(self, key: SliceKey, out: torch.Tensor) -> torch.Tensor:
         """Run norm, head and loss forward and backward; return the gradient of what came out of the last layer."""
-        key = tokens_of(key, self._shared)
+        key = own_tokens(key, self._shared)
         labels, weights = (self._data.rows(key, of) for of in (self._data.labels, self._data.weights))
         losses, gradient = self._parts.head_backward(out, labels, weights)
         self.losses.append((losses * weights).sum())
@@ -209,8 +209,8 @@ class ChunkStep:
                     f"of {length:,} tokens, is out of turn; slices run forward first to last, then backward last to "
                     "first"
                 )
-            share = None if shared is None else shared.share(start, stop)
-            slices.append(CachedSlice(cache=document.cache, start=start, stop=stop, share=share))
+            own_rows = None if shared is None else shared.own_rows(start, stop)
+            slices.append(CachedSlice(cache=document.cache, start=start, stop=stop, own_rows=own_rows))
         if not any(piece.rows for piece in slices):
             slices.append(CachedSlice(cache=DocumentCache(1), start=0, stop=1))
         return slices if kind == FORWARD else slices[::-1]
@@ -394,9 +394,8 @@ def selectively(layers: Iterable[nn.Module], is_on: bool = True) -> Iterator[Non
     if not is_on:
         yield
         return
-    products: dict[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # of the linear layer that runs, by its storage
+    # The products of the linear layer that runs, by its storage.
+    products: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note(_: nn.Module, given: tuple[Any, ...]) -> None:
         product = given[0] if given else None

@@ -22,7 +22,7 @@ _IN_HOST_MEMORY: ContextVar[bool] = ContextVar("_IN_HOST_MEMORY", default=False)
 
 @contextlib.contextmanager
 def in_host_memory() -> Iterator[None]:
-    """Count allocations within this context as host memory, even where the device is the CPU itself."""
+    """Count what is allocated within as host memory, even if the device is the CPU."""
     before = _IN_HOST_MEMORY.set(True)
     try:
         yield
@@ -80,7 +80,7 @@ class CudaBytes:
 
 
 class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensors that were made since it was entered and are still alive, however many share a storage.
+    """Bytes of storages that were made since it was entered and are alive; a shared storage counts once.
 
     It looks at what every operation returns, backward passes among them, so it sees tensors and not what a kernel
     uses within one call; operations take several times as long, so nothing is timed while it is on. What was made
@@ -127,18 +127,18 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        number, size, is_far = storage._cdata, storage.nbytes(), _IN_HOST_MEMORY.get()
+        number, size, is_on_host = storage._cdata, storage.nbytes(), _IN_HOST_MEMORY.get()
         self._known.add(number)
-        self._add(size, is_far)
+        self._add(size, is_on_host)
 
         def died() -> None:
             self._known.discard(number)
-            self._add(-size, is_far)
+            self._add(-size, is_on_host)
 
         weakref.finalize(storage, died).atexit = False
 
-    def _add(self, size: int, is_far: bool) -> None:
-        if is_far:
+    def _add(self, size: int, is_on_host: bool) -> None:
+        if is_on_host:
             self.host_live += size
             self.host_peak = max(self.host_peak, self.host_live)
         else:

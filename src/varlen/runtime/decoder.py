@@ -103,9 +103,8 @@ class DecoderParts:
         """
         ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None]
         if like.is_cuda:
-            ids = ids.pin_memory().to(
-                like.device, non_blocking=True
-            )  # else the host waits for the device here
+            # Otherwise the host would wait here for the device.
+            ids = ids.pin_memory().to(like.device, non_blocking=True)
         ends = [(piece.rows, piece.length) for piece in slices] if self.by_length else []
         named = {
             kind: self._rotated(ids, ends, like, *([kind] if kind else []))
@@ -191,9 +190,8 @@ class DecoderParts:
         Returns:
             The cross-entropy of each row, `[rows]`, 0 without a label, and the gradient of `hidden`.
         """
-        at_once = (
-            HEAD_ROWS if self.logits.cap is None else HEAD_ROWS // 2
-        )  # a cap's slope takes a buffer more
+        # The slope of a cap takes one buffer more.
+        at_once = HEAD_ROWS if self.logits.cap is None else HEAD_ROWS // 2
         gradient = torch.empty_like(hidden)
         losses = weights.new_zeros(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         for first in range(0, hidden.shape[1], at_once):

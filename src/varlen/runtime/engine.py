@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from varlen.arguments import as_count
+from varlen.arguments import as_count, in_words
 from varlen.attention.kernels import Kernels
 from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.cost.memory import Saved
@@ -125,7 +125,7 @@ class SliceEngine:
             ("offload", offload, Offload),
         ):
             if value not in get_args(known):
-                raise SettingError(f"{name}={value!r}; there are {', '.join(get_args(known))}")
+                raise SettingError(f"{name}={value!r}; it must be {in_words(get_args(known))}")
         if mesh is None:
             check_not_distributed(model)
         model = model.module if isinstance(model, DistributedDataParallel) else model
@@ -302,7 +302,7 @@ def _mesh_rank(
     """Return this process's rank in a mesh; None without a mesh."""
     if gathered not in ("unit", "step") or not deadline_s > 0:
         raise SettingError(
-            f'gathered={gathered!r} and deadline_s={deadline_s!r}; there are "unit" and "step", and a deadline is '
+            f'gathered={gathered!r} and deadline_s={deadline_s!r}; gathered must be "unit" or "step", and deadline_s '
             "above 0"
         )
     if mesh is None and rank is None:

@@ -17,7 +17,7 @@ import torch
 
 from varlen.attention.rectangles import Pair
 from varlen.runtime.clock import in_host_memory
-from varlen.runtime.mesh.shared_documents import Ranges, Share
+from varlen.runtime.mesh.shared_documents import OwnRows, Ranges
 
 FREE_SHARE: Final = 1 / 16
 """A buffer is copied into a smaller one once this share of it is free: all copies together are at most 15 times its
@@ -98,22 +98,22 @@ class CachedSlice:
     cache: DocumentCache
     start: int
     stop: int
-    share: Share | None = None  # this rank's rows, if ranks share the document
+    own_rows: OwnRows | None = None  # this rank's rows, if ranks share the document
 
     @property
     def rows(self) -> int:
         """Tokens of the slice that this rank computes."""
-        return self.stop - self.start if self.share is None else self.share.rows
+        return self.stop - self.start if self.own_rows is None else self.own_rows.count
 
     @property
     def ranges(self) -> Ranges:
         """The ranges of these tokens."""
-        return ((self.start, self.stop),) if self.share is None else self.share.ranges
+        return ((self.start, self.stop),) if self.own_rows is None else self.own_rows.ranges
 
     @property
     def length(self) -> int:
         """Tokens of the document."""
-        return self.cache.length if self.share is None else self.share.document.tokens
+        return self.cache.length if self.own_rows is None else self.own_rows.document.tokens
 
 
 class RowStack:

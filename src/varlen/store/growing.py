@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.files.losses import Losses
-from varlen.files.written import LOCK, PARTIAL, PLAN, WORK, is_sealed, read_manifest
+from varlen.files.written import LOCK, PARTIAL, PLAN, WORK, matches_checksum, read_manifest
 from varlen.regular import read_regular
 from varlen.store.store import ROW_WEIGHTS, TokenStore, open_store
 from varlen.text.loss_masks import Mask
@@ -246,7 +246,7 @@ def is_begun(folder: Path) -> bool:
 def _read_plan(partial: Path) -> tuple[str, int] | None:
     """Return the store's fingerprint and number of parts; None where there is no plan."""
     plan = _read_json(partial)
-    if not is_sealed(plan):
+    if not matches_checksum(plan):
         return None
     try:
         return str(plan["fingerprint"]), int(plan["num_parts"])

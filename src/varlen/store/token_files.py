@@ -1,4 +1,4 @@
-"""Files of the user's with token documents and random access, read like a token store.
+"""The user's own token files with random access, read like a token store.
 
 Nothing is copied: a file gives the positions of its documents, 65,536 at a time, and pieces are read from there.
 Every 65,536 documents of a file are a shard and a part, so that work and memory for an order, a window or a restart
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from varlen.errors import SourceError
 from varlen.files.remote import changed, replaced_words
-from varlen.files.seen import Seen
+from varlen.files.seen import PIECE_BYTES, PIECES, Seen, hash_samples
 from varlen.regular import open_regular, require_regular
 from varlen.text.loss_masks import Mask
 from varlen.text.tokenizer import digest
@@ -29,7 +29,6 @@ from varlen.types import Int32Array, IntArray
 _SHARD_DOCUMENTS = 1 << 16
 _KEPT = 64  # shards whose document positions stay in memory: 16 bytes per document
 _MOST_ID = 2**31 - 1
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
 class TokenFile(Protocol):
@@ -103,7 +102,7 @@ class FileTokens:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the tokens and their order: a hash of names, sizes and samples of each file."""
+        """Changes with the tokens and their order: a hash of each file's name, number of documents and `mark`."""
         return digest(json.dumps([[file.name, file.num_documents, file.mark()] for file in self._files]))
 
     def fingerprint_at(self, num_parts: int) -> str | None:
@@ -238,7 +237,7 @@ class Unchanged:
         elif self._take(self._path) != self._mark:
             why = "its content is another"
         else:
-            is_sampled = self._take is sampled_mark and now.size > _SAMPLES * _SAMPLE_BYTES
+            is_sampled = self._take is sampled_mark and now.size > PIECES * PIECE_BYTES
             why = "its time of change is another, and only samples of it are known, which are the same"
             why = why if is_retimed and is_sampled else None
         if why is not None:
@@ -253,7 +252,7 @@ def whole_mark(path: str | Path) -> str:
     """
     try:
         with open(path, "rb", opener=open_regular) as file:
-            if os.fstat(file.fileno()).st_size > _SAMPLES * _SAMPLE_BYTES:
+            if os.fstat(file.fileno()).st_size > PIECES * PIECE_BYTES:
                 return f"whole:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror or error}") from error
@@ -269,12 +268,7 @@ def sampled_mark(path: str | Path) -> str:
         with open(path, "rb", opener=open_regular) as file:
             size = os.fstat(file.fileno()).st_size
             hashed = hashlib.sha256(str(size).encode())
-            if size <= _SAMPLES * _SAMPLE_BYTES:
-                hashed.update(file.read())
-            else:
-                for sample in range(_SAMPLES):
-                    file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                    hashed.update(file.read(_SAMPLE_BYTES))
+            hash_samples(hashed, file, size)
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror or error}") from error
     return f"sampled:{hashed.hexdigest()}"

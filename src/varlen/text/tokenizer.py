@@ -180,9 +180,8 @@ class FastTokenizer:
             ranges = list(enumerate(spans[first:last].tolist(), first + 1))
             bounds = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
             mark = np.zeros(len(bounds), dtype=np.int32)
-            for number, (start, stop) in reversed(
-                ranges
-            ):  # a token that overlaps two spans belongs to the first
+            # A token that overlaps two spans belongs to the first.
+            for number, (start, stop) in reversed(ranges):
                 mark[(bounds[:, 1] > start) & (bounds[:, 0] < stop)] = number
             parts.append(np.array(encoding.ids, dtype=np.int32))
             lengths.append(len(bounds))

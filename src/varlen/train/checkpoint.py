@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from varlen import __version__
 from varlen.errors import SettingError, StateError, VarlenError, described
-from varlen.files.ours import free_words, is_there, mark_of_folder, refuse_link, remove_marked, sync
+from varlen.files.ours import free_words, is_there, may_be_used, refuse_link, remove_marked, sync
 from varlen.regular import open_regular, read_regular, require_regular
 from varlen.train.parallel import Ranks
 
@@ -365,7 +365,7 @@ def _remove_partial(partial: Path) -> None:
         return
     out = "move it away, or choose another run.output"
     refuse_link(partial, out)
-    if not partial.is_dir() or not mark_of_folder(
+    if not partial.is_dir() or not may_be_used(
         partial, MANIFEST, lambda manifest: manifest.get("kind") == KIND
     ):
         raise SettingError(

@@ -26,7 +26,7 @@ from varlen.errors import ModelError, SettingError, SourceError, VarlenError
 from varlen.files.ours import (
     free_words,
     is_folder,
-    mark_of_folder,
+    may_be_used,
     remove_marked,
     sync,
     unfinished,
@@ -145,9 +145,8 @@ def build_model(
     model.train()
     if not is_sliced:
         _set_attention(model, settings.attention)
-        hf.model_inputs(
-            smallest_batch(), model
-        )  # which refuses a model whose documents no argument keeps apart
+        # Refuses a model whose documents no argument keeps apart.
+        hf.model_inputs(smallest_batch(), model)
     return model
 
 
@@ -271,7 +270,7 @@ def export_model(
 def clear_models(folder: Path) -> None:
     """Remove partial models of killed runs, and refuse a folder of this name that no run wrote."""
     for left in folder.parent.glob(f".{folder.name}.*.part"):
-        if not left.is_symlink() and left.is_dir() and mark_of_folder(left, _MARK, _is_mark):
+        if not left.is_symlink() and left.is_dir() and may_be_used(left, _MARK, _is_mark):
             remove_marked(left, _MARK)
     check_model(folder)
 
@@ -281,7 +280,7 @@ def check_model(folder: Path) -> None:
     out = "move it away and run the same command again, or choose another run.output"
     if not is_folder(folder, "the trained model is to be", out):
         return
-    if not mark_of_folder(folder, _MARK, _is_mark):
+    if not may_be_used(folder, _MARK, _is_mark):
         raise SettingError(
             f"{folder} has no mark of a model that varlen train wrote ({_MARK}; 0.1.0 wrote none), and "
             f"would be replaced; {out}"

@@ -63,9 +63,8 @@ class RunPlans:
         self._belongs_to = hashlib.sha256(
             json.dumps(belongs_to, sort_keys=True, default=str).encode()
         ).hexdigest()
-        with suppress(
-            OSError, ValueError, KeyError, TypeError, RecursionError
-        ):  # without a record, steps are planned anew
+        # Without a record, steps are planned anew.
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(read_regular(self._path))
             if record["belongs_to"] == self._belongs_to:
                 choices = {**record["planner"]["choices"], **state[PLANS]["choices"]}
@@ -213,9 +212,8 @@ class SliceGradients(Gradients[PackedBatch]):
         assert is_last, "a step with a plan is one batch"
         with computing(self.model, self._settings.run, self._ranks):
             stats = self._engine.step(batch)
-        own = int(
-            self._ranks.is_first
-        )  # every rank has the numbers of the whole step, and ranks are added up
+        # Every rank has the numbers of the whole step, and the ranks' numbers are added up.
+        own = int(self._ranks.is_first)
         return Part(
             loss_sum=torch.tensor(own * stats.loss * batch.step_num_targets, dtype=torch.float64),
             tokens=own * stats.plan.num_tokens,

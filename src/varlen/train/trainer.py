@@ -650,9 +650,8 @@ class Replay:
         count = len(self._steps)
         note(f"training the last {count:,} steps again from memory")
         loader.load_state_dict(self._steps[0].before)
-        batches = [
-            deepcopy(next(loader)) for _ in range(count * loader.micro_batches)
-        ]  # so that the ring is free
+        # Copies, so that the ring is free.
+        batches = [deepcopy(next(loader)) for _ in range(count * loader.micro_batches)]
         here = loader.micro_batches
         _seconds(stepper, batches[:here], number)  # warms up
         cached_s = sum(

@@ -184,8 +184,8 @@ def fresh_interpreter(
             )
     except OSError as error:
         raise WorkerDiedError(
-            f"another process can't be started ({error.strerror or error}); finished work is kept: run the same "
-            "command again with fewer processes"
+            f"another process can't be started ({error.strerror or error}); end other processes, or raise this "
+            "user's limits on processes, memory and open files (ulimit -a)"
         ) from error
 
 

@@ -118,7 +118,10 @@ class _Worker:
     """A process that runs one task at a time."""
 
     def __init__(self, threads: int) -> None:
-        self.child = Child("varlen.workers.task_worker", threads=threads)
+        try:
+            self.child = Child("varlen.workers.task_worker", threads=threads)
+        except WorkerDiedError as error:
+            raise WorkerDiedError(f"{error}; {KEPT}") from error.__cause__
         self._head = b""
 
     def ask(self, head: bytes, task: Any) -> tuple[bool, Any]:

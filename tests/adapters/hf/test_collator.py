@@ -98,9 +98,8 @@ def test_an_empty_document_takes_up_a_label_there_and_nothing_here():
 def test_labels_of_some_features_only_are_lost_there_and_refused_here():
     batch = [{"input_ids": [1, 2]}, {"input_ids": [3, 4], "labels": [-100, -100]}]
 
-    assert Theirs(return_tensors="np")(batch)["labels"].tolist() == [
-        [-100, 2, -100, 4]
-    ]  # trains on the prompt
+    # Trains on the prompt.
+    assert Theirs(return_tensors="np")(batch)["labels"].tolist() == [[-100, 2, -100, 4]]
     with pytest.raises(DocumentsError, match=r"1 of 2 features have no 'labels', feature 0 first"):
         DataCollatorWithFlattening()(batch)
     with pytest.raises(DocumentsError, match=r"1 of 2 features have no 'labels', feature 1 first"):

@@ -265,9 +265,8 @@ def test_what_would_change_nothing_or_train_something_else_is_refused(store, cha
 
 
 def test_the_name_of_one_of_torchtitans_own_data_sets_is_refused():
-    config = types.SimpleNamespace(
-        source="store", settings={}, dataset="c4"
-    )  # a field of torchtitan's base class
+    # `dataset` is a field of torchtitan's base class.
+    config = types.SimpleNamespace(source="store", settings={}, dataset="c4")
     with pytest.raises(SettingError, match=r"put the path of the data into dataloader\.source"):
         PackedDataLoader(config, dp_world_size=1, dp_rank=0, seq_len=8, local_batch_size=1)
 

@@ -350,9 +350,8 @@ def test_a_record_that_was_cut_or_put_together_otherwise_is_refused():
     assert record["epoch"] is None
     packed = base64.b64decode(record["waiting"])
     planes = bytearray(zlib.decompress(packed))
-    twice = (
-        bytes(planes[:-24]) + bytes([0, 0, 2]) + bytes(planes[-21:])
-    )  # in the place of an order of 0, 1 and 2
+    # In the place of an order of 0, 1 and 2.
+    twice = bytes(planes[:-24]) + bytes([0, 0, 2]) + bytes(planes[-21:])
     for waiting in (packed[:-2], packed + packed, zlib.compress(twice), zlib.compress(bytes(10**6)), b""):
         with pytest.raises(StateError):
             from_record({**record, "waiting": base64.b64encode(waiting).decode()}, 0)

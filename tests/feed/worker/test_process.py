@@ -59,9 +59,8 @@ def kill_at_random(loader, kills, rng):
         found.append(content(batch))
         if left and rng.random() < 0.05:
             pid = loader._worker.pid
-            if pid not in (None, killed) and is_there(
-                pid
-            ):  # the one killed before may not have been noticed yet
+            # The one killed before may not have been noticed yet.
+            if pid not in (None, killed) and is_there(pid):
                 time.sleep(rng.random() * 0.02)
                 with suppress(ProcessLookupError):  # it had made the last batch, and was waited for
                     os.kill(pid, signal.SIGKILL)

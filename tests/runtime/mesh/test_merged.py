@@ -31,7 +31,7 @@ from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny, toke
 from varlen.plan.check import check_plan
 from varlen.runtime import attention
 from varlen.runtime.clock import bytes_meter
-from varlen.runtime.mesh.shared_documents import deal, groups_of, num_rows, shared_documents
+from varlen.runtime.mesh.shared_documents import groups_of, num_rows, shared_documents, zigzag
 from varlen.runtime.stage_run import keys_of
 from varlen.runtime.step import run_step
 from varlen.step_plan import Mesh, StepPlan
@@ -60,15 +60,15 @@ def test_rows_are_dealt_as_the_cuts_say(data, length, num_ranks):
     slices = data.draw(cuts(length))
     owners = [owner_of(token, slices, num_ranks) for token in range(length)]
 
-    dealing = deal([end for one in slices[::-1] for end in one], num_ranks)
+    rows = zigzag([end for one in slices[::-1] for end in one], num_ranks)
 
-    found, indices = dealing.assignment()
+    found, indices = rows.assignment()
     assert found.tolist() == owners
     assert indices.tolist() == [owners[:token].count(owner) for token, owner in enumerate(owners)]
     for start, stop in [(0, length), *data.draw(cuts(length))]:
-        assert dealing.before(stop) == [owners[:stop].count(rank) for rank in range(num_ranks)]
+        assert rows.before(stop) == [owners[:stop].count(rank) for rank in range(num_ranks)]
         for rank in range(num_ranks):
-            ranges = dealing.ranges(rank, start, stop)
+            ranges = rows.ranges(rank, start, stop)
             mine = [token for token in range(start, stop) if owners[token] == rank]
             assert [token for first, last in ranges for token in range(first, last)] == mine
             assert all(first < last for first, last in ranges)
@@ -78,9 +78,9 @@ def test_rows_are_dealt_as_the_cuts_say(data, length, num_ranks):
 @pytest.mark.parametrize("start", [0, 64])
 @pytest.mark.parametrize("stop", [64, 96, 128])
 def test_every_rank_has_the_same_work_of_a_slice_of_either_pass(start, stop):
-    dealing = deal([0, 64, 128, 0, 96, 128], 4)
+    rows = zigzag([0, 64, 128, 0, 96, 128], 4)
 
-    shares = [dealing.ranges(rank, start, stop) for rank in range(4)]
+    shares = [rows.ranges(rank, start, stop) for rank in range(4)]
 
     assert len({sum(token for one in share for token in range(*one)) for share in shares}) == 1
     assert len({sum(last - first for first, last in share) for share in shares}) == 1

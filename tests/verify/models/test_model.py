@@ -194,9 +194,8 @@ def test_a_routers_loss_over_the_batch_is_coupled_and_no_leak():
     assert report.verdict == "coupled"
     assert not report.ok
     assert "its auxiliary loss over the whole batch" in report.cells[0].reason
-    assert (
-        "use_varlen_attention(model)" in report.cells[2].reason
-    )  # transformers' code would fail on a 4-D mask
+    # transformers' code would fail on a 4-D mask.
+    assert "use_varlen_attention(model)" in report.cells[2].reason
     config.output_router_logits = False
     assert vl.verify(make(config, "eager", torch.float32), backends=["varlen", "sdpa"], calls=False).ok
 

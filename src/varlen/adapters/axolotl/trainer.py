@@ -34,9 +34,8 @@ class VarlenTrainer(PackedTraining, _DivisorTrainer):
     def __init__(self, *, args: Any, train_dataset: Any, **rest: Any) -> None:
         cfg = PluginManager.get_instance().cfg
         check_processes(args.world_size)  # before the data is written and a loader started
-        args.max_steps = (
-            cfg.max_steps or -1
-        )  # axolotl has written in how many steps there are; the loader knows
+        # axolotl wrote a number of steps here; the loader knows how many there are.
+        args.max_steps = cfg.max_steps or -1
         loader = loader_for(args, saved(train_dataset, folder_of(cfg)), **loader_settings(cfg))
         super().__init__(
             args=args,

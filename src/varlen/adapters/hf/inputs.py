@@ -218,9 +218,8 @@ def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
         model: a transformers model.
     """
     inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-    if (
-        first := first_position(model)
-    ) > 0:  # found from the tokens, they would pass over those that pad elsewhere
+    # Positions that the model finds from the tokens would skip tokens that mean padding elsewhere.
+    if (first := first_position(model)) > 0:
         width = input_ids.shape[1]
         inputs["position_ids"] = torch.arange(first, first + width, device=input_ids.device)[None]
     if implementation(model) == attention.NAME:
@@ -346,9 +345,8 @@ def check_scaled(batch: PackedBatch, model: Any) -> None:
     name = type(unwrap(model)).__name__
     for kind, limit in batch_wide_rotary(config):
         lengths = _numpy(batch.document_lengths)
-        short = int(
-            ((lengths <= limit) & (lengths > 1)).sum()
-        )  # one token stands at 0, whatever the frequency
+        # A document of one token is at position 0, whatever the frequency.
+        short = int(((lengths <= limit) & (lengths > 1)).sum())
         longer = int((lengths > limit).sum())
         if short and longer:
             raise ModelError(

@@ -38,7 +38,8 @@ def wrappers(model: Any) -> Iterator[Any]:
     while True:
         yield model
         wrapped = getattr(model, "_orig_mod", None)
-        if wrapped is None:  # FSDP's first version hands all questions on, that for the config among them
+        # FSDP1 forwards attribute lookups, that of `config` too, so ask for its own attribute first.
+        if wrapped is None:
             wrapped = getattr(model, "_fsdp_wrapped_module", None)
         if wrapped is None and not hasattr(model, "config"):
             wrapped = getattr(model, "module", None)
@@ -87,9 +88,9 @@ def family(model: Any) -> Family:
 
 
 def first_position(model: Any) -> int:
-    """Return the position of a document's first token: 0, but one behind the padding's where that has a position.
+    """Return the position of a document's first token: `padding_idx + 1` if positions have one, else 0.
 
-    RoBERTa and its kin embed positions from `padding_idx + 1` on.
+    RoBERTa and its relatives are of the first kind.
 
     Args:
         model: a transformers model, bare or wrapped.
@@ -153,8 +154,8 @@ def vocabulary_size(model: Any) -> int:
     size = getattr(_embeddings(model, "get_input_embeddings"), "num_embeddings", None)
     if size is None and getattr(config, "vocab_size", None) is None:
         raise ModelError(
-            f"nobody knows how many tokens {type(unwrap(model)).__name__} embeds: its config has no vocab_size, and "
-            "get_input_embeddings() returns no embedding"
+            f"{type(unwrap(model)).__name__} doesn't say how many tokens it embeds: its config has no vocab_size, "
+            "and get_input_embeddings() returns no embedding; set config.vocab_size"
         )
     return int(config.vocab_size if size is None else size)
 
@@ -199,10 +200,9 @@ def uses_registry(model: Any) -> bool:
 
 
 def accepts(model: Any, name: str) -> bool:
-    """Return whether the model's forward makes use of an argument of this name.
+    """Return whether the model's forward takes an argument of this name, if need be in its `**kwargs`.
 
-    `position_ids` must be named in its signature: models that find positions by themselves swallow it among
-    their `**kwargs`.
+    `position_ids` must be in the signature: models that compute positions themselves ignore it in `**kwargs`.
 
     Args:
         model: a transformers model, bare or wrapped.
@@ -295,7 +295,7 @@ def is_known(kind: Any) -> bool:
 
 
 def plain_class(kind: Any) -> Any:
-    """Return the class that torch has made a class of its own of, as `fully_shard` does; else the class itself."""
+    """Return the class that torch subclassed, as `fully_shard` does; the class itself if torch didn't."""
     bases = kind.__bases__
     return bases[1] if len(bases) == 2 and bases[0].__module__.startswith("torch.distributed.") else kind
 
@@ -334,7 +334,7 @@ def _own_class(kind: Any) -> Any:
 
 
 def _replaces(name: str, kind: Any, number: int) -> bool:
-    """Return whether a method overrides one that a forward may call; methods of all models are about files."""
+    """Return whether a method overrides one that a forward may call, so none of `Module` or `PreTrainedModel`."""
     for each in kind.__mro__[number + 1 :]:
         if each is torch.nn.Module or each.__module__ == "transformers.modeling_utils":
             return False

@@ -416,6 +416,7 @@ class IndexedFeed:
             skipped, out = pieces.skipped, buffers()
             next_steps = [one[0] for one in following if not isinstance(one, Ledger)]
             next_lengths = {one.number: one.lengths for one in next_steps}
+            # What a plan calls documents are the step's pieces, pack after pack.
             mine = _pieces_of_rank(exchange, self._rank, step.number, step.lengths, next_lengths)
             batch = make_batch(pieces, step, 0, 0, self._settings, out, mine)
             yield Made(batch=batch, state=after, ledger=entered, skipped=pieces.skipped - skipped)

@@ -65,7 +65,7 @@ class ChunkReader(Protocol):
         """Return whether the waiting documents can be read later."""
 
     def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
-        """Return the waiting documents of each lane."""
+        """Return the waiting documents of each record, by the records' keys; encodes only these."""
 
     def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
         """Return the chunks of documents, without duplicates."""
@@ -171,7 +171,7 @@ class Intake:
         return not any(record.is_masked for record in records) and all(map(self._reader.is_cut, wanted))
 
     def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
-        """Return the waiting documents of each lane; encodes only these."""
+        """Return the waiting documents of each record, by the records' keys; encodes only these."""
         wanted = self._wanted(records.values())
         raws = self._rows([chunk for chunk, _ in wanted])
         source = replace(self._source, on_error="skip")  # bad records were reported, and none of them waits
@@ -185,7 +185,7 @@ class Intake:
         reads = self._each(read, [(raw, ids) for raw, (_, ids) in zip(raws, wanted)])
         parts = [arrival_of(one, chunk, is_single=self._is_single) for one, (chunk, _) in zip(reads, wanted)]
         documents = joined(parts)
-        return {lane: _chosen(documents, record) for lane, record in records.items()}
+        return {key: _chosen(documents, record) for key, record in records.items()}
 
     def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
         """Return the chunks of documents, without duplicates, in ascending order."""
@@ -202,8 +202,8 @@ class Intake:
                 if (error := self._reader.error_of(chunk.block)) is not None:
                     raise error
                 raise StateError(
-                    f"documents of block {chunk.block:,}, chunk {chunk.number:,}, waited, which isn't there; "
-                    "the state is of other data"
+                    f"the state has waiting documents of block {chunk.block:,}, chunk {chunk.number:,}, which this "
+                    "data doesn't have; give the loader the data of the state, or start over"
                 )
         return wanted
 
@@ -387,12 +387,12 @@ class ChunkSequence:
         return float(self._about[order[at.index :]].sum() - at.chunk + epochs * self._about.sum())
 
 
-def deal_claims(held: Sequence[int], targets: Sequence[int], brings: float, most: int) -> list[int]:
+def deal_claims(held: Sequence[int], targets: Sequence[int], tokens_a_chunk: float, most: int) -> list[int]:
     """Return the lanes of the next claims: each time the lane that holds the least, earlier claims included.
 
-    Lanes hold `held` tokens and need `targets`; a chunk is estimated to have `brings` tokens.
+    Lanes hold `held` tokens and need `targets`; a chunk is estimated to have `tokens_a_chunk`.
 
-    >>> deal_claims([5, 0, 9], [9, 9, 9], brings=3, most=4)
+    >>> deal_claims([5, 0, 9], [9, 9, 9], tokens_a_chunk=3, most=4)
     [1, 1, 0, 1]
     """
     lowest = [(float(tokens), lane) for lane, tokens in enumerate(held) if tokens < targets[lane]]
@@ -401,8 +401,8 @@ def deal_claims(held: Sequence[int], targets: Sequence[int], brings: float, most
     while lowest and len(lanes) < most:
         tokens, lane = heapq.heappop(lowest)
         lanes.append(lane)
-        if tokens + brings < targets[lane]:
-            heapq.heappush(lowest, (tokens + brings, lane))
+        if tokens + tokens_a_chunk < targets[lane]:
+            heapq.heappush(lowest, (tokens + tokens_a_chunk, lane))
     return lanes
 
 
@@ -441,6 +441,7 @@ class PostponedReads:
 
     def bring(self, packs: Mapping[int, LanePacks], left: Mapping[int, Arrival]) -> None:
         """Read the documents of packs, and those left for the next round; replaces their zeros."""
+        # Keys are 2 * lane for the lane's packs, and 2 * lane + 1 for what is left for the next round.
         wanted: dict[int, _Pieces] = {}
         for lane, some in packs.items():
             wanted[2 * lane] = _Pieces(

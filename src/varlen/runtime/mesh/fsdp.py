@@ -49,9 +49,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def waiting_at_most(seconds: float, model: nn.Module) -> Iterator[None]:
-    """Let the groups that a model is divided among wait for others no longer than that, and then as long as before.
+    """Set the timeout of the model's FSDP process groups, and afterwards set it back.
 
-    They are the user's, and may be that of all processes, which waits for half an hour at checkpoints and elsewhere.
+    The groups are the user's; one may be the default group, whose long timeout checkpoints need.
     """
     meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     before = [
@@ -93,7 +93,7 @@ class Shards:
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The divided ones by name."""
+        """The sharded parameters by name."""
         return self._sharded
 
     @property
@@ -110,7 +110,7 @@ class Shards:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Hold what is to be whole all through a step."""
+        """Gather all parameters for the whole step if `gathered="step"`."""
         modules = self._modules if self._gathered == "step" else []
         self._gather(modules)
         try:
@@ -120,7 +120,7 @@ class Shards:
 
     @contextmanager
     def unit(self, layers: range) -> Iterator[None]:
-        """Hold the parameters of a chunk during a task; all replicas do so for the same tasks."""
+        """Gather a chunk's parameters for a task if `gathered="unit"`; all replicas do so for the same tasks."""
         modules = self._of_chunk(layers) if self._gathered == "unit" else []
         self._gather(modules)
         try:
@@ -203,8 +203,8 @@ class Shards:
         one, other = (getattr(end, "weight", None) for end in (self._parts.embedding, self._parts.head))
         if self._ties and one is not None and other is not None and one is not other:
             raise ModelError(
-                "embedding and head share their weight, and fully_shard was called on one of them, which took it "
-                "from the other; call it on whole layers and on the model, which keeps them one"
+                "embedding and head share a weight, and fully_shard was called on one of them, which unties them; "
+                "call it on whole layers and on the model, so that both stay tied"
             )
         others = [n for n, p in self._sharded.items() if p.device_mesh.size() != self._replicas.size]
         if others:

@@ -19,30 +19,30 @@ from varlen.types import Int32Array, IntArray
 class SharedDocument:
     """A document whose rows this rank has some of."""
 
-    dealing: Dealing
+    zigzag: ZigzagRows
     peers: Peers
     owners: torch.Tensor  # int32 `[tokens]`, on the model's device: the rank with each token's row
     indices: torch.Tensor  # int32 `[tokens]`: the row's index among that rank's
 
     @property
     def tokens(self) -> int:
-        """Of the document."""
+        """Tokens of the document."""
         return len(self.owners)
 
     @property
     def rows(self) -> int:
         """Rows of this rank."""
-        return self.dealing.before(self.tokens)[self.peers.rank]
+        return self.zigzag.before(self.tokens)[self.peers.rank]
 
     def row_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return which of this rank's rows of the document are those of a slice: the first, and one past the last."""
-        return self.dealing.before(start)[self.peers.rank], self.dealing.before(stop)[self.peers.rank]
+        return self.zigzag.before(start)[self.peers.rank], self.zigzag.before(stop)[self.peers.rank]
 
-    def share(self, start: int, stop: int) -> Share:
-        """Return this rank's share of a slice."""
-        ranges = self.dealing.ranges(self.peers.rank, start, stop)
+    def own_rows(self, start: int, stop: int) -> OwnRows:
+        """Return this rank's rows of a slice."""
+        ranges = self.zigzag.ranges(self.peers.rank, start, stop)
         first, last = self.row_range(start, stop)
-        return Share(document=self, start=start, stop=stop, ranges=ranges, first=first, last=last)
+        return OwnRows(document=self, start=start, stop=stop, ranges=ranges, first=first, last=last)
 
 
 class Span(NamedTuple):
@@ -57,7 +57,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Share:
+class OwnRows:
     """The rows of a slice that this rank computes; there may be none, and it takes part all the same."""
 
     document: SharedDocument
@@ -69,18 +69,18 @@ class Share:
     spans: dict[int | None, Span] = field(default_factory=dict)  # by window
 
     @property
-    def rows(self) -> int:
-        """How many."""
+    def count(self) -> int:
+        """Rows of the slice on this rank."""
         return self.last - self.first
 
     def span(self, window: int | None) -> Span:
         """Return which tokens are gathered, worked out once a slice."""
         if window not in self.spans:
-            dealing, rank = self.document.dealing, self.document.peers.rank
+            rows, rank = self.document.zigzag, self.document.peers.rank
             start = 0 if window is None else max(0, self.start - window + 1)
-            firsts, stops = (np.array(dealing.before(token)) for token in (start, self.stop))
+            firsts, stops = (np.array(rows.before(token)) for token in (start, self.stop))
             width = int((stops - firsts).max())
-            shifts = np.arange(dealing.num_ranks) * width - firsts
+            shifts = np.arange(rows.num_ranks) * width - firsts
             on_device = torch.from_numpy(shifts).to(self.document.owners.device)
             self.spans[window] = Span(start, self.stop, int(firsts[rank]), width, on_device)
         return self.spans[window]
@@ -96,32 +96,32 @@ class Share:
 
 
 def shared_documents(
-    plan: StepPlan, rank: int, peers: Mapping[tuple[int, int], Peers], device: torch.device
+    plan: StepPlan, dp_rank: int, peers: Mapping[tuple[int, int], Peers], device: torch.device
 ) -> dict[int, SharedDocument]:
-    """Return the documents of a plan that a rank shares, at one stage.
+    """Return the documents of a plan that a data-parallel rank shares, at one stage.
 
     Cost: O(tokens of these documents), and 8 bytes each on the device.
     """
     found = {}
     for document in np.flatnonzero(plan.num_ranks > 1).tolist():
         first, size = int(plan.first_ranks[document]), int(plan.num_ranks[document])
-        if first <= rank < first + size:
-            dealing = deal(_cuts_of(plan, rank, document), size)
-            owners, indices = (torch.from_numpy(x).to(device) for x in dealing.assignment())
+        if first <= dp_rank < first + size:
+            rows = zigzag(_cuts_of(plan, dp_rank, document), size)
+            owners, indices = (torch.from_numpy(x).to(device) for x in rows.assignment())
             found[document] = SharedDocument(
-                dealing=dealing, peers=peers[first, size], owners=owners, indices=indices
+                zigzag=rows, peers=peers[first, size], owners=owners, indices=indices
             )
     return found
 
 
-def tokens_of(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
-    """Return which tokens' rows of a MicroPack this rank computes, as slices; one of no token if there are none."""
+def own_tokens(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
+    """Return the tokens of a MicroPack whose rows this rank computes, as slices; one empty slice if none."""
     if not any(document in shared for document, _, _ in key):
         return key
     found = []
     for document, start, stop in key:
         if document in shared:
-            ranges = shared[document].dealing.ranges(shared[document].peers.rank, start, stop)
+            ranges = shared[document].zigzag.ranges(shared[document].peers.rank, start, stop)
             found += [(document, *own) for own in ranges]
         else:
             found.append((document, start, stop))
@@ -129,10 +129,7 @@ def tokens_of(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
 
 
 def rows_of(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
-    """Return where a MicroPack's slices are among the rows that this rank keeps of their documents.
-
-    A slice of which it has no row is there too, as long as 0.
-    """
+    """Return a MicroPack's slices, counted in this rank's rows of each document; slices without rows stay."""
     return tuple((d, *shared[d].row_range(a, b)) if d in shared else (d, a, b) for d, a, b in key)
 
 
@@ -142,10 +139,10 @@ def num_rows(key: SliceKey, shared: Mapping[int, SharedDocument]) -> int:
 
 
 def with_idle_row(hidden: torch.Tensor) -> torch.Tensor:
-    """Return `[1, 1, hidden]` for no row, `[1, 0, hidden]`: layers can't be run on none.
+    """Append a row of zeros to no rows, since layers need at least one.
 
-    A rank that has no row of a MicroPack runs them all the same, since its peers gather from it in each. The row is
-    0, as is its gradient, and so is what it adds to those of parameters.
+    A rank without rows of a MicroPack still runs the layers, because its peers gather from it in each. The row's
+    gradient is 0, and it adds 0 to the gradients of parameters.
 
     Args:
         hidden: `[1, 0, hidden]`.
@@ -153,32 +150,34 @@ def with_idle_row(hidden: torch.Tensor) -> torch.Tensor:
     return torch.cat([hidden, hidden.new_zeros(1, 1, hidden.shape[2])], 1)
 
 
-def _cuts_of(plan: StepPlan, rank: int, document: int) -> list[int]:
-    """Return where a document's slices on a rank begin and end, in both passes; its group cuts them alike."""
+def _cuts_of(plan: StepPlan, dp_rank: int, document: int) -> list[int]:
+    """Return where a document's slices on a data-parallel rank begin and end, in both passes.
+
+    All ranks that share the document cut it alike.
+    """
     cuts = [0, int(plan.lengths[document])]
     for packs in (plan.forward, plan.backward):
-        first, last = packs.slice_offsets[packs.rank_offsets[rank : rank + 2]].tolist()
+        first, last = packs.slice_offsets[packs.rank_offsets[dp_rank : dp_rank + 2]].tolist()
         at = first + np.flatnonzero(packs.document_ids[first:last] == document)
         cuts += [*packs.starts[at].tolist(), *packs.stops[at].tolist()]
     return cuts
 
 
-# The rows of a shared document by rank: what neighbouring cuts enclose is dealt to a group's ranks in zigzag.
+# The rows of a shared document by rank of its group, in zigzag.
 #
-# Causal rows cost more the later they stand. Cut in twice as many chunks as there are ranks, of which each takes one
-# from the front and the one as far from the back, every slice is the same work for all (as Llama 3 deals context
-# parallelism; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2). What a rank keeps of a document stays on it, so the
-# cuts of both passes decide together: a slice of either is whole pieces, of each of which every rank has as much.
+# Later rows attend to more keys and cost more. So each stretch between two cuts is divided into 2 * num_ranks chunks,
+# and rank r takes chunk r and chunk 2 * num_ranks - 1 - r, which gives all ranks equal work (Llama 3's context
+# parallelism; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2). Rows stay on their rank for the whole step, so the
+# cuts of both passes are used together: a slice of either pass is a sequence of whole stretches.
 
 Ranges = tuple[tuple[int, int], ...]  # tokens `[start, stop)` of a document, ascending, not adjacent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Dealing:
+class ZigzagRows:
     """The rows of one document, dealt to a group of ranks.
 
-    The rows of a rank, in the order of their tokens, are its own document in little: those before any token are the
-    first ones.
+    Each rank's rows, in token order, are numbered from 0, so those before any token come first.
     """
 
     starts: IntArray
@@ -190,7 +189,7 @@ class Dealing:
     def before(self, token: int) -> list[int]:
         """Return how many rows of each rank stand before a token.
 
-        Cost: O(chunks), which are `2 * num_ranks` a piece.
+        Cost: O(chunks), which are `2 * num_ranks` a stretch.
         """
         rows = np.clip(token - self.starts, 0, self.stops - self.starts)
         return np.bincount(self.owners, weights=rows, minlength=self.num_ranks).astype(np.int64).tolist()  # type: ignore[no-any-return]
@@ -216,18 +215,18 @@ class Dealing:
         return owners.astype(np.int32), indices
 
 
-def deal(cuts: Iterable[int], num_ranks: int) -> Dealing:
-    """Deal a document's rows.
+def zigzag(cuts: Iterable[int], num_ranks: int) -> ZigzagRows:
+    """Deal the rows of a document, whose slices begin and end at the cuts, to ranks in zigzag.
 
-    >>> dealing = deal([0, 8, 12], 2)
-    >>> dealing.ranges(0, 0, 12), dealing.ranges(1, 0, 12)
+    >>> rows = zigzag([0, 8, 12], 2)
+    >>> rows.ranges(0, 0, 12), rows.ranges(1, 0, 12)
     (((0, 2), (6, 9), (11, 12)), ((2, 6), (9, 11)))
     """
     ends = np.array(sorted(set(cuts)), np.int64)
     parts = np.arange(2 * num_ranks + 1)
     bounds = ends[:-1, np.newaxis] + parts * np.diff(ends)[:, np.newaxis] // (2 * num_ranks)
     owners = np.minimum(parts[:-1], parts[:-1][::-1])
-    return Dealing(
+    return ZigzagRows(
         starts=bounds[:, :-1].ravel(),
         stops=bounds[:, 1:].ravel(),
         owners=np.tile(owners, len(ends) - 1),
@@ -243,7 +242,7 @@ class Peers(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of the calling rank, within the group."""
+        """This process's rank within the group, from 0; not its data-parallel rank."""
 
     @property
     def size(self) -> int:
@@ -267,8 +266,8 @@ class Peers(Protocol):
 class ProcessPeers:
     """Peers in processes of their own; on CUDA they have a communicator of their own.
 
-    From the CPU each sends each other one what is for it. That is as many bytes as gloo's own collectives move, in
-    one turn and at the rate of plain messages, of which gloo's reduce-scatter reaches a third.
+    On the CPU, every rank sends its part directly to every other: as many bytes as gloo's collectives move, and three
+    times as fast as gloo's reduce-scatter.
     """
 
     def __init__(
@@ -324,22 +323,22 @@ class ProcessPeers:
 
 def peers_of(
     plan: StepPlan,
-    rank: int,
+    dp_rank: int,
     group_of: Callable[[int, int], Group],
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[tuple[int, int], Peers]:
     """Return the groups in which a rank shares documents of a plan, by first data-parallel rank and size.
 
-    Called by all processes of a stage before they run the plan: where ranks wait for each other to make a new
-    group, it is for no one else. Groups are aligned, so that of two that have a process in common one holds the
-    other; all ranks create the larger group first, so that no two wait for each other.
+    All processes of a stage call it before they run the plan. A group is created by its members alone. Groups are
+    aligned, so of two groups with a common rank one contains the other; all ranks create the larger one first, so
+    that they don't deadlock.
     """
-    return {key: ProcessPeers(group_of(*key), waiting) for key in groups_of(plan, rank)}
+    return {key: ProcessPeers(group_of(*key), waiting) for key in groups_of(plan, dp_rank)}
 
 
-def groups_of(plan: StepPlan, rank: int) -> list[tuple[int, int]]:
-    """Return the groups that share documents with a rank: first rank and size of each, the largest first."""
+def groups_of(plan: StepPlan, dp_rank: int) -> list[tuple[int, int]]:
+    """Return the groups in which a rank shares documents: first rank and size of each, the largest first."""
     first, size = plan.first_ranks, plan.num_ranks
-    mine = (size > 1) & (first <= rank) & (rank < first + size)
+    mine = (size > 1) & (first <= dp_rank) & (dp_rank < first + size)
     pairs = set(zip(first[mine].tolist(), size[mine].tolist()))
     return sorted(pairs, key=lambda pair: -pair[1])

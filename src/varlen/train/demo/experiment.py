@@ -227,9 +227,8 @@ def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnPro
     """Run the whole demo."""
     start = time.perf_counter()
     on_progress(0, 1, "reading documents")
-    if (
-        data is None
-    ):  # parsing a library takes as long as importing torch; a user's file may be refused at once
+    # Parsing a library takes as long as importing torch; a user's file may be refused at once.
+    if data is None:
         prepare()
     corpus = read_corpus(data, settings)
     settings = corpus.settings

@@ -208,7 +208,7 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
                 fix = 'collate with layout="flat", or model.set_attn_implementation("sdpa")'
             yield from case.lost("packed_rows", why, fix)
         elif positions is None and "position_ids" not in given.arrays:
-            why = f"{case.name} is told no boundaries that it reads{_unread(given)}"
+            why = f"{case.name} gets no boundaries that it reads{_unread(given)}"
             yield from case.lost("positions_missing", why, ALL_FOUR)
         elif positions is not None:
             yield from _mrope(case)

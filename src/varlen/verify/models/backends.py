@@ -45,7 +45,7 @@ def backends_for(model: Any, names: Sequence[str] | None) -> tuple[str, ...]:
         raise SettingError(f"backends must be a list of names, got {names!r}")
     unknown = [name for name in names if name not in (*CPU_BACKENDS, *_FLASH_PACKAGES)]
     if unknown or not names or len(set(names)) != len(names):
-        fault = f"{unknown[0]!r} is none" if unknown else "got " + (", ".join(names) or "none")
+        fault = f"{unknown[0]!r} is none of them" if unknown else "got " + (", ".join(names) or "none")
         known = ", ".join(dict.fromkeys((*CPU_BACKENDS, *_FLASH_PACKAGES)))
         raise SettingError(f"backends must be one or more of {known}, each once; {fault}")
     return tuple(names)
@@ -87,7 +87,10 @@ def _set(model: Any, backend: str, configs: list[Any], stack: ExitStack) -> tupl
     if backend in _FLASH_PACKAGES and not _has_kernel(model, backend):
         base = hf.unwrap(model)
         if not getattr(base, "_supports_flash_attn", False):
-            raise ModelError(f"{type(base).__name__} doesn't support FlashAttention, says transformers")
+            raise ModelError(
+                f"{type(base).__name__} doesn't support FlashAttention (_supports_flash_attn); leave {backend} out "
+                "of backends"
+            )
         stack.enter_context(flash_attention())
         for config in configs:
             config._attn_implementation_internal = backend
@@ -117,9 +120,8 @@ def _uncompiled_flex_attention() -> Iterator[None]:
     module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # PyTorch's own, when its compiler is imported
+            # PyTorch's own warning, when its compiler is imported.
+            warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
         module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
@@ -170,9 +172,8 @@ def flash_attention() -> Iterator[None]:
     def dtype_for(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:
         try:
             return dtype_of(query, module)  # type: ignore[no-any-return]
-        except (
-            StopIteration
-        ):  # asked in float32 alone, which the kernel wouldn't take, of layers without nn.Linear
+        except StopIteration:
+            # transformers takes the dtype of an nn.Linear if the query is float32; this layer has none.
             return None
 
     process = flash._lazy_define_process_function(_varlen_kernel)
@@ -207,14 +208,13 @@ def _varlen_kernel(
         )
     if not torch.equal(cu_seqlens_q, cu_seqlens_k) or int(cu_seqlens_q[-1]) != len(q) or int(cu_seqlens_q[0]):
         raise ModelError(
-            f"FlashAttention would be told segments from {int(cu_seqlens_q[0]):,} to {int(cu_seqlens_q[-1]):,} of "
+            f"FlashAttention would get segments from {int(cu_seqlens_q[0]):,} to {int(cu_seqlens_q[-1]):,} of "
             f"{len(q):,} tokens, and leave the others uncomputed"
         )
     longest = int(cu_seqlens_q.diff().max())
     if max(max_seqlen_q, max_seqlen_k) < longest:
         raise ModelError(
-            f"FlashAttention would be told that the longest segment has {max_seqlen_q:,} tokens, and it has "
-            f"{longest:,}"
+            f"FlashAttention would get {max_seqlen_q:,} tokens as the longest segment's, and it has {longest:,}"
         )
     sinks = rest.get("s_aux", rest.get("learnable_sink"))
     window = None if window_size[0] < 0 else window_size[0] + 1
@@ -280,8 +280,9 @@ def _by_segment(function: Callable[..., Any]) -> Callable[..., Any]:
             parts = {name: cut(v, row, start, stop, is_first=v is first) for name, v in given.items()}
             named = {name: part for name, part in parts.items() if isinstance(name, str)}
             outputs.append((row, plain(*(parts[i] for i in range(len(args))), **named)))
+        # None: a fused training path that only the kernel has; the caller then runs the layer's steps.
         if any(out is None for _, out in outputs):
-            return None  # a way round that kernels alone have: in training mode a layer's whole work in one
+            return None
         return _joined(outputs, rows, axis)
 
     return apart
@@ -298,8 +299,8 @@ def _segments(numbers: Any, ends: Any, rows: int, width: int) -> list[tuple[int,
     bounds = ends.tolist()
     if rows != 1 or bounds[0] != 0 or bounds[-1] != width:
         raise ModelError(
-            f"segments from {bounds[0]:,} to {bounds[-1]:,} were told of {rows:,} rows of {width:,} tokens; a "
-            'recurrence takes them of one row alone: pass layout="flat"'
+            f"cu_seqlens run from {bounds[0]:,} to {bounds[-1]:,}, and there are {rows:,} rows of {width:,} tokens; "
+            'a recurrence takes the segments of one row: pass layout="flat"'
         )
     return [(0, a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
 

@@ -305,9 +305,8 @@ def _listed(path: Path) -> _Vocabulary | None:
                 ids |= {str(token): index for token, index in entries.items() if isinstance(index, int)}
         if (path / "vocab.txt").is_file():
             lines = (path / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
-            ids |= {
-                token: index for index, token in enumerate(lines)
-            }  # tokens may be other line separators, at which `splitlines` would split
+            # Tokens may be other line separators, at which `splitlines` would split.
+            ids |= {token: index for index, token in enumerate(lines)}
     except (ValueError, OSError, AttributeError) as error:
         raise ModelError(
             f"the tokenizer's files in {path} can't be read: {described(error, kind=True)}"

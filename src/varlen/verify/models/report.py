@@ -112,7 +112,7 @@ class VerifyReport:
             if (cell.backend, cell.layout) == (backend, layout):
                 return cell
         tried = ", ".join(f"{cell.backend} {cell.layout}" for cell in self.cells)
-        raise KeyError(f"{backend} {layout} wasn't tried; there are {tried}")
+        raise KeyError(f"{backend} {layout} wasn't tried; these were: {tried}")
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the picture as numbers, strings, lists and mappings."""

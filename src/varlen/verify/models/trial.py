@@ -72,9 +72,8 @@ class Trial:
     def followed(self) -> int | None:
         """Return the first document of the first row with several documents; None if there is no such row."""
         for row in self.owner:
-            documents = np.unique(
-                row[row >= 0]
-            )  # slots are rounded up, so there may be padding between documents
+            # Slots are rounded up, so there may be padding between documents.
+            documents = np.unique(row[row >= 0])
             if len(documents) > 1:
                 return int(documents[0])
         return None

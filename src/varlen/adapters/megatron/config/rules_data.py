@@ -174,9 +174,9 @@ SWITCH_RULES = (
 
 def _one_row(reading: Reading) -> dict[str, object]:
     """Return micro-batches of one row; with as many tokens per step and in each forward pass, where that can be."""
-    rows, steps, size = reading[MICRO] or 1, reading[GLOBAL], reading.spec("packed_sequence_size")
-    if reading.is_packed_here and steps and size > 0 and steps % rows == 0:
-        return {MICRO: 1, GLOBAL: steps // rows, f"{reading.specs}.packed_sequence_size": size * rows}
+    micro, whole, size = reading[MICRO] or 1, reading[GLOBAL], reading.spec("packed_sequence_size")
+    if reading.is_packed_here and whole and size > 0 and whole % micro == 0:
+        return {MICRO: 1, GLOBAL: whole // micro, f"{reading.specs}.packed_sequence_size": size * micro}
     return {MICRO: 1}
 
 
@@ -193,11 +193,11 @@ def processes_divide(reading: Reading) -> Iterator[ConfigFinding]:
 
 def global_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     """The global batch is a multiple of micro-batch size times data-parallel size."""
-    steps, rows = reading[GLOBAL], reading[MICRO]
-    if steps is not None and rows is not None and steps % (group := rows * (reading.dp or 1)):
-        ranks = f" · data-parallel size = {rows}·{reading.dp} = {group}" if reading.dp else f" = {rows}"
+    whole, micro = reading[GLOBAL], reading[MICRO]
+    if whole is not None and micro is not None and whole % (group := micro * (reading.dp or 1)):
+        ranks = f" · data-parallel size = {micro}·{reading.dp} = {group}" if reading.dp else f" = {micro}"
         what = "the ranks can't take equally many micro-batches; Megatron stops with an AssertionError"
-        changes, fix = {GLOBAL: multiples(steps, group)[0]}, nearest(steps, group)
+        changes, fix = {GLOBAL: multiples(whole, group)[0]}, nearest(whole, group)
         yield found(
             reading, "global_batch", GLOBAL, f"a multiple of {MICRO}{ranks}", what, changes=changes, fix=fix
         )
@@ -205,24 +205,24 @@ def global_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
 
 def evaluation_batch_divides(reading: Reading) -> Iterator[ConfigFinding]:
     """From 0.6 on: the same in evaluation, whose context parallelism may be another."""
-    steps = reading[EVAL_GLOBAL] or reading[GLOBAL]
-    rows = reading[EVAL_MICRO] or reading[MICRO]
+    whole = reading[EVAL_GLOBAL] or reading[GLOBAL]
+    micro = reading[EVAL_MICRO] or reading[MICRO]
     cp = reading[EVAL_CP] or reading.cp
     group = reading.tp * reading.pp * cp
-    if not reading.is_new or reading.dp is None or steps is None or rows is None:
+    if not reading.is_new or reading.dp is None or whole is None or micro is None:
         return
     if not (reading.has(EVAL_GLOBAL) or reading.has(EVAL_MICRO) or cp != reading.cp):
         return
     assert reading.world_size is not None
-    share = rows * (reading.world_size // group)
+    share = micro * (reading.world_size // group)
     if reading.world_size % group:
         limit = f"{reading.world_size} processes are a multiple of TP·PP·CP of evaluation = {group}"
         what = "the processes can't be shared out in evaluation; Megatron-Bridge stops with an AssertionError"
         yield found(reading, "world_size", EVAL_CP, limit, what, changes={EVAL_CP: reading.cp})
-    elif steps % share:
+    elif whole % share:
         limit = f"a multiple of the evaluation's micro-batch · data-parallel size = {share}"
         what = "the ranks can't take equally many micro-batches in evaluation; Megatron-Bridge stops"
-        changes, fix = {EVAL_GLOBAL: multiples(steps, share)[0]}, nearest(steps, share)
+        changes, fix = {EVAL_GLOBAL: multiples(whole, share)[0]}, nearest(whole, share)
         yield found(reading, "global_batch", EVAL_GLOBAL, limit, what, changes=changes, fix=fix)
 
 
@@ -283,7 +283,7 @@ def packs_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
 
 
 def documents_divide_among_ranks(reading: Reading) -> Iterator[ConfigFinding]:
-    """Context parallelism cuts every document of a pack, so each is padded to a multiple, which must be set."""
+    """Context parallelism cuts every document, so each must be padded to a multiple, which no release computes."""
     setting = f"{reading.specs}.pad_seq_to_mult"
     given, multiple = reading[setting], reading.alignment
     if not reading.is_offline or given < 1 or given % multiple == 0:

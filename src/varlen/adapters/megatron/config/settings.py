@@ -198,9 +198,8 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, Sequence) and not isinstance(
-        value, (str, bytes)
-    ):  # one for each kind of balancing loss: any of them counts
+    # One for each kind of balancing loss; any of them counts.
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return max((_number(part) for part in value), default=0.0)
     if isinstance(value, (bool, str)):
         raise TypeError
