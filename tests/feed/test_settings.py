@@ -17,7 +17,7 @@ from tests.support.stores import loader_of, random_store, write_pair, write_stor
 
 import varlen as vl
 from varlen.documents.source import Mixture
-from varlen.errors import InputError, ModelError, SourceError, StateError
+from varlen.errors import InputError, ModelError, SettingError, SourceError, StateError
 from varlen.feed import batches
 from varlen.feed.batches import BatchSettings, Contents, fill_batch
 from varlen.feed.opening import check_first_ids
@@ -29,7 +29,7 @@ def store(tmp_path_factory):
 
 
 def test_an_unknown_argument_names_the_nearest_one(texts):
-    with pytest.raises(TypeError, match=r"'batch_size'; the nearest is global_batch_size$"):
+    with pytest.raises(SettingError, match=r"'batch_size'; the nearest is global_batch_size$"):
         vl.PackedLoader(texts, capacity=4, batch_size=2)
 
 
