@@ -231,7 +231,7 @@ def loaded(folder, cache, **settings):
         return sorted(texts), loader.stats()
 
 
-def test_every_door_reads_what_is_sound_and_counts_what_is_not(case, tmp_path):
+def test_every_entry_point_reads_what_is_sound_and_counts_what_is_not(case, tmp_path):
     folder, texts, losses = case
     source = open_source(folder, on_error="skip")
 

@@ -195,7 +195,7 @@ SETS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_data_set_goes_through_every_door_without_an_option(name, tmp_path):
+def test_a_data_set_passes_every_entry_point_without_an_option(name, tmp_path):
     (tmp_path / "data").mkdir()
     data = SETS[name](tmp_path / "data")
 
@@ -247,7 +247,7 @@ SENTENCES: dict[str, tuple[Callable[[random.Random, int], dict[str, Any]], str]]
 
 
 @pytest.mark.parametrize("name", mostly(["preferences", "thoughts without a form"], SENTENCES))
-def test_what_no_door_can_take_as_it_is_ends_in_one_sentence_that_names_the_way_out(name, tmp_path):
+def test_what_no_entry_point_can_take_as_it_is_ends_in_one_sentence_that_names_the_way_out(name, tmp_path):
     make, named = SENTENCES[name]
     data = lines(make)(tmp_path)
 

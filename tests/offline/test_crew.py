@@ -372,9 +372,7 @@ def test_a_second_run_is_refused_while_one_works(tmp_path, data, whole):
     assert pack(data, tmp_path / "out").was_there
 
 
-def test_a_run_that_waited_at_the_door_of_a_finished_one_takes_nothing_from_it(
-    tmp_path, data, whole, monkeypatch
-):
+def test_a_run_that_waited_for_a_finished_one_takes_nothing_from_it(tmp_path, data, whole, monkeypatch):
     calls = []
 
     def finish_first(lock, how):

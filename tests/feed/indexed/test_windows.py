@@ -348,7 +348,7 @@ def test_groups_are_those_of_the_parts_however_these_come(lengths, enough, data)
         wanted = ends_of(lengths, num_parts, enough)
         assert whole.num_groups(num_parts) == len(wanted)
         assert [whole.shards(group, num_parts) for group in range(len(wanted))] == wanted
-        assert whole.is_there(len(wanted) + 3, num_parts)
+        assert whole.is_known(len(wanted) + 3, num_parts)
         for more in (0, 3):
             first, stop = whole.shards(len(wanted) + more, num_parts)
             assert not any(lengths[first:stop])
@@ -358,12 +358,12 @@ def test_groups_are_those_of_the_parts_however_these_come(lengths, enough, data)
         for group, (first, stop) in enumerate(wanted):
             coming.finish(data.draw(st.integers(len(coming.documents), len(lengths))))
             finished = len(coming.documents)
-            is_sealed = groups.is_there(group, num_parts)
+            is_sealed = groups.is_known(group, num_parts)
             assert len(coming.documents) == finished  # nobody waited
             assert groups.shards(group, num_parts) == (first, stop)
             assert len(coming.documents) <= max(stop, min(first + enough.parts, num_parts), finished)
             assert is_sealed == (finished >= stop)
-            assert groups.is_there(group, num_parts)
+            assert groups.is_known(group, num_parts)
 
 
 def test_a_group_waits_for_no_more_than_enough_packs_where_documents_are_long():
@@ -395,8 +395,8 @@ def test_a_store_of_small_parts_gives_the_same_windows_while_it_is_written(tmp_p
     assert isinstance(early, PartialStore)
     windows = grouped(early, settings)
     some = early.num_parts
-    assert windows.is_there(0, some)
-    assert not windows.is_there(1, some)
+    assert windows.is_known(0, some)
+    assert not windows.is_known(1, some)
     first = [windows.documents(0, 0, n, some) for n in range(windows.num_windows(0, some))]
 
     store, _ = index_source(open_source(tmp_path / "a.jsonl"), folder)
