@@ -28,9 +28,9 @@ def store(tmp_path_factory):
     return random_store(tmp_path_factory.mktemp("feed"))
 
 
-def test_an_unknown_argument_names_the_nearest_one(texts):
-    with pytest.raises(SettingError, match=r"'batch_size'; the nearest is global_batch_size$"):
-        vl.PackedLoader(texts, capacity=4, batch_size=2)
+def test_an_unknown_argument_names_the_nearest_one(store):
+    with pytest.raises(SettingError, match=r"'batch_size'; the nearest is micro_batch_size$"):
+        vl.PackedLoader(store, capacity=4, batch_size=2)
 
 
 BAD = [

@@ -156,6 +156,7 @@ def written_again(path: Path) -> None:
 
 
 def moved_away_and_back(path: Path) -> None:
+    time.sleep(0.3)  # until the worker has read ahead as far as it may: it must not open the file meanwhile
     path.rename(path.with_name(".away"))
     path.with_name(".away").rename(path)
 

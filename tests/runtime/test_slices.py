@@ -20,8 +20,8 @@ from varlen.plan.check import check_plan
 from varlen.plan.search import Search
 from varlen.runtime.chunk import DeferredWeightGrads, add_up
 from varlen.runtime.clock import TrackedBytes, bytes_meter
-from varlen.runtime.decoder import HEAD_ROWS
-from varlen.runtime.step import run_step
+from varlen.runtime.decoder import HEAD_ROWS, DecoderParts
+from varlen.runtime.step import run_stages, run_step, step_data
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh
 
 MODELS = {
@@ -344,7 +344,7 @@ def test_weights_have_no_gradient_before_their_task_and_norms_do():
     model, tokens = tiny("llama"), tokens_of([9])
     plan = one_gpu_plan([9], [[(0, 0, 9)]], tasks=[FORWARD, BACKWARD], splits_backward=True)
 
-    run_step(model, tokens, plan)
+    run_stages(model, DecoderParts.of(model), step_data(plan, tokens, None), plan)
 
     layer = model.model.layers[0]
     assert layer.mlp.up_proj.weight.grad is None

@@ -104,7 +104,7 @@ class PackedLoader(OfOneProcess):
         known = options_of(LoaderSettings)
         if unknown := [name for name in options if name not in known]:
             nearest = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)[0]
-            raise TypeError(f"PackedLoader has no argument {unknown[0]!r}; the nearest is {nearest}")
+            raise SettingError(f"PackedLoader has no argument {unknown[0]!r}; the nearest is {nearest}")
         self._settings = LoaderSettings(**options)
         self._begin(source, tokenizer)
 

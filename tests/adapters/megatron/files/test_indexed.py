@@ -259,7 +259,7 @@ def test_kinds_are_not_mixed_and_nothing_is_written_over_itself(tmp_path):
         open_packed(tmp_path)
     with pytest.raises(SettingError, match="is among what is read"):
         convert(tmp_path / "a.idx.parquet", tmp_path / "a.idx.parquet")
-    with pytest.raises(SettingError, match=r"must end in \.idx\.parquet or \.sft"):
+    with pytest.raises(SettingError, match=r"must end in \.parquet, \.pq or \.sft"):
         create_packed(tmp_path / "c.npy")
     with open_packed(tmp_path / "a.idx.parquet") as reader:
         assert plain(reader[0]) == ROW
