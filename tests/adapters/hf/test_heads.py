@@ -180,7 +180,7 @@ def test_what_passes_agrees_with_each_document_alone(kind, family, name, is_deco
     found, refusal = judged(model)
     if refusal:
         assert not must_pass, refusal
-        assert name in refusal or KERNELS in refusal
+        assert any(word in refusal for word in (name, family, KERNELS))
         return
 
     assert found < TOLERANCE
