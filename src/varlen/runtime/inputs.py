@@ -54,10 +54,11 @@ class StepInputs:
             return self.data
         weights, sums, ids = self.data.weights, self._by_document(self.data.weights), self.document_ids
         if self.is_share:
-            totals = torch.tensor(np.where(self.own, np.stack([sums, ids]), 0.0), device=weights.device)
+            totals = torch.tensor(np.where(self.own, sums, 0.0), device=weights.device)
+            numbers = torch.tensor(np.where(self.own, ids, 0), device=weights.device)  # float64 has 53 bits
             add(totals)
-            sums, ids = totals.cpu().numpy()
-            ids = ids.astype(np.int64)
+            add(numbers)
+            sums, ids = totals.cpu().numpy(), numbers.cpu().numpy()
         # A common factor, such as the number of packs, cancels in the mean.
         each = target_weights(self.weighting, sums, ids, self.groups, 1)
         each = each / (each * sums).sum()

@@ -172,7 +172,7 @@ KERNELS = "causal_conv1d"
 def test_what_passes_agrees_with_each_document_alone(kind, family, name, is_decoder):
     try:
         model = tiny_class(family, name, is_decoder=is_decoder)
-    except ModelError as error:
+    except (ModelError, UserWarning) as error:  # complex buffers can't be float64
         pytest.skip(f"no tiny model: {error}")
     if not runs_alone(model):
         pytest.skip(f"{name} doesn't run on tokens alone")
