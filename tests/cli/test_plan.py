@@ -373,7 +373,7 @@ def test_seconds_are_refused_where_nothing_is_measured(plan):
 
 
 def test_no_time_to_measure_is_refused_before_torch_is_loaded(plan):
-    assert refusal(plan("--calibrate", "--seconds", 0)) == "--seconds must be above 0; got 0"
+    assert refusal(plan("--calibrate", "--seconds", 0)) == "--seconds must be above 0 and finite; got 0"
 
 
 def test_a_machine_is_measured_and_its_rates_plan_a_step(plan, tmp_path):

@@ -46,10 +46,11 @@ class PackingAlgorithm(enum.Enum):
 
 
 class SequencePacker(ABC):
-    """Packs sequences into bins, perhaps into more of them than need be, none of them empty.
+    """Packs sequences into bins, perhaps into more than need be; none is empty unless `allow_empty`.
 
-    Bins are NeMo-RL's, in its order, as long as no more are asked for. Where more are, the bin with the most work is
-    cut into even halves until there are enough; there single sequences are taken from the bin with the most of them.
+    The bins of NeMo-RL's algorithms are its own, in its order, as long as no more are asked for. Where more are, the
+    bin with the most work is cut into even halves until there are enough; there single sequences are taken from the
+    bin with the most of them.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class SequencePacker(ABC):
         self.allow_empty = allow_empty
         self.work = as_work(work)
         self.metrics = PackingMetrics() if collect_metrics else None
-        self._others = 0  # bins that sequences longer than one take besides
+        self._others = 0  # bins of overlong sequences, one each
 
     @abstractmethod
     def _bins(self, lengths: Int32Array) -> Bins:

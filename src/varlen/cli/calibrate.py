@@ -30,7 +30,7 @@ def check_no_others(data: list[str] | None, others: dict[str, object]) -> None:
 def calibrated(model: str, tp: int, seconds: float, *, save: Path | None, as_json: bool) -> None:
     """Measure, print predicted beside measured seconds, and keep the rates."""
     if not 0 < seconds < float("inf"):
-        raise SettingError(f"--seconds must be above 0; got {seconds:g}")
+        raise SettingError(f"--seconds must be above 0 and finite; got {seconds:g}")
     from varlen.cli.plan_job import model_of
     from varlen.cli.progress import progress
     from varlen.report.page import check_writable

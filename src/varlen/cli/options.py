@@ -86,9 +86,7 @@ Eos = Annotated[
 NoEos = Annotated[bool, documents_option("--no-eos", help="Leave documents without an end token.")]
 TextCut = Annotated[
     str,
-    documents_option(
-        help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/]."
-    ),
+    documents_option(help="What a document is in text files: [bold]auto[/], file, paragraph or line."),
 ]
 Split = Annotated[
     str | None,
@@ -152,7 +150,7 @@ def read_options(
 
 
 def reads_documents(verb: Callable[..., None], but: Sequence[str] = ()) -> Callable[..., None]:
-    """Add the options of `read_options`, but for some, to a verb; it takes them as `reading`, at their place."""
+    """Add the options of `read_options`, but for some, in place of a verb's `reading`, which gets them as a dict."""
     shared = {name: one for name, one in signature(read_options).parameters.items() if name not in but}
 
     @wraps(verb)
@@ -205,7 +203,7 @@ def as_source(
 
 
 def as_documents(data: Sequence[str], **settings: Any) -> Source:
-    """Return the source that arguments name, where a token store is none; arguments as in `as_source`."""
+    """Return the source that arguments name; refuses a token store; arguments as in `as_source`."""
     source = as_source(data, **settings)
     if isinstance(source, Path):
         raise SettingError(f"{source} is a token store already; name the documents, or pack it as it is")

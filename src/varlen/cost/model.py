@@ -47,9 +47,9 @@ Mode = Literal["calibrated", "flops"]
 class CostModel:
     """Seconds and bytes of any slice of a model on hardware.
 
-    Mode "calibrated" looks rates up in the hardware's tables by rows and key length. Mode "flops" uses one rate for
-    everything (the best of the forward tables) without launch time, so that attention's backward pass takes 2.5 times
-    its forward pass and a matrix product's twice, as papers assume.
+    Mode "calibrated" looks rates up in the hardware's tables by rows and key length. Mode "flops" uses two
+    rates, the best of the forward tables for attention and for matrix products, without launch time, so that
+    attention's backward pass takes 2.5 times its forward pass and a matrix product's twice, as papers assume.
     """
 
     model: ModelShape
@@ -198,7 +198,7 @@ class CostModel:
         A backward MicroPack takes twice that: it gathers again, and reduces gradients to shards.
 
         Args:
-            mesh: 0 unless it shards parameters.
+            mesh: the GPUs, and the sharding; all 0 unless parameters are sharded.
         """
         return gather_s(self.model, self.hardware, mesh, self.stages(mesh))
 
@@ -282,7 +282,7 @@ class CostModel:
         }
 
     def _flop_rates(self) -> dict[str, Any]:
-        """Return one rate for all rows and keys: the best of the forward tables."""
+        """Return one rate for attention and one for matrix products: the best of each forward table."""
         attention = np.full((1, 1), 1e-12 / self.hardware.attention[0].tflops.max())
         gemm = np.full(1, 1e-12 / self.hardware.gemm.tflops.max())
         one = np.ones(1)
@@ -310,7 +310,7 @@ class CostModel:
         return float((runs.sum(axis=0) / layers.sum(axis=0)).max())
 
     def _reuse_s(self, mesh: Mesh) -> float:
-        """Return seconds per row and layer to recompute norms and the product: three reads and writes of each."""
+        """Return seconds per row and layer to recompute norms and the SwiGLU product: three passes over each."""
         if self.mode == "flops" or self.recompute == "none":
             return 0.0
         share = 1.0 if self.recompute == "selective" else 1.0 - self._share_again(mesh)

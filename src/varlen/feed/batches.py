@@ -375,9 +375,9 @@ def _longest_first(packs: list[int], work: npt.NDArray[np.float64], ranks: int) 
 
 # Documents that can't be read when a batch is built: the error names them, or they are masked in place and counted.
 #
-# Plans depend only on lengths, which are the same on every rank. So a document whose tokens one rank can't read
-# keeps its slot there: other documents, steps, their number and their denominators don't change, and other ranks
-# aren't affected.
+# Packs, and their deal to ranks, depend only on lengths, which are the same on every rank. So a document whose tokens
+# one rank can't read keeps its slot there: other documents, steps, their number and their denominators don't change,
+# and other ranks aren't affected.
 
 _MOST_NAMED = 1000
 """Skipped documents that the log names; further ones are only counted, as a missing file may have held millions."""

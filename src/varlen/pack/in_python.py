@@ -139,7 +139,7 @@ def wrapped(
 ) -> tuple[int, int]:
     """Lay the documents end to end and cut every `capacity` tokens; returns numbers of pieces and of packs.
 
-    The four arrays are written if they have room for every piece, else only counted.
+    The four arrays are written if they have room for every piece; else pieces are only counted.
     """
     pieces = []
     num_packs = room = quota = 0
@@ -247,7 +247,7 @@ def _sum_of_pieces(pieces: Int64, lengths: Int32) -> int:
 def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
     """Count pieces that don't begin where the one before ended, and documents that pieces don't cover.
 
-    If a document is unknown or its pieces aren't consecutive, all pieces count.
+    If a document is unknown or its pieces aren't consecutive: one more than the number of pieces.
     """
     if (documents[1:] < documents[:-1]).any() or ((documents < 0) | (documents >= len(wholes))).any():
         return len(documents) + 1

@@ -25,7 +25,10 @@ _HALVINGS = 24  # of the bisection for a micro-batch's time
 def least_work(
     order: Int32, lengths: Int32, work: Floats, num_packs: int, token_limit: int, pack_of: Int32
 ) -> None:
-    """Assign each document to the pack with the least work if it fits, else to the one with the fewest tokens."""
+    """Assign each document to the pack with the least work if it fits, else to that with the fewest tokens.
+
+    Those that fit in neither come last, and go over the limit into the pack with the least work.
+    """
     loads, tokens = np.zeros(num_packs), np.zeros(num_packs, np.int64)
     for late in range(2):
         for turn in range(order.size):

@@ -161,7 +161,7 @@ def _plain(best: StepSearch, costs: StageCosts, search: Search) -> StepSearch:
 
 
 def _can_compose_backward(cost: CostModel, search: Search) -> bool:
-    """Whether the backward pass can be cut otherwise: stored activations belong to the slices that computed them."""
+    """Whether backward may have other slices than forward; stored activations would bind it to the same."""
     return search.asymmetric and cost.recompute == "full" and cost.recompute_share == 1
 
 

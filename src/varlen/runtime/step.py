@@ -125,7 +125,7 @@ def run_stages(
 def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Drop the gradients that a step began and didn't end, so that another one may be tried.
 
-    Gradients that were there before have a part of it then, which the error is noted with.
+    Gradients that were there before may keep a part of the failed step; a note on the error says so.
     """
     new, added = [], 0
     for parameter in parameters:
@@ -139,7 +139,7 @@ def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             parameter.grad = None
         if added:
             error.add_note(
-                f"gradients of earlier batches have a part of this step's added ({many(added, 'does', 'do')}); call "
+                f"{many(added, 'gradient')} of earlier batches may hold a part of this step's; call "
                 "optimizer.zero_grad before another step"
             )
         raise
@@ -263,11 +263,11 @@ def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torc
 
 
 def check_runnable(plan: StepPlan, *, allows_shared: bool = False) -> None:
-    """Refuse what slices don't run."""
+    """Refuse plans that the engine can't run: of tensor or context parallelism, or of shared documents."""
     if plan.mesh.tp > 1 or plan.mesh.cp > 1:
         raise PlanError(
-            f"a plan of tp={plan.mesh.tp} and cp={plan.mesh.cp}; the engine runs whole layers on whole documents, so "
-            "both must be 1"
+            f"a plan of tp={plan.mesh.tp} and cp={plan.mesh.cp}; the engine divides neither layers nor slices among "
+            "GPUs, so both must be 1"
         )
     if plan.num_merged and not allows_shared:
         raise PlanError(

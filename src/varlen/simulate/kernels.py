@@ -464,7 +464,11 @@ def dispatch(
     peaks: Float64,
     limit_s: float = np.inf,
 ) -> float:
-    """Run a pipeline by the rule of `varlen.simulate.dispatch`; returns seconds, or inf if memory doesn't suffice."""
+    """Run a pipeline by the rule of `varlen.simulate.dispatch`.
+
+    Returns seconds, or inf if memory doesn't suffice. Once it must take longer than `limit_s`, it stops, and returns
+    the lower bound that shows this.
+    """
     chunks, stages = forward.shape[0], limits.size
     done = np.zeros((3, chunks), np.int32)
     ends_f, ends_b = np.zeros(forward.shape), np.zeros(backward.shape)

@@ -20,10 +20,10 @@ class BlankTokens:
 
     tables: Path | None = None  # nothing is cached
 
-    def __init__(self, lengths: IntArray | Int32Array, shards: IntArray | None = None) -> None:
+    def __init__(self, lengths: IntArray | Int32Array, part_sizes: IntArray | None = None) -> None:
         """Create it from `[documents]` lengths, and int64 `[parts]` documents of each part; None: all are in one."""
         self._lengths = lengths
-        self.documents: IntArray = np.array([lengths.size], np.int64) if shards is None else shards
+        self.documents: IntArray = np.array([lengths.size], np.int64) if part_sizes is None else part_sizes
         self.num_parts = int(self.documents.size)
         self.parts: IntArray = np.arange(self.num_parts)
         self._first = np.concatenate([[0], np.cumsum(self.documents)]).astype(np.int64)

@@ -107,7 +107,7 @@ def _of_split(
     """Choose the pairs of a split in a folder; also return a sentence on the others."""
     if not Path(entry).expanduser().is_dir():
         return pairs, None
-    names = {f"{pair[1]}.arrow": pair for pair in pairs}  # named as rows are
+    names = {f"{pair[1]}.arrow": pair for pair in pairs}  # `choose` reads splits off names of row files only
     choice = choose(list(names), names, split, str(entry))
     reasons: dict[str, list[tuple[Path, str]]] = {}
     for name, why in choice.left_out.items():
@@ -169,7 +169,7 @@ class JoinedTokens:
     """Several sets of documents as one, with the parts that they had when they were joined."""
 
     def __init__(self, sets: Sequence[TokenDocuments], num_parts: Sequence[int] | None = None) -> None:
-        """Join sets, all of whose parts are there."""
+        """Join sets by their first `num_parts` parts, which must be there; None: by those there now."""
         self._sets = tuple(sets)
         parts_of = [source.num_parts for source in sets] if num_parts is None else num_parts
         held = [

@@ -235,7 +235,8 @@ def _trained(chat: Chat, first: int, choice: Choice) -> list[int]:
     if not speaking:
         seen = ", ".join(dict.fromkeys(message["role"] for message in chat.messages[first:]))
         raise SourceError(
-            f"the {what} has no assistant turn (roles: {seen}), so nothing in it would be trained"
+            f"the {what} has no assistant turn (roles: {seen}), so nothing in it would be trained; "
+            "leave out the row"
         )
     trained = [n for n in (speaking[-1:] if choice.last else speaking) if n not in chat.off]
     if not trained:

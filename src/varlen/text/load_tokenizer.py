@@ -58,8 +58,9 @@ def load_tokenizer(tokenizer: Any = None, *, eos: int | str | None = None) -> To
         eos_id = made.encode([eos.encode(errors="replace").decode()], is_chat=True)[0].tolist()
     is_number = len(eos_id) == 1 and isinstance(eos_id[0], Integral) and not isinstance(eos_id[0], bool)
     if not is_number or not 0 <= eos_id[0] < limit:
+        known = "tokens" if made.vocab_size is None else f"{limit:,} tokens"
         raise SettingError(
-            f"eos must be one of the {limit:,} tokens of {made.name}, by id or as its text; got {eos!r}"
+            f"eos must be one of the {known} of {made.name}, by id or as its text; got {eos!r}"
             + (f", which is {len(eos_id):,} tokens" if isinstance(eos, str) else "")
         )
     if isinstance(made, ByteTokenizer):
@@ -304,7 +305,7 @@ def _changing(
             if where == _MAP and key in config and _contents(config[key]) != _contents(value):
                 return f"has another {key} in {_MAP} than in {_CONFIG}"
             if key in (*_NAMED, *_LISTS) and (odd := _odd_token(value, tokens)) is not None:
-                return f"names {odd!r} as {key} in {where}, which {_BACKEND} has no such special token for"
+                return f"names {odd!r} as {key} in {where}, which isn't such a special token in {_BACKEND}"
     decoder = config.get("added_tokens_decoder") or {}
     for number, token in decoder.items() if isinstance(decoder, dict) else [("", None)]:
         known = tokens.get(str(_content(token)))
@@ -398,7 +399,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise SettingError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise SettingError(f"{path} must hold a JSON object")
+        raise SettingError(f"{path} must hold a JSON object; it holds a {type(value).__name__}")
     return value
 
 

@@ -101,8 +101,8 @@ class _Run:
         if found is not None:
             self._go_on(found, allow_changed)
         self._steps = steps_of(self._loader, settings, self._begun_at)
-        is_other = any("model." in sentence for sentence in self._changes)
-        known = None if found is None or is_other else found.manifest.get(WEIGHTS)
+        has_other_model = any("model." in sentence for sentence in self._changes)
+        known = None if found is None or has_other_model else found.manifest.get(WEIGHTS)
         path = settings.model.path if ranks.is_first else None
         self._began_with = WeightsMark(path, self._config, known)
         if self._plans is not None:
@@ -194,7 +194,9 @@ class _Run:
                 where = self._newest
                 raise raised(stop, f"step {self._done:,} is saved in {where}, where the same command goes on")
         if self._done == 0:
-            raise SourceError(f"{self._settings.data.source} holds nothing to train on")
+            source = as_data(self._settings.data.source)
+            named = source if isinstance(source, str) else ", ".join(source)
+            raise SourceError(f"{named}: no document to train on; name other data as data.source")
         self._save()
         out, dtype = self._folder / MODEL, self._dtype
         export_model(self._weights(), self._config, out, self._ranks, dtype=dtype, beside=self._write_beside)
@@ -652,10 +654,11 @@ class Replay:
         loader.load_state_dict(self._steps[0].before)
         # Copies, so that the ring is free.
         batches = [deepcopy(next(loader)) for _ in range(count * loader.micro_batches)]
-        here = loader.micro_batches
-        _seconds(stepper, batches[:here], number)  # warms up
+        per_step = loader.micro_batches
+        _seconds(stepper, batches[:per_step], number)  # warms up
         cached_s = sum(
-            _seconds(stepper, batches[first : first + here], number) for first in range(0, len(batches), here)
+            _seconds(stepper, batches[first : first + per_step], number)
+            for first in range(0, len(batches), per_step)
         )
         mine = [sum(step.seconds for step in self._steps), cached_s, sum(s.waited_s for s in self._steps)]
         real_s, cached_s, waited_s = ranks.gather(mine).amax(dim=0).tolist()
@@ -664,7 +667,7 @@ class Replay:
 
 def _seconds(stepper: Stepper[PackedBatch], batches: list[PackedBatch], number: int) -> float:
     """Train one step at learning rate 0, and return the seconds that it took."""
-    here = iter(batches)
-    done = stepper.step(number, 0.0, lambda: next(here))
+    left = iter(batches)
+    done = stepper.step(number, 0.0, lambda: next(left))
     assert done is not None, "batches come from memory"
     return done.watch.seconds()

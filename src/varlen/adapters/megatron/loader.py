@@ -1,4 +1,4 @@
-"""A PackedLoader as Megatron's external data loader: a batch of its dialect a micro-batch, its place in checkpoints.
+"""A PackedLoader as Megatron's external data loader: batches in its dialect, state in its checkpoints.
 
 Read in Megatron-Bridge 0.3.1 to 0.6.0 and Megatron-LM (core 0.20): `dataloader_type="external"` passes the iterator
 through as it is; `maybe_save_dataloader_state` calls its `save_state` and writes what that returns.
@@ -180,7 +180,7 @@ def saved_state(folder: str | Path, iteration: int) -> dict[str, Any] | None:
 def last_checkpoint(load: str | Path) -> tuple[int, int]:
     """Return the iteration of the newest checkpoint of a folder, and the samples consumed until then.
 
-    Megatron's providers of data sets don't know them either; its trackers name what it loads.
+    Megatron doesn't pass them to providers of data sets, so they are read from the tracker in the folder.
 
     Args:
         load: `checkpoint.load` (`--load`).
@@ -192,12 +192,12 @@ def last_checkpoint(load: str | Path) -> tuple[int, int]:
     Raises:
         StateError: the tracker can't be read.
     """
-    ours, theirs = (Path(load) / name for name in _TRACKERS)
-    file = ours if ours.exists() else theirs
+    bridge, core = (Path(load) / name for name in _TRACKERS)
+    file = bridge if bridge.exists() else core
     if not file.exists():
         return 0, 0
     try:
-        if file == ours:
+        if file == bridge:
             state = torch.load(file, map_location="cpu", weights_only=True)
             return int(state["step"]), int(state["consumed_train_samples"])
         content = file.read_text().strip()
@@ -272,13 +272,15 @@ def external_loaders(
         num_samples: three numbers, `train_val_test_num_samples`; where the data is known to be shorter, that is said
             at once.
         consumed_train_samples: `train_state.consumed_train_samples` (`args.consumed_train_samples`).
-        rampup_batch_size: start, increment and samples, as Megatron takes it. The loader's steps are then as small as
-            divides all sizes of a batch, so that each of Megatron's steps is whole ones of the loader.
+        rampup_batch_size: start, increment and samples, as Megatron takes it. The loader's step is then the largest
+            that divides every batch size, so that each of Megatron's steps is a whole number of the loader's.
         eval_iters: steps of an evaluation.
         eval_global_batch_size: packs of a step of an evaluation (`validation.eval_global_batch_size`); None:
             `global_batch_size`.
-        context_parallel_size: documents take multiples of twice as many tokens, so that its ranks can share each.
-        tensor_model_parallel_size: with `sequence_parallel`, of so many for each context-parallel rank too.
+        context_parallel_size: above 1, documents take multiples of twice as many tokens, so that its ranks can
+            share each.
+        tensor_model_parallel_size: with `sequence_parallel`, documents take multiples of this times
+            `context_parallel_size` too.
         sequence_parallel: see above.
         dataloader_save: where Megatron saves the state (`dataset.dataloader_save`, `--dataloader-save`).
         load: where checkpoints are loaded from (`checkpoint.load`, `--load`); the newest there says the iteration,
@@ -347,7 +349,7 @@ def external_loaders(
 
 
 def loader_batch_size(global_batch_size: int, rampup_batch_size: Sequence[int] | None = None) -> int:
-    """Return the packs of a loader's step: those of Megatron's, or what divides all of its steps while they grow.
+    """Return the packs of a loader's step: Megatron's, or the largest number that divides all of a ramp-up's.
 
     Args:
         global_batch_size: packs of a step, at last.
@@ -370,7 +372,7 @@ def loader_batch_size(global_batch_size: int, rampup_batch_size: Sequence[int] |
     if start > whole or (whole - start) % increment:
         raise SettingError(
             f"rampup_batch_size begins at {start:,}, and steps of {increment:,} don't lead to global_batch_size "
-            f"{whole:,}; pass a start that is a multiple of {increment:,} below it"
+            f"{whole:,}; pass a start that is smaller than that by a multiple of {increment:,}"
         )
     return math.gcd(start, increment, whole)
 

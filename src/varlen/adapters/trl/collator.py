@@ -43,7 +43,8 @@ class DataCollatorForLanguageModeling:
       padding are 8,000 segments for every kernel of every layer.
     - Ids are int64 always. There an empty sequence turns them into float32, and int32 arrays stay int32.
     - Labels of another length than the ids, lengths that don't add up to their row, and labels or `seq_lengths` that
-      only some rows have, are errors. A row without tokens is left out.
+      only some rows have, are errors. With `padding_free`, a row without tokens is left out; padded, it is a row of
+      padding.
     - Rows with a `completion_mask` or `assistant_masks` and no labels are an error: the masks would be lost, and
       prompts trained on.
     - Rows of several documents (`seq_lengths`) are refused in padded rows, where they see each other.

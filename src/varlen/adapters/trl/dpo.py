@@ -36,6 +36,9 @@ class PackedDPOTrainer(DPOTrainer):
 
     A step's loss is the mean over its pairs on all ranks, even if batches have different numbers of pairs. (The loss
     "sft" is a mean over tokens in TRL, and "aot" sorts within a batch: these depend on the batch of a pair.)
+
+    With `capacity`, training rows are packs of pairs of at most so many tokens, and `per_device_train_batch_size`
+    counts packs; without it, pairs, as in TRL.
     """
 
     loss_is_scaled_for_ga = True

@@ -149,12 +149,12 @@ class PackStream:
         windows, parts = self.windows, position.num_parts
         if not windows.is_known(position.group, parts):
             return
-        self._refuse_none(position)
+        self._refuse_missing(position)
         if position.pack and windows.settings.window <= _MOST_CHECKED:
             window = windows.window(position.epoch, position.group, position.window, parts)
             refuse("pack", position.pack, window.packs.num_packs - 1)
 
-    def _refuse_none(self, position: Position) -> None:
+    def _refuse_missing(self, position: Position) -> None:
         """Refuse a window that an epoch doesn't have; one after a group's last window means the next group."""
         count = self.windows.num_windows(position.group, position.num_parts)
         if count == 0:  # after the last group, so that the number of groups is known
@@ -191,7 +191,7 @@ class PackStream:
         """Return the position, moved to the next window if it is at the end of a group or epoch; None at the end."""
         position = self.with_parts(position)
         if self.epochs is None or position.epoch < self.epochs:
-            self._refuse_none(position)
+            self._refuse_missing(position)
         while self.epochs is None or position.epoch < self.epochs:
             is_whole = position.group == position.window == 0
             # The number of groups isn't known until all exist; a group without windows comes after the last one.
@@ -229,8 +229,8 @@ def _had(store: TokenDocuments, num_parts: int, mark: Any) -> bool:
     )
     if is_same:
         _log.warning(
-            "the state is of an earlier version, which took samples of an index of tokens; these are the same, and "
-            "the rest of it wasn't compared"
+            "the state is of an earlier version, whose fingerprint covers only samples of a token index; the "
+            "samples agree, and the rest of the index wasn't compared"
         )
     return is_same
 
@@ -246,7 +246,10 @@ def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
         ]
     epochs = [epoch for epoch, _, _ in stages]
     if not epochs or epochs[0] > numbers["epoch"] or epochs != sorted(set(epochs)):
-        raise StateError(f"this is no state of a loader: its store grows at epochs {epochs}")
+        raise StateError(
+            f"this is no state of a loader: its store grows at epochs {epochs}; it was changed. Load it as it "
+            "was saved, or an earlier one"
+        )
     for epoch, num_parts, mark in stages:
         if store.fingerprint_at(num_parts) != mark and not _had(store, num_parts, mark):
             raise StateError(

@@ -33,7 +33,7 @@ def document_ids(block: int, chunk: int, records: IntArray, *, is_single: bool =
     if block >= 1 << BLOCK_BITS or chunk >= 1 << chunk_bits or most >= 1 << RECORD_BITS:
         raise SourceError(
             f"record {most:,} of chunk {chunk:,} of block {block:,} is beyond what streaming can tell apart "
-            f"({1 << RECORD_BITS:,}, {1 << CHUNK_BITS:,}, {1 << BLOCK_BITS:,}); index the data instead (varlen index)"
+            f"({1 << RECORD_BITS:,}, {1 << chunk_bits:,}, {1 << BLOCK_BITS:,}); index the data instead (varlen index)"
         )
     return (((block << CHUNK_BITS) | chunk) << RECORD_BITS) + records
 
@@ -372,7 +372,8 @@ def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequen
     order = np.lexsort((ages, lengths, carried.firsts, carried.ids))
     stored = table[:, order]
     epoch = next(
-        (one for one in epochs if np.array_equal(stored[:, _arrived(stored, seed, one)], table)), None
+        (one for one in epochs if np.array_equal(stored[:, _order_of_arrival(stored, seed, one)], table)),
+        None,
     )
     deltas = np.diff(stored[:1], prepend=0)
     columns = [deltas, stored[1:]]
@@ -392,7 +393,7 @@ def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequen
     }
 
 
-def _arrived(stored: IntArray, seed: int | None, epoch: int) -> IntArray:
+def _order_of_arrival(stored: IntArray, seed: int | None, epoch: int) -> IntArray:
     """Return the order of arrival of stored documents that were all read in one epoch."""
     ids, starts, _, ages = stored
     keys = ids if seed is None else shuffle_keys(ids, seed, epoch)
@@ -410,7 +411,7 @@ def from_record(record: Mapping[str, Any], seed: int | None) -> LaneRecord:
     is_positive = bool((table >= 0).all())  # before the sums, which may overflow
     stored = table[:_COLUMNS]
     stored[0] = np.cumsum(stored[0])
-    order = table[_COLUMNS] if epoch is None else _arrived(stored, seed, epoch)
+    order = table[_COLUMNS] if epoch is None else _order_of_arrival(stored, seed, epoch)
     sound = (
         is_positive
         and bool((stored[0] >= 0).all())

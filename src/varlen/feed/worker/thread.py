@@ -110,7 +110,8 @@ class ThreadWorker:
             except Empty:
                 if time.monotonic() - start_s >= deadline_s:
                     raise StalledError(
-                        f"the loader's thread has made no batch for {deadline_s:,.0f} s"
+                        f"the loader's thread has made no batch for {deadline_s:,.0f} s; it may wait for its storage "
+                        "or for another rank. Pass deadline_s to wait longer"
                     ) from None
                 continue
             if made is None:

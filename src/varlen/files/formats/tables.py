@@ -32,7 +32,7 @@ def column_names(file: File) -> list[str]:
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:
-    """Return the row groups or record batches at which a file may be cut; None where it can't be."""
+    """Return the row groups or record batches to cut a file at; None where it can't, or needn't, be cut."""
     if 0 <= file.size <= target_bytes or compression_of(file) is not None:
         return None
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
@@ -172,14 +172,10 @@ def _text_type(kind: Any) -> Any:
         return texts[kind]
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_text_type(field.type)) for field in kind])
-    for is_it, made in (
-        (pa.types.is_list, pa.list_),
-        (pa.types.is_large_list, pa.large_list),
-        (pa.types.is_map, None),
-    ):
+    if pa.types.is_map(kind):
+        return pa.map_(_text_type(kind.key_type), _text_type(kind.item_type))
+    for is_it, made in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
         if is_it(kind):
-            if made is None:
-                return pa.map_(_text_type(kind.key_type), _text_type(kind.item_type))
             return made(kind.value_field.with_type(_text_type(kind.value_type)))
     return kind
 

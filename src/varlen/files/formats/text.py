@@ -50,13 +50,13 @@ def _rows(documents: Iterator[tuple[int, bytes]]) -> Iterator[Found]:
             text = content.decode()
             if "\0" in text:
                 at = content.index(b"\0")
-                why = f"is not text: byte {at:,} is NUL; leave it out, or name it by its format if it has one"
+                why = f"is not text: byte {at:,} is NUL; leave it out, or pass --read-as (format=)"
                 yield line, len(content), why
             else:
                 yield line, len(content), [text.removeprefix("\ufeff" if line == 1 else "")]
         except UnicodeDecodeError as error:
             bad = f"byte {error.start:,} is 0x{content[error.start]:02x}"
-            why = f"is not UTF-8 text ({bad}); convert it, or name it by its format if it is none"
+            why = f"is not UTF-8 text ({bad}); convert it, or pass --read-as (format=) if it isn't text"
             yield line, len(content), why
 
 
@@ -73,7 +73,7 @@ def _whole(stream: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _parts(stream: BinaryIO, path: str, cut: Cut) -> Iterator[tuple[int, bytes]]:
-    """Yield paragraphs or lines, without blanks around them, and the number of the line that each begins on."""
+    """Yield paragraphs or lines without their last line end, and the number of each one's first line."""
     gathered: list[bytes] = []
     begins, num_bytes, number = 1, 0, 0
     while line := stream.readline(_MOST_DOCUMENT_BYTES):

@@ -51,8 +51,8 @@ def coordinate_of(mesh: Mesh, rank: int) -> MeshCoordinate:
     """Return the coordinate of a global rank; raise if the engine can't run this mesh or rank."""
     if mesh.tp > 1 or mesh.cp > 1:
         raise SettingError(
-            f"mesh with tp={mesh.tp} and cp={mesh.cp}; the engine runs whole layers on whole documents, so both must "
-            "be 1"
+            f"mesh with tp={mesh.tp} and cp={mesh.cp}; the engine divides neither layers nor slices among GPUs, so "
+            "both must be 1"
         )
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < mesh.num_gpus:
         raise SettingError(

@@ -28,7 +28,7 @@ class PackingContext:
     bin_size: int
     packer: SequencePacker | None
     packing_info: PackingInfo
-    """Of this rank's bins."""
+    """Bins of this rank; lengths of all sequences."""
     original_generation_masks: Tensor | None
     """`[sequences, width]`, of all ranks."""
     original_trajs: Tensor | None
@@ -130,7 +130,7 @@ def get_packing_efficiency(packing_context: PackingContext, dp_size: int = 1) ->
 
     Args:
         packing_context: of one rank.
-        dp_size: data-parallel ranks, each with as many bins; looked up globally there.
+        dp_size: data-parallel ranks, each with as many bins; Megatron-LM takes it from its global state.
 
     Raises:
         SettingError: fewer than one rank.
@@ -189,9 +189,9 @@ def pack_inference_logprobs(
     before it: log-probs say how likely the next token is.
 
     Args:
-        inference_logprobs: of every sequence one for each generated token, in order; None where there are none, and
-            fewer where the engine didn't score the last ones, which Megatron adds. Padding among as many as were
-            generated can't be distinguished from log-probs: give tensors without it.
+        inference_logprobs: of every sequence one for each generated token, in order; None where there are
+            none. Fewer leave the last tokens without one, such as tokens that Megatron appended. No padding: it
+            can't be told from log-probs.
         packing_info: of all bins, or of a rank's; sequences of other ranks are left out.
         generation_masks: `[sequences, width]`, 1 at generated tokens.
         bin_size: tokens of a bin.
