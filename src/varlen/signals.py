@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)  # sent before a kill; the first in this order counts
+SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)  # sent before a kill; of several, the first here counts
 
 _GRACE_S = 10.0  # seconds until a process that has nothing to save is ended
 _raised: list[Stopped] = []
@@ -99,7 +99,7 @@ def raise_stopped() -> None:
             signal.signal(number, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    # Python reports and drops exceptions of finalizers. These two are recorded, and need no report.
+    # Python reports and drops exceptions of finalizers. `Stopped` and Ctrl-C are recorded, and need no report.
     report = sys.unraisablehook
     sys.unraisablehook = lambda lost: None if isinstance(lost.exc_value, KeyboardInterrupt) else report(lost)
 

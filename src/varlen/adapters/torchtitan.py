@@ -199,7 +199,7 @@ class PackedDataLoader(BaseDataLoader):
         return trainer_batch(next(self._loader), flat=self._is_flat)
 
     def __len__(self) -> int:
-        """Count the batches of this rank, over all epochs; over `loader.micro_batches` it is torchtitan's steps."""
+        """Count this rank's batches of all epochs; divided by `loader.micro_batches`, they are torchtitan's steps."""
         return len(self._loader)
 
     def __bool__(self) -> bool:

@@ -27,7 +27,7 @@ MAX_HEAD_DIM = 256  # the widest head that the CUDA kernels take
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Of keys and of values: `[1, key_heads, tokens, dim]`, neighbouring tokens side by side in memory."""
 Partial = tuple[torch.Tensor, torch.Tensor]
-"""Output `[1, query_heads, rows, dim]` and log-sum-exp `[1, query_heads, rows]`, float32 or wider."""
+"""Output `[1, query_heads, rows, dim]` in any dtype; log-sum-exp `[1, query_heads, rows]`, float32 or wider."""
 
 
 def forward(
@@ -118,7 +118,7 @@ def with_sinks(merged: Partial, sinks: torch.Tensor) -> Partial:
 
 
 def sinks_backward(gradient: torch.Tensor, merged: Partial, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of sinks, `[query_heads]`."""
+    """Return the gradient of sinks, `[query_heads]`; `merged` is what `with_sinks` returned."""
     out, lse = merged
     of_row = (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     weights = (sinks.to(lse.dtype)[None, :, None] - lse).exp_()

@@ -77,7 +77,7 @@ def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple
 
 
 def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Values, IntArray]:
-    """Return the values and offsets of an Arrow list array of integers, without copying if possible."""
+    """Return the values and offsets of an Arrow list array of numbers, without copying if possible."""
     import pyarrow as pa
 
     if not pa.types.is_fixed_size_list(column.type) and not pa.types.is_boolean(column.type.value_type):

@@ -126,8 +126,8 @@ def location(path: str, unit: str, number: int) -> str:
 def as_list(column: Column, prune: Callable[[Any], Any] | None = None) -> list[Any]:
     """Return a column as the Python values that its type means.
 
-    What Arrow can't convert stays as it is, and an invalid cell of JSON type becomes `NotJson`; both are to be
-    reported as faults of their rows.
+    Text that isn't UTF-8 becomes b"", anything else that Arrow can't convert stays as it is, and an invalid cell of
+    JSON type becomes `NotJson`; all are to be reported as faults of their rows.
     """
     if isinstance(column, list):
         return column
@@ -358,7 +358,7 @@ def gather(
     count_faults: bool = False,
     size: int = BATCH_SIZE,
 ) -> Iterator[Rows]:
-    """Yield rows in batches of about as many bytes; if reading fails, the rows before come first."""
+    """Yield rows in batches of about `size` bytes; if reading fails, the rows before come first."""
     taken: list[list[Any]] = []
     numbers: list[int] = []
     faults: list[Fault] = []

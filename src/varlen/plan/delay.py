@@ -1,7 +1,7 @@
 """Delay long documents until there are enough of them for one step: an option that changes the order of the data.
 
-All ranks wait for a single very long document; as many of them as there are micro-batches run in parallel. This is
-the outlier delay of WLB-LLM (Wang et al. 2025, "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model
+All ranks wait for a single very long document; with one in every micro-batch, they run in parallel. This is the
+outlier delay of WLB-LLM (Wang et al. 2025, "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model
 Training", arXiv 2503.17924). Since a delayed document is trained some steps later, `vl.plan_step` and
 `vl.PackedLoader` never do it by themselves.
 """

@@ -131,7 +131,7 @@ class CapacityFigures:
     dropping_share: float
     """Share of all tokens lost by dropping overlong documents."""
     lower_bound: int
-    """Least number of packs of the measured documents, if only overlong ones are split."""
+    """No packing of the measured documents has fewer packs, if only overlong ones are split."""
     packings: tuple[PackFigures, ...]
     """`varlen pack`, the loader and `vl.pack`, then the policies of peers."""
 
@@ -247,7 +247,7 @@ class Sample:
     given: Given
     """The same, with empty documents if all are sampled, on which varlen's own packings are measured."""
     shuffled: Int32Array
-    """int32: the same in random order."""
+    """int32: lengths of the sampled documents in random order."""
     windows: tuple[Int32Array, ...]
     """Windows of consecutive documents."""
 

@@ -436,8 +436,8 @@ class Run:
 
 _running: dict[int, Run] = {}
 _overdue: Counter[str] = Counter()  # stops for computing time, by template
-_runs: Counter[str] = Counter()
-_slow_s: dict[str, float] = {}  # runs of each template, and seconds of computing of its slow runs
+_runs: Counter[str] = Counter()  # by template
+_slow_s: dict[str, float] = {}  # seconds of computing of slow runs, by template
 _lock = threading.Lock()
 _watcher: threading.Thread | None = None
 

@@ -483,7 +483,7 @@ def of_located(
 #
 # A template is a program: it may silently drop thoughts, calls, or the text before `</think>`. Where a text is a
 # filled-in skeleton, the skeleton lists what has no slot. Otherwise each text is searched for in its turn; JSON is
-# compared by value, and white space at either end doesn't count.
+# compared by value, and neither white space nor case counts.
 
 _THOUGHTS = "reasoning_content"
 _INLINE = "content (<think>)"  # thoughts within a content

@@ -38,7 +38,7 @@ _OUT = "move it away, or choose another run.output"
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Lock a folder against other runs, until this process ends in whatever way.
+    """Lock a folder against other runs until the block ends, or this process in whatever way.
 
     A folder in which nothing else was written is removed again.
     """

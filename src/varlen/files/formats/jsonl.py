@@ -60,7 +60,7 @@ def first_names(
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:
-    """Return the offsets at which a file may be cut; None where it can't be: if compressed.
+    """Return the offsets at which a file may be cut; None if it is compressed or of unknown size.
 
     Any byte would do, since `read` moves a cut to the next line end.
     """

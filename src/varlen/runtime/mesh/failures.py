@@ -216,7 +216,7 @@ def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
 
 
 def wait_until(is_done: Callable[[], bool], notes: Notes, timeout_s: float) -> None:
-    """Wait for the device, in which the messages of others are waited for, and look after the others meanwhile."""
+    """Wait for the device, which itself waits for messages of others, and check whether one of them has ended."""
     end = time.monotonic() + timeout_s
     look = time.monotonic() + 1.0
     while not is_done():

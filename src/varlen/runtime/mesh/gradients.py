@@ -98,7 +98,11 @@ def scattered(whole: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def squares(parameters: Mapping[str, torch.Tensor], *, counts_whole: bool) -> float:
-    """Return this process's part of the sum of all gradients' squares."""
+    """Return this process's part of the sum of all gradients' squares.
+
+    Args:
+        counts_whole: whether this process counts unsharded gradients, which all replicas hold alike.
+    """
     total = 0.0
     for parameter in parameters.values():
         if parameter.grad is None:
@@ -120,8 +124,9 @@ def squares(parameters: Mapping[str, torch.Tensor], *, counts_whole: bool) -> fl
 def clip(parameters: Mapping[str, torch.Tensor], norm: float, most: float) -> None:
     """Scale gradients so that their norm over all processes is at most a number; as `torch.nn.utils` does."""
     factor = most / (norm + 1e-6)
+    # A norm that is NaN goes on: gradients become NaN too, which is noticed.
     if factor >= 1:
-        return  # not so where the norm is no number: gradients become what will be noticed
+        return
     for parameter in parameters.values():
         if parameter.grad is not None:
             local(parameter.grad).mul_(factor)
