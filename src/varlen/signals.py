@@ -12,7 +12,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)  # sent before a kill; of several, the first here counts
+SCHEDULERS = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+)  # sent before a kill; of several at once, the first in this order counts
 
 _GRACE_S = 10.0  # seconds until a process that has nothing to save is ended
 _raised: list[Stopped] = []
@@ -66,7 +69,7 @@ def end_soon(number: int) -> Callable[[], None]:
 
 def _end(number: int) -> None:
     if not _reported.is_set():
-        message = f"varlen: stopped by {signal.Signals(number).name}; the same command goes on\n"
+        message = f"varlen: stopped by {signal.Signals(number).name}; run the same command again to go on\n"
         with suppress(OSError):
             os.write(2, message.encode())
     os._exit(128 + number)
@@ -85,11 +88,11 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def last_stopped() -> Stopped | None:
-    """Return the exception of `raise_stopped`, even if it was caught as Ctrl-C; None if there was none."""
+    """Return the exception of `install_handlers`, even if it was caught as Ctrl-C; None if there was none."""
     return _raised[-1] if _raised else None
 
 
-def raise_stopped() -> None:
+def install_handlers() -> None:
     """Make schedulers' signals raise `Stopped` in the main thread, unless they are ignored.
 
     Ctrl-C still raises `KeyboardInterrupt`, and `was_interrupted` records it.
@@ -110,7 +113,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def was_interrupted() -> bool:
-    """Whether Ctrl-C came since `raise_stopped`, even if its exception was lost."""
+    """Whether Ctrl-C came since `install_handlers`, even if its exception was lost."""
     return _interrupted.is_set()
 
 

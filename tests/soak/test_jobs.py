@@ -51,13 +51,13 @@ def command_line(arguments: list[str], names: dict[str, str], said: Path, begun:
         app = import_module("varlen.cli.app")
 
         sys.argv = ["varlen", *arguments]
-        inner = app.raise_stopped
+        inner = app.install_handlers
 
         def begin() -> None:
             inner()
             begun.touch()
 
-        app.raise_stopped = begin
+        app.install_handlers = begin
         app.main()
 
 

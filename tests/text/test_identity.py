@@ -414,7 +414,7 @@ def test_what_another_tokenizer_made_is_not_replaced_and_named(texts, folders, t
     store(texts, tmp_path / "store", folders["one"])
     pack_source(open_source(texts, folders["one"]), tmp_path / "packed", PackSettings(capacity=64))
 
-    said = r"made from other data or settings: of tokens of the tokenizer one \(.*\), and two .*--overwrite"
+    said = r"made from other data or settings: its tokenizer was one \(.*\), and two .*--overwrite"
     with pytest.raises(SettingError, match=said):
         store(texts, tmp_path / "store", folders["two"])
     with pytest.raises(SettingError, match=said):

@@ -88,6 +88,9 @@ def test_a_template_that_reaches_into_python_is_stopped(attempt):
     [
         "{{ 'a' * 10**10 }}",
         "{{ 10**10 * 'a' }}",
+        "{{ 'a' * 10**400 }}",
+        "{{ messages * 10**400 }}",
+        "{{ 1.5 | round(-(10**400)) }}",
         "{{ messages * 10**9 }}",
         "{{ 9 ** (9 ** 9) }}",
         "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
@@ -256,13 +259,9 @@ def test_no_template_takes_a_gigabyte_or_never_ends(name):
 
 
 def test_what_is_asked_for_and_the_limit_are_said():
-    with pytest.raises(
-        SourceError, match=r"'replace' asks for a text of 1e\+12 characters; 134,217,728 bytes at most"
-    ):
+    with pytest.raises(SourceError, match=r"asks for a text of 1e\+12 characters; 134,217,728 at most"):
         run_with(ATTACKS["replace"])
-    with pytest.raises(
-        SourceError, match=r"was stopped on this chat: it computes for more than 0 s; 0 s at most"
-    ):
+    with pytest.raises(SourceError, match=r"was stopped on this chat: it computes for more than 0 s"):
         run_with(ENDLESS)
 
 

@@ -259,7 +259,7 @@ def test_a_step_in_slices_is_that_of_the_weighted_loss(weighting):
         assert (gradient - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
     part = batch.replace(step_num_targets=batch.num_targets + 1)
     with pytest.raises(
-        SettingError, match=r"target_weights \(row_weights\) of a batch .* give the whole step as one"
+        SettingError, match=r"target_weights \(row_weights\) needs .* give the whole step as one"
     ):
         vl.SliceEngine(model, 16).step(part)
 

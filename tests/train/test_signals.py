@@ -116,7 +116,7 @@ LOST = """
 import os, signal, threading
 from varlen import signals
 signals._GRACE_S = 1.0
-signals.raise_stopped()
+signals.install_handlers()
 class Dropping:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -136,13 +136,13 @@ def test_a_signal_that_a_library_has_lost_or_that_left_a_lock_behind_ends_the_pr
 
     assert "goes on" in done.stdout
     assert done.returncode == 143
-    assert done.stderr == "varlen: stopped by SIGTERM; the same command goes on\n"
+    assert done.stderr == "varlen: stopped by SIGTERM; run the same command again to go on\n"
 
 
 LOST_INTERRUPT = """
 import os, signal
 from varlen import signals
-signals.raise_stopped()
+signals.install_handlers()
 class Dropping:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)

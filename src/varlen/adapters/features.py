@@ -104,7 +104,8 @@ def required(columns: Columns, name: str) -> Any:
     """Return a column that must be there."""
     if name not in columns:
         names = ", ".join(map(repr, columns)) or "no values"
-        raise DocumentsError(f"features need {name!r}, the token ids of each document, and hold {names}")
+        what = ", the token ids of each document," if name == "input_ids" else ""
+        raise DocumentsError(f"features need {name!r}{what} and hold {names}; give every document {name!r}")
     return columns[name]
 
 
@@ -120,7 +121,8 @@ def columns_to_carry(
     clashing = [name for name in wanted if name in taken]
     if clashing:
         raise SettingError(
-            f"{', '.join(map(repr, clashing))} can't be carried along: a batch has that anyway"
+            f"{', '.join(map(repr, clashing))} can't be carried along, as a batch has that anyway; "
+            "leave it out of columns"
         )
     return {name: required(columns, name) for name in wanted}
 

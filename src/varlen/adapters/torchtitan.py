@@ -256,8 +256,9 @@ def _sizes(
         return seq_len, local_batch_size
     if max_context_length is None or num_tokens_per_batch is None:
         raise SettingError(
-            "a trainer passes seq_len and local_batch_size to its loader, or max_context_length and "
-            "num_tokens_per_batch; one of the two was missing"
+            f"a trainer passes seq_len and local_batch_size to its loader (got {seq_len} and {local_batch_size}), or "
+            f"max_context_length and num_tokens_per_batch (got {max_context_length} and {num_tokens_per_batch}); "
+            "pass both of one pair"
         )
     capacity = as_count(max_context_length, "max_context_length")
     tokens = as_count(num_tokens_per_batch, "num_tokens_per_batch")

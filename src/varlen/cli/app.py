@@ -22,7 +22,7 @@ from varlen.cli.train import train
 from varlen.cli.verify import verify
 from varlen.errors import InputError, MissingExtraError, SettingError, VarlenError
 from varlen.launch import launched
-from varlen.signals import Stopped, end_soon, ignore, last_stopped, mark_reported, raise_stopped
+from varlen.signals import Stopped, end_soon, ignore, install_handlers, last_stopped, mark_reported
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _Arguments = ParamSpec("_Arguments")
@@ -50,7 +50,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            raise_stopped()
+            install_handlers()
             app()
         finally:
             ignore()

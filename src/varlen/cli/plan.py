@@ -103,7 +103,10 @@ def plan(
 def _named(data: list[str] | None, seconds: float | None) -> list[str]:
     """Return the files to plan from."""
     if seconds is not None:
-        raise SettingError("--seconds says how long --calibrate measures; planning takes what it takes")
+        raise SettingError(
+            f"--seconds says how long --calibrate measures, and {seconds:g} was given without it; leave it out, or "
+            "add --calibrate"
+        )
     if not data:
         raise SettingError("name a file of lengths, or documents; or measure this machine with --calibrate")
     return data

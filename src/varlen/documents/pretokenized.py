@@ -21,7 +21,6 @@ _MOST_ID = 2**31 - 1
 _MASKS = ("loss_mask", "attention_mask")
 _WEIGHTS = "loss_weights"
 _MOST = 10**300  # of integers as weights, before validation
-_NUMBERS = "which must be a list of whole numbers"
 
 
 def ready_documents(
@@ -77,7 +76,7 @@ def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple
 
 
 def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Values, IntArray]:
-    """Return the values and offsets of an Arrow list array of numbers, without copying if possible."""
+    """Return the values and offsets of an Arrow list array of numbers or booleans, without copying if possible."""
     import pyarrow as pa
 
     if not pa.types.is_fixed_size_list(column.type) and not pa.types.is_boolean(column.type.value_type):
@@ -89,7 +88,7 @@ def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Values,
     values, lengths = column.flatten(), pc.list_value_length(column)
     if column.null_count:
         for index in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist():
-            wrong.setdefault(index, f"holds null in `{role}`, {_NUMBERS}")
+            wrong.setdefault(index, f"holds null in `{role}`, {_must_be(role)}")
         lengths = pc.fill_null(lengths, 0)
     offsets = np.zeros(len(column) + 1, dtype=np.int64)
     np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
@@ -101,6 +100,11 @@ def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Values,
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.uint8())
     return values.to_numpy(zero_copy_only=False), offsets
+
+
+def _must_be(role: str) -> str:
+    """Return what a column must hold, for a message."""
+    return f"which must be a list of {'numbers' if role == _WEIGHTS else 'whole numbers'}"
 
 
 def _owners(positions: IntArray, offsets: IntArray) -> dict[int, int]:
@@ -116,10 +120,10 @@ def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> Sequen
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            wrong.setdefault(index, f"holds text in `{role}`, {_NUMBERS}")
+            wrong.setdefault(index, f"holds text in `{role}`, {_must_be(role)}")
             return []
     if not isinstance(value, list):
-        wrong.setdefault(index, f"holds {json_kind(value)} in `{role}`, {_NUMBERS}")
+        wrong.setdefault(index, f"holds {json_kind(value)} in `{role}`, {_must_be(role)}")
         return []
     allowed = {int, float, bool} if role == _WEIGHTS else {int, bool} if role in _MASKS else {int}
     if not set(map(type, value)) <= allowed:
@@ -211,7 +215,10 @@ def _weights_out_of_range(flat: _Flat, *, weighs: bool) -> dict[int, str]:
         return {}
     weights, offsets = flat[_WEIGHTS]
     if STARTS in flat:
-        why = f"has `{_WEIGHTS}` beside `{STARTS}`, whose marks stand one token before; give it `seq_lengths`"
+        why = (
+            f"has `{_WEIGHTS}` beside `{STARTS}`, whose marks stand one token before; give it `seq_lengths` "
+        )
+        why += f"instead of `{STARTS}`"
         return dict.fromkeys(range(len(offsets) - 1), why)
     with np.errstate(over="ignore"):
         single = weights.astype(np.float32)

@@ -49,7 +49,9 @@ def read_texts(data: Data, split: str | None = None) -> Iterator[str]:
                     yield text
     if not found_any:
         were = "file was" if len(files) == 1 else "files were"
-        raise SourceError(f"{data} holds no text: {len(files):,} {were} read and all documents are empty")
+        raise SourceError(
+            f"{data} holds no text: {len(files):,} {were} read and all documents are empty; name files that hold text"
+        )
 
 
 def _texts(rows: Rows, columns: Columns) -> Iterator[str]:
@@ -57,7 +59,10 @@ def _texts(rows: Rows, columns: Columns) -> Iterator[str]:
     if rows.faults:
         raise rows.faults[0].raised()
     if columns.kind == "tokens":
-        raise SourceError(f"{rows.path} holds ready tokens (`input_ids`), but its text is needed here")
+        raise SourceError(
+            f"{rows.path} holds ready tokens (`input_ids`), but its text is needed here; give rows "
+            "with text or messages"
+        )
     roles = [role for role in _READ[columns.kind] if role in columns.names]
     values = [as_list(rows.columns[columns.names[role]]) for role in roles]
     for index, row in enumerate(zip(*values)):

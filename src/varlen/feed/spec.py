@@ -108,7 +108,9 @@ class MixtureSpec(_TokensSpec):
         for number, (tokens, data) in enumerate(zip(sets, self.sources)):
             tokens.wait_for(tokens.num_parts)
             if tokens.documents.sum() == 0:
-                raise SourceError(f"{data} holds no document, and can't have a share of a mixture")
+                raise SourceError(
+                    f"{data} holds no document, and can't have a share of a mixture; leave it out"
+                )
             windows = replace(self.windows, seed=_seed_of(self.windows.seed, number))
             epochs = self.mix.epochs if self.mix.until == "first" else None
             streams.append(PackStream(grouped(tokens, windows), epochs, grows=False))
@@ -170,7 +172,10 @@ def reopen_tokens(
         data, patience_s=patience_s, check_tokens=on_error == "raise", split=split, format=format
     )
     if tokens is None:
-        raise SourceError(f"{data} held tokens when the loader was made, and doesn't any more")
+        raise SourceError(
+            f"{data} held tokens when the loader was made, and doesn't any more; put them back, or "
+            "make the loader again"
+        )
     return tokens
 
 

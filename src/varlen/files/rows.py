@@ -358,7 +358,10 @@ def gather(
     count_faults: bool = False,
     size: int = BATCH_SIZE,
 ) -> Iterator[Rows]:
-    """Yield rows in batches of about `size` bytes; if reading fails, the rows before come first."""
+    """Yield rows in batches of about `size` bytes, at most `most_rows`.
+
+    If reading fails, the rows before come first.
+    """
     taken: list[list[Any]] = []
     numbers: list[int] = []
     faults: list[Fault] = []

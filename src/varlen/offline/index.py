@@ -188,7 +188,7 @@ def check_tokenizer(folder: Path, existing: dict[str, Any] | None, marks: dict[s
     was, now = made_by(existing), mark_in(marks.get("tokenizer"))
     if was is not None and now is not None and was.is_same(now) is False:
         raise SettingError(
-            f"{folder} holds a set made from other data or settings: of tokens of the tokenizer {was.words}, and "
+            f"{folder} holds a set made from other data or settings: its tokenizer was {was.words}, and "
             f"{now.words} gives other ids; name another folder, or pass --overwrite (overwrite=True)"
         )
 

@@ -59,7 +59,10 @@ class Waiting:
             StateError: this is no such state.
         """
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
-            raise StateError(f"this is no state of vl.Waiting of version {VERSION}: {str(state)[:80]}")
+            raise StateError(
+                f"this is no state of vl.Waiting of version {VERSION}: {str(state)[:80]}; load what state_dict "
+                "returned, or begin with vl.Waiting()"
+            )
         with reading_state("vl.Waiting"):
             held = {name: as_lengths(state[name]).copy() for name in ("lengths", "steps")}
             ids = np.array(state["document_ids"])

@@ -210,8 +210,8 @@ def _why_method(chosen: CapacityFigures, entry_point: str, method: Method) -> st
     if packed is default:
         return _why_default(chosen, entry_point)
     return (
-        f"{method} is worse in nothing here than {default.method}, the default: {many(packed.packs, 'pack')} against "
-        f"{default.packs:,}, likeness of lengths within packs {packed.length_correlation:+.2f} against "
+        f"{method} is better here than {default.method}, the default, all in all: {many(packed.packs, 'pack')} "
+        f"against {default.packs:,}, likeness of lengths within packs {packed.length_correlation:+.2f} against "
         f"{default.length_correlation:+.2f}, the heaviest pack {times(packed.work_imbalance)} the mean work against "
         f"{times(default.work_imbalance)}."
     )

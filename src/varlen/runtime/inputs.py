@@ -120,8 +120,8 @@ def step_inputs(
     if not is_share and not is_plain and batch.num_targets != batch.step_num_targets:
         why = f"weighting={weighting!r}" if weighting != "token" else "target_weights (row_weights)"
         raise SettingError(
-            f"{why} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
-            "targets; give the whole step as one batch, or weigh tokens alike"
+            f"{why} needs all targets of the step, and this batch holds {batch.num_targets:,} of "
+            f"{batch.step_num_targets:,}; give the whole step as one batch, or weigh tokens alike"
         )
     held = batch.to_torch(device)
     inside = held.segment_ids.ravel() >= 0

@@ -20,7 +20,10 @@ from varlen.types import FloatArray, Int32Array
 
 
 class Transport(Protocol):
-    """Sends outputs to the next chunk of layers, gradients to the one before; keyed by pass, MicroPack, receiver."""
+    """Sends outputs to the next chunk of layers and gradients to the one before.
+
+    Messages are keyed by pass, MicroPack and receiver.
+    """
 
     def send(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
         """Send the rows of a MicroPack, without waiting for the receiver.

@@ -21,7 +21,7 @@ from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.rows import READ_AS_TEXT
 from varlen.regular import read_regular_text
 from varlen.text.messages import Chat, as_chat, as_tools, well_formed
-from varlen.text.rendering import ALL, Choice, Rendered, between, spelled, training_twin, twin_of
+from varlen.text.rendering import ALL, VARIABLES, Choice, Rendered, between, spelled, training_twin, twin_of
 from varlen.text.skeleton import EndMarks
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class ChatTemplate:
 
     def wants(self, variables: Mapping[str, Any]) -> Wants:
         """Return the form in which the template takes messages, probed on first use."""
-        key = spelled(variables, "the variables of a chat template")
+        key = spelled(variables, VARIABLES, is_sorted=True)
         if key not in self._wants:
             from varlen.text.wants import wants_of
 
@@ -156,7 +156,7 @@ def chat_template(
     marks = tuple(sorted(set(end_marks)))
     decides: list[Any] = [text, sorted(tokens.items()), marks]
     if seen or tool_use is not None:
-        decides += [spelled(seen, "the variables of a chat template"), tool_use and tool_use.source]
+        decides += [spelled(seen, VARIABLES, is_sorted=True), tool_use and tool_use.source]
     made = ChatTemplate(
         source=text,
         fingerprint=hashlib.sha256(json.dumps(decides).encode("ascii")).hexdigest(),

@@ -38,20 +38,23 @@ class TooLongError(TemplateError):
     """A template requested more text than a chat can have."""
 
 
+def _shown(number: int) -> str:
+    """Write a number of any size; beyond 1e300, only that."""
+    return f"{max(min(number, 10**300), -(10**300)):.3g}"
+
+
 def check_number(length: int) -> None:
     """Raise if a number requests a very large size."""
     if length > LONGEST:
         raise TooLongError(
-            f"one expression asks for {length:.3g} characters, items or bits; {LONGEST:,} at most"
+            f"one expression asks for {_shown(length)} characters, items or bits; {LONGEST:,} at most"
         )
 
 
 def check_text(length: int, what: str) -> None:
     """Raise if an operation would make a very large text."""
     if length > LARGEST_TEXT:
-        raise TooLongError(
-            f"{what} asks for a text of {length:.3g} characters; {LARGEST_TEXT:,} bytes at most"
-        )
+        raise TooLongError(f"{what} asks for a text of {_shown(length)} characters; {LARGEST_TEXT:,} at most")
     if length > LARGE:
         account(length)
 
@@ -103,7 +106,7 @@ def repeated(value: Any, once: Any, times: int) -> Any:
         return within(value)
     size = size_of(once) * max(times, 0)
     if size > LARGEST:
-        raise TooLongError(f"'*' asks for {size:.3g} characters in a list; {LARGEST:,} at most")
+        raise TooLongError(f"'*' asks for {_shown(size)} characters in a list; {LARGEST:,} at most")
     run.known = {} if run.known is None else run.known
     depth = run.known[id(once)][2] if id(once) in run.known else 1
     run.known[id(value)] = (value, size, depth)
@@ -251,7 +254,9 @@ def _check_lines(text: Any, *_: Any, **__: Any) -> None:
 def _check_keys(_: Any, keys: Any = (), value: Any = None) -> None:
     count = len(keys) if hasattr(keys, "__len__") else LONGEST
     if count * (size_of(value) + 1) > LARGEST:
-        raise TooLongError(f"'fromkeys' asks for {count:,} times {size_of(value):,} characters")
+        raise TooLongError(
+            f"'fromkeys' asks for {count:,} times {size_of(value):,} characters; {LARGEST:,} at most"
+        )
 
 
 def _check_join(text: Any, values: Any = (), *_: Any) -> None:
@@ -306,7 +311,9 @@ def _check_batch(_: Any, count: Any = 0, fill_with: Any = None, **more: Any) -> 
     if isinstance(count, int):
         check_number(count)
         if count * (size_of(filler) if filler is not None else 0) > LARGEST:
-            raise TooLongError(f"a filter asks for {count:,} times {size_of(filler):,} characters")
+            raise TooLongError(
+                f"a filter asks for {count:,} times {size_of(filler):,} characters; {LARGEST:,} at most"
+            )
 
 
 def _check_format(form: Any, *values: Any, **more: Any) -> None:
@@ -326,7 +333,7 @@ def _check_mapped(_: Any, *names: Any, **more: Any) -> None:
 def _check_numbers(_: Any, *values: Any, **more: Any) -> None:
     for value in (*values, *more.values()):
         if isinstance(value, int) and abs(value) > 1000:
-            raise TooLongError(f"'round' asks for {value:.3g} digits; 1,000 at most")
+            raise TooLongError(f"'round' asks for {_shown(value)} digits; 1,000 at most")
 
 
 def _of_size(name: str, most: int) -> Callable[..., None]:
@@ -411,7 +418,7 @@ _LOOK_S = 0.1
 _LONGEST_LOOK_S = 1.0  # longer intervals between checks have other causes, such as a suspended process
 _IDLE_LOOKS = 100
 _ACCOUNT_BYTES = 2**26  # bytes that templates make between two checks of the memory
-_MOST_OVERDUE = 3  # stops for computing time after which a template isn't run again
+_MOST_OVERDUE = 3  # stops for taking too long after which a template isn't run again
 _SLOW_S = 0.5
 _MOST_SLOW_S = 30.0  # Total seconds of slow runs after which a template isn't run again, if its mean is slow
 
@@ -435,7 +442,7 @@ class Run:
 
 
 _running: dict[int, Run] = {}
-_overdue: Counter[str] = Counter()  # stops for computing time, by template
+_overdue: Counter[str] = Counter()  # stops for taking too long, by template
 _runs: Counter[str] = Counter()  # by template
 _slow_s: dict[str, float] = {}  # seconds of computing of slow runs, by template
 _lock = threading.Lock()
@@ -452,9 +459,7 @@ def watched(program: str, call: Callable[..., Result], *arguments: object) -> Re
     if _watcher is None:
         _begin()
     if _overdue and _overdue[program] >= _MOST_OVERDUE:
-        raise StoppedError(
-            f"it was stopped {_MOST_OVERDUE} times after {LONGEST_S:.0f} s of computing, and isn't run again"
-        )
+        raise StoppedError(f"it was stopped {_MOST_OVERDUE} times for taking too long, and isn't run again")
     if _slow_s and (slow_s := _slow_s.get(program, 0.0)) > max(_MOST_SLOW_S, _SLOW_S * _runs[program]):
         raise StoppedError(
             f"{_runs[program]:,} runs of it took {slow_s:.0f} s of computing; {_MOST_SLOW_S:.0f} s at most where a "
@@ -500,9 +505,10 @@ def account(size: int) -> None:
 
 def _too_large(run: Run) -> str:
     grown = _memory() - (run.grown_from or 0)
-    if grown <= MOST_BYTES * max(len(_running), 1):
+    most = MOST_BYTES * max(len(_running), 1)
+    if grown <= most:
         return ""
-    return f"it takes {grown / 1e6:,.0f} MB of memory; {MOST_BYTES / 1e6:,.0f} MB at most"
+    return f"it takes {grown / 1e6:,.0f} MB of memory; {most / 1e6:,.0f} MB at most"
 
 
 def _settle(ident: int) -> None:
@@ -566,12 +572,14 @@ def _look(ident: int, run: Run, passed: float) -> None:
             return
         run.waited += passed
         if not run.why:
-            run.is_overdue = computed - run.began > LONGEST_S or run.waited > _LONGEST_WALL_S
-            run.why = (
-                f"it computes for more than {min(LONGEST_S, run.waited):.0f} s; {LONGEST_S:.0f} s at most"
-                if run.is_overdue
-                else _too_large(run)
-            )
+            is_long = computed - run.began > LONGEST_S
+            run.is_overdue = is_long or run.waited > _LONGEST_WALL_S
+            if is_long:
+                run.why = f"it computes for more than {LONGEST_S:.0f} s"
+            elif run.is_overdue:
+                run.why = f"it runs for more than {_LONGEST_WALL_S:.0f} s of wall time"
+            else:
+                run.why = _too_large(run)
         if run.why and _running.get(ident) is run:
             _raise_in(ident, StoppedError)
 

@@ -211,7 +211,9 @@ class Program:
 def compile_template(source: str, variables: Mapping[str, str]) -> Program:
     """Compile a template."""
     if len(source) > _LONGEST_SOURCE:
-        raise SettingError(f"the chat template has {len(source):,} characters; {_LONGEST_SOURCE:,} at most")
+        raise SettingError(
+            f"the chat template has {len(source):,} characters; {_LONGEST_SOURCE:,} at most; choose another template"
+        )
     environment = _Sandbox()
     try:
         template = watched(source, environment.compiled, source)

@@ -73,7 +73,7 @@ class Rendering:
             self._tools = tools_in_form(tools, template.wants(variables))
         self._foreign = template.source
         if not self._is_plain or variables:
-            given = (spelled(tools, "the tools of a chat") if tools else "", spelled(variables, "variables"))
+            given = (spelled(tools, "the tools of a chat") if tools else "", spelled(variables, VARIABLES))
             self._foreign = "".join((template.source, *template.special_tokens.values(), *given))
 
     def render(self, some: list[dict[str, Any]], prompts: bool) -> str:
@@ -182,7 +182,7 @@ class Rendering:
     def _skeleton(self, shape: Any, messages: list[dict[str, Any]], kind: Kind = "joined") -> Skeleton | None:
         """Return the cached skeleton of a shape."""
         template = self._template
-        key = (kind, shape, bool(self._tools), spelled(self._variables, "variables"))
+        key = (kind, shape, bool(self._tools), spelled(self._variables, VARIABLES, is_sorted=True))
         if key not in template.skeletons:
             if not template.marks.is_known:
                 self._probe_marks()
@@ -302,7 +302,7 @@ class Rendering:
             else:
                 raise SourceError(
                     "the chat template rewrites earlier turns, so that the {% generation %} blocks of single "
-                    "messages can't be told apart; switch no message off, give none a weight, and leave "
+                    "messages can't be told apart; switch no message off, give none a weight, and don't set "
                     'supervise="last"'
                 )
         shape = self._shape(messages)
@@ -405,12 +405,15 @@ def between(spans: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, i
     return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)
 
 
-def spelled(value: Any, what: str) -> str:
+VARIABLES = "the variables of a chat template"
+
+
+def spelled(value: Any, what: str, *, is_sorted: bool = False) -> str:
     """Return JSON of a row's value that a template receives."""
     if not value:
         return ""
     try:
-        return json.dumps(value, ensure_ascii=False, sort_keys=what.startswith("the variables"))
+        return json.dumps(value, ensure_ascii=False, sort_keys=is_sorted)
     except (TypeError, ValueError, RecursionError) as error:
         schemas = " schemas" if "tools" in what else ""
         raise SourceError(f"{what} must be JSON{schemas}; these are not: {error}") from error
@@ -596,7 +599,7 @@ def _holds(turn: str, value: Any) -> bool:
 
 def losses_of(lost: Sequence[Lost], *, allowed: bool, way_out: Callable[[], str]) -> Losses:
     """Count what isn't written; raise if that isn't allowed."""
-    own = [first for first in lost if not first.by_design]
+    own = [entry for entry in lost if not entry.by_design]
     if own and not allowed:
         first = own[0]
         shown = first.text.strip()
@@ -606,7 +609,7 @@ def losses_of(lost: Sequence[Lost], *, allowed: bool, way_out: Callable[[], str]
             f"the chat template doesn't write `{first.key}` of message {first.message + 1} "
             f"({len(first.text.strip()):,} characters: {shown!r}{more}), which would not be trained; {way_out()}"
         )
-    return Losses(dropped=_counted([first for first in lost if first.by_design]), unwritten=_counted(own))
+    return Losses(dropped=_counted([entry for entry in lost if entry.by_design]), unwritten=_counted(own))
 
 
 def _counted(lost: Sequence[Lost]) -> dict[str, tuple[int, int]]:
@@ -648,11 +651,10 @@ def training_twin(source: str | None) -> str:
     if source is not None and source in _twins():
         return _twins()[source][1]
     known = ", ".join(sorted(name for name, _ in _twins().values()))
-    raise SettingError(
-        "TRL has no training twin of the tokenizer's chat template"
-        + (", which has none" if source is None else "")
-        + f"; it has: {known}"
-    )
+    found = "TRL has no training twin of the tokenizer's chat template"
+    if source is None:
+        found = "the tokenizer has no chat template, so TRL has no training twin of it"
+    raise SettingError(f"{found}; TRL has twins of: {known}; choose another chat_template")
 
 
 def _folder() -> Path | None:

@@ -202,7 +202,7 @@ def test_batches_counted_in_tokens_are_flat(store):
         SettingError, match=r"100 tokens isn't whole packs of max_context_length 64; pass .* 64 or 128"
     ):
         built(store, trainer={**told, "num_tokens_per_batch": 100})
-    with pytest.raises(SettingError, match="one of the two was missing"):
+    with pytest.raises(SettingError, match="pass both of one pair"):
         built(store, trainer=told)
 
 

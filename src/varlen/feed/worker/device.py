@@ -120,7 +120,10 @@ class DeviceWorker:
         error = runtime.cudaHostRegister(address, size, 0)
         if int(error) != 0:
             _log.warning(
-                "the ring of %s MB can't be pinned (CUDA error %s)", f"{size / 1e6:,.0f}", int(error)
+                "the loader's %s MB of shared memory can't be pinned (CUDA error %s): batches are the same, but "
+                "copying them holds up the trainer; raise the limit of locked memory (ulimit -l)",
+                f"{size / 1e6:,.0f}",
+                int(error),
             )
             return 0
         return int(address)

@@ -98,7 +98,7 @@ class _Values:
                 return
             self._drop()
         if in_array:
-            why = "is the last, and the ] of its array is missing: the file is truncated"
+            why = "is missing, and so is the ] of its array: the file is truncated"
             yield Lost.of(why, Losses(cut_files=1))
 
     def _behind_array(self) -> Lost:

@@ -236,6 +236,5 @@ def _death_message(
 ) -> str:
     gone = [f"{notes.name_of(rank)} failed ({note})" for rank, note in failed]
     gone += [f"{notes.name_of(rank)} is gone (killed, stuck, or out of memory)" for rank in silent]
-    return (
-        f"{' and '.join(gone)}, one of {notes.world_size:,} processes, and the others can't go on; {way_out}"
-    )
+    count = "one" if len(gone) == 1 else f"{len(gone):,}"
+    return f"{' and '.join(gone)}, {count} of {notes.world_size:,} processes, and the others can't go on; {way_out}"
