@@ -12,10 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SCHEDULERS = (
-    signal.SIGTERM,
-    signal.SIGUSR1,
-)  # sent before a kill; of several at once, the first in this order counts
+# Sent before a kill; of several at once, the first in this order counts.
+SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 
 _GRACE_S = 10.0  # seconds until a process that has nothing to save is ended
 _raised: list[Stopped] = []

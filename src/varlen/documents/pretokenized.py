@@ -217,8 +217,8 @@ def _weights_out_of_range(flat: _Flat, *, weighs: bool) -> dict[int, str]:
     if STARTS in flat:
         why = (
             f"has `{_WEIGHTS}` beside `{STARTS}`, whose marks stand one token before; give it `seq_lengths` "
+            f"instead of `{STARTS}`"
         )
-        why += f"instead of `{STARTS}`"
         return dict.fromkeys(range(len(offsets) - 1), why)
     with np.errstate(over="ignore"):
         single = weights.astype(np.float32)

@@ -60,8 +60,8 @@ def _texts(rows: Rows, columns: Columns) -> Iterator[str]:
         raise rows.faults[0].raised()
     if columns.kind == "tokens":
         raise SourceError(
-            f"{rows.path} holds ready tokens (`input_ids`), but its text is needed here; give rows "
-            "with text or messages"
+            f"{rows.path} holds ready tokens (`input_ids`), but its text is needed here; give rows with "
+            "text or messages"
         )
     roles = [role for role in _READ[columns.kind] if role in columns.names]
     values = [as_list(rows.columns[columns.names[role]]) for role in roles]

@@ -40,10 +40,9 @@ def balance_microbatches(
     """Pack the samples of a global batch into micro-batches of even work, as many on every data-parallel rank.
 
     There are as few micro-batches as best-fit-decreasing needs, rounded up, or as many as Megatron-Core makes where
-    its way takes less time. Of several ways to fill them (even parts by the planner, spreading by work, full packs
-    with the heaviest cut in two, and what Megatron-Core does) the one with the least makespan is taken, so that no
-    step takes longer than there. Micro-batches of about equal work run at the same time, and the heaviest of them
-    goes to the rank with the least work so far (Graham 1969).
+    that takes less time. Of several ways to fill them (even parts by the planner, spreading by work, full packs with
+    the heaviest cut in two, and Megatron-Core's own) the one with the least makespan is taken. Micro-batches of about
+    equal work run at the same time, and the heaviest goes to the rank with the least work so far (Graham 1969).
 
     Args:
         lengths: `[samples]` tokens that each takes up in a pack, whole numbers from 1; padded ones where samples are.
