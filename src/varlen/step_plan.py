@@ -156,7 +156,8 @@ class StepPlan:
     selectively."""
     offload: Offload = "none"
     answered_by: str = ""
-    """A description of the winning candidate: `"24 to 24 MicroPacks a rank, … 2 of 512 documents shared"`."""
+    """A description of the winning candidate: `"24 to 24 MicroPacks a rank, … 2 of 512 documents shared"`. It begins
+    with "quick" where `Planner` had no plan in time, which `feed.plans.choice_of` and metrics read."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute_share", float(self.recompute_share))

@@ -28,7 +28,7 @@ from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SettingError, SourceError
 from varlen.offline import pack as plan_module
 from varlen.offline.crew import Crew
-from varlen.offline.pack import PackSettings, Plan, pack_source
+from varlen.offline.pack import PackSettings, PartPlans, pack_source
 
 
 @pytest.fixture
@@ -393,7 +393,7 @@ class Store:
 
 
 def planned(shards, **settings):
-    plan = Plan(Store(shards), PackSettings(**settings))
+    plan = PartPlans(Store(shards), PackSettings(**settings))
     parts = list(plan)
     return parts, plan.ledger.check()
 

@@ -2,7 +2,8 @@
 
     arguments ──► app ──► verb (pack, index, inspect, plan, train, ...) ──► the rooms below ──► tables, JSON
 
-In: arguments. Out: text or JSON, and exit code 0, or 2 with one sentence. `options` has those of several verbs.
+In: arguments. Out: text or JSON, and an exit code: 0, or with one sentence 1 (failed), 2 (bad input) or that of a
+signal (`app.main`). `options` has those of several verbs.
 Begin in `app.py`.
 """
 

@@ -39,12 +39,12 @@ def pack(
     ],
     *,
     capacity: Annotated[str, packing_option(metavar="N", help=f"Tokens a row can hold: {TOKENS}.")] = "4096",
-    reading: dict[str, Any],
+    reading: dict[str, Any],  # those of `read_options`, which `reads_documents` puts in its place
     method: Annotated[
         str,
         packing_option(
-            help="Of packing; best_fit_decreasing is fuller by a hair. For Megatron-Bridge also its own, "
-            "first_fit_shuffle: the very packs that it makes."
+            help="Of packing; best_fit_decreasing is fuller by a hair. For Megatron-Bridge, first_fit_shuffle and "
+            "first_fit_decreasing are its own: the very packs that it makes."
         ),
     ] = "best_fit",
     overlong: Annotated[
@@ -127,7 +127,7 @@ def pack(
     columns = {"position_ids": position_ids, "trace": trace}
     row_tokens = as_tokens(capacity, "--capacity")
     _check_format(format_)
-    if format_ in FORMATS:
+    if format_ in MEGATRON_FORMATS:
         given["megatron_split"] = megatron_split or split_of(reading["split"])
         packer = megatron_packer(row_tokens, method, format_, given, columns, **shared)
     else:
@@ -147,15 +147,19 @@ def pack(
 
 
 def _check_format(format_: str) -> None:
-    """Refuse a format of documents in place of one of rows."""
+    """Refuse a format that rows can't be written in."""
     from varlen.errors import SettingError
     from varlen.files.paths import FORMAT_NAMES
 
-    if format_ in FORMAT_NAMES and format_ not in ("parquet", "arrow"):
+    written = ("parquet", "arrow", *MEGATRON_FORMATS)
+    if format_ in written:
+        return
+    if format_ in FORMAT_NAMES:
         raise SettingError(
-            f"--format says how rows are written (parquet, arrow, {', '.join(FORMATS)}); to say that DATA is "
-            f"{format_}, pass --read-as {format_}"
+            f"--format says how rows are written ({', '.join(written)}); to say that DATA is {format_}, pass "
+            f"--read-as {format_}"
         )
+    raise SettingError(f"--format must be one of {', '.join(written)}; got {format_!r}")
 
 
 def _packer(**settings: Any) -> Callable[..., PackedSet]:
@@ -231,7 +235,7 @@ def _print_skipped(losses: Losses, log: Path) -> None:
 
 # What `varlen pack --format megatron` takes besides, and what it says of what it wrote.
 
-FORMATS = {"megatron": "parquet", "megatron-index": "index"}
+MEGATRON_FORMATS = {"megatron": "parquet", "megatron-index": "index"}
 megatron_option = option_in("Megatron-Bridge")
 
 PadToMultipleOf = Annotated[
@@ -306,7 +310,7 @@ def megatron_packer(
             f"--pad-to-multiple-of is {multiple:,}, but the parallel sizes need a multiple of {needed:,}; leave "
             "it out"
         )
-    chosen: dict[str, Any] = {"algorithm": method, "format": FORMATS[format_]}
+    chosen: dict[str, Any] = {"algorithm": method, "format": MEGATRON_FORMATS[format_]}
     names = ("longest", "pad_id", "part_tokens")
     settings = MegatronPackSettings(
         pack_size=capacity,

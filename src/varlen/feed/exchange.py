@@ -37,7 +37,8 @@ OpenExchange = Callable[[], Exchange]
 OpenNumbered = Callable[[int], Exchange]
 """Opens the exchange of a run by its number, of which every rank begins as many; 0 while the loader is made."""
 PLAN = "plan"
-"""A key that isn't exchanged among ranks: it sends the lengths of a step, and returns the plan."""
+"""A key that isn't exchanged among ranks: it sends the lengths of a step, and returns the pieces that its plan gives
+this rank."""
 
 
 class Solo:

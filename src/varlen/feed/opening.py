@@ -380,9 +380,9 @@ def _planned_ahead(settings: LoaderSettings) -> int | None:
     if settings.plan is None:
         return None
     # Not imported without plans: the planner is slow to import.
-    from varlen.feed.plans import ahead_of, check_plans
+    from varlen.feed.plans import ahead_of, check_given
 
-    check_plans(settings.plan)
+    check_given(settings.plan)
     return ahead_of(settings.plan)
 
 

@@ -5,7 +5,7 @@
     worker                     trainer's process                      job's store
       step, lengths,    ──►  the rank that decides: plan, or error ──► "…/plan/7"
       those of the next      other ranks                           ◄──
-      the plan          ◄──  held until the batch of the step is taken
+      its own pieces    ◄──  the plan, held until `PackedLoader.__next__` puts it on the step's batch
 
 Plans travel through the exchange of the feed's run (`exchange.py`), never through the trainer's process group.
 """
@@ -25,7 +25,7 @@ from varlen import errors
 from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError, reading_state
 from varlen.feed.exchange import PLAN, Exchange, OpenNumbered, Solo
 from varlen.parsed import parse_json
-from varlen.plan.planner import Planner
+from varlen.plan.planner import MOST_CHOICES, Planner
 from varlen.plan.serialize import plan_fingerprint, plan_from_bytes, plan_to_bytes
 from varlen.step_plan import StepPlan
 from varlen.types import Int32Array
@@ -47,13 +47,11 @@ GivenPlans = (
 """By step, from the step and its lengths, or by a planner that was made without lengths."""
 _GIVEN = "given"
 """`belongs_to` of a state's choices where no planner makes the plans."""
-KEPT = 256
-"""Steps whose choices are kept: those decided and not yet taken, and the last ones before."""
 _PAUSE_S = 0.005
 _PLAN, _FAULT = b"p", b"e"
 
 
-def check_plans(given: Any) -> None:
+def check_given(given: Any) -> None:
     """Refuse a `plan` argument that gives no plans."""
     if isinstance(given, Planner) and not given.is_supplied:
         raise SettingError(
@@ -164,7 +162,7 @@ class Plans:
                 if exchange.restarts == self._restarts:
                     self._held[step], self._choices[step] = plan, choice
                     self._times[step] = start_s, time.perf_counter()
-                while len(self._choices) > KEPT:
+                while len(self._choices) > MOST_CHOICES:
                     del self._choices[min(self._choices)]
         return plan
 
@@ -190,7 +188,7 @@ class Plans:
                 self._job.set(key, _FAULT + json.dumps(_named(error)).encode())
                 raise
             self._job.set(key, content)
-            self._job.delete_key(f"{self._name}/{exchange.run}/{PLAN}/{step - KEPT}")
+            self._job.delete_key(f"{self._name}/{exchange.run}/{PLAN}/{step - MOST_CHOICES}")
             return plan, choice
         end = time.monotonic() + self._patience_s
         while not self._job.check([key]):

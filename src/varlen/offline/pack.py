@@ -160,7 +160,7 @@ def _write(
     store: TokenStore, partial: Path, settings: PackSettings, team: Team, on_progress: OnProgress
 ) -> dict[str, Any]:
     """Write all parts; return the manifest."""
-    plan = Plan(store, settings)
+    plan = PartPlans(store, settings)
     total = max(int(store.tokens.sum()), 1)
     parts: list[PartCounts] = []
     done = 0
@@ -230,7 +230,7 @@ class PartPlan:
     offsets: IntArray  # int64 `[rows + 1]`
 
 
-class Plan:
+class PartPlans:
     """Iterates over the parts of a packed set; memory is bounded by a window and a part, not by the set."""
 
     def __init__(self, store: ReadableTokens, settings: PackSettings) -> None:

@@ -92,7 +92,7 @@ def run_stages(
     keeps_losses: bool = False,
     saved: Saved = "layers",
 ) -> StepRun:
-    """Run the tasks of all stages of all ranks in this process; see `run_step`."""
+    """Run the tasks of all stages of all ranks in this process, and add to gradients as `run_step` does."""
     mesh, device = plan.mesh, data.input_ids.device
     layers = layers_of(model, mesh)
     settings: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}

@@ -21,11 +21,11 @@ from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
-from varlen.feed.plans import KEPT, GivenPlans, PlansOfAnotherRank, choice_of
+from varlen.feed.plans import GivenPlans, PlansOfAnotherRank, choice_of
 from varlen.feed.state import PLANS
 from varlen.files.ours import atomic_file, disk_faults
 from varlen.plan.one_gpu import one_gpu_plan
-from varlen.plan.planner import Planner
+from varlen.plan.planner import MOST_CHOICES, Planner
 from varlen.plan.search import Search
 from varlen.regular import read_regular
 from varlen.runtime.calibrate import calibrate
@@ -76,7 +76,7 @@ class RunPlans:
         if self._path is None:
             return
         self._choices[str(step)] = choice_of(plan)
-        while len(self._choices) > KEPT:
+        while len(self._choices) > MOST_CHOICES:
             del self._choices[min(self._choices, key=int)]
         planner = {"choices": self._choices}
         with disk_faults(self._path), atomic_file(self._path, is_synced=False) as part:

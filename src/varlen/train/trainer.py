@@ -164,7 +164,7 @@ class _Run:
             resumed_from=self._done,
             num_parameters=self._num_parameters,
             model=self._config.model_type,
-            attention="varlen" if self._plans is not None else hf.implementation(model),
+            attention="varlen_slices" if self._plans is not None else hf.implementation(model),
             world_size=self._ranks.world_size,
             parallel=run.parallel,
             device=self._ranks.device.type,

@@ -1,6 +1,6 @@
 """Proofs that documents are kept apart.
 
-    models/   model ──► trial: change one document ──► isolation, parity, backends ──► report.VerifyReport
+    models/   model ──► loading ──► backends ──► isolation, parity: change one document ──► report.VerifyReport
     batches/  batch ──► reading ──► check, isolation ──► finding.BatchReport
 
 In: a model, or a batch in any trainer's form. Out: a report with a verdict and the way out of each fault.

@@ -1,7 +1,7 @@
 """Megatron-Bridge and Megatron-LM: their packed files, batches, settings and schedules, in each release's dialect.
 
-Names are loaded when first used: files and settings need no torch. Settings begin in `config/check.py`, files in
-`files/reader.py`, the loader in `loader.py`.
+Names load when first used: files and settings need no torch. Settings begin in `config/check.py`, files in
+`files/reader.py`, offline packing in `packing/offline.py`, the loader in `loader.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
       last array over a slot dies ──► its mark in the shared memory ──►
 
 The reader starts the worker and, if it dies, starts another one after the last complete batch. The writer is the only
-thread that writes to the worker. Both threads wait on pipes or queues, and take next to no time from the trainer.
+thread that writes to the worker. Where ranks exchange what they know, or steps have plans, a third thread,
+`_exchange`, answers what the worker asks. All wait on pipes or queues, and take next to no time from the trainer.
 """
 
 from __future__ import annotations

@@ -21,13 +21,14 @@ from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.batches.check import check_batch
 from varlen.verify.batches.isolation import ONE_A_ROW, WITH_MODEL_INPUTS
-from varlen.verify.models import backends
 from varlen.verify.models.backends import (
+    FLASH,
     CPU_BACKENDS,
     AttentionPicture,
     attending,
     attention_picture,
     backends_for,
+    recurrence,
     first_sentence,
     kernels_of,
 )
@@ -85,7 +86,8 @@ def verify(
     Returns:
         A report with a cell for every backend and layout, none of them silent: isolated, leaks, coupled (something
         is computed over the whole batch, such as a router's loss), refuses, or not run, and why.
-        `print(report)` shows it all; `report.ok` if nothing leaks or is coupled: then `model_inputs` takes the model.
+        `print(report)` shows it all; `report.ok` if something ran, and nothing leaks or is coupled. The verdict is
+        recorded for this model: `model_inputs` takes one whose code it doesn't know only if `ok`.
 
     Raises:
         ModelError: no such family or folder, a model that needs code of its own, a tokenizer that doesn't fit, or
@@ -212,7 +214,7 @@ def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: i
         with attending(model, backend) as missing:
             found = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
             if found.verdict == "refuses" and family(model).boundaries:
-                with backends.recurrence(model) as recurrent:
+                with recurrence(model) as recurrent:
                     again = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
                     if again.verdict != "refuses":
                         return _judged(model, backend, batch, again, (*missing, *recurrent), gradients, seed)
@@ -291,7 +293,7 @@ def _call_cells(
 def _recurrence(model: Any, cells: Sequence[Cell]) -> AbstractContextManager[Any]:
     """Let PyTorch stand in for recurrent kernels if it did so in any cell."""
     missing = {name for cell in cells for name in cell.stand_in}
-    return backends.recurrence(model) if missing - {backends.FLASH} else nullcontext()
+    return recurrence(model) if missing - {FLASH} else nullcontext()
 
 
 def _refusal(model: Any) -> str:

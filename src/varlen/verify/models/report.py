@@ -16,6 +16,7 @@ from varlen.verify.models.isolation import IsolationReport
 from varlen.verify.models.parity import GradientParity
 
 ModelVerdict = Literal["isolated", "coupled", "leaks", "refuses", "not run"]
+"""As `isolation.Verdict`, whose "blind" is "not run": a check that can't see a leak proves nothing."""
 _ORDER: tuple[ModelVerdict, ...] = ("leaks", "coupled", "isolated", "refuses", "not run")
 """Of several verdicts, the first of these counts: nothing that was refused was trained on."""
 

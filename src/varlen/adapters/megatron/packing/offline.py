@@ -213,7 +213,7 @@ def _write_parts(
     team: Team,
     on_progress: OnProgress,
 ) -> list[dict[str, Any]]:
-    """Write all files; returns the counts of each, in order."""
+    """Write all files, whose rows processes read by an index in the work folder; returns the counts of each."""
     write_arrays(partial / WORK / _WORK_INDEX, packing)
     shared = _Shared(partial, store.folder, store.fingerprint, settings)
     parts = _parts(settings, packing)
@@ -405,7 +405,7 @@ def _windowed(lengths: Int32Array, settings: MegatronPackSettings) -> tuple[IntA
 OfflineAlgorithm: TypeAlias = Literal[
     "best_fit", "best_fit_decreasing", "balanced", "next_fit", "first_fit_shuffle", "first_fit_decreasing"
 ]
-"""varlen's algorithms, on windows of shuffled documents, and two that give exactly the packs of the releases."""
+"""varlen's, on windows of shuffled documents, and two of the releases, whose packs they give: not `Method`'s."""
 RELEASES = ("first_fit_shuffle", "first_fit_decreasing")
 SetFormat: TypeAlias = Literal["parquet", "index"]
 
