@@ -240,7 +240,7 @@ PadToMultipleOf = Annotated[
 ]
 ContextParallel = Annotated[int, megatron_option(metavar="CP", help="Ranks that share a sequence.")]
 TensorParallel = Annotated[int, megatron_option(metavar="TP", help="Ranks that share a layer.")]
-SequenceParallel = Annotated[bool, megatron_option("--sequence-parallel", help="TP ranks divide the sequence too.")]
+SequenceParallel = Annotated[bool, megatron_option("--sequence-parallel", help="TP divides the sequence.")]
 Longest = Annotated[
     str | None,
     megatron_option(metavar="N", help="Most positions of a document.  [dim]\\[default: --capacity][/]"),

@@ -430,7 +430,9 @@ def round_state_of(at: Mapping[str, Any], lanes: int) -> RoundState:
         claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
         row_hashes = [_as_row_hash(*one) for one in at.get("prints", ())]
     if len(records) != lanes:
-        raise StateError(f"the state has {len(records):,} lanes, this loader {lanes:,}; load it as it was saved")
+        raise StateError(
+            f"the state has {len(records):,} lanes, this loader {lanes:,}; load it as it was saved"
+        )
     return RoundState(
         number=number, step=step, claimed=claimed, records=records, row_hashes=row_hashes, ends=ends
     )

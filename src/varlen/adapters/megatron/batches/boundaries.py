@@ -141,7 +141,7 @@ def mtp_targets(batch: Mapping[str, Any], depth: int) -> tuple[Tensor, Tensor]:
     labels, loss_mask = batch.get("labels"), batch.get("loss_mask")
     if labels is None or loss_mask is None:
         raise DocumentsError(
-            "the batch lacks labels or loss_mask, of which multi-token prediction makes its targets; pass both"
+            "multi-token prediction needs labels and loss_mask, and the batch lacks one of them; pass the whole batch"
         )
     if labels.dim() != 2 or loss_mask.shape != labels.shape:
         raise DocumentsError(
@@ -162,7 +162,7 @@ def _ends(batch: Mapping[str, Any], num_rows: int, width: int) -> IntArray:
     """Return int64 `[rows, width]`: where the real tokens of each position's segment end."""
     logical, physical = logical_boundaries(batch), physical_boundaries(batch)
     if logical is None or physical is None:
-        raise DocumentsError("the batch has no cu_seqlens, so its documents can't be told apart; pass them")
+        raise DocumentsError("the batch has no boundaries: pass its cu_seqlens, which tell documents apart")
     logical, physical = (bounds.reshape(-1, bounds.shape[-1]) for bounds in (logical, physical))
     if not len(logical) == len(physical) == num_rows:
         raise DocumentsError(f"the boundaries are of {len(logical):,} rows, the labels of {num_rows:,}")
@@ -292,8 +292,7 @@ def split_microbatches(batch: Mapping[str, Any]) -> list[MegatronBatch]:
         batch: of any dialect.
 
     Returns:
-        One mapping for each row: of tensors and lists with an entry for each row a slice with one entry (of tensors a
-        view), and all else as it is.
+        For each row, its entry of every tensor (a view) or list that has one for each row, and all else as it is.
 
     Raises:
         DocumentsError: a batch in which nothing says how many rows there are.
@@ -351,7 +350,7 @@ def _num_rows(batch: Mapping[str, Any]) -> int:
         value = batch.get(name)
         if isinstance(value, Tensor):
             return int(value.size(0)) if value.dim() > 1 else 1
-    raise DocumentsError(f"the batch has only {[*batch]}, but needs one of {', '.join(_TOKENS)} or cu_seqlens")
+    raise DocumentsError(f"the batch has {[*batch]}, but none of {', '.join(_TOKENS)} and no cu_seqlens")
 
 
 def _width(batch: Mapping[str, Any]) -> int | None:
