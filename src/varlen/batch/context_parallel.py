@@ -32,8 +32,8 @@ def zigzag_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int) ->
     if uneven.any():
         first = int(np.argmax(uneven))
         raise SettingError(
-            f"segment {first} takes up {sizes[first]:,} positions, which 2 x {cp_world_size} context-parallel ranks "
-            f"can't share evenly ({int(uneven.sum()):,} of {sizes.size:,} segments); "
+            f"segment {first} takes up {sizes[first]:,} positions, which can't be cut into 2 x {cp_world_size} equal "
+            f"chunks for context-parallel ranks ({int(uneven.sum()):,} of {sizes.size:,} segments); "
             f"pack with document_multiple_of={chunks}"
         )
     width = sizes // chunks

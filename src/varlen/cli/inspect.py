@@ -87,7 +87,7 @@ def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> N
     from varlen.report.inspection import inspect_table
 
     console = wide_console()
-    console.print(inspect_table(inspection), crop=False)  # a command is for copying whole
+    console.print(inspect_table(inspection), crop=False)  # so that commands can be copied whole
     if output is None:
         console.print("\n-o report.html shows this in pictures.", markup=False)
     else:

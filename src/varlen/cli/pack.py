@@ -98,8 +98,8 @@ def pack(
 
     Rows have the columns [bold]input_ids[/], [bold]labels[/] and [bold]seq_lengths[/], which TRL's SFTTrainer takes
     with padding_free=True. With --format megatron they are those of Megatron-Bridge's packed sets. A manifest beside
-    them accounts for every token. An interrupted run leaves nothing that
-    looks finished; run the same command again to continue where it stopped.
+    them accounts for every token. An interrupted run leaves nothing that looks finished; run the same command again
+    to continue where it stopped.
 
     [bold]Example:[/]  varlen pack 'chats/*.jsonl' -o packed --capacity 8192 --tokenizer ./my-model
     """
@@ -244,7 +244,7 @@ PadToMultipleOf = Annotated[
 ]
 ContextParallel = Annotated[int, megatron_option(metavar="CP", help="Ranks that share a sequence.")]
 TensorParallel = Annotated[int, megatron_option(metavar="TP", help="Ranks that share a layer.")]
-SequenceParallel = Annotated[bool, megatron_option("--sequence-parallel", help="They divide the sequence.")]
+SequenceParallel = Annotated[bool, megatron_option("--sequence-parallel", help="TP divides the sequence.")]
 Longest = Annotated[
     str | None,
     megatron_option(metavar="N", help="Most positions of a document.  [dim]\\[default: --capacity][/]"),
@@ -281,7 +281,7 @@ def refuse_others(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value != signature(pack).parameters[name].default:
             raise SettingError(
-                f"--{name.replace('_', '-')} goes with --format megatron; leave one of them out"
+                f"--{name.replace('_', '-')} goes with --format megatron alone; leave it out, or pass that format"
             )
 
 

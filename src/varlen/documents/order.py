@@ -1,8 +1,9 @@
 """The order in which documents of a store are packed: as stored, or shuffled in bounded memory.
 
 A shuffle permutes runs of neighbours over the whole store, then the documents within every stretch (65,536 places by
-default). Neighbours stay close to each other on disk for a while, but not in packs; a set with no more documents than
-a stretch is permuted completely. Keys are hashes, so the order depends only on the seed and the counts of documents.
+default). So a stretch is read in runs of documents that lie together on disk, but packs mix these runs; a set with no
+more documents than a stretch is permuted completely. Sort keys are hashes, so the order depends only on the seed and
+the counts of documents.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def halved(pack_of: Int32Array, num_packs: int, work: FloatArray) -> Int32Array:
 def _holds(
     pack_of: Int32Array, lengths: Int32Array, num_packs: int, capacity: int, max_documents: int
 ) -> bool:
-    """Whether no pack is empty, over its tokens or over its documents."""
+    """Whether no pack is empty, over capacity or over `max_documents`."""
     tokens = np.bincount(pack_of, weights=lengths, minlength=num_packs)
     counts = np.bincount(pack_of, minlength=num_packs)
     return bool(tokens.max() <= capacity and counts.min() >= 1 and counts.max() <= max_documents)

@@ -31,7 +31,7 @@ class DocumentCache:
     length: int
     pairs: dict[int, Pair] = field(default_factory=dict)  # keys and values by layer
     gradients: dict[int, Pair] = field(default_factory=dict)
-    """By layer: float32 or wider, of the tokens before the last slice that ran backward first."""
+    """By layer, in float32 or wider: of the tokens before the document's last slice, which runs backward first."""
 
     def write(self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """Keep a slice's keys and values, and return those of the document up to the slice's end.
@@ -382,7 +382,7 @@ class HostRows(RowStack):
         super().add(self._link.sent(rows))
 
     def take(self, count: int) -> list[torch.Tensor]:
-        """Fetch the last rows that are there."""
+        """Remove the last `count` rows, and return copies on the device."""
         return [self._link.fetched(piece) for piece in super().take(count)]
 
 

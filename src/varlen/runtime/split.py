@@ -31,9 +31,9 @@ class Cut:
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module that another stage holds.
+    """Stands in for a module that another stage holds.
 
-    Plain values of the other, such as its sizes, stay readable.
+    Plain values of that module, such as its sizes, stay readable.
     """
 
     def __init__(self, module: nn.Module, name: str, cut: Cut) -> None:
@@ -106,7 +106,7 @@ def check_cut(model: Any, parts: DecoderParts, mesh: Mesh) -> None:
     unknown = [name for name, p in model.named_parameters() if id(p) not in known]
     if unknown and mesh.pp > 1:
         raise ModelError(
-            f"{unknown[0]} belongs to neither embedding, layers, norm nor head ({len(unknown):,} parameters do so), "
+            f"{unknown[0]} belongs to neither embedding, layers, norm nor head ({len(unknown):,} parameters in all), "
             "and it isn't known which stage holds it; run the model with pp=1"
         )
     planned = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
@@ -116,8 +116,8 @@ def check_cut(model: Any, parts: DecoderParts, mesh: Mesh) -> None:
         map(id, parts.layers)
     ):
         raise ModelError(
-            f"the model's own pipeline plan has the layers {', '.join(lists) or 'nowhere'}, and slices run "
-            f"{layers} other ones; run the model with pp=1"
+            f"the model's own pipeline plan cuts {', '.join(lists) or 'no list of layers'}, but slices run "
+            f"{layers} other layers; run the model with pp=1"
         )
 
 

@@ -65,7 +65,7 @@ class MegatronFile:
         if self._sequences[0] != 0 or self._sequences[-1] != sequences:
             raise SourceError(
                 f"{self._idx} is damaged: its documents must rise from sequence 0 to {sequences:,}, but go from "
-                f"{int(self._sequences[0]):,} to {int(self._sequences[-1]):,}"
+                f"{int(self._sequences[0]):,} to {int(self._sequences[-1]):,}; copy it again"
             )
         # From the index alone, so that ranks agree even if the .bin of one is cut off.
         ends = self._begins[-1:].astype(np.int64) // self.dtype.itemsize + self._lengths[-1:]
@@ -91,7 +91,7 @@ class MegatronFile:
             what = _FRACTIONS.get(kind, f"of the unknown kind {kind}")
             raise SourceError(f"{self._idx} says that its numbers are {what}; ids are whole numbers")
         if documents == 0:
-            raise SourceError(f"{self._idx} is damaged: it names no bounds of documents")
+            raise SourceError(f"{self._idx} is damaged: it names no bounds of documents; copy it again")
         return np.dtype(_KINDS[kind]).newbyteorder("<"), sequences, documents
 
     def _mapped(self, kind: type[Any], at: int, count: int) -> npt.NDArray[Any]:

@@ -26,7 +26,7 @@ class Region:
     lead: str  # the end of that piece that it generates
     opened: str  # what the prompt adds, such as `<think>`: not generated where a text begins with it
     last: int  # the piece that it ends in, after its last slot
-    mark: str  # what it generates of that piece, or the end of that where arguments stand before it
+    mark: str  # what it generates of that piece; where arguments stand in it, only what follows the last of them
     tail: str  # the rest of that piece
     is_bare: bool  # no argument of a call stands between its last slot and the mark
     seal: str  # what the text must end with, if anything: the last special token of the mark
@@ -609,6 +609,7 @@ def _after_usual(usual: str, piece: str) -> int:
 
 
 def _partly(plain: str, prompt: str, piece: str, slot: str, marks: EndMarks) -> int:
+    """Return what `opening_of` counts where a piece holds only part of the generation prompt."""
     before = plain.rpartition(slot)[2]
     if not prompt or not piece.startswith(before):
         return 0

@@ -105,8 +105,8 @@ def _check_ranks(trainer: Any, loader: PackedLoader) -> None:
         )
     if args.n_gpu > 1:
         raise SettingError(
-            f"one process drives {args.n_gpu} GPUs, which cuts batches without regard to documents; launch one "
-            "process each by torchrun, or show one by CUDA_VISIBLE_DEVICES"
+            f"one process drives {args.n_gpu} GPUs, which cuts batches without regard to documents; launch a "
+            "process for each by torchrun, or set CUDA_VISIBLE_DEVICES to one of them"
         )
     tensor_ranks = trainer.get_tp_size()
     replicas = trainer.accelerator.num_processes // tensor_ranks

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 _MOST_CLAIMS = 64
 """Claims per lane, at most, before lanes are compared again."""
 _SOON_BYTES = 2 << 20
-"""Bytes of blocks read before they are claimed, to keep processors busy during packing; if all lanes run here."""
+"""Bytes of blocks read before they are claimed, to keep processors busy; only where this process runs all lanes."""
 _MOST_SOON = 64
 """Maximum number of these blocks."""
 _OF_DOCUMENTS = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
@@ -430,7 +430,9 @@ def round_state_of(at: Mapping[str, Any], lanes: int) -> RoundState:
         claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
         row_hashes = [_as_row_hash(*one) for one in at.get("prints", ())]
     if len(records) != lanes:
-        raise StateError(f"the state has {len(records):,} lanes, this loader {lanes:,}")
+        raise StateError(
+            f"the state has {len(records):,} lanes, this loader {lanes:,}; load it as it was saved"
+        )
     return RoundState(
         number=number, step=step, claimed=claimed, records=records, row_hashes=row_hashes, ends=ends
     )

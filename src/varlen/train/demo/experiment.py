@@ -87,7 +87,7 @@ class _Measured:
 
 
 class Experiment:
-    """The runs of one demo: which there are, and what they found so far."""
+    """The runs of one demo: their documents and orders, and how far the work has come."""
 
     def __init__(self, corpus: Corpus, on_progress: OnProgress) -> None:
         self._corpus = corpus
@@ -212,14 +212,14 @@ def check_equal_work(methods: tuple[MethodFigures, ...]) -> None:
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{title} {count:,}" for title, count in counts.items())
             raise LedgerError(
-                f"the methods differ in {name} and can't be compared ({listed}); a bug in varlen"
+                f"the methods differ in {name} and can't be compared ({listed}): a bug in varlen; please report it"
             )
 
 
 # The demo from documents to figures: read, train every method, and gather what was measured.
 
 BUCKET_POOL_BATCHES = 50
-"""Batches sorted together by transformers' length-grouped sampler; what bucketing reaches on a large set."""
+"""Batches that transformers' length-grouped sampler sorts together; `bucketed_ratio` is measured in such pools."""
 _EXCERPT_CHARACTERS = 110
 
 
@@ -227,7 +227,8 @@ def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnPro
     """Run the whole demo."""
     start = time.perf_counter()
     on_progress(0, 1, "reading documents")
-    # Parsing a library takes as long as importing torch; a user's file may be refused at once.
+    # Reading the interpreter's sources takes as long as importing torch, so both run at once; a user's file may be
+    # refused before torch is needed.
     if data is None:
         prepare()
     corpus = read_corpus(data, settings)

@@ -1,7 +1,7 @@
 """Which documents share a step: random batches, length buckets, packed windows; each as a Packing.
 
-A batch of whole documents is a packing too, one pack a step, so every way of feeding the model is described
-by the same noun and its ledger is counted in the same way.
+A batch of whole documents is a packing too, one pack a step, so every way of feeding the model has the same
+type, and its ledger is counted in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Order:
 def make_order(name: OrderName, lengths: IntArray, *, steps: int, max_length: int, seed: int) -> Order:
     """Deal documents, given in random order, to steps.
 
-    - "random": neighbours share a step, as many documents in each.
+    - "random": neighbours share a step, with equally many documents in each.
     - "bucketed": the same after sorting by length, the batches then shuffled.
     - "packed": best fit into packs of `max_length` (less where documents are few and short) over the window
       of all documents in the order given (not sorted, so that packs stay random samples), the packs dealt

@@ -198,7 +198,7 @@ def _from_numbers(name: str, value: Any) -> tuple[IntArray, str]:
             return array.astype(np.int64), str(array.dtype)
     except (ValueError, TypeError, RuntimeError):
         raise DocumentsError(
-            f"{name} is no rectangle of numbers: {type(value).__name__} whose rows differ in length, or whose "
+            f"{name} is no rectangle of numbers but a {type(value).__name__} whose rows differ in length, or whose "
             "entries aren't numbers; pad the rows, or flatten them into one"
         ) from None
 

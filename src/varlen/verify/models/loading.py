@@ -32,7 +32,7 @@ class LoadedModel:
     model: Any
     notes: tuple[str, ...] = ()
     remade: Callable[[str], Any] | None = None
-    """Creates it again with another attention, as some families choose it only once; None if it is too large."""
+    """Makes the model again with another attention, as some families choose it only once; None if it is too large."""
 
 
 def load_model(
@@ -188,7 +188,7 @@ def _check_code(path: Path) -> None:
             "vl.verify(model)"
         )
     if not file.is_file():
-        raise ModelError(f"{path} holds no config.json, so it is no checkpoint folder")
+        raise ModelError(f"{path} holds no config.json; name the folder of a checkpoint, which does")
     try:
         config = parse_json(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -269,7 +269,7 @@ def _about(model: Any) -> list[str]:
     notes = []
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in modules):
-        notes.append("compiled: checked without compiling, as its modules say")
+        notes.append("compiled: its modules were checked uncompiled")
     method = getattr(getattr(base.config, "quantization_config", None), "quant_method", None)
     if method is not None or any("quantized" in type(m).__module__ for m in modules):
         notes.append(f"quantised ({getattr(method, 'value', method) or 'by PyTorch'})")
@@ -463,7 +463,7 @@ def tiny_config(family: str) -> Any:
 
     if family not in CONFIG_MAPPING:
         raise ModelError(
-            f"the installed transformers knows no model type {family!r}; it has such as llama, qwen3, mixtral"
+            f"the installed transformers knows no model type {family!r}; name one that it has, such as llama or qwen3"
         )
     kind = CONFIG_MAPPING[family]
     try:
@@ -507,7 +507,7 @@ def _enlarge(model: Any) -> None:
 
 def _arguments(kind: Any) -> dict[str, Any]:
     """Return arguments for a configuration class, and for the configurations within it."""
-    named = _named_tiny_models(kind)
+    named = _setting_names(kind)
     found = {name: size for name, size in _SIZES.items() if name in named}
     if "kv_lora_rank" in named and "num_key_value_heads" in named:
         found["num_key_value_heads"] = found["num_attention_heads"]  # latent attention shares no heads
@@ -548,7 +548,7 @@ def _part(kind: Any, name: str, part: Any) -> dict[str, Any] | None:
     return _arguments(part)
 
 
-def _named_tiny_models(kind: Any) -> set[str]:
+def _setting_names(kind: Any) -> set[str]:
     """Return the names of the settings that a configuration class takes."""
     found: set[str] = set()
     for each in kind.__mro__[:-1]:

@@ -201,9 +201,7 @@ def test_masks_with_gaps_or_padding_on_the_left_are_refused():
         with pytest.raises(DocumentsError, match=r"row 1 .* not right-padded: its mask .*1 of 2 rows"):
             pack_batch_sequences(tokens, None, None, torch.tensor(mask), positions)
     batch = {"input_ids": torch.tensor([[1, 0, 3]]), "position_ids": torch.arange(3).unsqueeze(0)}
-    with pytest.raises(
-        DocumentsError, match="it has no mask, and the padding token 0 has padding before a real"
-    ):
+    with pytest.raises(DocumentsError, match="without a mask, padding token 0 stands before a real token"):
         pack_right_padded_sequence_batch_to_mcore_thd(batch)
 
 

@@ -141,7 +141,7 @@ def mtp_targets(batch: Mapping[str, Any], depth: int) -> tuple[Tensor, Tensor]:
     labels, loss_mask = batch.get("labels"), batch.get("loss_mask")
     if labels is None or loss_mask is None:
         raise DocumentsError(
-            "multi-token prediction needs labels and loss_mask, which only the last pipeline stage holds"
+            "multi-token prediction needs labels and loss_mask, and the batch lacks one of them; pass the whole batch"
         )
     if labels.dim() != 2 or loss_mask.shape != labels.shape:
         raise DocumentsError(
@@ -162,7 +162,7 @@ def _ends(batch: Mapping[str, Any], num_rows: int, width: int) -> IntArray:
     """Return int64 `[rows, width]`: where the real tokens of each position's segment end."""
     logical, physical = logical_boundaries(batch), physical_boundaries(batch)
     if logical is None or physical is None:
-        raise DocumentsError("the batch has no boundaries, so its documents can't be told apart")
+        raise DocumentsError("the batch has no boundaries: pass its cu_seqlens, which tell documents apart")
     logical, physical = (bounds.reshape(-1, bounds.shape[-1]) for bounds in (logical, physical))
     if not len(logical) == len(physical) == num_rows:
         raise DocumentsError(f"the boundaries are of {len(logical):,} rows, the labels of {num_rows:,}")
@@ -193,7 +193,7 @@ def stage_batch(
     """Return what one pipeline stage needs of a batch.
 
     Attention runs in every stage, so that boundaries, and masks of attention and padding, go to all of them. Releases
-    up to 0.4.2 gave them to the first and last stage only: in the stages between documents attended to each other
+    up to 0.4.2 gave them to the first and last stage only: in the other stages, documents attended to each other
     (Megatron-Bridge issue 2952, fixed in 0.5.0 by pull request 3926).
 
     Args:
@@ -292,8 +292,7 @@ def split_microbatches(batch: Mapping[str, Any]) -> list[MegatronBatch]:
         batch: of any dialect.
 
     Returns:
-        One mapping a row: views of the tensors with as many rows, one entry of lists with as many, and all else as it
-        is.
+        For each row, its entry of every tensor (a view) or list that has one for each row, and all else as it is.
 
     Raises:
         DocumentsError: a batch in which nothing says how many rows there are.
@@ -351,7 +350,7 @@ def _num_rows(batch: Mapping[str, Any]) -> int:
         value = batch.get(name)
         if isinstance(value, Tensor):
             return int(value.size(0)) if value.dim() > 1 else 1
-    raise DocumentsError(f"the batch has none of {', '.join(_TOKENS)} and no boundaries")
+    raise DocumentsError(f"the batch has {[*batch]}, but none of {', '.join(_TOKENS)} and no cu_seqlens")
 
 
 def _width(batch: Mapping[str, Any]) -> int | None:
@@ -398,8 +397,8 @@ def _refuse_uneven(bounds: IntArray, cp_world_size: int) -> None:
     if len(uneven):
         first, size = int(uneven[0]), int(sizes[uneven[0]])
         raise SettingError(
-            f"segment {first:,} takes up {size:,} places, which 2 x {cp_world_size} context-parallel ranks can't "
-            f"share evenly; {near_multiples(size, chunks)} would do "
+            f"segment {first:,} takes up {size:,} places, which can't be cut into 2 x {cp_world_size} equal chunks "
+            f"for context-parallel ranks; {near_multiples(size, chunks)} would do "
             f"({many(len(uneven), 'segment')} of {len(sizes):,}); pack with pad_seq_to_mult={chunks}, or its least "
             "common multiple with CP x TP where sequence parallelism is on"
         )

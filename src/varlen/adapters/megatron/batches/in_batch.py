@@ -55,7 +55,7 @@ def pack_batch_sequences(
     """Join right-padded rows into one, as releases 0.3 to 0.5.1 of Megatron-Bridge do.
 
     A row is as long as its mask says. Only without a mask it ends at its last token other than `pad_token_id`; a
-    mask that isn't right-padded is refused. There a two-dimensional `attention_mask` isn't looked at, so that real
+    mask that isn't right-padded is refused. Those releases ignore a two-dimensional `attention_mask`, so that real
     tokens equal to the padding are lost from the end of a row, and a mask with gaps silently takes the wrong tokens.
 
     Args:
@@ -136,11 +136,11 @@ def build_mcore_thd_sequence_batch_from_rows(
 ) -> dict[str, Any]:
     """Join rows without padding into one, as Megatron-Bridge does from 0.6 on.
 
-    The padded boundaries stand in the batch only where they differ from the real ones; there they stand in it
-    whenever rows are rounded up, and attention takes a slower kernel. A row needs no `position_ids`.
+    The padded boundaries are added only where they differ from the real ones. Megatron-Bridge adds them wherever rows
+    may be rounded up, and attention then takes a slower kernel. A row needs no `position_ids`.
 
     Args:
-        rows: of each sample its tensors, `[length]`.
+        rows: the tensors of each sample, `[length]`.
         token_key: name of the tokens.
         sequence_length: most tokens of a row; None for no limit.
         pad_token_id: token of padding.
@@ -148,10 +148,10 @@ def build_mcore_thd_sequence_batch_from_rows(
         pad_to_multiple_of: each row is rounded up to this: the least common multiple of 2·CP and CP·TP.
         packed_sequence_length: most tokens of all rows, rounded up.
         pad_to_packed_sequence_length: the last row's padding goes on to exactly `packed_sequence_length`.
-        pad_to_max_length: the spelling of 0.6.0: it goes on to exactly `sequence_length`.
+        pad_to_max_length: the spelling of 0.6.0: the padding goes on to exactly `sequence_length`.
         sequence_tensor_pad_values: other tensors with a value per token, and the value of each at padding.
         emit_padding_mask: add `padding_mask`, bool `[1, total]`, True at padding, for routers of experts.
-        always_padded: the padded boundaries stand in it where there could be padding, as there.
+        always_padded: add the padded boundaries wherever there could be padding, as Megatron-Bridge does.
 
     Returns:
         Each tensor, `[1, total]` in its own dtype; `attention_mask` None; int32 `cu_seqlens_q` and `cu_seqlens_kv`,
@@ -323,9 +323,9 @@ def lengths_of(tokens: Tensor, pad: int, mask: Tensor | None, *, only_right: boo
     lengths, counts = torch.stack([last, real.sum(dim=1)]).tolist()
     wrong = [row for row, (length, count) in enumerate(zip(lengths, counts)) if length != count]
     if wrong:
-        seen = "its mask" if mask is not None else f"it has no mask, and the padding token {pad}"
+        seen = "its mask has padding" if mask is not None else f"without a mask, padding token {pad} stands"
         raise DocumentsError(
-            f"row {wrong[0]} of the batch is not right-padded: {seen} has padding before a real token ({len(wrong)} "
+            f"row {wrong[0]} of the batch is not right-padded: {seen} before a real token ({len(wrong)} "
             f"of {len(lengths)} rows); pad on the right, and pass an attention_mask that is 1 at real tokens"
         )
     return lengths
@@ -358,7 +358,8 @@ def checked_rows(
     for number, row in enumerate(rows):
         tokens = row.get(token_key)
         if not torch.is_tensor(tokens) or tokens.dim() != 1:
-            raise DocumentsError(f"row {number}: {token_key} must be a tensor of one dimension")
+            seen = tuple(tokens.shape) if torch.is_tensor(tokens) else type(tokens).__name__
+            raise DocumentsError(f"row {number}: {token_key} must be a tensor of one dimension, got {seen}")
         length = tokens.numel()
         if length == 0:
             raise DocumentsError(f"row {number} has no tokens; leave such samples out of the micro-batch")

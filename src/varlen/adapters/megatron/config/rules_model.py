@@ -443,7 +443,7 @@ BALANCE = ("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff", "model.moe_rout
 """What balances experts."""
 
 
-def _is_balanced(reading: Reading) -> str:
+def _balancer(reading: Reading) -> str:
     return next((setting for setting in BALANCE if reading[setting]), "")
 
 
@@ -492,8 +492,8 @@ FAMILY_RULES = (
     # Before 0.7 padding within packed rows counts in the losses and biases that balance experts.
     Rule(
         "moe_padding",
-        _is_balanced,
-        lambda r: r["model.num_moe_experts"] and _is_balanced(r) and _has_padding(r) and r.is_before(0, 7),
+        _balancer,
+        lambda r: r["model.num_moe_experts"] and _balancer(r) and _has_padding(r) and r.is_before(0, 7),
         "0 where packed rows have padding, before release 0.7",
         "padding is routed to experts and counts in what balances them; only later releases mask it",
         "advice",
@@ -593,13 +593,13 @@ RELEASE_RULES = (
         "advice",
         to=8,
     ),
-    # Chats aren't cut as they are tokenized.
+    # Chats aren't cut when they are tokenized.
     Rule(
         "overlong_samples",
         SIZE,
         lambda r: r.is_packed_here and _has_chats(r),
         "the longest chat",
-        "a longer chat is left out, and a line of the log counts them; before 0.6 it ends all with an IndexError",
+        "a longer chat is left out, and a line of the log counts them; before 0.6 it ends packing with an IndexError",
         "advice",
         fix="see `varlen inspect` for the lengths; `varlen pack --overlong split` keeps every token",
     ),

@@ -34,15 +34,15 @@ class PackingContext:
     original_trajs: Tensor | None
     """`[sequences, width]`, of all ranks."""
     packed_trajs: Tensor
-    """`[num_bins, bin_size]`, of this rank; so with the next two."""
+    """`[num_bins, bin_size]`, of this rank, as are the next two."""
     packed_position_ids: Tensor
     packed_loss_mask: Tensor
     original_inference_logprobs: Any = None
     """Log-probs of the inference engine, of all ranks; None without."""
     bin_advantages: list[Tensor] = field(default_factory=list)
-    """Of each bin the advantage of each of its sequences."""
+    """For each bin, the advantages of its sequences."""
     cached_packed_seq_params: list[PackedSeqParams] = field(default_factory=list)
-    """Of each bin what attention must know."""
+    """For each bin, what attention must know."""
     old_logprobs: Tensor | None = None
     """`[num_bins, bin_size - 1]`; set once known, as are the next two."""
     ref_logprobs: Tensor | None = None
@@ -130,7 +130,7 @@ def get_packing_efficiency(packing_context: PackingContext, dp_size: int = 1) ->
 
     Args:
         packing_context: of one rank.
-        dp_size: data-parallel ranks, each with as many bins; Megatron-LM takes it from its global state.
+        dp_size: data-parallel ranks, all with equally many bins; Megatron-LM takes it from its global state.
 
     Raises:
         SettingError: fewer than one rank.
@@ -157,7 +157,7 @@ def bins_per_step(samples_ratio_per_step: float, num_bins_this_rank: int, dp_siz
 
     Args:
         samples_ratio_per_step: share of the rollout that one optimizer step trains on, over 0 and up to 1.
-        num_bins_this_rank: bins of a rank, as many on each.
+        num_bins_this_rank: bins of a rank, equally many on all.
         dp_size: data-parallel ranks.
 
     Raises:
@@ -189,9 +189,9 @@ def pack_inference_logprobs(
     before it: log-probs say how likely the next token is.
 
     Args:
-        inference_logprobs: of every sequence one for each generated token, in order; None where there are
-            none. Fewer leave the last tokens without one, such as tokens that Megatron appended. No padding: it
-            can't be told from log-probs.
+        inference_logprobs: for every sequence, one per generated token, in order; None where there are none. If there
+            are fewer, the last tokens (such as those that Megatron appended) have none. They must not be padded:
+            padding can't be told from log-probs.
         packing_info: of all bins, or of a rank's; sequences of other ranks are left out.
         generation_masks: `[sequences, width]`, 1 at generated tokens.
         bin_size: tokens of a bin.
@@ -305,7 +305,7 @@ def _unpacked(packed: Tensor, packing_info: PackingInfo, fewer: int) -> dict[int
     if packed.dim() < 2 or len(packed) != len(packing_info.bin_seq_indices):
         raise DocumentsError(
             f"packing_info has {len(packing_info.bin_seq_indices):,} bins, but the values have the shape "
-            f"{tuple(packed.shape)}"
+            f"{tuple(packed.shape)}; pass the packing_info of the same bins"
         )
     numbers, bins, starts, lengths = sequences_of(packing_info)
     stops = starts + np.maximum(lengths - fewer, 0)
