@@ -43,7 +43,7 @@ def pack(
     method: Annotated[
         str,
         packing_option(
-            help="Of packing; best_fit_decreasing is fuller by a hair. For Megatron-Bridge, first_fit_shuffle and "
+            help="Of packing; best_fit_decreasing fills rows slightly better. For Megatron-Bridge, first_fit_shuffle and "
             "first_fit_decreasing are its own: the very packs that it makes."
         ),
     ] = "best_fit",

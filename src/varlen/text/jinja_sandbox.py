@@ -341,7 +341,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if (kind, attribute) in self._known:
             return getattr(obj, attribute)
-        if kind is _Notes and attribute[:1] != "_":  # the template could reach its content before
+        if kind is _Notes and attribute[:1] != "_":  # the way below gives the same, slower
             held = _held(obj, _HELD)
             return held[attribute] if attribute in held else self.undefined(obj=obj, name=attribute)
         value = super().getattr(obj, attribute)

@@ -142,9 +142,7 @@ def check_own_loss(trainer: Any) -> None:
         ("output_router_logits", getattr(text_config(trainer.model), "output_router_logits", False)),
     ):
         if asked:
-            raise SettingError(
-                f"{name} changes the loss, and so does {_weighing(trainer)}; leave one of them out"
-            )
+            raise SettingError(f"{name} changes the loss, and so does {_weighing(trainer)}; leave {name} out")
     if not trainer.model_accepts_loss_kwargs:
         check_scaling(f"{type(trainer.model).__name__} takes no num_items_in_batch")
 

@@ -22,15 +22,15 @@ from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.batches.check import check_batch
 from varlen.verify.batches.isolation import ONE_A_ROW, WITH_MODEL_INPUTS
 from varlen.verify.models.backends import (
-    FLASH,
     CPU_BACKENDS,
+    FLASH,
     AttentionPicture,
     attending,
     attention_picture,
     backends_for,
-    recurrence,
     first_sentence,
     kernels_of,
+    recurrence,
 )
 from varlen.verify.models.isolation import IsolationReport, Verdict, check_isolation
 from varlen.verify.models.loading import LoadedModel, load_model

@@ -313,7 +313,7 @@ def _unpacked(packed: Tensor, packing_info: PackingInfo, fewer: int) -> dict[int
         worst = int(np.argmax(stops))
         raise DocumentsError(
             f"sequence {int(numbers[worst]):,} ends at {int(stops[worst]):,}, beyond its bin of {packed.shape[1]:,} "
-            "values"
+            "values; pass the packing_info of the same bins"
         )
     spans = sorted(zip(numbers.tolist(), bins.tolist(), starts.tolist(), stops.tolist()))
     return {number: packed[row, start:stop] for number, row, start, stop in spans}
