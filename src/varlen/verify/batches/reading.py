@@ -212,7 +212,9 @@ def _in_one_transfer(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
     import torch
 
     if any(tensor.is_meta for tensor in tensors.values()):
-        raise DocumentsError(f"{', '.join(tensors)}: tensors on the meta device hold no numbers; pass those of a real batch")
+        raise DocumentsError(
+            f"{', '.join(tensors)}: tensors on the meta device hold no numbers; pass those of a real batch"
+        )
     flat: IntArray = torch.cat([tensor.reshape(-1).long() for tensor in tensors.values()]).cpu().numpy()
     ends = np.cumsum([tensor.numel() for tensor in tensors.values()])[:-1]
     parts = np.split(flat, ends)
