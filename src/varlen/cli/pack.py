@@ -43,8 +43,8 @@ def pack(
     method: Annotated[
         str,
         packing_option(
-            help="Of packing; best_fit_decreasing fills rows slightly better. For Megatron-Bridge, first_fit_shuffle and "
-            "first_fit_decreasing are its own: the very packs that it makes."
+            help="Of packing; best_fit_decreasing fills rows slightly better. For Megatron-Bridge, "
+            "first_fit_shuffle and first_fit_decreasing are its own: the very packs that it makes."
         ),
     ] = "best_fit",
     overlong: Annotated[

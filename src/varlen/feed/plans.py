@@ -271,7 +271,9 @@ def _choices_in(state: Mapping[str, Any]) -> dict[int, list[str]]:
     with reading_state("a loader's plans"):
         found = {int(step): [str(how), str(print_)] for step, (how, print_) in state["choices"].items()}
     if wrong := [how for how, _ in found.values() if how not in ("planned", "quick")]:
-        raise StateError(f"the state says that a step was planned {wrong[0]!r}; it was changed")
+        raise StateError(
+            f"the state says that a step was planned {wrong[0]!r}; it was changed. Load it as it was saved"
+        )
     return found
 
 

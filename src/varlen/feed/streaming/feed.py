@@ -129,8 +129,8 @@ class StreamingFeed:
         begins = state.at.get("step", 0)
         if not isinstance(begins, int) or not 0 <= begins <= state.step:
             raise StateError(
-                f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed: "
-                "load it as it was saved, or an earlier one"
+                f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed. "
+                "Load it as it was saved, or an earlier one"
             )
         check_round_state(state.at, self._settings.lanes, self._settings.seed, self._settings.epochs)
         return replace(state, at=round_state_of(state.at, self._settings.lanes).to_at())
