@@ -49,7 +49,7 @@ class PackedDataModule(LightningDataModule):
         given = [name for name in ("dp_rank", "dp_world_size") if name in settings]
         if given:
             raise SettingError(
-                f"leave {' and '.join(given)} out of the settings: Lightning's strategy says which rank this is"
+                f"leave {' and '.join(given)} out of the settings: Lightning says which rank this is"
             )
         self._source, self._tokenizer, self._settings = source, tokenizer, settings
         self._batches: _Batches | None = None

@@ -265,7 +265,7 @@ def _check(settings: StreamingSettings, batch: BatchSettings) -> None:
     lanes, size, world = settings.lanes, batch.global_batch_size, batch.dp_world_size
     if lanes < 1 or size % lanes:
         raise SettingError(
-            f"global_batch_size {size:,} must be a multiple of {lanes:,} lanes, each of which gives as many packs"
+            f"global_batch_size {size:,} must be a multiple of {lanes:,} lanes, which give as many packs each"
         )
     if lanes % world:
         fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
