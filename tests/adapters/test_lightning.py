@@ -121,7 +121,7 @@ def test_a_second_fit_begins_anew_and_the_first_loader_is_closed(texts):
 
     first = taken_by(data, max_steps=3)
 
-    with pytest.raises(SettingError, match="there is no loader before"):
+    with pytest.raises(SettingError, match="there is no loader outside"):
         _ = data.loader
     assert taken_by(data, max_steps=3) == first
 
@@ -159,7 +159,7 @@ def test_a_trainer_that_would_train_something_else_is_refused(settings, trainer,
 
 
 def test_ranks_are_lightnings(texts):
-    with pytest.raises(SettingError, match="dp_rank can't be given here"):
+    with pytest.raises(SettingError, match="leave dp_rank out of the settings"):
         data_of(texts, dp_rank=0)
 
 

@@ -227,7 +227,7 @@ def test_a_state_holds_the_plans_of_steps_that_were_read_and_not_taken(store):
 
     with ranks(store, 2, other) as loaders:
         loaders[0].load_state_dict(state)
-        with pytest.raises(StateError, match="step 1 was read by another plan before"):
+        with pytest.raises(StateError, match="step 1 was read by another plan than"):
             next(loaders[0])
         del state["plans"]
         loaders[0].load_state_dict(state)

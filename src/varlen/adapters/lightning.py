@@ -31,7 +31,7 @@ class PackedDataModule(LightningDataModule):
     is the sum of a batch's target losses, the token mean of the step is trained by returning
     `loss_sum * batch.loss_scale() * self.trainer.accumulate_grad_batches`.
 
-    An epoch of Lightning is all that the loader gives, of all of its `epochs`.
+    One epoch of Lightning is everything that the loader gives: all of its `epochs`.
     """
 
     def __init__(self, source: Any, tokenizer: Any = None, **settings: Any) -> None:
@@ -49,20 +49,20 @@ class PackedDataModule(LightningDataModule):
         given = [name for name in ("dp_rank", "dp_world_size") if name in settings]
         if given:
             raise SettingError(
-                f"{' and '.join(given)} can't be given here: Lightning's strategy says which rank this is; leave out"
+                f"leave {' and '.join(given)} out of the settings: Lightning says which rank this is"
             )
         self._source, self._tokenizer, self._settings = source, tokenizer, settings
         self._batches: _Batches | None = None
 
     @property
     def loader(self) -> PackedLoader:
-        """The loader of this rank, from the beginning of `fit` on.
+        """The loader of this rank, while `fit` trains.
 
         Raises:
-            SettingError: there is none yet.
+            SettingError: there is none yet, or none any more.
         """
         if self._batches is None:
-            raise SettingError("there is no loader before Trainer.fit, which says how many ranks there are")
+            raise SettingError("there is no loader outside of Trainer.fit; read it in a hook of training")
         return self._batches.loader
 
     def train_dataloader(self) -> Any:
@@ -182,6 +182,6 @@ def _check(trainer: Any, loader: PackedLoader) -> None:
         )
     if (trainer.max_epochs or -1) > 1 and trainer.limit_train_batches == 1.0:
         raise SettingError(
-            f"an epoch of Lightning is all that the loader gives, of all of its epochs, and max_epochs is "
+            "one epoch of Lightning is all epochs of the loader, and max_epochs is "
             f"{trainer.max_epochs:,}; pass Trainer(max_epochs=1), and the number of epochs to the data module"
         )

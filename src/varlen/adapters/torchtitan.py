@@ -303,8 +303,8 @@ def _check_snapshots(batches: int | None, loader: PackedLoader) -> None:
     if batches is not None and batches % loader.micro_batches:
         raise SettingError(
             f"torchtitan saves after every {batches:,} batches of a rank, and dataloader.global_batch_size "
-            f"{loader.settings.global_batch_size:,} makes a step of {loader.micro_batches:,}, so its steps are "
-            "others; set dataloader.global_batch_size to training.global_batch_size"
+            f"{loader.settings.global_batch_size:,} makes a step of {loader.micro_batches:,}, so "
+            "torchtitan's steps are others; set dataloader.global_batch_size to training.global_batch_size"
         )
 
 
@@ -353,7 +353,7 @@ def _check_weights(loader: PackedLoader) -> None:
     if loader.has_weights:
         raise SettingError(
             "the rows are read with their weights (row_weights), and torchtitan's loss knows none, so that all would "
-            "be trained alike; read them without"
+            "be trained alike; read them without row_weights"
         )
 
 
@@ -387,7 +387,7 @@ def trainer_batch(batch: PackedBatch, *, flat: bool = False) -> TrainerBatch:
     if batch.target_weights is not None:
         raise SettingError(
             "targets of this batch weigh as their rows say (row_weights), and torchtitan's loss knows no weights; "
-            "read the rows without"
+            "read the rows without row_weights"
         )
     labels = np.full(batch.labels.shape, IGNORE_INDEX, dtype=np.int64)
     # A document's first token is no target, so none is moved into the document before it.

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 def tiles_of(start: int, stop: int, rules: LayerRules) -> Iterator[Tile]:
-    """Yield a slice's rectangles; among those with the same rows, in the first every row sees a key.
+    """Yield a slice's rectangles; every row sees a key in the first of those with the same rows.
 
     >>> [tuple(tile) for tile in tiles_of(10, 14, LayerRules(1.0))]
     [(0, 4, 10, 14, 'causal'), (0, 4, 0, 10, 'all')]
@@ -143,7 +143,7 @@ def _backward_tiles(tile: Tile) -> Iterator[Tile]:
 
 
 def _added(own: Pair | None, parts: list[torch.Tensor], first: int, rows: int) -> Pair:
-    """Add gradients of the keys and values from row `first` on to a slice's own."""
+    """Add, to a slice's own gradients, those of its keys and values from row `first` on."""
     if own is None:
         if parts[0].shape[2] == rows:
             return parts[0], parts[1]

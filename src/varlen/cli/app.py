@@ -27,7 +27,7 @@ from varlen.signals import Stopped, end_soon, ignore, install_handlers, last_sto
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _Arguments = ParamSpec("_Arguments")
 _endings: list[str] = []
-"""The last messages of verbs."""
+"""Messages with which verbs ended; where there is none, `main` prints one."""
 
 app = typer.Typer(
     name="varlen",
@@ -54,7 +54,7 @@ def main() -> None:
             app()
         finally:
             ignore()
-    except (KeyboardInterrupt, SystemExit) as error:  # which typer takes for Ctrl-C where no verb has begun
+    except (KeyboardInterrupt, SystemExit) as error:  # typer exits with 130 if Ctrl-C comes before a verb
         if isinstance(error, SystemExit) and (error.code != INTERRUPTED or _endings):
             raise
         stopped = last_stopped()

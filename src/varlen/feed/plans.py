@@ -255,8 +255,8 @@ class Plans:
         before = self._replayed.get(step)
         if before is not None and before[1] != choice[1]:
             raise StateError(
-                f"step {step:,} was read by another plan before than the one that it gets now; what plans, the data "
-                "or varlen has changed since the state was saved. Go on from a state without plans"
+                f"step {step:,} was read by another plan than the one that it gets now: the planner, the "
+                "data or varlen has changed since the state was saved; go on from a state without plans"
             )
         return choice
 

@@ -2,9 +2,9 @@
 
 Arguments that kernels share: `documents` int32 `[3, documents]`: lengths, numbers of ranks, ids, shared documents
 first; `work` float64 `[documents]`: seconds; `cuts` int32 `[3, slices]`: document, start, stop of each cut slice;
-`chained`: the first documents, which are cut, shared, or both; `shared`: the first documents, which other ranks
-share; `own` and `budget`: seconds of a MicroPack of the rank's own and of shared documents; `ends` int64 `[2]`: most
-small MicroPacks at the beginning and at the end.
+`chained`: how many of the first documents are cut, shared, or both; `shared`: how many of the first are
+shared with other ranks; `own` and `budget`: seconds of a MicroPack of the rank's own and of shared documents;
+`ends` int64 `[2]`: maximum numbers of small MicroPacks at the beginning and at the end.
 """
 
 from __future__ import annotations
@@ -178,9 +178,10 @@ def composed(
 ) -> Any:  # fmt: skip
     """Compose a rank's MicroPacks from the slices of its cut and shared documents, and its whole documents.
 
-    Small MicroPacks grow from `smallest`, at least `least`, to a full one. `in_step` keeps empty MicroPacks and all
-    small ones; `by_work` orders MicroPacks by falling work, else chains keep the order of their documents; `mixes`
-    lets the rank's own documents join MicroPacks of shared slices. Returns the same as `arrange`.
+    Small MicroPacks hold `smallest` of a full one at the ends, and more further inside, but at least `least`.
+    `in_step` keeps empty MicroPacks and all small ones; `by_work` orders MicroPacks by falling work, else
+    chains keep the order of their documents; `mixes` lets the rank's own documents join MicroPacks of shared
+    slices. Returns the same as `arrange`.
     """
     leads, seconds, followers, leading = _lead(cuts[0], chained, documents[1], work, shared, budget)
     led, first_own = leads.size, 0

@@ -1,8 +1,9 @@
 """Advise a capacity, a method and a policy, with reasons.
 
 The thresholds are below. Advice is never worse than the default of the same entry point (`varlen pack` or `vl.pack`):
-another method is advised only if it takes no more packs, mixes lengths as well and has as light a heaviest pack, and
-is clearly better in one of these; a smaller capacity only if it cuts no more documents and computes no more slots.
+another method is advised only if it takes no more packs, mixes lengths no worse and waits no longer for the
+heaviest pack, and is clearly better in one of these; a smaller capacity only if it cuts no more documents and
+computes no more slots.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ def _why_default(chosen: CapacityFigures, entry_point: str) -> str:
 
 
 def _of_lengths(chosen: CapacityFigures, method: Method) -> str:
-    """Describe the packing by the line of Python, which differs from that by the command."""
+    """Describe the packing that the line of Python makes; that of the command differs."""
     packed = chosen.packing(WITH_LENGTHS + method)
     return (
         f"vl.pack, in the order of the lengths, takes {many(packed.packs, 'pack')} by {method}, with a likeness of "

@@ -162,7 +162,7 @@ def _targets(
         ids: int64 `[num_tokens]`.
         labels: int64 `[num_tokens]`, each at its own token.
         offsets: int64 `[num_documents + 1]`.
-        vocabulary: ids that the model knows are below.
+        vocabulary: number of ids that the model knows.
         is_all: whether these are all tokens of the step, one of which must have a label.
     """
     _check_ids(ids, torch.zeros_like(ids, dtype=torch.bool), vocabulary, offsets, "is id")

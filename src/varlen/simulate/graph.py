@@ -85,7 +85,7 @@ class _Draft:
 def build_graph(
     plan: StepPlan, durations: Durations, slowdown: FloatArray, overlap: bool, contention: bool
 ) -> Graph:
-    """Build the streams of a plan's tasks, messages and collectives.
+    """Build the streams of a plan's tasks, messages and collectives, in about a microsecond a task.
 
     - A stage of a rank computes its tasks in the plan's order.
     - Messages between stages use one link for each neighbour, in the order in which they are computed;
@@ -94,7 +94,7 @@ def build_graph(
       as the longer of the two. Without `overlap`, they run one after the other.
     - Gradients are synchronized when all data-parallel ranks of a stage are done.
 
-    `slowdown` has a factor for the seconds of each stage, `[dp * pp]`. It takes about a microsecond a task.
+    `slowdown` has a factor for the seconds of each stage, `[dp * pp]`.
     """
     mesh = plan.mesh
     num_stage_ids = mesh.dp * mesh.pp

@@ -103,7 +103,7 @@ BAD = [
     ({"lanes": 5}, "multiple of 5 lanes"),
     (
         {"lanes": 4, "dp_rank": 0, "dp_world_size": 3},
-        "4 lanes can't be dealt to 3 ranks; to 1, 2, 4 they can",
+        "4 lanes can't be dealt to 3 ranks; run 1, 2, 4 ranks",
     ),
     ({"scope": "all", "mode": "streaming"}, "packs the whole data set at once"),
 ]

@@ -293,7 +293,7 @@ class DpBalancedScheduler:
             max_num_seqs: most samples of a micro-batch.
             overlong: as in `balance_microbatches`, like `work`.
             fill: likewise; Megatron-Core's `run` can't pack an empty micro-batch, and masks none: with "repeat",
-                `mask_dummies` what its `build_packed_microbatches` returns.
+                pass what its `build_packed_microbatches` returns to `mask_dummies`.
 
         Raises:
             SettingError: a size out of range.

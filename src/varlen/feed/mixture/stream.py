@@ -169,9 +169,7 @@ class MixedStream:
                 for stream, one in zip(self.sources, at["sources"], strict=True)
             )
         if any(len(source.position.grown) > 1 for source in sources):
-            raise StateError(
-                "this is no state of a loader: sources of a mixture hold what they held at first"
-            )
+            raise StateError("this is no state of a loader: a source of the mixture has grown, and none can")
         return MixedPosition(sources=sources, window=window, pack=pack)
 
     def _make(self, sources: tuple[SourcePosition, ...]) -> _Mixed:
@@ -219,7 +217,8 @@ def refuse_barren(windows: int) -> None:
     """Refuse a mixture with too many consecutive windows without a pack."""
     if windows > _MOST_BARREN:
         raise SettingError(
-            f"{windows:,} windows of the mixture gave no pack; every document is empty, or dropped as too long"
+            f"{windows:,} windows of the mixture gave no pack: every document is empty or dropped as "
+            'too long; raise the capacity, or pass overlong="split" or "truncate"'
         )
 
 

@@ -266,11 +266,13 @@ def _check(settings: StreamingSettings, batch: BatchSettings) -> None:
     lanes, size, world = settings.lanes, batch.global_batch_size, batch.dp_world_size
     if lanes < 1 or size % lanes:
         raise SettingError(
-            f"global_batch_size {size:,} must be a multiple of {lanes:,} lanes: a step takes as many packs of each"
+            f"global_batch_size {size:,} must be a multiple of {lanes:,} lanes, which give as many packs each"
         )
     if lanes % world:
         fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
-        raise SettingError(f"{lanes:,} lanes can't be dealt to {world:,} ranks; to {fitting} they can")
+        raise SettingError(
+            f"{lanes:,} lanes can't be dealt to {world:,} ranks; run {fitting} ranks, or pass other lanes"
+        )
     if size % (world * batch.micro_batch_size):
         raise SettingError(
             f"global_batch_size {size:,} must be a multiple of {world:,} ranks times micro_batch_size "

@@ -158,8 +158,8 @@ class ProcessWorker:
         shared = self._shared
         if not self._copies:
             _log.warning(
-                "the trainer holds %s batches, all but one that the ring of %s slots has; while it does, batches are "
-                "copied: pass a larger ring_slots",
+                "the trainer holds %s batches, all but one of the ring's %s slots; while it does, batches "
+                "are copied: pass a larger ring_slots",
                 f"{len(shared.lent):,}",
                 f"{shared.ring.slots:,}",
             )

@@ -1,8 +1,8 @@
 """Whether documents are isolated: how each kind of attention interprets a batch's arguments.
 
 transformers finds boundaries in two ways that disagree. Eager, sdpa and FlexAttention read positions when a mask is
-built, unless there is a mask or a cache; FlashAttention uses cu_seqlens if all four arguments are given, else the
-positions of a single row, unless a mask has zeros.
+built, unless there is a mask or a cache; FlashAttention uses cu_seqlens if `BOUNDARIES` and `LONGEST`
+are all given, else the positions of a single row, unless a mask has zeros.
 """
 
 from __future__ import annotations

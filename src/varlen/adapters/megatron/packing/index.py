@@ -72,7 +72,7 @@ class PackIndex(PackedReader):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._opened_from is None:
-            raise SettingError("this index isn't stored in a folder, so no other process can open it")
+            raise SettingError("only an index that open_index opened can be sent to other processes")
         return open_index, self._opened_from
 
     @property
@@ -141,7 +141,7 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
 
     Args:
         folder: of the index.
-        tokens: of the token store, where it isn't where it was when the index was made.
+        tokens: of the token store, if it was moved since the index was made.
 
     Raises:
         SourceError: no such index, or the store holds other tokens than those that it refers to.
@@ -154,7 +154,7 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
     if wrong or not isinstance(manifest["settings"].get("multiple"), int):
         raise SourceError(
-            f"{folder} has a damaged manifest without `{[*wrong, 'settings'][0]}`; pack it again"
+            f"{folder} has a damaged manifest without `{[*wrong, 'settings.multiple'][0]}`; pack it again"
         )
     path = folder / manifest["tokens"] if tokens is None else Path(tokens)
     if read_manifest(path) is None:
@@ -204,7 +204,7 @@ def _wrong_in(arrays: dict[str, Any], num_documents: int) -> str | None:
         return "its arrays differ in length"
     for name, most in (("documents", num_documents - 1), ("positions", _MOST), ("starts", _MOST)):
         if pieces and name in arrays and (int(arrays[name].min()) < 0 or int(arrays[name].max()) > most):
-            return f"its {name} go from {int(arrays[name].min()):,} to {int(arrays[name].max()):,}"
+            return f"its {name} go from {arrays[name].min():,} to {arrays[name].max():,} (0 to {most:,})"
     return None
 
 

@@ -57,7 +57,7 @@ def replay_packs(
             a place in a row all the same, as in the release.
         pack_size: positions of a row.
         seed: of the release.
-        algorithm: "first_fit_shuffle", its default, or "first_fit_decreasing".
+        algorithm: "first_fit_shuffle", its default, "first_fit_decreasing", or "first_fit".
         overlong: what becomes of documents longer than a row, as in `vl.pack`.
         multiple: `pad_seq_to_mult`; the release packs the padded lengths.
         longest: most positions of a document, where that is less than `pack_size`.
@@ -120,12 +120,12 @@ def in_turn(rising: Int32Array, algorithm: str, draws: Draws) -> Int32Array:
     if not algorithm.endswith("_shuffle"):
         return rising
     order = rising.copy()
-    draws.shuffle(order)  # an array draws as a list does
+    draws.shuffle(order)  # draws the same numbers as shuffling a list
     return order
 
 
 def packed_in_turn(slots: Int32Array, pack_size: int, method: Method) -> tuple[IntArray, IntArray]:
-    """Pack slots (int32 `[items]`) in the order given, as the releases' `first_fit` does where lengths are odd.
+    """Pack slots (int32 `[items]`) in the order given, empty and overlong ones as the releases do.
 
     An item longer than a pack gets one of its own, and an empty one goes into the first pack that isn't such an
     item's. Returns the numbers of the items row by row, int64 `[items]`, and where each row begins, int64 `[rows +
@@ -196,7 +196,7 @@ def _method(algorithm: str) -> Method:
 
 
 def _sorted(lengths: Int32Array) -> IntArray:
-    """Return the order from short to long, equal lengths as they come; 16 bits are sorted by radix, at once."""
+    """Return the order from short to long, equal lengths as they come; radix sort makes 16 bits quick."""
     if lengths.max(initial=0) < 2**16:
         return np.argsort(lengths.astype(np.uint16), kind="stable")
     return np.argsort(lengths, kind="stable")
@@ -255,7 +255,7 @@ def first_fit(
         The items of each bin, bins as opened.
 
     Raises:
-        DocumentsError: as many lengths as items are needed.
+        DocumentsError: `item_lengths` has another number of entries than `seqlens`.
         LengthsError: negative or fractional lengths.
 
     >>> first_fit(["a", "b", "c", "d"], 10, item_lengths=[5, 3, 2, 7])
