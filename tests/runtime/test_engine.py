@@ -146,7 +146,7 @@ def test_a_plan_of_other_documents_is_refused():
     with pytest.raises(PlanError, match="of 3 documents and the batch holds 2"):
         engine.step(batch, one_gpu_plan(np.array([20, 9, 1], np.int32), 16))
     with pytest.raises(
-        PlanError, match=r"document 1 has 8 tokens in the plan and 9 in the batch \(1 of 2 differ\)"
+        PlanError, match=r"document 1 of the batch has 9 tokens, and 8 in the plan \(1 of 2 differ\)"
     ):
         engine.step(batch, one_gpu_plan(np.array([20, 8], np.int32), 16))
 

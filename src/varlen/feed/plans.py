@@ -192,7 +192,9 @@ class Plans:
             return plan, choice
         end = time.monotonic() + self._patience_s
         while not self._job.check([key]):
-            if time.monotonic() > end or exchange.closed.is_set():
+            if exchange.closed.is_set():
+                raise StalledError(f"the loader was closed while it waited for the plan of step {step:,}")
+            if time.monotonic() > end:
                 raise StalledError(
                     f"data-parallel rank {self._rank} has waited {self._patience_s:,.0f} s for the plan of step "
                     f"{step:,}; the rank that plans is gone, or its loader has other settings; look at the log of "
@@ -220,7 +222,8 @@ class Plans:
         given = self._given
         if isinstance(given, PlansOfAnotherRank):
             raise SettingError(
-                "this rank can't plan, and there is no process group that brings plans of others"
+                "this rank can't plan, and there is no process group that brings plans of others; call "
+                "torch.distributed.init_process_group before the loader is made"
             )
         if isinstance(given, Planner):
             given.supply({step: lengths, **soon})

@@ -241,7 +241,9 @@ def _sentence(url: str, error: BaseException, where: str) -> str:
     if status is not None and str(status) not in message:
         message = f"{message} (status {status}{f', {code}' if code and not code.isdigit() else ''})"
     if status == _NO_SUCH_RANGE:
-        message = f"{message}; it has become shorter since it was listed"
+        message = (
+            f"{message}; it has become shorter since it was listed; run the same again, which lists it anew"
+        )
     if isinstance(error, FileNotFoundError) and status in _NOTHING_THERE:
         message = f"it is not there (any more); {message}" if message != url else "it is not there (any more)"
     return f"{url} can't be read{f' at {where}' if where else ''}: {message}"

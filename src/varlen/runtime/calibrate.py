@@ -135,7 +135,7 @@ def calibrate(
     bench.rounds.append(bench.first)
     taken = float(bench.first.sum())
     while len(bench.rounds) < FEWEST_ROUNDS or (
-        len(bench.rounds) < MOST_ROUNDS and now() + taken <= began + budget_s
+        len(bench.rounds) < MOST_ROUNDS and now() + MARGIN * taken <= began + budget_s
     ):
         before = now()
         bench.run_round()
@@ -362,7 +362,7 @@ LAYER_SHARE: Final = 0.4  # share of the seconds for layers; the rest is for att
 SHORT_S: Final = 0.05
 """A first run that is shorter may have taken most of that to choose a kernel: like the very first of its kind, which
 loads libraries, it says nothing yet."""
-MARGIN: Final = 1.15  # a shape may take this times the seconds predicted from smaller ones
+MARGIN: Final = 1.2  # a shape or a round may take this times the seconds predicted from earlier ones
 
 
 class Case(NamedTuple):

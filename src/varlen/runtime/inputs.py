@@ -205,8 +205,8 @@ def check_lengths(
     if wrong.size:
         first = int(wrong[0])
         raise PlanError(
-            f"document {first} has {planned[first]:,} tokens in the plan{whose} and {lengths[first]:,} in the batch "
-            f"({wrong.size:,} of {len(lengths):,} differ); {way_out}"
+            f"document {first:,} of the batch has {lengths[first]:,} tokens, and {planned[first]:,} in the "
+            f"plan{whose} ({wrong.size:,} of {len(lengths):,} differ); {way_out}"
         )
 
 

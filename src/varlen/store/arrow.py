@@ -165,8 +165,12 @@ class ArrowFile:
             mask &= labels != -100
         if "loss_mask" in self._names:
             marks = self._values("loss_mask", start, stop)
-            if check and ((marks != 0) & (marks != 1)).any():
-                raise SourceError(f"{self.path} holds other than 0 and 1 in `loss_mask`")
+            odd = np.flatnonzero((marks != 0) & (marks != 1))
+            if check and len(odd):
+                raise SourceError(
+                    f"{self.path} holds {int(marks[odd[0]])} in `loss_mask` at token {start + int(odd[0]):,}, and it "
+                    "must be 0 or 1"
+                )
             mask &= marks == 1
         return mask
 

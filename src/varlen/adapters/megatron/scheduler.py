@@ -363,8 +363,8 @@ def mask_dummies(samples: Sequence[dict[str, Any]], microbatches: Microbatches, 
     """
     if len(samples) != microbatches.num_microbatches or not 0 <= dp_rank < microbatches.dp_size:
         raise SettingError(
-            f"{len(samples):,} micro-batches of rank {dp_rank} were given, but the schedule has "
-            f"{microbatches.num_microbatches:,} for each of ranks 0 to {microbatches.dp_size - 1}"
+            f"{len(samples):,} micro-batches of rank {dp_rank} were given; pass all "
+            f"{microbatches.num_microbatches:,} of one of the ranks 0 to {microbatches.dp_size - 1}"
         )
     found = microbatches.is_dummy[:, dp_rank]
     for sample, is_dummy in zip(samples, found):
