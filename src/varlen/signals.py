@@ -14,6 +14,7 @@ from typing import Any
 
 # Sent before a kill; of several at once, the first in this order counts.
 SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
+INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C
 
 _GRACE_S = 10.0  # seconds until a process that has nothing to save is ended
 _raised: list[Stopped] = []
@@ -108,6 +109,15 @@ def install_handlers() -> None:
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     _interrupted.set()
     raise KeyboardInterrupt
+
+
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end this process at once: its last message is out, and only Python's exit is left."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+            stream.flush()
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
 
 
 def was_interrupted() -> bool:

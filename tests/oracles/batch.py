@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from varlen.batch.in_python import assemble as assemble
-from varlen.batch.in_python import copy_column as copy_column
-from varlen.batch.in_python import fill_flat_row as fill_flat_row
-from varlen.batch.in_python import mask_labels as mask_labels
-from varlen.batch.in_python import value_range as value_range
+from varlen.batch.in_python import assemble, copy_column, fill_flat_row, mask_labels, value_range  # noqa: F401
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

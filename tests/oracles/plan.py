@@ -9,22 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.oracles.plan_assign import deal as deal
-from tests.oracles.plan_assign import lighten as lighten
-from tests.oracles.plan_assign import regroup as regroup
-from tests.oracles.plan_assign import search as search
-from tests.oracles.plan_compose import arrange as arrange
-from tests.oracles.plan_compose import backward_order as backward_order
-from tests.oracles.plan_compose import backward_waits as backward_waits
-from tests.oracles.plan_compose import composed as composed
-from tests.oracles.plan_compose import composed_ranks as composed_ranks
-from tests.oracles.plan_compose import fill_lightest as fill_lightest
-from tests.oracles.plan_compose import reversed_chains as reversed_chains
-from tests.oracles.plan_compose import task_seconds as task_seconds
-from tests.oracles.plan_compose import to_cut as to_cut
-from tests.oracles.plan_groups import fill as fill
-from tests.oracles.plan_groups import least_work as least_work
-from tests.oracles.plan_groups import share as share
+from tests.oracles.plan_assign import deal, lighten, regroup, search  # noqa: F401 - exported
+from tests.oracles.plan_compose import (  # noqa: F401
+    arrange,
+    backward_order,
+    backward_waits,
+    composed,
+    composed_ranks,
+    fill_lightest,
+    reversed_chains,
+    task_seconds,
+    to_cut,
+)
+from tests.oracles.plan_groups import fill, least_work, share  # noqa: F401
 
 Int32 = NDArray[np.int32]
 Weights = NDArray[Any]

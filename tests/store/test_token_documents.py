@@ -129,7 +129,10 @@ def test_what_cannot_be_read_at_any_place_is_left_to_the_index(tmp_path):
         ({"input_ids": [[1], [2, -3]]}, r"holds the id -3 at token 2"),
         ({"input_ids": [[1], [2]], "labels": [[1], [2, 2]]}, r"row 2 has 1 `input_ids` but 2 `labels`"),
         ({"input_ids": [[1], [2]], "labels": [[1], [3]]}, r"the label 3 for the id 2 at token 1"),
-        ({"input_ids": [[1, 2]], "loss_mask": [[1, 2]]}, r"2 in `loss_mask` at token 1, and it must be 0 or 1"),
+        (
+            {"input_ids": [[1, 2]], "loss_mask": [[1, 2]]},
+            r"2 in `loss_mask` at token 1, and it must be 0 or 1",
+        ),
         ({"input_ids": [[1], [2]], "attention_mask": [[1], [2]]}, r"row 2 holds other than 0 and 1"),
         (
             {"input_ids": [[1], [2, 3, 4]], "attention_mask": [[1], [1, 0, 1]]},

@@ -27,8 +27,6 @@ from tests.support.training import (
     table,
     write_toml,
 )
-from tests.support.training import Notes as Hearer
-from tests.support.training import same_end as require_same_end
 
 from varlen.signals import SCHEDULERS
 from varlen.train.changes import WeightsMark
@@ -41,7 +39,7 @@ NEVER = {"run__checkpoint_every": 0}
 @pytest.fixture(scope="module")
 def whole(store, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "run"
-    train(settings(store, output, **NEVER), Hearer())
+    train(settings(store, output, **NEVER), Notes())
     return output
 
 
@@ -49,6 +47,11 @@ def ended(processes):
     for process in processes:
         process.join(120)
     return [process.exitcode for process in processes]
+
+
+def ran(code, *arguments):
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 CASES = {
@@ -96,7 +99,7 @@ def test_every_rank_saves_one_step_and_says_which_signal_ended_it(store, whole, 
     )
     assert (tmp_path / "run/model").exists() == (codes == [0])
     if ranks == 1:
-        train(settings(store, tmp_path / "run", **NEVER), Hearer())
+        train(settings(store, tmp_path / "run", **NEVER), Notes())
         if moment != "save":
             same_end(whole, tmp_path / "run")
         assert metrics_of(tmp_path / "run") == metrics_of(whole)
@@ -130,9 +133,7 @@ lock.acquire()
 
 
 def test_a_signal_that_a_library_has_lost_or_that_left_a_lock_behind_ends_the_process_all_the_same():
-    done = subprocess.run(
-        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = ran(LOST)
 
     assert "goes on" in done.stdout
     assert done.returncode == 143
@@ -185,17 +186,23 @@ finally:
 
 
 def test_a_thread_that_stands_still_does_not_hold_up_the_end():
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = ran(STUCK)
 
     assert done.stdout == "ends\n"
     assert done.returncode == 143
     assert "stopped by SIGTERM; step 3 is saved" in done.stderr
 
 
+LATE = "import atexit, os; from varlen.cli import app; atexit.register(os.kill, os.getpid(), 2); app.main()"
+
+
+def test_a_ctrl_c_after_the_last_message_ends_the_process_without_another():
+    done = ran(LATE, "--version")
+
+    assert (done.returncode, done.stdout[:7], done.stderr) == (130, "varlen ", "")
+
+
 def look_at(folder):
-    """Begin to hash weights, and say what there is of it."""
     sys.exit(WeightsMark(str(folder), None, None).get())
 
 
@@ -306,7 +313,7 @@ def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(undistu
 
     assert kills >= 4
     assert found, "no kill struck in the midst of a save"
-    require_same_end(undisturbed, tmp_path / "run")
+    same_end(undisturbed, tmp_path / "run")
     assert [name for name in steps_of(tmp_path / "run") if name.startswith(".")] == []
 
 
@@ -335,7 +342,7 @@ def kill_at_random(store, undisturbed, folder, least):
                 break
             assert process.exitcode == -signal.SIGKILL
             kills += 1
-        require_same_end(undisturbed, output)
+        same_end(undisturbed, output)
         number += 1
 
 

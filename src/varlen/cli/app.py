@@ -22,9 +22,18 @@ from varlen.cli.train import train
 from varlen.cli.verify import verify
 from varlen.errors import InputError, MissingExtraError, SettingError, VarlenError
 from varlen.launch import launched
-from varlen.signals import Stopped, end_soon, ignore, install_handlers, last_stopped, mark_reported
+from varlen.signals import (
+    INTERRUPTED,
+    Stopped,
+    end_at_interrupt,
+    end_soon,
+    ignore,
+    install_handlers,
+    last_stopped,
+    mark_reported,
+)
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT = 1, 2
 _Arguments = ParamSpec("_Arguments")
 _endings: list[str] = []
 """Messages with which verbs ended; where there is none, `main` prints one."""
@@ -54,6 +63,7 @@ def main() -> None:
             app()
         finally:
             ignore()
+            end_at_interrupt()
     except (KeyboardInterrupt, SystemExit) as error:  # typer exits with 130 if Ctrl-C comes before a verb
         if isinstance(error, SystemExit) and (error.code != INTERRUPTED or _endings):
             raise

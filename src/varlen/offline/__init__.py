@@ -5,5 +5,5 @@
 
 In: a `Source`. Out: complete folders with a manifest, written atomically. The same command resumes.
 Begin in `index.py` and `pack.py`; `outputs.py` describes how outputs are written. Megatron's files are written by
-`adapters/megatron/packing/offline.py`, through `pack.make_set`.
+`varlen.adapters.megatron.packing`, through `pack.make_set`.
 """

@@ -11,7 +11,7 @@ import numpy as np
 from varlen.errors import SettingError
 from varlen.feed.settings import LoaderSettings
 from varlen.feed.streaming.foreseen import BYTES_A_TOKEN, indexed_packs, streamed_packs
-from varlen.offline.pack import PackSettings, Plan
+from varlen.offline.pack import PackSettings, PartPlans
 from varlen.pack.api import DEFAULT_WORK, lower_bound, pack
 from varlen.pack.score import length_correlation
 from varlen.report.demo import PieceFigures
@@ -577,7 +577,7 @@ class Given:
 def by_pack(given: Given, capacity: int, method: Method, *, is_named: bool = True) -> Packed:
     """Pack as `varlen pack --method` does; with `is_named`, the result has document ids."""
     tokens = BlankTokens(given.lengths, given.parts)
-    plan = Plan(tokens, PackSettings(capacity=capacity, method=method))
+    plan = PartPlans(tokens, PackSettings(capacity=capacity, method=method))
     found = [packing for packing in plan.packings() if packing.num_packs]
     sizes = np.concatenate([np.zeros(0, np.int64), *(np.diff(packing.offsets) for packing in found)])
     first = np.concatenate([[0], np.cumsum(tokens.documents)])

@@ -194,9 +194,7 @@ def test_the_loss_of_dummies_is_masked_and_no_other():
     assert mask_dummies(samples, found, dp_rank=1) == 1
     assert [sample["loss_mask"].sum().item() for sample in samples] == [5.0, 0.0]
     assert mask_dummies([{}, {}], found, dp_rank=0) == 1  # a stage of the pipeline without a loss mask
-    with pytest.raises(
-        SettingError, match="1 micro-batches of rank 0 were given; pass all 2 of one of"
-    ):
+    with pytest.raises(SettingError, match="1 micro-batches of rank 0 were given; pass all 2 of one of"):
         mask_dummies(samples[:1], found, dp_rank=0)
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import traceback
 from contextlib import suppress
-from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,11 @@ def prepare() -> None:
     In all runs, threads that wait for one another sleep instead of spinning, so that CPU seconds count
     work; and Ctrl-C is the parent's to answer. The server imports nothing from the current folder.
     """
-    settings = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update({name: before[name] or value for name, value in settings.items()})
+    before = os.environ.get("OMP_WAIT_POLICY")
+    os.environ["OMP_WAIT_POLICY"] = before or "PASSIVE"
+    starting: Any = util  # whose function both servers call
+    flags = starting._args_from_interpreter_flags
+    starting._args_from_interpreter_flags = lambda: ["-P", *flags()]  # with -E, PYTHONSAFEPATH isn't read
     resource_tracker.ensure_running()  # else the server starts it, and that unblocks the signal again
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits the mask
     try:
@@ -38,9 +40,9 @@ def prepare() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
+        starting._args_from_interpreter_flags = flags
+        if before is None:
+            del os.environ["OMP_WAIT_POLICY"]
 
 
 class Worker:

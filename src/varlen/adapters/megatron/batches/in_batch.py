@@ -371,9 +371,9 @@ def checked_rows(
             if values is None and name not in names:
                 continue
             if not torch.is_tensor(values) or values.shape != tokens.shape:
-                seen = tuple(values.shape) if torch.is_tensor(values) else values
+                what = tuple(values.shape) if torch.is_tensor(values) else values
                 raise DocumentsError(
-                    f"row {number}: {name} must match its {length:,} tokens, as in all rows; got {seen}"
+                    f"row {number}: {name} must match its {length:,} tokens, as in all rows; got {what}"
                 )
         if mask is not None and not bool(mask.to(torch.bool).all()):
             raise DocumentsError(
