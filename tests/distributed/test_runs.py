@@ -113,7 +113,7 @@ def together(store, killed, tmp_path_factory):
     folder = tmp_path_factory.mktemp("together")
     runs = {
         name: table(store, folder / name, **PLAIN, run__parallel=name.partition("_")[0], run__steps=steps)
-        for name, steps in {**({"ddp": 6} if IS_SOAK else {}), "fsdp_2": 2, "fsdp": 6}.items()
+        for name, steps in {"ddp": 6, "fsdp_2": 2, "fsdp": 6}.items()
     }
     again = rewound(killed[0] / "run", 4, folder / "killed")
     going_on = table(store, again, **PLAIN, run__parallel="fsdp")
@@ -129,7 +129,8 @@ def alone(store, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize("parallel", mostly(["fsdp"], ["ddp", "fsdp"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_several_processes_train_what_one_trains(alone, together, parallel):
     one, several = metrics_of(alone), metrics_of(together / parallel)
     ours, theirs = weights_of(alone), weights_of(together / parallel)
@@ -142,6 +143,7 @@ def test_several_processes_train_what_one_trains(alone, together, parallel):
         assert other == step
 
 
+@pytest.mark.soak
 def test_going_on_at_the_same_number_of_processes_ends_with_the_same_bits(together):
     same_end(together / "fsdp", together / "killed")
 
@@ -171,6 +173,7 @@ def test_processes_that_tokenize_on_the_fly_train_what_one_trains(store, tmp_pat
         np.testing.assert_allclose(weights_of(tmp_path / "two")[name].numpy(), value.numpy(), atol=2e-5)
 
 
+@pytest.mark.soak
 def test_whoever_is_left_names_the_rank_that_is_gone(store, tmp_path):
     jobs = {}  # side by side, since most of the time is spent waiting for an answer
     for folder in (tmp_path / "ddp", tmp_path / "fsdp") if IS_SOAK else (tmp_path / "fsdp",):

@@ -50,6 +50,7 @@ def check_against(model: Any, batches: list[Any], loss: list[float], gradients: 
     assert furthest(gradients, gradients_of(model, alone)) < 5e-5
 
 
+@pytest.mark.soak
 def test_the_trainer_s_example_runs_and_goes_on_to_the_same_end(root, tmp_path, capsys):
     whole = run(root, "transformers_trainer", tmp_path / "run")
     for step in (44, 40, 35, 30, 25):
