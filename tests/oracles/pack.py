@@ -8,23 +8,21 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.oracles.pack_fill import fill  # noqa: F401
-from varlen.pack.in_python import (  # noqa: F401  # noqa: F401  # noqa: F401
-    _scramble,
-    audit,
-    batch_bounds,
-    best_fit,
-    best_fit_decreasing,
-    checksum,
-    gather_batches,
-    misplaced,
-    next_fit,
-    order_batches,
-    permutation,
-    rank_packs,
-    renumber,
-    wrapped,
-)
+from tests.oracles.pack_fill import fill as fill
+from varlen.pack.in_python import _scramble as _scramble
+from varlen.pack.in_python import audit as audit
+from varlen.pack.in_python import batch_bounds as batch_bounds
+from varlen.pack.in_python import best_fit as best_fit
+from varlen.pack.in_python import best_fit_decreasing as best_fit_decreasing
+from varlen.pack.in_python import checksum as checksum
+from varlen.pack.in_python import gather_batches as gather_batches
+from varlen.pack.in_python import misplaced as misplaced
+from varlen.pack.in_python import next_fit as next_fit
+from varlen.pack.in_python import order_batches as order_batches
+from varlen.pack.in_python import permutation as permutation
+from varlen.pack.in_python import rank_packs as rank_packs
+from varlen.pack.in_python import renumber as renumber
+from varlen.pack.in_python import wrapped as wrapped
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

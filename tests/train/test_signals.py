@@ -34,6 +34,7 @@ from varlen.train.trainer import agreed, train
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 NEVER = {"run__checkpoint_every": 0}
+ran = partial(subprocess.run, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,6 @@ def ended(processes):
     for process in processes:
         process.join(120)
     return [process.exitcode for process in processes]
-
-
-def ran(code, *arguments):
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 CASES = {
@@ -133,7 +129,7 @@ lock.acquire()
 
 
 def test_a_signal_that_a_library_has_lost_or_that_left_a_lock_behind_ends_the_process_all_the_same():
-    done = ran(LOST)
+    done = ran([sys.executable, "-c", LOST])
 
     assert "goes on" in done.stdout
     assert done.returncode == 143
@@ -186,7 +182,7 @@ finally:
 
 
 def test_a_thread_that_stands_still_does_not_hold_up_the_end():
-    done = ran(STUCK)
+    done = ran([sys.executable, "-c", STUCK])
 
     assert done.stdout == "ends\n"
     assert done.returncode == 143
@@ -197,7 +193,7 @@ LATE = "import atexit, os; from varlen.cli import app; atexit.register(os.kill, 
 
 
 def test_a_ctrl_c_after_the_last_message_ends_the_process_without_another():
-    done = ran(LATE, "--version")
+    done = ran([sys.executable, "-c", LATE, "--version"])
 
     assert (done.returncode, done.stdout[:7], done.stderr) == (130, "varlen ", "")
 
