@@ -403,17 +403,18 @@ def of_values(plain: bytes) -> Iterator[Any]:
             row, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             return with_names([*rows, error])
+        end, at = at, _blank(text, at)
+        odd = (text[at : at + 1] or "?" * bool(bad)) * (text[end : end + 1] != ",")
+        if odd and (odd not in ",]{[" and "\n" not in text[end:at] if isinstance(row, dict) else odd in ":}"):
+            return with_names([*rows, ValueError("an object goes on behind its end")])
         rows.append(row)
-        at = _blank(text, at)
     if bad or is_array:
         rows.append(bad or ValueError("no ]"))
     return with_names(rows)
 
 
 def _blank(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
+    return len(text) - len(text[at:].lstrip(" \t\r\n"))
 
 
 def of_csv(plain: bytes, delimiter: str) -> Iterator[Any]:

@@ -198,18 +198,20 @@ def test_a_million_tasks_a_second_are_simulated():
 def test_a_planner_killed_at_random_moments_answers_every_step_and_leaves_nothing():
     dice, threads = random.Random(0), threading.active_count()
     kills, ahead, struck = set(dice.sample(range(STEPS - 1), KILLS)), 4, False
-    open_before = len(list(Path("/proc/self/fd").iterdir()))
-    function = "tests.support.planner_jobs:one_by_one"
+    open_before, function = (
+        len(list(Path("/proc/self/fd").iterdir())),
+        "tests.support.planner_jobs:one_by_one",
+    )
     with vl.Planner(lambda step: [1 + step % 99, 5], function=function, ahead=ahead) as planner:
         for step in range(STEPS):
             assert planner.take(step).lengths.tolist() == [1 + step % 99, 5]
             # What was asked after a kill is answered by another process, which may be killed in turn.
             if struck:
-                until(lambda known=step + ahead: known in planner._line.answers)
+                until(lambda known=step + ahead: known in planner._process.results)
             time.sleep(dice.random() * 0.002)
             struck = step in kills
             if struck:
-                os.kill(planner._line.process.pid, signal.SIGKILL)
+                os.kill(planner._process.child.pid, signal.SIGKILL)
         assert planner.restarts == KILLS
         assert len(planner._known) <= ahead
     until(lambda: threading.active_count() == threads)
