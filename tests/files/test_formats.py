@@ -219,6 +219,7 @@ def test_a_data_set_saved_by_its_own_library_is_read_and_what_was_cached_in_it_i
         ("a.csv", b'text,text\na,"b\n', "has 2 columns called `text`"),
         ("a.csv", b'text\na\n"\n\n"\n\xff\n', "line 6 is not valid UTF-8 .byte 0xff."),
         ("a.json", b'[{"text": "a"}, {"text": "b"}', "value 3 is missing, and so is the ] of its array"),
+        ("a.json", b'[{"text": "a"}, ', "value 2 is not valid JSON: Expecting value"),
         ("a.json", b'[{"text": "a"}, {"te', "value 2 is not valid JSON: Unterminated string"),
         ("a.json", b'[{"text": "a"}] 5', "goes on after the end of its array"),
         ("a.json", b'[{"text": "a"}, {"text": "\xff"}]', "value 2 is not valid UTF-8 .byte 0xff"),

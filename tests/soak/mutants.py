@@ -229,11 +229,9 @@ def main(first: int, count: int, folder: Path) -> int:
 
 
 BLANKS = b"\xef\xbb\xbf \t\r\n"
-GONE = object()
-"""A record that is no text."""
+GONE = object()  # a record that is no text
 OTHERS = {"input_ids", "messages", "conversations"}
-OTHER = object()
-"""What a splice has made rows of ids or chats."""
+OTHER = object()  # what a splice has made rows of ids or chats
 
 
 def check(source: Source, content: bytes, cut: int) -> str:

@@ -229,7 +229,7 @@ _BEFORE = 256  # characters before a record that are searched for the beginning 
 def next_record(text: str, start: int, key: str, *, is_begun: bool, is_all: bool) -> int | None:
     """Return where to continue after a damaged record, before a comma or at a record; None if unclear."""
     before = _LINE.search(text, max(start - _BEFORE, 0), start)
-    if before is not None and is_begun and before.start() == 0 and text[0] != "\n":
+    if before is not None and is_begun and before.start() == 0 and text[:1] != "\n":
         before = None
     line = None if before is None else _next_line(text, start, before[1])
     limit = len(text) if line is None else line
@@ -250,7 +250,7 @@ def _next_line(text: str, start: int, indent: str) -> int | None:
 
 def _closing(text: str, start: int, stop: int, *, is_all: bool) -> int | None:
     """Return the position after a record's closing bracket, if a record or the end may follow there."""
-    if text[start] not in "{[":
+    if text[start : start + 1] not in ("{", "["):  # the text may end there
         return None
     depth = 0
     for at in islice(_brackets(text, start, stop), _MOST_PARTS):
