@@ -198,10 +198,8 @@ def test_a_million_tasks_a_second_are_simulated():
 def test_a_planner_killed_at_random_moments_answers_every_step_and_leaves_nothing():
     dice, threads = random.Random(0), threading.active_count()
     kills, ahead, struck = set(dice.sample(range(STEPS - 1), KILLS)), 4, False
-    open_before, function = (
-        len(list(Path("/proc/self/fd").iterdir())),
-        "tests.support.planner_jobs:one_by_one",
-    )
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    function = "tests.support.planner_jobs:one_by_one"
     with vl.Planner(lambda step: [1 + step % 99, 5], function=function, ahead=ahead) as planner:
         for step in range(STEPS):
             assert planner.take(step).lengths.tolist() == [1 + step % 99, 5]

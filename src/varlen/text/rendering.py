@@ -182,7 +182,7 @@ class Rendering:
     def _skeleton(self, shape: Any, messages: list[dict[str, Any]], kind: Kind = "joined") -> Skeleton | None:
         """Return the cached skeleton of a shape."""
         template = self._template
-        key = (kind, shape, bool(self._tools), spelled(self._variables, VARIABLES, is_sorted=True))
+        key = (kind, shape, bool(self._tools), spelled(self._variables, VARIABLES))
         if key not in template.skeletons:
             if not template.marks.is_known:
                 self._probe_marks()
