@@ -1,5 +1,6 @@
 """Every format, plain and packed, gives the documents that another writer put in, in parts of any size."""
 
+import base64
 import csv
 import gzip
 import io
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -475,6 +477,25 @@ def test_a_broken_file_among_others_is_skipped_when_files_are_cut(tmp_path):
     assert [fault.split(":")[0] for fault in faults] == [f"{tmp_path / 'b.parquet'} (what is left of it)"]
     with pytest.raises(SourceError, match=r"b\.parquet is not a Parquet file, or is damaged"):
         open_source(tmp_path).parts(100)
+
+
+def test_an_encrypted_column_is_a_fault_and_the_columns_beside_it_are_read(tmp_path):
+    class Keys(encryption.KmsClient):
+        def wrap_key(self, key, name):
+            return base64.b64encode(key)
+
+    settings = encryption.EncryptionConfiguration("f", column_keys={"c": ["text"]}, plaintext_footer=True)
+    factory = encryption.CryptoFactory(lambda _: Keys())
+    keys = factory.file_encryption_properties(encryption.KmsConnectionConfig(), settings)
+    table = pa.table({"text": ["abc"] * 3, "note": ["a", "b", "c"]})
+    pq.write_table(table, tmp_path / "a.parquet", encryption_properties=keys)
+    closed, beside = (
+        open_source(tmp_path, columns={"text": name}, append_eos=False, on_error="skip")
+        for name in table.schema.names
+    )
+
+    assert read_texts(beside, 100) == (["a", "b", "c"], [])
+    assert ["Cannot decrypt" in fault for fault in read_texts(closed, 100)[1]] == [True]
 
 
 def test_a_packed_table_is_one_part_since_each_would_unpack_it_whole(tmp_path):

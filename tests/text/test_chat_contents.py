@@ -296,6 +296,13 @@ def test_json_arguments_and_tools_need_no_second_rendering(monkeypatch):
     assert len(renders) == 1
 
 
+def test_variables_in_another_order_are_other_variables():
+    template = chat_template("{% for n in order %}{{ n }}{% endfor %}" + CHATML.replace("\n", ""))
+    chat, orders = [{"role": "assistant", "content": "."}], ({"a": 1, "b": 1}, {"b": 1, "a": 1})
+    texts = [template.render(chat, variables={"order": order}).text[:2] for order in orders]
+    assert (texts, len(template.skeletons)) == (["ab", "ba"], 2)
+
+
 END, HEAD = "<|im_end|>", "<|im_start|>"
 WORDS = ("Hello", " there", "\n", "  ", "é", "user", "assistant\n")
 MARKS = ("<|im", "_end|>", "|>", "<", END, HEAD, "x<|im_end|>")

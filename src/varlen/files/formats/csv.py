@@ -101,41 +101,38 @@ class _Reader:
             if row is None:
                 return
             if count > 1:
-                if isinstance(row, str) or len(row) != self.width:
+                if isinstance(row, str):
                     row, count = self._cut(row)
-                else:
+                elif len(row) == self.width:
                     self._spans_lines = True
             begins, self._begins = self._begins, self._begins + count
             if row:
                 yield begins, row
 
-    def _cut(self, row: list[str] | str) -> tuple[list[str] | str, int]:
-        """Return the result for a damaged row of several lines, and how many it takes; the rest is parsed again."""
+    def _cut(self, error: str) -> tuple[str, int]:
+        """Return the message for a damaged row of several lines, and how many it takes; the rest is parsed again."""
         lines = list(self._row_lines)
-        is_error = isinstance(row, str)
         # The last line of an error may be damaged too: it holds a misplaced quote.
-        judged = lines[1:-1] if is_error and "end of data" not in row else lines[1:]
-        if self.width and self._are_rows(judged, is_error=is_error):
-            self._again.extendleft(reversed(lines[1:]))
-            self._rows = self._reader(self._replayed())
-            return (row if isinstance(row, str) else "is not valid CSV: a quote is open at its end"), 1
-        if not isinstance(row, str):
-            return row, len(lines)
+        judged = lines[1:] if "end of data" in error else lines[1:-1]
         self._rows = self._reader(self._replayed())
+        if self.width and self._are_rows(judged):
+            self._again.extendleft(reversed(lines[1:]))
+            return error, 1
         size = sum(len(line.encode("utf-8", "surrogateescape")) for line in lines)
-        why = f"{row} (a quote is open over {len(lines):,} lines)"
+        why = f"{error} (a quote is open over {len(lines):,} lines)"
         return Lost.of(why, Losses(num_bytes=size)), len(lines)
 
-    def _are_rows(self, lines: Sequence[str], *, is_error: bool) -> bool:
+    def _are_rows(self, lines: Sequence[str]) -> bool:
         """Whether the lines consumed by an open quote are rows by themselves, judged by the first ones."""
         if self.width == 1:  # any line is a row
-            return is_error and not self._spans_lines
+            return not self._spans_lines
         judged = lines[:_JUDGED]
-        sound = sum(self._is_row(line) for line in judged)
-        return sound * 2 > len(judged) - (not judged) and (is_error or sound == len(judged))
+        return sum(map(self._is_row, judged)) * 2 > len(judged) - (not judged)
 
     def _is_row(self, line: str) -> bool:
         """Whether a line by itself is a row of as many fields as the others."""
+        if line.count('"') % 2:  # it holds the quote that another line opens, or opens one
+            return False
         try:
             return len(next(csv.reader([line], delimiter=self._delimiter, strict=True), [])) == self.width
         except csv.Error:

@@ -9,6 +9,7 @@ if each value were the longest. Where single rows could be too long by that boun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -94,10 +95,9 @@ def batches(
     table: Any, stored: BinaryIO, wanted: list[str], columns: Sequence[Column], group: int
 ) -> Iterator[Any | TooLarge]:
     """Yield the rows of a row group, a few megabytes at a time."""
-    shape = table.metadata.row_group(group)
-    if shape.num_rows == 0:
+    if table.metadata.row_group(group).num_rows == 0:
         return
-    leaves = _leaves(shape, columns)
+    leaves = _leaves(table, group, columns)
     limit = _limit(table, stored, group, leaves)
     if limit is None:
         yield from _by_dictionaries(table, stored, group, wanted, leaves)
@@ -111,25 +111,36 @@ def sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int]:
     Deterministic for a file. Of the row groups whose metadata allows a much larger size, the first, the middle and
     the last are decoded, and all of them if one decodes to more.
     """
-    columns, metadata = columns_of(table, wanted), table.metadata
-    leaves = [_leaves(metadata.row_group(group), columns) for group in range(metadata.num_row_groups)]
+    columns = columns_of(table, wanted)
+    leaves: list[list[_Leaf]] = []
+    for group in range(table.num_row_groups):
+        with _reported_by_reading():
+            leaves.append([])
+            leaves[group] = _leaves(table, group, columns)
     described = [_described(some) for some in leaves]
     doubtful = [group for group, some in enumerate(leaves) if any(map(_is_doubtful, some))]
 
     def look(groups: Sequence[int]) -> dict[int, int]:
         decoded = {}
         for group in groups:
-            try:
+            with _reported_by_reading():
                 decoded[group] = _decoded_bytes(table, stored, group, leaves[group])
-            except Exception as error:  # reading reports it
-                if not is_damage(error):
-                    raise
         return {group: size for group, size in decoded.items() if size > _AMPLIFIED * described[group]}
 
     decoded = look(sorted({doubtful[index] for index in (0, len(doubtful) // 2, -1)}) if doubtful else [])
     if decoded:
         decoded |= look([group for group in doubtful if group not in decoded])
     return [decoded.get(group, size) for group, size in enumerate(described)]
+
+
+@contextmanager
+def _reported_by_reading() -> Iterator[None]:
+    """Ignore damage."""
+    try:
+        yield
+    except Exception as error:
+        if not is_damage(error):
+            raise
 
 
 def _described(leaves: Sequence[_Leaf]) -> int:
@@ -193,11 +204,21 @@ def columns_of(table: Any, wanted: Sequence[str]) -> list[Column]:
     return columns
 
 
-def _leaves(shape: Any, columns: Sequence[Column]) -> list[_Leaf]:
+def column_chunks(table: Any, group: int, indices: Sequence[int]) -> list[Any]:
+    """Return the metadata of a row group's columns, by index of the leaf column.
+
+    Raises what reading the columns raises where the metadata is damaged, or encrypted.
+    """
+    # `column()` ends the process where the metadata is damaged. To read no row checks it, and decodes nothing.
+    list(table.reader.iter_batches(0, row_groups=[group], column_indices=indices, use_threads=False))
+    shape = table.metadata.row_group(group)
+    return [shape.column(index) for index in indices]
+
+
+def _leaves(table: Any, group: int, columns: Sequence[Column]) -> list[_Leaf]:
     """Describe the leaf columns of a row group."""
     leaves = []
-    for column in columns:
-        chunk = shape.column(column.index)
+    for column, chunk in zip(columns, column_chunks(table, group, [column.index for column in columns])):
         encodings, begin, stored = chunk.encodings, chunk.data_page_offset, chunk.total_compressed_size
         at = chunk.dictionary_page_offset if chunk.has_dictionary_page else None
         if at is None and ("RLE_DICTIONARY" in encodings or "PLAIN_DICTIONARY" in encodings):

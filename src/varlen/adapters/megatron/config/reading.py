@@ -425,8 +425,7 @@ def _counted(tree: Mapping[str, Any]) -> int | None:
 
 # A configuration in whichever form it comes: YAML, a mapping, objects with attributes, or argparse's namespace.
 
-MISSING = "???"
-"""What OmegaConf and Hydra write where a value must still be given."""
+MISSING = "???"  # what OmegaConf and Hydra write where a value must still be given
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _LONGEST_CHAIN = 16
 """References that are followed one after the other; more are taken to go round."""

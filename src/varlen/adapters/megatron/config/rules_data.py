@@ -25,8 +25,7 @@ from varlen.adapters.megatron.config.settings import (
 )
 
 VALUE_ERROR = "Megatron-Bridge stops with a ValueError"
-USUAL_PACK = 4096
-"""Tokens of a pack, offered where no length is given."""
+USUAL_PACK = 4096  # tokens of a pack, offered where no length is given
 TEXT = ("GPTSFTDatasetConfig", "FinetuningDatasetConfig")
 LOADER, BUFFER = "dataset.dataloader_type", "dataset.packing_buffer_size"
 MICRO, GLOBAL = "train.micro_batch_size", "train.global_batch_size"

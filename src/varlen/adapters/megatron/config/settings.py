@@ -102,11 +102,9 @@ CONTAINERS: dict[str, str] = {
 }
 """What holds settings, and under which name they are known."""
 
-RENAMED = {"dataset.sequence_length": "dataset.seq_length"}
-"""A second name that Megatron Core has for a setting."""
+RENAMED = {"dataset.sequence_length": "dataset.seq_length"}  # Megatron Core's second name
 
-SECTIONS = ("model", "train", "dataset")
-"""A configuration of Megatron-Bridge has one of these at least."""
+SECTIONS = ("model", "train", "dataset")  # a configuration of Megatron-Bridge has one of these at least
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     **{name: (f"model.{name}",) for name in _MODEL if name not in ("seq_length", "hf_model_id")},

@@ -35,6 +35,7 @@ from varlen.adapters.megatron.files.writer import PackedWriter, write_dicts
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.documents.pretokenized import flat_column
 from varlen.errors import DocumentsError, SettingError, SourceError, VarlenError, described
+from varlen.files.formats.row_groups import column_chunks
 from varlen.files.ours import disk_faults
 from varlen.files.rows import listed
 from varlen.files.token_tables import list_column
@@ -42,8 +43,7 @@ from varlen.types import IntArray
 
 _KEPT_BYTES = 256 << 20
 _BATCH_TOKENS = 1 << 20
-_MOST_OPEN = 64
-"""Files held open at a time, of as many as there are."""
+_MOST_OPEN = 64  # files at a time
 
 
 class PackedParquet(PackedReader):
@@ -120,9 +120,9 @@ class PackedParquet(PackedReader):
             with _faults(path):
                 file = self._ready(number)
             with file:
-                batches = file.iter_batches(
-                    _rows_at_a_time(file.metadata), columns=self._columns(number), use_threads=False
-                )
+                with _faults(path):
+                    rows = _rows_at_a_time(file)
+                batches = file.iter_batches(rows, columns=self._columns(number), use_threads=False)
                 while True:
                     with _faults(path):
                         batch = next(batches, None)
@@ -165,9 +165,8 @@ class PackedParquet(PackedReader):
             first_group = int(self._file_groups[number])
             path = self.paths[number]
             with _faults(path):
-                table = self._opened(number).read_row_group(
-                    group - first_group, columns=self._columns(number), use_threads=False
-                )
+                read = self._opened(number).read_row_group
+                table = read(group - first_group, columns=self._columns(number), use_threads=False)
                 batch = table.combine_chunks().to_batches()[0]
             first = int(self._bounds[group] - self._bounds[first_group])
             rows = self._with_lengths_of_any(_decoded(batch, path, first))
@@ -260,20 +259,24 @@ def _described(path: str, *, masks: bool = True) -> tuple[Any, list[str]]:
 
 def most_tokens_at_once(path: str | Path) -> int:
     """Return how many tokens must be decoded at worst to read one row; 0 where every row group is one row."""
+    import pyarrow.parquet as pq
+
     metadata, _ = _described(str(path))
-    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    return max((_values_in(group) for group in groups if group.num_rows > 1), default=0)
+    groups = [g for g in range(metadata.num_row_groups) if metadata.row_group(g).num_rows > 1]
+    with _faults(str(path)), pq.ParquetFile(path, metadata=metadata) as file:
+        return max((_values_in(file, group) for group in groups), default=0)
 
 
-def _values_in(group: Any) -> int:
-    columns = [group.column(number) for number in range(group.num_columns)]
+def _values_in(file: Any, group: int) -> int:
+    columns = column_chunks(file, group, range(file.metadata.num_columns))
     return sum(one.num_values for one in columns if one.path_in_schema.startswith(f"{COLUMNS[0]}."))
 
 
-def _rows_at_a_time(metadata: Any) -> int:
+def _rows_at_a_time(file: Any) -> int:
     """Return how many rows of a file to decode at once when all are read in order."""
-    groups = [metadata.row_group(group) for group in range(min(metadata.num_row_groups, 8))]
-    rows, values = sum(group.num_rows for group in groups), sum(map(_values_in, groups))
+    groups = range(min(file.num_row_groups, 8))
+    rows = sum(file.metadata.row_group(group).num_rows for group in groups)
+    values = sum(_values_in(file, group) for group in groups)
     return max(1, _BATCH_TOKENS * max(int(rows), 1) // max(values, 1))
 
 
