@@ -135,7 +135,7 @@ def sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int]:
 
 @contextmanager
 def _reported_by_reading() -> Iterator[None]:
-    """Ignore damage."""
+    """Pass over damage, which is a fault once the rows are read."""
     try:
         yield
     except Exception as error:

@@ -268,8 +268,9 @@ def most_tokens_at_once(path: str | Path) -> int:
 
 
 def _values_in(file: Any, group: int) -> int:
-    columns = column_chunks(file, group, range(file.metadata.num_columns))
-    return sum(one.num_values for one in columns if one.path_in_schema.startswith(f"{COLUMNS[0]}."))
+    paths = [file.schema.column(index).path for index in range(len(file.schema))]
+    wanted = [index for index, path in enumerate(paths) if path.startswith(f"{COLUMNS[0]}.")]
+    return sum(chunk.num_values for chunk in column_chunks(file, group, wanted))
 
 
 def _rows_at_a_time(file: Any) -> int:
