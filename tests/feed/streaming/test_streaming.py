@@ -73,7 +73,6 @@ def test_every_state_gives_the_rest_twice_after_json(tmp_path):
 
 def test_a_state_where_training_has_ended_gives_nothing(source):
     last = run(feed_of(source, lanes=2, size=4, micro=2))[-1].state
-
     assert run(feed_of(source, lanes=2, size=4, micro=2), saved(last)) == []
 
 
@@ -92,7 +91,6 @@ def test_every_world_size_takes_the_same_set_of_packs_at_each_step(source, ranks
     middle = [one.state for one in alone if one.state.micro_batch == 0][len(alone) // 30]
     for state in (FeedState(), middle):
         made = side_by_side(source, ranks, state, meets, lanes=6, size=12, micro=2)
-
         assert len({len(of_rank) for of_rank in made}) == 1
         assert steps([one for of_rank in made for one in of_rank]) == {
             step: packs for step, packs in steps(alone).items() if step >= state.step
@@ -283,7 +281,11 @@ def test_any_documents_and_settings_come_out_whole_and_resume_anywhere(
             run(feed)
         return
     made = run(feed)
-    assert documents(made) == expected
+    found, wanted = Counter(documents(made)), Counter(expected)
+    cut, whole = (sorted(map(len, each.elements())) for each in (found - wanted, wanted - found))
+    # A step of two packs with a piece of one token each has no target, and is left out.
+    assert len(whole) <= (2 if method == "wrapped" else 0)
+    assert whole == [length + 4 for length in cut]
     taken = seed * len(made) // 10
     state = FeedState() if taken == 0 else saved(made[taken - 1].state)
     assert [content(one) for one in run(feed, state)] == [content(one) for one in made[taken:]]
