@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.distances import assert_same
 from tests.support.rarely import examples
 from tests.support.sliced import SIZES, take_gradients, tiny, tokens_of, uncut
 from tests.support.sliced import one_gpu_plan as plan_of_slices
@@ -53,12 +54,6 @@ def one_by_one(model: Any, batch: vl.PackedBatch, weighting: Any = "token") -> t
     return total.item(), take_gradients(model), means
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm() + 1e-15, name
-
-
 @given(
     st.lists(st.integers(2, 90), min_size=1, max_size=8),
     st.integers(1, 64),
@@ -93,8 +88,7 @@ def test_documents_may_weigh_alike(weighting):
     stats = vl.SliceEngine(model, 16, weighting=weighting).step(batch)
 
     assert stats.loss == pytest.approx(loss, rel=1e-6)  # weights are float32
-    for name, gradient in take_gradients(model).items():
-        assert (gradient - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
+    assert_same(take_gradients(model), wanted, most=1e-6)
 
 
 def test_batches_of_a_step_add_up():
@@ -403,8 +397,7 @@ def test_adapters_within_layers_and_copies_of_the_ends_learn_as_in_the_uncut_mod
     assert run.loss == pytest.approx(loss, rel=1e-12)
     assert sorted(found) == sorted(wanted)
     assert len(found) == 3
-    for name, gradient in found.items():
-        assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm(), name
+    assert_same(found, wanted)
 
 
 def test_what_does_not_learn_and_hooks_that_are_run_are_no_reason_to_refuse():

@@ -10,6 +10,7 @@ from benchmarks.plan.accuracy import LENGTHS, TARGET_BYTES, cases, predicted_byt
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.runtime.tiny_families import EXPERTS
+from tests.support.distances import assert_same
 from tests.support.rarely import examples
 from tests.support.sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
 
@@ -37,14 +38,6 @@ MODELS = {
 }
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        # Of two tokens only the first learns, and what its query gets is rounding around 0.
-        difference, norm = (gradient - wanted[name]).norm(), wanted[name].norm()
-        assert difference <= 1e-12 * norm + 1e-15, f"{name}: {difference} of {norm}"
-
-
 def check(model: Any, lengths: list[int], plan: Any) -> None:
     tokens = tokens_of(lengths)
     loss, wanted = uncut(model, tokens, lengths)
@@ -52,7 +45,7 @@ def check(model: Any, lengths: list[int], plan: Any) -> None:
     run = run_step(model, tokens, plan)
 
     assert run.loss == pytest.approx(loss, rel=1e-12)
-    assert_equal(take_gradients(model), wanted)
+    assert_same(take_gradients(model), wanted)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -130,7 +123,7 @@ def test_gradients_are_added_to_those_already_there():
     run_step(model, tokens, plan)
     run_step(model, tokens, plan)
 
-    assert_equal(take_gradients(model), {name: 2 * gradient for name, gradient in once.items()})
+    assert_same(take_gradients(model), {name: 2 * gradient for name, gradient in once.items()})
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -280,10 +273,7 @@ def test_every_rank_and_stage_does_its_part(case):
 
     assert run.loss == pytest.approx(loss, rel=1e-12)
     assert sum(len(place.kinds) for place in run.task_runs) == len(plan.tasks)
-    found = take_gradients(model)
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm(), name
+    assert_same(take_gradients(model), wanted)
 
 
 def test_stages_that_wait_for_each_other_are_told():
@@ -318,7 +308,7 @@ def test_a_step_with_weight_gradients_apart_has_the_gradients_of_the_uncut_model
 
     assert run.loss == pytest.approx(loss, rel=1e-12)
     assert run.task_runs[0].kinds.tolist() == tasks
-    assert_equal(take_gradients(model), wanted)
+    assert_same(take_gradients(model), wanted)
 
 
 @given(placed_cases())
@@ -332,7 +322,7 @@ def test_every_rank_and_stage_of_a_zero_bubble_plan_does_its_part(case):
 
     run_step(model, tokens, plan)
 
-    assert_equal(take_gradients(model), wanted)
+    assert_same(take_gradients(model), wanted)
 
 
 def test_the_planner_makes_such_plans():

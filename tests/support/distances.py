@@ -27,6 +27,11 @@ def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return largest(float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(least)) for n in found)
 
 
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], most: float = EXACT) -> None:
+    assert found.keys() == wanted.keys()
+    assert furthest(found, wanted) <= most
+
+
 @dataclass
 class Distances:
     """How far several processes are from one, as the largest relative difference of each kind."""

@@ -21,7 +21,7 @@ from tests.runtime.side_by_side import (
     run_side_by_side,
 )
 from tests.runtime.tiny_families import Wide, family
-from tests.support.distances import largest
+from tests.support.distances import assert_same, largest
 from tests.support.kernel_stand_ins import KERNELS
 from tests.support.random_plans import random_plan
 from tests.support.ranks import as_ranks
@@ -128,9 +128,7 @@ def check(model: Any, plan: StepPlan) -> Any:
     assert sides.loss == pytest.approx(loss, rel=1e-12)
     weight = 1 / sum(max(length - 1, 0) for length in lengths)
     assert sides.token_losses.sum().item() * weight == pytest.approx(loss, rel=1e-12)
-    assert sides.gradients.keys() == wanted.keys()
-    for name, gradient in sides.gradients.items():
-        assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm() + 1e-15, name
+    assert_same(sides.gradients, wanted)
     return sides
 
 
