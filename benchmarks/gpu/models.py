@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import varlen as vl
 from varlen.runtime.clock import TrackedBytes, bytes_meter
+from varlen.runtime.main_grads import gradient
 
 
 def llama_sizes(
@@ -46,6 +47,7 @@ def llama(sizes: dict[str, int], device: torch.device, dtype: torch.dtype = torc
         model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
+        gradient(parameter)
     return model
 
 

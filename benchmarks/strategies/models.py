@@ -90,4 +90,4 @@ def bare(model: Any) -> Any:
 def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Return AdamW without decay, which every strategy trains with."""
     settings = OptimizerSettings(learning_rate=learning_rate, weight_decay=0.0)
-    return step.make_optimizer(model, settings, torch.device("cpu"))
+    return step.make_optimizer(model.parameters(), settings, torch.device("cpu"))

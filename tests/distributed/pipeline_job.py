@@ -43,6 +43,7 @@ def plans(*paths: str) -> None:
         "sharded": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n]) for n in HELD[WORLD]],
         "shared": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n], shares=True) for n in SHARED[WORLD]],
         "half": [sharded.run_half(RANK, WORLD)],
+        "masters": [sharded.run_masters(RANK, WORLD, *way) for way in sharded.MASTERS],
         "frozen": [sharded.run_frozen(RANK, WORLD)],
         "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
     }

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import varlen as vl
 from varlen.errors import ModelError, SettingError
 from varlen.runtime.decoder import DecoderParts
+from varlen.runtime.main_grads import local
 from varlen.runtime.mesh.fsdp import Shards
 from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import Elsewhere, cut_to_stage
@@ -139,3 +140,33 @@ def tied_apart(rank: int, world: int) -> str:
     ):
         engine.step(batch_of(plan), plan)
     return str(refused.value)
+
+
+MASTERS = [("optimizer", torch.float64), ("none", torch.float64), ("optimizer", torch.bfloat16)]
+
+
+def run_masters(rank: int, world: int, sharding: Any, dtype: torch.dtype) -> dict[str, float]:
+    """Train the masters of a stage, divided among its replicas or not, and those of one process beside them."""
+    mesh = vl.Mesh(dp=2, pp=world // 2, sharding=sharding)
+    model, whole = (tiny("llama", dtype, num_hidden_layers=4, tie_word_embeddings=True) for _ in range(2))
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
+        engines = (engine, vl.SliceEngine(whole, 8))
+        optimizers = [torch.optim.AdamW(one.master_parameters(), lr=1e-2, eps=1e-6) for one in engines]
+        norms = 0.0
+        for step in range(3):
+            plan = runnable(plan_of(step, mesh))
+            batch = batch_of(plan, step)
+            engine.step(batch, plan)
+            engines[1].step(batch)
+            norm, wanted = (one.clip_grad_norm_(0.1) for one in engines)
+            norms = max(norms, abs(norm - wanted) / wanted)
+            for each, optimizer in zip(engines, optimizers):
+                optimizer.step()
+                each.publish()
+                optimizer.zero_grad()
+        found, weights = dict(model.named_parameters()), dict(whole.named_parameters())
+        weights["lm_head.weight"] = whole.lm_head.weight
+        held = sum(local(master).numel() for master in engine.master_parameters())
+        share = held / sum(p.numel() for p in found.values())
+        far = furthest(found, {name: weights[name] for name in found})
+    return {"norms": norms, "weights": far, "share": share}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.distributed.sharded import MASTERS
 from tests.support.distances import EXACT, Distances, furthest
 from tests.support.pipelines import DISTANCES, JOB, LIBRARIES, planned
 from tests.support.ranks import as_ranks
@@ -149,6 +150,15 @@ def test_half_precision_goes_between_stages_and_gradients_stay_wide(two, four):
     for one in both("half", two, four):
         assert 1e-4 < one["half"] < 0.03
         assert one["dtypes"] == ["torch.float32"]
+
+
+def test_masters_train_as_those_of_one_process_whether_ranks_divide_them_or_not(two, four):
+    for rank in (*two, *four):
+        for (sharding, dtype), one in zip(MASTERS, rank["masters"]):
+            is_exact = dtype == torch.float64
+            assert one["norms"] < (1e-9 if is_exact else 0.02)
+            assert one["weights"] < (1e-8 if is_exact else 0.01)
+            assert abs(one["share"] - (0.5 if sharding == "optimizer" else 1)) < 0.02
 
 
 def test_neighbours_of_a_stage_have_groups_of_their_own(four):

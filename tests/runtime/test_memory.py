@@ -21,7 +21,7 @@ from tests.runtime.side_by_side import PATIENCE_S, Table, ThreadPeers, in_thread
 from tests.runtime.tiny_families import EXPERTS
 from tests.support.distances import assert_same
 from tests.support.rarely import mostly
-from tests.support.sliced import Slice, take_gradients, tiny, tokens_of, uncut
+from tests.support.sliced import Slice, take_gradients, tiny, tokens_of, uncut, with_gradients
 from tests.support.sliced import one_gpu_plan as plan_of_slices
 from tests.support.step_plans import equal_plan, zero_bubble
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -194,8 +194,7 @@ WIDE = {
 )
 def test_peaks_of_long_documents_are_what_the_cost_model_says(saved, offload):
     model, length = tiny("llama", torch.bfloat16, **WIDE), 2048
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    with_gradients(model)
     plan, tokens = one_gpu_plan(np.array([length], np.int32), 64, offload=offload), tokens_of([length])
 
     with bytes_meter(torch.device("cpu")) as meter:
@@ -296,8 +295,7 @@ def test_a_task_without_memory_is_named_with_its_documents_and_the_rows_that_run
 
 def peak_of(model: Any, recompute: Any) -> int:
     """The most bytes alive at once while one document runs as one slice."""
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    with_gradients(model)
     with TrackedBytes() as free:
         run = run_step(model, tokens_of([LENGTH]), one_slice(LENGTH, recompute), meter=free)
     return int(run.task_runs[0].peak_bytes.max())
@@ -594,8 +592,8 @@ def measured(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
         for stage in range(mesh.pp)
     }
     models = [copy.deepcopy(model) for _ in range(mesh.dp * mesh.pp)]
-    for parameter in (p for each in models for p in each.parameters()):
-        parameter.grad = torch.zeros_like(parameter)
+    for each in models:
+        with_gradients(each)
     pipes: dict[Any, Pipe] = defaultdict(Pipe)
     guard, peaks = threading.Lock(), np.zeros((mesh.dp, mesh.pp))
     TOLD.clear()

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from tests.runtime.tiny_families import EXPERTS
 from tests.support.distances import assert_same
 from tests.support.rarely import examples
-from tests.support.sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
+from tests.support.sliced import (
+    Slice,
+    one_gpu_plan,
+    plans,
+    take_gradients,
+    tiny,
+    tokens_of,
+    uncut,
+    with_gradients,
+)
 
 import varlen as vl
 from varlen.cost.shape import ModelShape
@@ -201,8 +210,7 @@ def test_slices_out_of_turn_are_refused_and_never_run_wrong(forward, is_backward
 def test_peak_memory_is_what_the_cost_model_says(case):
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 2}
     model, tokens = tiny("llama", torch.bfloat16, head_dim=16, **sizes), tokens_of(LENGTHS)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    with_gradients(model)
 
     with bytes_meter(torch.device("cpu")) as meter:
         run = run_step(model, tokens, case.plan, meter=meter)
@@ -343,8 +351,7 @@ def test_weights_have_no_gradient_before_their_task_and_norms_do():
 
 def test_what_waits_is_kept_until_its_task_and_no_longer():
     model, tokens = tiny("llama", torch.float32), tokens_of([200])
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    with_gradients(model)
     plan = one_gpu_plan([200], [[(0, 0, 200)]], tasks=[FORWARD, BACKWARD, WEIGHT], splits_backward=True)
 
     with bytes_meter(tokens.device) as meter:

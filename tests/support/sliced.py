@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from varlen.runtime.main_grads import gradient, is_narrow
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
 
 Slice = tuple[int, int, int]
@@ -28,6 +29,15 @@ def tiny(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> An
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **settings})
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def with_gradients(model: Any) -> Any:
+    """The model, with gradients of zeros, as an earlier batch leaves them."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        if is_narrow(parameter):
+            gradient(parameter)
+    return model
 
 
 def micropacks(steps: Sequence[Sequence[Slice]]) -> MicroPacks:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from benchmarks.plan.accuracy import LENGTHS as CASES
 from benchmarks.plan.accuracy import cases, predicted_bytes
 from tests.support.rarely import IS_SOAK, mostly
-from tests.support.sliced import tiny, tokens_of
+from tests.support.sliced import tiny, tokens_of, with_gradients
 from tests.support.training import (
     EVEN,
     LLAMA,
@@ -36,10 +35,9 @@ from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.step import run_step
 from varlen.train import affordable as affordable_module
-from varlen.train import plans as planned_module
 from varlen.train import plans as pricing
 from varlen.train.affordable import affordable
-from varlen.train.plans import AUTOCAST, WIDE, with_wide_rows
+from varlen.train.plans import WIDE, with_wide_rows
 from varlen.train.trainer import train
 
 STEPS = 200 if IS_SOAK else 60
@@ -408,33 +406,28 @@ def test_rows_of_more_bytes_leave_less_room_for_them():
     mesh = vl.Mesh(dp=2, pp=2, sharding="none")
     state = BIG.memory(mesh).state_bytes
 
-    wide = with_wide_rows(BIG, mesh, WIDE).memory(mesh)
+    wide = with_wide_rows(BIG, mesh).memory(mesh)
 
     assert state.min() < state.max()
     assert wide.limit_bytes - state.min() == pytest.approx((1e12 - state.min()) / 2)
-    assert with_wide_rows(BIG, mesh, 1.0) is BIG
     latency_s, row_s = BIG.send_s(mesh)
-    assert with_wide_rows(BIG, mesh, WIDE).send_s(mesh) == pytest.approx((latency_s, 2 * row_s))
-    assert with_wide_rows(BIG, mesh, AUTOCAST).send_s(mesh) == (latency_s, row_s)
+    assert with_wide_rows(BIG, mesh).send_s(mesh) == pytest.approx((latency_s, 2 * row_s))
     full = BIG.replace(memory_fraction=1e-3)
-    assert with_wide_rows(full, mesh, WIDE) is full
+    assert with_wide_rows(full, mesh) is full
 
 
 @pytest.mark.parametrize(
-    ("precision", "times"), [({}, WIDE), (BF16, AUTOCAST), (BF16 | {"run__parallel": "fsdp"}, 1.0)]
+    ("precision", "seen"), [({}, ["float32"]), (BF16, []), (BF16 | {"run__parallel": "fsdp"}, [])]
 )
-def test_plans_know_how_wide_rows_are(store, hardware, tmp_path, monkeypatch, precision, times):
-    seen, inner = [], planned_module.with_wide_rows
-
-    def noted(cost, mesh, times):
-        seen.append(times)
-        return inner(cost, mesh, times)
-
-    monkeypatch.setattr(planned_module, "with_wide_rows", noted)
+def test_plans_know_how_wide_rows_are(store, hardware, tmp_path, monkeypatch, precision, seen):
+    found, inner = [], pricing.with_wide_rows
+    monkeypatch.setattr(
+        pricing, "with_wide_rows", lambda cost, mesh: found.append(cost.states) or inner(cost, mesh)
+    )
 
     run(store, tmp_path / "run", priced(hardware), **precision, run__steps=1)
 
-    assert seen == [times]
+    assert found == seen
 
 
 @pytest.mark.soak
@@ -442,13 +435,11 @@ def test_plans_know_how_wide_rows_are(store, hardware, tmp_path, monkeypatch, pr
 def test_rows_take_no_more_bytes_than_plans_leave_them(number):
     case = cases()[number]
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 8}
-    model, tokens = tiny("llama", torch.float32, **sizes), tokens_of(CASES)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    counted = predicted_bytes(vl.ModelShape.from_config(model.config), case.plan)
-
-    for autocast, times in ((nullcontext(), WIDE), (torch.autocast("cpu", torch.bfloat16), AUTOCAST)):
-        with bytes_meter(torch.device("cpu")) as meter, autocast:
+    for dtype, times in ((torch.float32, WIDE), (torch.bfloat16, 1.0)):
+        model, tokens = tiny("llama", dtype, **sizes), tokens_of(CASES)
+        with_gradients(model)
+        counted = predicted_bytes(vl.ModelShape.from_config(model.config), case.plan)
+        with bytes_meter(torch.device("cpu")) as meter:
             step = run_step(model, tokens, case.plan, meter=meter)
 
         assert 0.7 * times < step.task_runs[0].peak_bytes.max() / counted < times

@@ -57,15 +57,32 @@ class Memory:
                 value.flags.writeable = False
 
 
-def bytes_per_parameter(mesh: Mesh) -> float:
-    """Return bytes of a parameter's states on one GPU.
+States = Literal["masters", "weights", "float32"]
+"""What an optimizer updates: float32 masters of half-precision weights, half-precision weights, or float32 weights."""
 
-    18: a bf16 parameter, a float32 gradient, and Adam's master copy and two moments in float32. Sharded states
-    (12) are divided among the GPUs that hold equal parameters, dp x cp (ZeRO; Rajbhandari et al. 2019,
-    arXiv 1910.02054); with sharding="parameters" everything is.
+_STATE_BYTES: Final[dict[States, tuple[float, float]]] = {
+    "masters": (6.0, 12.0),
+    "weights": (8.0, 4.0),
+    "float32": (8.0, 8.0),
+}
+"""Bytes of a parameter: of the weight and its gradients (of narrow weights `main_grad` in float32, and `.grad` where the
+optimizer updates them), and of the masters and Adam's two moments."""
+
+
+def bytes_per_parameter(mesh: Mesh, states: States = "masters") -> float:
+    """Return bytes of a parameter's states on one GPU, with Adam.
+
+    With sharding="optimizer", GPUs that hold equal parameters, dp x cp, divide what the optimizer holds (ZeRO;
+    Rajbhandari et al. 2019, arXiv 1910.02054): the masters of narrow weights, or those of float32 weights, which then
+    have masters too. With sharding="parameters" they divide everything.
     """
+    weight, optimizer = _STATE_BYTES[states]
     shards = mesh.dp * mesh.cp
-    return {"none": 18.0, "optimizer": 6.0 + 12.0 / shards, "parameters": 18.0 / shards}[mesh.sharding]
+    if mesh.sharding == "parameters":
+        return (weight + optimizer) / shards
+    if mesh.sharding == "none" or states == "weights":
+        return weight + optimizer
+    return weight + (optimizer + 4.0 * (states == "float32")) / shards
 
 
 def layers_again(layers: FloatArray, share: float) -> FloatArray:
@@ -84,6 +101,7 @@ def memory_of(
     limit_bytes: float,
     kernels: Kernels = "fused",
     *,
+    states: States = "masters",
     recompute_share: float = 1.0,
     saved: Saved = "layers",
     splits_backward: bool = False,
@@ -95,8 +113,7 @@ def memory_of(
       `recompute_share` below 1, this share of a chunk's layers recomputes fully, and the others selectively.
     - While a layer's backward pass runs, gradients of its widest activations exist too.
     - With kernels="eager", layers store more, and temporaries are those of transformers; logits exist only in
-    backward
-      tasks, and are freed before the first layer's backward pass.
+      backward tasks, and are freed before the first layer's backward pass.
     - Keys and values of a whole document are allocated at its first slice.
     - With offload="kv", keys, values and their gradients of `LAYERS_ON_DEVICE` layers of running documents are on the
       GPU, and all others in host memory.
@@ -131,7 +148,7 @@ def memory_of(
     back_left[:, OWN], back_left[:, RETURNED] = apart * splits_backward - (held - inputs), -inputs
     back_left[:, OPENED], back_left[:, CLOSED] = gradient, -gradient
     return Memory(
-        state_bytes=_state_bytes(model, mesh, stages, kernels),
+        state_bytes=_state_bytes(model, mesh, stages, kernels, states),
         held_bytes=held,
         gradient_bytes=gradient,
         near_bytes=LAYERS_ON_DEVICE * chunks.far,
@@ -157,16 +174,18 @@ def _inputs(
     return near, made
 
 
-def _state_bytes(model: ModelShape, mesh: Mesh, stages: Stages, kernels: Kernels) -> FloatArray:
+def _state_bytes(
+    model: ModelShape, mesh: Mesh, stages: Stages, kernels: Kernels, states: States
+) -> FloatArray:
     """Return the bytes of states of each stage, float64 `[pp]`."""
-    chunks = chunk_parameters(model, stages) / mesh.tp * bytes_per_parameter(mesh)
+    chunks = chunk_parameters(model, stages) / mesh.tp * bytes_per_parameter(mesh, states)
     if mesh.sharding == "parameters":
         # Layers are gathered one at a time: bf16 parameters, and gradients until they are reduced.
         chunks += 4 * model.parameters_per_layer / mesh.tp * (np.arange(mesh.num_chunks) < mesh.pp)
     if kernels == "fused":
         chunks += LOGIT_ROWS * logit_bytes(model) / mesh.tp * stages.has_head
-    states: FloatArray = chunks.reshape(mesh.virtual_stages, mesh.pp).sum(axis=0)
-    return states
+    of_stages: FloatArray = chunks.reshape(mesh.virtual_stages, mesh.pp).sum(axis=0)
+    return of_stages
 
 
 def chunk_parameters(model: ModelShape, stages: Stages) -> FloatArray:

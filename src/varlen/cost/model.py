@@ -20,6 +20,7 @@ from varlen.cost.memory import (
     Kernels,
     Memory,
     Saved,
+    States,
     chunk_parameters,
     kv_shards,
     memory_of,
@@ -71,6 +72,10 @@ class CostModel:
     kernels: Kernels = "fused"
     """Whose layers run: Megatron's fused ones, or transformers' eager ones as `varlen.runtime` runs them, which store
     more activations; the vocabulary head then runs entirely in backward tasks."""
+    states: States = "masters"
+    """What an optimizer (Adam) updates: "masters", float32 copies of half-precision weights as
+    `SliceEngine.master_parameters` has them (18 bytes a parameter; 6 + 12 / dp with sharding="optimizer"); "weights", the
+    half-precision weights themselves (12); "float32", weights in float32 (16)."""
     memory_fraction: float = 0.92
     """Share of a GPU's memory that a plan may use; the allocator and libraries use the rest."""
     tp_overlap: float = 0.0
@@ -92,6 +97,7 @@ class CostModel:
             ("saved", Saved),
             ("mode", Mode),
             ("kernels", Kernels),
+            ("states", States),
         ):
             if getattr(self, name) not in get_args(allowed):
                 raise SettingError(
@@ -170,6 +176,7 @@ class CostModel:
             self.offload,
             self.limit_bytes,
             self.kernels,
+            states=self.states,
             recompute_share=self.recompute_share,
             saved=self.saved,
             splits_backward=splits_backward,

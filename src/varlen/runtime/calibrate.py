@@ -32,6 +32,7 @@ from varlen.runtime.attention import attend
 from varlen.runtime.clock import Clock
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache
+from varlen.runtime.main_grads import add_from_autograd, gradient
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray
 
@@ -659,8 +660,9 @@ def parts_of(model: ModelShape, device: torch.device, dtype: torch.dtype) -> Dec
         decoder = LlamaForCausalLM._from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     parts = DecoderParts.of(decoder)
     decoder.set_attn_implementation(_ABSENT)
+    add_from_autograd(decoder.parameters())
     for parameter in decoder.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        gradient(parameter)
     return parts
 
 
@@ -668,7 +670,7 @@ def layer_probe(parts: DecoderParts, rows: int) -> Probe:
     """Return a layer without its attention: projections, norms, rotary positions, the feed-forward part."""
     weight = parts.embedding.weight
     hidden = torch.randn(1, rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
-    gradient = torch.randn_like(hidden)
+    by_output = torch.randn_like(hidden)
     piece = [CachedSlice(cache=DocumentCache(rows), start=0, stop=rows)]
     positions = parts.positions(piece, hidden)
     matrices = sum(p.numel() for p in parts.layers[0].parameters() if p.ndim == 2)
@@ -678,7 +680,7 @@ def layer_probe(parts: DecoderParts, rows: int) -> Probe:
         flops=2.0 * matrices * rows,
         prepare=lambda: hidden.detach().requires_grad_(),
         forward=lambda given: parts.run_layer(0, given, positions, piece),
-        backward=lambda out: out.backward(gradient),
+        backward=lambda out: out.backward(by_output),
     )
 
 

@@ -44,24 +44,6 @@ def ungraphed(like: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def add_product(parameter: torch.Tensor, gradient: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add `gradient.T @ rows` to a parameter's gradient, zeros at first.
-
-    Where it is wider than both, the product is rounded before it is added, as autocast's backward pass rounds it.
-
-    Args:
-        parameter: `[outputs, inputs]`.
-        gradient: `[rows, outputs]`, of what came out.
-        rows: `[rows, inputs]`: what went in, in the gradient's dtype.
-    """
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    if parameter.grad.dtype == gradient.dtype:
-        parameter.grad.addmm_(gradient.T, rows)
-    else:
-        parameter.grad += gradient.T @ rows
-
-
 @functools.cache
 def _casts_keep_graphs() -> bool:
     """Return whether a weight that was first cast without a graph has one afterwards."""

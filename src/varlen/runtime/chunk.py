@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
-from varlen.runtime.casting import add_product, lowered, uncast, ungraphed
+from varlen.runtime.casting import lowered, uncast, ungraphed
 from varlen.runtime.decoder import DecoderParts, Positions
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, RowStack, Visit
+from varlen.runtime.main_grads import add_product
 from varlen.runtime.mesh.shared_documents import SharedDocument, own_tokens, rows_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, Offload, SliceKey
 

@@ -21,8 +21,9 @@ from varlen.counts import many
 from varlen.errors import ModelError
 from varlen.model_families import FAMILIES, UNKNOWN, Sliced
 from varlen.runtime.attention import register
-from varlen.runtime.casting import add_product, uncast, ungraphed
+from varlen.runtime.casting import uncast, ungraphed
 from varlen.runtime.kv_cache import CachedSlice
+from varlen.runtime.main_grads import add_product, gradient
 
 HEAD_ROWS = LOGIT_ROWS  # rows whose logits exist at once
 IGNORED = -100  # the label of a token with nothing to learn
@@ -160,7 +161,7 @@ class DecoderParts:
             hidden: torch.Tensor = self.embedding(input_ids[None])
         return hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
 
-    def embed_backward(self, input_ids: torch.Tensor, gradient: torch.Tensor) -> None:
+    def embed_backward(self, input_ids: torch.Tensor, by_hidden: torch.Tensor) -> None:
         """Add to the embedding's gradient where its rows were used.
 
         Autograd would make, for every MicroPack, a gradient of the whole vocabulary.
@@ -171,11 +172,12 @@ class DecoderParts:
         factor = self.embedding_factor
         if isinstance(scale := getattr(self.embedding, "embed_scale", None), torch.Tensor):
             factor *= scale.to(weight.dtype).item()  # Gemma's embedding multiplies what it looks up
-        rows = gradient[0].to(weight.dtype)
+        total = gradient(weight)
+        rows = by_hidden[0].to(total.dtype)
         rows = rows if factor == 1 else rows * factor
         if unused is not None:
             rows = rows * (input_ids != unused)[:, None]
-        _gradient(weight).index_add_(0, input_ids, rows)
+        total.index_add_(0, input_ids, rows)
 
     def head_backward(
         self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
@@ -192,7 +194,7 @@ class DecoderParts:
         """
         # The slope of a cap takes one buffer more.
         at_once = HEAD_ROWS if self.logits.cap is None else HEAD_ROWS // 2
-        gradient = torch.empty_like(hidden)
+        by_hidden = torch.empty_like(hidden)
         losses = weights.new_zeros(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         for first in range(0, hidden.shape[1], at_once):
             rows = slice(first, first + at_once)
@@ -204,8 +206,8 @@ class DecoderParts:
             with uncast(part):
                 normed.backward(by_normed.to(normed.dtype))
             assert part.grad is not None
-            gradient[0, rows] = part.grad
-        return losses, gradient
+            by_hidden[0, rows] = part.grad
+        return losses, by_hidden
 
     def _loss_backward(
         self, normed: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
@@ -240,7 +242,7 @@ class DecoderParts:
         if weight.requires_grad:
             add_product(weight, by_logits, normed.to(by_logits.dtype))
         if bias is not None and bias.requires_grad:
-            _gradient(bias).add_(by_logits.sum(0))
+            gradient(bias).add_(by_logits.sum(0))
         return losses, by_logits @ weight
 
 
@@ -249,13 +251,6 @@ def check_model(model: Any, kernels: Kernels) -> None:
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     DecoderParts.of(model, kernels)
     model.set_attn_implementation(before)
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient, zeros if it has none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 # `check_ends`: whether a model's embedding and head are only their weights, since steps compute both themselves.

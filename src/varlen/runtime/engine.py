@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -22,6 +22,7 @@ from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.clock import BytesMeter
 from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
+from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.fsdp import Gathered, is_sharded
 from varlen.runtime.mesh.rank import MeshRank
 from varlen.runtime.split import check_layers
@@ -136,6 +137,7 @@ class SliceEngine:
         if mesh is None:  # else `MeshRank` checks it, so that an error on one rank reaches all
             check_model(model, kernels)
         self._mesh_rank = _mesh_rank(model, mesh, rank, deadline_s, gathered, kernels)
+        self._masters: Masters | None = None
 
     def step(
         self,
@@ -174,7 +176,14 @@ class SliceEngine:
         try:
             check_layers(len(parts.layers), used.mesh)
             run = run_stages(
-                self.model, parts, data, used, meter=meter, keeps_losses=document_losses, saved=self.saved
+                self.model,
+                parts,
+                data,
+                used,
+                meter=meter,
+                keeps_losses=document_losses,
+                saved=self.saved,
+                masters=self._masters,
             )
         finally:
             self.model.set_attn_implementation(before)
@@ -202,8 +211,53 @@ class SliceEngine:
             WorkerDiedError: another process is gone.
         """
         if self._mesh_rank is not None:
-            return self._mesh_rank.clip_grad_norm_(self.model, max_norm)
-        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
+            return self._mesh_rank.clip_grad_norm_(self.model, max_norm, self._masters)
+        parameters = self.model.parameters() if self._masters is None else self._masters.parameters
+        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    def master_parameters(self, weights: Mapping[str, torch.Tensor] | None = None) -> list[nn.Parameter]:
+        """Return float32 masters of the parameters that learn, for any optimizer of torch.
+
+        From then on, `step` leaves gradients in the masters' `.grad`, in float32, and none in the model; after
+        `optimizer.step()`, `publish` writes the masters into the model. They are in the order of the model's
+        parameters. On a mesh with sharding="optimizer", all ranks call it at once, and masters are DTensors: each
+        data-parallel rank has its part of every parameter's rows. A parameter that is in float32 and not divided is
+        its own master. Later calls return the same.
+
+        Args:
+            weights: whole weights that masters begin with, by the model's names; by default those of the model, which
+                are rounded. To resume, copy what was saved into the masters and call `publish`.
+
+        Raises:
+            SettingError: a weight of another shape.
+            WorkerDiedError: another process is gone.
+
+        >>> optimizer = torch.optim.AdamW(engine.master_parameters(), lr=1e-4)                  # doctest: +SKIP
+        >>> engine.step(batch); engine.clip_grad_norm_(1.0)                                     # doctest: +SKIP
+        >>> optimizer.step(); engine.publish(); optimizer.zero_grad()                           # doctest: +SKIP
+        """
+        if self._masters is None:
+            trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+            rank, given = self._mesh_rank, weights or {}
+            self._masters = Masters(trained, given) if rank is None else rank.masters_of(self.model, given)
+        return self._masters.parameters
+
+    def publish(self) -> None:
+        """Write the masters into the model, in its dtypes; on a mesh, all ranks call it at once, and gather.
+
+        Raises:
+            SettingError: `master_parameters` wasn't called.
+            WorkerDiedError: another process is gone.
+        """
+        if self._masters is None:
+            raise SettingError(
+                "engine.publish writes the masters into the model, and there are none; make the optimizer of "
+                "engine.master_parameters()"
+            )
+        if self._mesh_rank is None:
+            self._masters.publish()
+        else:
+            self._mesh_rank.publish(self._masters)
 
     def close(self) -> None:
         """Leave the groups of the job's processes; a step after it is refused."""
@@ -227,7 +281,12 @@ class SliceEngine:
         before = _attention(self.model)
         try:
             run, totals = mesh_rank.run(
-                self.model, prepared, meter=meter, keeps_losses=document_losses, saved=self.saved
+                self.model,
+                prepared,
+                meter=meter,
+                keeps_losses=document_losses,
+                saved=self.saved,
+                masters=self._masters,
             )
         finally:
             self.model.set_attn_implementation(before)
@@ -245,6 +304,8 @@ class SliceEngine:
     def _prepared(self, batch: PackedBatch, plan: StepPlan | None, mesh: Mesh, dp_rank: int) -> StepInputs:
         """Check the step; return its plan (slices of `slice_tokens` if none is given) and tokens."""
         check_grad()
+        if self._masters is not None:
+            self._masters.check()
         lengths = lengths_of(batch)
         plan = batch.plan if plan is None else plan
         if plan is None and mesh.num_gpus > 1:

@@ -6,8 +6,7 @@ for any number of stages and ranks on a laptop, to check that it runs and that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,13 @@ import torch
 
 from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape, stages_of
-from varlen.counts import many
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.plan.check import check_contents
 from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import IGNORED, DecoderParts
+from varlen.runtime.main_grads import step_gradients
+from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.shared_documents import SharedDocument
 from varlen.runtime.stage_run import StageRunner, TaskRun
 from varlen.step_plan import Mesh, StepPlan
@@ -91,6 +91,7 @@ def run_stages(
     meter: BytesMeter | None = None,
     keeps_losses: bool = False,
     saved: Saved = "layers",
+    masters: Masters | None = None,
 ) -> StepRun:
     """Run the tasks of all stages of all ranks in this process, and add to gradients as `run_step` does."""
     mesh, device = plan.mesh, data.input_ids.device
@@ -111,38 +112,16 @@ def run_stages(
         for rank in range(mesh.dp)
         for stage in range(mesh.pp)
     ]
-    with whole_or_none(model.parameters()):
+    with step_gradients(p for p in model.parameters() if p.requires_grad):
         take_turns(runners, [transports[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
+        if masters is not None:
+            masters.collect()
     losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
     return StepRun(
         loss=float(torch.stack(losses).sum()),
         task_runs=[runner.task_run() for runner in runners],
         token_losses=_added([of_rank[-1] for of_rank in chunks]) if keeps_losses else None,
     )
-
-
-@contextmanager
-def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Drop the gradients that a step began and didn't end, so that another one may be tried.
-
-    Gradients that were there before may keep a part of the failed step; a note on the error says so.
-    """
-    new, added = [], 0
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:
-            new.append(parameter)
-        added += parameter.grad is not None
-    try:
-        yield
-    except BaseException as error:
-        for parameter in new:
-            parameter.grad = None
-        if added:
-            error.add_note(
-                f"{many(added, 'gradient')} of earlier batches may hold a part of this step's; call "
-                "optimizer.zero_grad before another step"
-            )
-        raise
 
 
 def take_turns(runners: Sequence[StageRunner], transports: Sequence[LocalTransport]) -> None:

@@ -379,13 +379,20 @@ def _remove_partial(partial: Path) -> None:
 
 
 def state_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str]
+    model: torch.nn.Module,
+    trained: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    tied: Mapping[str, str],
 ) -> Tensors:
     """Return the tensors that a run's next step depends on: weights and AdamW's state.
 
     A parameter that wasn't trained yet gets a state of zeros, which AdamW treats as no state.
+
+    Args:
+        trained: what the optimizer updates, by the model's names; it is saved in place of the model's.
+        tied: see `tied_names`.
     """
-    names = {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
+    names = {tied.get(name, name): trained.get(name, p) for name, p in model.named_parameters()}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {f"{WEIGHT}{name}": parameter.detach() for name, parameter in names.items()}
     tensors |= {
@@ -393,26 +400,27 @@ def state_tensors(
         for name, value in model.state_dict().items()
         if name not in aliases and _is_tensor(value)
     }
-    trained = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
     for name, parameter in trained.items():
-        state = optimizer.state[parameter]
+        state, saved = optimizer.state[parameter], tied.get(name, name)
         for part in ("exp_avg", "exp_avg_sq"):
             if part not in state:
                 state[part] = torch.zeros_like(parameter)
-            tensors[f"optimizer.{part}.{name}"] = state[part]
+            tensors[f"optimizer.{part}.{saved}"] = state[part]
         state.setdefault("step", torch.zeros((), device=parameter.device if _is_fused(optimizer) else "cpu"))
         # By name, since a pipeline stage has only some parameters.
-        tensors[f"{STEP}{name}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
+        tensors[f"{STEP}{saved}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
     return tensors
 
 
 def put_steps(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str], tensors: Tensors
+    trained: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    tied: Mapping[str, str],
+    tensors: Tensors,
 ) -> None:
     """Set the step of each parameter's state, which `load` doesn't fill in place."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            optimizer.state[parameter]["step"].fill_(float(tensors[f"{STEP}{tied.get(name, name)}"]))
+    for name, parameter in trained.items():
+        optimizer.state[parameter]["step"].fill_(float(tensors[f"{STEP}{tied.get(name, name)}"]))
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -247,7 +247,7 @@ def export_model(
             with torch.device("meta"):
                 bare: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
             hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would disturb the run's own
-            bare.save_pretrained(partial, state_dict=_as_saved(weights, bare, dtype))
+            bare.save_pretrained(partial, state_dict=as_saved(weights, bare, dtype))
             if beside is not None:
                 beside(partial)
             files = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.name != _MARK]
@@ -311,7 +311,7 @@ def _digest(path: Path) -> dict[str, Any]:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _as_saved(weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def as_saved(weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return weights in a dtype, except integers and what the model keeps in float32."""
     in_float32 = [
         part

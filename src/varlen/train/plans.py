@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,8 @@ from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import cut_to_stage
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
-from varlen.train.parallel import Ranks, computing, sharded
+from varlen.train.model import as_saved
+from varlen.train.parallel import Ranks, sharded
 from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
 from varlen.train.step import Gradients, Part
 
@@ -91,8 +92,6 @@ class RunPlans:
 
 # What a run with `[plan]` needs: its mesh, its cost model, and the engine that runs its plans.
 
-_SHARDING: Final[dict[str, Sharding]] = {"none": "none", "ddp": "none", "fsdp": "parameters"}
-
 
 def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
     """Return how the processes of a run are arranged."""
@@ -110,8 +109,19 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
             "of equal seconds"
         )
     dp = world_size // plan.pp
-    sharding = _SHARDING[run.parallel] if dp > 1 else "none"
+    sharding: Sharding = (
+        "parameters" if run.parallel == "fsdp" else "optimizer" if has_masters(run) else "none"
+    )
+    if dp == 1:
+        sharding = "none"
     return Mesh(dp=dp, pp=plan.pp, virtual_stages=plan.virtual_stages, sharding=sharding)
+
+
+def has_masters(run: RunSettings) -> bool:
+    """Return whether weights are in half precision, and the optimizer updates float32 masters of them."""
+    return (
+        run.precision == "bf16" and run.parallel != "fsdp"
+    )  # FSDP2 holds float32 and computes in half precision
 
 
 def plans_of(
@@ -179,11 +189,12 @@ def _cost_of(
     note: Callable[[str], object],
 ) -> CostModel:
     """Return the cost model that prices plans."""
+    is_wide = settings.run.precision == "fp32"
     hardware = hardware_of(
         plan,
         shape,
         device=ranks.device,
-        dtype=torch.bfloat16 if settings.run.precision == "bf16" else torch.float32,
+        dtype=torch.float32 if is_wide else torch.bfloat16,
         folder=settings.run.folder,
         note=note,
     )
@@ -194,24 +205,27 @@ def _cost_of(
         kernels="eager",
         memory_fraction=plan.memory_fraction,
         exchange_overlap=0.0,
+        states="float32" if is_wide else "masters",
     )
-    run = settings.run
-    is_autocast = run.precision == "bf16" and run.parallel != "fsdp"
-    return with_wide_rows(cost, mesh, AUTOCAST if is_autocast else WIDE if run.precision == "fp32" else 1.0)
+    return with_wide_rows(cost, mesh) if is_wide else cost
 
 
 class SliceGradients(Gradients[PackedBatch]):
     """Runs the slices of a plan through this process's stage of a model; a step is one batch, which has its plan."""
 
     def __init__(self, model: Any, settings: TrainSettings, ranks: Ranks) -> None:
+        weights = _narrow(model) if has_masters(settings.run) else None
         self._engine = _engine_of(model, settings, ranks)
         self.model, self._settings, self._ranks = self._engine.model, settings, ranks
+        self._parameters = super().parameters
+        self._has_masters = weights is not None
+        if weights is not None:
+            self._parameters = dict(zip(self._parameters, self._engine.master_parameters(weights)))
 
     def add(self, batch: PackedBatch, *, is_last: bool) -> Part:
         """See `Gradients`."""
         assert is_last, "a step with a plan is one batch"
-        with computing(self.model, self._settings.run, self._ranks):
-            stats = self._engine.step(batch)
+        stats = self._engine.step(batch)
         # Every rank has the numbers of the whole step, and the ranks' numbers are added up.
         own = int(self._ranks.is_first)
         return Part(
@@ -226,9 +240,28 @@ class SliceGradients(Gradients[PackedBatch]):
         """See `Gradients`; the norm is over all stages and shards."""
         return torch.tensor(self._engine.clip_grad_norm_(max_norm or math.inf), dtype=torch.float64)
 
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """See `Gradients`."""
+        return self._parameters
+
+    def publish(self) -> None:
+        """See `Gradients`."""
+        if self._has_masters:
+            self._engine.publish()
+
     def close(self) -> None:
         """Leave the groups of the job's processes."""
         self._engine.close()
+
+
+def _narrow(model: Any) -> dict[str, torch.Tensor]:
+    """Put a model's weights in bfloat16, except those that it keeps in float32; returns the weights as they were."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    narrow = as_saved(weights, model, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.data = narrow[name]
+    return weights
 
 
 def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
@@ -254,9 +287,6 @@ MEASURED: Final = "hardware.json"
 """File in a run's folder with the rates that were measured for its plans."""
 WIDE: Final = 2.0
 """Bytes of a row in float32 over those that a cost model counts, which are of half precision."""
-AUTOCAST: Final = 1.5
-"""The same ratio under autocast, which keeps hidden states between layers in float32: `tests/train/test_plan.py`
-counts 1.25 without recomputation and 1.4 with it."""
 
 
 def hardware_of(
@@ -300,24 +330,20 @@ def _reported(hardware: Hardware, note: Callable[[str], object]) -> Hardware:
     return hardware
 
 
-def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
-    """Return a cost model for rows of more bytes than those of half precision, which a cost model counts.
+def with_wide_rows(cost: CostModel, mesh: Mesh) -> CostModel:
+    """Return a cost model for rows in float32, where it counts half precision.
 
-    Memory beside the states is divided by `times`, on the stage with the smallest states. Rows that are all float32
-    (`WIDE`) also take that many times longer on every link; under autocast, keys and values stay in half precision,
-    and so do links.
+    Memory beside the states is divided by `WIDE`, on the stage with the smallest states, and rows take that many
+    times longer on every link.
     """
     state = float(cost.memory(mesh).state_bytes.min())
     room = cost.limit_bytes - state
-    if room <= 0 or times == 1:
+    if room <= 0:
         return cost
-    smaller = (state + room / times) / cost.memory_fraction
-    hardware = replace(cost.hardware, memory_bytes=smaller)
-    if times == WIDE:
-        links = {name: getattr(hardware, name) for name in ("intra", "inter", "host")}
-        slower = {name: replace(link, bytes_per_s=link.bytes_per_s / times) for name, link in links.items()}
-        hardware = replace(hardware, **slower)
-    return cost.replace(hardware=hardware)
+    links = {name: getattr(cost.hardware, name) for name in ("intra", "inter", "host")}
+    slower = {name: replace(link, bytes_per_s=link.bytes_per_s / WIDE) for name, link in links.items()}
+    smaller = (state + room / WIDE) / cost.memory_fraction
+    return cost.replace(hardware=replace(cost.hardware, memory_bytes=smaller, **slower))
 
 
 def _named(name: str) -> Hardware:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -85,6 +85,14 @@ class Gradients(Generic[Batch]):
             clip_grads_with_norm_(parameters, max_norm, norm)
         return norm.detach()
 
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """What the optimizer updates, by the names of the model's parameters."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def publish(self) -> None:
+        """Write what the optimizer has updated into the model."""
+
     def close(self) -> None:
         """Release what the computation holds."""
 
@@ -150,6 +158,7 @@ class Stepper(Generic[Batch]):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
+        self.gradients.publish()
         self.optimizer.zero_grad()
         watch.stop()
         return StepDone(
@@ -267,10 +276,10 @@ def _block_sum(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tenso
 
 
 def make_optimizer(
-    model: torch.nn.Module, settings: OptimizerSettings, device: torch.device
+    parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings, device: torch.device
 ) -> torch.optim.AdamW:
-    """Return AdamW over a model's parameters, of which only matrices decay."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Return AdamW over parameters, of which only matrices decay."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

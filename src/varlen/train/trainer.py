@@ -144,16 +144,17 @@ class _Run:
         self._stack.callback(gradients.close)
         stepper = Stepper(
             gradients,
-            make_optimizer(gradients.model, settings.optimizer, ranks.device),
+            make_optimizer(gradients.parameters.values(), settings.optimizer, ranks.device),
             ranks=ranks,
             seed=settings.run.seed,
             max_grad_norm=settings.optimizer.max_grad_norm,
             micro_batches=self._loader.micro_batches,
         )
         if found is not None:
-            tensors = state_tensors(stepper.model, stepper.optimizer, self._tied)
+            tensors = self._tensors(stepper)
             load(found, tensors, ranks)
-            put_steps(stepper.model, stepper.optimizer, self._tied, tensors)
+            put_steps(gradients.parameters, stepper.optimizer, self._tied, tensors)
+            gradients.publish()
             self._total_tokens = int(found.manifest["total_tokens"])
         return stepper
 
@@ -302,7 +303,7 @@ class _Run:
         save(
             self._checkpoints,
             self._done,
-            state_tensors(stepper.model, stepper.optimizer, self._tied),
+            self._tensors(stepper),
             {
                 "varlen": __version__,
                 "kind": "checkpoint",
@@ -319,10 +320,13 @@ class _Run:
         )
         self._saved = self._done
 
+    def _tensors(self, stepper: Stepper[PackedBatch]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint, by name."""
+        return state_tensors(stepper.model, stepper.gradients.parameters, stepper.optimizer, self._tied)
+
     def _weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the whole model's weights on the first rank; of stages, read from the checkpoint just saved."""
-        plan = self._settings.plan
-        if plan is None or plan.pp == 1:
+        """Return the whole model's weights on the first rank; with plans, read from the checkpoint just saved."""
+        if self._settings.plan is None:
             return whole_weights(self._stepper.model, self._tied)
         return read_weights(self._newest) if self._ranks.is_first else {}
 

@@ -26,7 +26,7 @@ from tests.support.kernel_stand_ins import KERNELS
 from tests.support.random_plans import random_plan
 from tests.support.ranks import as_ranks
 from tests.support.rarely import examples, mostly
-from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
+from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut, with_gradients
 
 from varlen.plan.check import check_plan
 from varlen.runtime import attention
@@ -246,9 +246,7 @@ def live_bytes(plan: StepPlan) -> list[list[int]]:
     found: list[list[int]] = [[], []]
 
     def run(rank: int) -> None:
-        mine = copy.deepcopy(model)
-        for parameter in mine.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        mine = with_gradients(copy.deepcopy(model))
         shared = shared_documents(plan, rank, {(0, 2): ThreadPeers(table, rank)}, tokens.device)
         with bytes_meter(tokens.device) as meter:
             *_, told = run_place(mine, tokens, plan, rank, 0, QueueTransport(), shared, meter)

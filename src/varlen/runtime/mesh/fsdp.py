@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from varlen.errors import ModelError, SettingError
 from varlen.runtime.decoder import DecoderParts
+from varlen.runtime.main_grads import add_from_autograd, gradient_of, set_gradient, wide
 from varlen.runtime.mesh.gradients import known_to_any, scattered
 from varlen.runtime.mesh.process_groups import Group
 
@@ -88,8 +89,7 @@ class Shards:
         self._own = {id(module): list(_own(model, module)) for module in self._modules}
         self._whole: dict[str, nn.Parameter] = {}
         """Parameters that were gathered: PyTorch gives the same object, and its gradient, each time."""
-        self._wide: dict[str, torch.Tensor] = {}
-        """Gradients that are summed in another dtype than computed."""
+        self._hooks: list[Any] = []
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -117,6 +117,8 @@ class Shards:
             yield
         finally:
             self._release(modules)
+            for hook in self._hooks:
+                hook.remove()
 
     @contextmanager
     def unit(self, layers: range) -> Iterator[None]:
@@ -136,48 +138,33 @@ class Shards:
 
     def reduce(self) -> None:
         """Sum the step's whole gradients over replicas, and give each its part; all do so at once."""
-        found = dict(self._wide)
-        for name, parameter in self._whole.items():
-            if parameter.grad is not None:
-                found[name] = parameter.grad + found[name] if name in found else parameter.grad
-                parameter.grad = None
+        found = {name: total for name, p in self._whole.items() if (total := gradient_of(p)) is not None}
+        self.forget()
         for name in known_to_any(self._sharded, dict.fromkeys(found, True), self._replicas):
             sharded = self._sharded[name]
             whole = found.pop(name, None)
+            dtype = wide(sharded.dtype)
             if whole is None:
-                whole = torch.zeros(sharded.shape, dtype=sharded.dtype, device=self._replicas.device)
-            sharded.grad = scattered(whole.to(sharded.dtype), sharded)
-        self._wide.clear()
+                whole = torch.zeros(sharded.shape, dtype=dtype, device=self._replicas.device)
+            set_gradient(sharded, scattered(whole.to(dtype), sharded))
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         for parameter in self._whole.values():
-            parameter.grad = None
-        self._wide.clear()
+            set_gradient(parameter, None)
 
     def _gather(self, modules: Sequence[Any]) -> None:
         for module in modules:
             with self._waiting():
                 module.unshard()
             for name, owner, key in self._own[id(module)]:
+                if name not in self._whole:
+                    self._hooks += add_from_autograd([getattr(owner, key)])
                 self._whole[name] = getattr(owner, key)
 
     def _release(self, modules: Sequence[Any]) -> None:
         for module in modules:
-            for name, _, _ in self._own[id(module)]:
-                self._keep_wide(name)
             module.reshard()
-
-    def _keep_wide(self, name: str) -> None:
-        """Add a half-precision gradient to one in the dtype of the sharded parameter."""
-        whole, dtype = self._whole[name], self._sharded[name].dtype
-        if whole.grad is None or whole.grad.dtype == dtype:
-            return
-        if name in self._wide:
-            self._wide[name] += whole.grad
-        else:
-            self._wide[name] = whole.grad.to(dtype)
-        whole.grad = None
 
     def _of_chunk(self, layers: range) -> list[Any]:
         """Return the sharded modules of a chunk's tasks, in one order on all replicas."""

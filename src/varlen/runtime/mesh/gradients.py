@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
+from varlen.runtime.main_grads import gradient, gradient_of, local
 from varlen.runtime.mesh.process_groups import Group
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
-
-
-@contextmanager
-def apart(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Compute and reduce gradients apart, then add them to those of earlier batches; a failure changes nothing."""
-    earlier = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    for parameter in parameters.values():
-        parameter.grad = None
-    try:
-        yield
-    except BaseException:
-        for name, parameter in parameters.items():
-            parameter.grad = earlier.get(name)
-        raise
-    for name, gradient in earlier.items():
-        parameter = parameters[name]
-        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool], group: Group) -> list[str]:
@@ -44,30 +27,25 @@ def sum_replicas(parameters: Mapping[str, torch.Tensor], group: Group) -> None:
     """Put the sum over replicas in place of every gradient; a replica without one counts as zeros."""
     if group.size == 1:
         return
-    has = {name: p.grad is not None for name, p in parameters.items()}
-    gradients = []
-    for name in known_to_any(parameters, has, group):
-        parameter = parameters[name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
+    has = {name: gradient_of(p) is not None for name, p in parameters.items()}
+    gradients = [gradient(parameters[name]) for name in known_to_any(parameters, has, group)]
     for bucket in buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = torch.cat([one.reshape(-1) for one in bucket])
         group.sum(flat)
-        for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket])):
-            gradient.copy_(part.view_as(gradient))
+        for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket])):
+            one.copy_(part.view_as(one))
 
 
 def buckets(gradients: list[torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
     """Yield gradients in order, as many of one dtype at a time as go into a message."""
     held: list[torch.Tensor] = []
     size = 0
-    for gradient in gradients:
-        if held and (gradient.dtype != held[0].dtype or size + gradient.nbytes > most_bytes):
+    for one in gradients:
+        if held and (one.dtype != held[0].dtype or size + one.nbytes > most_bytes):
             yield held
             held, size = [], 0
-        held.append(gradient)
-        size += gradient.nbytes
+        held.append(one)
+        size += one.nbytes
     if held:
         yield held
 
@@ -76,18 +54,11 @@ def sum_tied(weight: torch.Tensor, group: Group) -> None:
     """Put the sum of both ends' gradients of a tied weight in place of each."""
     if not weight.requires_grad:
         return
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    gradient = local(weight.grad)
-    total = gradient.contiguous()
+    held = local(gradient(weight))
+    total = held.contiguous()
     group.sum(total)
-    if total is not gradient:
-        gradient.copy_(total)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if total is not held:
+        held.copy_(total)
 
 
 def scattered(whole: torch.Tensor, like: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
 
 from varlen.attention.kernels import Kernels
 from varlen.cost.memory import Saved
@@ -24,6 +25,8 @@ from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs
+from varlen.runtime.main_grads import step_gradients
+from varlen.runtime.masters import Masters
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.consistency import agree, batch_fingerprint, fingerprint_of
@@ -116,6 +119,7 @@ class MeshRank:
         meter: BytesMeter | None = None,
         keeps_losses: bool = False,
         saved: Saved = "layers",
+        masters: Masters | None = None,
     ) -> tuple[StepRun, Totals]:
         """Run this process's part of a step; all processes do so at once."""
         with self._ending():
@@ -140,18 +144,38 @@ class MeshRank:
                 data = prepared.weighed(groups.replicas.sum)
             with waiting_at_most(self._timeout_s, model):
                 settings = {"keeps_losses": keeps_losses, "saved": saved}
-                run = self._run(model, groups, data, prepared.plan, meter, settings)
+                run = self._run(model, groups, data, prepared.plan, meter, masters, settings)
             with self._wait_reporter.waiting():
                 return run, self._total(groups, run, prepared)
 
-    def clip_grad_norm_(self, model: Any, max_norm: float) -> float:
+    def masters_of(self, model: Any, weights: Mapping[str, torch.Tensor]) -> Masters:
+        """Return float32 masters of the stage's parameters; all processes call it if its replicas divide them."""
+        with self._ending():
+            groups, mesh = self._open(), self.coordinate.mesh
+            if mesh.sharding != "optimizer" or mesh.dp == 1:
+                return Masters(_trained(model), weights)
+            with self._wait_reporter.waiting():
+                devices = init_device_mesh(
+                    groups.device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp")
+                )
+            return Masters(_trained(model), weights, groups.replicas, devices["dp"])
+
+    def publish(self, masters: Masters) -> None:
+        """Write masters into the model; all processes do so at once."""
+        with self._ending():
+            self._open()
+            with self._wait_reporter.waiting():
+                masters.publish()
+
+    def clip_grad_norm_(self, model: Any, max_norm: float, masters: Masters | None = None) -> float:
         """Scale the gradients of all stages and shards to a norm; all processes do so at once."""
         with self._ending():
-            groups, parameters = self._open(), _trained(model)
+            groups, trained = self._open(), _trained(model)
+            parameters = trained if masters is None else masters.by_name
             counted = dict(parameters)
             if self._is_tied and self.coordinate.stage == self.coordinate.mesh.pp - 1:
                 head = model.get_output_embeddings().weight
-                counted = {name: p for name, p in parameters.items() if p is not head}
+                counted = {name: p for name, p in parameters.items() if trained[name] is not head}
             square = gradients.squares(counted, counts_whole=self.coordinate.dp_rank == 0)
             squares = torch.tensor([square], dtype=torch.float64, device=groups.device)
             with self._wait_reporter.waiting():
@@ -211,6 +235,7 @@ class MeshRank:
         data: StepData,
         plan: StepPlan,
         meter: BytesMeter | None,
+        masters: Masters | None,
         settings: dict[str, Any],
     ) -> StepRun:
         """Run the tasks, and reduce gradients."""
@@ -226,7 +251,7 @@ class MeshRank:
         parameters = _trained(model)
         shared = self._shared(groups, plan)
         chunks = chunk_steps(parts, layers, data, plan, shared=shared, **settings)[stage :: mesh.pp]
-        with gradients.apart(parameters):
+        with step_gradients(parameters.values(), is_apart=True):
             with nullcontext() if shards is None else shards.step():
                 like = torch.empty(
                     model.config.get_text_config().hidden_size,
@@ -256,7 +281,7 @@ class MeshRank:
                     raise
             with self._wait_reporter.waiting():
                 self._settle(groups.device)
-                self._reduce(model, groups, parameters, shards)
+                self._reduce(model, groups, parameters, shards, masters)
                 self._settle(groups.device)
         losses = [loss.double() for chunk in chunks for loss in chunk.losses]
         return StepRun(
@@ -287,18 +312,25 @@ class MeshRank:
         return self._dtype
 
     def _reduce(
-        self, model: Any, groups: Groups, parameters: dict[str, torch.Tensor], shards: Shards | None
+        self,
+        model: Any,
+        groups: Groups,
+        parameters: dict[str, torch.Tensor],
+        shards: Shards | None,
+        masters: Masters | None,
     ) -> None:
-        """Sum gradients over replicas, and those of a tied weight over both ends."""
+        """Sum gradients of a tied weight over both ends, and all over replicas."""
         if shards is not None:
             shards.reduce()
-            parameters = {name: p for name, p in parameters.items() if name not in shards.parameters}
-        gradients.sum_replicas(parameters, groups.replicas)
         if self._is_tied and groups.ends is not None:
-            end = (
-                model.get_input_embeddings() if self.coordinate.stage == 0 else model.get_output_embeddings()
-            )
+            is_first = self.coordinate.stage == 0
+            end = model.get_input_embeddings() if is_first else model.get_output_embeddings()
             gradients.sum_tied(end.weight, groups.ends)
+        done = set() if shards is None else set(shards.parameters)
+        done |= set() if masters is None else masters.divided
+        gradients.sum_replicas({n: p for n, p in parameters.items() if n not in done}, groups.replicas)
+        if masters is not None:
+            masters.collect()
 
     def _total(self, groups: Groups, run: StepRun, inputs: StepInputs) -> Totals:
         peak = int(run.task_runs[0].peak_bytes.max(initial=0))

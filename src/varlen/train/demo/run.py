@@ -148,7 +148,7 @@ class Run:
         optimizer = OptimizerSettings(learning_rate=job.settings.learning_rate, weight_decay=0.0)
         self._stepper = Stepper(
             LayoutGradients(self.model),
-            make_optimizer(self.model, optimizer, torch.device("cpu")),
+            make_optimizer(self.model.parameters(), optimizer, torch.device("cpu")),
             ranks=Ranks(),
             seed=job.seed,
         )
