@@ -58,15 +58,15 @@ class Memory:
 
 
 States = Literal["masters", "weights", "float32"]
-"""What an optimizer updates: float32 masters of half-precision weights, half-precision weights, or float32 weights."""
+"""What an optimizer updates: float32 masters of half-precision weights, these weights, or float32 weights."""
 
 _STATE_BYTES: Final[dict[States, tuple[float, float]]] = {
     "masters": (6.0, 12.0),
     "weights": (8.0, 4.0),
     "float32": (8.0, 8.0),
 }
-"""Bytes of a parameter: of the weight and its gradients (of narrow weights `main_grad` in float32, and `.grad` where the
-optimizer updates them), and of the masters and Adam's two moments."""
+"""Bytes of a parameter: of the weight and its gradients (of narrow weights `main_grad` in float32, and `.grad` where
+the optimizer updates them), and of the masters and Adam's two moments."""
 
 
 def bytes_per_parameter(mesh: Mesh, states: States = "masters") -> float:

@@ -74,8 +74,8 @@ class CostModel:
     more activations; the vocabulary head then runs entirely in backward tasks."""
     states: States = "masters"
     """What an optimizer (Adam) updates: "masters", float32 copies of half-precision weights as
-    `SliceEngine.master_parameters` has them (18 bytes a parameter; 6 + 12 / dp with sharding="optimizer"); "weights", the
-    half-precision weights themselves (12); "float32", weights in float32 (16)."""
+    `SliceEngine.master_parameters` has them (18 bytes a parameter; 6 + 12 / dp with sharding="optimizer"); "weights",
+    the half-precision weights themselves (12); "float32", weights in float32 (16)."""
     memory_fraction: float = 0.92
     """Share of a GPU's memory that a plan may use; the allocator and libraries use the rest."""
     tp_overlap: float = 0.0

@@ -48,7 +48,7 @@ class Masters:
         replicas: Group | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Copy weights, by default those of the model; with several replicas and their mesh, only this rank's rows."""
+        """Copy weights, by default the model's; with several replicas and their mesh, only this rank's rows."""
         self._replicas, self._mesh = replicas, mesh
         self._pairs = [self._pair(name, p, weights.get(name, p).detach()) for name, p in parameters.items()]
         self._published = self._versions()
