@@ -8,6 +8,7 @@ graphs form one graph.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from varlen.runtime.decoder import DecoderParts, Positions
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, RowStack, Visit
 from varlen.runtime.main_grads import add_product
 from varlen.runtime.mesh.shared_documents import SharedDocument, own_tokens, rows_of, with_idle_row
-from varlen.step_plan import BACKWARD, FORWARD, Offload, SliceKey
+from varlen.step_plan import BACKWARD, FORWARD, Offload, SliceKey, StepPlan
 
 Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
 
@@ -41,11 +42,27 @@ class StepData:
     weights: torch.Tensor
     """float32 or wider `[num_tokens]`: of each token's loss in the step's; 0 where nothing is learned."""
     offsets: npt.NDArray[np.int64]  # int64 `[num_documents + 1]`: where documents begin
+    scale: float = 1.0
+    """Power of two by which gradients are multiplied until all are there: see `loss_scale`."""
 
     def rows(self, key: SliceKey, of: torch.Tensor) -> torch.Tensor:
         """Return the entries of a flat `[num_tokens]` that belong to a MicroPack's rows."""
         parts = [of[int(self.offsets[d]) + start : int(self.offsets[d]) + stop] for d, start, stop in key]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+_GAIN = 16  # times that a MicroPack's gradients are those of the mean over its rows; float16 ends at 65,504
+
+
+def loss_scale(plan: StepPlan, num_targets: int) -> float:
+    """Return a power of two that keeps gradients in float16 from underflowing.
+
+    The longer a step is, the smaller are the gradients of the mean over its targets; scaled, those of a MicroPack
+    depend on its own rows alone (Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, §3.2).
+    """
+    lengths = plan.forward.stops - plan.forward.starts
+    rows = np.bincount(plan.forward.micropack_of_slice, lengths).max(initial=1.0)
+    return 2.0 ** max(0, math.floor(math.log2(num_targets * min(1.0, _GAIN / rows))))
 
 
 @dataclass(slots=True)
@@ -181,7 +198,7 @@ class ChunkStep:
         """Run norm, head and loss forward and backward; return the gradient of what came out of the last layer."""
         key = own_tokens(key, self._shared)
         labels, weights = (self._data.rows(key, of) for of in (self._data.labels, self._data.weights))
-        losses, gradient = self._parts.head_backward(out, labels, weights)
+        losses, gradient = self._parts.head_backward(out, labels, weights * self._data.scale)
         self.losses.append((losses * weights).sum())
         if self.token_losses is not None:
             row = 0

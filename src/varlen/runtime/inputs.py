@@ -16,7 +16,7 @@ import torch
 from varlen.batch.packed import LossWeighting, PackedBatch, on_host, target_weights
 from varlen.counts import many
 from varlen.errors import DocumentsError, PlanError, SettingError
-from varlen.runtime.chunk import StepData
+from varlen.runtime.chunk import StepData, loss_scale
 from varlen.runtime.decoder import IGNORED
 from varlen.step_plan import StepPlan
 from varlen.types import FloatArray, Int32Array
@@ -138,7 +138,13 @@ def step_inputs(
     numbers[here] = on_host(batch.document_ids)
     return StepInputs(
         plan=plan,
-        data=StepData(input_ids=ids, labels=labels, weights=weights, offsets=offsets),
+        data=StepData(
+            input_ids=ids,
+            labels=labels,
+            weights=weights,
+            offsets=offsets,
+            scale=loss_scale(plan, batch.step_num_targets),
+        ),
         step_num_targets=batch.step_num_targets,
         is_share=is_share,
         weighting=None if is_plain else weighting,

@@ -88,6 +88,13 @@ def _add(parameter: Any) -> None:
     parameter.grad = None
 
 
+def unscale(parameters: Iterable[Any], scale: float) -> None:
+    """Divide what gradients add up in by a power of two."""
+    found = [local(total) for parameter in parameters if (total := gradient_of(parameter)) is not None]
+    if scale != 1 and found:
+        torch._foreach_mul_(found, 1 / scale)
+
+
 @contextmanager
 def step_gradients(parameters: Iterable[Any], *, is_apart: bool = False) -> Iterator[None]:
     """Add up the gradients of a step, on top of those of earlier batches.

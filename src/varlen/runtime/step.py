@@ -7,7 +7,7 @@ for any number of stages and ranks on a laptop, to check that it runs and that i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape, stages_of
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.plan.check import check_contents
-from varlen.runtime.chunk import ChunkStep, StepData
+from varlen.runtime.chunk import ChunkStep, StepData, loss_scale
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import IGNORED, DecoderParts
-from varlen.runtime.main_grads import step_gradients
+from varlen.runtime.main_grads import step_gradients, unscale
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.shared_documents import SharedDocument
 from varlen.runtime.stage_run import StageRunner, TaskRun
@@ -96,6 +96,8 @@ def run_stages(
     """Run the tasks of all stages of all ranks in this process, and add to gradients as `run_step` does."""
     mesh, device = plan.mesh, data.input_ids.device
     layers = layers_of(model, mesh)
+    if not _is_float16(model):
+        data = replace(data, scale=1.0)  # so that gradients add to those of earlier batches in place
     settings: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
     chunks = [chunk_steps(parts, layers, data, plan, **settings) for _ in range(mesh.dp)]
     transports = [LocalTransport() for _ in range(mesh.dp)]
@@ -112,8 +114,10 @@ def run_stages(
         for rank in range(mesh.dp)
         for stage in range(mesh.pp)
     ]
-    with step_gradients(p for p in model.parameters() if p.requires_grad):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with step_gradients(trained, is_apart=data.scale != 1):
         take_turns(runners, [transports[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
+        unscale(trained, data.scale)
         if masters is not None:
             masters.collect()
     losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
@@ -122,6 +126,14 @@ def run_stages(
         task_runs=[runner.task_run() for runner in runners],
         token_losses=_added([of_rank[-1] for of_rank in chunks]) if keeps_losses else None,
     )
+
+
+def _is_float16(model: Any) -> bool:
+    """Return whether a model computes in float16, of which gradients may underflow."""
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        return True
+    return any(parameter.dtype == torch.float16 for parameter in model.parameters())
 
 
 def take_turns(runners: Sequence[StageRunner], transports: Sequence[LocalTransport]) -> None:
@@ -189,7 +201,13 @@ def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | No
     num_targets = int(known.sum())
     if num_targets == 0:
         raise DocumentsError(f"none of {plan.num_tokens:,} tokens has a label to learn; leave this step out")
-    return StepData(input_ids=input_ids, labels=labels, weights=known.double() / num_targets, offsets=offsets)
+    return StepData(
+        input_ids=input_ids,
+        labels=labels,
+        weights=known.double() / num_targets,
+        offsets=offsets,
+        scale=loss_scale(plan, num_targets),
+    )
 
 
 def layers_of(model: Any, mesh: Mesh) -> list[range]:

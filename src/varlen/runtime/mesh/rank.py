@@ -25,7 +25,7 @@ from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs
-from varlen.runtime.main_grads import step_gradients
+from varlen.runtime.main_grads import step_gradients, unscale
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
@@ -281,6 +281,9 @@ class MeshRank:
                     raise
             with self._wait_reporter.waiting():
                 self._settle(groups.device)
+                if shards is not None:
+                    shards.reduce()
+                unscale(parameters.values(), data.scale)
                 self._reduce(model, groups, parameters, shards, masters)
                 self._settle(groups.device)
         losses = [loss.double() for chunk in chunks for loss in chunk.losses]
@@ -320,8 +323,6 @@ class MeshRank:
         masters: Masters | None,
     ) -> None:
         """Sum gradients of a tied weight over both ends, and all over replicas."""
-        if shards is not None:
-            shards.reduce()
         if self._is_tied and groups.ends is not None:
             is_first = self.coordinate.stage == 0
             end = model.get_input_embeddings() if is_first else model.get_output_embeddings()
