@@ -84,6 +84,8 @@ def add_from_autograd(parameters: Iterable[Any]) -> list[Any]:
 
 
 def _add(parameter: Any) -> None:
+    if parameter.grad is None:  # its product is deferred, see `add_product`
+        return
     gradient(parameter).add_(parameter.grad)
     parameter.grad = None
 

@@ -18,7 +18,7 @@ from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape, stages_of
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.plan.check import check_contents
-from varlen.runtime.chunk import ChunkStep, StepData, loss_scale
+from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import IGNORED, DecoderParts
 from varlen.runtime.main_grads import step_gradients, unscale
@@ -201,13 +201,7 @@ def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | No
     num_targets = int(known.sum())
     if num_targets == 0:
         raise DocumentsError(f"none of {plan.num_tokens:,} tokens has a label to learn; leave this step out")
-    return StepData(
-        input_ids=input_ids,
-        labels=labels,
-        weights=known.double() / num_targets,
-        offsets=offsets,
-        scale=loss_scale(plan, num_targets),
-    )
+    return StepData(input_ids=input_ids, labels=labels, weights=known.double() / num_targets, offsets=offsets)
 
 
 def layers_of(model: Any, mesh: Mesh) -> list[range]:
