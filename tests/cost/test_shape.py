@@ -458,6 +458,26 @@ def test_a_parameter_has_the_bytes_of_its_sharding(sharding, expected):
     assert bytes_per_parameter(Mesh(dp=4, cp=2, sharding=sharding)) == expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ("masters", [18, 6 + 12 / 8, 18 / 8]),
+        ("weights", [12, 12, 12 / 8]),
+        ("float32", [16, 8 + 12 / 8, 16 / 8]),
+    ],
+)
+def test_states_are_what_an_optimizer_updates(states, expected):
+    meshes = [Mesh(dp=4, cp=2, sharding=sharding) for sharding in ("none", "optimizer", "parameters")]  # type: ignore[arg-type]
+
+    assert [bytes_per_parameter(mesh, states) for mesh in meshes] == expected
+    cost = COST.replace(states=states)
+    assert cost.memory(Mesh(sharding="none")).state_bytes / expected[0] == pytest.approx(
+        COST.memory(Mesh(sharding="none")).state_bytes / 18, rel=0.05
+    )
+    with pytest.raises(SettingError, match="cost states='halves'; it must be masters, weights or float32"):
+        COST.replace(states="halves")
+
+
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 def test_states_add_up_to_the_model(virtual_stages):
     mesh = Mesh(dp=2, pp=4, virtual_stages=virtual_stages, sharding="none")

@@ -10,6 +10,7 @@ import torch
 from tests.support.sliced import tiny
 
 import varlen as vl
+from varlen.errors import SettingError
 
 LENGTHS = [64] * 64
 HALVES = [torch.bfloat16, torch.float16]
@@ -40,6 +41,17 @@ def test_the_number_of_micropacks_does_not_change_gradients(dtype, settings):
     errors = [error(gradients_of(model, batch, slice_tokens), exact) for slice_tokens in (512, 64, 8)]
 
     assert max(errors) < 1.25 * errors[0]
+
+
+@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_gradients_of_long_steps_do_not_underflow_in_float16(seat):
+    # The mean over 16,384 targets has gradients of 1e-8, below what float16 holds.
+    model, batch = tiny("llama", torch.float16), batch_of([64] * 256)
+    exact = gradients_of(copy.deepcopy(model).double(), batch, 4096)
+
+    vl.SliceEngine(model, 64, **seat).step(batch)
+
+    assert error({name: p.main_grad.double() for name, p in model.named_parameters()}, exact) < 0.02
 
 
 def test_weight_gradients_of_their_own_tasks_add_up_wide():
@@ -133,3 +145,88 @@ def test_an_optimizer_and_clipping_take_what_stands_in_grad():
         optimizer.zero_grad()
 
     assert not any(torch.equal(p, one) for p, one in zip(model.parameters(), before))
+
+
+def masters_of(model: Any, **settings: Any) -> tuple[vl.SliceEngine, torch.optim.Optimizer]:
+    engine = vl.SliceEngine(model, 8)
+    return engine, torch.optim.AdamW(engine.master_parameters(**settings), lr=1e-2, eps=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}])
+def test_masters_go_where_float32_weights_go(settings):
+    batch = batch_of([20, 9])
+    exact = tiny("llama", torch.float32, **settings)
+    model = copy.deepcopy(exact).bfloat16()
+    weights = {name: parameter.detach().clone() for name, parameter in exact.named_parameters()}
+    engine, optimizer = masters_of(model, weights=weights)
+    wide, wide_optimizer = masters_of(exact)
+    assert all(map(torch.equal, engine.master_parameters(), weights.values()))
+    assert all(one is other for one, other in zip(wide.master_parameters(), exact.parameters()))
+
+    for _ in range(4):
+        for each, each_optimizer in ((engine, optimizer), (wide, wide_optimizer)):
+            each.step(batch)
+            each.clip_grad_norm_(1.0)
+            each_optimizer.step()
+            each.publish()
+            each_optimizer.zero_grad()
+
+    for (name, weight), parameter, master in zip(
+        exact.named_parameters(), model.parameters(), engine.master_parameters()
+    ):
+        moved = (weight - weights[name]).norm()
+        assert (master - weight).norm() < 0.3 * moved, name
+        assert torch.equal(parameter, master.bfloat16())
+        assert parameter.grad is None
+        assert master.dtype == torch.float32
+
+
+def test_batches_add_up_in_masters():
+    model, batch = tiny("llama", torch.bfloat16), batch_of([20, 9])
+    engine, _ = masters_of(model)
+    engine.step(batch)
+    once = [master.grad.clone() for master in engine.master_parameters()]
+
+    engine.step(batch)
+
+    for master, first in zip(engine.master_parameters(), once):
+        torch.testing.assert_close(master.grad, 2 * first, rtol=1e-5, atol=1e-8)
+
+
+def test_masters_that_a_step_would_leave_behind_are_refused():
+    model, batch = tiny("llama", torch.bfloat16), batch_of([20, 9])
+    with pytest.raises(SettingError, match=r"there are none; make the optimizer of engine.master_parameters"):
+        vl.SliceEngine(model, 8).publish()
+    with pytest.raises(
+        SettingError, match=r"master of lm_head.weight has the shape \(3,\), and the parameter"
+    ):
+        masters_of(model, weights={"lm_head.weight": torch.zeros(3)})
+    vl.SliceEngine(model, 8).step(batch)
+    engine, optimizer = masters_of(model)
+    with pytest.raises(
+        SettingError, match=r"has a gradient \(21 of 21 parameters do\).* call model.zero_grad"
+    ):
+        engine.step(batch)
+    model.zero_grad()
+    engine.step(batch)
+    optimizer.step()
+
+    with pytest.raises(SettingError, match=r"21 master parameters have changed .* call engine.publish\(\)"):
+        engine.step(batch)
+
+    engine.publish()
+    engine.step(batch)
+
+
+def test_frozen_parameters_have_no_masters():
+    model, batch = tiny("llama", torch.bfloat16), batch_of([20, 9])
+    model.model.embed_tokens.weight.requires_grad_(False)
+    frozen = model.model.embed_tokens.weight.clone()
+    engine, optimizer = masters_of(model)
+
+    engine.step(batch)
+    optimizer.step()
+    engine.publish()
+
+    assert len(engine.master_parameters()) == 20
+    assert torch.equal(model.model.embed_tokens.weight, frozen)

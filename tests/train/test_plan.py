@@ -23,6 +23,7 @@ from tests.support.training import (
     run,
     same_end,
     same_weights,
+    start_ranks,
     start_training,
     use_float64,
     weights_of,
@@ -182,6 +183,36 @@ def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(store, 
     same_weights(tmp_path / "whole", tmp_path / "run")
     losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("whole", "run")]
     assert losses[0] == losses[1]
+
+
+def test_half_precision_goes_on_from_any_checkpoint_with_the_same_bits(store, tmp_path):
+    half = {"run__precision": "bf16"}
+    run(store, tmp_path / "whole", EVEN, **half)
+    copy = rewound(tmp_path / "whole", 2, tmp_path / "again")
+
+    run(store, copy, EVEN, **half)
+
+    same_end(tmp_path / "whole", copy)
+    weights = weights_of(copy)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
+
+
+def test_ranks_that_divide_masters_train_as_one_process_and_go_on_as_one(store, hardware, tmp_path):
+    half = {"run__precision": "bf16", "run__parallel": "ddp"}
+    alone = run(store, tmp_path / "alone", EVEN, **half).steps
+    made = planned_table(store, tmp_path / "run", priced(hardware), **half, run__steps=4)
+
+    for process in start_ranks([made], 2, tmp_path):
+        process.join(240)
+        assert process.exitcode == 0, [path.read_text() for path in tmp_path.glob("rank*.txt")]
+    later = run(store, tmp_path / "run", EVEN, **half)
+
+    assert later.overviews[0].resumed_from == 4
+    losses = [line["loss"] for line in metrics_of(tmp_path / "run")]
+    assert losses == pytest.approx([step.loss for step in alone], rel=2e-3)
+    for name, value in weights_of(tmp_path / "alone").items():
+        torch.testing.assert_close(weights_of(tmp_path / "run")[name], value, rtol=0, atol=2e-3)
 
 
 def test_a_run_of_whole_packs_goes_on_in_slices_and_back(store, tmp_path):

@@ -256,8 +256,11 @@ class SliceGradients(Gradients[PackedBatch]):
 
 
 def _narrow(model: Any) -> dict[str, torch.Tensor]:
-    """Put a model's weights in bfloat16, except those that it keeps in float32; returns the weights as they were."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Put a model's weights in bfloat16, except those that it keeps in float32; returns the weights as they were.
+
+    A tied weight is returned by all of its names, since the last stage of a pipeline has another one than the first.
+    """
+    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     narrow = as_saved(weights, model, torch.bfloat16)
     for name, parameter in model.named_parameters():
         parameter.data = narrow[name]
