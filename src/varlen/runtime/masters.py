@@ -92,13 +92,11 @@ class Masters:
                 f"{many(changed, 'master parameter has', 'master parameters have')} changed since engine.publish was "
                 "called, and the model would run with older weights; call engine.publish() after optimizer.step()"
             )
-        own = [pair.name for pair in self._pairs if pair.master is not pair.parameter]
-        lost = [
-            pair.name for pair in self._pairs if pair.name in set(own) and pair.parameter.grad is not None
-        ]
+        apart = [pair for pair in self._pairs if pair.master is not pair.parameter]
+        lost = [pair.name for pair in apart if pair.parameter.grad is not None]
         if lost:
             raise SettingError(
-                f"{lost[0]} has a gradient ({len(lost):,} of {len(own):,} parameters do), and the optimizer takes "
+                f"{lost[0]} has a gradient ({len(lost):,} of {len(apart):,} parameters do), and the optimizer takes "
                 "those of engine.master_parameters(); call model.zero_grad()"
             )
 
