@@ -128,7 +128,7 @@ class Masters:
                 mine = [local(pair.master).to(pair.parameter.dtype) for pair in bucket]
                 flat = torch.cat([_padded(one, pair.length) for one, pair in zip(mine, bucket)])
                 every = ProcessPeers(self._replicas).all_gather(flat)
-                for pair, parts in zip(bucket, every.split([pair.length for pair in bucket], 1)):
+                for pair, parts in zip(bucket, torch.split(every, [pair.length for pair in bucket], 1)):
                     whole = parts.reshape(-1, *pair.parameter.shape[1:])
                     pair.parameter.copy_(whole[: len(pair.parameter)])
         self._published = self._versions()
@@ -171,7 +171,7 @@ class Masters:
 
     def _rows_of(self, bucket: Sequence[_Pair], own: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield this rank's rows of each parameter, as its master has them."""
-        for pair, part in zip(bucket, own.split([pair.length for pair in bucket])):
+        for pair, part in zip(bucket, torch.split(own, [pair.length for pair in bucket])):
             held = local(pair.master)
             yield part[: held.numel()].view_as(held)
 
