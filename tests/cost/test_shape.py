@@ -474,7 +474,7 @@ def test_states_are_what_an_optimizer_updates(states, expected):
     assert cost.memory(Mesh(sharding="none")).state_bytes / expected[0] == pytest.approx(
         COST.memory(Mesh(sharding="none")).state_bytes / 18, rel=0.05
     )
-    with pytest.raises(SettingError, match="cost states='halves'; it must be .*float32"):
+    with pytest.raises(SettingError, match=r"cost states='halves'; it must be .*float32"):
         COST.replace(states="halves")
 
 

@@ -203,7 +203,7 @@ class Flex:
     def _run(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
         heads = [heads_of(x) for x in given]
         if rules.softcap is not None and rules.softcap not in self._caps:
-            self._caps[rules.softcap] = torch.tensor(rules.softcap, device=given.query.device)
+            self._caps[rules.softcap] = torch.full((), rules.softcap, device=given.query.device)
         # A number would become symbolic under dynamic shapes, which the kernel doesn't take.
         cap = None if rules.softcap is None else self._caps[rules.softcap]
 
@@ -235,6 +235,12 @@ def heads_of(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.transpose(0, 1)[None]
 
 
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor of the host; the host doesn't wait for what the device still has to do."""
+    values = values.pin_memory() if device.type == "cuda" else values
+    return values.to(device, non_blocking=True)
+
+
 def seen_by(lengths: Lengths, window: int | None, device: torch.device) -> torch.Tensor:
     """Return which keys the rows of a call see, bool `[rows, keys]`."""
     row_slice, row_at, key_slice, key_at = positions(lengths, device)
@@ -251,7 +257,7 @@ def _as_ends(lengths: Lengths | SliceEnds, device: torch.device) -> SliceEnds:
 def _ends_on(lengths: Lengths, device: torch.device) -> SliceEnds:
     """Return lengths as tensors; cached, since all layers of a MicroPack ask for the same."""
     ends = [list(accumulate(each, initial=0)) for each in lengths]
-    queries, keys = (torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in ends)
+    queries, keys = (on_device(torch.tensor(each, dtype=torch.int32), device) for each in ends)
     return SliceEnds(queries, keys, max(lengths.queries), max(lengths.keys))
 
 
@@ -264,7 +270,7 @@ def positions(
         count = torch.tensor(each)
         owner = torch.repeat_interleave(torch.arange(len(each)), count)
         first = torch.tensor(lengths.keys) - count - (count.cumsum(0) - count)
-        found += [owner.to(device), (torch.arange(sum(each)) + first[owner]).to(device)]
+        found += [on_device(owner, device), on_device(torch.arange(sum(each)) + first[owner], device)]
     return found[0], found[1], found[2], found[3]
 
 

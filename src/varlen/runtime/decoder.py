@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from varlen.attention.choice import check_kernels
-from varlen.attention.kernels import Kernels
+from varlen.attention.kernels import Kernels, on_device
 from varlen.attention.rules import rotary_settings
 from varlen.cost.memory import LOGIT_ROWS
 from varlen.counts import many
@@ -102,10 +102,8 @@ class DecoderParts:
         Args:
             like: `[1, rows, hidden]`: a tensor of the layers' dtype and device.
         """
-        ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None]
-        if like.is_cuda:
-            # Otherwise the host would wait here for the device.
-            ids = ids.pin_memory().to(like.device, non_blocking=True)
+        ranges = [torch.arange(*own) for piece in slices for own in piece.ranges]
+        ids = on_device(torch.cat(ranges)[None], like.device)
         ends = [(piece.rows, piece.length) for piece in slices] if self.by_length else []
         named = {
             kind: self._rotated(ids, ends, like, *([kind] if kind else []))
@@ -125,7 +123,7 @@ class DecoderParts:
             return cosines, sines
         made, row = [], 0
         for rows, length in ends:
-            with_end = torch.cat([ids[:, row : row + rows], ids.new_tensor([[length - 1]])], 1)
+            with_end = torch.cat([ids[:, row : row + rows], ids.new_full((1, 1), length - 1)], 1)
             made.append([x[:, :-1] for x in self.rotary(like, with_end, *kind)])
             row += rows
         cosines, sines = (torch.cat(each, 1) for each in zip(*made))
@@ -169,12 +167,11 @@ class DecoderParts:
         weight, unused = self.embedding.weight, self.embedding.padding_idx
         if not weight.requires_grad:
             return
-        factor = self.embedding_factor
-        if isinstance(scale := getattr(self.embedding, "embed_scale", None), torch.Tensor):
-            factor *= scale.to(weight.dtype).item()  # Gemma's embedding multiplies what it looks up
         total = gradient(weight)
         rows = by_hidden[0].to(total.dtype)
-        rows = rows if factor == 1 else rows * factor
+        rows = rows if self.embedding_factor == 1 else rows * self.embedding_factor
+        if isinstance(scale := getattr(self.embedding, "embed_scale", None), torch.Tensor):
+            rows = rows * scale.to(weight.dtype)  # Gemma's embedding multiplies what it looks up
         if unused is not None:
             rows = rows * (input_ids != unused)[:, None]
         total.index_add_(0, input_ids, rows)

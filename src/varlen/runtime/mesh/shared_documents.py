@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from varlen.attention.kernels import on_device
 from varlen.runtime.mesh.process_groups import Group
 from varlen.step_plan import SliceKey, StepPlan
 from varlen.types import Int32Array, IntArray
@@ -81,8 +82,8 @@ class OwnRows:
             firsts, stops = (np.array(rows.before(token)) for token in (start, self.stop))
             width = int((stops - firsts).max())
             shifts = np.arange(rows.num_ranks) * width - firsts
-            on_device = torch.from_numpy(shifts).to(self.document.owners.device)
-            self.spans[window] = Span(start, self.stop, int(firsts[rank]), width, on_device)
+            there = on_device(torch.from_numpy(shifts), self.document.owners.device)
+            self.spans[window] = Span(start, self.stop, int(firsts[rank]), width, there)
         return self.spans[window]
 
     def order(self, span: Span) -> torch.Tensor:
@@ -107,7 +108,7 @@ def shared_documents(
         first, size = int(plan.first_ranks[document]), int(plan.num_ranks[document])
         if first <= dp_rank < first + size:
             rows = zigzag(_cuts_of(plan, dp_rank, document), size)
-            owners, indices = (torch.from_numpy(x).to(device) for x in rows.assignment())
+            owners, indices = (on_device(torch.from_numpy(x), device) for x in rows.assignment())
             found[document] = SharedDocument(
                 zigzag=rows, peers=peers[first, size], owners=owners, indices=indices
             )
