@@ -81,7 +81,7 @@ class DecoderParts:
         factor = float(getattr(config, family.logit_factor)) if family.logit_factor else 1.0
         if family.logit_divisor:
             factor /= float(getattr(config, family.logit_divisor))
-        return cls(
+        parts = cls(
             embedding=embedding,
             layers=layers,
             rotary=decoder.rotary_emb,
@@ -95,6 +95,11 @@ class DecoderParts:
             else 1.0,
             logits=Logits(factor, getattr(config, family.logit_cap) if family.logit_cap else None),
         )
+        if parts.by_length:
+            # The first call copies a table to the device, for which a step would wait.
+            like = torch.empty(1, device=next(parts.rotary.buffers()).device)
+            parts._rotations(like.new_zeros(1, 1, dtype=torch.int64), [], like)
+        return parts
 
     def positions(self, slices: Sequence[CachedSlice], like: torch.Tensor) -> Positions:
         """Return the arguments of layers that give the positions of rows in their documents.
@@ -105,11 +110,13 @@ class DecoderParts:
         ranges = [torch.arange(*own) for piece in slices for own in piece.ranges]
         ids = on_device(torch.cat(ranges)[None], like.device)
         ends = [(piece.rows, piece.length) for piece in slices] if self.by_length else []
-        named = {
-            kind: self._rotated(ids, ends, like, *([kind] if kind else []))
-            for kind in dict.fromkeys(self.rotary_types or ("",))
-        }
-        return Positions(ids, named if self.rotary_types else named[""])
+        return Positions(ids, self._rotations(ids, ends, like))
+
+    def _rotations(self, ids: torch.Tensor, ends: Sequence[tuple[int, int]], like: torch.Tensor) -> Any:
+        """Return cosines and sines of positions, by kind if layers differ."""
+        if not self.rotary_types:
+            return self._rotated(ids, ends, like)
+        return {kind: self._rotated(ids, ends, like, kind) for kind in dict.fromkeys(self.rotary_types)}
 
     def _rotated(
         self, ids: torch.Tensor, ends: Sequence[tuple[int, int]], like: torch.Tensor, *kind: str
