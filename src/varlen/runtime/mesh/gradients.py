@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -68,36 +69,36 @@ def scattered(whole: torch.Tensor, like: Any) -> torch.Tensor:
     return partial.redistribute(placements=like.placements)
 
 
-def squares(parameters: Mapping[str, torch.Tensor], *, counts_whole: bool) -> float:
-    """Return this process's part of the sum of all gradients' squares.
+def squares(
+    parameters: Mapping[str, torch.Tensor], device: torch.device, *, counts_whole: bool
+) -> torch.Tensor:
+    """Return this process's part of the sum of all gradients' squares, float64 `[1]`; the host doesn't wait.
 
     Args:
         counts_whole: whether this process counts unsharded gradients, which all replicas hold alike.
     """
-    total = 0.0
+    groups: dict[tuple[torch.dtype, float], list[torch.Tensor]] = {}
     for parameter in parameters.values():
-        if parameter.grad is None:
-            continue
-        held = local(parameter.grad)
-        wide = torch.promote_types(held.dtype, torch.float32)
-        square = float(torch.linalg.vector_norm(held, dtype=wide)) ** 2
-        if isinstance(parameter.grad, DTensor):
-            mesh = parameter.grad.device_mesh
-            copies = [mesh.size(n) for n, how in enumerate(parameter.grad.placements) if how.is_replicate()]
-            for count in copies:
-                square /= count
-            total += square
-        elif counts_whole:
-            total += square
+        given, copies = parameter.grad, 1 if counts_whole else 0
+        if isinstance(given, DTensor):
+            whole = (
+                given.device_mesh.size(n) for n, how in enumerate(given.placements) if how.is_replicate()
+            )
+            copies = math.prod(whole)
+        if given is not None and copies:
+            wide = torch.promote_types(given.dtype, torch.float32)
+            groups.setdefault((wide, 1 / copies), []).append(local(given))
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for (wide, share), held in groups.items():
+        norms = torch.stack(torch._foreach_norm(held, 2, dtype=wide))
+        total += share * norms.double().square().sum()
     return total
 
 
 def clip(parameters: Mapping[str, torch.Tensor], norm: float, most: float) -> None:
     """Scale gradients so that their norm over all processes is at most a number; as `torch.nn.utils` does."""
     factor = most / (norm + 1e-6)
+    held = [local(p.grad) for p in parameters.values() if p.grad is not None]
     # A norm that is NaN goes on: gradients become NaN too, which is noticed.
-    if factor >= 1:
-        return
-    for parameter in parameters.values():
-        if parameter.grad is not None:
-            local(parameter.grad).mul_(factor)
+    if held and not factor >= 1:
+        torch._foreach_mul_(held, factor)

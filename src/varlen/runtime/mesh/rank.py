@@ -176,8 +176,8 @@ class MeshRank:
             if self._is_tied and self.coordinate.stage == self.coordinate.mesh.pp - 1:
                 head = model.get_output_embeddings().weight
                 counted = {name: p for name, p in parameters.items() if trained[name] is not head}
-            square = gradients.squares(counted, counts_whole=self.coordinate.dp_rank == 0)
-            squares = torch.tensor([square], dtype=torch.float64, device=groups.device)
+            counts_whole = self.coordinate.dp_rank == 0
+            squares = gradients.squares(counted, groups.device, counts_whole=counts_whole)
             with self._wait_reporter.waiting():
                 norm = math.sqrt(float(groups.world.on_host(groups.world.gathered(squares)).sum()))
             gradients.clip(parameters, norm, max_norm)
