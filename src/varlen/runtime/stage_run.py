@@ -72,13 +72,22 @@ class StageRunner:
         clock: Clock,
         meter: BytesMeter | None = None,
         unit: Callable[[range], AbstractContextManager[Any]] = _nothing,
+        last: Callable[[range], AbstractContextManager[Any]] = _nothing,
     ) -> None:
-        first, last = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
-        self._codes: list[int] = plan.tasks[first:last].tolist()
+        """Prepare the tasks.
+
+        Args:
+            unit: entered around each task, with the layers of its chunk.
+            last: entered around the last task that adds to the gradients of a chunk, with its layers.
+        """
+        begin, end = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
+        self._codes: list[int] = plan.tasks[begin:end].tolist()
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
         self._chunks, self._transport, self._clock, self._meter = chunks, transport, clock, meter
         self._rank, self._unit, self._is_single_gpu = rank, unit, plan.mesh.num_gpus == 1
+        self._last_of_chunk, self._left = last, np.bincount(self._codes, minlength=KINDS * len(chunks))
+        self._adds = WEIGHT if plan.splits_backward else BACKWARD  # the last kind of task to add to gradients
         self._live_at_first = meter.live if meter is not None else 0
         self._done = np.zeros(KINDS * len(chunks), np.int32)
         self._run: list[tuple[int, int, int, int, int]] = []
@@ -111,11 +120,13 @@ class StageRunner:
         key = self._packs[min(kind, BACKWARD)][micropack]
         self._clock.mark()
         try:
-            with self._unit(self._chunks[chunk // self._pp].layers):
+            layers = self._chunks[chunk // self._pp].layers
+            self._left[code := self._codes[len(self._run)]] -= 1
+            last = self._last_of_chunk if kind == self._adds and not self._left[code] else _nothing
+            with self._unit(layers), last(layers):
                 if key:
                     self._compute(kind, chunk, micropack, key)
         except Exception as error:
-            layers = self._chunks[chunk // self._pp].layers
             where = f"MicroPack {micropack}, layers {layers.start}-{layers.stop - 1}"
             error.add_note(f"in stage {self._stage} of pipeline {self._rank}, {PASSES[kind]}, {where}")
             if is_out_of_memory(error):

@@ -1,15 +1,17 @@
-"""Gradients between processes: one sum over replicas a step, one over the two ends of a tied weight, and the norm."""
+"""Gradients between processes: sums over replicas, and over the two ends of a tied weight, and the norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from varlen.runtime.main_grads import gradient, gradient_of, local
+from varlen.runtime.main_grads import gradient, gradient_of, local, set_gradient, wide
 from varlen.runtime.mesh.process_groups import Group
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
@@ -24,29 +26,84 @@ def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool]
     return [name for name, flag in zip(names, group.on_host(flags).tolist()) if flag]
 
 
-def sum_replicas(parameters: Mapping[str, torch.Tensor], group: Group) -> None:
-    """Put the sum over replicas in place of every gradient; a replica without one counts as zeros."""
-    if group.size == 1:
-        return
-    has = {name: gradient_of(p) is not None for name, p in parameters.items()}
-    gradients = [gradient(parameters[name]) for name in known_to_any(parameters, has, group)]
-    for bucket in buckets(gradients):
-        flat = torch.cat([one.reshape(-1) for one in bucket])
-        group.sum(flat)
-        for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket])):
-            one.copy_(part.view_as(one))
+class Reduction:
+    """Sums a stage's gradients over its replicas, from the head to the embedding, while the backward pass goes on.
+
+        last task of a chunk ──► gradient of a parameter is whole ──► all of a bucket are ──► all-reduce begins
+        end of the step ──► the rest begins ──► all end
+
+    All replicas begin the buckets in one order. A replica without a gradient adds zeros.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], group: Group) -> None:
+        self._parameters, self._group = parameters, group
+        self._buckets = deque(buckets(list(parameters.values())[::-1]))
+        self._open = {id(parameter) for parameter in parameters.values()}  # with gradients that aren't whole
+        self._has: set[int] = set()  # parameters with a gradient on this rank
+        self._works: list[Any] = []
+
+    @contextmanager
+    def last(self, layers: Sequence[Any], before: Sequence[Any]) -> Iterator[None]:
+        """Run the last task that adds to gradients of layers, and begin to sum those that it has passed.
+
+        Args:
+            layers: parameters of layers, to each of which autograd adds once.
+            before: parameters whose gradients are whole before the backward pass comes to any layer.
+        """
+        waiting = list(before)
+
+        def passed(parameter: Any) -> None:
+            self._close([*waiting, parameter])
+            waiting.clear()
+
+        hooks = [parameter.register_post_accumulate_grad_hook(passed) for parameter in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._close([*waiting, *layers])
+
+    def finish(self) -> None:
+        """Sum what is left, and wait for all sums; what no replica has a gradient of has none afterwards."""
+        if self._group.size == 1:
+            return
+        self._close(self._parameters.values())
+        for work in self._works:
+            work.wait()
+        has = {name: id(parameter) in self._has for name, parameter in self._parameters.items()}
+        known = set(known_to_any(self._parameters, has, self._group))
+        for name, parameter in self._parameters.items():
+            if name not in known:
+                set_gradient(parameter, None)
+
+    def _close(self, parameters: Iterable[Any]) -> None:
+        self._open.difference_update(map(id, parameters))
+        while self._group.size > 1 and self._buckets and self._open.isdisjoint(map(id, self._buckets[0])):
+            self._begin(self._buckets.popleft())
+
+    def _begin(self, bucket: Sequence[Any]) -> None:
+        held = []
+        for parameter in bucket:
+            if gradient_of(parameter) is not None:
+                self._has.add(id(parameter))
+            if not local(gradient(parameter)).is_contiguous():
+                set_gradient(parameter, gradient(parameter).contiguous())
+            held.append(local(gradient(parameter)))
+        self._works.append(self._group.begin_sum(held))
 
 
-def buckets(gradients: list[torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
-    """Yield gradients in order, as many of one dtype at a time as go into a message."""
-    held: list[torch.Tensor] = []
+def buckets(parameters: Sequence[Any], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Any]]:
+    """Yield parameters in order, as many of one dtype at a time as have gradients that go into a message."""
+    held: list[Any] = []
     size = 0
-    for one in gradients:
-        if held and (one.dtype != held[0].dtype or size + one.nbytes > most_bytes):
+    for one in parameters:
+        num_bytes = local(one).numel() * wide(one.dtype).itemsize
+        if held and (one.dtype != held[0].dtype or size + num_bytes > most_bytes):
             yield held
             held, size = [], 0
         held.append(one)
-        size += one.nbytes
+        size += num_bytes
     if held:
         yield held
 

@@ -99,6 +99,10 @@ class Group:
         if self.size > 1:
             self._backend.allreduce([tensor]).wait()
 
+    def begin_sum(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Begin to replace contiguous tensors of one dtype by their sums over all members; returns the work."""
+        return self._backend.allreduce_coalesced(list(tensors))
+
     def most(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by the elementwise maximum over all members."""
         if self.size > 1:

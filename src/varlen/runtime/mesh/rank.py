@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.consistency import agree, batch_fingerprint, fingerprint_of
 from varlen.runtime.mesh.failures import GRACE_S, Notes, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.fsdp import Gathered, Shards, is_sharded, waiting_at_most
+from varlen.runtime.mesh.gradients import Reduction
 from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, open_groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
 from varlen.runtime.split import cut_to_stage, stage_dtype
@@ -251,6 +254,7 @@ class MeshRank:
         parameters = _trained(model)
         shared = self._shared(groups, plan)
         chunks = chunk_steps(parts, layers, data, plan, shared=shared, **settings)[stage :: mesh.pp]
+        reduction = Reduction(_alike(parameters, shards, masters), groups.replicas)
         with step_gradients(parameters.values(), is_apart=True):
             with nullcontext() if shards is None else shards.step():
                 like = torch.empty(
@@ -259,7 +263,10 @@ class MeshRank:
                     device=groups.device,
                 )
                 channels = Channels(groups, plan, like, self._wait_reporter, shared)
-                unit = {} if shards is None else {"unit": shards.unit}
+                around: dict[str, Any] = {} if shards is None else {"unit": shards.unit}
+                if shards is None and not plan.num_merged:
+                    # Communicators of shared documents and of replicas would wait for each other.
+                    around["last"] = partial(_last, parts, reduction)
                 runner = StageRunner(
                     plan,
                     self.coordinate.dp_rank,
@@ -268,7 +275,7 @@ class MeshRank:
                     channels,
                     clock=Clock(groups.device),
                     meter=meter,
-                    **unit,
+                    **around,
                 )
                 try:
                     while runner.next_task:
@@ -283,8 +290,14 @@ class MeshRank:
                 self._settle(groups.device)
                 if shards is not None:
                     shards.reduce()
+                reduction.finish()
                 unscale(parameters.values(), data.scale)
-                self._reduce(model, groups, parameters, shards, masters)
+                if self._is_tied and groups.ends is not None:
+                    is_first = self.coordinate.stage == 0
+                    end = model.get_input_embeddings() if is_first else model.get_output_embeddings()
+                    gradients.sum_tied(end.weight, groups.ends)
+                if masters is not None:
+                    masters.collect()
                 self._settle(groups.device)
         losses = [loss.double() for chunk in chunks for loss in chunk.losses]
         return StepRun(
@@ -314,25 +327,6 @@ class MeshRank:
             self._dtype = stage_dtype(own) if shards is None else shards.whole_dtype(layers)
         return self._dtype
 
-    def _reduce(
-        self,
-        model: Any,
-        groups: Groups,
-        parameters: dict[str, torch.Tensor],
-        shards: Shards | None,
-        masters: Masters | None,
-    ) -> None:
-        """Sum gradients of a tied weight over both ends, and all over replicas."""
-        if self._is_tied and groups.ends is not None:
-            is_first = self.coordinate.stage == 0
-            end = model.get_input_embeddings() if is_first else model.get_output_embeddings()
-            gradients.sum_tied(end.weight, groups.ends)
-        done = set() if shards is None else set(shards.parameters)
-        done |= set() if masters is None else masters.divided
-        gradients.sum_replicas({n: p for n, p in parameters.items() if n not in done}, groups.replicas)
-        if masters is not None:
-            masters.collect()
-
     def _total(self, groups: Groups, run: StepRun, inputs: StepInputs) -> Totals:
         peak = int(run.task_runs[0].peak_bytes.max(initial=0))
         targets = inputs.num_targets if self.coordinate.stage == 0 else 0
@@ -348,6 +342,28 @@ class MeshRank:
             num_targets=int(every[:, 2].sum()),
             document_losses=losses,
         )
+
+
+def _alike(
+    parameters: dict[str, torch.Tensor], shards: Shards | None, masters: Masters | None
+) -> dict[str, torch.Tensor]:
+    """Return the parameters of which every replica has the whole gradient after a step."""
+    divided = set() if shards is None else set(shards.parameters)
+    divided |= set() if masters is None else masters.divided
+    return {name: parameter for name, parameter in parameters.items() if name not in divided}
+
+
+def _last(parts: DecoderParts, reduction: Reduction, layers: range) -> AbstractContextManager[None]:
+    """Return the context of a chunk's last task, in which gradients begin to be summed."""
+    uses = Counter(id(p) for layer in parts.layers for p in layer.parameters())
+    inside = [p for layer in layers for p in parts.layers[layer].parameters()]
+    has_head = layers.stop == len(parts.layers)
+    tied = set(map(id, parts.embedding.parameters()))
+    before = [*parts.norm.parameters(), *parts.head.parameters()] if has_head else []
+    return reduction.last(
+        [p for p in inside if p.requires_grad and uses[id(p)] == 1],
+        [p for p in before if id(p) not in tied],
+    )
 
 
 def _token_losses(chunks: Any, data: StepData) -> torch.Tensor:
