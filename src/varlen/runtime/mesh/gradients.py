@@ -35,9 +35,9 @@ class Reduction:
     All replicas begin the buckets in one order. A replica without a gradient adds zeros.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], group: Group) -> None:
+    def __init__(self, parameters: Mapping[str, Any], group: Group, most_bytes: int = BUCKET_BYTES) -> None:
         self._parameters, self._group = parameters, group
-        self._buckets = deque(buckets(list(parameters.values())[::-1]))
+        self._buckets = deque(buckets(list(parameters.values())[::-1], most_bytes))
         self._open = {id(parameter) for parameter in parameters.values()}  # with gradients that aren't whole
         self._has: set[int] = set()  # parameters with a gradient on this rank
         self._works: list[Any] = []
@@ -93,7 +93,7 @@ class Reduction:
         self._works.append(self._group.begin_sum(held))
 
 
-def buckets(parameters: Sequence[Any], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Any]]:
+def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
     """Yield parameters in order, as many of one dtype at a time as have gradients that go into a message."""
     held: list[Any] = []
     size = 0
