@@ -7,6 +7,7 @@ are left to the kernel.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -106,8 +107,11 @@ def backward(
         own: what later slices have sent to the slice's own keys and values, added to in place; None for nothing.
     """
     rows_of_slice = query.shape[2]
+    tiles = list(chain.from_iterable(map(_backward_tiles, tiles_of(start, start + rows_of_slice, rules))))
+    left = Counter(tile.first_row for tile in tiles)
+    many = {row for row, count in left.items() if count > 2}
     by_queries: dict[int, torch.Tensor] = {}
-    for tile in chain.from_iterable(map(_backward_tiles, tiles_of(start, start + rows_of_slice, rules))):
+    for tile in tiles:
         rows = slice(tile.first_row, tile.stop_row)
         by_query, *by_pair = rectangles.backward(
             gradient[:, :, rows],
@@ -118,10 +122,10 @@ def backward(
         )
         if tile.first_row in by_queries:
             # Sums of many are wide, and of two as wide as the kernel gives them.
-            wide = torch.promote_types(query.dtype, torch.float32) if start > BACKWARD_KEYS else query.dtype
-            by_queries[tile.first_row] = by_queries[tile.first_row].to(wide).add_(by_query)
-        else:
-            by_queries[tile.first_row] = by_query
+            wide = torch.promote_types(query.dtype, torch.float32) if tile.first_row in many else query.dtype
+            by_query = by_queries[tile.first_row].to(wide).add_(by_query)
+        left[tile.first_row] -= 1
+        by_queries[tile.first_row] = by_query if left[tile.first_row] else by_query.to(query.dtype)
         before = max(0, min(start, tile.stop_key) - tile.first_key)
         if earlier is not None and before:
             for total, part in zip(earlier, by_pair):
@@ -132,7 +136,7 @@ def backward(
     assert own is not None
     parts = list(by_queries.values())
     by_query = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-    return by_query.to(query.dtype), own[0].to(query.dtype), own[1].to(query.dtype)
+    return by_query, own[0].to(query.dtype), own[1].to(query.dtype)
 
 
 def _backward_tiles(tile: Tile) -> Iterator[Tile]:
