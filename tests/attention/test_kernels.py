@@ -179,6 +179,23 @@ def test_what_a_kernel_cannot_take_is_said_before_it_is_called():
         assert choice._tried("varlen", cuda, half, (2, 1, 8, 8), False, False)[0] is None
 
 
+@pytest.mark.parametrize(("off", "is_refused"), [(1.02, False), (1.1, True)])
+def test_a_kernel_that_is_a_little_wrong_is_refused(monkeypatch, off, is_refused):
+    class Off(type(BY_SCORES)):
+        def backward(self, *given_: Any) -> Qkv:
+            return Qkv(*(off * x for x in super().backward(*given_)))
+
+    monkeypatch.setattr(choice, "_shape_fault", lambda *_: "")
+    monkeypatch.setitem(choice.MAKERS, "varlen", Off)
+    choice._tried.cache_clear()
+
+    kernel, fault = choice._tried("varlen", CPU, torch.bfloat16, (4, 2, 64, 64), True, False)
+
+    choice._tried.cache_clear()
+    assert (kernel is None) == is_refused
+    assert ("it is off by 0.1 on a small case" in fault) == is_refused
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of whole slices run on CUDA")
 @pytest.mark.parametrize("name", ["varlen", "flex"])
 @pytest.mark.parametrize("windowed", [False, True])
