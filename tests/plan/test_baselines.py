@@ -112,6 +112,19 @@ def test_a_long_document_is_shared_by_as_few_ranks_as_hold_it():
     assert batches[group_of[1]] == batches[group_of[2]] == 1
 
 
+def test_micro_batches_by_need_are_filled_to_their_share_of_the_work():
+    lengths = np.random.default_rng(1).integers(50, 1000, 800).astype(np.int32)
+    work = np.repeat(lengths.astype(np.float64)[:, None], 4, axis=1) / 2.0 ** np.arange(4)
+
+    group_of, levels, batches = by_need(lengths, work, 8, 100_000, 4)
+
+    of_batch = np.bincount(
+        batches[group_of], work[np.arange(800), levels[group_of]] * 2.0 ** levels[group_of]
+    )
+    assert len(of_batch) == 4
+    assert of_batch.max() < 1.07 * of_batch.mean()
+
+
 def test_ranks_that_are_left_over_share_the_slowest():
     lengths = np.array([1000, 100], np.int32)
     work = np.repeat(lengths.astype(np.float64)[:, None], 3, axis=1) / 2.0 ** np.arange(3)

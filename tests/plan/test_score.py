@@ -48,6 +48,14 @@ def filling_s(rows: int, mesh: vl.Mesh) -> np.ndarray:
     return np.cumsum(np.append(0.0, each))
 
 
+def test_the_bound_holds_for_documents_that_any_number_of_ranks_share():
+    lengths, mesh = np.array([60_000, 500], np.int32), vl.Mesh(dp=4)
+
+    shared, alone = (lower_bound(lengths, COST, mesh, most_merged_ranks=ranks).chain_s for ranks in (4, 1))
+
+    assert lower_bound(lengths, COST, mesh).chain_s == shared < alone / 3
+
+
 def test_a_short_document_takes_its_own_work():
     mesh = vl.Mesh()
 

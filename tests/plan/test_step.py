@@ -16,6 +16,7 @@ from tests.support.sliced import one_gpu_plan
 
 import varlen as vl
 from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
+from varlen.plan import api
 from varlen.plan.api import repairs
 from varlen.plan.bound import lower_bound
 from varlen.plan.check import check_plan
@@ -235,6 +236,20 @@ def test_no_more_ranks_share_a_document_than_may_where_parameters_are_sharded():
     plan = vl.plan_step([60_000] + [300] * 20, cost=cost, mesh=mesh, search=vl.Search(most_merged_ranks=2))
 
     assert plan.num_ranks.max() <= 2
+
+
+@pytest.mark.parametrize(("over", "tried"), [(1.2, 2), (1.3, 4)])
+def test_more_recomputation_is_tried_only_for_plans_far_over_their_bound(monkeypatch, over, tried):
+    lengths, mesh, cost, calls = np.array([5000, 900], np.int32), vl.Mesh(tp=4), cost_of(), []
+    bound_s = lower_bound(lengths, cost, mesh, least_rows=vl.Search().least_rows).seconds
+    full = api._Planned(one_gpu_plan([2], [[(0, 0, 2)]]), is_full=True)
+    monkeypatch.setattr(api, "repairs", lambda *_: [cost] * 4)
+    monkeypatch.setattr(api, "_planned", lambda *_: calls.append(1) or (full if len(calls) == 1 else None))
+    monkeypatch.setattr(api, "score", lambda *_: over * bound_s)
+
+    vl.plan_step(lengths, cost=cost, mesh=mesh)
+
+    assert len(calls) == tried
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -227,6 +227,13 @@ def test_a_short_chunk_has_nothing_to_offload():
     assert meter.host_peak == 0
 
 
+def test_gradients_of_earlier_keys_that_come_at_once_take_a_thousandth_of_a_card():
+    shape = vl.ModelShape.named("llama-3-8b")
+    of_a_key = 2 * shape.kv_heads * shape.head_dim * 4
+
+    assert tiles.BACKWARD_KEYS * of_a_key < 0.001 * vl.Hardware.named("h100").memory_bytes
+
+
 def test_gradients_of_earlier_keys_come_some_at_a_time_and_are_exact(monkeypatch):
     monkeypatch.setattr(tiles, "BACKWARD_KEYS", 5)
     model, tokens = tiny("llama"), tokens_of([40])
