@@ -38,6 +38,8 @@ class Distances:
 
     loss: float = 0.0
     documents: float = 0.0
+    evaluated: float = 0.0
+    """Losses of steps, documents and labels by the forward pass alone."""
     gradients: float = 0.0
     """Of the first step, from equal weights."""
     later_gradients: float = 0.0

@@ -122,7 +122,15 @@ def compare(
         loss, wanted = alone(whole, batch)
         for name, gradient in wanted.items():
             whole.get_parameter(name).grad = gradient.clone()
+        evaluated = engine.evaluate(batch, plan, document_losses=True, log_probs=True)
+        assert all(parameter.grad is None for parameter in model.parameters())
         stats = engine.step(batch, plan, document_losses=True)
+        seen.saw("evaluated", abs(evaluated.loss - loss) / loss)
+        assert evaluated.document_losses is not None
+        seen.saw("evaluated", np.nanmax(np.abs(evaluated.document_losses - stats.document_losses)) / loss)
+        if evaluated.log_probs is not None:
+            assert bool(((evaluated.log_probs != 0) == (torch.as_tensor(batch.labels) != -100)).all())
+            seen.saw("evaluated", abs(float(evaluated.log_probs.sum()) / -stats.num_targets - loss) / loss)
         found = whole_of({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         if "model.embed_tokens.weight" not in found and "model.embed_tokens.weight" in wanted:
             wanted.setdefault("lm_head.weight", wanted["model.embed_tokens.weight"])
@@ -359,4 +367,4 @@ LIBRARIES = (
 JOB = Path(__file__).parents[1] / "distributed" / "pipeline_job.py"
 
 
-DISTANCES = ("loss", "documents", "gradients", "later_gradients", "norm", "weights")
+DISTANCES = ("loss", "documents", "evaluated", "gradients", "later_gradients", "norm", "weights")

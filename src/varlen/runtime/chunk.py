@@ -92,8 +92,9 @@ class ChunkStep:
         offload: Offload = "none",
         keeps_losses: bool = False,
         shared: Mapping[int, SharedDocument] | None = None,
+        is_forward_only: bool = False,
     ) -> None:
-        self._shared = shared or {}
+        self._shared, self._is_forward_only = shared or {}, is_forward_only
         self._parts, self._data = parts, data
         self.layers = layers
         """Of the chunk, in order."""
@@ -101,11 +102,12 @@ class ChunkStep:
         """Whether token ids come in, and not what other layers made of them."""
         self.has_head = layers.stop == len(parts.layers)
         """Whether losses come out."""
-        again = layers.start + layers_again
+        again = layers.stop if is_forward_only else layers.start + layers_again
         self._runs = [range(layer, layer + 1) for layer in range(layers.start, again)]
         self._runs += [range(again, layers.stop)] if again < layers.stop else []
         self._again = again
-        self._saved_layers = range(layers.start, again if saved == "layers" else min(layers.start + 1, again))
+        saved_to = again if saved == "layers" else min(layers.start + 1, again)
+        self._saved_layers = range(layers.start, layers.start if is_forward_only else saved_to)
         self._made: list[torch.Tensor] = []
         """What goes into the layers that are computed again, where it is made again too, last to be used first."""
         self._is_selective = is_selective
@@ -144,7 +146,19 @@ class ChunkStep:
                     with selectively(self._parts.layers[layers.start : layers.stop], self._is_selective):
                         hidden = self._run(layers, first, positions, slices)
                     self._graphs[key] = (first, hidden)
+        if self._is_forward_only:
+            self._end_forward(key, hidden)
         return hidden.detach()
+
+    def _end_forward(self, key: SliceKey, hidden: torch.Tensor) -> None:
+        """Compute losses, and release the documents that have run; no backward pass comes."""
+        if self.has_head:
+            own = own_tokens(key, self._shared)
+            labels, weights = (self._data.rows(own, of) for of in (self._data.labels, self._data.weights))
+            self._keep_losses(own, self._parts.head_losses(hidden, labels), weights)
+        for document, _, stop in key:
+            if stop == self._length(document):
+                del self._documents[document]
 
     def backward(self, key: SliceKey, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Run a MicroPack backward; return the gradient of what came in, None where ids did.
@@ -199,20 +213,28 @@ class ChunkStep:
         key = own_tokens(key, self._shared)
         labels, weights = (self._data.rows(key, of) for of in (self._data.labels, self._data.weights))
         losses, gradient = self._parts.head_backward(out, labels, weights * self._data.scale)
-        self.losses.append((losses * weights).sum())
-        if self.token_losses is not None:
-            row = 0
-            for document, start, stop in key:
-                first = int(self._data.offsets[document])
-                self.token_losses[first + start : first + stop] = losses[row : row + stop - start]
-                row += stop - start
+        self._keep_losses(key, losses, weights)
         return gradient
+
+    def _keep_losses(self, key: SliceKey, losses: torch.Tensor, weights: torch.Tensor) -> None:
+        """Keep the losses of rows."""
+        self.losses.append((losses * weights).sum())
+        if self.token_losses is None:
+            return
+        row = 0
+        for document, start, stop in key:
+            first = int(self._data.offsets[document])
+            self.token_losses[first + start : first + stop] = losses[row : row + stop - start]
+            row += stop - start
+
+    def _length(self, document: int) -> int:
+        return int(self._data.offsets[document + 1] - self._data.offsets[document])
 
     def _slices(self, key: SliceKey, kind: int) -> list[CachedSlice]:
         """Return a MicroPack's slices with the caches of their documents, which the first slice makes."""
         slices = []
         for number, start, stop in key if kind == FORWARD else reversed(key):
-            length = int(self._data.offsets[number + 1] - self._data.offsets[number])
+            length = self._length(number)
             shared = self._shared.get(number)
             rows = length if shared is None else shared.rows
             document = self._documents.setdefault(number, _Document(self._cache(rows)))

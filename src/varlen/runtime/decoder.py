@@ -46,6 +46,16 @@ class Logits(NamedTuple):
 AS_GIVEN = Logits()
 
 
+class _Softmax(NamedTuple):
+    """The softmax of some rows over the vocabulary."""
+
+    logits: torch.Tensor  # `[rows, vocabulary]`, as the head gave them, or `exps`
+    exps: torch.Tensor  # `[rows, vocabulary]`: exp(z - max(z)), in float32 or wider
+    totals: torch.Tensor  # `[rows]`: their sums
+    slope: torch.Tensor | float  # of z by the logits
+    losses: torch.Tensor  # `[rows]`: cross-entropy, 0 without a label
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderParts:
     """A causal decoder in the pieces that a step runs one by one."""
@@ -213,14 +223,17 @@ class DecoderParts:
             by_hidden[0, rows] = part.grad
         return losses, by_hidden
 
-    def _loss_backward(
-        self, normed: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a chunk's losses and the gradient of the head's input, and add to the head's own; without a graph.
+    def head_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each row, `[rows]`, as `head_backward`; computes no gradient."""
+        losses = hidden.new_zeros(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        with ungraphed(hidden):
+            for first in range(0, hidden.shape[1], HEAD_ROWS):
+                rows = slice(first, first + HEAD_ROWS)
+                losses[rows] = self._softmax(self.norm(hidden[0, rows]), labels[rows]).losses
+        return losses
 
-        Logits become their softmax, and that their gradient, in one float32 buffer; in the weights' dtype it then
-        takes the place of the logits: 6 bytes a logit in bfloat16, 4 in float32.
-        """
+    def _softmax(self, normed: torch.Tensor, labels: torch.Tensor, *, has_slope: bool = False) -> _Softmax:
+        """Run the head and the softmax over the vocabulary, in one float32 buffer."""
         logits = nn.functional.linear(normed, self.head.weight, self.head.bias)
         factor, cap = self.logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -229,17 +242,27 @@ class DecoderParts:
             wide *= factor
         if cap is not None:
             wide.div_(cap).tanh_()
-            slope = wide.square().neg_().add_(1).mul_(factor)
+            slope = wide.square().neg_().add_(1).mul_(factor) if has_slope else factor
             wide *= cap
-        targets = labels.clamp_min(0)[:, None]
         wide -= wide.amax(-1, keepdim=True)
-        at_target = wide.gather(1, targets)[:, 0]
+        at_target = wide.gather(1, labels.clamp_min(0)[:, None])[:, 0]
         total = wide.exp_().sum(-1)
         losses = (total.log() - at_target) * (labels != IGNORED)
+        return _Softmax(logits, wide, total, slope, losses)
+
+    def _loss_backward(
+        self, normed: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a chunk's losses and the gradient of the head's input, and add to the head's own; without a graph.
+
+        Logits become their softmax, and that their gradient, in one float32 buffer; in the weights' dtype it then
+        takes the place of the logits: 6 bytes a logit in bfloat16, 4 in float32.
+        """
+        logits, wide, total, slope, losses = self._softmax(normed, labels, has_slope=True)
         weights = weights.to(wide.dtype)
         wide *= (weights / total)[:, None]
-        wide.scatter_add_(1, targets, -weights[:, None])
-        if factor != 1 or cap is not None:
+        wide.scatter_add_(1, labels.clamp_min(0)[:, None], -weights[:, None])
+        if self.logits != AS_GIVEN:
             wide *= slope
         by_logits = logits.copy_(wide)
         weight, bias = self.head.weight, self.head.bias

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -20,14 +20,14 @@ from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.clock import BytesMeter
-from varlen.runtime.decoder import IGNORED, DecoderParts, check_model
+from varlen.runtime.decoder import DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.fsdp import Gathered, is_sharded
-from varlen.runtime.mesh.rank import MeshRank
+from varlen.runtime.mesh.rank import MeshRank, Totals, totals_of_one
 from varlen.runtime.split import check_layers
 from varlen.runtime.stage_run import TaskRun
-from varlen.runtime.step import check_runnable, run_stages
+from varlen.runtime.step import StepRun, check_runnable, run_stages
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
 
@@ -54,6 +54,21 @@ class StepStats:
     """The most bytes of tensors alive at once, on the rank where it is most; 0 where no meter was given."""
     peaks_bytes: npt.NDArray[np.int64]
     """int64 `[processes]`: the same of each rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Evaluation:
+    """What a batch costs, without gradients."""
+
+    loss: float
+    """As `StepStats.loss`: the batch's part of the step's loss, the same on every rank."""
+    num_targets: int
+    """Of the batch, on all ranks together."""
+    document_losses: FloatArray | None
+    """float64 `[num_segments]`: as `StepStats.document_losses`; None unless asked for."""
+    log_probs: torch.Tensor | None
+    """float32 or wider, of the shape of `batch.labels`: each label's log-probability, 0 where there is none. None
+    unless asked for, and on ranks that don't hold the last layers."""
 
 
 class SliceEngine:
@@ -167,35 +182,53 @@ class SliceEngine:
             SettingError: weights that don't add up over batches; gradients are off; or several GPUs, and no plan.
             WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
-        if self._mesh_rank is not None:
-            return self._step_of_many(self._mesh_rank, batch, plan, meter, document_losses)
-        inputs = self._prepared(batch, plan, Mesh(), 0)
-        used, data = inputs.plan, inputs.weighed(lambda _: None)
-        before = _attention(self.model)
-        parts = DecoderParts.of(self.model, self.kernels)
-        try:
-            check_layers(len(parts.layers), used.mesh)
-            run = run_stages(
-                self.model,
-                parts,
-                data,
-                used,
-                meter=meter,
-                keeps_losses=document_losses,
-                saved=self.saved,
-                masters=self._masters,
-            )
-        finally:
-            self.model.set_attn_implementation(before)
-        peaks = [int(task_run.peak_bytes.max(initial=0)) for task_run in run.task_runs]
+        inputs, run, totals = self._run(batch, plan, meter=meter, keeps_losses=document_losses)
         return StepStats(
-            loss=run.loss,
-            num_targets=int((data.labels != IGNORED).sum()),
-            plan=used,
+            loss=totals.loss,
+            num_targets=totals.num_targets,
+            plan=inputs.plan,
             places=run.task_runs,
-            document_losses=_mean_losses(inputs, run.token_losses),
-            peak_bytes=max(peaks),
-            peaks_bytes=np.array([max(peaks)], np.int64),
+            document_losses=None if totals.document_losses is None else means(totals.document_losses),
+            peak_bytes=int(totals.peaks_bytes.max()),
+            peaks_bytes=totals.peaks_bytes,
+        )
+
+    def evaluate(
+        self,
+        batch: PackedBatch,
+        plan: StepPlan | None = None,
+        *,
+        document_losses: bool = False,
+        log_probs: bool = False,
+    ) -> Evaluation:
+        """Run a batch forward alone, in the slices of `step`, and leave gradients as they are.
+
+        On a mesh, all ranks call it at once. Keys and values of a document stay until its last slice has run.
+
+        Args:
+            batch: as `step` takes it.
+            plan: as `step` takes it; its backward pass isn't run.
+            document_losses: whether the loss of each document is wanted.
+            log_probs: whether the log-probability of each label is wanted.
+
+        Raises:
+            DocumentsError: as `step`.
+            PlanError: as `step`.
+            SettingError: as `step`; gradients may be off.
+            WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
+
+        >>> engine.evaluate(batch, document_losses=True).document_losses.mean()                 # doctest: +SKIP
+        """
+        keeps_losses = document_losses or log_probs
+        _, _, totals = self._run(
+            batch, plan, keeps_losses=keeps_losses, gives_tokens=log_probs, is_forward_only=True
+        )
+        losses, of_tokens = totals.document_losses, totals.token_losses
+        return Evaluation(
+            loss=totals.loss,
+            num_targets=totals.num_targets,
+            document_losses=means(losses) if document_losses and losses is not None else None,
+            log_probs=None if of_tokens is None else _at_labels(batch, 0.0 - of_tokens),
         )
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -264,48 +297,62 @@ class SliceEngine:
         if self._mesh_rank is not None:
             self._mesh_rank.close()
 
-    def _step_of_many(
+    def _run(
         self,
-        mesh_rank: MeshRank,
         batch: PackedBatch,
         plan: StepPlan | None,
-        meter: BytesMeter | None,
-        document_losses: bool,
-    ) -> StepStats:
-        """Run this process's part of a step; a fault here ends the step on all ranks."""
+        *,
+        meter: BytesMeter | None = None,
+        keeps_losses: bool,
+        gives_tokens: bool = False,
+        is_forward_only: bool = False,
+    ) -> tuple[StepInputs, StepRun, Totals]:
+        """Run a step, or this process's part of one; a fault here ends it on all ranks."""
+        rank, before = self._mesh_rank, _attention(self.model)
+        settings: dict[str, Any] = {
+            "meter": meter,
+            "keeps_losses": keeps_losses,
+            "saved": self.saved,
+            "masters": self._masters,
+            "is_forward_only": is_forward_only,
+        }
         prepared: StepInputs | VarlenError
         try:
-            prepared = self._prepared(batch, plan, mesh_rank.coordinate.mesh, mesh_rank.coordinate.dp_rank)
+            where = (Mesh(), 0) if rank is None else (rank.coordinate.mesh, rank.coordinate.dp_rank)
+            prepared = self._prepared(batch, plan, *where, is_forward_only=is_forward_only)
         except VarlenError as error:
+            if rank is None:
+                raise
             prepared = error
-        before = _attention(self.model)
         try:
-            run, totals = mesh_rank.run(
-                self.model,
-                prepared,
-                meter=meter,
-                keeps_losses=document_losses,
-                saved=self.saved,
-                masters=self._masters,
-            )
+            if rank is not None:
+                run, totals = rank.run(self.model, prepared, gives_tokens=gives_tokens, **settings)
+            else:
+                assert isinstance(prepared, StepInputs)
+                parts = DecoderParts.of(self.model, self.kernels)
+                check_layers(len(parts.layers), prepared.plan.mesh)
+                data = prepared.weighed(lambda _: None)
+                run = run_stages(self.model, parts, data, prepared.plan, **settings)
+                totals = totals_of_one(prepared, run, gives_tokens=gives_tokens)
         finally:
             self.model.set_attn_implementation(before)
         assert isinstance(prepared, StepInputs)
-        return StepStats(
-            loss=totals.loss,
-            num_targets=totals.num_targets,
-            plan=prepared.plan,
-            places=run.task_runs,
-            document_losses=None if totals.document_losses is None else means(totals.document_losses),
-            peak_bytes=int(totals.peaks_bytes.max()),
-            peaks_bytes=totals.peaks_bytes,
-        )
+        return prepared, run, totals
 
-    def _prepared(self, batch: PackedBatch, plan: StepPlan | None, mesh: Mesh, dp_rank: int) -> StepInputs:
+    def _prepared(
+        self,
+        batch: PackedBatch,
+        plan: StepPlan | None,
+        mesh: Mesh,
+        dp_rank: int,
+        *,
+        is_forward_only: bool,
+    ) -> StepInputs:
         """Check the step; return its plan (slices of `slice_tokens` if none is given) and tokens."""
-        check_grad()
+        if not is_forward_only:
+            check_grad()
         if self._masters is not None:
-            self._masters.check()
+            self._masters.check(for_gradients=not is_forward_only)
         lengths = lengths_of(batch)
         plan = batch.plan if plan is None else plan
         if plan is None and mesh.num_gpus > 1:
@@ -343,13 +390,12 @@ class SliceEngine:
         )
 
 
-def _mean_losses(inputs: StepInputs, token_losses: torch.Tensor | None) -> FloatArray | None:
-    if token_losses is None:
-        return None
-    # One process counts all documents, whichever rank the plan gives them; `own` holds those of rank 0.
-    return means(
-        replace(inputs, own=np.ones_like(inputs.own)).losses_by_document(token_losses, is_counted=True)
-    )
+def _at_labels(batch: PackedBatch, of_rows: torch.Tensor) -> torch.Tensor:
+    """Return values of the tokens that predict, as `labels` has them: each at the token that is predicted."""
+    inside = torch.as_tensor(batch.segment_ids).ravel() >= 0
+    found = of_rows.new_zeros(inside.shape)
+    found[inside.to(of_rows.device)] = of_rows.roll(1)
+    return found.view(batch.labels.shape)
 
 
 def _mesh_rank(

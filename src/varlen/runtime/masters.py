@@ -84,8 +84,12 @@ class Masters:
         """The names of the parameters whose masters ranks divide."""
         return {pair.name for pair in self._pairs if pair.length}
 
-    def check(self) -> None:
-        """Refuse a step with weights that an optimizer has left behind, or with gradients that it would lose."""
+    def check(self, *, for_gradients: bool = True) -> None:
+        """Refuse a step with weights that an optimizer has left behind, or with gradients that it would lose.
+
+        Args:
+            for_gradients: whether the step computes gradients.
+        """
         changed = sum(one != other for one, other in zip(self._versions(), self._published))
         if changed:
             raise SettingError(
@@ -94,7 +98,7 @@ class Masters:
             )
         apart = [pair for pair in self._pairs if pair.master is not pair.parameter]
         lost = [pair.name for pair in apart if pair.parameter.grad is not None]
-        if lost:
+        if lost and for_gradients:
             raise SettingError(
                 f"{lost[0]} has a gradient ({len(lost):,} of {len(apart):,} parameters do), and the optimizer takes "
                 "those of engine.master_parameters(); call model.zero_grad()"

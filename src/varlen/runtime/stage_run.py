@@ -73,15 +73,19 @@ class StageRunner:
         meter: BytesMeter | None = None,
         unit: Callable[[range], AbstractContextManager[Any]] = _nothing,
         last: Callable[[range], AbstractContextManager[Any]] = _nothing,
+        is_forward_only: bool = False,
     ) -> None:
         """Prepare the tasks.
 
         Args:
             unit: entered around each task, with the layers of its chunk.
             last: entered around the last task that adds to the gradients of a chunk, with its layers.
+            is_forward_only: whether tasks of the backward pass are left out.
         """
         begin, end = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
         self._codes: list[int] = plan.tasks[begin:end].tolist()
+        if is_forward_only:
+            self._codes = [code for code in self._codes if code % KINDS == FORWARD]
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
         self._chunks, self._transport, self._clock, self._meter = chunks, transport, clock, meter

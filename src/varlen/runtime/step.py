@@ -92,13 +92,18 @@ def run_stages(
     keeps_losses: bool = False,
     saved: Saved = "layers",
     masters: Masters | None = None,
+    is_forward_only: bool = False,
 ) -> StepRun:
     """Run the tasks of all stages of all ranks in this process, and add to gradients as `run_step` does."""
     mesh, device = plan.mesh, data.input_ids.device
     layers = layers_of(model, mesh)
     if not _is_float16(model):
         data = replace(data, scale=1.0)  # so that gradients add to those of earlier batches in place
-    settings: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
+    settings: dict[str, Any] = {
+        "keeps_losses": keeps_losses,
+        "saved": saved,
+        "is_forward_only": is_forward_only,
+    }
     chunks = [chunk_steps(parts, layers, data, plan, **settings) for _ in range(mesh.dp)]
     transports = [LocalTransport() for _ in range(mesh.dp)]
     runners = [
@@ -110,15 +115,16 @@ def run_stages(
             transports[rank],
             clock=Clock(device),
             meter=meter,
+            is_forward_only=is_forward_only,
         )
         for rank in range(mesh.dp)
         for stage in range(mesh.pp)
     ]
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [] if is_forward_only else [p for p in model.parameters() if p.requires_grad]
     with step_gradients(trained, is_apart=data.scale != 1):
         take_turns(runners, [transports[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
         unscale(trained, data.scale)
-        if masters is not None:
+        if masters is not None and not is_forward_only:
             masters.collect()
     losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
     return StepRun(
@@ -219,6 +225,7 @@ def chunk_steps(
     keeps_losses: bool = False,
     shared: Mapping[int, SharedDocument] | None = None,
     saved: Saved = "layers",
+    is_forward_only: bool = False,
 ) -> list[ChunkStep]:
     """Return the chunks of one rank's pipeline."""
     share = plan.recompute_share if plan.recompute == "full" else 0.0
@@ -235,6 +242,7 @@ def chunk_steps(
             offload=plan.offload,
             keeps_losses=keeps_losses,
             shared=shared,
+            is_forward_only=is_forward_only,
         )
         for each, count in zip(layers, again)
     ]

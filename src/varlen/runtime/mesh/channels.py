@@ -101,6 +101,8 @@ class Channels:
         like: torch.Tensor,
         wait_reporter: WaitReporter,
         shared: Mapping[int, SharedDocument] | None = None,
+        *,
+        is_forward_only: bool = False,
     ) -> None:
         """Begin to receive the first message of each channel that brings some.
 
@@ -115,6 +117,7 @@ class Channels:
         self._of = {
             name: Channel(group, like, rows[name[0]], wait_reporter)
             for name, group in groups.channels.items()
+            if name[0] == FORWARD or not is_forward_only
         }
         for (_, receiver), channel in self._of.items():
             if receiver % pp == coordinate.stage:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,8 @@ class Totals:
     num_targets: int
     document_losses: torch.Tensor | None
     """float64 `[2, num_documents]`: the losses of each document's targets, summed, and their number; if asked for."""
+    token_losses: torch.Tensor | None = None
+    """`[num_tokens]`: of the documents that this process holds, where it has the last layers, if asked for."""
 
 
 class MeshRank:
@@ -121,10 +123,12 @@ class MeshRank:
         *,
         meter: BytesMeter | None = None,
         keeps_losses: bool = False,
+        gives_tokens: bool = False,
         saved: Saved = "layers",
         masters: Masters | None = None,
+        is_forward_only: bool = False,
     ) -> tuple[StepRun, Totals]:
-        """Run this process's part of a step; all processes do so at once."""
+        """Run this process's part of a step, or of its forward pass alone; all processes do so at once."""
         with self._ending():
             groups = self._open()
             fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared.plan)
@@ -135,7 +139,7 @@ class MeshRank:
                     plan_fingerprint(prepared.plan),
                     fingerprint_of(int(prepared.is_share and prepared.step_num_targets)),
                     batch_fingerprint(prepared.data),
-                    fingerprint_of((keeps_losses, saved, self._gathered)),
+                    fingerprint_of((keeps_losses, gives_tokens, saved, self._gathered, is_forward_only)),
                 )
                 facts = dict(zip(_FACTS, found))
                 # Stages of one data-parallel rank have the same share.
@@ -146,10 +150,13 @@ class MeshRank:
             with self._wait_reporter.waiting():
                 data = prepared.weighed(groups.replicas.sum)
             with waiting_at_most(self._timeout_s, model):
-                settings = {"keeps_losses": keeps_losses, "saved": saved}
+                settings = {"keeps_losses": keeps_losses, "saved": saved, "is_forward_only": is_forward_only}
                 run = self._run(model, groups, data, prepared.plan, meter, masters, settings)
             with self._wait_reporter.waiting():
-                return run, self._total(groups, run, prepared)
+                totals = self._total(groups, run, prepared)
+                if gives_tokens and self.coordinate.stage == self.coordinate.mesh.pp - 1:
+                    totals = replace(totals, token_losses=self._of_tokens(groups, run, prepared))
+                return run, totals
 
     def masters_of(self, model: Any, weights: Mapping[str, torch.Tensor]) -> Masters:
         """Return float32 masters of the stage's parameters; all processes call it if its replicas divide them."""
@@ -241,7 +248,7 @@ class MeshRank:
         masters: Masters | None,
         settings: dict[str, Any],
     ) -> StepRun:
-        """Run the tasks, and reduce gradients."""
+        """Run the tasks, and reduce gradients, which a forward pass alone has none of."""
         parts, mesh, stage = (
             DecoderParts.of(model, self._kernels),
             self.coordinate.mesh,
@@ -251,7 +258,8 @@ class MeshRank:
         shards = Shards(model, parts, groups.replicas, self._gathered, waiting) if is_sharded(model) else None
         parts = parts if shards is None else shards.parts
         layers = layers_of(model, mesh)
-        parameters = _trained(model)
+        is_forward_only = settings["is_forward_only"]
+        parameters = {} if is_forward_only else _trained(model)
         shared = self._shared(groups, plan)
         chunks = chunk_steps(parts, layers, data, plan, shared=shared, **settings)[stage :: mesh.pp]
         reduction = Reduction(_alike(parameters, shards, masters), groups.replicas)
@@ -262,9 +270,11 @@ class MeshRank:
                     dtype=self._hidden_dtype(parts, layers[stage], shards),
                     device=groups.device,
                 )
-                channels = Channels(groups, plan, like, self._wait_reporter, shared)
+                channels = Channels(
+                    groups, plan, like, self._wait_reporter, shared, is_forward_only=is_forward_only
+                )
                 around: dict[str, Any] = {} if shards is None else {"unit": shards.unit}
-                if shards is None and not plan.num_merged:
+                if shards is None and not plan.num_merged and not is_forward_only:
                     # Communicators of shared documents and of replicas would wait for each other.
                     around["last"] = partial(_last, parts, reduction)
                 runner = StageRunner(
@@ -275,6 +285,7 @@ class MeshRank:
                     channels,
                     clock=Clock(groups.device),
                     meter=meter,
+                    is_forward_only=is_forward_only,
                     **around,
                 )
                 try:
@@ -288,17 +299,9 @@ class MeshRank:
                     raise
             with self._wait_reporter.waiting():
                 self._settle(groups.device)
-                if shards is not None:
-                    shards.reduce()
-                reduction.finish()
-                unscale(parameters.values(), data.scale)
-                if self._is_tied and groups.ends is not None:
-                    is_first = self.coordinate.stage == 0
-                    end = model.get_input_embeddings() if is_first else model.get_output_embeddings()
-                    gradients.sum_tied(end.weight, groups.ends)
-                if masters is not None:
-                    masters.collect()
-                self._settle(groups.device)
+                if not is_forward_only:
+                    self._reduce(model, groups, reduction, shards, masters, data.scale)
+                    self._settle(groups.device)
         losses = [loss.double() for chunk in chunks for loss in chunk.losses]
         return StepRun(
             loss=float(torch.stack(losses).sum()) if losses else 0.0,
@@ -326,6 +329,39 @@ class MeshRank:
             own = [parts.layers[layer] for layer in layers]
             self._dtype = stage_dtype(own) if shards is None else shards.whole_dtype(layers)
         return self._dtype
+
+    def _reduce(
+        self,
+        model: Any,
+        groups: Groups,
+        reduction: Reduction,
+        shards: Shards | None,
+        masters: Masters | None,
+        scale: float,
+    ) -> None:
+        """Sum gradients over replicas, and those of a tied weight over both ends."""
+        if shards is not None:
+            shards.reduce()
+        reduction.finish()
+        unscale(_trained(model).values(), scale)
+        if self._is_tied and groups.ends is not None:
+            is_first = self.coordinate.stage == 0
+            end = model.get_input_embeddings() if is_first else model.get_output_embeddings()
+            gradients.sum_tied(end.weight, groups.ends)
+        if masters is not None:
+            masters.collect()
+
+    def _of_tokens(self, groups: Groups, run: StepRun, inputs: StepInputs) -> torch.Tensor:
+        """Return the losses of all tokens of the documents held here, whichever replica computed them."""
+        assert run.token_losses is not None
+        losses = run.token_losses
+        if not inputs.is_share:
+            groups.replicas.sum(losses)
+            return losses
+        for document, shared in self._shared(groups, inputs.plan).items():
+            rows = slice(*inputs.data.offsets[document : document + 2].tolist())
+            losses[rows] = shared.peers.all_gather(losses[rows]).sum(0)
+        return losses
 
     def _total(self, groups: Groups, run: StepRun, inputs: StepInputs) -> Totals:
         peak = int(run.task_runs[0].peak_bytes.max(initial=0))
@@ -363,6 +399,22 @@ def _last(parts: DecoderParts, reduction: Reduction, layers: range) -> AbstractC
     return reduction.last(
         [p for p in inside if p.requires_grad and uses[id(p)] == 1],
         [p for p in before if id(p) not in tied],
+    )
+
+
+def totals_of_one(inputs: StepInputs, run: StepRun, *, gives_tokens: bool) -> Totals:
+    """Return the totals of a step that one process ran, of whatever mesh."""
+    # It counts all documents, whichever rank the plan gives them.
+    every = replace(inputs, own=np.ones_like(inputs.own))
+    losses = None
+    if run.token_losses is not None:
+        losses = every.losses_by_document(run.token_losses, is_counted=True)
+    return Totals(
+        loss=run.loss,
+        peaks_bytes=np.array([max(int(task_run.peak_bytes.max(initial=0)) for task_run in run.task_runs)]),
+        num_targets=every.num_targets,
+        document_losses=losses,
+        token_losses=run.token_losses if gives_tokens else None,
     )
 
 
