@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.support.distances import furthest, whole_of
+from tests.support.distances import EXACT, furthest, whole_of
 from tests.support.random_plans import random_plan
 from tests.support.rarely import IS_SOAK
 from tests.support.sliced import take_gradients, tiny
@@ -78,8 +78,15 @@ def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str, worker: Any) -
         one = vl.SliceEngine(model, slice_tokens=64, weighting=weighting)
         for share, batch in zip(shares, whole):
             merged += share.plan.num_merged
+            evaluated = engine.evaluate(share, document_losses=True, log_probs=True)
             stats = engine.step(share, document_losses=True)
             wanted_stats = one.step(batch, document_losses=True)
+            far["loss"] = max(far["loss"], abs(evaluated.loss - wanted_stats.loss))
+            np.testing.assert_allclose(evaluated.document_losses, stats.document_losses, rtol=EXACT)
+            if evaluated.log_probs is not None:
+                here = share.plan.documents_of(coordinate.dp_rank)
+                known = np.nan_to_num(wanted_stats.document_losses) * np.asarray(batch.document_targets)
+                np.testing.assert_allclose(float(evaluated.log_probs.sum()), -known[here].sum(), rtol=EXACT)
             wanted, found = take_gradients(model), whole_of(take_gradients(engine.model))
             wanted = {name: wanted[name] for name in found}
             far["gradients"] = max(far["gradients"], furthest(found, wanted))
