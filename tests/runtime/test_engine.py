@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.runtime.tiny_families import Wide
+from tests.runtime.tiny_families import family as family_of
 from tests.support.distances import assert_same
 from tests.support.rarely import examples
 from tests.support.sliced import SIZES, take_gradients, tiny, tokens_of, uncut
@@ -77,6 +79,53 @@ def test_a_step_is_that_of_the_uncut_model(lengths, slice_tokens, recompute, lay
     np.testing.assert_allclose(stats.document_losses, means, rtol=1e-11)
     assert_same(take_gradients(model), wanted)
     assert max(np.diff(stats.plan.forward.slice_offsets)) <= slice_tokens
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_oss"])
+@pytest.mark.parametrize("settings", [{}, {"offload": "kv", "saved": "stage"}, {"recompute": "none"}])
+def test_an_evaluation_is_the_loss_of_the_uncut_model_and_touches_no_gradient(family, settings, layout):
+    layers = {"num_hidden_layers": 4} if family == "llama" else {}  # of which two wait in host memory
+    model, documents = family_of(family, **layers), documents_of([50, 9, 31, 4])
+    mask = [np.random.default_rng(len(x)).random(len(x)) < 0.7 for x in documents]
+    for one in mask:
+        one[1] = True
+    batch = batch_of(documents, loss_mask=mask, layout=layout)
+    engine = vl.SliceEngine(model, 16, **settings)
+    with Wide():
+        stats = engine.step(batch, document_losses=True)
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            found = engine.evaluate(batch, document_losses=True, log_probs=True)
+            loss = engine.evaluate(batch).loss
+        ids = torch.as_tensor(documents[0]).long()[None]
+        model.set_attn_implementation("eager")
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+
+    assert found.loss == loss == pytest.approx(stats.loss, rel=1e-12)
+    assert found.num_targets == batch.num_targets
+    np.testing.assert_allclose(found.document_losses, stats.document_losses, rtol=1e-12)
+    assert ((found.log_probs != 0).numpy() == (batch.labels != -100)).all()
+    flat = batch.input_ids.ravel()
+    first = next(at for at in range(len(flat)) if (flat[at : at + 50] == documents[0]).all())
+    wanted = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0] * torch.as_tensor(mask[0][1:])
+    mine = found.log_probs.ravel()[first + 1 : first + 50]
+    torch.testing.assert_close(mine, wanted.detach(), rtol=1e-9, atol=1e-12)
+    assert_same({name: p.grad for name, p in model.named_parameters()}, before)
+
+
+def test_an_evaluation_by_a_plan_of_a_mesh_is_that_of_one_gpu():
+    model, batch = tiny("llama", num_hidden_layers=4), batch_of(documents_of([50, 9, 31, 4]))
+    cost = vl.CostModel(model=vl.ModelShape.from_config(model.config), hardware=vl.Hardware.named("h100"))
+    search = vl.Search(least_rows=4, merges=False)
+    plan = vl.plan_step(batch.document_lengths, cost=cost, mesh=vl.Mesh(pp=2, dp=2), search=search)
+    engine = vl.SliceEngine(model, 16)
+
+    one, many = engine.evaluate(batch, log_probs=True), engine.evaluate(batch, plan, log_probs=True)
+
+    assert many.loss == pytest.approx(one.loss, rel=1e-12)
+    assert one.document_losses is None
+    torch.testing.assert_close(many.log_probs, one.log_probs, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("weighting", ["document", "longalign"])
