@@ -22,23 +22,25 @@ from varlen.runtime.split import Elsewhere, cut_to_stage
 
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
-    """How many of a stage's sharded layers are whole before a unit of its first layer, during it, and after it."""
+    """How many of a stage's sharded layers are whole before a task, after each of its calls, and after it."""
     coordinate = coordinate_of(mesh, stage * mesh.dp)
-    layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
-    first = next(n for n, layer in enumerate(model.model.layers) if layer is layers[0])
+    numbers = [n for n, layer in enumerate(model.model.layers) if not isinstance(layer, Elsewhere)]
+    layers = [model.model.layers[n] for n in numbers]
     replicas: Any = type("Replicas", (), {"size": coordinate.mesh.dp, "device": torch.device("cpu")})()
     before = model.config._attn_implementation
     shards = Shards(model, DecoderParts.of(model), replicas, gathered)
     model.set_attn_implementation(before)
+    events: list[Any] = [(event, n) for n in numbers for event in ("gather", "release")]
 
     def whole() -> int:
         return sum(not isinstance(next(layer.parameters()), DTensor) for layer in layers)
 
-    counts = []
     with shards.step():
-        counts.append(whole())
-        with shards.unit(range(first, first + 1)):
-            counts.append(whole())
+        counts = [whole()]
+        with shards.task(events, is_last=False):
+            for event, number in events:
+                getattr(shards, event)(number)
+                counts.append(whole())
         counts.append(whole())
     return counts
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +25,38 @@ from torch.overrides import TorchFunctionMode
 from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
 from varlen.runtime.casting import lowered, uncast, ungraphed
-from varlen.runtime.decoder import DecoderParts, Positions
+from varlen.runtime.decoder import EMBEDDING, DecoderParts, Positions
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, RowStack, Visit
 from varlen.runtime.main_grads import add_product
 from varlen.runtime.mesh.shared_documents import SharedDocument, own_tokens, rows_of, with_idle_row
-from varlen.step_plan import BACKWARD, FORWARD, Offload, SliceKey, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Offload, SliceKey, StepPlan
 
 Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
+Event = tuple[Literal["gather", "release", "reduce"], int]  # a call of `Units`
+
+
+class Units:
+    """What is done with a unit's parameters around its work; here nothing. See `DecoderParts.unit` for its number."""
+
+    def task(self, events: Sequence[Event], *, is_last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return the context of a task that makes these calls in this order; without rows it makes none.
+
+        Args:
+            is_last: whether no later task of the same kind runs these layers.
+        """
+        return nullcontext()
+
+    def gather(self, unit: int) -> None:
+        """Called before a unit's weights are read."""
+
+    def release(self, unit: int) -> None:
+        """Called after a unit's weights were read."""
+
+    def reduce(self, unit: int) -> None:
+        """Called when a task has added all that it adds to a unit's gradients."""
+
+
+AS_THEY_ARE = Units()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -93,9 +119,12 @@ class ChunkStep:
         keeps_losses: bool = False,
         shared: Mapping[int, SharedDocument] | None = None,
         is_forward_only: bool = False,
+        units: Units = AS_THEY_ARE,
     ) -> None:
         self._shared, self._is_forward_only = shared or {}, is_forward_only
         self._parts, self._data = parts, data
+        self.units = units
+        """What is done with the parameters of its units."""
         self.layers = layers
         """Of the chunk, in order."""
         self.has_embedding = layers.start == 0
@@ -117,7 +146,8 @@ class ChunkStep:
         self._documents: dict[int, _Document] = {}
         self._graphs: dict[SliceKey, Leaf] = {}
         self._later = DeferredWeightGrads() if splits_backward else None
-        self._waiting: dict[SliceKey, list[DeferredGrad]] = {}
+        self._waiting: dict[SliceKey, list[tuple[int, list[DeferredGrad]]]] = {}
+        """By MicroPack: layers, last to first, and what each has deferred."""
         self.losses: list[torch.Tensor] = []
         """Parts of the step's loss, of the chunk with the head."""
         self.token_losses = torch.zeros_like(data.weights) if keeps_losses and self.has_head else None
@@ -131,7 +161,9 @@ class ChunkStep:
         """
         slices = self._slices(key, FORWARD)
         if hidden is None:
+            self.units.gather(EMBEDDING)
             hidden = self._parts.embed(self._data.rows(own_tokens(key, self._shared), self._data.input_ids))
+            self.units.release(EMBEDDING)
         positions = self._parts.positions(slices, hidden)
         with self._near(key, FORWARD):
             for layers in self._runs:
@@ -140,11 +172,14 @@ class ChunkStep:
                         self._keep(key, layers.start, hidden)
                     with ungraphed(hidden):
                         # The last layer's output may be made again; its keys and values are needed now.
-                        hidden = self._run(layers, hidden, positions, slices)
+                        hidden = self._gathered(layers.start, hidden, positions, slices)
                 else:
-                    first = hidden.detach().requires_grad_()
+                    first = hidden = hidden.detach().requires_grad_()
                     with selectively(self._parts.layers[layers.start : layers.stop], self._is_selective):
-                        hidden = self._run(layers, first, positions, slices)
+                        for layer in layers:
+                            if layer > layers.start:
+                                hidden.register_hook(partial(self._between, key, layer))  # type: ignore[no-untyped-call]
+                            hidden = self._gathered(layer, hidden, positions, slices)
                     self._graphs[key] = (first, hidden)
         if self._is_forward_only:
             self._end_forward(key, hidden)
@@ -155,7 +190,9 @@ class ChunkStep:
         if self.has_head:
             own = own_tokens(key, self._shared)
             labels, weights = (self._data.rows(own, of) for of in (self._data.labels, self._data.weights))
+            self.units.gather(self._parts.head_unit)
             self._keep_losses(own, self._parts.head_losses(hidden, labels), weights)
+            self.units.release(self._parts.head_unit)
         for document, _, stop in key:
             if stop == self._length(document):
                 del self._documents[document]
@@ -172,18 +209,19 @@ class ChunkStep:
             for layers in reversed(self._runs):
                 if layers.start >= self._again:
                     first, out = self._graphs.pop(key)
+                    gradient = self._head(key, out) if gradient is None else gradient
+                    self.units.gather(layers.stop - 1)
                 else:
                     first, positions = self._into(key, layers.start, positions, slices)
-                    out = self._run(layers, first.requires_grad_(), positions, slices)
-                if gradient is None:
-                    gradient = self._head(key, out)
+                    self.units.gather(layers.start)
+                    out = self._run(layers.start, first.requires_grad_(), positions, slices)
+                    gradient = self._head(key, out) if gradient is None else gradient
                 with uncast(out):
                     torch.autograd.backward(out, gradient)
+                self._end_backward(key, layers.start)
                 assert first.grad is not None
                 gradient = first.grad
         assert gradient is not None
-        if self._later is not None:
-            self._waiting[key] = self._later.take()
         for document, start, _ in key:
             if start == 0:
                 del self._documents[document]
@@ -192,27 +230,83 @@ class ChunkStep:
         self._parts.embed_backward(
             self._data.rows(own_tokens(key, self._shared), self._data.input_ids), gradient
         )
+        self.units.reduce(EMBEDDING)
         return None
 
     def weight(self, key: SliceKey) -> None:
         """Add up the weight gradients that the MicroPack's backward has left waiting."""
-        add_up(self._waiting.pop(key))
+        for layer, waiting in self._waiting.pop(key):
+            add_up(waiting)
+            self.units.reduce(layer)
+
+    def events(self, kind: int) -> list[Event]:
+        """Return the calls of `Units` that a task of a kind makes, whatever its MicroPack; see `Units.task`."""
+        forward: list[Event] = []
+        for layer in self.layers:
+            forward += [("gather", layer), ("release", layer)]
+        head: list[Event] = [("gather", self._parts.head_unit), ("release", self._parts.head_unit)]
+        if kind == FORWARD:
+            embedding: list[Event] = [("gather", EMBEDDING), ("release", EMBEDDING)]
+            return [
+                *embedding * self.has_embedding,
+                *forward,
+                *head * (self.has_head and self._is_forward_only),
+            ]
+        reduced: list[list[Event]] = [[("reduce", layer)] for layer in self.layers]
+        if kind == WEIGHT:
+            return [event for each in reversed(reduced) for event in each]
+        head = [*head, ("reduce", self._parts.head_unit)] * self.has_head
+        has_graphs, again = (
+            self._again < self.layers.stop,
+            len(self.layers[: self._again - self.layers.start]),
+        )
+        found = head if has_graphs else []
+        for layer, each in zip(reversed(self.layers), reversed(reduced)):
+            if layer == self._again - 1 and len(self._saved_layers) < again:
+                found += forward[: 2 * (again - 1)]
+            found += [("gather", layer)]
+            found += head if layer == self.layers.stop - 1 and not has_graphs else []
+            found += [("release", layer), *(each if self._later is None else [])]
+        return found + [("reduce", EMBEDDING)] * self.has_embedding
+
+    def _between(self, key: SliceKey, layer: int, _: torch.Tensor) -> None:
+        """Go on, in the backward pass of a graph, from a layer to the one before."""
+        self._end_backward(key, layer)
+        self.units.gather(layer - 1)
+
+    def _end_backward(self, key: SliceKey, layer: int) -> None:
+        self.units.release(layer)
+        if self._later is None:
+            self.units.reduce(layer)
+        else:
+            self._waiting.setdefault(key, []).append((layer, self._later.take()))
+
+    def _gathered(
+        self, layer: int, hidden: torch.Tensor, positions: Positions, slices: Sequence[CachedSlice]
+    ) -> torch.Tensor:
+        """Run a layer, whose weights aren't needed afterwards."""
+        self.units.gather(layer)
+        out = self._run(layer, hidden, positions, slices)
+        self.units.release(layer)
+        return out
 
     def _run(
-        self, layers: range, hidden: torch.Tensor, positions: Positions, slices: Sequence[CachedSlice]
+        self, layer: int, hidden: torch.Tensor, positions: Positions, slices: Sequence[CachedSlice]
     ) -> torch.Tensor:
         rows = hidden.shape[1]
         hidden = hidden if rows else with_idle_row(hidden)
         with self._later or nullcontext():
-            for layer in layers:
-                hidden = self._parts.run_layer(layer, hidden, positions, slices)
+            hidden = self._parts.run_layer(layer, hidden, positions, slices)
         return hidden if rows else hidden[:, :0]
 
     def _head(self, key: SliceKey, out: torch.Tensor) -> torch.Tensor:
         """Run norm, head and loss forward and backward; return the gradient of what came out of the last layer."""
         key = own_tokens(key, self._shared)
         labels, weights = (self._data.rows(key, of) for of in (self._data.labels, self._data.weights))
+        self.units.gather(self._parts.head_unit)
         losses, gradient = self._parts.head_backward(out, labels, weights * self._data.scale)
+        self.units.release(self._parts.head_unit)
+        self.units.reduce(self._parts.head_unit)
         self._keep_losses(key, losses, weights)
         return gradient
 
@@ -285,7 +379,7 @@ class ChunkStep:
             for again in range(self.layers.start, layer):
                 self._made.append(hidden)
                 with ungraphed(hidden):
-                    hidden = self._run(range(again, again + 1), hidden, positions, slices)
+                    hidden = self._gathered(again, hidden, positions, slices)
         return hidden.detach(), positions or self._parts.positions(slices, hidden)
 
     def _taken(self, key: SliceKey, layer: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from varlen.runtime.kv_cache import CachedSlice
 from varlen.runtime.main_grads import add_product, gradient
 
 HEAD_ROWS = LOGIT_ROWS  # rows whose logits exist at once
+EMBEDDING = -1  # number of the embedding among units
 IGNORED = -100  # the label of a token with nothing to learn
 
 
@@ -110,6 +111,17 @@ class DecoderParts:
             like = torch.empty(1, device=next(parts.rotary.buffers()).device)
             parts._rotations(like.new_zeros(1, 1, dtype=torch.int64), [], like)
         return parts
+
+    @property
+    def head_unit(self) -> int:
+        """Number of norm and head among units."""
+        return len(self.layers)
+
+    def unit(self, number: int) -> list[nn.Module]:
+        """Return a unit's modules: those of `EMBEDDING`, of a layer by its number, or of norm and head."""
+        if number == EMBEDDING:
+            return [self.embedding]
+        return [self.norm, self.head] if number == self.head_unit else [self.layers[number]]
 
     def positions(self, slices: Sequence[CachedSlice], like: torch.Tensor) -> Positions:
         """Return the arguments of layers that give the positions of rows in their documents.

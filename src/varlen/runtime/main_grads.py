@@ -47,6 +47,15 @@ def set_gradient(parameter: Any, gradient: torch.Tensor | None) -> None:
         parameter.grad = gradient
 
 
+def take_gradient(parameter: Any) -> torch.Tensor | None:
+    """Remove a parameter's gradient of a step, or else autograd's, and return it."""
+    found = gradient_of(parameter)
+    found = parameter.grad if found is None else found
+    set_gradient(parameter, None)
+    parameter.grad = None
+    return found
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

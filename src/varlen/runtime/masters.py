@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from varlen.counts import many
 from varlen.errors import SettingError
-from varlen.runtime.main_grads import gradient, gradient_of, is_narrow, local, set_gradient, wide
-from varlen.runtime.mesh.gradients import BUCKET_BYTES, known_to_any
+from varlen.runtime.main_grads import gradient_of, is_narrow, local, set_gradient, wide
+from varlen.runtime.mesh.gradients import BUCKET_BYTES, buckets, known_to_any, row_length, rows_of_sums
 from varlen.runtime.mesh.process_groups import Group
 from varlen.runtime.mesh.shared_documents import ProcessPeers
 
@@ -67,7 +67,9 @@ class Masters:
         rows = -(-len(weight) // mesh.size())  # as `Shard` divides them
         first = mesh.get_local_rank() * rows
         own = weight[first : first + rows].to(parameter.device, dtype, copy=True)
-        return _Pair(name, parameter, nn.Parameter(_of_rows(own, weight, mesh)), rows * weight[0].numel())
+        return _Pair(
+            name, parameter, nn.Parameter(_of_rows(own, weight, mesh)), row_length(weight.shape, mesh.size())
+        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -115,11 +117,12 @@ class Masters:
         divided = {pair.name: pair for pair in self._pairs if pair.length}
         has = {name: gradient_of(pair.parameter) is not None for name, pair in divided.items()}
         found = known_to_any({name: pair.parameter for name, pair in divided.items()}, has, self._replicas)
-        for bucket in self._buckets([divided[name] for name in found]):
-            parts = self._parts(bucket, [gradient(pair.parameter) for pair in bucket])
-            own = ProcessPeers(self._replicas).reduce_scatter(parts)
-            for pair, rows in zip(bucket, self._rows_of(bucket, own)):
-                self._give(pair, _of_rows(rows.clone(), pair.parameter, self._mesh))
+        for bucket in _buckets([divided[name] for name in found]):
+            sums = rows_of_sums([pair.parameter for pair in bucket], ProcessPeers(self._replicas))
+            for pair, own in zip(bucket, sums):
+                held = local(pair.master)
+                rows = own[: held.numel()].view_as(held).clone()
+                self._give(pair, _of_rows(rows, pair.parameter, self._mesh))
 
     def publish(self) -> None:
         """Write the masters into the model; with replicas, all ranks call it at once."""
@@ -127,7 +130,7 @@ class Masters:
             for pair in self._pairs:
                 if pair.master is not pair.parameter and not pair.length:
                     local(pair.parameter).copy_(local(pair.master))
-            for bucket in self._buckets([pair for pair in self._pairs if pair.length]):
+            for bucket in _buckets([pair for pair in self._pairs if pair.length]):
                 assert self._replicas is not None
                 mine = [local(pair.master).to(pair.parameter.dtype) for pair in bucket]
                 flat = torch.cat([_padded(one, pair.length) for one, pair in zip(mine, bucket)])
@@ -148,36 +151,12 @@ class Masters:
         set_gradient(pair.parameter, None)
         pair.master.grad = found if pair.master.grad is None else pair.master.grad.add_(found)
 
-    def _buckets(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        """Yield pairs in order, as many of one dtype as go into a message."""
-        held: list[_Pair] = []
-        size = 0
-        for pair in pairs:
-            is_other = bool(held) and (pair.parameter.dtype, pair.master.dtype) != (
-                held[0].parameter.dtype,
-                held[0].master.dtype,
-            )
-            num_bytes = pair.length * pair.master.element_size()
-            if held and (is_other or size + num_bytes > BUCKET_BYTES):
-                yield held
-                held, size = [], 0
-            held.append(pair)
-            size += num_bytes
-        if held:
-            yield held
 
-    def _parts(self, bucket: Sequence[_Pair], whole: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return gradients as `[ranks, any]`: behind each other, the rows of each rank."""
-        assert self._replicas is not None
-        size = self._replicas.size
-        flat = [_padded(one, pair.length * size).view(size, -1) for one, pair in zip(whole, bucket)]
-        return torch.cat(flat, 1)
-
-    def _rows_of(self, bucket: Sequence[_Pair], own: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield this rank's rows of each parameter, as its master has them."""
-        for pair, part in zip(bucket, torch.split(own, [pair.length for pair in bucket])):
-            held = local(pair.master)
-            yield part[: held.numel()].view_as(held)
+def _buckets(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+    """Yield pairs in order, as many of one dtype as go into a message."""
+    by_parameter = {id(pair.parameter): pair for pair in pairs}
+    for bucket in buckets([pair.parameter for pair in pairs], BUCKET_BYTES):
+        yield [by_parameter[id(parameter)] for parameter in bucket]
 
 
 def _of_rows(rows: torch.Tensor, whole: torch.Tensor, mesh: Any) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,10 +53,6 @@ class TaskRun:
 PASSES = ("forward", "backward", "weight gradients")  # names of the kinds of tasks in messages
 
 
-def _nothing(_: range) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 class StageRunner:
     """One stage of one data-parallel rank during one step."""
 
@@ -71,15 +66,11 @@ class StageRunner:
         *,
         clock: Clock,
         meter: BytesMeter | None = None,
-        unit: Callable[[range], AbstractContextManager[Any]] = _nothing,
-        last: Callable[[range], AbstractContextManager[Any]] = _nothing,
         is_forward_only: bool = False,
     ) -> None:
         """Prepare the tasks.
 
         Args:
-            unit: entered around each task, with the layers of its chunk.
-            last: entered around the last task that adds to the gradients of a chunk, with its layers.
             is_forward_only: whether tasks of the backward pass are left out.
         """
         begin, end = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
@@ -89,9 +80,8 @@ class StageRunner:
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
         self._chunks, self._transport, self._clock, self._meter = chunks, transport, clock, meter
-        self._rank, self._unit, self._is_single_gpu = rank, unit, plan.mesh.num_gpus == 1
-        self._last_of_chunk, self._left = last, np.bincount(self._codes, minlength=KINDS * len(chunks))
-        self._adds = WEIGHT if plan.splits_backward else BACKWARD  # the last kind of task to add to gradients
+        self._rank, self._is_single_gpu = rank, plan.mesh.num_gpus == 1
+        self._left = np.bincount(self._codes, minlength=KINDS * len(chunks))  # tasks, by code
         self._live_at_first = meter.live if meter is not None else 0
         self._done = np.zeros(KINDS * len(chunks), np.int32)
         self._run: list[tuple[int, int, int, int, int]] = []
@@ -124,10 +114,10 @@ class StageRunner:
         key = self._packs[min(kind, BACKWARD)][micropack]
         self._clock.mark()
         try:
-            layers = self._chunks[chunk // self._pp].layers
+            step = self._chunks[chunk // self._pp]
+            layers = step.layers
             self._left[code := self._codes[len(self._run)]] -= 1
-            last = self._last_of_chunk if kind == self._adds and not self._left[code] else _nothing
-            with self._unit(layers), last(layers):
+            with step.units.task(step.events(kind), is_last=not self._left[code]):
                 if key:
                     self._compute(kind, chunk, micropack, key)
         except Exception as error:

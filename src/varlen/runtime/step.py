@@ -18,7 +18,7 @@ from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape, stages_of
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.plan.check import check_contents
-from varlen.runtime.chunk import ChunkStep, StepData
+from varlen.runtime.chunk import AS_THEY_ARE, ChunkStep, Event, StepData, Units
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import IGNORED, DecoderParts
 from varlen.runtime.main_grads import step_gradients, unscale
@@ -162,7 +162,10 @@ class _Unrun(ChunkStep):
     """A chunk that computes nothing, to find out whether an order of tasks can run."""
 
     def __init__(self) -> None:
-        self.layers = range(1)
+        self.layers, self.units = range(1), AS_THEY_ARE
+
+    def events(self, _: int) -> list[Event]:
+        return []
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         return _NOTHING
@@ -226,6 +229,7 @@ def chunk_steps(
     shared: Mapping[int, SharedDocument] | None = None,
     saved: Saved = "layers",
     is_forward_only: bool = False,
+    units: Units = AS_THEY_ARE,
 ) -> list[ChunkStep]:
     """Return the chunks of one rank's pipeline."""
     share = plan.recompute_share if plan.recompute == "full" else 0.0
@@ -243,6 +247,7 @@ def chunk_steps(
             keeps_losses=keeps_losses,
             shared=shared,
             is_forward_only=is_forward_only,
+            units=units,
         )
         for each, count in zip(layers, again)
     ]

@@ -1,7 +1,9 @@
 """Sums over replicas begin as soon as gradients are whole, in one order."""
 
 from collections.abc import Sequence
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,11 @@ import pytest
 import torch
 from tests.support.sliced import one_gpu_plan, tiny, tokens_of
 
+from varlen.runtime.chunk import Units
 from varlen.runtime.clock import Clock
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.main_grads import gradient_of, step_gradients
 from varlen.runtime.mesh.gradients import Reduction
-from varlen.runtime.mesh.rank import _last
 from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import LocalTransport, chunk_steps, step_data
 
@@ -50,8 +52,8 @@ def test_all_but_the_embedding_is_given_while_the_last_task_runs(
     tasks = [0, 0, 1, 2, 1, 2] if splits_backward else None
     plan = one_gpu_plan(LENGTHS, SLICES, recompute=recompute, tasks=tasks, splits_backward=splits_backward)
     parts, parameters = DecoderParts.of(model), dict(model.named_parameters())
-    chunks = chunk_steps(parts, [range(3)], step_data(plan, tokens_of(LENGTHS), None), plan)
-    reduction = Reduction(parameters, group, most_bytes=1)
+    reduction = Reduction(parameters, group, parts, most_bytes=1)
+    chunks = chunk_steps(parts, [range(3)], step_data(plan, tokens_of(LENGTHS), None), plan, units=reduction)
     found = []
     run_embedding = DecoderParts.embed_backward
 
@@ -60,25 +62,66 @@ def test_all_but_the_embedding_is_given_while_the_last_task_runs(
         run_embedding(*given)
 
     monkeypatch.setattr(DecoderParts, "embed_backward", embed_backward)
-    runner = StageRunner(
-        plan,
-        0,
-        0,
-        chunks,
-        LocalTransport(),
-        clock=Clock(group.device),
-        last=partial(_last, parts, reduction),
-    )
+    runner = StageRunner(plan, 0, 0, chunks, LocalTransport(), clock=Clock(group.device))
     with step_gradients(parameters.values(), is_apart=True):
         while runner.next_task:
             runner.run_next()
+        assert len(group.given) == len(parameters)
         whole = [gradient_of(p).clone() for p in parameters.values()]
         reduction.finish()
         summed = [gradient_of(p) for p in parameters.values()]
 
     assert found[0] == 0
-    assert found[-1] == (0 if splits_backward else len(parameters) - 1)
-    assert len(group.given) == len(parameters)
+    assert found[-1] == (2 if splits_backward else len(parameters) - 1)  # norm and head aren't split
     for (_, given), mine, total in zip(reversed(group.given), whole, summed):
         torch.testing.assert_close(given, mine, rtol=0, atol=0)
         torch.testing.assert_close(total, 2 * mine, rtol=0, atol=0)
+
+
+class Noted(Units):
+    """Notes what each task announces, and what is called."""
+
+    def __init__(self) -> None:
+        self.announced: list[Any] = []
+        self.called: list[Any] = []
+
+    def task(self, events: Sequence[Any], *, is_last: bool) -> Any:
+        self.announced.append(list(events))
+        return nullcontext()
+
+    def gather(self, unit: int) -> None:
+        self.called.append(("gather", unit))
+
+    def release(self, unit: int) -> None:
+        self.called.append(("release", unit))
+
+    def reduce(self, unit: int) -> None:
+        self.called.append(("reduce", unit))
+
+
+@pytest.mark.parametrize("is_forward_only", [False, True])
+@pytest.mark.parametrize("splits_backward", [False, True])
+@pytest.mark.parametrize(
+    ("recompute", "share", "saved"),
+    [("none", 1, "layers"), ("full", 1, "layers"), ("full", 0.5, "stage"), ("full", 1, "stage")],
+)
+def test_a_task_makes_the_calls_that_it_announces(recompute, share, saved, splits_backward, is_forward_only):
+    model, noted = tiny("llama", torch.float32, num_hidden_layers=3), Noted()
+    tasks = [0, 0, 1, 2, 1, 2] if splits_backward else None
+    plan = one_gpu_plan(LENGTHS, SLICES, recompute=recompute, tasks=tasks, splits_backward=splits_backward)
+    plan = replace(plan, recompute_share=share)
+    data = step_data(plan, tokens_of(LENGTHS), None)
+    settings: dict[str, Any] = {"saved": saved, "is_forward_only": is_forward_only, "units": noted}
+    chunks = chunk_steps(DecoderParts.of(model), [range(3)], data, plan, **settings)
+    clock = Clock(torch.device("cpu"))
+    runner = StageRunner(plan, 0, 0, chunks, LocalTransport(), clock=clock, is_forward_only=is_forward_only)
+    with step_gradients(list(model.parameters())):
+        while runner.next_task:
+            runner.run_next()
+
+    assert noted.called == list(chain(*noted.announced))
+    read = [unit for event, unit in noted.called if event == "gather"]
+    assert read == [unit for event, unit in noted.called if event == "release"] or "full" in recompute
+    assert set(read) == {-1, 0, 1, 2, 3}
+    reduced = [unit for event, unit in noted.called if event == "reduce"]
+    assert sorted(reduced) == ([] if is_forward_only else [-1, -1, 0, 0, 1, 1, 2, 2, 3, 3])

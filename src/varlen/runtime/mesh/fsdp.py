@@ -1,13 +1,14 @@
-"""`Shards`: a stage whose parameters FSDP2 has divided among its replicas, gathered for each task or once a step.
+"""`Shards`: a stage whose parameters FSDP2 has divided among its replicas, gathered unit by unit or once a step.
 
-FSDP2's own hooks reduce gradients after every backward pass of a module, which here is every MicroPack. So modules
-are called without their hooks: this file gathers and releases them, adds up whole gradients through the step, and
-reduces and scatters them once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public
-calls `unshard` and `reshard`.)
+FSDP2's own hooks gather a module before its forward pass, and reduce its gradients after its backward pass. Here a
+backward task also runs layers forward again, and replicas without rows take part. So modules are called without
+their hooks: this file gathers, releases and reduces them. Gradients add up in float32, in each rank's part. (FSDP2:
+Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public calls `unshard` and `reshard`.)
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,15 +19,25 @@ import torch
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from varlen.errors import ModelError, SettingError
-from varlen.runtime.decoder import DecoderParts
-from varlen.runtime.main_grads import add_from_autograd, gradient_of, set_gradient, wide
-from varlen.runtime.mesh.gradients import known_to_any, scattered
+from varlen.runtime.chunk import Event, Units
+from varlen.runtime.decoder import EMBEDDING, DecoderParts
+from varlen.runtime.main_grads import (
+    add_from_autograd,
+    gradient,
+    gradient_of,
+    local,
+    set_gradient,
+    take_gradient,
+    wide,
+)
+from varlen.runtime.mesh.gradients import BUCKET_BYTES, buckets, known_to_any, rows_of_sums, scattered
 from varlen.runtime.mesh.process_groups import Group
+from varlen.runtime.mesh.shared_documents import ProcessPeers
 
-Gathered = Literal["unit", "step"]  # sharded parameters are whole during each task, or all step
+Gathered = Literal["unit", "step"]  # sharded parameters are whole while a unit of the model runs, or all step
 
 
 class Unhooked:
@@ -41,6 +52,19 @@ class Unhooked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+class _Embedding(Unhooked):
+    """An embedding whose weight is the whole one, which holds the gradient, also while it isn't gathered."""
+
+    def __init__(self, module: Any, weight: Callable[[], Any]) -> None:
+        super().__init__(module)
+        self._weight = weight
+
+    @property
+    def weight(self) -> Any:
+        """The weight."""
+        return self._weight()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -69,8 +93,14 @@ def waiting_at_most(seconds: float, model: nn.Module) -> Iterator[None]:
             _set_pg_timeout(timeout, group)
 
 
-class Shards:
-    """The sharded modules of a stage during one step."""
+class Shards(Units):
+    """The sharded modules of a stage during one step.
+
+        gathered="unit": gather a unit, and the next one meanwhile ──► its work ──► release ──► reduce its gradients
+        gathered="step": gather all ──► all tasks ──► release all ──► reduce all gradients
+
+    All replicas gather and reduce the same units in the same order, whatever rows they have.
+    """
 
     def __init__(
         self,
@@ -79,17 +109,35 @@ class Shards:
         replicas: Group,
         gathered: Gathered,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        splits_backward: bool = False,
     ) -> None:
-        self._parts, self._replicas, self._gathered, self._waiting = parts, replicas, gathered, waiting
+        self._parts, self._replicas, self._waiting = parts, replicas, waiting
+        self._by_step = gathered == "step"
         config: Any = model.config
         self._ties = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
         self._check()
         self._own = {id(module): list(_own(model, module)) for module in self._modules}
+        units = range(EMBEDDING, parts.head_unit + 1)
+        self._named = {n: self._names(n) for n in units}
+        # The backward pass comes last to the first of several units that share a parameter.
+        self._reduced = {
+            n: [name for name in self._named[n] if not any(name in self._named[m] for m in units[: n + 1])]
+            for n in units
+        }
         self._whole: dict[str, nn.Parameter] = {}
         """Parameters that were gathered: PyTorch gives the same object, and its gradient, each time."""
+        self._has: set[str] = set()
+        """Parameters with a gradient on this rank."""
+        # Of one task, autograd gives a parameter at most one gradient, which is reduced at the task's end.
+        self._adds_up = self._by_step or splits_backward
         self._hooks: list[Any] = []
+        self._events: deque[Event] = deque()
+        self._used: list[int] = []
+        self._coming: dict[int, Any] = {}
+        """Modules that are being gathered, by id."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -100,9 +148,13 @@ class Shards:
     def parts(self) -> DecoderParts:
         """The stage taken apart, called past its hooks."""
         parts = self._parts
+        names = self._named[EMBEDDING]
+        embedding: Any = _unhooked(parts.embedding)
+        if names:
+            embedding = _Embedding(embedding, lambda: self._whole[names[0]])
         return replace(
             parts,
-            embedding=_unhooked(parts.embedding),
+            embedding=embedding,
             layers=tuple(_unhooked(layer) for layer in parts.layers),
             norm=_unhooked(parts.norm),
             head=_unhooked(parts.head),
@@ -111,69 +163,128 @@ class Shards:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Gather all parameters for the whole step if `gathered="step"`."""
-        modules = self._modules if self._gathered == "step" else []
+        modules = self._modules if self._by_step else []
         self._gather(modules)
         try:
             yield
         finally:
-            self._release(modules)
+            for module in self._modules:
+                module.reshard()
             for hook in self._hooks:
                 hook.remove()
 
     @contextmanager
-    def unit(self, layers: range) -> Iterator[None]:
-        """Gather a chunk's parameters for a task if `gathered="unit"`; all replicas do so for the same tasks."""
-        modules = self._of_chunk(layers) if self._gathered == "unit" else []
-        self._gather(modules)
-        try:
-            yield
-        finally:
-            self._release(modules)
+    def task(self, events: Sequence[Event], *, is_last: bool) -> Iterator[None]:  # noqa: ARG002
+        """As `Units.task`."""
+        self._events = deque(events)
+        yield
+        while self._events:
+            event, unit = self._events[0]
+            getattr(self, event)(unit)
+
+    def gather(self, unit: int) -> None:
+        """Gather a unit, and begin with the task's next one."""
+        assert self._events.popleft() == ("gather", unit)
+        self._used.append(unit)
+        if self._by_step:
+            return
+        self._gather(self._of(unit))
+        if unit != EMBEDDING:  # looking up takes no time in which another unit could come
+            for module in self._of(self._next()):
+                self._coming[id(module)] = module.unshard(async_op=True)
+
+    def release(self, unit: int) -> None:
+        """Release what neither other units that run now nor the next one need."""
+        assert self._events.popleft() == ("release", unit)
+        self._used.remove(unit)
+        kept = {id(module) for each in (*self._used, self._next()) for module in self._of(each)}
+        for module in self._of(unit):
+            if not self._by_step and id(module) not in kept:
+                module.reshard()
+
+    def reduce(self, unit: int) -> None:
+        """Add the sum of all replicas' gradients of a unit to each replica's part."""
+        assert self._events.popleft() == ("reduce", unit)
+        if not self._by_step:
+            self._sum(self._reduced[unit])
 
     def whole_dtype(self, layers: range) -> torch.dtype:
         """Return the dtype of layers' matrices when gathered; all replicas ask at once."""
-        with self.unit(layers):
-            held = (p for layer in layers for p in self._parts.layers[layer].parameters() if p.ndim > 1)
-            return next(held).dtype
+        modules = self._of(layers.start)
+        held = [p for p in self._parts.layers[layers.start].parameters() if p.ndim > 1]
+        if not self._by_step and modules:
+            self._gather(modules)
+            held = [p for p in self._parts.layers[layers.start].parameters() if p.ndim > 1]
+            for module in modules:
+                module.reshard()
+        return held[0].dtype
 
-    def reduce(self) -> None:
-        """Sum the step's whole gradients over replicas, and give each its part; all do so at once."""
-        found = {name: total for name, p in self._whole.items() if (total := gradient_of(p)) is not None}
-        self.forget()
-        for name in known_to_any(self._sharded, dict.fromkeys(found, True), self._replicas):
-            sharded = self._sharded[name]
-            whole = found.pop(name, None)
-            dtype = wide(sharded.dtype)
-            if whole is None:
-                whole = torch.zeros(sharded.shape, dtype=dtype, device=self._replicas.device)
-            set_gradient(sharded, scattered(whole.to(dtype), sharded))
+    def finish(self) -> None:
+        """Reduce what is left; what no replica has a gradient of has none. All replicas do so at once."""
+        if self._by_step:
+            for unit in reversed(self._reduced):
+                self._sum(self._reduced[unit])
+        known = known_to_any(self._sharded, dict.fromkeys(self._has, True), self._replicas)
+        for name in self._sharded.keys() - set(known):
+            set_gradient(self._sharded[name], None)
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         for parameter in self._whole.values():
-            set_gradient(parameter, None)
+            take_gradient(parameter)
+
+    def _sum(self, names: Sequence[str]) -> None:
+        learning = {id(self._whole[n]): n for n in names if self._sharded[n].requires_grad}
+        for bucket in buckets([self._whole[n] for n in learning.values()], BUCKET_BYTES):
+            held = [learning[id(parameter)] for parameter in bucket]
+            found = {n: self._whole[n] for n in held}
+            self._has |= {n for n, p in found.items() if p.grad is not None or gradient_of(p) is not None}
+            if not all(_is_by_rows(self._sharded[n], self._replicas) for n in held):
+                for name in held:
+                    self._add(name, self._scattered(name))
+                continue
+            for name, rows in zip(held, rows_of_sums(bucket, ProcessPeers(self._replicas, self._waiting))):
+                own = local(self._sharded[name].detach())
+                self._add(name, rows[: own.numel()].view(own.shape))
+
+    def _scattered(self, name: str) -> torch.Tensor:
+        whole = take_gradient(self._whole[name])
+        dtype = wide(self._whole[name].dtype)
+        if whole is None:
+            whole = torch.zeros_like(self._whole[name], dtype=dtype)
+        with self._waiting():
+            return scattered(whole.to(dtype), self._sharded[name])
+
+    def _add(self, name: str, part: torch.Tensor) -> None:
+        local(gradient(self._sharded[name])).add_(local(part))
 
     def _gather(self, modules: Sequence[Any]) -> None:
         for module in modules:
+            handle = self._coming.pop(id(module), None)
             with self._waiting():
-                module.unshard()
+                if handle is None:
+                    module.unshard()
+                else:
+                    handle.wait()
             for name, owner, key in self._own[id(module)]:
-                if name not in self._whole:
+                if name not in self._whole and self._adds_up:
                     self._hooks += add_from_autograd([getattr(owner, key)])
                 self._whole[name] = getattr(owner, key)
 
-    def _release(self, modules: Sequence[Any]) -> None:
-        for module in modules:
-            module.reshard()
+    def _of(self, unit: int | None) -> list[Any]:
+        """Return the sharded modules that hold a unit's parameters, in one order on all replicas."""
+        if unit is None:
+            return []
+        names = set(self._named[unit])
+        return [m for m in self._modules if any(name in names for name, _, _ in self._own[id(m)])]
 
-    def _of_chunk(self, layers: range) -> list[Any]:
-        """Return the sharded modules of a chunk's tasks, in one order on all replicas."""
-        parts = self._parts
-        used: list[nn.Module] = [parts.layers[layer] for layer in layers]
-        used += [parts.embedding] if layers.start == 0 else []
-        used += [parts.norm, parts.head] if layers.stop == len(parts.layers) else []
-        inside = {id(inner) for module in used for inner in module.modules()}
-        return [m for m in self._modules if any(id(owner) in inside for _, owner, _ in self._own[id(m)])]
+    def _next(self) -> int | None:
+        """Return the unit that the task gathers next."""
+        return next((unit for event, unit in self._events if event == "gather"), None)
+
+    def _names(self, unit: int) -> list[str]:
+        held = {id(p) for module in self._parts.unit(unit) for p in module.parameters()}
+        return [name for name, parameter in self._sharded.items() if id(parameter) in held]
 
     def _check(self) -> None:
         within = [
@@ -199,6 +310,12 @@ class Shards:
                 f"{others[0]} is divided among {self._sharded[others[0]].device_mesh.size()} processes, and the "
                 f"stage has {self._replicas.size} replicas; give fully_shard the device mesh of the stage's replicas"
             )
+
+
+def _is_by_rows(sharded: Any, replicas: Group) -> bool:
+    """Return whether replicas divide a parameter's rows in their own order."""
+    is_divided: bool = sharded.placements == (Shard(0),)
+    return is_divided and sharded.device_mesh.mesh.tolist() == list(replicas.ranks)
 
 
 def _unhooked(module: Any) -> Any:

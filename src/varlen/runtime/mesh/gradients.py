@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from varlen.runtime.main_grads import gradient, gradient_of, local, set_gradient, wide
+from varlen.runtime.chunk import Event, Units
+from varlen.runtime.decoder import EMBEDDING, DecoderParts
+from varlen.runtime.main_grads import gradient, gradient_of, local, set_gradient, take_gradient, wide
 from varlen.runtime.mesh.process_groups import Group
+from varlen.runtime.mesh.shared_documents import ProcessPeers
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
 
@@ -26,49 +30,52 @@ def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool]
     return [name for name, flag in zip(names, group.on_host(flags).tolist()) if flag]
 
 
-class Reduction:
+class Reduction(Units):
     """Sums a stage's gradients over its replicas, from the head to the embedding, while the backward pass goes on.
 
-        last task of a chunk ──► gradient of a parameter is whole ──► all of a bucket are ──► all-reduce begins
+        last task of a chunk ──► gradients of a unit are whole ──► all of a bucket are ──► all-reduce begins
         end of the step ──► the rest begins ──► all end
 
     All replicas begin the buckets in one order. A replica without a gradient adds zeros.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], group: Group, most_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Any],
+        group: Group,
+        parts: DecoderParts,
+        most_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self._parameters, self._group = parameters, group
         self._buckets = deque(buckets(list(parameters.values())[::-1], most_bytes))
         self._open = {id(parameter) for parameter in parameters.values()}  # with gradients that aren't whole
         self._has: set[int] = set()  # parameters with a gradient on this rank
         self._works: list[Any] = []
+        self._is_last = False
+        numbers = range(EMBEDDING, parts.head_unit + 1)
+        units = [{id(p) for module in parts.unit(n) for p in module.parameters()} for n in numbers]
+        uses = Counter(itertools.chain(*units))
+        self._own = {n: {p for p in unit if uses[p] == 1} for n, unit in zip(numbers, units)}
 
     @contextmanager
-    def last(self, layers: Sequence[Any], before: Sequence[Any]) -> Iterator[None]:
-        """Run the last task that adds to gradients of layers, and begin to sum those that it has passed.
+    def task(self, events: Sequence[Event], *, is_last: bool) -> Iterator[None]:
+        """As `Units.task`; the last one begins to sum gradients of the units that it has passed."""
+        self._is_last = is_last
+        yield
+        for event, unit in events:
+            if event == "reduce":
+                self.reduce(unit)
 
-        Args:
-            layers: parameters of layers, to each of which autograd adds once.
-            before: parameters whose gradients are whole before the backward pass comes to any layer.
-        """
-        waiting = list(before)
-
-        def passed(parameter: Any) -> None:
-            self._close([*waiting, parameter])
-            waiting.clear()
-
-        hooks = [parameter.register_post_accumulate_grad_hook(passed) for parameter in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._close([*waiting, *layers])
+    def reduce(self, unit: int) -> None:
+        """As `Units.reduce`."""
+        if self._is_last:
+            self._close(self._own[unit])
 
     def finish(self) -> None:
         """Sum what is left, and wait for all sums; what no replica has a gradient of has none afterwards."""
         if self._group.size == 1:
             return
-        self._close(self._parameters.values())
+        self._close(set(self._open))
         for work in self._works:
             work.wait()
         has = {name: id(parameter) in self._has for name, parameter in self._parameters.items()}
@@ -77,8 +84,8 @@ class Reduction:
             if name not in known:
                 set_gradient(parameter, None)
 
-    def _close(self, parameters: Iterable[Any]) -> None:
-        self._open.difference_update(map(id, parameters))
+    def _close(self, parameters: Set[int]) -> None:
+        self._open -= parameters
         while self._group.size > 1 and self._buckets and self._open.isdisjoint(map(id, self._buckets[0])):
             self._begin(self._buckets.popleft())
 
@@ -106,6 +113,41 @@ def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
         size += num_bytes
     if held:
         yield held
+
+
+def row_length(shape: torch.Size, ranks: int) -> int:
+    """Return the entries of a rank's rows, as `Shard(0)` divides a parameter, with those that the last ranks lack."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+def rows_of_sums(parameters: Sequence[Any], peers: ProcessPeers) -> Sequence[torch.Tensor]:
+    """Sum gradients of one dtype over ranks, and free them; all ranks call it at once.
+
+    A parameter without a gradient counts as zeros.
+
+    Returns:
+        This rank's rows of each parameter, float32 or wider, `[row_length]`, zeros where the last ranks lack some.
+    """
+    lengths = [row_length(parameter.shape, peers.size) for parameter in parameters]
+    parts = _as_message(parameters[0], peers.size, lengths[0]) if len(parameters) == 1 else None
+    if parts is None:
+        like = parameters[0]
+        parts = torch.zeros(peers.size, sum(lengths), dtype=wide(like.dtype), device=like.device)
+        for parameter, into in zip(parameters, torch.split(parts, lengths, 1)):
+            if (found := take_gradient(parameter)) is not None:
+                for own, rows in zip(into, torch.split(found.reshape(-1), into.shape[1])):
+                    own[: len(rows)] = rows
+            del found  # not alive beside the next one
+    return torch.split(peers.reduce_scatter(parts), lengths)
+
+
+def _as_message(parameter: Any, ranks: int, length: int) -> torch.Tensor | None:
+    """Remove a gradient that can be sent as it is, and return it, `[ranks, length]`; None if it can't."""
+    found = gradient_of(parameter)
+    if found is None or found.numel() != ranks * length or found.dtype != wide(found.dtype):
+        return None
+    set_gradient(parameter, None)
+    return found.reshape(ranks, length)
 
 
 def sum_tied(weight: torch.Tensor, group: Group) -> None:

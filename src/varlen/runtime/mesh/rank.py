@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_tasks
 from varlen.plan.serialize import plan_fingerprint
-from varlen.runtime.chunk import StepData
+from varlen.runtime.chunk import AS_THEY_ARE, StepData
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs
@@ -255,14 +253,24 @@ class MeshRank:
             self.coordinate.stage,
         )
         waiting = self._wait_reporter.waiting
-        shards = Shards(model, parts, groups.replicas, self._gathered, waiting) if is_sharded(model) else None
-        parts = parts if shards is None else shards.parts
-        layers = layers_of(model, mesh)
         is_forward_only = settings["is_forward_only"]
         parameters = {} if is_forward_only else _trained(model)
+        shards = (
+            Shards(
+                model, parts, groups.replicas, self._gathered, waiting, splits_backward=plan.splits_backward
+            )
+            if is_sharded(model)
+            else None
+        )
+        reduction = Reduction(_alike(parameters, shards, masters), groups.replicas, parts)
+        # Communicators of shared documents and of replicas would wait for each other.
+        units = shards or (reduction if not plan.num_merged and not is_forward_only else AS_THEY_ARE)
+        parts = parts if shards is None else shards.parts
+        layers = layers_of(model, mesh)
         shared = self._shared(groups, plan)
-        chunks = chunk_steps(parts, layers, data, plan, shared=shared, **settings)[stage :: mesh.pp]
-        reduction = Reduction(_alike(parameters, shards, masters), groups.replicas)
+        chunks = chunk_steps(parts, layers, data, plan, shared=shared, units=units, **settings)[
+            stage :: mesh.pp
+        ]
         with step_gradients(parameters.values(), is_apart=True):
             with nullcontext() if shards is None else shards.step():
                 like = torch.empty(
@@ -273,10 +281,6 @@ class MeshRank:
                 channels = Channels(
                     groups, plan, like, self._wait_reporter, shared, is_forward_only=is_forward_only
                 )
-                around: dict[str, Any] = {} if shards is None else {"unit": shards.unit}
-                if shards is None and not plan.num_merged and not is_forward_only:
-                    # Communicators of shared documents and of replicas would wait for each other.
-                    around["last"] = partial(_last, parts, reduction)
                 runner = StageRunner(
                     plan,
                     self.coordinate.dp_rank,
@@ -286,7 +290,6 @@ class MeshRank:
                     clock=Clock(groups.device),
                     meter=meter,
                     is_forward_only=is_forward_only,
-                    **around,
                 )
                 try:
                     while runner.next_task:
@@ -341,7 +344,7 @@ class MeshRank:
     ) -> None:
         """Sum gradients over replicas, and those of a tied weight over both ends."""
         if shards is not None:
-            shards.reduce()
+            shards.finish()
         reduction.finish()
         unscale(_trained(model).values(), scale)
         if self._is_tied and groups.ends is not None:
@@ -387,19 +390,6 @@ def _alike(
     divided = set() if shards is None else set(shards.parameters)
     divided |= set() if masters is None else masters.divided
     return {name: parameter for name, parameter in parameters.items() if name not in divided}
-
-
-def _last(parts: DecoderParts, reduction: Reduction, layers: range) -> AbstractContextManager[None]:
-    """Return the context of a chunk's last task, in which gradients begin to be summed."""
-    uses = Counter(id(p) for layer in parts.layers for p in layer.parameters())
-    inside = [p for layer in layers for p in parts.layers[layer].parameters()]
-    has_head = layers.stop == len(parts.layers)
-    tied = set(map(id, parts.embedding.parameters()))
-    before = [*parts.norm.parameters(), *parts.head.parameters()] if has_head else []
-    return reduction.last(
-        [p for p in inside if p.requires_grad and uses[id(p)] == 1],
-        [p for p in before if id(p) not in tied],
-    )
 
 
 def totals_of_one(inputs: StepInputs, run: StepRun, *, gives_tokens: bool) -> Totals:
